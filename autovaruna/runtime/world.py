@@ -1,0 +1,158 @@
+"""Defines `World`: how ranks talk, whatever carries the bytes.
+
+Three worlds fill this contract: MPI (`mpi.py`), one process (`single.py`), and threads of one process (`in_process.py`).
+
+Two kinds of calls. *Collectives* (`gather_objects`, `broadcast_object`, `agree`, `barrier`) are called by every rank in
+the same order with the same label `what`; ranks that are in different ones all get a `RankError` that says who is
+where. *Messages* (`send`, `receive`) and the tensor collectives of a group (`broadcast`, `all_reduce`) are called by
+the ranks that take part only. Messages with the same source, destination and tag arrive in the order sent.
+"""
+
+from __future__ import annotations
+
+import traceback
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from torch import Tensor
+
+from autovaruna.errors import RankError
+
+
+class Pending(ABC):
+    """A message or a reduction that has been started. Keep it until it is done: it owns the memory on the way."""
+
+    @abstractmethod
+    def is_done(self) -> bool:
+        """Says whether it has finished, letting it advance; never blocks."""
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Blocks until it has finished.
+
+        Raises:
+            RankError: it can never finish, because the other rank failed or ended.
+        """
+
+
+class Done(Pending):
+    """Something that was finished when it was started."""
+
+    def is_done(self) -> bool:
+        """Says yes."""
+        return True
+
+    def wait(self) -> None:
+        """Returns at once."""
+
+
+class World(ABC):
+    """The ranks of one program, seen from one of them.
+
+    Attributes:
+        rank: number of this rank.
+        num_ranks: number of ranks N.
+        hosts: host name of every rank.
+    """
+
+    rank: int
+    num_ranks: int
+    hosts: tuple[str, ...]
+
+    @abstractmethod
+    def gather_objects(self, value: object, what: str) -> list[Any]:
+        """Returns the values that the ranks passed, by rank. Collective.
+
+        Args:
+            value: a small object that pickles.
+            what: what the ranks do here, for errors; must be the same on every rank.
+
+        Raises:
+            RankError: ranks came with different labels, or a rank ended its script.
+        """
+
+    @abstractmethod
+    def broadcast(self, tensor: Tensor, root: int, ranks: tuple[int, ...]) -> None:
+        """Overwrites `tensor` with that of rank `root`, on `ranks` (ascending or not, the same order on each)."""
+
+    @abstractmethod
+    def start_all_reduce(self, tensor: Tensor, ranks: tuple[int, ...]) -> Pending:
+        """Starts to overwrite `tensor` with its sum over `ranks`; every rank gets the same bits.
+
+        Reductions of a group start in the same order on each of its ranks. bfloat16 and float16 are summed in
+        float32 and rounded once; bool is a logical or.
+        """
+
+    @abstractmethod
+    def send(self, tensors: Sequence[Tensor], destination: int, tag: int) -> Pending:
+        """Starts to send `tensors`; never blocks. They must not change until it is done.
+
+        Args:
+            tensors: dense tensors (contiguous, in any order of dimensions) of any dtype.
+            destination: the receiving rank; may be this one.
+            tag: at least 0, below 2 ** 20.
+        """
+
+    @abstractmethod
+    def receive(self, buffers: Sequence[Tensor], source: int, tag: int) -> Pending:
+        """Posts the receive of a message into `buffers`, which are laid out as the tensors that were sent.
+
+        The buffers are filled once it is done.
+
+        Raises:
+            RankError: in `wait`: the message has another number of bytes than the buffers.
+        """
+
+    @abstractmethod
+    def send_object(self, value: object, destination: int, tag: int) -> Pending:
+        """Starts to send an object that pickles; never blocks. Its tags are apart from those of tensors."""
+
+    @abstractmethod
+    def receive_object(self, source: int, tag: int) -> Any:
+        """Returns the next object that `source` sent with `tag`; blocks."""
+
+    @abstractmethod
+    def progress(self) -> None:
+        """Lets pending messages advance and forgets the finished ones; never blocks."""
+
+    @abstractmethod
+    def flush(self) -> None:
+        """Blocks until everything that this rank sent has left it."""
+
+    @abstractmethod
+    def abort(self, error: BaseException, where: str) -> NoReturn:
+        """Ends all ranks with status 1, after this rank's traceback, headed by `where`, on standard error."""
+
+    def broadcast_object(self, value: object, root: int, what: str) -> Any:
+        """Returns the value of rank `root`. Collective; raises as `gather_objects`."""
+        return self.gather_objects(value if self.rank == root else None, what)[root]
+
+    def barrier(self, what: str) -> None:
+        """Returns once every rank has come. Collective; raises as `gather_objects`."""
+        self.gather_objects(None, what)
+
+    def all_reduce(self, tensor: Tensor, ranks: tuple[int, ...]) -> None:
+        """Overwrites `tensor` with its sum over `ranks`, as `start_all_reduce`, and waits for it."""
+        self.start_all_reduce(tensor, ranks).wait()
+
+    def agree(self, error: BaseException | None, what: str) -> None:
+        """Raises on every rank if any rank passes an error. Collective.
+
+        Raises:
+            BaseException: `error` itself, on the ranks that passed one.
+            RankError: on the others, with the message and traceback of the first rank that failed.
+        """
+        reports = self.gather_objects(None if error is None else describe(error), what)
+        if error is not None:
+            raise error
+        for rank, report in enumerate(reports):
+            if report is not None:
+                raise RankError(f"rank {rank} failed while {what}: {report}")
+
+
+def describe(error: BaseException) -> str:
+    """Returns type, message and traceback of an error as text."""
+    name = type(error).__name__
+    trace = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    return f"{name}: {error}\n{trace}"
