@@ -1,0 +1,108 @@
+"""Defines `Case`: one model of the catalogue, how to build it, what to feed it and how to get its loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+Arguments: TypeAlias = tuple[Any, ...]
+Keywords: TypeAlias = dict[str, Any]
+Batch: TypeAlias = tuple[Arguments, Keywords]
+"""The arguments of one call: ``model(*batch[0], **batch[1])``."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model to test with.
+
+    Attributes:
+        name: unique in the catalogue; an identifier.
+        build: makes the model, in train mode; draws from torch's generator, so call `model` for a given seed.
+        batch: makes the arguments of one call from ``(size, seed)``; equal arguments give equal batches.
+        loss: takes ``(output, batch)`` and returns the mean over the samples; None if the model returns its loss.
+        has_dropout: whether forward draws random numbers in train mode.
+        has_batch_norm: whether a sample's result depends on the others of its micro-batch, or a buffer is updated.
+        max_stages: a number of stages that the graph allows at least (a hint for tests).
+        needs: a package beside torch that must be there, or "".
+        refusal: why this model cannot be traced with a batch dimension of any size, or "".
+    """
+
+    name: str
+    build: Callable[[], nn.Module]
+    batch: Callable[[int, int], Batch]
+    loss: Callable[[Any, Batch], Tensor] | None = None
+    has_dropout: bool = False
+    has_batch_norm: bool = False
+    max_stages: int = 4
+    needs: str = ""
+    refusal: str = ""
+
+    def model(self, seed: int = 0) -> nn.Module:
+        """Returns a new model whose weights depend on `seed` alone; the caller's generator is untouched."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            return self.build().train()
+
+    def loss_of(self, output: Any, batch: Batch) -> Tensor:
+        """Returns the scalar loss of a call's output."""
+        loss = self.loss(output, batch) if self.loss else loss_in(output)
+        assert isinstance(loss, Tensor) and loss.dim() == 0, f"{self.name}: no scalar loss in {type(output).__name__}"
+        return loss
+
+    def without_dropout(self) -> Case:
+        """Returns the same case with every dropout probability zero, to compare with plain PyTorch."""
+        if not self.has_dropout:
+            return self
+        return replace(self, build=lambda: zero_dropout(self.build()), has_dropout=False)
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def loss_in(output: Any) -> Any:
+    """Returns the loss in what a model returned: the tensor itself, or what is named ``loss``."""
+    if isinstance(output, Mapping):
+        return output["loss"]
+    return getattr(output, "loss", output)
+
+
+def zero_dropout(model: nn.Module) -> nn.Module:
+    """Sets every dropout probability of a model to zero, in place: modules' and configurations' alike."""
+    for module in model.modules():
+        if hasattr(module, "p"):
+            module.p = 0.0
+        for holder in (module, getattr(module, "config", None)):
+            for name, value in list(vars(holder).items()) if holder is not None else ():
+                if "drop" in name and isinstance(value, float):
+                    setattr(holder, name, 0.0)
+    return model
+
+
+def generator(seed: int) -> torch.Generator:
+    """Returns a generator of its own, so that making a batch draws nothing from torch's."""
+    return torch.Generator().manual_seed(seed)
+
+
+def floats(*shape: int, of: torch.Generator) -> Tensor:
+    """Returns normal random numbers of a shape."""
+    return torch.randn(*shape, generator=of)
+
+
+def integers(high: int, *shape: int, of: torch.Generator) -> Tensor:
+    """Returns random integers from ``0`` to ``high - 1`` of a shape."""
+    return torch.randint(high, shape, generator=of)
+
+
+def batch_size(batch: Batch) -> int:
+    """Returns the number of samples of a batch: the first dimension of its first tensor."""
+    return next(tensors(batch)).shape[0]
+
+
+def tensors(batch: Batch) -> Iterator[Tensor]:
+    """Yields the tensors of a batch, nested ones too."""
+    yield from (leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim() > 0)

@@ -1,0 +1,245 @@
+"""Lists small models of one idea each: layers, random nodes, buffers, parameters of every kind."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.catalogue.case import Batch, Case, floats, generator, integers
+
+WIDTH = 12
+CLASSES = 5
+TOKENS = 8
+WORDS = 23
+
+
+def labelled(size: int, seed: int) -> Batch:
+    """Returns ``x`` of shape (size, WIDTH) and ``y`` of shape (size,)."""
+    g = generator(seed)
+    return (), {"x": floats(size, WIDTH, of=g), "y": integers(CLASSES, size, of=g)}
+
+
+def positional(size: int, seed: int) -> Batch:
+    """Returns one positional argument of shape (size, WIDTH)."""
+    return (floats(size, WIDTH, of=generator(seed)),), {}
+
+
+def words(size: int, seed: int) -> Batch:
+    """Returns integer ``x`` of shape (size, TOKENS) and ``y`` of shape (size,)."""
+    g = generator(seed)
+    return (), {"x": integers(WORDS, size, TOKENS, of=g), "y": integers(CLASSES, size, of=g)}
+
+
+def pictures(size: int, seed: int) -> Batch:
+    """Returns ``x`` of shape (size, 3, 8, 8) and ``y`` of shape (size,)."""
+    g = generator(seed)
+    return (), {"x": floats(size, 3, 8, 8, of=g), "y": integers(CLASSES, size, of=g)}
+
+
+def hidden(*middle: nn.Module) -> nn.Sequential:
+    """Returns ``linear, *middle, linear`` from WIDTH features to CLASSES."""
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), *middle, nn.Linear(WIDTH, CLASSES))
+
+
+class Classifier(nn.Module):
+    """Puts a cross-entropy behind a body."""
+
+    def __init__(self, body: nn.Module) -> None:
+        super().__init__()
+        self.body = body
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(self.body(x), y)
+
+
+class OneOperation(nn.Module):
+    """Is a single operation, so that it can only be one stage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.mm(x, self.weight)
+
+
+class Embedding(nn.Module):
+    """Starts with integers: no gradient goes to the input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(WORDS, WIDTH, padding_idx=0)
+        self.head = hidden(nn.GELU())
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.head(self.words(x).mean(dim=1))
+        return found
+
+
+class Residual(nn.Module):
+    """Adds to a value that an in-place relu then overwrites, as ResNet does."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(width, width, 3, padding=1)
+        self.relu = nn.ReLU(inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.conv(x)
+        out += x
+        relu: Tensor = self.relu(out)
+        return relu
+
+
+def conv_net(*norms: nn.Module) -> nn.Module:
+    """Returns a small picture classifier with in-place relu, max-pool and residuals."""
+    stem = (nn.Conv2d(3, 6, 3, padding=1), *norms, nn.ReLU(inplace=True), nn.MaxPool2d(2))
+    body = (Residual(6), nn.MaxPool2d(2), Residual(6), nn.Flatten(), nn.Linear(24, CLASSES))
+    return Classifier(nn.Sequential(*stem, *body))
+
+
+class Constant(nn.Module):
+    """Uses tensors that are neither parameters nor buffers: one an attribute, one made in forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.linspace(0.5, 1.5, WIDTH)
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.last = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        shift = torch.arange(WIDTH, dtype=x.dtype) / WIDTH
+        out: Tensor = self.last(torch.tanh(self.first(x * self.scale) + shift) * self.scale)
+        return out
+
+
+class Unused(nn.Module):
+    """Holds a parameter that no output depends on, and one whose output is thrown away."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.never = nn.Parameter(torch.randn(WIDTH))
+        self.thrown = nn.Linear(WIDTH, WIDTH)
+        self.body = hidden(nn.Tanh())
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.thrown(x)
+        out: Tensor = self.body(x)
+        return out
+
+
+def frozen() -> nn.Module:
+    """Returns a classifier whose first and third linear layers do not learn."""
+    body = hidden(nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh())
+    for index in (0, 4):
+        body[index].requires_grad_(False)
+    return Classifier(body)
+
+
+class Recurrent(nn.Module):
+    """Runs a two-layer LSTM, with dropout between the layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(WORDS, WIDTH)
+        self.lstm = nn.LSTM(WIDTH, WIDTH, num_layers=2, batch_first=True, dropout=0.2)
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        states, _ = self.lstm(self.words(x))
+        out: Tensor = self.head(states[:, -1])
+        return out
+
+
+class Twice(nn.Module):
+    """Calls one module two times, far apart: its parameters are tied with themselves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared = nn.Linear(WIDTH, WIDTH)
+        self.between = nn.Linear(WIDTH, WIDTH)
+        self.last = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = torch.tanh(self.between(torch.tanh(self.shared(x))))
+        last: Tensor = self.last(torch.tanh(self.shared(out)))
+        return last
+
+
+class MovingAverage(nn.Module):
+    """Assigns and updates buffers in forward, in train mode only."""
+
+    mean: Tensor
+    calls: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.last = nn.Linear(WIDTH, CLASSES)
+        self.register_buffer("mean", torch.zeros(WIDTH))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = torch.tanh(self.first(x))
+        if self.training:
+            self.mean = 0.9 * self.mean + 0.1 * out.detach().mean(dim=0)
+            self.calls += 1
+        last: Tensor = self.last(out - self.mean)
+        return last
+
+
+class NoGrad(nn.Module):
+    """Computes a target under ``no_grad`` with its own parameters, and detaches a value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = nn.Linear(WIDTH, CLASSES)
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.last = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            target = torch.softmax(self.teacher(x), dim=-1)
+        out = torch.tanh(self.first(x))
+        return F.mse_loss(self.last(out) * out.detach().norm(dim=-1, keepdim=True), target)
+
+
+def squared_mean(output: Tensor, batch: Batch) -> Tensor:
+    """Returns the mean square of an output: a loss made outside of the model."""
+    return output.square().mean()
+
+
+def dropouts() -> nn.Module:
+    """Returns a classifier with dropout of several kinds."""
+    return Classifier(hidden(nn.Dropout(0.3), nn.Tanh(), nn.AlphaDropout(0.2), nn.Linear(WIDTH, WIDTH), nn.Dropout(0.1)))
+
+
+def batch_norms() -> nn.Module:
+    """Returns a classifier with batch normalisation, one layer of it without learned scale."""
+    norms = nn.BatchNorm1d(WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH, affine=False)
+    return Classifier(hidden(*norms))
+
+
+def chain() -> nn.Module:
+    """Returns a perceptron of six equal layers."""
+    layers = [layer for _ in range(6) for layer in (nn.Linear(WIDTH, WIDTH), nn.Tanh())]
+    return Classifier(nn.Sequential(*layers, nn.Linear(WIDTH, CLASSES)))
+
+
+SMALL = (
+    Case("one_operation", OneOperation, positional, squared_mean, max_stages=1),
+    Case("chain", chain, labelled),
+    Case("embedding", lambda: Classifier(Embedding()), words, max_stages=3),
+    Case("dropout", dropouts, labelled, has_dropout=True),
+    Case("batch_norm", batch_norms, labelled, has_batch_norm=True),
+    Case("conv_net", conv_net, pictures),
+    Case("conv_net_batch_norm", lambda: conv_net(nn.BatchNorm2d(6)), pictures, has_batch_norm=True),
+    Case("constant", lambda: Classifier(Constant()), labelled, max_stages=2),
+    Case("unused_parameter", lambda: Classifier(Unused()), labelled, max_stages=2),
+    Case("frozen", frozen, labelled),
+    Case("lstm", lambda: Classifier(Recurrent()), words, has_dropout=True, max_stages=2),
+    Case("module_twice", lambda: Classifier(Twice()), labelled),
+    Case("moving_average", lambda: Classifier(MovingAverage()), labelled, has_batch_norm=True, max_stages=2),
+    Case("no_grad", NoGrad, positional, max_stages=2),
+)

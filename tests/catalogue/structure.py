@@ -1,0 +1,240 @@
+"""Lists models whose graph, arguments or outputs are not a chain of single tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from tests.catalogue.case import Batch, Case, floats, generator, integers
+from tests.catalogue.small import CLASSES, TOKENS, WIDTH, WORDS, Classifier, labelled, positional, squared_mean
+
+
+def linears(num: int) -> nn.ModuleList:
+    """Returns `num` square linear layers."""
+    return nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(num))
+
+
+class Layered(nn.Module):
+    """Holds square layers and a head; subclasses say how they are joined."""
+
+    num_layers = 4
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = linears(self.num_layers)
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def layer(self, index: int, x: Tensor) -> Tensor:
+        """Runs one layer and its activation."""
+        return torch.tanh(self.layers[index](x))
+
+
+class ForkJoin(Layered):
+    """Splits into two branches of two layers and joins them by a product and a sum."""
+
+    num_layers = 5
+
+    def forward(self, x: Tensor) -> Tensor:
+        root = self.layer(0, x)
+        left = self.layer(2, self.layer(1, root))
+        right = self.layer(4, self.layer(3, root))
+        joined: Tensor = self.head(left * right + left)
+        return joined
+
+
+class ThreeUsers(Layered):
+    """Makes one value that three later layers use, so that its gradient is a sum of four."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        root = out = self.layer(0, x)
+        for index in (1, 2, 3):
+            out = self.layer(index, out) + 0.3 * index * root
+        head: Tensor = self.head(out)
+        return head
+
+
+class Skip(Layered):
+    """Carries the first layer's output over two layers, by concatenation, and the input over all of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.join = nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.layer(0, x)
+        out = self.layer(3, self.layer(2, self.layer(1, first)))
+        joined: Tensor = self.head(torch.tanh(self.join(torch.cat((first, out), dim=1))))
+        return joined
+
+
+class SharedInput(Layered):
+    """Uses its input at every layer, and the labels at two places."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        out = x
+        for index in range(self.num_layers):
+            out = self.layer(index, out) * x + y.unsqueeze(1) / CLASSES
+        return F.cross_entropy(self.head(out), y)
+
+
+class Tied(nn.Module):
+    """Uses one weight as embedding and as output, and with `num_uses` of three also in the middle."""
+
+    def __init__(self, num_uses: int) -> None:
+        super().__init__()
+        self.words = nn.Embedding(WORDS, WIDTH)
+        self.layers = linears(2)
+        self.head = nn.Linear(WIDTH, WORDS, bias=False)
+        self.head.weight = self.words.weight
+        self.middle = nn.Linear(WIDTH, WORDS, bias=False) if num_uses == 3 else None
+        if self.middle is not None:
+            self.middle.weight = self.words.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        out = torch.tanh(self.layers[0](self.words(tokens)))
+        if self.middle is not None:
+            out = out + torch.softmax(self.middle(out), dim=-1) @ self.words.weight
+        out = self.head(torch.tanh(self.layers[1](out)))
+        return F.cross_entropy(out[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+
+
+@dataclass
+class Answer:
+    """An output of a user's own class, registered as a pytree below."""
+
+    scores: Tensor
+    features: Tensor
+    note: Any = None
+
+
+pytree.register_dataclass(Answer)
+
+
+class Outputs(Layered):
+    """Returns two values, from different layers, in a container of a given kind."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def forward(self, x: Tensor) -> Any:
+        features = self.layer(1, self.layer(0, x))
+        scores = self.head(self.layer(3, self.layer(2, features)))
+        containers = {
+            "tuple": (scores, features),
+            "dict": {"scores": scores, "nested": {"features": [features]}},
+            "dataclass": Answer(scores, features),
+            "none": (scores, None, {"nothing": None, "features": features}),
+        }
+        return containers[self.kind]
+
+
+class TwoLosses(Layered):
+    """Returns two losses, from an early and from the last layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.early = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        half = self.layer(1, self.layer(0, x))
+        out = self.layer(3, self.layer(2, half))
+        return F.cross_entropy(self.head(out), y), F.cross_entropy(self.early(half), y)
+
+
+class LossAndScores(Layered):
+    """Returns a dict of the loss and of what it was made from, as many libraries do."""
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        out = x
+        for index in range(self.num_layers):
+            out = self.layer(index, out)
+        scores = self.head(out)
+        return {"loss": F.cross_entropy(scores, y), "scores": scores}
+
+
+class Keyworded(Layered):
+    """Takes numbers, words, None and flags beside tensors; they choose the graph."""
+
+    def forward(
+        self, x: Tensor, *, y: Tensor, mode: str = "plain", scale: float = 1.0, mask: Tensor | None = None,
+        repeats: int = 1, verbose: bool = False,
+    ) -> Tensor:  # fmt: skip
+        out = x if mask is None else x * mask
+        for index in range(self.num_layers):
+            for _ in range(repeats):
+                out = self.layer(index, out)
+        out = self.head(out) * scale
+        return F.cross_entropy(out if mode == "plain" else torch.sin(out), y)
+
+
+class Nested(Layered):
+    """Takes a dict of lists and tuples of tensors, and a tensor without a batch dimension."""
+
+    def forward(self, batch: dict[str, Any], weights: Tensor) -> Tensor:
+        left, right = batch["views"]
+        out = self.layer(1, self.layer(0, left)) + self.layer(2, right) * weights
+        scores = self.head(self.layer(3, out) + batch["more"]["offset"][0])
+        return F.cross_entropy(scores, batch["target"])
+
+
+def tokens(size: int, seed: int) -> Batch:
+    """Returns integer ``tokens`` of shape (size, TOKENS)."""
+    return (), {"tokens": integers(WORDS, size, TOKENS, of=generator(seed))}
+
+
+def keyworded(size: int, seed: int) -> Batch:
+    """Returns one positional tensor, keyword tensors, and keywords that are no tensors."""
+    g = generator(seed)
+    words = {"mode": "sine", "scale": 2.0, "mask": None, "repeats": 2, "verbose": False}
+    return (floats(size, WIDTH, of=g),), {"y": integers(CLASSES, size, of=g), **words}
+
+
+def nested(size: int, seed: int) -> Batch:
+    """Returns a nested batch and ``weights`` of shape (WIDTH,), the same for any seed."""
+    g = generator(seed)
+    views = [floats(size, WIDTH, of=g), floats(size, WIDTH, of=g)]
+    more = {"offset": (floats(size, 1, of=g),)}
+    batch = {"views": views, "more": more, "target": integers(CLASSES, size, of=g)}
+    return (batch,), {"weights": torch.linspace(0.1, 1.0, WIDTH)}
+
+
+def all_outputs(output: Any, batch: Batch) -> Tensor:
+    """Returns a loss that depends on every tensor of a nested output."""
+    leaves = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
+    return torch.stack([leaf.square().mean() * (index + 1) for index, leaf in enumerate(leaves)]).sum()
+
+
+def two_losses(output: Any, batch: Batch) -> Tensor:
+    """Returns the sum of two losses, one of them at half weight."""
+    loss: Tensor = output[0] + 0.5 * output[1]
+    return loss
+
+
+def outputs(kind: str) -> Case:
+    """Returns the case of one kind of container."""
+    return Case(f"outputs_{kind}", lambda: Outputs(kind), positional, all_outputs)
+
+
+STRUCTURE = (
+    Case("fork_join", lambda: Classifier(ForkJoin()), labelled),
+    Case("three_users", lambda: Classifier(ThreeUsers()), labelled),
+    Case("skip", lambda: Classifier(Skip()), labelled),
+    Case("tied", lambda: Tied(2), tokens, max_stages=3),
+    Case("tied_three_ways", lambda: Tied(3), tokens, max_stages=3),
+    Case("shared_input", SharedInput, labelled),
+    outputs("tuple"),
+    outputs("dict"),
+    outputs("dataclass"),
+    outputs("none"),
+    Case("returned_scores", ForkJoin, positional, squared_mean),
+    Case("two_losses", TwoLosses, labelled, two_losses),
+    Case("loss_and_scores", LossAndScores, labelled),
+    Case("keywords", Keyworded, keyworded),
+    Case("nested_inputs", Nested, nested),
+)
