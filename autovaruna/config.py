@@ -1,0 +1,114 @@
+"""Reads the settings from their sources: conf.toml, then variables, then keywords; the later wins."""
+
+from __future__ import annotations
+
+import difflib
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from autovaruna.conf_files import CONF_DIR_VARIABLE, conf_dir, read_toml
+from autovaruna.errors import ConfigError
+from autovaruna.kinds import REFUSALS
+from autovaruna.settings import Settings, known_names
+
+__all__ = ["Settings", "log_settings", "resolve"]
+
+PREFIX = "AUTOVARUNA_"
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """A value as a source gives it; `place` names the source and the key, for messages."""
+
+    name: str
+    value: object
+    place: str
+    is_text: bool = False
+
+
+def resolve(keywords: Mapping[str, object] | None = None, environ: Mapping[str, str] | None = None) -> Settings:
+    """Returns the settings of a run.
+
+    Args:
+        keywords: settings by name or alias, as a program gives them.
+        environ: variables in place of ``os.environ``.
+
+    Raises:
+        ConfigError: a name is unknown or given twice in one source, a value is of the wrong kind, or two settings
+            contradict each other.
+    """
+    environ = os.environ if environ is None else environ
+    values: dict[str, object] = {}
+    sources: dict[str, str] = {}
+    for entries in (_from_file(environ), _from_variables(environ), _from_keywords(keywords or {})):
+        given: dict[str, _Entry] = {}
+        for entry in entries:
+            name, value = _read(entry)
+            if name in given:
+                raise ConfigError(f"{given[name].place} and {entry.place} are the same setting; keep one of them")
+            given[name], values[name], sources[name] = entry, value, entry.place
+    result = Settings(**values, _sources=tuple(sources.items()))  # type: ignore[arg-type]
+    _check_together(result)
+    return result
+
+
+def log_settings(result: Settings) -> None:
+    """Logs each setting and its source, if the settings say so."""
+    if result.show_settings:
+        for name, value in result.as_dict().items():
+            logger.info("%s = %r (%s)", name, value, result.source_of(name))
+
+
+def _from_file(environ: Mapping[str, str]) -> list[_Entry]:
+    path = conf_dir(environ) / "conf.toml"
+    return [_Entry(key, value, f"{path}: {key}") for key, value in read_toml(path).items()]
+
+
+def _from_variables(environ: Mapping[str, str]) -> list[_Entry]:
+    names = sorted(name for name in environ if name.startswith(PREFIX) and name != CONF_DIR_VARIABLE)
+    return [_Entry(name.removeprefix(PREFIX).lower(), environ[name], f"variable {name}", True) for name in names]
+
+
+def _from_keywords(keywords: Mapping[str, object]) -> list[_Entry]:
+    return [_Entry(name, value, f"keyword {name}") for name, value in keywords.items()]
+
+
+def _read(entry: _Entry) -> tuple[str, object]:
+    """Returns the standard name and the value of an entry."""
+    known = known_names()
+    if entry.name not in known:
+        raise ConfigError(f"{entry.place}: there is no such setting{_nearest(entry.name, known)}; {_WHERE_LISTED}")
+    declaration, alias = known[entry.name]
+    try:
+        value = alias.kind.parse(str(entry.value)) if entry.is_text else entry.value
+        return declaration.name, alias.convert(alias.kind.read(value))
+    except REFUSALS:
+        raise ConfigError(f"{entry.place} is {entry.value!r}; expected {alias.kind.expected}") from None
+
+
+_WHERE_LISTED = "`python -m autovaruna config` lists all of them"
+
+
+def _nearest(name: str, known: Mapping[str, object]) -> str:
+    nearest = difflib.get_close_matches(name, known, 1)
+    return f"; did you mean {nearest[0]}?" if nearest else ""
+
+
+def _check_together(result: Settings) -> None:
+    if result.num_micro_batches and result.micro_batch_size:
+        _contradiction(result, "num_micro_batches", "micro_batch_size", "set one of them, the other to 0")
+    if 0 < result.max_micro_batches < result.min_micro_batches:
+        _contradiction(result, "min_micro_batches", "max_micro_batches", "the first is to be at most the second")
+    if result.num_stages and result.cuts and result.num_stages != len(result.cuts) + 1:
+        _contradiction(result, "num_stages", "cuts", f"{len(result.cuts)} cuts make {len(result.cuts) + 1} stages")
+    if result.num_stages and result.stage_ranks and result.num_stages != len(result.stage_ranks):
+        _contradiction(result, "num_stages", "stage_ranks", "stage_ranks has one list of ranks for each stage")
+
+
+def _contradiction(result: Settings, first: str, second: str, advice: str) -> None:
+    values = [f"{name} = {getattr(result, name)!r} ({result.source_of(name)})" for name in (first, second)]
+    raise ConfigError(f"{values[0]} and {values[1]} contradict each other: {advice}")

@@ -1,0 +1,130 @@
+"""Sets up the loggers, one a room, from logging.toml.
+
+Every record carries its rank (``record.rank``). Where the program has set up logging itself (its root logger has a
+handler), records go there alone; otherwise they go to standard error. A level that the program gave a room's logger
+stays as it is.
+"""
+
+from __future__ import annotations
+
+import difflib
+import logging
+import os
+import sys
+from collections.abc import Mapping
+
+from autovaruna.conf_files import PACKAGED, conf_dir, read_toml
+from autovaruna.errors import ConfigError
+
+ROOMS = (
+    "config",
+    "graph",
+    "profiler",
+    "schedule",
+    "planner",
+    "stage",
+    "runtime",
+    "checkpoint",
+    "parallel",
+    "varuna",
+    "elastic",
+)
+LEVELS = {
+    "debug": logging.DEBUG,
+    "info": logging.INFO,
+    "warning": logging.WARNING,
+    "error": logging.ERROR,
+    "off": logging.CRITICAL + 1,
+}
+
+
+class RankHandler(logging.Handler):
+    """Writes records to standard error, with the rank in each.
+
+    Attributes:
+        rank: the rank of this process.
+        levels: the level that was set for each room, to tell it from one that the program set.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rank = 0
+        self.levels: dict[str, int] = {}
+
+    def emit(self, record: logging.LogRecord) -> None:
+        record.rank = self.rank
+        if not logging.getLogger().handlers:
+            sys.stderr.write(self.format(record) + "\n")
+            sys.stderr.flush()
+
+
+def configure(rank: int = 0, environ: Mapping[str, str] | None = None) -> None:
+    """Sets format and levels of all rooms; a later call replaces an earlier one.
+
+    Args:
+        rank: rank of this process.
+        environ: variables in place of ``os.environ``.
+
+    Raises:
+        ConfigError: logging.toml has an unknown key, room or level.
+    """
+    directory = conf_dir(os.environ if environ is None else environ)
+    files = [PACKAGED / "logging.toml", directory / "logging.toml"]
+    tables = [_checked(read_toml(path), str(path)) for path in files]
+    levels = {room: level for table in tables for room, level in table["levels"].items()}
+    merged = {key: value for table in tables for key, value in table["global"].items()}
+    floor = 0 if rank == 0 else LEVELS[merged["other_ranks"]]
+    handler = _handler()
+    handler.rank = rank
+    handler.setFormatter(logging.Formatter(merged["format"], merged["date_format"]))
+    for room in ROOMS:
+        _set_level(handler, room, max(floor, LEVELS[levels[room]]))
+
+
+def _handler() -> RankHandler:
+    root = logging.getLogger("autovaruna")
+    for handler in root.handlers:
+        if isinstance(handler, RankHandler):
+            return handler
+    handler = RankHandler()
+    root.addHandler(handler)
+    return handler
+
+
+def _set_level(handler: RankHandler, room: str, level: int) -> None:
+    logger = logging.getLogger(f"autovaruna.{room}")
+    if logger.level == handler.levels.get(room, logging.NOTSET):
+        logger.setLevel(level)
+        handler.levels[room] = level
+
+
+def _checked(content: dict[str, object], file: str) -> dict[str, dict[str, str]]:
+    """Returns the levels and the other keys of a logging.toml, each known and of the right type."""
+    levels = content.pop("levels", {})
+    if not isinstance(levels, dict):
+        raise ConfigError(f"{file}: levels is {levels!r}; expected a table, room = level")
+    for key, value in content.items():
+        _expect_known(file, "key", key, ("format", "date_format", "other_ranks", "levels"))
+        if not isinstance(value, str):
+            raise ConfigError(f"{file}: {key} is {value!r}; expected a text in quotes")
+    for room in levels:
+        _expect_known(file, "room", room, ROOMS)
+    for level in [*levels.values(), content.get("other_ranks", "info")]:
+        _expect_known(file, "level", level, tuple(LEVELS))
+    _expect_format(file, content)
+    return {"levels": levels, "global": {key: str(value) for key, value in content.items()}}
+
+
+def _expect_known(file: str, kind: str, got: object, known: tuple[str, ...]) -> None:
+    if got not in known:
+        nearest = difflib.get_close_matches(str(got), known, 1)
+        hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
+        raise ConfigError(f"{file}: unknown {kind} {got!r}{hint} (known: {', '.join(known)})")
+
+
+def _expect_format(file: str, content: Mapping[str, object]) -> None:
+    record = logging.makeLogRecord({"rank": 0})
+    try:
+        logging.Formatter(str(content.get("format", "")) or None).format(record)
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{file}: format cannot be used: {error!r}; expected %(name)s-like fields") from error
