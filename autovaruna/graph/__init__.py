@@ -1,0 +1,1 @@
+"""Traces: `nn.Module` in, `TracedModel` out. `graph.records` needs no torch, so nothing is imported here."""

@@ -1,0 +1,146 @@
+"""Builds the `Graph` record of a traced model: blocks, values, inputs and parameters as plain data."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import Tensor, fx
+
+from autovaruna.graph.facts import Fact
+from autovaruna.graph.grouping import Grouping
+from autovaruna.graph.records import Block, Graph, Input, Parameter, Value
+from autovaruna.graph.sizes import Sizes
+
+
+class Builder:
+    """Turns a grouped graph into records.
+
+    Args:
+        module: The traced graph.
+        facts: What is known of each node.
+        sizes: Evaluates shapes.
+        grouping: Blocks and repeated nodes.
+        parameters: First name of each parameter, by each of its names.
+        buffers: First name of each buffer, by each of its names.
+    """
+
+    def __init__(
+        self,
+        module: fx.GraphModule,
+        facts: Mapping[str, Fact],
+        sizes: Sizes,
+        grouping: Grouping,
+        parameters: Mapping[str, str],
+        buffers: Mapping[str, str],
+    ) -> None:
+        self.module = module
+        self.facts = facts
+        self.sizes = sizes
+        self.grouping = grouping
+        self.parameters = parameters
+        self.buffers = buffers
+        self.nodes: dict[str, fx.Node] = {node.name: node for node in module.graph.nodes}
+        self._users: dict[fx.Node, set[int]] = {}
+        self.block_of = {name: index for index, names in enumerate(grouping.blocks) for name in names}
+
+    def build(self) -> Graph:
+        """Returns the record."""
+        buffer_bytes = self._buffer_bytes()
+        blocks = tuple(
+            self._block(index, names, buffer_bytes.get(index, 0)) for index, names in enumerate(self.grouping.blocks)
+        )
+        values = tuple(self._value(name) for name in self.crossing())
+        inputs = tuple(self._input(node) for node in self.module.graph.find_nodes(op="placeholder"))
+        parameters = self._parameters()
+        text = repr((blocks, values, inputs, parameters, str(self.module.graph.output_node().args)))
+        return Graph(blocks, values, inputs, parameters, hashlib.sha256(text.encode()).hexdigest()[:16])
+
+    def crossing(self) -> list[str]:
+        """Returns the names of the tensors that are used by another block than their own, in execution order."""
+        return [name for name in self.nodes if name in self.block_of and self._later_users(name)]
+
+    def users(self, node: fx.Node) -> set[int]:
+        """Returns the blocks that use a node, directly or through repeated nodes and sizes."""
+        if node not in self._users:
+            found: set[int] = set()
+            for user in node.users:
+                if user.name in self.block_of:
+                    found.add(self.block_of[user.name])
+                elif user.op != "output" and not self.sizes.is_size(user):
+                    found |= self.users(user)
+            self._users[node] = found
+        return self._users[node]
+
+    def _later_users(self, name: str) -> tuple[int, ...]:
+        if not isinstance(self.facts[name].value, Tensor):
+            return ()
+        return tuple(sorted(self.users(self.nodes[name]) - {self.block_of[name]}))
+
+    def _value(self, name: str) -> Value:
+        size = self.sizes.num_bytes(self.nodes[name].meta["val"])
+        fact = self.facts[name]
+        return Value(name, self.block_of[name], self._later_users(name), size, fact.needs_gradient)
+
+    def _input(self, node: fx.Node) -> Input:
+        return Input(node.name, tuple(sorted(self.users(node))), self.sizes.num_bytes(node.meta["val"]))
+
+    def _attributes(self, names: Mapping[str, str]) -> dict[str, tuple[Tensor, set[int]]]:
+        """Returns, for each attribute in `names`, its tensor and the blocks that use it."""
+        found: dict[str, tuple[Tensor, set[int]]] = {}
+        for node in self.module.graph.find_nodes(op="get_attr"):
+            name = names.get(str(node.target))
+            if name is not None:
+                _, blocks = found.setdefault(name, (self.facts[node.name].value, set()))
+                blocks |= self.users(node)
+        return found
+
+    def _parameters(self) -> tuple[Parameter, ...]:
+        return tuple(
+            Parameter(name, tensor.numel() * tensor.element_size(), tensor.requires_grad, tuple(sorted(blocks)))
+            for name, (tensor, blocks) in self._attributes(self.parameters).items()
+        )
+
+    def _buffer_bytes(self) -> dict[int, int]:
+        num_bytes: dict[int, int] = {}
+        for tensor, blocks in self._attributes(self.buffers).values():
+            for block in blocks:
+                num_bytes[block] = num_bytes.get(block, 0) + tensor.numel() * tensor.element_size()
+        return num_bytes
+
+    def _block(self, index: int, names: Iterable[str], buffer_bytes: int) -> Block:
+        nodes = [self.nodes[name] for name in names]
+        module = _module_path(nodes[0])
+        flops = sum(self.facts[node.name].num_flops for node in nodes)
+        return Block(
+            index=index,
+            name=f"{module}/{nodes[0].name}",
+            module=module,
+            nodes=tuple(node.name for node in nodes),
+            signature=self._signature(nodes),
+            buffer_bytes=buffer_bytes,
+            num_flops_per_sample=flops / self.sizes.batch_size,
+        )
+
+    def _signature(self, nodes: list[fx.Node]) -> str:
+        inside = {node: f"%{index}" for index, node in enumerate(nodes)}
+        lines = [f"{node.target} {fx.map_arg((node.args, node.kwargs), lambda n: inside.get(n, self._outside(n)))}"
+                 for node in nodes]
+        outputs = [inside[node] for node in nodes if any(user not in inside for user in node.users)]
+        return hashlib.sha256("\n".join([*lines, *outputs]).encode()).hexdigest()[:16]
+
+    def _outside(self, node: fx.Node) -> Any:
+        value = self.facts[node.name].value if node.name in self.facts else None
+        if isinstance(value, Tensor):
+            return f"{node.op}{tuple(value.shape)}{value.stride()}{value.dtype}{value.requires_grad}"
+        if isinstance(value, fx.GraphModule):
+            return value.code
+        return repr(value)
+
+
+def _module_path(node: fx.Node) -> str:
+    stack = list((node.meta.get("nn_module_stack") or {}).values())
+    path = stack[-1][0] if stack else ""
+    return str(path).removeprefix("model").removeprefix(".")
+

@@ -1,0 +1,139 @@
+"""Describes one call of a model: its inputs, which of them are batches, and what would need another trace."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autovaruna.errors import InputError
+from autovaruna.graph.tree import Tree, flatten
+
+
+@dataclass(frozen=True)
+class InputSpec:
+    """One tensor argument.
+
+    `shape` is the full shape; for a batch input the first number is the batch size of the call described.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    is_batch: bool
+    needs_gradient: bool
+
+    def key(self) -> str:
+        """Returns a text that is equal for inputs that one trace serves."""
+        shape = ("batch", *self.shape[1:]) if self.is_batch else self.shape
+        return f"{self.name}:{shape}:{self.dtype}:{self.needs_gradient}"
+
+
+@dataclass(frozen=True)
+class CallSpec:
+    """A call of a model without the numbers in its tensors.
+
+    Attributes:
+        tree: structure of ``(args, kwargs)``.
+        inputs: its tensors in order.
+        batch_size: samples in the mini-batch.
+        mode: texts that the trace depends on besides the inputs (training flags, grad mode, autocast).
+    """
+
+    tree: Tree
+    inputs: tuple[InputSpec, ...]
+    batch_size: int
+    mode: str
+
+    def key(self) -> str:
+        """Returns a digest that is equal for calls that one trace serves, whatever their batch size."""
+        text = "\n".join([self.tree.key(), *(spec.key() for spec in self.inputs), self.mode])
+        return hashlib.sha256(text.encode()).hexdigest()
+
+
+def describe(
+    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], batch_inputs: Sequence[str] = ()
+) -> tuple[list[Tensor], CallSpec]:
+    """Takes the arguments of a call apart.
+
+    Args:
+        model: The model that is called.
+        args: Positional arguments.
+        kwargs: Keyword arguments.
+        batch_inputs: Names of the arguments whose first dimension is the batch; empty: every tensor whose first
+            dimension has the size of the first tensor's.
+
+    Returns:
+        The tensors in order, and the description.
+
+    Raises:
+        InputError: no argument is a batch, or batches differ in size.
+    """
+    tensors, tree = flatten((tuple(args), dict(kwargs)))
+    names = _input_names(model, tree.tensor_paths())
+    batch_size, is_batch = _find_batch(names, tensors, batch_inputs)
+    inputs = tuple(
+        InputSpec(name, tuple(tensor.shape), tensor.dtype, batch, tensor.requires_grad and torch.is_grad_enabled())
+        for name, tensor, batch in zip(names, tensors, is_batch, strict=True)
+    )
+    return tensors, CallSpec(tree, inputs, batch_size, _mode(model))
+
+
+def _input_names(model: nn.Module, paths: Sequence[str]) -> list[str]:
+    parameters = list(inspect.signature(model.forward).parameters.values())
+    names: list[str] = []
+    for path in paths:
+        name = _readable(path, parameters)
+        while name in names:
+            name += "_"
+        names.append(name)
+    return names
+
+
+def _readable(path: str, parameters: Sequence[inspect.Parameter]) -> str:
+    """Turns ``[0][2]`` into the name of the third argument and ``[1]['labels']`` into ``labels``."""
+    keys = re.findall(r"\['?([^\]']*)'?\]|\.(\w+)", path)
+    first, *rest = [bracket or dot for bracket, dot in keys]
+    if first == "0" and int(rest[0]) < len(parameters):
+        parameter = parameters[int(rest[0])]
+        if parameter.kind is not inspect.Parameter.VAR_POSITIONAL:
+            rest[0] = parameter.name
+    return re.sub(r"\W", "_", "_".join(rest)).strip("_") or "input"
+
+
+def _find_batch(names: Sequence[str], tensors: Sequence[Tensor], wanted: Sequence[str]) -> tuple[int, list[bool]]:
+    if wanted:
+        is_batch = [tensor.dim() > 0 and any(_is_part_of(name, want) for want in wanted)
+                    for name, tensor in zip(names, tensors, strict=True)]
+    else:
+        first = next((tensor.shape[0] for tensor in tensors if tensor.dim() > 0), None)
+        is_batch = [tensor.dim() > 0 and tensor.shape[0] == first for tensor in tensors]
+    sizes = {name: tensor.shape[0] for name, tensor, batch in zip(names, tensors, is_batch, strict=True) if batch}
+    if not sizes:
+        raise InputError(
+            f"No argument of the model is a batch: got tensors {dict(zip(names, [tuple(t.shape) for t in tensors], strict=True))}"
+            f"{f' and batch_inputs={list(wanted)}' if wanted else ''}. Expected at least one tensor whose first "
+            "dimension is the batch; pass one, or name the arguments in batch_inputs."
+        )
+    if len(set(sizes.values())) > 1:
+        raise InputError(f"The batch inputs differ in size: got {sizes}. Expected one size; check batch_inputs.")
+    return next(iter(sizes.values())), is_batch
+
+
+def _is_part_of(name: str, wanted: str) -> bool:
+    return name == wanted or name.startswith(f"{wanted}_")
+
+
+def _mode(model: nn.Module) -> str:
+    flags = "".join("t" if module.training else "e" for module in model.modules())
+    autocast = [
+        f"{device}:{torch.get_autocast_dtype(device)}" for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)
+    ]
+    frozen = "".join("g" if parameter.requires_grad else "f" for parameter in model.parameters())
+    return f"training={flags} gradient={torch.is_grad_enabled()} autocast={autocast} parameters={frozen}"

@@ -1,0 +1,207 @@
+"""Runs torch.export and tidies its graph: `nn.Module` in, `torch.fx.GraphModule` with plain names out."""
+
+from __future__ import annotations
+
+import traceback
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from autovaruna.errors import InputError, TraceError
+from autovaruna.graph.call import CallSpec
+from autovaruna.graph.fake import faked
+from autovaruna.graph.tree import Tree, flatten
+
+_PREFIX = "model."
+_CHECKS = {
+    torch.ops.aten._assert_tensor_metadata.default,
+    torch.ops.aten._assert_async.msg,
+    torch.ops.aten._assert_scalar.default,
+}
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What torch.export made of a call.
+
+    Attributes:
+        module: flat graph; placeholders are the input tensors, attributes have the model's own names.
+        output_tree: structure of what the model returns; its tensors are the graph's outputs.
+        constants: tensors that are neither parameters nor buffers, by attribute name.
+        is_dynamic: whether the batch size is a symbol in the graph.
+    """
+
+    module: fx.GraphModule
+    output_tree: Tree
+    constants: dict[str, Tensor]
+    is_dynamic: bool
+
+
+class _FlatCall(nn.Module):
+    """Calls the model on a flat list of tensors and returns a flat tuple of them."""
+
+    def __init__(self, model: nn.Module, tree: Tree, output_trees: list[Tree]) -> None:
+        super().__init__()
+        self.model = model
+        self.tree = tree
+        self.report = output_trees.append  # torch.export puts back every attribute that a trace sets
+
+    def forward(self, tensors: list[Tensor]) -> tuple[Tensor, ...]:
+        args, kwargs = self.tree.unflatten(tensors)
+        before = [(module, dict(module._buffers)) for module in self.model.modules()]
+        outputs, tree = flatten(self.model(*args, **kwargs), "output")
+        for module, buffers in before:
+            _write_back(module, buffers)
+        self.report(tree)
+        return tuple(outputs)
+
+
+def _write_back(module: nn.Module, before: dict[str, Tensor | None]) -> None:
+    """Turns assignments to buffers into copies into them; torch.export sees those of the root module alone."""
+    for name, old in before.items():
+        new = module._buffers[name]
+        if new is old:
+            continue
+        if old is None or new is None or new.shape != old.shape or new.dtype != old.dtype:
+            raise TraceError(
+                f"{type(module).__qualname__}.forward replaces its buffer {name!r} by one of another kind: got "
+                f"{_kind(new)}, expected {_kind(old)}. Keep the shape and dtype of a buffer that forward assigns."
+            )
+        old.copy_(new.detach())
+        module._buffers[name] = old
+
+
+def _kind(tensor: Tensor | None) -> str:
+    return "None" if tensor is None else f"{tuple(tensor.shape)} {tensor.dtype}"
+
+
+
+def export(model: nn.Module, call: CallSpec, batch_size: int, is_dynamic: bool, device: torch.device) -> Exported:
+    """Traces one call of a model in its present mode, without running it.
+
+    Args:
+        model: The model; its parameters may be on ``meta``.
+        call: The call to trace.
+        batch_size: The number that stands for the batch while tracing.
+        is_dynamic: Whether the graph must serve every batch size.
+        device: Where the graph will run.
+
+    Raises:
+        TraceError: the model cannot be traced; says which line and what to do.
+    """
+    mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+    output_trees: list[Tree] = []
+    flat = _FlatCall(model, call.tree, output_trees)
+    dimension = torch.export.Dim("batch", min=1)
+    shapes = [{0: dimension} if spec.is_batch and is_dynamic else None for spec in call.inputs]
+    with faked(model, mode, device):
+        inputs = example_inputs(call, batch_size, mode, device)
+        try:
+            with warnings.catch_warnings():  # recurrent modules keep their weights twice; torch.export warns of it
+                warnings.filterwarnings("ignore", message="The tensor attribute")
+                program = torch.export.export(flat, (inputs,), dynamic_shapes=(shapes,), strict=False)
+            graph_module = program.module(check_guards=False)
+        except (InputError, TraceError):
+            raise
+        except Exception as error:
+            raise _explain(error, model, is_dynamic) from error
+    assert isinstance(graph_module, fx.GraphModule) and output_trees
+    state = {_PREFIX + name for name in [*dict(model.named_parameters(remove_duplicate=False)),
+                                         *dict(model.named_buffers(remove_duplicate=False))]}
+    constants = _tidy(graph_module, [spec.name for spec in call.inputs], state)
+    return Exported(graph_module, output_trees[-1], constants, is_dynamic)
+
+
+def example_inputs(call: CallSpec, batch_size: int, mode: FakeTensorMode, device: torch.device) -> list[Tensor]:
+    """Returns fake tensors for the inputs of `call` with another batch size."""
+    with mode:
+        return [
+            torch.empty(
+                (batch_size, *spec.shape[1:]) if spec.is_batch else spec.shape, dtype=spec.dtype, device=device
+            ).requires_grad_(spec.needs_gradient)
+            for spec in call.inputs
+        ]
+
+
+def _tidy(module: fx.GraphModule, input_names: list[str], state: set[str]) -> dict[str, Tensor]:
+    """Renames placeholders and attributes, drops checks, and returns the constant tensors by attribute name."""
+    for node in list(module.graph.nodes):
+        if node.op == "call_module" and node.target == "_guards_fn" or node.target in _CHECKS:
+            module.graph.erase_node(node)
+    module.graph.eliminate_dead_code(lambda node: has_effect(module, node))
+    _name_placeholders(module, input_names)
+    constants: dict[str, Tensor] = {}
+    for node in module.graph.find_nodes(op="get_attr"):
+        target = str(node.target)
+        if target in state:
+            node.target = target.removeprefix(_PREFIX)
+        elif isinstance(value := _attribute(module, target), Tensor):
+            constants[target] = value.detach()
+    return constants
+
+
+def has_effect(module: nn.Module, node: fx.Node) -> bool:
+    """Whether a node changes a tensor in place, itself or in a region that it wraps (``torch.no_grad()``)."""
+    if node.is_impure():
+        return True
+    regions = [arg for arg in node.all_input_nodes if arg.op == "get_attr"]
+    inner = [region for arg in regions if isinstance(region := _attribute(module, str(arg.target)), fx.GraphModule)]
+    return any(has_effect(region, child) for region in inner for child in region.graph.nodes
+               if child.op not in ("placeholder", "output"))
+
+
+def _name_placeholders(module: fx.GraphModule, names: list[str]) -> None:
+    placeholders = module.graph.find_nodes(op="placeholder")
+    used = {node.name for node in module.graph.nodes if node.op != "placeholder"}
+    for node, name in zip(placeholders, names, strict=True):
+        node.name = node.target = name if name not in used else f"input_{name}"
+
+
+def _attribute(module: nn.Module, target: str) -> Any:
+    value: Any = module
+    for part in target.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def _explain(error: Exception, model: nn.Module, is_dynamic: bool) -> TraceError:
+    """Says which line of the user's code stopped the trace, and what to do."""
+    name = type(model).__qualname__
+    reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+    if is_dynamic and _is_about_batch(error):
+        return TraceError(
+            f"{name} fixes its batch size or mixes the samples of a batch{_where(error)}: {reason}. Expected a model "
+            "that treats samples one by one, so that a batch can go through in micro-batches. Move what mixes samples "
+            "(a contrastive loss, say) out of the model, or pass dynamic_batch=False: each micro-batch is then a batch "
+            "of its own to the model."
+        )
+    return TraceError(
+        f"{name} cannot be traced{_where(error)}: {reason}. Expected a forward whose Python control flow does not "
+        "depend on the numbers in tensors. Replace the branch by torch.where or torch.cond, or move it out of forward."
+    )
+
+
+def _is_about_batch(error: Exception) -> bool:
+    text = f"{type(error).__name__} {error}"
+    return any(mark in text for mark in ("ConstraintViolation", "Constraints violated", "specialized", "batch !=", "Eq("))
+
+
+def _where(error: BaseException) -> str:
+    """Returns `` at file:line (code)`` for the deepest frame outside torch and this package."""
+    chain: list[BaseException] = []
+    seen: BaseException | None = error
+    while seen is not None:
+        chain.append(seen)
+        seen = seen.__cause__ or seen.__context__
+    hidden = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
+    for link in reversed(chain):
+        for frame in reversed(traceback.extract_tb(link.__traceback__)):
+            if not frame.filename.startswith(hidden) and not frame.filename.startswith("<"):
+                return f" at {frame.filename}:{frame.lineno} ({frame.line})"
+    return ""

@@ -1,0 +1,152 @@
+"""Takes blocks out of a traced graph as one callable piece; nothing but its arguments reaches it from outside."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import fx
+
+from autovaruna.graph.random import draw
+from autovaruna.graph.traced import TracedModel
+
+
+class Source(str, Enum):
+    """Where an argument of a piece comes from."""
+
+    INPUT = "input"
+    """The caller's input tensor of that name."""
+    VALUE = "value"
+    """A tensor made by a block outside the piece."""
+    SIZE = "size"
+    """A number that follows from the micro-batch size."""
+    PARAMETER = "parameter"
+    """A parameter, by first name; one argument for each block that uses it, so that each has its own gradient."""
+    BUFFER = "buffer"
+    """A buffer, by first name."""
+    CONSTANT = "constant"
+    """A tensor that is neither parameter nor buffer."""
+    RANDOM = "random"
+    """The stream that random nodes draw from."""
+
+
+@dataclass(frozen=True, slots=True)
+class Argument:
+    """One argument of a piece; `block` is the user of a parameter, else -1."""
+
+    source: Source
+    name: str
+    block: int = -1
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Blocks as a callable.
+
+    `module(*arguments)` returns one tensor for each name in `outputs`.
+    """
+
+    module: fx.GraphModule
+    arguments: tuple[Argument, ...]
+    outputs: tuple[str, ...]
+
+    def named(self, source: Source) -> list[str]:
+        """Returns the names of the arguments of one kind, in order."""
+        return [argument.name for argument in self.arguments if argument.source is source]
+
+
+def extract(traced: TracedModel, nodes: Iterable[str], outputs: Sequence[str]) -> Piece:
+    """Takes nodes out of a traced graph.
+
+    Args:
+        traced: The traced model.
+        nodes: Names of the nodes of the blocks that the piece holds; repeated nodes come along by themselves.
+        outputs: Names of the nodes whose values the piece returns: its own, repeated ones, inputs or values that
+            pass through.
+
+    Returns:
+        The piece; its operations are in the order of one process.
+    """
+    return _Extraction(traced, set(nodes)).run(outputs)
+
+
+class _Extraction:
+    def __init__(self, traced: TracedModel, inside: set[str]) -> None:
+        self.traced = traced
+        self.inside = inside
+        self.graph = fx.Graph()
+        self.arguments: dict[Argument, fx.Node] = {}
+        self.copies: dict[str, fx.Node] = {}
+        self.regions: dict[str, fx.GraphModule] = {}
+
+    def run(self, outputs: Sequence[str]) -> Piece:
+        for node in self._wanted(outputs):
+            self.copies[node.name] = self._copy(node)
+        self.graph.output(tuple(self._resolve(self.traced.nodes[name], -1) for name in outputs))
+        self._arguments_first()
+        module = fx.GraphModule(self.regions, self.graph)
+        return Piece(module, tuple(self.arguments), tuple(outputs))
+
+    def _wanted(self, outputs: Sequence[str]) -> list[fx.Node]:
+        """Returns the nodes of the piece and the repeated ones that it needs, in execution order."""
+        wanted = set(self.inside)
+        waiting = [self.traced.nodes[name] for name in outputs if name in self.traced.repeated]
+        waiting += [source for name in self.inside for source in self.traced.nodes[name].all_input_nodes]
+        while waiting:
+            node = waiting.pop()
+            if node.name in self.traced.repeated and node.name not in wanted:
+                wanted.add(node.name)
+                waiting += node.all_input_nodes
+        return [node for node in self.traced.module.graph.nodes if node.name in wanted]
+
+    def _copy(self, node: fx.Node) -> fx.Node:
+        block = self.traced.block_of.get(node.name, -1)
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda source: self._resolve(source, block))  # type: ignore[misc]
+        if not self.traced.facts[node.name].is_random:
+            return self.graph.create_node(node.op, node.target, args, kwargs, node.name)
+        stream = self._argument(Argument(Source.RANDOM, "stream"))
+        return self.graph.call_function(draw, (stream, self.traced.places[node.name], node.target, *args), kwargs)
+
+    def _resolve(self, node: fx.Node, block: int) -> Any:
+        """Returns what stands for a node of the traced graph inside the piece."""
+        if node.name in self.copies:
+            return self.copies[node.name]
+        if node.op == "get_attr":
+            return self._attribute(node, block)
+        if node.op == "placeholder":
+            return self._argument(Argument(Source.INPUT, node.name))
+        if self.traced.sizes.is_size(node):
+            value = node.meta["val"]
+            is_symbolic = isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool)
+            return self._argument(Argument(Source.SIZE, node.name)) if is_symbolic else value
+        return self._argument(Argument(Source.VALUE, node.name))
+
+    def _attribute(self, node: fx.Node, block: int) -> fx.Node:
+        name = str(node.target)
+        if name in self.traced.parameters:
+            needs_gradient = self.traced.facts[node.name].needs_gradient
+            return self._argument(
+                Argument(Source.PARAMETER, self.traced.parameters[name], block if needs_gradient else -1)
+            )
+        if name in self.traced.buffers:
+            return self._argument(Argument(Source.BUFFER, self.traced.buffers[name]))
+        if name in self.traced.constants:
+            return self._argument(Argument(Source.CONSTANT, name))
+        region = self.traced.module.get_submodule(name)
+        assert isinstance(region, fx.GraphModule)
+        self.regions[name] = region
+        return self.graph.get_attr(name)
+
+    def _argument(self, argument: Argument) -> fx.Node:
+        if argument not in self.arguments:
+            suffix = f"_{argument.block}" if argument.block >= 0 else ""
+            self.arguments[argument] = self.graph.placeholder(f"{argument.source.value}_{argument.name}{suffix}".replace(".", "_"))
+        return self.arguments[argument]
+
+    def _arguments_first(self) -> None:
+        """Moves the placeholders to the front, in the order of the arguments."""
+        for node in reversed(self.arguments.values()):
+            self.graph._root.append(node)

@@ -1,0 +1,149 @@
+"""Learns what torch.export does not record: gradients, aliases, mutations, randomness and arithmetic of each node.
+
+The graph runs once on fake tensors (shapes alone, no numbers) of one batch size, under autograd.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
+from torch.utils.flop_counter import FlopCounterMode
+
+from autovaruna.graph.call import CallSpec
+from autovaruna.graph.export import Exported, example_inputs
+from autovaruna.graph.fake import fake_like
+
+aten = torch.ops.aten
+_RUNNING_STATISTICS = {aten.batch_norm.default: (3, 4, 5), aten.instance_norm.default: (3, 4, 5)}
+_DROP_PROBABILITY = {aten.dropout.default: (1, 2), aten.scaled_dot_product_attention.default: (4, None)}
+
+
+@dataclass(frozen=True)
+class Fact:
+    """What is known of one node.
+
+    Attributes:
+        value: its fake result for the batch size of the pass.
+        needs_gradient: whether any tensor of the result takes part in autograd.
+        reads: storages of its arguments.
+        writes: storages that it changes in place.
+        makes: storages of its result.
+        is_random: whether it draws random numbers.
+        num_flops: multiplications and additions of its forward.
+    """
+
+    value: Any
+    needs_gradient: bool
+    reads: frozenset[int]
+    writes: frozenset[int]
+    makes: frozenset[int]
+    is_random: bool
+    num_flops: float
+
+    @property
+    def is_view(self) -> bool:
+        """Whether the result is made of the arguments' own memory and nothing was changed."""
+        return bool(self.makes) and self.makes <= self.reads and not self.writes
+
+
+@dataclass
+class _Pass(fx.Interpreter):
+    """Runs a graph on fake tensors and notes a `Fact` for every node."""
+
+    module: fx.GraphModule
+    attributes: dict[str, Tensor]
+    facts: dict[str, Fact] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        super().__init__(self.module, garbage_collect_values=False)
+
+    def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
+        known = self.attributes.get(str(target))
+        return known if known is not None else super().get_attr(target, args, kwargs)
+
+    def run_node(self, n: fx.Node) -> Any:
+        inputs = [leaf for arg in n.all_input_nodes for leaf in _tensors(self.env[arg])]
+        versions = [tensor._version for tensor in inputs]
+        with FlopCounterMode(display=False) as counter:
+            value = super().run_node(n)
+        written = {_storage(t) for t, version in zip(inputs, versions, strict=True) if t._version != version}
+        outputs = _tensors(value)
+        self.facts[n.name] = Fact(
+            value=value,
+            needs_gradient=any(tensor.requires_grad for tensor in outputs),
+            reads=frozenset(map(_storage, inputs)),
+            writes=frozenset(written | self._statistics(n)),
+            makes=frozenset(map(_storage, outputs)),
+            is_random=is_random(self.module, n),
+            num_flops=float(counter.get_total_flops()),
+        )
+        return value
+
+    def _statistics(self, node: fx.Node) -> set[int]:
+        """Storages of running statistics, which normalisation changes without saying so in its schema."""
+        places = _RUNNING_STATISTICS.get(node.target)
+        if places is None or not node.args[places[2]]:
+            return set()
+        buffers = [node.args[place] for place in places[:2]]
+        return {_storage(self.env[buffer]) for buffer in buffers if isinstance(buffer, fx.Node)}
+
+
+def learn(
+    exported: Exported, model: nn.Module, call: CallSpec, batch_size: int, device: torch.device
+) -> dict[str, Fact]:
+    """Returns a `Fact` for every node of a graph, by node name.
+
+    Args:
+        exported: The traced call.
+        model: Where parameters and buffers come from (shapes alone are read).
+        call: The call that was traced.
+        batch_size: The batch size that the values of the facts have.
+        device: Where the graph will run.
+    """
+    mode = FakeTensorMode()
+    attributes: dict[str, Tensor] = {}
+    memo: dict[int, Tensor] = {}
+    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    for name, tensor in [*named, *exported.constants.items()]:
+        if id(tensor) not in memo:
+            memo[id(tensor)] = fake_like(tensor, mode, device).requires_grad_(tensor.requires_grad)
+        attributes[name] = memo[id(tensor)]
+    inputs = example_inputs(call, batch_size, mode, device)
+    graph_pass = _Pass(exported.module, attributes)
+    with mode:
+        graph_pass.run(*inputs, enable_io_processing=False)
+    return graph_pass.facts
+
+
+def is_random(module: nn.Module, node: fx.Node) -> bool:
+    """Whether a node draws random numbers, itself or in a region that it wraps."""
+    if node.op != "call_function":
+        return False
+    if isinstance(node.target, torch._ops.OpOverload):
+        return torch.Tag.nondeterministic_seeded in node.target.tags and not _draws_nothing(node)
+    regions = [getattr(module, str(arg.target), None) for arg in node.all_input_nodes if arg.op == "get_attr"]
+    inner = [region for region in regions if isinstance(region, fx.GraphModule)]
+    return any(is_random(region, child) for region in inner for child in region.graph.nodes)
+
+
+def _draws_nothing(node: fx.Node) -> bool:
+    """Whether a dropout is off: its probability is zero, or it is not training."""
+    places = _DROP_PROBABILITY.get(node.target)
+    if places is None:
+        return False
+    probability, training = places
+    rate = node.args[probability] if len(node.args) > probability else node.kwargs.get("dropout_p", 0.0)
+    return rate == 0.0 or (training is not None and node.args[training] is False)
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata

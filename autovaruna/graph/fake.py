@@ -1,0 +1,68 @@
+"""Swaps a model's tensors for fake ones, so that it can be traced without holding or touching its numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from autovaruna.errors import TraceError
+
+
+def fake_like(tensor: Tensor, mode: FakeTensorMode, device: torch.device) -> Tensor:
+    """Returns a fake tensor of the same shape, strides and dtype that says it is on `device`."""
+    with mode:
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+
+
+@contextmanager
+def faked(model: nn.Module, mode: FakeTensorMode, device: torch.device) -> Iterator[None]:
+    """Makes every parameter and buffer of `model` fake while the context lasts.
+
+    Ties stay ties: one tensor under two names becomes one fake tensor under both. Parameters that this rank does
+    not hold (they are on ``meta``) are traced like the others.
+
+    Args:
+        model: The model; the same objects are back in place afterwards.
+        mode: The mode that the fake tensors belong to.
+        device: Where they say they are.
+
+    Raises:
+        TraceError: a lazy parameter has no shape yet.
+    """
+    swapped: list[tuple[nn.Module, str, Tensor]] = []
+    memo: dict[int, Tensor] = {}
+    try:
+        for path, module in model.named_modules():
+            for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
+                if tensor is None:
+                    continue
+                if isinstance(tensor, nn.parameter.UninitializedTensorMixin):
+                    raise TraceError(
+                        f"{path}.{name} has no shape yet: got a lazy parameter. Expected an initialised one; "
+                        "run one batch through the model before wrapping it."
+                    )
+                swapped.append((module, name, tensor))
+                _put(module, name, memo.setdefault(id(tensor), _fake(tensor, mode, device)))
+        yield
+    finally:
+        for module, name, tensor in swapped:
+            _put(module, name, tensor)
+
+
+def _fake(tensor: Tensor, mode: FakeTensorMode, device: torch.device) -> Tensor:
+    fake = fake_like(tensor, mode, device)
+    return nn.Parameter(fake, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
+
+
+def _put(module: nn.Module, name: str, tensor: Tensor) -> None:
+    """Puts a tensor in its place; recurrent modules also keep their weights in a list of their own."""
+    own = module._parameters if name in module._parameters else module._buffers
+    old = own[name]
+    own[name] = tensor
+    flat = module.__dict__.get("_flat_weights")
+    if flat is not None:
+        module.__dict__["_flat_weights"] = [tensor if weight is old else weight for weight in flat]

@@ -1,0 +1,60 @@
+"""Draws random numbers that depend on (seed, step, micro-batch, node) alone, never on the partition."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from threading import Lock
+from typing import Any
+
+import torch
+
+_generator_lock = Lock()
+
+
+class RandomStream:
+    """Seeds the device's default generator before each random node of one micro-batch.
+
+    Args:
+        seed: The run's seed.
+        step: Which call of the model.
+        micro_batch: Which micro-batch of it.
+        device: Whose default generator the nodes draw from.
+    """
+
+    def __init__(self, seed: int, step: int, micro_batch: int, device: torch.device) -> None:
+        digest = hashlib.blake2b(f"{seed},{step},{micro_batch}".encode(), digest_size=8).digest()
+        self._base = int.from_bytes(digest, "little")
+        self._generator = default_generator(device)
+
+    def draw(self, node: int, operation: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Runs a random operation with the numbers that belong to `node`."""
+        with _generator_lock:
+            self._generator.manual_seed((self._base + node * 0x9E3779B97F4A7C15) % 2**63)
+            return operation(*args, **kwargs)
+
+
+def draw(stream: RandomStream, node: int, operation: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Runs a random operation of a piece; a function, since graphs call functions."""
+    return stream.draw(node, operation, *args, **kwargs)
+
+
+def default_generator(device: torch.device) -> torch.Generator:
+    """Returns the generator that operations on `device` draw from when they are given none."""
+    if device.type == "cuda":
+        torch.cuda.init()
+        index = device.index if device.index is not None else torch.cuda.current_device()
+        return torch.cuda.default_generators[index]
+    return torch.default_generator
+
+
+@contextmanager
+def untouched_generator(device: torch.device) -> Iterator[None]:
+    """Gives the user's generator back as it was."""
+    generator = default_generator(device)
+    state = generator.get_state()
+    try:
+        yield
+    finally:
+        generator.set_state(state)

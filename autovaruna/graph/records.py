@@ -1,0 +1,87 @@
+"""Defines `Graph`: the model as plain data, for whoever plans without a model.
+
+A graph is a list of blocks in one fixed order (the order of execution on one process). A block is a group of traced
+operations that is never cut; a cut lies between two blocks. A stage is a set of blocks that is closed under the
+order of its neighbours. No torch here: a graph goes to JSON and back.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+FORMAT_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """A number of bytes that depends on the micro-batch: ``fixed_bytes + sample_bytes * micro_batch_size``."""
+
+    fixed_bytes: float
+    sample_bytes: float
+
+    def at(self, micro_batch_size: float) -> float:
+        """Returns the bytes for a micro-batch of `micro_batch_size` samples."""
+        return self.fixed_bytes + self.sample_bytes * micro_batch_size
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """A tensor that one block makes and later blocks use: what crosses a cut."""
+
+    name: str
+    producer: int
+    consumers: tuple[int, ...]
+    size: Size
+    needs_gradient: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Input:
+    """A tensor that the caller passes; it goes straight to the blocks that use it."""
+
+    name: str
+    consumers: tuple[int, ...]
+    size: Size
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """A parameter, under its first name, and the blocks that use it (several: it is tied)."""
+
+    name: str
+    num_bytes: int
+    needs_gradient: bool
+    blocks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A group of operations that is never cut.
+
+    `name` is ``module.path/node``, unique in the graph. `signature` is equal for blocks that do the same work on
+    the same shapes and dtypes, so that one measurement serves all of them.
+    """
+
+    index: int
+    name: str
+    module: str
+    nodes: tuple[str, ...]
+    signature: str
+    buffer_bytes: int
+    num_flops_per_sample: float
+
+
+@dataclass(frozen=True, slots=True)
+class Graph:
+    """A traced model as data.
+
+    `blocks` are in execution order, so any split of them into consecutive ranges is a valid partition.
+    `fingerprint` changes with any operation, shape, dtype or parameter of the model.
+    """
+
+    blocks: tuple[Block, ...]
+    values: tuple[Value, ...]
+    inputs: tuple[Input, ...]
+    parameters: tuple[Parameter, ...]
+    fingerprint: str
+    format_version: int = FORMAT_VERSION

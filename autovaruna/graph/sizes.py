@@ -1,0 +1,89 @@
+"""Evaluates the sizes of a traced graph for a micro-batch: shapes are expressions in one symbol, the batch."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor, fx
+
+from autovaruna.graph.records import Size
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Evaluates sizes in terms of the batch symbol.
+
+    `symbol` is None for a graph that was traced for `batch_size` samples alone.
+    """
+
+    symbol: sympy.Symbol | None
+    batch_size: int
+
+    def is_size(self, node: fx.Node) -> bool:
+        """Whether a node is a plain number that follows from the batch size alone."""
+        value = node.meta.get("val")
+        return node.op == "call_function" and not isinstance(value, Tensor) and self._is_known(value)
+
+    def depends_on_data(self, node: fx.Node) -> bool:
+        """Whether a node is a number, or has a shape, that depends on the contents of tensors."""
+        value = node.meta.get("val")
+        if isinstance(value, Tensor):
+            return not all(self._is_known(length) for length in value.shape)
+        return isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool) and not self._is_known(value)
+
+    def number(self, value: Any, batch_size: int) -> Any:
+        """Returns a size (a number or an expression) for a micro-batch of `batch_size` samples."""
+        expression = _expression(value)
+        if not isinstance(expression, sympy.Basic):
+            return expression
+        number = expression if self.symbol is None else expression.subs(self.symbol, batch_size)
+        if isinstance(value, torch.SymBool):
+            return bool(number)
+        return float(number) if isinstance(value, torch.SymFloat) else int(number)
+
+    def shape(self, value: Tensor, batch_size: int) -> tuple[int, ...]:
+        """Returns the shape of a traced value for a micro-batch of `batch_size` samples."""
+        return tuple(self.number(length, batch_size) for length in value.shape)
+
+    def num_bytes(self, value: Tensor) -> Size:
+        """Returns the bytes of a traced value as a line through two batch sizes."""
+        if self.symbol is None:
+            total = math.prod(self.shape(value, self.batch_size)) * value.element_size()
+            is_batch = self.batch_size in value.shape
+            return Size(0.0, total / self.batch_size) if is_batch else Size(float(total), 0.0)
+        low, high = (math.prod(self.shape(value, size)) * value.element_size() for size in (16, 32))
+        slope = (high - low) / 16
+        return Size(low - 16 * slope, slope)
+
+    def batch_dimension(self, value: Tensor) -> int | None:
+        """Returns the dimension of a traced value that grows with the batch; None: no dimension does."""
+        for dimension, length in enumerate(value.shape):
+            if self.symbol is None and length == self.batch_size:
+                return dimension
+            if self.symbol is not None and self._grows(length):
+                return dimension
+        return None
+
+    def mixes_samples(self, value: Tensor) -> bool:
+        """Whether two dimensions of a value grow with the batch: samples meet each other in it."""
+        return self.symbol is not None and sum(self._grows(length) for length in value.shape) > 1
+
+    def _grows(self, length: Any) -> bool:
+        expression = _expression(length)
+        return isinstance(expression, sympy.Basic) and self.symbol in expression.free_symbols
+
+    def _is_known(self, value: Any) -> bool:
+        expression = _expression(value)
+        if isinstance(expression, sympy.Basic):
+            return expression.free_symbols <= ({self.symbol} if self.symbol is not None else set())
+        return isinstance(value, int | float | bool)
+
+
+def _expression(value: Any) -> Any:
+    if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
+        return value.node.expr
+    return value

@@ -1,0 +1,194 @@
+"""Traces a model: `nn.Module` in, `TracedModel` out."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import sympy
+import torch
+from torch import Tensor, fx, nn
+
+from autovaruna.errors import TraceError
+from autovaruna.graph.build import Builder
+from autovaruna.graph.call import CallSpec
+from autovaruna.graph.candidates import crossing_sizes, merge_free_blocks
+from autovaruna.graph.export import Exported, export
+from autovaruna.graph.facts import Fact, learn
+from autovaruna.graph.grouping import Grouping, group
+from autovaruna.graph.outputs import OutputKind, OutputSpec, classify
+from autovaruna.graph.records import Graph
+from autovaruna.graph.sizes import Sizes
+from autovaruna.graph.tree import Tree
+
+logger = logging.getLogger(__name__)
+_HINTS = (7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47)
+
+
+@dataclass(frozen=True)
+class TracedModel:
+    """A model as a graph that can be cut.
+
+    Attributes:
+        module: the graph; placeholders are inputs, attributes have the model's names.
+        facts: what is known of each node.
+        sizes: evaluates shapes for a micro-batch.
+        graph: the graph as plain data.
+        repeated: nodes that run in every stage that uses them.
+        call: the call that was traced.
+        output_tree: structure of what the model returns.
+        outputs: its tensors.
+        parameters: first name of each parameter, by each of its names.
+        buffers: first name of each buffer, by each of its names.
+        constants: other tensors, by attribute name.
+        changed_buffers: first names of buffers that a step changes.
+    """
+
+    module: fx.GraphModule
+    facts: dict[str, Fact]
+    sizes: Sizes
+    graph: Graph
+    repeated: frozenset[str]
+    call: CallSpec
+    output_tree: Tree
+    outputs: tuple[OutputSpec, ...]
+    parameters: dict[str, str]
+    buffers: dict[str, str]
+    constants: dict[str, Tensor]
+    changed_buffers: frozenset[str]
+
+    @cached_property
+    def nodes(self) -> dict[str, fx.Node]:
+        """Nodes by name, in execution order."""
+        return {node.name: node for node in self.module.graph.nodes}
+
+    @cached_property
+    def places(self) -> dict[str, int]:
+        """Position of each node in execution order."""
+        return {name: place for place, name in enumerate(self.nodes)}
+
+    @cached_property
+    def block_of(self) -> dict[str, int]:
+        """Block of each node that is in one."""
+        return {name: block.index for block in self.graph.blocks for name in block.nodes}
+
+    @cached_property
+    def loss(self) -> OutputSpec | None:
+        """The output that a step differentiates; None: the model returns other outputs."""
+        return next((spec for spec in self.outputs if spec.kind is OutputKind.LOSS), None)
+
+
+def trace(
+    model: nn.Module,
+    call: CallSpec,
+    device: torch.device,
+    *,
+    is_dynamic: bool = True,
+    micro_batch_size: int = 0,
+    loss_mode: str = "auto",
+) -> TracedModel:
+    """Traces one call of a model in its present mode, without running it or holding its numbers.
+
+    Args:
+        model: The model; its parameters may be on ``meta``.
+        call: The call, from `describe`.
+        device: Where the graph will run.
+        is_dynamic: Whether the graph serves every batch size.
+        micro_batch_size: The one size that it serves if not.
+        loss_mode: ``auto``, ``loss`` or ``outputs``.
+
+    Raises:
+        TraceError: the model cannot be traced.
+    """
+    batch_size = _hint(model, call) if is_dynamic else micro_batch_size
+    exported = export(model, call, batch_size, is_dynamic, device)
+    sizes = _sizes(exported, call, batch_size)
+    _refuse_mixing(exported, sizes, model)
+    facts = learn(exported, model, call, batch_size, device)
+    module = exported.module
+    grouping = group(module.graph, facts, sizes.is_size, sizes.depends_on_data)
+    parameters = _first_names(dict(model.named_parameters(remove_duplicate=False)))
+    buffers = _first_names(dict(model.named_buffers(remove_duplicate=False)))
+    graph = _build(module, facts, sizes, grouping, parameters, buffers)
+    logger.info("traced %s: %d operations in %d blocks", type(model).__name__, len(facts), len(graph.blocks))
+    return TracedModel(
+        module=module,
+        facts=facts,
+        sizes=sizes,
+        graph=graph,
+        repeated=grouping.repeated,
+        call=call,
+        output_tree=exported.output_tree,
+        outputs=classify(module.graph, facts, sizes, exported.output_tree.tensor_paths(), loss_mode),
+        parameters=parameters,
+        buffers=buffers,
+        constants=exported.constants,
+        changed_buffers=_changed(module, facts, buffers),
+    )
+
+
+def _build(
+    module: fx.GraphModule,
+    facts: dict[str, Fact],
+    sizes: Sizes,
+    grouping: Grouping,
+    parameters: dict[str, str],
+    buffers: dict[str, str],
+) -> Graph:
+    """Builds the record twice: first to see which cuts are beaten, then without them."""
+    graph = Builder(module, facts, sizes, grouping, parameters, buffers).build()
+    blocks = merge_free_blocks(
+        grouping.blocks,
+        crossing_sizes(graph.values, len(grouping.blocks)),
+        lambda index: all(facts[name].is_view for name in grouping.blocks[index]),
+    )
+    return Builder(module, facts, sizes, replace(grouping, blocks=blocks), parameters, buffers).build()
+
+
+def _hint(model: nn.Module, call: CallSpec) -> int:
+    """Returns a batch size that no other dimension has, so that the two are never taken for each other."""
+    taken = {length for spec in call.inputs for length in spec.shape[1 if spec.is_batch else 0 :]}
+    taken |= {length for parameter in model.parameters() for length in parameter.shape}
+    return next((hint for hint in _HINTS if hint not in taken), _HINTS[-1])
+
+
+def _sizes(exported: Exported, call: CallSpec, batch_size: int) -> Sizes:
+    placeholders = exported.module.graph.find_nodes(op="placeholder")
+    if not exported.is_dynamic:
+        return Sizes(None, batch_size)
+    length = next(
+        node.meta["val"].shape[0] for node, spec in zip(placeholders, call.inputs, strict=True) if spec.is_batch
+    )
+    symbol = length.node.expr
+    assert isinstance(symbol, sympy.Symbol)
+    return Sizes(symbol, batch_size)
+
+
+def _refuse_mixing(exported: Exported, sizes: Sizes, model: nn.Module) -> None:
+    for node in exported.module.graph.nodes:
+        value = node.meta.get("val")
+        if isinstance(value, Tensor) and sizes.mixes_samples(value):
+            where = (node.meta.get("stack_trace") or node.name).strip().splitlines()
+            raise TraceError(
+                f"{type(model).__qualname__} mixes the samples of a batch: the value {node.name} has the shape "
+                f"{tuple(value.shape)} ({' '.join(line.strip() for line in where[-2:])}). Expected a model that treats "
+                "samples one by one, so that a batch can go through in micro-batches. Move what mixes samples (a "
+                "contrastive loss, say) out of the model, or pass dynamic_batch=False: each micro-batch is then a "
+                "batch of its own to the model."
+            )
+
+
+def _first_names(named: dict[str, Tensor]) -> dict[str, str]:
+    first: dict[int, str] = {}
+    return {name: first.setdefault(id(tensor), name) for name, tensor in named.items()}
+
+
+def _changed(module: fx.GraphModule, facts: dict[str, Fact], buffers: dict[str, str]) -> frozenset[str]:
+    written = {storage for fact in facts.values() for storage in fact.writes}
+    attributes = module.graph.find_nodes(op="get_attr")
+    return frozenset(
+        buffers[str(node.target)]
+        for node in attributes
+        if str(node.target) in buffers and facts[node.name].makes & written
+    )

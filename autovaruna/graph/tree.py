@@ -1,0 +1,194 @@
+"""Takes nested Python structures apart into tensors and a `Tree`, and puts them together again.
+
+Containers that PyTorch's pytrees know (tuple, list, dict, named tuple, registered classes such as a Hugging Face
+``ModelOutput``) and dataclasses are walked; everything else is a leaf.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from autovaruna.errors import InputError
+
+
+@dataclasses.dataclass(frozen=True)
+class Constant:
+    """A leaf that is not a tensor."""
+
+    value: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorLeaf:
+    """The place of one tensor; `path` is how a person would write it (``batch['x'][0]``)."""
+
+    path: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Opaque:
+    """A leaf whose class hides tensors (a key-value cache): it is not taken apart."""
+
+    path: str
+    type_name: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+    """A dataclass instance, walked by field."""
+
+    cls: type
+    fields: tuple[str, ...]
+    trees: tuple[Tree, ...]
+
+
+Leaf = Constant | TensorLeaf | Opaque | Record
+
+
+@dataclasses.dataclass(frozen=True)
+class Tree:
+    """The structure of a value without its tensors."""
+
+    spec: pytree.TreeSpec
+    leaves: tuple[Leaf, ...]
+
+    def tensor_paths(self) -> list[str]:
+        """Returns the path of each tensor, in order."""
+        return [leaf.path for leaf in self._walk() if isinstance(leaf, TensorLeaf)]
+
+    def key(self) -> str:
+        """Returns a text that is equal for equal structures and constants."""
+        parts = [_leaf_key(leaf) for leaf in self.leaves]
+        return f"{self.spec}|{';'.join(parts)}"
+
+    def _walk(self) -> Iterator[Leaf]:
+        for leaf in self.leaves:
+            if isinstance(leaf, Record):
+                for tree in leaf.trees:
+                    yield from tree._walk()
+            else:
+                yield leaf
+
+    def unflatten(self, tensors: Sequence[Any], opaque: Callable[[Opaque], Any] | None = None) -> Any:
+        """Puts the structure together again around `tensors`, given in the order of `flatten`."""
+        return self._unflatten(iter(tensors), opaque)
+
+    def _unflatten(self, tensors: Iterator[Any], opaque: Callable[[Opaque], Any] | None) -> Any:
+        values = [_value(leaf, tensors, opaque) for leaf in self.leaves]
+        return pytree.tree_unflatten(values, self.spec)
+
+
+def _leaf_key(leaf: Leaf) -> str:
+    match leaf:
+        case Constant(value):
+            return f"{type(value).__qualname__}:{value!r}"
+        case TensorLeaf():
+            return "tensor"
+        case Opaque(_, type_name):
+            return f"opaque:{type_name}"
+        case Record(cls, _, trees):
+            return f"{cls.__qualname__}({','.join(tree.key() for tree in trees)})"
+
+
+def _value(leaf: Leaf, tensors: Iterator[Any], opaque: Callable[[Opaque], Any] | None) -> Any:
+    match leaf:
+        case Constant(value):
+            return value
+        case TensorLeaf():
+            return next(tensors)
+        case Opaque():
+            assert opaque is not None
+            return opaque(leaf)
+        case Record(cls, fields, trees):
+            record = object.__new__(cls)
+            for field, tree in zip(fields, trees, strict=True):
+                object.__setattr__(record, field, tree._unflatten(tensors, opaque))
+            return record
+
+
+def flatten(value: Any, path: str = "") -> tuple[list[torch.Tensor], Tree]:
+    """Takes a value apart.
+
+    Args:
+        value: Any nested structure.
+        path: What the paths of its tensors start with.
+
+    Returns:
+        Its tensors in order, and its `Tree`.
+    """
+    with_paths, spec = pytree.tree_flatten_with_path(value, is_leaf=_is_dataclass)
+    tensors: list[torch.Tensor] = []
+    leaves = [_flatten_leaf(leaf, path + pytree.keystr(keys), tensors) for keys, leaf in with_paths]
+    return tensors, Tree(spec, tuple(leaves))
+
+
+def _flatten_leaf(leaf: Any, path: str, tensors: list[torch.Tensor]) -> Leaf:
+    if isinstance(leaf, torch.Tensor):
+        tensors.append(leaf)
+        return TensorLeaf(path)
+    if _is_dataclass(leaf):
+        fields = tuple(field.name for field in dataclasses.fields(leaf))
+        parts = [flatten(getattr(leaf, field), f"{path}.{field}") for field in fields]
+        for part, _ in parts:
+            tensors.extend(part)
+        return Record(type(leaf), fields, tuple(tree for _, tree in parts))
+    if _hides_tensors(leaf, set()):
+        return Opaque(path, type(leaf).__qualname__)
+    return Constant(leaf)
+
+
+def _is_dataclass(value: Any) -> bool:
+    registered = type(value) in pytree.SUPPORTED_NODES
+    return dataclasses.is_dataclass(value) and not isinstance(value, type) and not registered
+
+
+def _hides_tensors(value: Any, seen: set[int]) -> bool:
+    if id(value) in seen:
+        return False
+    seen.add(id(value))
+    if isinstance(value, torch.Tensor):
+        return True
+    if isinstance(value, list | tuple | set):
+        return any(_hides_tensors(item, seen) for item in value)
+    if isinstance(value, dict):
+        return any(_hides_tensors(item, seen) for item in value.values())
+    inner = getattr(value, "__dict__", None)
+    return isinstance(inner, dict) and not isinstance(value, type) and _hides_tensors(inner, seen)
+
+
+class Undelivered:
+    """Stands for an output that a pipeline does not deliver; any use of it raises and says so."""
+
+    def __init__(self, leaf: Opaque) -> None:
+        self.__dict__["_leaf"] = leaf
+
+    def __repr__(self) -> str:
+        leaf: Opaque = self.__dict__["_leaf"]
+        return f"Undelivered({leaf.type_name} at {leaf.path})"
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise _undelivered(self.__dict__["_leaf"])
+
+    def __getitem__(self, key: object) -> Any:
+        raise _undelivered(self.__dict__["_leaf"])
+
+    def __iter__(self) -> Iterator[Any]:
+        raise _undelivered(self.__dict__["_leaf"])
+
+    def __len__(self) -> int:
+        raise _undelivered(self.__dict__["_leaf"])
+
+
+def _undelivered(leaf: Opaque) -> InputError:
+    return InputError(
+        f"The output {leaf.path} is a {leaf.type_name}, whose tensors stay on the stages that made them. "
+        "Expected outputs are tensors in tuples, lists, dicts or dataclasses; return those tensors, or turn the "
+        "output off in the model (use_cache=False for a Hugging Face model)."
+    )

@@ -1,0 +1,79 @@
+"""Defines `Profile`: what a graph costs on the machine at hand, as plain data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+FORMAT_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCost:
+    """The cost of one block for one micro-batch, on one rank.
+
+    `saved_bytes` is what forward keeps for backward (parameters not counted); `work_bytes` what a call needs on top
+    while it runs.
+    """
+
+    forward_seconds: float
+    backward_seconds: float
+    saved_bytes: float
+    work_bytes: float
+
+
+@dataclass(frozen=True, slots=True)
+class LinkCost:
+    """A message of n bytes takes ``latency_seconds + n / bytes_per_second``."""
+
+    latency_seconds: float
+    bytes_per_second: float
+
+    def seconds(self, num_bytes: float) -> float:
+        """Returns the predicted seconds for a message of `num_bytes`."""
+        return self.latency_seconds + num_bytes / self.bytes_per_second
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """Measured costs: ``costs[i][k]`` is block k at ``micro_batch_sizes[i]`` samples.
+
+    `device` names what was measured; `is_measured` is False for a roofline prediction.
+    """
+
+    fingerprint: str
+    device: str
+    micro_batch_sizes: tuple[int, ...]
+    costs: tuple[tuple[BlockCost, ...], ...]
+    is_measured: bool = True
+    format_version: int = FORMAT_VERSION
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """The ranks: their hosts, memory limits, relative speeds and links.
+
+    Attributes:
+        hosts: host name of each rank.
+        memory_bytes: hard limit of each rank.
+        speeds: measured speed of each rank relative to the rank that was profiled (1.0: as fast).
+        local_link: a message between two ranks of one host.
+        remote_link: a message between two hosts.
+        all_reduce_bytes_per_second: bandwidth of an all-reduce as seen by one rank.
+    """
+
+    hosts: tuple[str, ...]
+    memory_bytes: tuple[float, ...]
+    speeds: tuple[float, ...]
+    local_link: LinkCost
+    remote_link: LinkCost
+    all_reduce_bytes_per_second: float
+    format_version: int = FORMAT_VERSION
+
+    @property
+    def num_ranks(self) -> int:
+        """The number of ranks N."""
+        return len(self.hosts)
+
+    def link(self, source: int, destination: int) -> LinkCost:
+        """Returns the link between two ranks."""
+        return self.local_link if self.hosts[source] == self.hosts[destination] else self.remote_link
