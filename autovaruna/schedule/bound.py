@@ -1,0 +1,123 @@
+"""Proves a lower bound on the step of a pipeline, over all policies and in-flight depths.
+
+The head of a stage is the least time before it can start, the tail the least time after its last instruction ends, both
+longest paths through the edges with the fastest replicas and links. A rank cannot do the work of its stages outside of
+the least head and the least tail among them. For one stage a rank this is
+
+    max_s [ sum_{j<s} (F_j + c_j) + M_s (F_s + B_s) + sum_{j<s} (B_j + c_j) ]
+
+with M_s the micro-batches of its busiest replica. A second bound counts the way down and up: no backward of a stage
+starts before its first micro-batch was at the last stage and back, nor does its last micro-batch return sooner.
+"""
+
+from __future__ import annotations
+
+from autovaruna.schedule.costs import fastest_seconds, work_seconds
+from autovaruna.schedule.instruction import Kind
+from autovaruna.schedule.messages import exact, wiring
+from autovaruna.schedule.pipeline import Pipeline
+
+
+def lower_bound(pipeline: Pipeline) -> float:
+    """Returns seconds that no schedule of this pipeline can beat (in-flight depths set aside)."""
+    paths = _Paths(pipeline)
+    ranks = (_rank_bound(pipeline, paths, rank) for rank in range(pipeline.num_ranks))
+    stages = (_stage_bound(pipeline, paths, stage) for stage in range(pipeline.num_stages))
+    return max(*ranks, *stages)
+
+
+class _Paths:
+    """Longest paths from stage to stage.
+
+    Attributes:
+        heads: least seconds before the stage can start.
+        tails: least seconds after its last instruction ends.
+        round_trips: least seconds between a forward's end and its backward's start.
+    """
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        num_stages = pipeline.num_stages
+        self.forward = [fastest_seconds(pipeline, s, Kind.FORWARD) for s in range(num_stages)]
+        self.backward = [fastest_seconds(pipeline, s, Kind.BACKWARD) for s in range(num_stages)]
+        self.heads, self.round_trips = [0.0] * num_stages, [0.0] * num_stages
+        self.tails = [_finish_seconds(pipeline, s) for s in range(num_stages)]
+        self._find(pipeline)
+
+    def _find(self, pipeline: Pipeline) -> None:
+        costs = _message_seconds(pipeline)
+        ascending = sorted(costs)
+        for s, t in ascending:
+            self.heads[t] = max(self.heads[t], self.heads[s] + self.forward[s] + costs[s, t][0])
+        for s, t in reversed(ascending):
+            down, up = costs[s, t]
+            if up is not None:
+                trip = down + self.forward[t] + self.round_trips[t] + self.backward[t] + up
+                self.round_trips[s] = max(self.round_trips[s], trip)
+            if not pipeline.needs_gradients:
+                self.tails[s] = max(self.tails[s], down + self.forward[t] + self.tails[t])
+        for s, t in ascending:
+            up = costs[s, t][1]
+            if up is not None:
+                self.tails[t] = max(self.tails[t], up + self.backward[s] + self.tails[s])
+
+
+def _finish_seconds(pipeline: Pipeline, stage: int) -> float:
+    """Returns the seconds of a stage's all-reduce and of the slowest optimizer behind it."""
+    if not pipeline.needs_gradients:
+        return 0.0
+    times = pipeline.stages[stage]
+    optimizer = (
+        max((exact(pipeline.optimizer_seconds[rank]) for rank in times.ranks), default=0.0)
+        if (pipeline.optimizer_seconds)
+        else 0.0
+    )
+    return exact(times.reduce_seconds) + optimizer
+
+
+def _message_seconds(pipeline: Pipeline) -> dict[tuple[int, int], tuple[float, float | None]]:
+    """Returns, for each edge, the least seconds of its message and of its gradient (None if there is none)."""
+    wires = wiring(pipeline)
+
+    def least(sender: int, receiver: int, num_bytes: float) -> float:
+        return min(wire.seconds if wire else 0.0 for row in wires(sender, receiver, num_bytes) for wire in row)
+
+    costs: dict[tuple[int, int], tuple[float, float | None]] = {}
+    for edge in pipeline.edges:
+        s, t = edge.source, edge.destination
+        has_gradient = pipeline.needs_gradients and edge.needs_gradient
+        costs[s, t] = least(s, t, edge.forward_bytes), least(t, s, edge.backward_bytes) if has_gradient else None
+    return costs
+
+
+def _rank_bound(pipeline: Pipeline, paths: _Paths, rank: int) -> float:
+    """Returns the bound of a rank: over its stages from any one on, least head + work + least tail."""
+    mine = [s for s in range(pipeline.num_stages) if rank in pipeline.stages[s].ranks]
+    best, work, tail = 0.0, 0.0, float("inf")
+    for stage in sorted(mine, key=lambda s: -paths.heads[s]):
+        seconds = _replica_work(pipeline, stage, pipeline.stages[stage].ranks.index(rank))
+        if seconds is not None:
+            work, tail = work + seconds, min(tail, paths.tails[stage])
+            best = max(best, paths.heads[stage] + work + tail)
+    return best
+
+
+def _replica_work(pipeline: Pipeline, stage: int, replica: int) -> float | None:
+    """Returns the seconds that a replica works, or None if it has no micro-batch; the last stage need not recompute."""
+    seconds = work_seconds(pipeline, stage, replica)
+    one = seconds[Kind.FORWARD]
+    if pipeline.needs_gradients:
+        one += seconds[Kind.BACKWARD]
+    if pipeline.recomputes(stage) and stage < pipeline.num_stages - 1:
+        one += seconds[Kind.RECOMPUTE]
+    share = pipeline.share(stage, replica)
+    return share * one if share else None
+
+
+def _stage_bound(pipeline: Pipeline, paths: _Paths, stage: int) -> float:
+    """Returns the bound of a stage's round trips."""
+    if not pipeline.needs_gradients:
+        return 0.0
+    seconds = work_seconds(pipeline, stage, 0)
+    forward, backward = seconds[Kind.FORWARD], seconds[Kind.BACKWARD]
+    others = (pipeline.share(stage, 0) - 1) * max(forward, backward)
+    return paths.heads[stage] + forward + paths.round_trips[stage] + backward + others + paths.tails[stage]

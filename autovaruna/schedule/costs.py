@@ -1,0 +1,23 @@
+"""Computes what each instruction takes on each replica."""
+
+from __future__ import annotations
+
+from autovaruna.schedule.instruction import Kind
+from autovaruna.schedule.messages import exact
+from autovaruna.schedule.pipeline import Pipeline
+
+
+def work_seconds(pipeline: Pipeline, stage: int, replica: int) -> dict[Kind, float]:
+    """Returns the seconds of each kind of instruction on one replica, executor overhead included."""
+    times = pipeline.stages[stage]
+    speed, overhead = times.speed(replica), exact(pipeline.overhead_seconds)
+    return {
+        Kind.FORWARD: exact(times.forward_seconds / speed) + overhead,
+        Kind.RECOMPUTE: exact(times.recompute_seconds / speed) + overhead,
+        Kind.BACKWARD: exact(times.backward_seconds / speed) + overhead,
+    }
+
+
+def fastest_seconds(pipeline: Pipeline, stage: int, kind: Kind) -> float:
+    """Returns the seconds of an instruction on the fastest replica of a stage."""
+    return min(work_seconds(pipeline, stage, i)[kind] for i in range(pipeline.stages[stage].num_replicas))

@@ -1,0 +1,29 @@
+"""Defines `Instruction`: one act of one rank. A schedule is data: for each rank, its instructions in order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Kind(str, Enum):
+    """What an instruction does; the value is its letter in print (``2F0`` is stage 2, forward, micro-batch 0)."""
+
+    FORWARD = "F"
+    RECOMPUTE = "R"
+    BACKWARD = "B"
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Instruction:
+    """One act: a kind of work, at a stage, for a micro-batch."""
+
+    stage: int
+    kind: Kind
+    micro_batch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind.value}{self.micro_batch}"
+
+
+Schedule = tuple[tuple[Instruction, ...], ...]

@@ -1,0 +1,52 @@
+"""Defines `Policy`: how a rank chooses among the instructions that it may run now."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+from autovaruna.schedule.instruction import Kind
+from autovaruna.schedule.pipeline import Pipeline
+from autovaruna.schedule.replica import Replica
+
+Choice = tuple[Replica, Kind]
+
+
+class Policy(ABC):
+    """Chooses the order of instructions; one policy is one schedule.
+
+    A policy that never waits while something may run (*work-conserving*) cannot deadlock, for any placement and any
+    depth of at least 1. Proof: take the smallest micro-batch m with something left to do. If a forward is left, the
+    earliest such stage has its inputs, has forwarded all smaller micro-batches, and holds none in flight, since those
+    are done; so it may run. Otherwise the latest stage with a backward left has its gradients, and may run.
+    """
+
+    name: str
+
+    @abstractmethod
+    def pick(self, replicas: Sequence[Replica]) -> Choice | None:
+        """Chooses what an idle rank runs next.
+
+        Args:
+            replicas: the rank's stages, deepest first; their ``can_*`` say what may run now.
+
+        Returns:
+            A replica and the kind of its next instruction, or None to wait.
+        """
+
+    def depth(self, pipeline: Pipeline, stage: int, replica: int) -> int:
+        """Returns the most forwards not yet backwarded that the policy lets one replica hold.
+
+        Raises:
+            ScheduleError: the plan's depth is too small for this policy.
+        """
+        return pipeline.stages[stage].in_flight
+
+    def recomputes(self, pipeline: Pipeline, stage: int) -> bool:
+        """Returns whether this policy runs a recompute before each backward of the stage."""
+        return pipeline.recomputes(stage)
+
+    def explain(self, by_rank: Sequence[Sequence[Replica]]) -> str:
+        """Returns the error of a policy that left all ranks waiting."""
+        rows = [f"rank {r} | " + " ".join(str(x) for x in reversed(row)) for r, row in enumerate(by_rank)]
+        return f"policy {self.name} waits on every rank; a policy must pick something that may run:\n" + "\n".join(rows)

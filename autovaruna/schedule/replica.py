@@ -1,0 +1,134 @@
+"""Defines `Replica`: where one rank stands with one of its stages, while a step is simulated.
+
+The hard rules of what may run are here, the choice among what may run is the policy's. A rank runs one instruction at
+a time and every kind goes in ascending micro-batch order, so three counters say all that was done.
+"""
+
+from __future__ import annotations
+
+import math
+
+from autovaruna.schedule.instruction import Kind
+
+
+class Inbox:
+    """Collects the messages of one kind that a replica waits for, by k.
+
+    ``ready[k]`` is when the last of them is there (infinite as long as one is not yet sent), ``sent[k]`` when that last
+    one was sent. The entry after the end is never ready.
+    """
+
+    __slots__ = ("latest", "missing", "ready", "sent")
+
+    def __init__(self, num_micro_batches: int, num_sources: int) -> None:
+        self.missing = [num_sources] * num_micro_batches
+        self.ready = [math.inf if num_sources else 0.0] * num_micro_batches + [math.inf]
+        self.latest = [0.0] * num_micro_batches
+        self.sent = [0.0] * num_micro_batches
+
+    def put(self, k: int, arrival: float, sent: float) -> None:
+        """Notes a message that arrives at `arrival`."""
+        if arrival >= self.latest[k]:
+            self.latest[k] = arrival
+            self.sent[k] = sent
+        self.missing[k] -= 1
+        if not self.missing[k]:
+            self.ready[k] = self.latest[k]
+
+
+class Replica:
+    """One replica of a stage: what it did and what it may do now.
+
+    Attributes:
+        rank, stage, index: the index-th replica of the stage.
+        stride: the number of replicas; its k-th micro-batch is ``k * stride + index``.
+        num_micro_batches: how many are its own.
+        depth: most forwards not yet backwarded; `peak` the most there were.
+        forwards, recomputes, backwards: how many of each were started.
+        can_forward, can_recompute, can_backward: whether the next one of each may start now.
+        has_gradient: whether the gradients of the next backward are here.
+        consumers: for each stage that sends it gradients, that stage's replicas.
+    """
+
+    __slots__ = (
+        "activations", "backwards", "can_backward", "can_forward", "can_recompute", "consumers", "depth", "forwards",
+        "gradients", "has_gradient", "index", "needs_gradients", "needs_recompute", "num_micro_batches", "peak", "rank",
+        "recomputes", "seconds", "stage", "stride",
+    )  # fmt: skip
+
+    def __init__(self, rank: int, stage: int, index: int, stride: int, num_micro_batches: int) -> None:
+        self.rank, self.stage, self.index, self.stride = rank, stage, index, stride
+        self.num_micro_batches = num_micro_batches
+        self.depth = num_micro_batches
+        self.needs_gradients = True
+        self.needs_recompute = False
+        self.seconds: dict[Kind, float] = {}
+        self.consumers: list[list[Replica]] = []
+        self.activations = Inbox(num_micro_batches, 0)
+        self.gradients = Inbox(num_micro_batches, 0)
+        self.forwards = self.recomputes = self.backwards = self.peak = 0
+        self.can_forward = self.can_recompute = self.can_backward = self.has_gradient = False
+
+    @property
+    def is_full(self) -> bool:
+        """Whether no forward may start before a backward: the depth is reached, or none is left."""
+        return self.forwards == self.num_micro_batches or self.forwards - self.backwards >= self.depth
+
+    @property
+    def is_recomputed(self) -> bool:
+        """Whether the next backward's recompute was started."""
+        return self.recomputes > self.backwards
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all forwards, and all backwards if there are any, were started."""
+        n = self.num_micro_batches
+        return self.forwards == n and (self.backwards == n or not self.needs_gradients)
+
+    def gradient_is_due(self) -> bool:
+        """Returns whether all that send the next backward its gradients have begun to compute them."""
+        m = self.backwards * self.stride + self.index
+        return all(stage[m % len(stage)].backwards > m // len(stage) for stage in self.consumers)
+
+    def may_start(self, kind: Kind, micro_batch: int) -> bool:
+        """Returns whether the next instruction of this kind is for `micro_batch` and may start now."""
+        if kind is Kind.FORWARD:
+            may, k = self.can_forward, self.forwards
+        elif kind is Kind.BACKWARD:
+            may, k = self.can_backward, self.backwards
+        else:
+            may, k = self.can_recompute, self.recomputes
+        return may and k * self.stride + self.index == micro_batch
+
+    def __str__(self) -> str:
+        return f"stage {self.stage}: {self.forwards}F {self.recomputes}R {self.backwards}B of {self.num_micro_batches};"
+
+    def refresh(self, now: float) -> None:
+        """Finds what may start at `now`; called when the rank is idle."""
+        f, b = self.forwards, self.backwards
+        self.can_forward = self.activations.ready[f] <= now and (f - b < self.depth or not self.needs_gradients)
+        if not self.needs_gradients:
+            return
+        self.has_gradient = b < f and self.gradients.ready[b] <= now
+        self.can_backward = self.has_gradient
+        if self.needs_recompute:
+            self.can_recompute = b < f and self.recomputes == b
+            self.can_backward = self.has_gradient and self.recomputes > b
+
+    def start(self, kind: Kind) -> int:
+        """Counts one instruction as started and returns its k."""
+        if kind is Kind.FORWARD:
+            self.forwards += 1
+            if self.needs_gradients and self.forwards - self.backwards > self.peak:
+                self.peak = self.forwards - self.backwards
+            return self.forwards - 1
+        if kind is Kind.BACKWARD:
+            self.backwards += 1
+            return self.backwards - 1
+        self.recomputes += 1
+        return self.recomputes - 1
+
+    def next_arrival(self, now: float) -> float:
+        """Returns when the next message that it may wait for arrives, as far as is known; infinite if not."""
+        known = (self.activations.ready[self.forwards], self.gradients.ready[self.backwards])
+        return min((seconds for seconds in known if seconds > now), default=math.inf)

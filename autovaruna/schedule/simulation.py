@@ -1,0 +1,123 @@
+"""Defines `Simulation`: a simulated step, as a schedule, a timeline and an account of lost time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from autovaruna.schedule.instruction import Instruction, Kind, Schedule
+from autovaruna.schedule.replica import Replica
+
+Act = tuple[float, float, Replica, Kind, int]
+"""One instruction as the simulator notes it: start, end, replica, kind, k."""
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One instruction with its predicted time."""
+
+    rank: int
+    instruction: Instruction
+    start_seconds: float
+    end_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Reduction:
+    """The gradient all-reduce of a stage, on all its ranks."""
+
+    stage: int
+    ranks: tuple[int, ...]
+    start_seconds: float
+    end_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class LostTime:
+    """Where the step of one rank goes; the parts add up to the step.
+
+    Attributes:
+        work_seconds: forwards, recomputes and backwards, without overhead.
+        message_seconds: idle while the message that it waits for is on its way.
+        reduce_seconds: idle but for an all-reduce, after its last instruction.
+        overhead_seconds: the executor's own.
+        optimizer_seconds: the optimizer's.
+        bubble_seconds: idle for all other reasons.
+    """
+
+    work_seconds: float
+    message_seconds: float
+    reduce_seconds: float
+    overhead_seconds: float
+    optimizer_seconds: float
+    bubble_seconds: float
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """A simulated step.
+
+    Attributes:
+        step_seconds: from the first instruction to the end of the last rank.
+        peak_in_flight: ``[s][i]`` the most forwards not yet backwarded that replica i of stage s held.
+        reductions: the gradient all-reduces that take time.
+        acts: what each rank did, in order.
+        overhead_seconds: within each instruction.
+        optimizer_seconds: of each rank, after its last instruction and reduction.
+    """
+
+    step_seconds: float
+    peak_in_flight: tuple[tuple[int, ...], ...]
+    reductions: tuple[Reduction, ...]
+    acts: tuple[list[Act], ...]
+    overhead_seconds: float
+    optimizer_seconds: tuple[float, ...]
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        """The instructions of each rank, in order."""
+        return tuple(tuple(_instruction(act) for act in acts) for acts in self.acts)
+
+    @cached_property
+    def events(self) -> tuple[Event, ...]:
+        """Every instruction with its time, by rank, then by time."""
+        return tuple(
+            Event(rank, instruction, act[0], act[1])
+            for rank, (acts, row) in enumerate(zip(self.acts, self.schedule, strict=True))
+            for act, instruction in zip(acts, row, strict=True)
+        )
+
+    @cached_property
+    def lost(self) -> tuple[LostTime, ...]:
+        """The account of each rank."""
+        return tuple(self._account(rank) for rank in range(len(self.acts)))
+
+    def _account(self, rank: int) -> LostTime:
+        acts = self.acts[rank]
+        overhead = self.overhead_seconds * len(acts)
+        work = sum(end - start for start, end, *_ in acts) - overhead
+        messages = sum(_message_waits(acts))
+        reduce = self._reduce_wait(rank, acts[-1][1] if acts else 0.0)
+        optimizer = self.optimizer_seconds[rank] if self.optimizer_seconds else 0.0
+        bubble = self.step_seconds - work - messages - reduce - overhead - optimizer
+        return LostTime(work, messages, reduce, overhead, optimizer, bubble)
+
+    def _reduce_wait(self, rank: int, idle_from: float) -> float:
+        mine = [reduction for reduction in self.reductions if rank in reduction.ranks]
+        return sum(max(0.0, r.end_seconds - max(idle_from, r.start_seconds)) for r in mine)
+
+
+def _instruction(act: Act) -> Instruction:
+    _, _, replica, kind, k = act
+    return Instruction(replica.stage, kind, k * replica.stride + replica.index)
+
+
+def _message_waits(acts: list[Act]) -> Iterator[float]:
+    """Yields, for each instruction, how long the rank was idle with the awaited message on its way."""
+    idle_from = 0.0
+    for start, end, replica, kind, k in acts:
+        inbox = replica.activations if kind is Kind.FORWARD else replica.gradients
+        if idle_from < inbox.ready[k] <= start:
+            yield inbox.ready[k] - max(idle_from, inbox.sent[k])
+        idle_from = end

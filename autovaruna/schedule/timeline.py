@@ -1,0 +1,75 @@
+"""Draws a simulated step as text."""
+
+from __future__ import annotations
+
+from autovaruna.schedule.instruction import Kind
+from autovaruna.schedule.simulation import Event, LostTime, Simulation
+
+FILL = {Kind.FORWARD: ">", Kind.RECOMPUTE: "o", Kind.BACKWARD: "<"}
+LEGEND = "> forward  o recompute  < backward  + all-reduce  . idle"
+
+
+def draw(simulation: Simulation, slot_seconds: float) -> str:
+    """Returns a drawing with one cell for each slot of time, for steps whose instructions all take one slot."""
+    cells = [["."] * round(simulation.step_seconds / slot_seconds) for _ in simulation.acts]
+    for event in simulation.events:
+        cells[event.rank][round(event.start_seconds / slot_seconds)] = str(event.instruction)
+    width = max(len(cell) for row in cells for cell in row)
+    rows = [" ".join(cell.center(width) for cell in row) for row in cells]
+    return "\n".join(f"rank {rank} | {row}".rstrip() for rank, row in enumerate(rows))
+
+
+def render(simulation: Simulation, width: int = 100) -> str:
+    """Returns a timeline: one row a rank, time to the right, and what share of the step the rank lost to what.
+
+    Args:
+        simulation: the step.
+        width: characters for the whole step.
+    """
+    rows = _rows(simulation, width)
+    margin = len(f"rank {len(rows) - 1}")
+    lines = [
+        f"{f'rank {rank}':<{margin}} |{''.join(row)}| {_shares(lost, simulation.step_seconds)}"
+        for rank, (row, lost) in enumerate(zip(rows, simulation.lost, strict=True))
+    ]
+    return "\n".join([*lines, f"step {simulation.step_seconds:.6g} s    {LEGEND}"])
+
+
+def _rows(simulation: Simulation, width: int) -> list[list[str]]:
+    columns = width / simulation.step_seconds if simulation.step_seconds > 0 else 0.0
+    rows = [["."] * width for _ in simulation.acts]
+    for reduction in simulation.reductions:
+        for rank in reduction.ranks:
+            _paint(rows[rank], reduction.start_seconds * columns, reduction.end_seconds * columns, "+")
+    for event in simulation.events:
+        _paint_event(rows[event.rank], event, columns)
+    return rows
+
+
+def _paint_event(row: list[str], event: Event, columns: float) -> None:
+    _paint(
+        row,
+        event.start_seconds * columns,
+        event.end_seconds * columns,
+        FILL[event.instruction.kind],
+        str(event.instruction),
+    )
+
+
+def _paint(row: list[str], start: float, end: float, fill: str, label: str = "") -> None:
+    """Fills the columns of a span, behind its label if that leaves room for one fill character."""
+    first, last = round(start), round(end)
+    text = label if len(label) < last - first else ""
+    row[first:last] = text.ljust(last - first, fill)
+
+
+def _shares(lost: LostTime, step_seconds: float) -> str:
+    parts = {
+        "work": lost.work_seconds,
+        "bubble": lost.bubble_seconds,
+        "messages": lost.message_seconds,
+        "all-reduce": lost.reduce_seconds,
+        "overhead": lost.overhead_seconds,
+        "optimizer": lost.optimizer_seconds,
+    }
+    return "  ".join(f"{name} {seconds / step_seconds:.0%}" for name, seconds in parts.items() if seconds > 0)
