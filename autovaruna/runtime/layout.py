@@ -1,0 +1,71 @@
+"""Keeps the memory layout of tensors on their way, so that the receiver computes with exactly what the sender had.
+
+Kernels choose their order of operations by the strides of their arguments; a received tensor with other strides
+could differ in the last bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Shape, strides and dtype of one tensor of a message."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def _narrow_shape(self) -> tuple[int, ...]:
+        """The shape without repeats: a dimension of stride 0 is sent once."""
+        pairs = zip(self.shape, self.strides, strict=True)
+        return tuple(min(length, 1) if stride == 0 else length for length, stride in pairs)
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether the elements fill a stretch of memory without holes or overlaps."""
+        expected = 1
+        for stride, length in sorted(zip(self.strides, self.shape, strict=True)):
+            if length > 1:
+                if stride != expected:
+                    return False
+                expected *= length
+        return True
+
+    def pack(self, tensor: Tensor) -> Tensor:
+        """Returns what travels: the tensor's own memory if it is dense, else a copy without holes."""
+        if self.is_dense:
+            return tensor
+        for dimension, (length, stride) in enumerate(zip(self.shape, self.strides, strict=True)):
+            if stride == 0 and length > 1:
+                tensor = tensor.narrow(dimension, 0, 1)
+        return tensor.contiguous()
+
+    def buffer(self, device: torch.device) -> Tensor:
+        """Returns memory for what travels."""
+        if self.is_dense:
+            return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=device)
+        return torch.empty(self._narrow_shape, dtype=self.dtype, device=device)
+
+    def unpack(self, buffer: Tensor) -> Tensor:
+        """Returns the tensor as the sender had it."""
+        if self.is_dense:
+            return buffer
+        tensor = torch.empty_strided(self._narrow_shape, self.strides, dtype=self.dtype, device=buffer.device)
+        return tensor.copy_(buffer).expand(self.shape)
+
+
+Layouts = tuple[Layout | None, ...]
+
+
+def layouts_of(tensors: Sequence[Tensor | None]) -> Layouts:
+    """Returns the layouts of a message; None stands for a gradient that is not there."""
+    return tuple(
+        None if tensor is None else Layout(tuple(tensor.shape), tensor.stride(), tensor.dtype) for tensor in tensors
+    )

@@ -1,0 +1,107 @@
+"""Carries lists of tensors between the ranks of a pipeline, in order, with receives posted ahead.
+
+The first message of a kind is preceded by its layouts (`Layout`); both ends remember them, so that later ones are the
+bare numbers and can be received before they are needed.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from autovaruna.errors import RankError
+from autovaruna.runtime.layout import Layouts, layouts_of
+from autovaruna.runtime.world import Done, Pending, World
+
+TensorList = list[Tensor | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """A stream of messages: from one rank to another, under one tag."""
+
+    source: int
+    destination: int
+    tag: int
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """Messages with the same layouts: of one graph, on one route, for one micro-batch size."""
+
+    graph: str
+    route: Route
+    micro_batch_size: int
+
+
+class Mail:
+    """Sends and receives lists of tensors.
+
+    Args:
+        world: Carries the bytes.
+        device: Where received tensors live.
+    """
+
+    def __init__(self, world: World, device: torch.device) -> None:
+        self._world = world
+        self._device = device
+        self._layouts: dict[Kind, Layouts] = {}
+        self._local: dict[Route, deque[TensorList]] = {}
+        self._posted: dict[Route, deque[tuple[Layouts, list[Tensor], Pending]]] = {}
+        self._unknown: set[Route] = set()
+
+    def send(self, tensors: Sequence[Tensor | None], kind: Kind) -> None:
+        """Starts to send tensors; they must not change afterwards. Never blocks."""
+        route = kind.route
+        if route.destination == self._world.rank:
+            self._local.setdefault(route, deque()).append(list(tensors))
+            return
+        layouts = layouts_of(tensors)
+        known = self._layouts.setdefault(kind, layouts)
+        if known is layouts:
+            self._world.send_object(layouts, route.destination, route.tag)
+        elif known != layouts:
+            raise RankError(
+                f"The tensors for rank {route.destination} changed their layout within one graph: got {layouts}, "
+                f"expected {known}. An operation of the model chooses its output's layout by the numbers it gets; "
+                "make that output contiguous()."
+            )
+        packed = [layout.pack(t) for layout, t in zip(layouts, tensors, strict=True) if layout is not None and t is not None]
+        if packed:
+            self._world.send(packed, route.destination, route.tag)
+
+    def expect(self, kind: Kind) -> None:
+        """Posts the receive of the next message on a route if its layouts are known; never blocks."""
+        route = kind.route
+        if route.source == self._world.rank or route in self._unknown:
+            return
+        layouts = self._layouts.get(kind)
+        if layouts is None:
+            self._unknown.add(route)
+        else:
+            self._post(route, layouts)
+
+    def take(self, kind: Kind) -> TensorList:
+        """Returns the next message on a route; blocks until it is here."""
+        route = kind.route
+        if route.source == self._world.rank:
+            return self._local[route].popleft()
+        if not self._posted.get(route):
+            if kind not in self._layouts:
+                self._layouts[kind] = self._world.receive_object(route.source, route.tag)
+            self._unknown.discard(route)
+            self._post(route, self._layouts[kind])
+        layouts, buffers, pending = self._posted[route].popleft()
+        pending.wait()
+        filled = iter(buffers)
+        return [None if layout is None else layout.unpack(next(filled)) for layout in layouts]
+
+    def _post(self, route: Route, layouts: Layouts) -> None:
+        buffers = [layout.buffer(self._device) for layout in layouts if layout is not None]
+        pending = self._world.receive(buffers, route.source, route.tag) if buffers else Done()
+        self._posted.setdefault(route, deque()).append((layouts, buffers, pending))
+

@@ -1,0 +1,105 @@
+"""Puts the outputs of the micro-batches together to the outputs of a call, on the ranks whose samples they are of."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from autovaruna.graph.outputs import OutputKind, OutputSpec
+from autovaruna.runtime.batch import MicroBatch
+from autovaruna.runtime.executor import Job
+from autovaruna.runtime.mail import Kind, Mail, Route
+from autovaruna.runtime.world import World
+
+
+class OutputCollector:
+    """Collects the outputs of one job. Every rank takes part.
+
+    Args:
+        job: The call.
+        world: The ranks.
+        mail: Carries tensors.
+        made: Outputs that this rank's stages made, by (output, micro-batch).
+        device: Where outputs are wanted.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        world: World,
+        mail: Mail,
+        made: Mapping[tuple[int, int], Tensor],
+        device: torch.device,
+    ) -> None:
+        self._job = job
+        self._world = world
+        self._mail = mail
+        self._made = made
+        self._device = device
+        self._stage = {place: stage.index for stage in job.split.stages for place, _ in stage.outputs}
+
+    def collect(self, places: Mapping[int, OutputSpec]) -> dict[int, Tensor]:
+        """Returns the outputs of `places` for this rank's mini-batch.
+
+        A rank that passed no samples gets an empty tensor of samples.
+        """
+        for place, spec in places.items():
+            if spec.kind is OutputKind.SAMPLES:
+                self._send_samples(place)
+        return {
+            place: self._samples(place, spec) if spec.kind is OutputKind.SAMPLES else self._number(place, spec)
+            for place, spec in places.items()
+        }
+
+    def _send_samples(self, place: int) -> None:
+        for part in self._job.batch.micro_batches.values():
+            made = self._made.get((place, part.index))
+            if made is not None:
+                for receiver in self._job.batch.receivers(part, self._world.num_ranks):
+                    self._mail.send([made], self._kind(place, part, receiver))
+
+    def _samples(self, place: int, spec: OutputSpec) -> Tensor:
+        taken = [self._mail.take(self._kind(place, part, self._world.rank))[0]
+                 for part in self._job.batch.owned_by(self._world.rank)]
+        parts = [part for part in taken if part is not None]
+        return torch.cat(parts, dim=spec.dimension) if parts else self._empty(spec)
+
+    def _empty(self, spec: OutputSpec) -> Tensor:
+        value: Tensor = self._job.split.traced.nodes[spec.node].meta["val"]
+        shape = list(self._job.split.traced.sizes.shape(value, 1))
+        shape[spec.dimension] = 0
+        return torch.empty(shape, dtype=value.dtype, device=self._device)
+
+    def _number(self, place: int, spec: OutputSpec) -> Tensor:
+        """Shares an output without samples: each micro-batch's goes into a slot of its own, then they are summed."""
+        value: Tensor = self._job.split.traced.nodes[spec.node].meta["val"]
+        shape = self._job.split.traced.sizes.shape(value, 1)
+        parts = list(self._job.batch.micro_batches.values())
+        if spec.kind is OutputKind.SAME:
+            parts = parts[:1]
+        slots = torch.zeros((len(parts), *shape), dtype=value.dtype, device=self._device)
+        for slot, part in zip(slots, parts, strict=True):
+            made = self._made.get((place, part.index))
+            if made is not None:
+                slot.copy_(made)
+        self._world.all_reduce(slots, tuple(range(self._world.num_ranks)))
+        return self._combine(slots, parts, spec)
+
+    def _combine(self, slots: Tensor, parts: list[MicroBatch], spec: OutputSpec) -> Tensor:
+        match spec.kind:
+            case OutputKind.SAME:
+                return slots[0]
+            case OutputKind.TOTAL:
+                return slots.sum(0, dtype=slots.dtype) if slots.dtype != torch.bool else slots.any(0)
+            case _:
+                if len(parts) == 1:
+                    return slots[0]
+                wide = slots.to(torch.complex128 if slots.is_complex() else torch.float64)
+                shares = torch.tensor([part.share for part in parts], dtype=torch.float64, device=slots.device)
+                return (wide * shares.view(-1, *[1] * (slots.dim() - 1))).sum(0).to(slots.dtype)
+
+    def _kind(self, place: int, part: MicroBatch, receiver: int) -> Kind:
+        maker = self._job.rank_of(self._stage[place], part.index)
+        return Kind(self._job.graph_key, Route(maker, receiver, 4 * place + 3), part.size)

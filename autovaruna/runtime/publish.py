@@ -1,0 +1,50 @@
+"""Joins a step that has already run (or that runs in backward) to the caller's autograd graph.
+
+What `model(...)` returns is the output of one autograd function whose inputs are the parameters of this rank and the
+inputs that need a gradient. So ``loss.backward()`` accumulates into ``.grad``, fires hooks, and scales by the gradient
+that comes in, exactly as autograd does for any other function.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Gradients = Sequence[Tensor | None]
+Finish = Callable[[Gradients], Gradients]
+
+
+class _Published(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, finish: Finish, outputs: Sequence[Tensor], carries: Sequence[bool], *sources: Tensor) -> Any:
+        ctx.finish = finish
+        ctx.set_materialize_grads(False)
+        fresh = tuple(output.detach() for output in outputs)
+        ctx.mark_non_differentiable(*(output for output, carry in zip(fresh, carries, strict=True) if not carry))
+        return fresh
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        finish, ctx.finish = ctx.finish, None
+        if finish is None:
+            raise RuntimeError(
+                "Backward through the same step a second time: its gradients have been given out. Call the model again."
+            )
+        return None, None, None, *finish(gradients)
+
+
+def publish(outputs: Sequence[Tensor], carries: Sequence[bool], sources: Sequence[Tensor], finish: Finish) -> list[Tensor]:
+    """Returns `outputs` as results of an autograd function of `sources`.
+
+    Args:
+        outputs: What the call computed.
+        carries: Which outputs a backward may start from.
+        sources: Parameters and inputs that get gradients.
+        finish: Turns the gradients of `outputs` into those of `sources`; called once.
+    """
+    if not any(carries) or not sources:
+        return list(outputs)
+    return list(_Published.apply(finish, tuple(outputs), tuple(carries), *sources))  # type: ignore[no-untyped-call]

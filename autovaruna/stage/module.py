@@ -1,0 +1,126 @@
+"""Runs one stage: binds the arguments of its piece to this rank's parameters and buffers.
+
+Every parameter takes part through a leaf of its own for each block that uses it. The leaf shares the parameter's
+memory and collects the gradient of a step outside ``.grad``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from autovaruna.graph.extract import Argument, Source
+from autovaruna.graph.random import RandomStream
+from autovaruna.stage.split import StagePart
+
+ParameterUse = tuple[str, int]
+"""A parameter's first name and the block that uses it."""
+
+
+class StageModule:
+    """One stage on one rank.
+
+    Args:
+        part: The stage.
+        parameters: This rank's parameters by first name.
+        buffers: Its buffers by first name.
+        constants: Other tensors of the graph.
+        size_of: Evaluates a size node for a micro-batch.
+    """
+
+    def __init__(
+        self,
+        part: StagePart,
+        parameters: Mapping[str, nn.Parameter],
+        buffers: Mapping[str, Tensor],
+        constants: Mapping[str, Tensor],
+        size_of: Callable[[str, int], Any],
+    ) -> None:
+        self.part = part
+        self.leaves: dict[ParameterUse, Tensor] = {}
+        self._parameters = parameters
+        self._buffers = buffers
+        self._constants = constants
+        self._size_of = size_of
+        self._bound: list[tuple[Argument, Tensor | None]] = []
+        self.bind()
+
+    @property
+    def index(self) -> int:
+        """Which stage of the pipeline this is."""
+        return self.part.index
+
+    def bind(self) -> None:
+        """Makes the leaves share the parameters' present memory (an optimizer or a load may have replaced it)."""
+        self._bound = [(argument, self._state(argument)) for argument in self.part.piece.arguments]
+
+    def is_bound(self) -> bool:
+        """Whether every leaf still shares the memory of its parameter."""
+        return all(
+            leaf.data_ptr() == self._parameters[name].data_ptr() for (name, _), leaf in self.leaves.items()
+        )
+
+    def changed_buffers(self, names: frozenset[str]) -> dict[str, Tensor]:
+        """Returns the buffers among `names` that this stage uses."""
+        return {name: self._buffers[name] for name in self.part.piece.named(Source.BUFFER) if name in names}
+
+    def run(self, tensors: Mapping[str, Tensor], micro_batch_size: int, stream: RandomStream) -> dict[str, Tensor]:
+        """Runs the operations of the stage.
+
+        Args:
+            tensors: Inputs and received values, by name.
+            micro_batch_size: Samples in the micro-batch.
+            stream: What its random nodes draw from.
+
+        Returns:
+            What the stage returns, by name.
+        """
+        arguments = [
+            bound if bound is not None else self._dynamic(argument, tensors, micro_batch_size, stream)
+            for argument, bound in self._bound
+        ]
+        piece = self.part.piece
+        return dict(zip(piece.outputs, piece.module(*arguments), strict=True))
+
+    def _dynamic(
+        self, argument: Argument, tensors: Mapping[str, Tensor], micro_batch_size: int, stream: RandomStream
+    ) -> Any:
+        match argument.source:
+            case Source.SIZE:
+                return self._size_of(argument.name, micro_batch_size)
+            case Source.RANDOM:
+                return stream
+            case _:
+                return tensors[argument.name]
+
+    def _state(self, argument: Argument) -> Tensor | None:
+        match argument.source:
+            case Source.PARAMETER:
+                return self._leaf(argument)
+            case Source.BUFFER:
+                return self._buffers[argument.name]
+            case Source.CONSTANT:
+                return self._constants[argument.name]
+            case _:
+                return None
+
+    def _leaf(self, argument: Argument) -> Tensor:
+        parameter = self._parameters[argument.name]
+        if argument.block < 0:
+            return parameter.detach()
+        use = (argument.name, argument.block)
+        leaf = self.leaves.get(use)
+        if leaf is None or leaf.data_ptr() != parameter.data_ptr() or leaf.shape != parameter.shape:
+            gradient = None if leaf is None else leaf.grad
+            leaf = parameter.detach().requires_grad_()
+            leaf.grad = gradient
+            self.leaves[use] = leaf
+        return leaf
+
+
+def zero_gradients(leaves: Mapping[ParameterUse, Tensor]) -> None:
+    """Forgets the gradients of an earlier step."""
+    for leaf in leaves.values():
+        leaf.grad = None
