@@ -26,7 +26,7 @@ setup(
         "numpy>=1.26",
         "rich>=13",
         "safetensors>=0.4.3",
-        "tomli>=2.0",
+        "tomli>=2.2",
         "torch>=2.11",
     ],
     extras_require={

@@ -39,7 +39,10 @@ def read_toml(path: Path) -> dict[str, object]:
             return tomli.load(file)
     except FileNotFoundError:
         return {}
-    except (tomli.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not valid TOML: {error}; correct the line or remove the file") from error
+    except tomli.TOMLDecodeError as error:
+        raise ConfigError(f"{path}, line {error.lineno}: not TOML: {error.msg}; correct the line") from error
+    except UnicodeDecodeError as error:
+        line = error.object.count(b"\n", 0, error.start) + 1
+        raise ConfigError(f"{path}, line {line}: not UTF-8 text; correct the line") from error
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}; make it readable or remove it") from error

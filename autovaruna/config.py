@@ -51,16 +51,15 @@ def resolve(keywords: Mapping[str, object] | None = None, environ: Mapping[str, 
             if name in given:
                 raise ConfigError(f"{given[name].place} and {entry.place} are the same setting; keep one of them")
             given[name], values[name], sources[name] = entry, value, entry.place
-    result = Settings(**values, _sources=tuple(sources.items()))  # type: ignore[arg-type]
-    _check_together(result)
-    return result
+    settings = Settings(**values, _sources=tuple(sources.items()))  # type: ignore[arg-type]
+    _check_together(settings)
+    return settings
 
 
-def log_settings(result: Settings) -> None:
-    """Logs each setting and its source, if the settings say so."""
-    if result.show_settings:
-        for name, value in result.as_dict().items():
-            logger.info("%s = %r (%s)", name, value, result.source_of(name))
+def log_settings(settings: Settings) -> None:
+    """Logs each setting and its source."""
+    for name, value in settings.as_dict().items():
+        logger.info("%s = %r (%s)", name, value, settings.source_of(name))
 
 
 def _from_file(environ: Mapping[str, str]) -> list[_Entry]:
@@ -98,17 +97,19 @@ def _nearest(name: str, known: Mapping[str, object]) -> str:
     return f"; did you mean {nearest[0]}?" if nearest else ""
 
 
-def _check_together(result: Settings) -> None:
-    if result.num_micro_batches and result.micro_batch_size:
-        _contradiction(result, "num_micro_batches", "micro_batch_size", "set one of them, the other to 0")
-    if 0 < result.max_micro_batches < result.min_micro_batches:
-        _contradiction(result, "min_micro_batches", "max_micro_batches", "the first is to be at most the second")
-    if result.num_stages and result.cuts and result.num_stages != len(result.cuts) + 1:
-        _contradiction(result, "num_stages", "cuts", f"{len(result.cuts)} cuts make {len(result.cuts) + 1} stages")
-    if result.num_stages and result.stage_ranks and result.num_stages != len(result.stage_ranks):
-        _contradiction(result, "num_stages", "stage_ranks", "stage_ranks has one list of ranks for each stage")
+def _check_together(settings: Settings) -> None:
+    if settings.num_micro_batches and settings.micro_batch_size:
+        _contradiction(settings, "num_micro_batches", "micro_batch_size", "set one of them, the other to 0")
+    if 0 < settings.max_micro_batches < settings.min_micro_batches:
+        _contradiction(settings, "min_micro_batches", "max_micro_batches", "the first is to be at most the second")
+    if settings.num_stages and settings.cuts and settings.num_stages != len(settings.cuts) + 1:
+        _contradiction(
+            settings, "num_stages", "cuts", f"{len(settings.cuts)} cuts make {len(settings.cuts) + 1} stages"
+        )
+    if settings.num_stages and settings.stage_ranks and settings.num_stages != len(settings.stage_ranks):
+        _contradiction(settings, "num_stages", "stage_ranks", "stage_ranks has one list of ranks for each stage")
 
 
-def _contradiction(result: Settings, first: str, second: str, advice: str) -> None:
-    values = [f"{name} = {getattr(result, name)!r} ({result.source_of(name)})" for name in (first, second)]
+def _contradiction(settings: Settings, first: str, second: str, advice: str) -> None:
+    values = [f"{name} = {getattr(settings, name)!r} ({settings.source_of(name)})" for name in (first, second)]
     raise ConfigError(f"{values[0]} and {values[1]} contradict each other: {advice}")

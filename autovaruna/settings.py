@@ -142,10 +142,10 @@ class Settings:
 
     def as_dict(self) -> dict[str, Any]:
         """Returns the value of each setting by name."""
-        return {each.name: getattr(self, each.name) for each in settings()}
+        return {each.name: getattr(self, each.name) for each in declarations()}
 
 
-def settings() -> tuple[Field[Any], ...]:
+def declarations() -> tuple[Field[Any], ...]:
     """Returns the declarations: ``name``, ``default`` and, in ``metadata``, kind, meaning and aliases."""
     return tuple(each for each in fields(Settings) if "kind" in each.metadata)
 
@@ -153,7 +153,7 @@ def settings() -> tuple[Field[Any], ...]:
 def known_names() -> dict[str, tuple[Field[Any], Alias]]:
     """Returns, for each name and alias, the declaration and how its value is read."""
     known: dict[str, tuple[Field[Any], Alias]] = {}
-    for each in settings():
+    for each in declarations():
         own = Alias(each.name, each.metadata["kind"], lambda value: value)
         known |= {alias.name: (each, alias) for alias in (own, *each.metadata["aliases"])}
     return known

@@ -1,0 +1,82 @@
+"""Holds the order of the rooms: a room imports itself and earlier ones alone, and the plain ones never torch."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "autovaruna"
+ROOMS = [
+    "errors",
+    "log",
+    "config",
+    "graph",
+    "profiler",
+    "schedule",
+    "planner",
+    "stage",
+    "runtime",
+    "checkpoint",
+    "parallel",
+    "varuna",
+    "elastic",
+    "__main__",
+]
+# Files at the top that are a part of another file's room.
+ROOM_OF_FILE = {"conf_files": "log", "kinds": "config", "settings": "config"}
+PLAIN_ROOMS = {"errors", "log", "config", "schedule", "planner"}
+PLAIN_FILES = {"graph/records.py", "profiler/records.py"}
+FILES = sorted(str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py"))
+ROOM_FILES = [file for file in FILES if file != "__init__.py"]
+
+
+def room_of(first: str) -> str:
+    return ROOM_OF_FILE.get(first, first)
+
+
+def is_plain(file: str) -> bool:
+    return room_of(Path(file).with_suffix("").parts[0]) in PLAIN_ROOMS or file in PLAIN_FILES
+
+
+def imports(file: str) -> list[list[str]]:
+    """Returns the dotted names that a file imports, as lists of their parts."""
+    package = ["autovaruna", *Path(file).parent.parts]
+    names = []
+    for node in ast.walk(ast.parse((PACKAGE / file).read_text())):
+        if isinstance(node, ast.Import):
+            names += [alias.name.split(".") for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            base = base + (node.module.split(".") if node.module else [])
+            names += [[*base, alias.name] for alias in node.names]
+    return names
+
+
+def own_imports(file: str) -> list[list[str]]:
+    return [name[1:] for name in imports(file) if name[0] == "autovaruna" and len(name) > 1]
+
+
+def test_every_file_is_in_a_room():
+    assert {room_of(Path(file).with_suffix("").parts[0]) for file in ROOM_FILES} <= set(ROOMS)
+
+
+@pytest.mark.parametrize("file", ROOM_FILES)
+def test_imports_go_to_the_same_room_or_an_earlier_one(file):
+    room = ROOMS.index(room_of(Path(file).with_suffix("").parts[0]))
+    later = [".".join(name) for name in own_imports(file) if room_of(name[0]) in ROOMS[room + 1 :]]
+    assert not later, f"{file} of room {ROOMS[room]} imports from later rooms: {later}"
+
+
+@pytest.mark.parametrize("file", [file for file in FILES if is_plain(file)])
+def test_plain_files_import_no_torch(file):
+    assert not [name for name in imports(file) if name[0] == "torch"]
+
+
+@pytest.mark.parametrize("file", [file for file in FILES if is_plain(file)])
+def test_plain_files_import_only_plain_files(file):
+    others = [name for name in own_imports(file) if room_of(name[0]) in set(ROOMS) - PLAIN_ROOMS]
+    assert not [name for name in others if name[1:2] != ["records"]]
+
+
+def test_no_file_is_a_drawer_for_everything():
+    assert not {Path(file).stem for file in FILES} & {"utils", "common", "helpers", "misc"}

@@ -1,0 +1,117 @@
+"""Holds the logging: a level a room, the rank in every record, and the program's own set-up goes first."""
+
+import logging
+
+import pytest
+import tomli
+
+from autovaruna import log
+from autovaruna.errors import ConfigError
+
+
+@pytest.fixture(autouse=True)
+def fresh_loggers():
+    """Takes away what `configure` sets, before and after."""
+
+    def clean():
+        root = logging.getLogger("autovaruna")
+        root.handlers = [handler for handler in root.handlers if not isinstance(handler, log.RankHandler)]
+        for room in log.ROOMS:
+            logging.getLogger(f"autovaruna.{room}").setLevel(logging.NOTSET)
+
+    clean()
+    yield
+    clean()
+
+
+@pytest.fixture
+def conf(tmp_path):
+    def write(text=""):
+        (tmp_path / "logging.toml").write_text(text)
+        return {"AUTOVARUNA_CONF_DIR": str(tmp_path)}
+
+    return write
+
+
+@pytest.fixture
+def no_set_up(monkeypatch):
+    """Returns a function that takes pytest's own handlers off the root logger, as in a program that sets up none."""
+    return lambda: monkeypatch.setattr(logging.getLogger(), "handlers", [])
+
+
+def level(room):
+    return logging.getLogger(f"autovaruna.{room}").level
+
+
+def test_rank_0_tells_and_the_others_warn(conf, capsys, no_set_up):
+    no_set_up()
+    logger = logging.getLogger("autovaruna.planner.search")
+    for rank in (0, 1):
+        log.configure(rank, conf())
+        logger.info("planning")
+        logger.warning("tight")
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == ["[rank 0] planning", "[rank 0] tight", "[rank 1] tight"]
+
+
+def test_a_level_is_one_room_s(conf):
+    log.configure(0, conf('[levels]\nruntime = "debug"\ngraph = "off"'))
+    assert level("runtime") == logging.DEBUG
+    assert level("graph") > logging.CRITICAL
+    assert level("planner") == logging.INFO
+
+
+def test_other_ranks_can_be_heard(conf):
+    log.configure(3, conf('other_ranks = "debug"\n[levels]\nruntime = "debug"'))
+    assert level("runtime") == logging.DEBUG
+    assert level("planner") == logging.INFO
+
+
+def test_a_level_that_the_program_set_stays(conf):
+    logging.getLogger("autovaruna.graph").setLevel(logging.ERROR)
+    log.configure(0, conf())
+    assert level("graph") == logging.ERROR
+
+
+def test_the_program_s_handlers_go_first(conf, capsys):
+    records = []
+    handler = logging.Handler()
+    handler.emit = records.append
+    logging.getLogger().addHandler(handler)
+    log.configure(2, conf())
+    logging.getLogger("autovaruna.runtime").warning("late")
+    assert capsys.readouterr().err == ""
+    assert [(record.getMessage(), record.rank) for record in records] == [("late", 2)]
+
+
+def test_a_second_call_adds_no_second_handler(conf, capsys, no_set_up):
+    no_set_up()
+    log.configure(0, conf())
+    log.configure(0, conf('format = "%(name)s: %(message)s"'))
+    logging.getLogger("autovaruna.graph").info("traced")
+    assert capsys.readouterr().err == "autovaruna.graph: traced\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('formt = "x"', "did you mean 'format'"),
+        ('[levels]\nplaner = "info"', "did you mean 'planner'"),
+        ('[levels]\nplanner = "inof"', "did you mean 'info'"),
+        ("[levels]\nplanner = 3", "unknown level 3"),
+        ('other_ranks = "loud"', "unknown level 'loud'"),
+        ('levels = "info"', "expected a table"),
+        ("format = 1", "expected a text"),
+        ('format = "%(rang)s"', "format cannot be used"),
+        ("format = ", "line 1"),
+    ],
+)
+def test_a_wrong_file_is_named_with_the_key(conf, tmp_path, text, words):
+    with pytest.raises(ConfigError) as caught:
+        log.configure(0, conf(text))
+    assert str(tmp_path / "logging.toml") in str(caught.value)
+    assert words in str(caught.value)
+
+
+def test_the_packaged_file_has_every_room():
+    assert tuple(tomli.loads((log.PACKAGED / "logging.toml").read_text())["levels"]) == log.ROOMS
