@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 from torch import Tensor, fx
 
@@ -124,19 +123,22 @@ class Builder:
         )
 
     def _signature(self, nodes: list[fx.Node]) -> str:
-        inside = {node: f"%{index}" for index, node in enumerate(nodes)}
-        lines = [f"{node.target} {fx.map_arg((node.args, node.kwargs), lambda n: inside.get(n, self._outside(n)))}"
-                 for node in nodes]
-        outputs = [inside[node] for node in nodes if any(user not in inside for user in node.users)]
+        names = {node: f"%{index}" for index, node in enumerate(nodes)}
+        outside: dict[fx.Node, str] = {}
+        for node in nodes:
+            for source in node.all_input_nodes:
+                if source not in names and source not in outside:
+                    outside[source] = f"${len(outside)} {self._outside(source)}"
+        names |= outside
+        lines = [f"{node.target} {fx.map_arg((node.args, node.kwargs), lambda n: names[n])}" for node in nodes]
+        outputs = [names[node] for node in nodes if any(user not in nodes for user in node.users)]
         return hashlib.sha256("\n".join([*lines, *outputs]).encode()).hexdigest()[:16]
 
-    def _outside(self, node: fx.Node) -> Any:
+    def _outside(self, node: fx.Node) -> str:
         value = self.facts[node.name].value if node.name in self.facts else None
         if isinstance(value, Tensor):
             return f"{node.op}{tuple(value.shape)}{value.stride()}{value.dtype}{value.requires_grad}"
-        if isinstance(value, fx.GraphModule):
-            return value.code
-        return repr(value)
+        return str(value.code) if isinstance(value, fx.GraphModule) else repr(value)
 
 
 def _module_path(node: fx.Node) -> str:
