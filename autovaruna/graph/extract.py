@@ -58,7 +58,7 @@ class Piece:
         return [argument.name for argument in self.arguments if argument.source is source]
 
 
-def extract(traced: TracedModel, nodes: Iterable[str], outputs: Sequence[str]) -> Piece:
+def extract(traced: TracedModel, nodes: Iterable[str], outputs: Sequence[str], *, is_bare: bool = False) -> Piece:
     """Takes nodes out of a traced graph.
 
     Args:
@@ -66,17 +66,19 @@ def extract(traced: TracedModel, nodes: Iterable[str], outputs: Sequence[str]) -
         nodes: Names of the nodes of the blocks that the piece holds; repeated nodes come along by themselves.
         outputs: Names of the nodes whose values the piece returns: its own, repeated ones, inputs or values that
             pass through.
+        is_bare: Whether repeated nodes stay outside; what the piece needs of them are then `VALUE` arguments.
 
     Returns:
         The piece; its operations are in the order of one process.
     """
-    return _Extraction(traced, set(nodes)).run(outputs)
+    return _Extraction(traced, set(nodes), frozenset() if is_bare else traced.repeated).run(outputs)
 
 
 class _Extraction:
-    def __init__(self, traced: TracedModel, inside: set[str]) -> None:
+    def __init__(self, traced: TracedModel, inside: set[str], repeated: frozenset[str]) -> None:
         self.traced = traced
         self.inside = inside
+        self.repeated = repeated
         self.graph = fx.Graph()
         self.arguments: dict[Argument, fx.Node] = {}
         self.copies: dict[str, fx.Node] = {}
@@ -93,11 +95,11 @@ class _Extraction:
     def _wanted(self, outputs: Sequence[str]) -> list[fx.Node]:
         """Returns the nodes of the piece and the repeated ones that it needs, in execution order."""
         wanted = set(self.inside)
-        waiting = [self.traced.nodes[name] for name in outputs if name in self.traced.repeated]
+        waiting = [self.traced.nodes[name] for name in outputs if name in self.repeated]
         waiting += [source for name in self.inside for source in self.traced.nodes[name].all_input_nodes]
         while waiting:
             node = waiting.pop()
-            if node.name in self.traced.repeated and node.name not in wanted:
+            if node.name in self.repeated and node.name not in wanted:
                 wanted.add(node.name)
                 waiting += node.all_input_nodes
         return [node for node in self.traced.module.graph.nodes if node.name in wanted]
