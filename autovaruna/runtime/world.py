@@ -1,6 +1,6 @@
 """Defines `World`: how ranks talk, whatever carries the bytes.
 
-Three worlds fill this contract: MPI (`mpi.py`), one process (`single.py`), and threads of one process (`in_process.py`).
+Three worlds fill it: MPI (`mpi.py`), one process (`single.py`), and threads of one process (`in_process.py`).
 
 Two kinds of calls. *Collectives* (`gather_objects`, `broadcast_object`, `agree`, `barrier`) are called by every rank in
 the same order with the same label `what`; ranks that are in different ones all get a `RankError` that says who is

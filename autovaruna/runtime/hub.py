@@ -1,0 +1,204 @@
+"""Defines `Hub`: the one place that knows where every rank waits. Pure logic: no MPI, no threads.
+
+Rank 0 keeps the hub. Each rank tells it what it does (`Join` a collective, `Report` a long wait, `Leave` the program),
+and the hub answers when all have come, or when they never can. It finds every wait that cannot end:
+
+- ranks that joined collectives with different labels;
+- a rank that waits for one that has ended its script;
+- ranks that wait for each other. Each report counts the messages that its rank has started, so an edge "X needs an
+  act of Y that Y had not done when it began to wait" is a fact that stays true while Y waits; a set of waiting ranks
+  where each has such an edge into the set can never go on (the AND model of distributed deadlock: Knapp, "Deadlock
+  detection in distributed databases", ACM Computing Surveys 19 (4), 1987, section 2). Slow ranks are never accused.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+GRACE_SECONDS = 1.0
+
+Event = tuple[str, int, int, int]
+"""What a rank counts: ("sent" or "received", the other rank, channel, tag)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """An act that a waiting rank needs: that `rank` has done `event` at least `count` times."""
+
+    rank: int
+    event: Event
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Join:
+    """A rank entered the collective `label`, with its pickled value."""
+
+    label: str
+    value: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """A rank has been waiting for a while: for what in words, what it needs, and what it had done before."""
+
+    words: str
+    needs: tuple[Need, ...]
+    counts: dict[Event, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Leave:
+    """A rank came to the end of its script."""
+
+    counts: dict[Event, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Values:
+    """Answers a join: the pickled values by rank."""
+
+    values: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Answers with an error; after a final one no rank can go on."""
+
+    text: str
+    is_final: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Farewell:
+    """Answers a leave: all ranks have come to their end."""
+
+
+Notice = Join | Report | Leave
+Answer = Values | Failure | Farewell
+
+
+@dataclass
+class Hub:
+    """Collects notices of `num_ranks` ranks and answers through `answer(rank, ...)`."""
+
+    num_ranks: int
+    answer: Callable[[int, Answer], None]
+    clock: Callable[[], float] = time.monotonic
+    failure: Failure | None = None
+    joined: dict[int, Join] = field(default_factory=dict)
+    reports: dict[int, Report] = field(default_factory=dict)
+    ended: dict[int, Leave] = field(default_factory=dict)
+    mismatch_since: float | None = None
+
+    def take(self, rank: int, notice: Notice) -> None:
+        """Takes a notice of a rank and answers whom it can."""
+        if self.failure is not None:
+            return
+        if isinstance(notice, Report):
+            if rank not in self.ended:
+                self.reports[rank] = notice
+        else:
+            self.reports.pop(rank, None)
+            if isinstance(notice, Join):
+                self.joined[rank] = notice
+            else:
+                self.ended[rank] = notice
+        self._settle()
+
+    def tick(self) -> None:
+        """Ends the grace of ranks that did not come after others had disagreed."""
+        if self.mismatch_since is not None and self.clock() - self.mismatch_since > GRACE_SECONDS:
+            self.fail(self._mismatch_text())
+
+    def _settle(self) -> None:
+        if len(self.ended) == self.num_ranks:
+            self._answer_all(Farewell())
+        elif self.joined and self.ended:
+            self.fail(self._ended_text(min(self.ended), min(self.joined)))
+        elif len({join.label for join in self.joined.values()}) > 1:
+            self._disagree()
+        elif len(self.joined) == self.num_ranks:
+            values = tuple(self.joined[rank].value for rank in range(self.num_ranks))
+            self._forget_joins()
+            self._answer_all(Values(values))
+        elif self.reports:
+            self._look_for_stuck()
+
+    def _disagree(self) -> None:
+        if len(self.joined) == self.num_ranks:
+            text = self._mismatch_text()
+            self._forget_joins()
+            self._answer_all(Failure(text, is_final=False))
+        elif self.mismatch_since is None:
+            self.mismatch_since = self.clock()
+
+    def _forget_joins(self) -> None:
+        self.joined.clear()
+        self.reports.clear()
+        self.mismatch_since = None
+
+    def _look_for_stuck(self) -> None:
+        stuck = self._stuck()
+        waiting = sorted(stuck - set(self.ended))
+        gone = sorted(stuck & set(self.ended))
+        if waiting and gone:
+            self.fail(self._ended_text(gone[0], self._first_waiting_for(gone[0], waiting)))
+        elif waiting:
+            places = "; ".join(f"rank {rank} waits {self._place(rank)}" for rank in waiting)
+            self.fail(f"ranks wait for each other and can never go on: {places}. Every rank must make the same calls.")
+
+    def _stuck(self) -> set[int]:
+        """Returns the largest set of ranks where each has ended, or needs an act of a rank in the set."""
+        stuck = set(self.ended) | set(self.joined) | set(self.reports)
+        is_smaller = True
+        while is_smaller:
+            kept = {rank for rank in stuck if rank in self.ended or self._blockers(rank) & stuck}
+            is_smaller, stuck = kept != stuck, kept
+        return stuck
+
+    def _blockers(self, rank: int) -> set[int]:
+        """Returns the ranks known not to have done what `rank` waits for."""
+        if rank in self.joined:
+            return set(range(self.num_ranks)) - set(self.joined)
+        report = self.reports[rank]
+        return {need.rank for need in report.needs if self._is_missing(need)}
+
+    def _is_missing(self, need: Need) -> bool:
+        source = self.ended.get(need.rank) or self.reports.get(need.rank)
+        return source is not None and source.counts.get(need.event, 0) < need.count
+
+    def _first_waiting_for(self, gone: int, waiting: list[int]) -> int:
+        return next((rank for rank in waiting if gone in self._blockers(rank)), waiting[0])
+
+    def _place(self, rank: int) -> str:
+        if rank in self.joined:
+            return f"in {self.joined[rank].label!r}"
+        return self.reports[rank].words if rank in self.reports else "elsewhere"
+
+    def _ended_text(self, gone: int, waiting: int) -> str:
+        return (
+            f"rank {gone} ended its script while rank {waiting} waits {self._place(waiting)}. "
+            "Every rank must make the same calls, the same number of times."
+        )
+
+    def _mismatch_text(self) -> str:
+        places = (
+            f"rank {rank} is in {self.joined[rank].label!r}" if rank in self.joined
+            else f"rank {rank} is not in a collective call"
+            for rank in range(self.num_ranks)
+        )
+        return f"ranks are in different calls: {', '.join(places)}. Every rank must make the same calls, in one order."
+
+    def fail(self, text: str) -> None:
+        """Tells every rank that none can go on, unless they know already."""
+        if self.failure is not None:
+            return
+        self.failure = Failure(text, is_final=True)
+        self._answer_all(self.failure)
+
+    def _answer_all(self, answer: Answer) -> None:
+        for rank in range(self.num_ranks):
+            self.answer(rank, answer)
