@@ -62,16 +62,12 @@ class _Paths:
 
 
 def _finish_seconds(pipeline: Pipeline, stage: int) -> float:
-    """Returns the seconds of a stage's all-reduce and of the slowest optimizer behind it."""
+    """Returns the least seconds after a stage's last backward: its all-reduce, which joins its ranks, and an optimizer."""
     if not pipeline.needs_gradients:
         return 0.0
-    times = pipeline.stages[stage]
-    optimizer = (
-        max((exact(pipeline.optimizer_seconds[rank]) for rank in times.ranks), default=0.0)
-        if (pipeline.optimizer_seconds)
-        else 0.0
-    )
-    return exact(times.reduce_seconds) + optimizer
+    reduce = exact(pipeline.stages[stage].reduce_seconds)
+    optimizers = [exact(pipeline.optimizer_seconds[rank]) for rank in pipeline.stages[stage].ranks if pipeline.optimizer_seconds]
+    return reduce + (max if reduce > 0 else min)(optimizers, default=0.0)
 
 
 def _message_seconds(pipeline: Pipeline) -> dict[tuple[int, int], tuple[float, float | None]]:

@@ -29,7 +29,7 @@ class StageTimes:
         forward_seconds, backward_seconds: for one micro-batch on a rank of speed 1. Backward without the recompute.
         in_flight: most forwards not yet backwarded on one replica.
         needs_recompute, recompute_seconds: whether backward is preceded by a recompute, and what that takes.
-        reduce_seconds: gradient all-reduce after the last backward on all replicas.
+        reduce_seconds: gradient all-reduce after the last backward on all replicas; 0.0: none.
         speeds: relative speed of each replica (2.0 takes half the seconds); empty: all 1.0.
     """
 

@@ -1,0 +1,82 @@
+"""Builds pipelines for the tests: chains, and random ones of any placement."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Callable
+
+from autovaruna.profiler.records import LinkCost
+from autovaruna.schedule import Edge, Pipeline, StageTimes, deepest_in_flight, textbook_depth
+
+
+def chain(
+    num_stages: int,
+    num_micro_batches: int,
+    forward: float = 1.0,
+    backward: float = 1.0,
+    latency: float = 0.0,
+    depth: Callable[[int, int], int] = textbook_depth,
+    recompute: float | None = None,
+) -> Pipeline:
+    """Returns equal stages, one a rank, each joined to the next."""
+    stages = [
+        StageTimes((s,), forward, backward, depth(num_stages, s), recompute is not None, recompute or 0.0)
+        for s in range(num_stages)
+    ]
+    edges = [Edge(s, s + 1, 0.0, 0.0) for s in range(num_stages - 1)]
+    link = LinkCost(latency, float("inf"))
+    return Pipeline(tuple(stages), tuple(edges), num_stages, num_micro_batches, lambda source, destination: link)
+
+
+def placed(pipeline: Pipeline, placement: list[tuple[int, ...]], num_ranks: int) -> Pipeline:
+    """Returns the pipeline with the ranks of each stage replaced."""
+    stages = [dataclasses.replace(s, ranks=ranks) for s, ranks in zip(pipeline.stages, placement, strict=True)]
+    return dataclasses.replace(pipeline, stages=tuple(stages), num_ranks=num_ranks)
+
+
+def deepened(pipeline: Pipeline) -> Pipeline:
+    """Returns the pipeline with the depth that gpipe needs."""
+    stages = [dataclasses.replace(s, in_flight=deepest_in_flight(pipeline, i)) for i, s in enumerate(pipeline.stages)]
+    return dataclasses.replace(pipeline, stages=tuple(stages))
+
+
+def random_pipeline(seed: int) -> Pipeline:
+    """Returns stages of any times, depths, replicas and speeds, anywhere on the ranks, with skips and joins."""
+    dice = random.Random(seed)
+    num_stages, num_ranks = dice.randint(1, 6), dice.randint(1, 5)
+    links = {(a, b): _random_link(dice) for a in range(num_ranks) for b in range(num_ranks)}
+    return Pipeline(
+        stages=tuple(_random_stage(dice, num_ranks) for _ in range(num_stages)),
+        edges=tuple(_random_edges(dice, num_stages)),
+        num_ranks=num_ranks,
+        num_micro_batches=dice.randint(1, 8),
+        links=lambda source, destination: links[source, destination],
+        needs_gradients=dice.random() < 0.85,
+        overhead_seconds=dice.choice((0.0, 0.1)),
+        optimizer_seconds=dice.choice(((), tuple(dice.random() for _ in range(num_ranks)))),
+    )
+
+
+def _random_link(dice: random.Random) -> LinkCost:
+    return LinkCost(dice.choice((0.0, 0.3, 2.0)), dice.choice((1.0, 3.0, float("inf"))))
+
+
+def _random_stage(dice: random.Random, num_ranks: int) -> StageTimes:
+    ranks = tuple(dice.sample(range(num_ranks), dice.randint(1, num_ranks)))
+    return StageTimes(
+        ranks=ranks,
+        forward_seconds=dice.choice((0.0, 1.0, dice.random())),
+        backward_seconds=dice.choice((0.0, 2.0, 2 * dice.random())),
+        in_flight=dice.randint(1, 5),
+        needs_recompute=dice.random() < 0.5,
+        recompute_seconds=dice.random(),
+        reduce_seconds=dice.choice((0.0, dice.random())),
+        speeds=dice.choice(((), tuple(dice.uniform(0.5, 2.0) for _ in ranks))),
+    )
+
+
+def _random_edges(dice: random.Random, num_stages: int) -> list[Edge]:
+    pairs = [(s, t) for s in range(num_stages) for t in range(s + 1, num_stages)]
+    chosen = [(s, t) for s, t in pairs if dice.random() < (0.85 if t == s + 1 else 0.3)]
+    return [Edge(s, t, dice.random(), dice.random(), dice.random() < 0.8) for s, t in chosen]

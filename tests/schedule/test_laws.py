@@ -1,0 +1,85 @@
+"""Holds every policy to the laws of schedules, over products of sizes and random pipelines."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import pytest
+
+from autovaruna.schedule import POLICIES, Pipeline, Simulation, check, lower_bound, replay, simulate
+from tests.schedule.pipelines import chain, deepened, placed, random_pipeline
+
+NUM_RANDOM = 250
+
+
+def fitted(pipeline: Pipeline, name: str) -> Pipeline:
+    return deepened(pipeline) if name == "gpipe" else pipeline
+
+
+def assert_laws(pipeline: Pipeline, name: str) -> Simulation:
+    """Asserts that a policy's schedule keeps the rules, can be replayed, and stays above the bound."""
+    pipeline = fitted(pipeline, name)
+    simulation = simulate(pipeline, POLICIES[name])
+    check(simulation.schedule, pipeline)
+    assert replay(pipeline, simulation.schedule).step_seconds <= simulation.step_seconds
+    assert lower_bound(pipeline) <= simulation.step_seconds
+    for stage, peaks in zip(pipeline.stages, simulation.peak_in_flight, strict=True):
+        assert all(0 <= peak <= stage.in_flight for peak in peaks)
+    return simulation
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_products_of_stages_micro_batches_and_depth(name: str) -> None:
+    for num_stages, num_micro_batches, depth in itertools.product(range(1, 7), range(1, 9), (1, 2, 3, 7)):
+        assert_laws(chain(num_stages, num_micro_batches, 1.0, 2.0, 0.5, lambda n, s, d=depth: d, 1.0), name)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_random_pipelines(name: str) -> None:
+    for seed in range(NUM_RANDOM):
+        assert_laws(random_pipeline(seed), name)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_interleaved_stages_at_any_depth(name: str) -> None:
+    """Several stages a rank: round robin, folded back, and all on one rank, down to a depth of 1."""
+    placements = [[0, 1, 0, 1], [0, 1, 2, 0, 1, 2], [0, 1, 1, 0], [0, 1, 2, 2, 1, 0], [0, 0, 0]]
+    for placement, depth, num_micro_batches in itertools.product(placements, (1, 2, 4), (1, 3, 8)):
+        pipeline = chain(len(placement), num_micro_batches, latency=0.25, depth=lambda n, s, d=depth: d, recompute=1.0)
+        assert_laws(placed(pipeline, [(rank,) for rank in placement], max(placement) + 1), name)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_replicas_in_a_grid_and_unequal(name: str) -> None:
+    placements = [[(0, 1), (2, 3)], [(0, 1), (2, 3, 4)], [(0, 1, 2), (3,)], [(0,), (1, 2, 3), (0, 3)], [(0, 1, 2)]]
+    for placement, depth, num_micro_batches in itertools.product(placements, (1, 3), (1, 2, 7)):
+        pipeline = chain(len(placement), num_micro_batches, latency=0.25, depth=lambda n, s, d=depth: d)
+        assert_laws(placed(pipeline, placement, 6), name)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_each_rank_is_never_in_two_places(name: str) -> None:
+    """Instructions of one rank follow each other without overlap, and the account of its time adds up to the step."""
+    for seed in range(60):
+        simulation = simulate(fitted(random_pipeline(seed), name), POLICIES[name])
+        for before, after in itertools.pairwise(simulation.events):
+            assert before.rank < after.rank or before.end_seconds <= after.start_seconds
+        for lost in simulation.lost:
+            parts = dataclasses.astuple(lost)
+            assert min(parts) >= -1e-9 and sum(parts) == pytest.approx(simulation.step_seconds)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_same_simulation_twice(name: str) -> None:
+    for seed in range(40):
+        pipeline = fitted(random_pipeline(seed), name)
+        first, second = (simulate(pipeline, POLICIES[name]) for _ in range(2))
+        assert (first.events, first.step_seconds) == (second.events, second.step_seconds)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "varuna"])
+def test_a_rank_never_waits_while_something_may_run(name: str) -> None:
+    """All work on one rank takes the sum of the work, whatever the depth: the proof of liveness needs it."""
+    pipeline = placed(chain(5, 6, 1.0, 2.0, depth=lambda n, s: 1), [(0,)] * 5, 1)
+    assert simulate(pipeline, POLICIES[name]).step_seconds == 5 * 6 * 3.0
