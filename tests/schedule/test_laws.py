@@ -22,7 +22,7 @@ def assert_laws(pipeline: Pipeline, name: str) -> Simulation:
     pipeline = fitted(pipeline, name)
     simulation = simulate(pipeline, POLICIES[name])
     check(simulation.schedule, pipeline)
-    assert replay(pipeline, simulation.schedule).step_seconds <= simulation.step_seconds
+    assert replay(pipeline, simulation.schedule).events == simulation.events
     assert lower_bound(pipeline) <= simulation.step_seconds
     for stage, peaks in zip(pipeline.stages, simulation.peak_in_flight, strict=True):
         assert all(0 <= peak <= stage.in_flight for peak in peaks)

@@ -40,7 +40,7 @@ class GPipe(Policy):
             if replica.can_backward:
                 return replica, Kind.BACKWARD
         for replica in replicas:
-            if replica.can_recompute and replica.has_gradient:
+            if replica.can_recompute:
                 return replica, Kind.RECOMPUTE
         return None
 

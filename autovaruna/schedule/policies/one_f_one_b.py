@@ -18,6 +18,7 @@ class OneFOneB(Policy):
 
     The turn is the depth's doing: a stage at its depth goes backward, one below it goes forward, and one that cannot
     have its turn takes the other. A rank with several stages first serves those whose turn is backward, deepest first.
+    A recompute goes right before its backward, or earlier if there is nothing else to do.
     The drawing has depth S - s; see `latency_depth` for slow links.
 
     References:
@@ -28,7 +29,7 @@ class OneFOneB(Policy):
     name = "1f1b"
 
     def pick(self, replicas: Sequence[Replica]) -> Choice | None:
-        """Chooses a backward whose turn it is, else the deepest forward, else any backward."""
+        """Chooses a backward whose turn it is, else the deepest forward, else any backward, else a recompute."""
         for replica in replicas:
             if replica.has_gradient and (replica.is_full or replica.is_recomputed):
                 return _backward(replica)
@@ -38,6 +39,9 @@ class OneFOneB(Policy):
         for replica in replicas:
             if replica.has_gradient:
                 return _backward(replica)
+        for replica in replicas:
+            if replica.can_recompute:
+                return replica, Kind.RECOMPUTE
         return None
 
 
