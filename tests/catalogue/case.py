@@ -27,9 +27,10 @@ class Case:
         loss: takes ``(output, batch)`` and returns the mean over the samples; None if the model returns its loss.
         has_dropout: whether forward draws random numbers in train mode.
         has_batch_norm: whether a sample's result depends on the others of its micro-batch, or a buffer is updated.
+        is_always_random: whether it draws random numbers with every dropout probability zero too.
         max_stages: a number of stages that the graph allows at least (a hint for tests).
         needs: a package beside torch that must be there, or "".
-        refusal: why this model cannot be traced with a batch dimension of any size, or "".
+        refusal: why the library may refuse this model, saying so, or "". If it does not, it must be right.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Case:
     loss: Callable[[Any, Batch], Tensor] | None = None
     has_dropout: bool = False
     has_batch_norm: bool = False
+    is_always_random: bool = False
     max_stages: int = 4
     needs: str = ""
     refusal: str = ""
@@ -58,7 +60,7 @@ class Case:
         """Returns the same case with every dropout probability zero, to compare with plain PyTorch."""
         if not self.has_dropout:
             return self
-        return replace(self, build=lambda: zero_dropout(self.build()), has_dropout=False)
+        return replace(self, build=lambda: zero_dropout(self.build()), has_dropout=self.is_always_random)
 
     def __str__(self) -> str:
         return self.name

@@ -212,7 +212,8 @@ def squared_mean(output: Tensor, batch: Batch) -> Tensor:
 
 def dropouts() -> nn.Module:
     """Returns a classifier with dropout of several kinds."""
-    return Classifier(hidden(nn.Dropout(0.3), nn.Tanh(), nn.AlphaDropout(0.2), nn.Linear(WIDTH, WIDTH), nn.Dropout(0.1)))
+    first = nn.Dropout(0.3), nn.Tanh(), nn.AlphaDropout(0.2)
+    return Classifier(hidden(*first, nn.Linear(WIDTH, WIDTH), nn.Dropout(0.1)))
 
 
 def batch_norms() -> nn.Module:

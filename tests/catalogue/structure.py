@@ -162,9 +162,15 @@ class Keyworded(Layered):
     """Takes numbers, words, None and flags beside tensors; they choose the graph."""
 
     def forward(
-        self, x: Tensor, *, y: Tensor, mode: str = "plain", scale: float = 1.0, mask: Tensor | None = None,
-        repeats: int = 1, verbose: bool = False,
-    ) -> Tensor:  # fmt: skip
+        self,
+        x: Tensor,
+        *,
+        y: Tensor,
+        mode: str = "plain",
+        scale: float = 1.0,
+        mask: Tensor | None = None,
+        repeats: int = 1,
+    ) -> Tensor:
         out = x if mask is None else x * mask
         for index in range(self.num_layers):
             for _ in range(repeats):
@@ -191,7 +197,7 @@ def tokens(size: int, seed: int) -> Batch:
 def keyworded(size: int, seed: int) -> Batch:
     """Returns one positional tensor, keyword tensors, and keywords that are no tensors."""
     g = generator(seed)
-    words = {"mode": "sine", "scale": 2.0, "mask": None, "repeats": 2, "verbose": False}
+    words = {"mode": "sine", "scale": 2.0, "mask": None, "repeats": 2}
     return (floats(size, WIDTH, of=g),), {"y": integers(CLASSES, size, of=g), **words}
 
 

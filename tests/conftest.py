@@ -1,0 +1,28 @@
+"""Sets up every test: one thread a process, a configuration directory of its own, no saved deployment."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch starts its threads: ranks share few cores
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+
+
+@pytest.fixture(autouse=True)
+def _own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keeps a user's settings and saved deployments away from the tests."""
+    monkeypatch.setenv("AUTOVARUNA_CONF_DIR", str(tmp_path))
+    for name in [name for name in os.environ if name.startswith("AUTOVARUNA_") and name != "AUTOVARUNA_CONF_DIR"]:
+        monkeypatch.delenv(name)
+
+
+@pytest.fixture(autouse=True)
+def _own_seed() -> None:
+    """Starts every test from the same state of torch's generator."""
+    import torch
+
+    torch.manual_seed(0)
