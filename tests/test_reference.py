@@ -38,7 +38,7 @@ def test_batch_norm_depends_on_the_micro_batches() -> None:
     case = CASES["batch_norm"]
     batch = case.batch(6, 0)
     cut = [[part(batch, *bounds) for bounds in ranges(6, 2)]]
-    with pytest.raises(AssertionError, match="buffer body.4.num_batches_tracked: relative error inf"):
+    with pytest.raises(AssertionError, match=r"buffer body.4.num_batches_tracked: relative"):
         compare(plain_micro_batched(case, cut), plain_steps(case, [batch]), rtol=1.0)
 
 
@@ -50,7 +50,7 @@ def record(loss: float, *weights: float) -> Record:
 def test_comparisons_name_what_is_off() -> None:
     bit_equal(record(1.0, 2.0), record(1.0, 2.0))
     compare(record(1.0, 2.0, 1e-8), record(1.0, 2.0, 0.0))
-    with pytest.raises(AssertionError, match="weight w: differs by 5.00e-09"):
+    with pytest.raises(AssertionError, match=r"weight w: differs by 5.00e-09"):
         bit_equal(record(1.0, 2.0, 1e-8), record(1.0, 2.0, 0.0))
     with pytest.raises(AssertionError, match=r"loss of step 0: relative error 1.00e-01"):
         compare(record(1.1, 2.0), record(1.0, 2.0))

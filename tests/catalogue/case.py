@@ -77,7 +77,7 @@ def zero_dropout(model: nn.Module) -> nn.Module:
     """Sets every dropout probability of a model to zero, in place: modules' and configurations' alike."""
     for module in model.modules():
         if hasattr(module, "p"):
-            module.p = 0.0
+            setattr(module, "p", 0.0)  # noqa: B010 - a Module's attributes are typed as modules
         for holder in (module, getattr(module, "config", None)):
             for name, value in list(vars(holder).items()) if holder is not None else ():
                 if "drop" in name and isinstance(value, float):

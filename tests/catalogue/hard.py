@@ -29,10 +29,11 @@ class CustomFunction(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        self.scale = nn.Parameter(torch.randn(WIDTH))
         self.body = hidden(nn.Tanh())
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.body(StraightThrough.apply(x * self.body[0].bias))
+        out: Tensor = self.body(StraightThrough.apply(x * self.scale))  # type: ignore[no-untyped-call]
         return out
 
 
@@ -86,7 +87,7 @@ class Hooked(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         middle = torch.tanh(self.first(x))
         if middle.requires_grad:
-            middle.register_hook(lambda gradient: 2.0 * gradient)
+            middle.register_hook(lambda gradient: 2.0 * gradient)  # type: ignore[no-untyped-call]
         out: Tensor = self.last(middle)
         return out
 

@@ -150,7 +150,7 @@ HUGGING_FACE = (
 )
 
 MOE = {**LLAMA, "num_local_experts": 3, "num_experts_per_tok": 2}
-CONVNEXT = {**STEPS, "hidden_sizes": [8, 16], "drop_path_rate": 0.2, "layer_scale_init_value": 0.5}
+CONVNEXT = {**STEPS, "hidden_sizes": [8, 16], "drop_path_rate": 0.2, "layer_scale_init_value": 0.5, "num_stages": 2}
 SWIN = {**STEPS, "image_size": 32, "patch_size": 4, "embed_dim": 8, "num_heads": [2, 2], "window_size": 4}
 DEBERTA = {**ENCODER, "relative_attention": True, "pos_att_type": ["p2c", "c2p"], "max_relative_positions": 8}
 MAMBA = {"vocab_size": WORDS, "hidden_size": WIDTH, "state_size": 4, "num_hidden_layers": 2, "pad_token_id": 0}

@@ -24,7 +24,7 @@ def loss_of(case: Case, seed: int = 1) -> Tensor:
 def test_a_step_gives_finite_gradients(case: Case) -> None:
     model, batch = case.model(), case.batch(SIZE, 1)
     loss = case.loss_of(model(*batch[0], **batch[1]), batch)
-    loss.backward()
+    loss.backward()  # type: ignore[no-untyped-call]
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     assert loss.isfinite() and gradients and all(gradient.isfinite().all() for gradient in gradients)
     assert all(p.dtype == torch.float32 for p in model.parameters())
