@@ -8,7 +8,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from autovaruna.conf_files import CONF_DIR_VARIABLE, conf_dir, read_toml
+from autovaruna.conf_files import CONF_DIR_VARIABLE, PACKAGED, conf_dir, read_toml
 from autovaruna.errors import ConfigError
 from autovaruna.kinds import REFUSALS
 from autovaruna.settings import Settings, known_names
@@ -16,6 +16,7 @@ from autovaruna.settings import Settings, known_names
 __all__ = ["Settings", "log_settings", "resolve"]
 
 PREFIX = "AUTOVARUNA_"
+_LIST = PACKAGED / "conf.toml"
 
 logger = logging.getLogger(__name__)
 
@@ -80,16 +81,13 @@ def _read(entry: _Entry) -> tuple[str, object]:
     """Returns the standard name and the value of an entry."""
     known = known_names()
     if entry.name not in known:
-        raise ConfigError(f"{entry.place}: there is no such setting{_nearest(entry.name, known)}; {_WHERE_LISTED}")
+        raise ConfigError(f"{entry.place}: there is no such setting{_nearest(entry.name, known)}; {_LIST} has all")
     declaration, alias = known[entry.name]
     try:
         value = alias.kind.parse(str(entry.value)) if entry.is_text else entry.value
         return declaration.name, alias.convert(alias.kind.read(value))
     except REFUSALS:
         raise ConfigError(f"{entry.place} is {entry.value!r}; expected {alias.kind.expected}") from None
-
-
-_WHERE_LISTED = "`python -m autovaruna config` lists all of them"
 
 
 def _nearest(name: str, known: Mapping[str, object]) -> str:

@@ -68,7 +68,9 @@ class Settings:
         Alias("checkpointing", BOOLEAN, lambda is_on: "all" if is_on else "none"),
     )
     schedule: str = _setting(
-        choice("auto", "gpipe", "1f1b"), "auto", "Order of the instructions of a step; auto: the planner decides."
+        choice("auto", "gpipe", "1f1b", "varuna"),
+        "auto",
+        "Order of the instructions of a step; auto: the planner decides.",
     )
     in_flight: int = _setting(count(), 0, "Most forwards a stage runs ahead of its backwards; 0: the planner decides.")
     cuts: tuple[str, ...] = _setting(

@@ -2,6 +2,7 @@
 
 import ast
 import copy
+import functools
 import pickle
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import tomli
 import autovaruna
 from autovaruna.config import Settings, log_settings, resolve
 from autovaruna.errors import ConfigError
+from autovaruna.schedule.registry import POLICIES
 from autovaruna.settings import declarations, known_names
 
 PACKAGE = Path(autovaruna.__file__).parent
@@ -119,6 +121,10 @@ def test_lists_in_every_source(conf):
     for settings in (resolve({}, conf(text)), resolve({}, conf("", **variables)), resolve(tomli.loads(text), conf())):
         assert settings.cuts == ("a", "b")
         assert settings.stage_ranks == ((0, 1), (2,), (3,))
+
+
+def test_every_schedule_can_be_chosen(conf):
+    assert {resolve({"schedule": name}, conf()).schedule for name in POLICIES} == set(POLICIES)
 
 
 def test_a_path_may_be_a_path(conf):
@@ -264,14 +270,15 @@ def test_the_example_run_settings_can_be_used(directory):
     assert resolve({}, {"AUTOVARUNA_CONF_DIR": str(directory)}) != Settings()
 
 
-def reads(file):
-    """Returns the names that a file reads as ``settings.<name>`` or ``self.settings.<name>``."""
-    for node in ast.walk(ast.parse(file.read_text())):
-        if isinstance(node, ast.Attribute) and ast.unparse(node.value).split(".")[-1].lstrip("_") == "settings":
-            yield node.attr
+@functools.cache
+def read_names():
+    """Returns the names that rooms read as ``settings.<name>`` or ``self._settings.<name>``."""
+    files = [file for file in PACKAGE.rglob("*.py") if file.name not in ("config.py", "settings.py")]
+    nodes = [node for file in files for node in ast.walk(ast.parse(file.read_text()))]
+    reads = [node for node in nodes if isinstance(node, ast.Attribute)]
+    return {node.attr for node in reads if ast.unparse(node.value).split(".")[-1].lstrip("_") == "settings"}
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_setting_is_read_by_a_room(name):
-    files = [file for file in PACKAGE.rglob("*.py") if file.name not in ("config.py", "settings.py")]
-    assert name in {read for file in files for read in reads(file)}, f"nothing reads settings.{name}"
+    assert name in read_names(), f"nothing reads settings.{name}"
