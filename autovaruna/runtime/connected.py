@@ -48,7 +48,9 @@ class ConnectedWorld(World):
     def gather_objects(self, value: object, what: str) -> list[Any]:
         """Returns the values that the ranks passed, by rank."""
         self._raise_failure()
-        self.tell(Join(what, pickle.dumps(value)))
+        join = Join(what, pickle.dumps(value))
+        self.count(("joined", -1, -1, -1))
+        self.tell(join)
         answer = self._await_answer(f"in {what!r}")
         if isinstance(answer, Failure):
             raise RankError(answer.text)
@@ -224,6 +226,10 @@ class ConnectedWorld(World):
                 has_reported = True
                 self.tell(Report(*waiting(), dict(self._counts)))
             self.rest(now - started)
+
+    def num_acts(self) -> int:
+        """Returns how often this rank's script has used the world."""
+        return sum(self._counts.values())
 
     def _raise_failure(self) -> None:
         if self._failure is not None:

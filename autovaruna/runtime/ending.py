@@ -24,6 +24,7 @@ class Ending:
         self.world = world
         self._process = os.getpid()
         self._status = 0
+        self._num_acts = 0
         self._exit = sys.exit
         self._hook = sys.excepthook
         self._thread_hook = threading.excepthook
@@ -51,16 +52,19 @@ class Ending:
             self.world.abort(args.exc_value, f"rank {self.world.rank} failed{name}")
 
     def on_exit(self, status: object = None, /) -> NoReturn:
-        """Notes the status of `sys.exit`, which Python does not show at the end."""
+        """Notes the status of `sys.exit`, which Python does not show at the end.
+
+        A script that uses the world again has caught it, so that it no longer counts.
+        """
         if threading.current_thread() is threading.main_thread():
-            self._status = status_of(status)
+            self._status, self._num_acts = status_of(status), self.world.num_acts()
         self._exit(status)  # type: ignore[arg-type]
 
     def on_end(self) -> None:
         """Says goodbye; ends all ranks if the script ended with an error, or if others still wait for this rank."""
         if self._is_child():
             return
-        if self._status != 0:
+        if self._status != 0 and self._num_acts == self.world.num_acts():
             self.world.end(self._status)
         try:
             self.world.finalize()

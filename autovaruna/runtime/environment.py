@@ -76,7 +76,7 @@ def count_sharing(places: Sequence[tuple[str, Sequence[int]]], rank: int) -> int
 
 def share_threads(num_cores: int, num_ranks: int) -> None:
     """Gives torch this rank's share of the cores, at least one thread, unless OMP_NUM_THREADS says otherwise."""
-    if "OMP_NUM_THREADS" in os.environ:
+    if os.environ.get("OMP_NUM_THREADS"):
         return
     torch.set_num_threads(max(1, num_cores // num_ranks))
     logger.info("%d ranks share %d cores: %d threads each", num_ranks, num_cores, torch.get_num_threads())

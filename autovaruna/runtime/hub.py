@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 GRACE_SECONDS = 1.0
 
 Event = tuple[str, int, int, int]
-"""What a rank counts: ("sent" or "received", the other rank, channel, tag)."""
+"""What a rank counts: ("sent" or "received", the other rank, channel, tag); -1 where one has no meaning."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +186,8 @@ class Hub:
 
     def _mismatch_text(self) -> str:
         places = (
-            f"rank {rank} is in {self.joined[rank].label!r}" if rank in self.joined
+            f"rank {rank} is in {self.joined[rank].label!r}"
+            if rank in self.joined
             else f"rank {rank} is not in a collective call"
             for rank in range(self.num_ranks)
         )

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from autovaruna.errors import RankError
 from autovaruna.runtime.connected import ConnectedWorld
-from autovaruna.runtime.hub import Answer, Hub, Leave, Notice
+from autovaruna.runtime.hub import Answer, Hub, Notice
 from autovaruna.runtime.staging import flat
 from autovaruna.runtime.world import Done, Pending, describe
 
@@ -109,10 +109,6 @@ class InProcessWorld(ConnectedWorld):
         with self._mailboxes.lock:
             self._mailboxes.hub.fail(str(error))
 
-    def go(self) -> None:
-        """Tells the others that this rank has come to its end; does not wait for them."""
-        self.tell(Leave(dict(self._counts)))
-
 
 def make_worlds(num_ranks: int) -> list[InProcessWorld]:
     """Returns the worlds of `num_ranks` ranks that talk to each other."""
@@ -164,7 +160,7 @@ def run_rank(
     _of_thread.world = world
     try:
         results[world.rank] = function(world)
-        world.go()
+        world.leave()
     except BaseException as error:
         errors.append(error)
         world.fail(RankError(f"rank {world.rank} failed: {describe(error)}"))

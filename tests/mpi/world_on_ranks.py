@@ -1,0 +1,160 @@
+"""What `test_world.py` runs on ranks: the laws of worlds, measurements, and programs that end badly (as a script)."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from autovaruna.runtime.environment import get_world
+from autovaruna.runtime.links import measure_links
+from autovaruna.runtime.world import World
+from tests.runtime.world_laws import LAWS
+
+
+def try_laws() -> dict[str, str]:
+    """Returns the traceback of each law that is broken."""
+    world, broken = get_world(), {}
+    for name, law in LAWS.items():
+        try:
+            law(world)
+        except Exception:
+            broken[name] = traceback.format_exc()
+    return broken
+
+
+def ping_seconds(num_bytes: int, num_times: int) -> float:
+    """Returns the median seconds of a message one way between ranks 0 and 1."""
+    world = get_world()
+    outgoing, incoming = torch.zeros(num_bytes, dtype=torch.uint8), torch.empty(num_bytes, dtype=torch.uint8)
+    seconds = []
+    for _ in range(num_times):
+        start = time.perf_counter()
+        if world.rank == 0:
+            world.send([outgoing], 1, 0)
+        world.receive([incoming], 1 - world.rank, 0).wait()
+        if world.rank == 1:
+            world.send([outgoing], 0, 0)
+        seconds.append(time.perf_counter() - start)
+    world.flush()
+    return sorted(seconds)[num_times // 2] / 2
+
+
+def huge_message(num_bytes: int) -> bool:
+    """Sends more bytes than an int counts, from rank 0 to rank 1; says whether the first, middle and last are right."""
+    world = get_world()
+    tensor = torch.zeros(num_bytes, dtype=torch.uint8)
+    places = [0, num_bytes // 2, num_bytes - 1]
+    if world.rank == 0:
+        tensor[places] = torch.tensor([1, 2, 3], dtype=torch.uint8)
+        world.send([tensor], 1, 0).wait()
+    else:
+        world.receive([tensor], 0, 0).wait()
+    return tensor[places].tolist() == [1, 2, 3]
+
+
+def links() -> tuple[object, object, float, float]:
+    """Returns what `measure_links` does, and the seconds that it took."""
+    world = get_world()
+    world.barrier("start")
+    start = time.perf_counter()
+    return *measure_links(world), time.perf_counter() - start
+
+
+def facts() -> dict[str, Any]:
+    """Returns what is measured on 2 ranks: threads, latency, links."""
+    get_world()
+    return {"threads": torch.get_num_threads(), "ping": ping_seconds(256, 500), "links": links()}
+
+
+def error(world: World) -> None:
+    """Fails on rank 1 while the others wait in a collective."""
+    if world.rank == 1:
+        raise ValueError("the story's error")
+    world.barrier("step 3")
+
+
+def error_while_busy(world: World) -> None:
+    """Fails on rank 1 while the others compute for long."""
+    if world.rank == 1:
+        raise ValueError("the story's error")
+    time.sleep(60)
+
+
+def error_in_thread(world: World) -> None:
+    """Fails in a thread of rank 1."""
+    if world.rank == 1:
+        thread = threading.Thread(target=int, args=("the story's error",))
+        thread.start()
+        thread.join()
+        time.sleep(60)
+    world.receive([torch.empty(1)], 1, 0).wait()
+
+
+def error_everywhere(world: World) -> None:
+    """Fails alike on every rank."""
+    raise ValueError("the story's error")
+
+
+def agreed_error(world: World) -> None:
+    """Fails on rank 1, and all agree."""
+    world.agree(ValueError("the story's error") if world.rank == 1 else None, "planning")
+
+
+def exit_status(world: World) -> None:
+    """Leaves rank 1 with a status while the others compute."""
+    if world.rank == 1:
+        sys.exit(3)
+    time.sleep(60)
+
+
+def ended(world: World) -> None:
+    """Ends rank 1 while rank 0 waits in a collective."""
+    if world.rank == 0:
+        world.barrier("step 3")
+
+
+def ended_before_message(world: World) -> None:
+    """Ends rank 1 while rank 0 waits for its message."""
+    if world.rank == 0:
+        world.receive([torch.empty(1)], 1, 4).wait()
+
+
+def waiting_for_each_other(world: World) -> None:
+    """Lets each rank receive before it sends."""
+    peer = 1 - world.rank
+    world.receive([torch.empty(1)], peer, 0).wait()
+    world.send([torch.empty(1)], peer, 0)
+
+
+def abort(world: World) -> None:
+    """Ends all by a call."""
+    try:
+        error(world) if world.rank == 1 else None
+    except ValueError as caught:
+        world.abort(caught, "rank 1, stage 2, micro-batch 5")
+    world.receive([torch.empty(1)], 1, 0).wait()
+
+
+def normal(world: World) -> None:
+    """Ends well, at different times, with messages that nobody receives and a caught `sys.exit`."""
+    world.send([torch.ones(1_000_000)], 1 - world.rank, 0)
+    world.start_all_reduce(torch.ones(1_000_000), (0, 1))
+    time.sleep(world.rank)
+    try:
+        sys.exit(4)
+    except SystemExit:
+        world.barrier("going on")
+
+
+if __name__ == "__main__":
+    story = globals()[sys.argv[1]]
+    world = get_world()
+    world.barrier("start")
+    Path(sys.argv[2]).write_text(str(time.time()))
+    story(world)

@@ -1,0 +1,75 @@
+"""Holds how a process finds out its ranks and its cores, and how ranks end."""
+
+import math
+
+import pytest
+import torch
+
+from autovaruna.errors import MeasureError
+from autovaruna.profiler.records import LinkCost
+from autovaruna.runtime.ending import status_of
+from autovaruna.runtime.environment import count_sharing, num_ranks_in, share_threads
+from autovaruna.runtime.in_process import run_ranks
+from autovaruna.runtime.links import measure_links, pairs_of, rounds_of
+from autovaruna.runtime.single import SingleWorld
+from autovaruna.runtime.staging import is_dense
+
+
+@pytest.mark.parametrize("name", ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"])
+def test_launchers_are_recognised(name: str) -> None:
+    assert num_ranks_in({name: "3"}) == 3
+    assert num_ranks_in({"PATH": "/bin", name: ""}) == 1
+
+
+def test_ranks_share_cores_with_those_whose_cores_overlap() -> None:
+    places = [("a", [0, 1]), ("a", [1, 2]), ("a", [3]), ("b", [0, 1])]
+    assert [count_sharing(places, rank) for rank in range(4)] == [2, 2, 1, 1]
+
+
+def test_the_users_number_of_threads_wins(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = torch.get_num_threads()
+    try:
+        monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+        share_threads(1, 4)
+        assert torch.get_num_threads() == 1
+        monkeypatch.setenv("OMP_NUM_THREADS", "1")
+        share_threads(8, 2)
+        assert torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(("argument", "status"), [(None, 0), (0, 0), (3, 3), (256, 0), ("message", 1), (False, 0)])
+def test_exit_status_is_pythons(argument: object, status: int) -> None:
+    assert status_of(argument) == status
+
+
+def test_every_kind_of_link_is_measured_and_no_rank_twice_at_once() -> None:
+    pairs = pairs_of(("a", "b", "a", "b"))
+    assert pairs == [(0, 1), (0, 2), (1, 2), (1, 3), (2, 3)]
+    rounds = rounds_of(pairs)
+    assert sorted(pair for some in rounds for pair in some) == pairs
+    for some in rounds:
+        ranks = [rank for pair in some for rank in pair]
+        assert len(ranks) == len(set(ranks))
+
+
+def test_a_rank_alone_has_free_links() -> None:
+    assert measure_links(SingleWorld()) == (LinkCost(0.0, math.inf), LinkCost(0.0, math.inf), math.inf)
+
+
+def test_ranks_measure_the_same_links(monkeypatch: pytest.MonkeyPatch) -> None:
+    try:
+        results = run_ranks(3, measure_links)
+    except MeasureError:
+        pytest.skip("threads on a busy machine")
+    assert results[0] == results[1] == results[2]
+    assert results[0][0] == results[0][1]
+
+
+def test_dense_means_no_holes_and_no_overlaps() -> None:
+    full = torch.zeros(2, 3, 4)
+    for dense in (full, full.permute(2, 0, 1), full[:1], full[0], torch.zeros(0, 3), torch.tensor(1.0)):
+        assert is_dense(dense)
+    for other in (full[:, :2], full[..., ::2], torch.zeros(1).expand(4), full.as_strided((2, 2, 2), (1, 3, 3))):
+        assert not is_dense(other)

@@ -1,0 +1,38 @@
+"""Holds the world of one process: it keeps the laws, starts no MPI, and never hangs on itself."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from autovaruna.errors import RankError
+from autovaruna.runtime.single import SingleWorld
+from tests.runtime.world_laws import LAWS
+
+pytestmark = pytest.mark.timeout(30)
+
+
+@pytest.mark.parametrize("law", LAWS)
+def test_law(law: str) -> None:
+    LAWS[law](SingleWorld())
+
+
+def test_a_message_that_nobody_sends_is_an_error() -> None:
+    with pytest.raises(RankError, match="rank 0 waits for a message of rank 0"):
+        SingleWorld().receive([torch.empty(1)], 0, 0).wait()
+
+
+def test_no_mpi_without_mpirun() -> None:
+    script = (
+        "import sys; from autovaruna.runtime.environment import get_world; "
+        "assert get_world().num_ranks == 1; assert get_world() is get_world(); assert 'mpi4py' not in sys.modules"
+    )
+    variables = {"PATH": "", "OMP_NUM_THREADS": "1"}
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=30, env=variables)
+
+
+def test_abort_prints_and_ends(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="1"):
+        SingleWorld().abort(ValueError("no"), "rank 0, stage 1")
+    assert capsys.readouterr().err.startswith("rank 0, stage 1:\nValueError: no")

@@ -1,0 +1,234 @@
+"""Laws that every world keeps, on any number of ranks: `LAWS` by name. Each is called by all ranks with their world."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from autovaruna.errors import RankError
+from autovaruna.runtime.world import World
+
+DTYPES = [
+    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128,
+    torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
+]  # fmt: skip
+
+
+def sample(rank: int, size: int, dtype: torch.dtype) -> Tensor:
+    """Returns the tensor of one rank, which every rank can compute."""
+    values = torch.randn(size, dtype=torch.float64, generator=torch.Generator().manual_seed(rank))
+    return values > 0 if dtype is torch.bool else (values * 10).to(dtype)
+
+
+def gathers_by_rank(world: World) -> None:
+    for turn in range(3):
+        assert world.gather_objects((turn, world.rank), "law") == [(turn, r) for r in range(world.num_ranks)]
+    large = world.gather_objects(bytes([world.rank]) * 300_000, "large")
+    assert large == [bytes([r]) * 300_000 for r in range(world.num_ranks)]
+
+
+def broadcasts_objects(world: World) -> None:
+    for root in range(world.num_ranks):
+        assert world.broadcast_object({"of": world.rank}, root, "law") == {"of": root}
+
+
+def knows_its_hosts(world: World) -> None:
+    assert len(world.hosts) == world.num_ranks and 0 <= world.rank < world.num_ranks
+
+
+def agrees_on_errors(world: World) -> None:
+    world.agree(None, "planning")
+    failed = world.num_ranks - 1
+    if world.rank == failed:
+        with pytest.raises(KeyError, match="lost"):
+            world.agree(KeyError("lost"), "planning")
+        return
+    with pytest.raises(RankError, match=f"(?s)rank {failed} failed while planning: KeyError.*lost"):
+        world.agree(None, "planning")
+
+
+def quotes_the_first_traceback(world: World) -> None:
+    try:
+        raise ValueError(f"bad on {world.rank}")
+    except ValueError as caught:
+        error = caught
+    with pytest.raises(RankError if world.rank == 1 else ValueError) as raised:
+        world.agree(None if world.rank == 1 else error, "tracing")
+    expected = "quotes_the_first_traceback" if world.rank == 1 else f"bad on {world.rank}"
+    assert expected in str(raised.value)
+
+
+def tells_who_is_where(world: World) -> None:
+    if world.num_ranks == 1:
+        return
+    label = "state_dict" if world.rank == 0 else "step 3"
+    with pytest.raises(RankError, match="rank 0 is in 'state_dict', rank 1 is in 'step 3'"):
+        world.gather_objects(None, label)
+    world.barrier("after")
+
+
+def sends_every_dtype_in_a_ring(world: World) -> None:
+    after, before = (world.rank + 1) % world.num_ranks, (world.rank - 1) % world.num_ranks
+    for dtype in DTYPES:
+        outgoing = [sample(world.rank, size, dtype) for size in (7, 0, 1, 70_000)]
+        incoming = [torch.empty_like(tensor) for tensor in outgoing]
+        pending = world.receive(incoming, before, 5)
+        world.send(outgoing, after, 5)
+        pending.wait()
+        for tensor in incoming:
+            assert torch.equal(tensor, sample(before, tensor.numel(), dtype))
+    world.flush()
+
+
+def keeps_layouts(world: World) -> None:
+    last = torch.arange(120.0).view(2, 3, 4, 5).contiguous(memory_format=torch.channels_last)
+    for tensor in (last, torch.arange(6).view(2, 3).t(), torch.arange(10.0)[3:7], torch.tensor(3.0)):
+        buffer = torch.empty_like(tensor)
+        assert buffer.stride() == tensor.stride()
+        pending = world.receive([buffer], world.rank, 0)
+        world.send([tensor], world.rank, 0)
+        pending.wait()
+        assert torch.equal(buffer, tensor)
+
+
+def refuses_holes(world: World) -> None:
+    holes = torch.zeros(4, 4)[:, :2]
+    for bad in (holes, torch.zeros(1).expand(3), torch.zeros(3, dtype=torch.complex64).conj()):
+        with pytest.raises(AssertionError):
+            world.send([bad], world.rank, 0)
+
+
+def sends_no_tensors(world: World) -> None:
+    pending = world.receive([], world.rank, 0)
+    world.send([], world.rank, 0).wait()
+    pending.wait()
+    assert pending.is_done()
+
+
+def keeps_the_order_sent(world: World) -> None:
+    after, before = (world.rank + 1) % world.num_ranks, (world.rank - 1) % world.num_ranks
+    sizes = [1, 300_000, 2, 50_000, 3] * 4
+    for i, size in enumerate(sizes):
+        world.send([torch.full((size,), i)], after, i % 2)
+    buffers = [torch.empty(size, dtype=torch.int64) for size in sizes]
+    pending = [world.receive([buffer], before, i % 2) for i, buffer in enumerate(buffers)]
+    for item in reversed(pending):
+        item.wait()
+    for i, buffer in enumerate(buffers):
+        assert bool((buffer == i).all())
+    world.flush()
+
+
+def sends_objects(world: World) -> None:
+    after, before = (world.rank + 1) % world.num_ranks, (world.rank - 1) % world.num_ranks
+    sent = [{"from": world.rank}, None, list(range(100_000))]
+    for item in sent:
+        world.send_object(item, after, 9)
+    world.send([torch.ones(2)], after, 9)
+    assert [world.receive_object(before, 9) for _ in sent] == [{"from": before}, None, list(range(100_000))]
+    buffer = torch.empty(2)
+    world.receive([buffer], before, 9).wait()
+    assert buffer.tolist() == [1.0, 1.0]
+
+
+def forgets_finished_sends(world: World) -> None:
+    pending = [world.receive([torch.empty(1)], world.rank, 1) for _ in range(20)]
+    sends = [world.send([torch.ones(1)], world.rank, 1) for _ in range(20)]
+    for item in pending:
+        item.wait()
+    world.progress()
+    assert all(item.is_done() for item in sends)
+
+
+def in_order(parts: list[Tensor]) -> Tensor:
+    """Returns the sum of the parts, first to last, as the contract has it."""
+    wide = torch.float32 if parts[0].dtype in (torch.float16, torch.bfloat16) else parts[0].dtype
+    total = parts[0].to(wide)
+    for part in parts[1:]:
+        total = total | part if wide is torch.bool else total + part
+    return total.to(parts[0].dtype)
+
+
+def sums_every_dtype_in_one_order(world: World) -> None:
+    ranks = tuple(range(world.num_ranks))
+    for dtype in DTYPES:
+        for size in (0, 1, 5, 4_999, 30_001):
+            tensor = sample(world.rank, size, dtype)
+            world.all_reduce(tensor, ranks)
+            assert torch.equal(tensor, in_order([sample(rank, size, dtype) for rank in ranks])), (dtype, size)
+
+
+def sums_large_tensors_in_pieces(world: World) -> None:
+    ranks, size = tuple(range(world.num_ranks)), 1_200_017
+    tensor = sample(world.rank, size, torch.float32)
+    world.all_reduce(tensor, ranks)
+    assert torch.equal(tensor, in_order([sample(rank, size, torch.float32) for rank in ranks]))
+
+
+def sums_in_groups_at_once(world: World) -> None:
+    groups = [tuple(range(world.num_ranks)), tuple(reversed(range(world.num_ranks))), (world.rank,)]
+    tensors = [[sample(world.rank, size, torch.float32) for size in (3, 200_000, 9)] for _ in groups]
+    pending = [world.start_all_reduce(t, ranks) for row, ranks in zip(tensors, groups, strict=True) for t in row]
+    for item in reversed(pending):
+        item.wait()
+    for row, ranks in zip(tensors, groups, strict=True):
+        for tensor in row:
+            assert torch.equal(tensor, in_order([sample(r, tensor.numel(), torch.float32) for r in ranks]))
+
+
+def sums_by_itself_while_others_wait(world: World) -> None:
+    """A reduction that was started before a collective goes on while the ranks wait in it, and is there after."""
+    tensor = torch.ones(100_000)
+    pending = world.start_all_reduce(tensor, tuple(range(world.num_ranks)))
+    world.barrier("between")
+    pending.wait()
+    assert bool((tensor == world.num_ranks).all())
+
+
+def keeps_the_layout_of_sums(world: World) -> None:
+    tensor = torch.arange(24.0).view(1, 2, 3, 4).contiguous(memory_format=torch.channels_last)
+    expected = tensor * world.num_ranks
+    world.all_reduce(tensor, tuple(range(world.num_ranks)))
+    assert torch.equal(tensor, expected)
+
+
+def broadcasts_among_some(world: World) -> None:
+    for ranks in {tuple(range(world.num_ranks)), tuple(reversed(range(world.num_ranks))), (world.rank,)}:
+        for root in ranks:
+            tensor = sample(world.rank, 1001, torch.bfloat16)
+            world.broadcast(tensor, root, ranks)
+            assert torch.equal(tensor, sample(root, 1001, torch.bfloat16))
+
+
+def refuses_another_size(world: World) -> None:
+    if world.num_ranks == 1:
+        return
+    for sent, expected in ((4, 3), (3, 4)):
+        if world.rank == 0:
+            world.send([torch.zeros(sent)], 1, 77)
+        elif world.rank == 1:
+            with pytest.raises(RankError, match=f"{4 * expected}"):
+                world.receive([torch.zeros(expected)], 0, 77).wait()
+    world.barrier("after")
+
+
+def raises_what_does_not_pickle(world: World) -> None:
+    with pytest.raises((AttributeError, TypeError, pickle.PicklingError)):
+        world.gather_objects(lambda: None, "law")
+    world.barrier("after")
+
+
+LAWS: dict[str, Callable[[World], None]] = {
+    law.__name__: law
+    for law in (
+        gathers_by_rank, broadcasts_objects, knows_its_hosts, agrees_on_errors, quotes_the_first_traceback,
+        tells_who_is_where, sends_every_dtype_in_a_ring, keeps_layouts, refuses_holes, sends_no_tensors,
+        keeps_the_order_sent, sends_objects, forgets_finished_sends, sums_every_dtype_in_one_order,
+        sums_large_tensors_in_pieces, sums_in_groups_at_once, sums_by_itself_while_others_wait,
+        keeps_the_layout_of_sums, broadcasts_among_some, refuses_another_size, raises_what_does_not_pickle,
+    )
+}  # fmt: skip
