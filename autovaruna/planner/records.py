@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from autovaruna.profiler.records import LinkCost
+
 FORMAT_VERSION = 1
+UNKNOWN_LINK = LinkCost(1e-5, 1e10)
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,8 +19,13 @@ class StagePlan:
         ranks: the ordered ranks that are its replicas; micro-batch m runs on ``ranks[m % len(ranks)]``.
         needs_recompute: whether backward runs the forward again.
         in_flight: most forwards not yet backwarded on one replica.
-        forward_seconds, backward_seconds: predicted, for one micro-batch.
+        forward_seconds, backward_seconds: predicted, for one micro-batch on a rank of speed 1; backward without the
+            recompute.
         memory_bytes: predicted peak on one replica.
+        recompute_seconds: predicted, for one micro-batch; 0 without recompute.
+        reduce_seconds: predicted all-reduce of the stage's gradients.
+        parameter_bytes: of the parameters that the stage uses.
+        speeds: relative speed of each replica; empty: all 1.
     """
 
     blocks: tuple[int, ...]
@@ -27,6 +35,10 @@ class StagePlan:
     forward_seconds: float = 0.0
     backward_seconds: float = 0.0
     memory_bytes: float = 0.0
+    recompute_seconds: float = 0.0
+    reduce_seconds: float = 0.0
+    parameter_bytes: float = 0.0
+    speeds: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +46,9 @@ class Plan:
     """A complete plan of a step.
 
     `predicted_seconds` comes from the simulator; `bound_seconds` is a lower bound on the step over all plans of the
-    searched kind, and `bound_proof` says in one sentence how it was proved.
+    searched kind, and `bound_proof` says in one sentence how it was proved. The links and `host_of` (a host number for
+    each rank; empty: one host) are those that the prediction was made with: with them the plan alone gives the
+    schedule, the same one on every rank.
     """
 
     stages: tuple[StagePlan, ...]
@@ -45,6 +59,10 @@ class Plan:
     predicted_seconds: float = 0.0
     bound_seconds: float = 0.0
     bound_proof: str = ""
+    local_link: LinkCost = UNKNOWN_LINK
+    remote_link: LinkCost = UNKNOWN_LINK
+    host_of: tuple[int, ...] = ()
+    needs_gradient: bool = True
     format_version: int = FORMAT_VERSION
 
     @property
@@ -56,6 +74,12 @@ class Plan:
     def gap(self) -> float:
         """How far the prediction lies above the bound: ``predicted / bound - 1``."""
         return self.predicted_seconds / self.bound_seconds - 1.0 if self.bound_seconds > 0 else 0.0
+
+    def link(self, source: int, destination: int) -> LinkCost:
+        """Returns the link between two ranks."""
+        if not self.host_of or self.host_of[source] == self.host_of[destination]:
+            return self.local_link
+        return self.remote_link
 
     def rank_of(self, stage: int, micro_batch: int) -> int:
         """Returns the rank that runs a micro-batch at a stage."""

@@ -1,0 +1,191 @@
+"""Turns one point of the search, a `Candidate`, into a plan: memory, recompute, depths, times, prediction."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from autovaruna.planner.memory import Holdings
+from autovaruna.planner.pipeline import pipeline_of, policy_of
+from autovaruna.planner.problem import Problem
+from autovaruna.planner.ranges import RangeTables
+from autovaruna.planner.records import Plan, StagePlan
+from autovaruna.planner.sized import Sized, reduce_seconds
+from autovaruna.schedule import Pipeline, latency_depth, lower_bound, simulate, textbook_depth
+
+DEPTHS = {"textbook": textbook_depth, "latency": latency_depth}
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """Where the stages start (in segments), their ranks, and M; `depth` and `schedule` are names."""
+
+    starts: tuple[int, ...]
+    ranks: tuple[tuple[int, ...], ...]
+    num_micro_batches: int
+    depth: str = "textbook"
+    schedule: str = "1f1b"
+
+
+@dataclass(frozen=True, slots=True)
+class _Option:
+    """A stage of a candidate while its recompute and depth are still open."""
+
+    held: Holdings[float]
+    ranks: tuple[int, ...]
+    in_flight: int
+    needs_recompute: bool
+
+
+class Planner:
+    """Builds and predicts the plans of one problem; counts the simulated acts."""
+
+    def __init__(self, problem: Problem, tables: RangeTables) -> None:
+        self.problem, self.tables = problem, tables
+        self.num_acts = 0
+        hosts = problem.cluster.hosts
+        numbers = {host: number for number, host in enumerate(dict.fromkeys(hosts))}
+        self.host_of = tuple(numbers[host] for host in hosts) if len(numbers) > 1 else ()
+        self.sized = lru_cache(maxsize=12)(lambda count: Sized(problem, tables, count))
+
+    def build(self, candidate: Candidate) -> Plan | None:
+        """Returns the plan of a candidate without a prediction, or None if it does not fit into memory."""
+        sized = self.sized(candidate.num_micro_batches)
+        options = self._fit(sized, self._options(sized, candidate))
+        if options is None:
+            return None
+        cluster, problem = self.problem.cluster, self.problem
+        return Plan(
+            stages=tuple(self._stage(sized, candidate, s, option) for s, option in enumerate(options)),
+            num_ranks=cluster.num_ranks,
+            num_micro_batches=candidate.num_micro_batches,
+            micro_batch_size=sized.micro_batch_size,
+            schedule=candidate.schedule,
+            local_link=cluster.local_link,
+            remote_link=cluster.remote_link,
+            host_of=self.host_of,
+            needs_gradient=problem.needs_gradient,
+        )
+
+    def pipeline(self, plan: Plan) -> Pipeline:
+        """Returns the plan as the simulator sees it."""
+        return pipeline_of(plan, self.problem.graph)
+
+    def predict(self, plan: Plan, below: float = float("inf")) -> Plan | None:
+        """Returns the plan with its predicted seconds, or None if it is proven not to be faster than `below`."""
+        pipeline = self.pipeline(plan)
+        if lower_bound(pipeline) >= below:
+            return None
+        simulation = simulate(pipeline, policy_of(plan.schedule))
+        self.num_acts += sum(len(acts) for acts in simulation.acts)
+        if simulation.step_seconds >= below:
+            return None
+        return replace(plan, predicted_seconds=simulation.step_seconds)
+
+    def _options(self, sized: Sized, candidate: Candidate) -> list[_Option]:
+        counts = [len(ranks) for ranks in candidate.ranks]
+        first_choice = sized.recompute_choices[0]
+        return [
+            _Option(
+                _holdings(sized.held, *_range(candidate, s, self.tables)),
+                ranks,
+                self._depth(candidate, s, counts),
+                first_choice,
+            )
+            for s, ranks in enumerate(candidate.ranks)
+        ]
+
+    def _depth(self, candidate: Candidate, stage: int, counts: Sequence[int]) -> int:
+        share = -(-candidate.num_micro_batches // counts[stage])
+        if candidate.schedule == "gpipe":
+            return share
+        forced = self.problem.constraints.in_flight
+        return min(forced or DEPTHS[candidate.depth](len(counts), stage, counts), share)
+
+    def _fit(self, sized: Sized, options: list[_Option]) -> list[_Option] | None:
+        """Saves memory where a rank has too little: recompute first, then a smaller depth."""
+        limits = self.problem.cluster.memory_bytes
+        while True:
+            used = self._bytes_of_ranks(sized, options)
+            full = {rank for rank, num_bytes in used.items() if num_bytes > limits[rank]}
+            if not full:
+                return options
+            savings = [self._saving(sized, option) if full & set(option.ranks) else None for option in options]
+            best = max((s for s in range(len(options)) if savings[s]), key=lambda s: _gain(savings[s]), default=None)
+            if best is None:
+                return None
+            options[best] = _chosen(savings[best])
+
+    def _bytes_of_ranks(self, sized: Sized, options: Sequence[_Option]) -> dict[int, float]:
+        used: dict[int, float] = {}
+        for option in options:
+            for rank in option.ranks:
+                used[rank] = used.get(rank, 0.0) + _bytes(sized, option)
+        return used
+
+    def _saving(self, sized: Sized, option: _Option) -> tuple[int, float, _Option] | None:
+        """Returns the next way for a stage to take less memory, with what it saves; recompute goes before depth."""
+        now = _bytes(sized, option)
+        if not option.needs_recompute and True in sized.recompute_choices:
+            other = replace(option, needs_recompute=True)
+            if _bytes(sized, other) < now:
+                return 1, now - _bytes(sized, other), other
+        forced = self.problem.constraints.in_flight or self.problem.constraints.schedule == "gpipe"
+        if option.in_flight > 1 and not forced:
+            other = replace(option, in_flight=option.in_flight - 1)
+            return 0, now - _bytes(sized, other), other
+        return None
+
+    def _stage(self, sized: Sized, candidate: Candidate, stage: int, option: _Option) -> StagePlan:
+        i, j = _range(candidate, stage, self.tables)
+        blocks = tuple(range(int(self.tables.positions[i]), int(self.tables.positions[j])))
+        costs, cluster = sized.costs, self.problem.cluster
+        forward = float(costs.forward_seconds[blocks[0] : blocks[-1] + 1].sum())
+        backward = float(costs.backward_seconds[blocks[0] : blocks[-1] + 1].sum())
+        speeds = tuple(cluster.speeds[rank] for rank in option.ranks)
+        return StagePlan(
+            blocks=blocks,
+            ranks=option.ranks,
+            needs_recompute=option.needs_recompute,
+            in_flight=option.in_flight,
+            forward_seconds=forward,
+            backward_seconds=backward if self.problem.needs_gradient else 0.0,
+            memory_bytes=_bytes(sized, option),
+            recompute_seconds=forward if option.needs_recompute else 0.0,
+            reduce_seconds=self._reduce_seconds(option, blocks, candidate),
+            parameter_bytes=option.held.parameters,
+            speeds=speeds if any(speed != 1.0 for speed in speeds) else (),
+        )
+
+    def _reduce_seconds(self, option: _Option, blocks: Sequence[int], candidate: Candidate) -> float:
+        if len(option.ranks) > 1:
+            return reduce_seconds(self.problem, option.held.trained)
+        tied = [p for p in self.problem.graph.parameters if p.needs_gradient and len(p.blocks) > 1]
+        inside = set(blocks)
+        shared = [p for p in tied if inside & set(p.blocks) and set(p.blocks) - inside]
+        elsewhere = len({rank for ranks in candidate.ranks for rank in ranks}) > 1
+        return reduce_seconds(self.problem, sum(p.num_bytes for p in shared)) if elsewhere else 0.0
+
+
+def _range(candidate: Candidate, stage: int, tables: RangeTables) -> tuple[int, int]:
+    ends = [*candidate.starts[1:], tables.num_segments]
+    return candidate.starts[stage], ends[stage]
+
+
+def _holdings(held: Holdings, i: int, j: int) -> Holdings[float]:  # type: ignore[type-arg]
+    return Holdings(**{name: float(getattr(held, name)[i, j]) for name in Holdings.__dataclass_fields__})
+
+
+def _bytes(sized: Sized, option: _Option) -> float:
+    return sized.model.total(option.held, option.in_flight, option.needs_recompute)
+
+
+def _gain(saving: tuple[int, float, _Option] | None) -> tuple[int, float]:
+    assert saving is not None
+    return saving[:2]
+
+
+def _chosen(saving: tuple[int, float, _Option] | None) -> _Option:
+    assert saving is not None
+    return saving[2]

@@ -1,0 +1,55 @@
+"""Reads a profile at any micro-batch size: small ones are not linear, so times and bytes are interpolated."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autovaruna.profiler.records import Profile
+
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """The cost of each block at one micro-batch size; every array has one entry a block."""
+
+    micro_batch_size: float
+    forward_seconds: Array
+    backward_seconds: Array
+    saved_bytes: Array
+    work_bytes: Array
+
+
+def costs_at(profile: Profile, micro_batch_size: float) -> Costs:
+    """Interpolates a profile linearly between the measured sizes, and extrapolates from the two nearest.
+
+    Two rules keep noise out: a larger micro-batch never costs less than a smaller one, and below the smallest
+    measured size a cost falls no faster than in proportion.
+    """
+    sizes = np.array(profile.micro_batch_sizes, dtype=np.float64)
+    order = np.argsort(sizes)
+    arrays = (_interpolate(_field(profile, name)[order], sizes[order], micro_batch_size) for name in _FIELDS)
+    return Costs(micro_batch_size, *arrays)
+
+
+_FIELDS = ("forward_seconds", "backward_seconds", "saved_bytes", "work_bytes")
+
+
+def _field(profile: Profile, name: str) -> Array:
+    return np.array([[getattr(cost, name) for cost in costs] for costs in profile.costs], dtype=np.float64)
+
+
+def _interpolate(rows: Array, sizes: Array, size: float) -> Array:
+    """Returns the row at `size`; `rows` is ``(len(sizes), num_blocks)`` with ascending sizes."""
+    rows = np.maximum.accumulate(rows, axis=0)
+    if len(sizes) == 1:
+        return np.asarray(rows[0] * (size / sizes[0]), dtype=np.float64)
+    right = int(np.clip(np.searchsorted(sizes, size), 1, len(sizes) - 1))
+    share = (size - sizes[right - 1]) / (sizes[right] - sizes[right - 1])
+    row = rows[right - 1] + share * (rows[right] - rows[right - 1])
+    if size < sizes[0]:
+        row = np.maximum(row, rows[0] * (size / sizes[0]))
+    return np.asarray(row, dtype=np.float64)

@@ -1,0 +1,209 @@
+"""Defines `Deployment`: a plan with what it is valid for, as a JSON file that a person can read and edit.
+
+The file names what a person would want to change: the block where each stage starts, its ranks, recompute and
+in-flight depth. Predicted numbers stand beside them and are only used to order the instructions of a step.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from autovaruna.errors import DeploymentError, PlanError
+from autovaruna.graph.records import Graph
+from autovaruna.planner.cuts import resolve_cuts, stage_blocks
+from autovaruna.planner.fields import Fields
+from autovaruna.planner.fingerprint import Fingerprint
+from autovaruna.planner.records import Plan, StagePlan
+from autovaruna.profiler.records import LinkCost
+from autovaruna.schedule import POLICIES
+
+FORMAT_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """A saved plan.
+
+    Attributes:
+        plan: the plan; read from a file, its stages have no blocks before `plan_from` finds them in a graph.
+        cuts: the name of the first block of each stage but the first; edited by hand, a module path.
+        fingerprint: what the plan is valid for.
+    """
+
+    plan: Plan
+    cuts: tuple[str, ...]
+    fingerprint: Fingerprint
+
+
+def deployment_of(plan: Plan, graph: Graph, fingerprint: Fingerprint) -> Deployment:
+    """Returns a plan as a deployment, its cuts named by block."""
+    cuts = tuple(graph.blocks[stage.blocks[0]].name for stage in plan.stages[1:])
+    return Deployment(plan, cuts, fingerprint)
+
+
+def save(path: str | os.PathLike[str], deployment: Deployment) -> None:
+    """Writes a deployment: the file is the old one or the new one, never half of it.
+
+    Raises:
+        DeploymentError: if it cannot be written.
+    """
+    target = Path(path)
+    text = json.dumps(_to_json(deployment), indent=2) + "\n"
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            os.chmod(name, 0o644)
+            os.replace(name, target)
+        except BaseException:
+            Path(name).unlink(missing_ok=True)
+            raise
+    except OSError as error:
+        raise DeploymentError(f"the deployment cannot be written to {target}: {error.strerror or error}") from error
+
+
+def load(path: str | os.PathLike[str]) -> Deployment:
+    """Reads a deployment.
+
+    Raises:
+        DeploymentError: if there is no file, or it is damaged; names the key.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DeploymentError(f"the deployment {path} cannot be read: {error}") from error
+    try:
+        content = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise DeploymentError(
+            f"the deployment {path} is no JSON (line {error.lineno}, column {error.colno}: {error.msg}): mend it, or "
+            "delete it to plan again"
+        ) from error
+    return _from_json(Fields(content, str(path)))
+
+
+def plan_from(deployment: Deployment, graph: Graph) -> Plan:
+    """Returns the plan of a deployment for a graph.
+
+    Raises:
+        DeploymentError: if a cut names nothing in the graph, or the stages cannot be.
+    """
+    plan = deployment.plan
+    try:
+        starts = (0, *resolve_cuts(graph, deployment.cuts))
+    except PlanError as error:
+        raise DeploymentError(f"the deployment does not fit the model: {error}") from error
+    blocks = stage_blocks(starts, len(graph.blocks))
+    stages = (replace(stage, blocks=own) for stage, own in zip(plan.stages, blocks, strict=True))
+    return replace(plan, stages=tuple(stages))
+
+
+def _to_json(deployment: Deployment) -> dict[str, Any]:
+    plan, valid_for = deployment.plan, deployment.fingerprint
+    return {
+        "format_version": FORMAT_VERSION,
+        "num_micro_batches": plan.num_micro_batches,
+        "schedule": plan.schedule,
+        "stages": [_stage_to_json(stage, cut) for stage, cut in zip(plan.stages, ("", *deployment.cuts), strict=True)],
+        "predicted": {
+            "step_seconds": plan.predicted_seconds,
+            "bound_seconds": plan.bound_seconds,
+            "bound_proof": plan.bound_proof,
+            "local_link": asdict(plan.local_link),
+            "remote_link": asdict(plan.remote_link),
+        },
+        "valid_for": asdict(valid_for)
+        | {
+            "micro_batch_size": plan.micro_batch_size,
+            "needs_gradient": plan.needs_gradient,
+            "host_of": list(plan.host_of),
+        },
+    }
+
+
+def _stage_to_json(stage: StagePlan, cut: str) -> dict[str, Any]:
+    return {
+        "cut": cut,
+        "ranks": list(stage.ranks),
+        "recompute": stage.needs_recompute,
+        "in_flight": stage.in_flight,
+        "predicted": {name: getattr(stage, name) for name in _PREDICTED} | {"speeds": list(stage.speeds)},
+    }
+
+
+_PREDICTED = (
+    "forward_seconds",
+    "backward_seconds",
+    "recompute_seconds",
+    "reduce_seconds",
+    "memory_bytes",
+    "parameter_bytes",
+)
+
+
+def _from_json(fields: Fields) -> Deployment:
+    version = fields.get("format_version", int)
+    if version != FORMAT_VERSION:
+        complaint = f"is {version}, this library reads {FORMAT_VERSION}: delete the file to plan again"
+        raise fields.error("format_version", complaint)
+    valid_for, predicted = fields.inside("valid_for"), fields.inside("predicted")
+    stages = fields.each("stages")
+    if not stages:
+        raise fields.error("stages", "is empty, expected one stage or more")
+    fingerprint = _fingerprint(valid_for)
+    plan = Plan(
+        stages=tuple(_stage_from_json(stage, fingerprint.num_ranks) for stage in stages),
+        num_ranks=fingerprint.num_ranks,
+        num_micro_batches=fields.at_least("num_micro_batches", 1),
+        micro_batch_size=valid_for.get("micro_batch_size", float),
+        schedule=fields.one_of("schedule", sorted(POLICIES)),
+        predicted_seconds=predicted.get("step_seconds", float),
+        bound_seconds=predicted.get("bound_seconds", float),
+        bound_proof=predicted.get("bound_proof", str),
+        local_link=_link(predicted.inside("local_link")),
+        remote_link=_link(predicted.inside("remote_link")),
+        host_of=valid_for.numbers("host_of"),
+        needs_gradient=valid_for.get("needs_gradient", bool),
+    )
+    return Deployment(plan, tuple(stage.get("cut", str) for stage in stages[1:]), fingerprint)
+
+
+def _stage_from_json(fields: Fields, num_ranks: int) -> StagePlan:
+    ranks = fields.numbers("ranks")
+    if not ranks or len(set(ranks)) < len(ranks) or not all(0 <= rank < num_ranks for rank in ranks):
+        raise fields.error("ranks", f"is {list(ranks)}, expected one or more different ranks from 0 to {num_ranks - 1}")
+    predicted = fields.inside("predicted")
+    speeds = tuple(float(speed) for speed in predicted.get("speeds", list))
+    return StagePlan(
+        blocks=(),
+        ranks=ranks,
+        needs_recompute=fields.get("recompute", bool),
+        in_flight=fields.at_least("in_flight", 1),
+        speeds=speeds if len(speeds) == len(ranks) else (),
+        **{name: predicted.get(name, float) for name in _PREDICTED},
+    )
+
+
+def _fingerprint(fields: Fields) -> Fingerprint:
+    return Fingerprint(
+        graph=fields.get("graph", str),
+        shapes=fields.get("shapes", dict),
+        num_ranks=fields.at_least("num_ranks", 1),
+        hosts=fields.numbers("hosts"),
+        device=fields.get("device", str),
+        memory_bytes=tuple(float(limit) for limit in fields.get("memory_bytes", list)),
+        settings=fields.get("settings", dict),
+    )
+
+
+def _link(fields: Fields) -> LinkCost:
+    return LinkCost(fields.get("latency_seconds", float), fields.get("bytes_per_second", float))

@@ -1,0 +1,136 @@
+"""Predicts the memory of a stage on one replica.
+
+One formula serves a single stage (numbers) and all ranges of a chain at once (matrices): see `Holdings`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import numpy as np
+
+from autovaruna.graph.records import Graph
+from autovaruna.planner.costs import Array, Costs
+from autovaruna.planner.ranges import RangeTables
+
+Bytes = TypeVar("Bytes", float, Array)
+
+
+@dataclass(frozen=True, slots=True)
+class Holdings(Generic[Bytes]):
+    """What a stage holds, in bytes; the last eight are for one micro-batch.
+
+    Attributes:
+        parameters: of all parameters it uses; `trained` of those that get a gradient.
+        tied: gradient accumulators, one for each block that uses a parameter of several blocks.
+        buffers: of its buffers.
+        inputs: the caller's tensors that it uses.
+        received, sent: activations from earlier and to later stages.
+        gradients_received, gradients_sent: gradients from later and to earlier stages.
+        saved: what forward keeps for backward.
+        work: what a call needs on top while it runs.
+    """
+
+    parameters: Bytes
+    trained: Bytes
+    tied: Bytes
+    buffers: Bytes
+    inputs: Bytes
+    received: Bytes
+    sent: Bytes
+    gradients_received: Bytes
+    gradients_sent: Bytes
+    saved: Bytes
+    work: Bytes
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryModel:
+    """The rules by which holdings add up.
+
+    Attributes:
+        optimizer_bytes_factor: bytes of optimizer state for each byte of a trained parameter.
+        needs_gradient: False if only forwards run.
+    """
+
+    optimizer_bytes_factor: float
+    needs_gradient: bool = True
+
+    def fixed(self, held: Holdings[Bytes]) -> Bytes:
+        """Returns the bytes that are there whether or not a step runs: state, gradients, optimizer."""
+        if not self.needs_gradient:
+            return held.parameters + held.buffers
+        return held.parameters + held.trained * (1.0 + self.optimizer_bytes_factor) + held.tied + held.buffers
+
+    def per_micro_batch(self, held: Holdings[Bytes], needs_recompute: bool) -> Bytes:
+        """Returns the bytes of each micro-batch in flight; what is sent stays until its gradient is back."""
+        if not self.needs_gradient:
+            return held.inputs * 0.0
+        if needs_recompute:
+            return held.received + held.inputs
+        return held.saved + held.inputs + held.sent
+
+    def passing(self, held: Holdings[Bytes], needs_recompute: bool) -> Bytes:
+        """Returns the bytes of the micro-batch at work, and of messages on their way."""
+        messages = held.received + held.work
+        if not self.needs_gradient:
+            return messages + held.inputs + held.sent
+        messages = messages + held.gradients_received + held.gradients_sent
+        return messages + held.saved + held.sent if needs_recompute else messages
+
+    def total(self, held: Holdings[Bytes], in_flight: int, needs_recompute: bool) -> Bytes:
+        """Returns the peak on one replica with `in_flight` forwards not yet backwarded."""
+        each = self.per_micro_batch(held, needs_recompute)
+        return self.fixed(held) + each * float(in_flight) + self.passing(held, needs_recompute)
+
+
+def holdings_of_stage(graph: Graph, costs: Costs, blocks: Collection[int]) -> Holdings[float]:
+    """Returns what a stage of any blocks holds (not only of a range)."""
+    inside, size = set(blocks), math.ceil(costs.micro_batch_size)
+    used = [p for p in graph.parameters if inside & set(p.blocks)]
+    trained = [p for p in used if p.needs_gradient]
+    last = max(inside)
+    held = [v for v in graph.values if v.producer in inside or inside & set(v.consumers)]
+    received = [v for v in held if v.producer not in inside]
+    sent = [v for v in held if max(v.consumers) > last]
+    index = sorted(inside)
+    return Holdings(
+        parameters=float(sum(p.num_bytes for p in used)),
+        trained=float(sum(p.num_bytes for p in trained)),
+        tied=float(sum(p.num_bytes * len(inside & set(p.blocks)) for p in trained if len(p.blocks) > 1)),
+        buffers=float(sum(graph.blocks[k].buffer_bytes for k in inside)),
+        inputs=sum(i.size.at(size) for i in graph.inputs if inside & set(i.consumers)),
+        received=sum(v.size.at(size) for v in received),
+        sent=sum(v.size.at(size) for v in sent),
+        gradients_received=sum(v.size.at(size) for v in sent if v.needs_gradient),
+        gradients_sent=sum(v.size.at(size) for v in received if v.needs_gradient),
+        saved=float(costs.saved_bytes[index].sum()),
+        work=float(costs.work_bytes[index].max()),
+    )
+
+
+def holdings_of_ranges(tables: RangeTables, costs: Costs) -> Holdings[Array]:
+    """Returns what every range of segments holds, as matrices ``[i, j]``; entries with i >= j mean nothing."""
+    size = math.ceil(costs.micro_batch_size)
+    return Holdings(
+        parameters=tables.parameter_bytes,
+        trained=tables.trained_bytes,
+        tied=tables.tied_bytes,
+        buffers=tables.buffer_bytes,
+        inputs=tables.inputs.at(size),
+        received=tables.received.at(size),
+        sent=tables.sent.at(size),
+        gradients_received=tables.gradients_received.at(size),
+        gradients_sent=tables.gradients_sent.at(size),
+        saved=tables.add_up(costs.saved_bytes),
+        work=tables.greatest(costs.work_bytes),
+    )
+
+
+def forbid_empty(table: Array) -> Array:
+    """Returns the table with infinity where the range is empty."""
+    n = table.shape[0]
+    return np.where(np.arange(n)[:, None] < np.arange(n)[None, :], table, np.inf)

@@ -1,0 +1,137 @@
+"""Lists what the search may choose from: cut positions, micro-batches, replica counts, orders of ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+
+import numpy as np
+
+from autovaruna.planner.costs import Array, costs_at
+from autovaruna.planner.cuts import resolve_cuts
+from autovaruna.planner.pipeline import policy_of
+from autovaruna.planner.problem import Problem, micro_batch_range
+
+MAX_SEGMENTS = 400
+"""Matrices over ranges have the square of this many entries."""
+_MAX_COUNTS = 32
+_MAX_UNITS = 12
+_MAX_STAGES = 128
+
+
+def cut_positions(problem: Problem) -> list[int]:
+    """Returns the blocks where a stage may start, from 0, and the number of blocks at the end.
+
+    All of them, or the forced ones, or in a large graph the cheapest to cut among those near each even share of work.
+    """
+    graph = problem.graph
+    n = len(graph.blocks)
+    if problem.constraints.cuts:
+        return [0, *resolve_cuts(graph, problem.constraints.cuts), n]
+    if n <= MAX_SEGMENTS:
+        return list(range(n + 1))
+    costs = costs_at(problem.profile, problem.profile.micro_batch_sizes[0])
+    work = np.cumsum(costs.forward_seconds + costs.backward_seconds)
+    shares = np.minimum((work / work[-1] * MAX_SEGMENTS).astype(int), MAX_SEGMENTS - 1)
+    crossing = _crossing_bytes(problem)
+    positions = {0, n}
+    for share in np.unique(shares[: n - 1]):
+        inside = np.flatnonzero(shares[: n - 1] == share) + 1
+        positions.add(int(inside[np.argmin(crossing[inside])]))
+    return sorted(positions)
+
+
+def _crossing_bytes(problem: Problem) -> Array:
+    change = np.zeros(len(problem.graph.blocks) + 2)
+    for value in problem.graph.values:
+        change[value.producer + 1] += value.size.at(1)
+        change[max(value.consumers) + 1] -= value.size.at(1)
+    return np.asarray(np.cumsum(change), dtype=np.float64)
+
+
+def micro_batch_counts(problem: Problem) -> list[int]:
+    """Returns the numbers of micro-batches to try: all, or where there are many, about evenly spaced in ratio."""
+    low, high = micro_batch_range(problem)
+    if high - low < _MAX_COUNTS:
+        return list(range(low, high + 1))
+    ratio = (high / low) ** (1 / (_MAX_COUNTS / 2))
+    step = problem.cluster.num_ranks
+    counts = {low, high}
+    for k in range(1, _MAX_COUNTS // 2):
+        count = low * ratio**k
+        counts |= {round(count), max(low, min(high, round(count / step) * step))}
+    return sorted(count for count in counts if low <= count <= high)
+
+
+def nearby_counts(problem: Problem, count: int) -> list[int]:
+    """Returns numbers of micro-batches close to one that was found good."""
+    low, high = micro_batch_range(problem)
+    near = {count + change for change in (-2, -1, 1, 2)} | {math.ceil(count / 2), count * 2}
+    step = problem.cluster.num_ranks
+    near |= {count // step * step, count // step * step + step}
+    return sorted(other for other in near if low <= other <= high and other != count)
+
+
+def stage_limit(problem: Problem, num_segments: int) -> int:
+    """Returns the greatest number of stages to try."""
+    constraints = problem.constraints
+    forced = constraints.num_stages or (len(constraints.cuts) + 1 if constraints.cuts else 0)
+    return forced or min(problem.cluster.num_ranks // max(constraints.num_replicas, 1), num_segments, _MAX_STAGES)
+
+
+def replica_choices(problem: Problem, max_stages: int) -> list[list[int]]:
+    """Returns sets of replica counts; within a set, stages may differ.
+
+    Few ranks: one set with every count. Many: equal replicas for each number of stages, and unequal ones in multiples
+    of a twelfth of the ranks.
+    """
+    num_ranks, forced = problem.cluster.num_ranks, problem.constraints.num_replicas
+    if forced:
+        return [[forced]]
+    if num_ranks <= _MAX_UNITS:
+        return [list(range(1, num_ranks + 1))]
+    unit = math.ceil(num_ranks / _MAX_UNITS)
+    equal = sorted({num_ranks // stages for stages in range(1, max_stages + 1)})
+    return [list(range(unit, num_ranks + 1, unit)), *([count] for count in equal)]
+
+
+def rank_orders(problem: Problem) -> list[list[int]]:
+    """Returns orders in which stages may get the ranks: by number, and by speed and memory where they differ."""
+    cluster = problem.cluster
+    natural = list(range(cluster.num_ranks))
+    if len(set(cluster.speeds)) == 1 and len(set(cluster.memory_bytes)) == 1:
+        return [natural]
+    by_speed = sorted(natural, key=lambda rank: cluster.speeds[rank])
+    by_memory = sorted(natural, key=lambda rank: cluster.memory_bytes[rank])
+    orders = [natural, by_speed, by_speed[::-1], by_memory, by_memory[::-1]]
+    return [order for k, order in enumerate(orders) if order not in orders[:k]]
+
+
+def layouts(problem: Problem, order: Sequence[int], replicas: Sequence[int]) -> Iterator[tuple[tuple[int, ...], ...]]:
+    """Yields the ranks of each stage: next to each other; with equal replicas on several hosts, also next to neighbours.
+
+    The ranks that are left over are the first of an order by speed, and the last where all are alike.
+    """
+    cluster = problem.cluster
+    used = sum(replicas)
+    is_uniform = len(set(cluster.speeds)) == 1 and len(set(cluster.memory_bytes)) == 1
+    ranks = list(order[:used]) if is_uniform else list(order[len(order) - used :])
+    ends = list(accumulate(replicas))
+    yield tuple(tuple(ranks[end - count : end]) for end, count in zip(ends, replicas, strict=True))
+    if is_uniform and len(set(cluster.hosts)) > 1 and replicas[0] > 1 and len(set(replicas)) == 1:
+        yield tuple(tuple(ranks[stage :: len(replicas)]) for stage in range(len(replicas)))
+
+
+def variants(problem: Problem, num_stages: int) -> list[tuple[str, str]]:
+    """Returns the (depth, schedule) pairs to simulate."""
+    constraints = problem.constraints
+    depths = ["textbook"] if num_stages == 1 or constraints.in_flight else ["textbook", "latency"]
+    if constraints.schedule != "auto":
+        policy_of(constraints.schedule)
+        is_full = constraints.schedule == "gpipe"
+        return [(depth, constraints.schedule) for depth in (depths[:1] if is_full else depths)]
+    pairs = [(depth, "1f1b") for depth in depths]
+    if num_stages > 1 and constraints.recompute != "none" and problem.needs_gradient:
+        pairs += [(depth, "varuna") for depth in depths]
+    return pairs

@@ -1,0 +1,157 @@
+"""Defines `Problem`: everything that a plan depends on, and `Constraints`: what the user has already decided."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from autovaruna.errors import PlanError
+from autovaruna.graph.records import Graph
+from autovaruna.profiler.records import Cluster, Profile
+
+RECOMPUTE_CHOICES = ("auto", "all", "none")
+NO_LIMIT = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Constraints:
+    """What the user has already decided; 0 or empty leaves the choice to the planner.
+
+    Attributes:
+        num_stages: the number of stages S.
+        num_replicas: the number of replicas of every stage.
+        num_micro_batches: the number of micro-batches M of the whole global batch.
+        micro_batch_size: samples of a micro-batch (used when `num_micro_batches` is 0).
+        min_micro_batches, max_micro_batches: the range of M that is searched.
+        recompute: ``auto`` decides for each stage, ``all`` and ``none`` for all of them.
+        schedule: the name of a policy, or ``auto``.
+        in_flight: the in-flight depth of every stage.
+        cuts: the first block of each stage but the first: a block name, or a module path (its first block).
+        stage_ranks: the ranks of each stage.
+    """
+
+    num_stages: int = 0
+    num_replicas: int = 0
+    num_micro_batches: int = 0
+    micro_batch_size: int = 0
+    min_micro_batches: int = 1
+    max_micro_batches: int = 0
+    recompute: str = "auto"
+    schedule: str = "auto"
+    in_flight: int = 0
+    cuts: tuple[str, ...] = ()
+    stage_ranks: tuple[tuple[int, ...], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """A graph, what it costs, the ranks to run it on, and how.
+
+    Attributes:
+        global_batch_size: samples of all ranks together.
+        optimizer_bytes_factor: bytes of optimizer state for each byte of a trained parameter (AdamW: 2).
+        needs_gradient: False for a model that only runs forward.
+        min_micro_batches_for_inputs: least M with which every rank can pass its own mini-batch (N, or 1).
+    """
+
+    graph: Graph
+    profile: Profile
+    cluster: Cluster
+    global_batch_size: int
+    optimizer_bytes_factor: float = 0.0
+    needs_gradient: bool = True
+    min_micro_batches_for_inputs: int = 1
+    constraints: Constraints = field(default_factory=Constraints)
+
+    def micro_batch_size(self, num_micro_batches: int) -> float:
+        """Returns the mean number of samples of one of M micro-batches."""
+        return self.global_batch_size / num_micro_batches
+
+
+def check_problem(problem: Problem) -> None:
+    """Raises `PlanError` for a problem that contradicts itself, naming what does."""
+    for complaint in (_data_complaint(problem), _count_complaint(problem), _ranks_complaint(problem)):
+        if complaint:
+            raise PlanError(complaint)
+
+
+def micro_batch_range(problem: Problem) -> tuple[int, int]:
+    """Returns the least and the greatest M that the settings and the batch allow.
+
+    Raises:
+        PlanError: if no M is left.
+    """
+    constraints, batch = problem.constraints, problem.global_batch_size
+    inputs = problem.min_micro_batches_for_inputs
+    forced = constraints.num_micro_batches
+    if not forced and constraints.micro_batch_size:
+        forced = max(math.ceil(batch / constraints.micro_batch_size), min(inputs, batch))
+    low = forced or max(constraints.min_micro_batches, inputs, 1)
+    high = forced or min(constraints.max_micro_batches or batch, batch)
+    if forced and forced < inputs:
+        raise PlanError(
+            f"num_micro_batches is {forced}, but each of {inputs} ranks passes its own mini-batch, and a micro-batch "
+            f"is a slice of one of them: set it to {inputs} or more, or pass inputs='replicated'"
+        )
+    if low > high:
+        raise PlanError(
+            f"no number of micro-batches is left: at least {low} are needed (one for each rank that passes a "
+            f"mini-batch, min_micro_batches), at most {high} are possible (max_micro_batches, or one sample each of a "
+            f"global batch of {batch}): use a larger batch, or fewer ranks"
+        )
+    if forced > batch:
+        raise PlanError(f"num_micro_batches is {forced}, but the global batch has only {batch} samples: lower it")
+    return low, high
+
+
+def _data_complaint(problem: Problem) -> str:
+    graph, profile = problem.graph, problem.profile
+    if not graph.blocks:
+        return "the graph has no block: there is nothing to plan"
+    if problem.global_batch_size < 1:
+        return f"global_batch_size is {problem.global_batch_size}, expected 1 or more"
+    if profile.fingerprint != graph.fingerprint:
+        return f"the profile is of graph {profile.fingerprint!r}, not of {graph.fingerprint!r}: measure this model"
+    if not profile.costs or any(len(costs) != len(graph.blocks) for costs in profile.costs):
+        return f"the profile does not hold a cost for each of the {len(graph.blocks)} blocks: measure this model"
+    return ""
+
+
+def _count_complaint(problem: Problem) -> str:
+    constraints, graph = problem.constraints, problem.graph
+    if constraints.recompute not in RECOMPUTE_CHOICES:
+        return f"recompute is {constraints.recompute!r}, expected one of {', '.join(RECOMPUTE_CHOICES)}"
+    if constraints.num_stages > len(graph.blocks):
+        return (
+            f"num_stages is {constraints.num_stages}, but the model has only {len(graph.blocks)} blocks, and a stage "
+            f"needs one: set it to {len(graph.blocks)} or less"
+        )
+    counts = {"num_stages": constraints.num_stages, "cuts": len(constraints.cuts) and len(constraints.cuts) + 1}
+    counts["stage_ranks"] = len(constraints.stage_ranks)
+    given = {name: count for name, count in counts.items() if count}
+    if len(set(given.values())) > 1:
+        said = ", ".join(f"{name} asks for {count} stages" for name, count in given.items())
+        return f"the settings contradict each other: {said}"
+    return ""
+
+
+def _ranks_complaint(problem: Problem) -> str:
+    constraints, num_ranks = problem.constraints, problem.cluster.num_ranks
+    for stage, ranks in enumerate(constraints.stage_ranks):
+        if not ranks or len(set(ranks)) < len(ranks) or not all(0 <= rank < num_ranks for rank in ranks):
+            return (
+                f"stage_ranks[{stage}] is {list(ranks)}, expected one or more different ranks from 0 to {num_ranks - 1}"
+            )
+        if constraints.num_replicas and len(ranks) != constraints.num_replicas:
+            return (
+                f"stage_ranks[{stage}] names {len(ranks)} ranks, but num_replicas is {constraints.num_replicas}: "
+                f"drop one of the two settings"
+            )
+    least = max(constraints.num_stages, len(constraints.cuts) + 1 if constraints.cuts else 1)
+    least *= max(constraints.num_replicas, 1)
+    if not constraints.stage_ranks and least > num_ranks:
+        return (
+            f"{least} ranks are needed (num_stages or cuts, times num_replicas), but there are {num_ranks}: lower "
+            f"them, or say with stage_ranks which rank holds several stages"
+        )
+    return ""

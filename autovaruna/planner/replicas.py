@@ -1,0 +1,156 @@
+"""Splits a chain and the ranks at once: for every number of stages, the cuts and the replicas of each stage.
+
+Minimises, exactly over all cuts and all allowed replica counts, the greatest over the stages of
+
+    wait before the first forward + micro-batches of its busiest replica * (forward + backward)
+        + the longer of its all-reduce and the wait after its last backward
+
+under the memory limit, with the in-flight depth that the ranks behind a stage ask for. Dynamic programming from the
+last stage to the first over (stages, ranks, first segment); the sum is a lower bound on the step of any such plan but
+for what messages add.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from autovaruna.planner.costs import Array
+from autovaruna.planner.fill import fill_seconds
+from autovaruna.planner.problem import Problem
+from autovaruna.planner.sized import Sized
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """A split: stage s starts at segment ``starts[s]`` and has ``replicas[s]`` replicas; `seconds` is its value."""
+
+    seconds: float
+    starts: tuple[int, ...]
+    replicas: tuple[int, ...]
+
+
+class ReplicaSearch:
+    """The dynamic program for one number of micro-batches and one order of ranks.
+
+    The last stage gets the last ranks of the order, so ranks that no stage gets are the first ones.
+
+    Args:
+        sized: the problem at M micro-batches.
+        order: all ranks, in the order in which stages get them.
+        choices: replica counts that a stage may have.
+        max_stages: greatest number of stages.
+    """
+
+    def __init__(self, sized: Sized, order: Sequence[int], choices: Sequence[int], max_stages: int) -> None:
+        self.sized, self.choices, self.max_stages = sized, sorted(choices), max_stages
+        cluster = sized.problem.cluster
+        self.speeds = np.array([cluster.speeds[rank] for rank in order])
+        self.limits = np.array([cluster.memory_bytes[rank] for rank in order])
+        self.before, self.after = fills_at(sized)
+        self.messages = _message_seconds(sized)
+        self.costs: dict[tuple[int, int, float, float], Array] = {}
+
+    def chains(self) -> list[Chain]:
+        """Returns the best split for each number of stages and of ranks that has one."""
+        num_ranks, n = len(self.speeds), self.sized.tables.num_segments
+        empty = np.full((self.max_stages + 1, n + 1), np.inf)
+        empty[0, n] = 0.0
+        best: dict[int, Array] = {0: empty}
+        choices: dict[tuple[int, int], tuple[Array, Array]] = {}
+        for used in range(1, num_ranks + 1):
+            for replicas in self.choices:
+                if used - replicas in best:
+                    self._extend(best, choices, used, replicas)
+        found = [
+            self._chain(choices, used, stages, float(table[stages, 0]))
+            for used, table in best.items()
+            for stages in range(1, self.max_stages + 1)
+            if np.isfinite(table[stages, 0])
+        ]
+        return sorted(found, key=lambda chain: (chain.seconds, sum(chain.replicas)))
+
+    def _extend(
+        self, best: dict[int, Array], choices: dict[tuple[int, int], tuple[Array, Array]], used: int, replicas: int
+    ) -> None:
+        """Puts a stage of so many replicas before every split that uses the remaining ranks."""
+        costs, rest = self._costs(used, replicas), best[used - replicas]
+        if used not in best:
+            best[used] = np.full_like(rest, np.inf)
+        for stages in range(1, self.max_stages + 1):
+            if not np.isfinite(rest[stages - 1]).any():
+                continue
+            totals = np.maximum(costs, rest[stages - 1][None, :])
+            ends = totals.argmin(axis=1)
+            values = totals[np.arange(len(ends)), ends]
+            is_better = values < best[used][stages]
+            best[used][stages][is_better] = values[is_better]
+            counts, stops = choices.setdefault((used, stages), (np.zeros(len(ends)), np.zeros(len(ends))))
+            counts[is_better], stops[is_better] = replicas, ends[is_better]
+
+    def _costs(self, used: int, replicas: int) -> Array:
+        first = len(self.speeds) - used
+        speed = float(self.speeds[first : first + replicas].min())
+        limit = float(self.limits[first : first + replicas].min())
+        key = (replicas, self._depth(used, replicas), speed, limit)
+        if key not in self.costs:
+            self.costs[key] = self._build(*key)
+        return self.costs[key]
+
+    def _depth(self, used: int, replicas: int) -> int:
+        constraints, share = self.sized.problem.constraints, -(-self.sized.num_micro_batches // replicas)
+        if constraints.schedule == "gpipe":
+            return share
+        return min(constraints.in_flight or -(-used // replicas), share)
+
+    def _build(self, replicas: int, depth: int, speed: float, limit: float) -> Array:
+        share = -(-self.sized.num_micro_batches // replicas)
+        seconds = share * self.sized.allowed_work(depth, limit) / speed
+        seconds = np.maximum(seconds, share * self.messages)
+        tail: Array = np.broadcast_to(self.after[:, None], seconds.shape)
+        if replicas > 1:
+            tail = np.maximum(self.sized.reduce_seconds, tail)
+        return np.asarray(self.before[:, None] + 2 * self.messages + seconds + tail, dtype=np.float64)
+
+    def _chain(
+        self, choices: dict[tuple[int, int], tuple[Array, Array]], used: int, stages: int, seconds: float
+    ) -> Chain:
+        starts, replicas, at = [], [], 0
+        for left in range(stages, 0, -1):
+            counts, stops = choices[used, left]
+            starts.append(at)
+            replicas.append(int(counts[at]))
+            used, at = used - replicas[-1], int(stops[at])
+        return Chain(seconds, tuple(starts), tuple(replicas))
+
+
+def fills_at(sized: Sized) -> tuple[Array, Array]:
+    """Returns the least waits before and after a stage that starts at each position (0 at the end)."""
+    starts = sized.tables.positions[:-1]
+    before, after = block_fills(sized)
+    return np.append(before[starts], 0.0), np.append(after[starts], 0.0)
+
+
+def block_fills(sized: Sized) -> tuple[Array, Array]:
+    """Returns the least waits before and after a stage that starts at each block, with one stage a rank."""
+    problem, costs = sized.problem, sized.costs
+    speed, latency = max(problem.cluster.speeds), _least_latency(problem)
+    backward = costs.backward_seconds if problem.needs_gradient else np.zeros_like(costs.backward_seconds)
+    before = fill_seconds(problem.graph, costs.forward_seconds / speed, needs_gradient=False)
+    after = fill_seconds(problem.graph, backward / speed, needs_gradient=True)
+    return np.where(before > 0, before + latency, 0.0), np.where(after > 0, after + latency, 0.0)
+
+
+def _least_latency(problem: Problem) -> float:
+    cluster = problem.cluster
+    return min(cluster.local_link.latency_seconds, cluster.remote_link.latency_seconds)
+
+
+def _message_seconds(sized: Sized) -> Array:
+    """Returns the seconds of the greater message that a range gets, its activations or its gradients."""
+    cluster, held = sized.problem.cluster, sized.held
+    slowest = min(cluster.local_link.bytes_per_second, cluster.remote_link.bytes_per_second)
+    link = slowest if len(set(cluster.hosts)) > 1 else cluster.local_link.bytes_per_second
+    return np.asarray(np.maximum(held.received, held.gradients_received) / link, dtype=np.float64)

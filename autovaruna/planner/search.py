@@ -1,0 +1,227 @@
+"""Searches the plans of a problem: every candidate is ranked by its simulated step time under the memory limit."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from itertools import combinations
+from math import comb
+
+from autovaruna.errors import PlanError
+from autovaruna.planner.bound import StepBound
+from autovaruna.planner.candidate import Candidate, Planner
+from autovaruna.planner.chain import partition_chain
+from autovaruna.planner.infeasible import explain_infeasible
+from autovaruna.planner.options import (
+    cut_positions,
+    layouts,
+    micro_batch_counts,
+    nearby_counts,
+    rank_orders,
+    replica_choices,
+    stage_limit,
+    variants,
+)
+from autovaruna.planner.problem import Problem, check_problem
+from autovaruna.planner.ranges import RangeTables
+from autovaruna.planner.records import Plan
+from autovaruna.planner.replicas import ReplicaSearch, fills_at
+from autovaruna.schedule import textbook_depth
+
+_log = logging.getLogger(__name__)
+
+Progress = Callable[[str, float], None]
+"""Is told what is being done and the share of it that is done (0 to 1)."""
+
+_SMALL = 3000
+_ACTS = 400_000
+_REFINED = 3
+
+
+def make_plan(problem: Problem, progress: Progress | None = None) -> Plan:
+    """Returns the plan with the least simulated step time.
+
+    Args:
+        problem: what to plan, and what the user has already decided.
+        progress: is told how far the search is.
+
+    Raises:
+        PlanError: the settings contradict each other, or no plan fits; says what is missing.
+    """
+    check_problem(problem)
+    search = _Search(problem, progress or (lambda what, share: None))
+    plan = search.run()
+    _log.info(
+        "planned %d stages, %d micro-batches: %.6g s a step, at most %.1f %% above the best possible",
+        plan.num_stages,
+        plan.num_micro_batches,
+        plan.predicted_seconds,
+        100 * plan.gap,
+    )
+    return plan
+
+
+class _Search:
+    """One search; `best` is the fastest plan so far, and `candidate` what it was made from."""
+
+    def __init__(self, problem: Problem, progress: Progress) -> None:
+        self.problem, self.progress = problem, progress
+        self.counts = micro_batch_counts(problem)
+        self.tables = RangeTables(problem.graph, cut_positions(problem))
+        self.planner = Planner(problem, self.tables)
+        self.max_stages = stage_limit(problem, self.tables.num_segments)
+        self.forced_stages = len(problem.constraints.stage_ranks) or problem.constraints.num_stages
+        if problem.constraints.cuts:
+            self.forced_stages = len(problem.constraints.cuts) + 1
+        self.best: Plan | None = None
+        self.ranked: list[tuple[float, Candidate]] = []
+        self.seen: set[Candidate] = set()
+
+    def run(self) -> Plan:
+        if self._num_candidates() <= _SMALL:
+            self._try_all(self._all_candidates(), "trying all plans")
+        else:
+            self._try_best_first(self._promising())
+            self._refine()
+        if self.best is None:
+            raise PlanError(explain_infeasible(self.problem, self.tables, self.counts))
+        self.progress("proving how good the plan is", 1.0)
+        return self._with_bound(self.best)
+
+    def _try(self, candidate: Candidate) -> bool:
+        """Simulates a candidate in every variant; returns whether it is the best so far."""
+        is_best = False
+        if candidate in self.seen:
+            return False
+        self.seen.add(candidate)
+        for depth, schedule in variants(self.problem, len(candidate.starts)):
+            variant = replace(candidate, depth=depth, schedule=schedule)
+            plan = self.planner.build(variant)
+            if plan is None:
+                continue
+            limit = self.best.predicted_seconds if self.best else float("inf")
+            predicted = self.planner.predict(plan, limit)
+            if predicted is not None:
+                self.best, is_best = predicted, True
+        if is_best and self.best:
+            self.ranked.append((self.best.predicted_seconds, candidate))
+        return is_best
+
+    def _try_all(self, candidates: Iterable[Candidate], what: str) -> None:
+        everything = list(candidates)
+        for k, candidate in enumerate(everything):
+            self.progress(what, k / len(everything))
+            self._try(candidate)
+
+    def _try_best_first(self, promising: list[tuple[float, Candidate]]) -> None:
+        promising.sort(key=lambda pair: pair[0])
+        for k, (seconds, candidate) in enumerate(promising):
+            self.progress("simulating plans", k / len(promising))
+            if self.best and (seconds >= self.best.predicted_seconds * 1.02 or self.planner.num_acts > _ACTS):
+                break
+            self._try(candidate)
+
+    # The candidates.
+
+    def _num_candidates(self) -> int:
+        segments, num_ranks = self.tables.num_segments, self.problem.cluster.num_ranks
+        if len(rank_orders(self.problem)) > 1 and not self.problem.constraints.stage_ranks:
+            return _SMALL + 1
+        stages = [self.forced_stages] if self.forced_stages else range(1, min(segments, num_ranks) + 1)
+        is_forced = self.problem.constraints.stage_ranks or self.problem.constraints.num_replicas
+        splits = (comb(segments - 1, s - 1) * (1 if is_forced else comb(num_ranks, s)) for s in stages)
+        return sum(splits) * len(self.counts)
+
+    def _all_candidates(self) -> Iterator[Candidate]:
+        stages = [self.forced_stages] if self.forced_stages else range(1, self.max_stages + 1)
+        for count in self.counts:
+            for num_stages in stages:
+                for ranks in self._all_ranks(num_stages):
+                    for inner in combinations(range(1, self.tables.num_segments), num_stages - 1):
+                        yield Candidate((0, *inner), ranks, count)
+
+    def _all_ranks(self, num_stages: int) -> Iterator[tuple[tuple[int, ...], ...]]:
+        constraints = self.problem.constraints
+        order = list(range(self.problem.cluster.num_ranks))
+        if constraints.stage_ranks:
+            yield constraints.stage_ranks
+        elif constraints.num_replicas:
+            yield from layouts(self.problem, order, (constraints.num_replicas,) * num_stages)
+        else:
+            for ends in combinations(range(1, len(order) + 1), num_stages):
+                replicas = [end - before for before, end in zip((0, *ends), ends, strict=False)]
+                yield from layouts(self.problem, order, replicas)
+
+    def _promising(self) -> list[tuple[float, Candidate]]:
+        found: list[tuple[float, Candidate]] = []
+        for k, count in enumerate(self.counts):
+            self.progress("splitting the model", k / len(self.counts))
+            if self.problem.constraints.stage_ranks:
+                found += self._split_for_ranks(count)
+            else:
+                found += self._split_freely(count)
+        return found
+
+    def _split_freely(self, count: int) -> Iterator[tuple[float, Candidate]]:
+        sized = self.planner.sized(count)
+        for order in rank_orders(self.problem):
+            for choices in replica_choices(self.problem, self.max_stages):
+                limit = min(self.max_stages, self.problem.cluster.num_ranks // min(choices))
+                for chain in ReplicaSearch(sized, order, choices, limit).chains():
+                    if self.forced_stages in (0, len(chain.starts)):
+                        for ranks in layouts(self.problem, order, chain.replicas):
+                            yield chain.seconds, Candidate(chain.starts, ranks, count)
+
+    def _split_for_ranks(self, count: int) -> Iterator[tuple[float, Candidate]]:
+        """Splits for forced ranks; a rank with several stages gives each its share of time and memory."""
+        sized, cluster = self.planner.sized(count), self.problem.cluster
+        stage_ranks = self.problem.constraints.stage_ranks
+        counts = [len(ranks) for ranks in stage_ranks]
+        before, after = fills_at(sized)
+        costs = []
+        for stage, ranks in enumerate(stage_ranks):
+            shared = max(sum(rank in others for others in stage_ranks) for rank in ranks)
+            share = -(-count // len(ranks))
+            limit = min(cluster.memory_bytes[rank] for rank in ranks) / shared
+            depth = min(textbook_depth(len(counts), stage, counts), share)
+            seconds = sized.allowed_work(depth, limit) * share * shared / min(cluster.speeds[rank] for rank in ranks)
+            costs.append(seconds + (before + after)[:, None])
+        split = partition_chain(costs) or partition_chain([sized.work] * len(counts))
+        if split:
+            yield split.objective, Candidate(split.starts, stage_ranks, count)
+
+    # Refinement by simulation: the simulated optimum is not quite that of the splits.
+
+    def _refine(self) -> None:
+        starts = sorted(self.ranked, key=lambda pair: pair[0])[:_REFINED]
+        limit = self.planner.num_acts + _ACTS
+        for _, candidate in starts:
+            step = 8
+            while step and self.planner.num_acts < limit:
+                better = next((other for other in self._neighbours(candidate, step) if self._try(other)), None)
+                candidate, step = (better, step) if better else (candidate, step // 2)
+
+    def _neighbours(self, candidate: Candidate, step: int) -> Iterator[Candidate]:
+        starts = candidate.starts
+        bounds = [*starts, self.tables.num_segments]
+        for s in range(1, len(starts)):
+            for moved in (starts[s] - step, starts[s] + step):
+                if bounds[s - 1] < moved < bounds[s + 1]:
+                    yield replace(candidate, starts=(*starts[:s], moved, *starts[s + 1 :]))
+        for count in nearby_counts(self.problem, candidate.num_micro_batches):
+            yield replace(candidate, num_micro_batches=count)
+
+    # The bound.
+
+    def _with_bound(self, plan: Plan) -> Plan:
+        lowest = plan.predicted_seconds
+        for count in sorted(self.counts, key=lambda count: abs(count - plan.num_micro_batches)):
+            lowest = min(lowest, StepBound(self.planner.sized(count)).seconds(lowest))
+        low, high = self.counts[0], self.counts[-1]
+        proof = (
+            f"for {len(self.counts)} numbers of micro-batches from {low} to {high}, no cuts and replicas let every "
+            "stage end in less: wait before its first forward, its micro-batches, then all-reduce or wait after its last "
+            "backward; nor is the total work over all ranks less"
+        )
+        return replace(plan, bound_seconds=lowest, bound_proof=proof)

@@ -1,0 +1,105 @@
+"""Holds what a problem costs at one number of micro-batches: per block, and for every range of segments."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from autovaruna.planner.costs import Array, Costs, costs_at
+from autovaruna.planner.memory import Holdings, MemoryModel, forbid_empty, holdings_of_ranges
+from autovaruna.planner.problem import Problem
+from autovaruna.planner.ranges import RangeTables
+
+
+@dataclass(frozen=True)
+class Sized:
+    """A problem at M micro-batches."""
+
+    problem: Problem
+    tables: RangeTables
+    num_micro_batches: int
+
+    @property
+    def micro_batch_size(self) -> float:
+        """The mean number of samples of a micro-batch."""
+        return self.problem.micro_batch_size(self.num_micro_batches)
+
+    @cached_property
+    def costs(self) -> Costs:
+        """The cost of each block, at the mean micro-batch size (bytes are those of the greatest one)."""
+        return costs_at(self.problem.profile, self.micro_batch_size)
+
+    @cached_property
+    def step_seconds(self) -> Array:
+        """Forward and backward seconds of each block, as far as they run."""
+        backward = self.costs.backward_seconds if self.problem.needs_gradient else 0.0
+        return np.asarray(self.costs.forward_seconds + backward, dtype=np.float64)
+
+    @cached_property
+    def work(self) -> Array:
+        """Forward and backward seconds of each range, without recompute."""
+        return forbid_empty(self.tables.add_up(self.step_seconds))
+
+    @cached_property
+    def recomputed_work(self) -> Array:
+        """The same with recompute."""
+        return forbid_empty(self.work + self.tables.add_up(self.costs.forward_seconds))
+
+    @cached_property
+    def held(self) -> Holdings[Array]:
+        """What each range holds."""
+        whole = math.ceil(self.micro_batch_size - 1e-9)
+        return holdings_of_ranges(self.tables, costs_at(self.problem.profile, whole))
+
+    @cached_property
+    def model(self) -> MemoryModel:
+        """The rules of memory."""
+        return MemoryModel(self.problem.optimizer_bytes_factor, self.problem.needs_gradient)
+
+    @cached_property
+    def reduce_seconds(self) -> Array:
+        """All-reduce seconds of each range, if it has replicas."""
+        return np.asarray(reduce_seconds(self.problem, 1.0) * self.tables.trained_bytes, dtype=np.float64)
+
+    @cached_property
+    def plain_bytes(self) -> tuple[Array, Array]:
+        """Bytes of each range without recompute: what is there once, and for each micro-batch in flight."""
+        return self._bytes(needs_recompute=False)
+
+    @cached_property
+    def recomputed_bytes(self) -> tuple[Array, Array]:
+        """The same with recompute."""
+        return self._bytes(needs_recompute=True)
+
+    def _bytes(self, needs_recompute: bool) -> tuple[Array, Array]:
+        model, held = self.model, self.held
+        return model.fixed(held) + model.passing(held, needs_recompute), model.per_micro_batch(held, needs_recompute)
+
+    @property
+    def recompute_choices(self) -> tuple[bool, ...]:
+        """Whether stages may run without recompute, with it, or both; the better one first."""
+        if not self.problem.needs_gradient:
+            return (False,)
+        return {"auto": (False, True), "all": (True,), "none": (False,)}[self.problem.constraints.recompute]
+
+    def allowed_work(self, in_flight: int, limit_bytes: float) -> Array:
+        """Returns the seconds of each range in the best allowed way that fits, infinite if none does.
+
+        A stage that only fits with fewer micro-batches in flight waits for each of them in proportion.
+        """
+        seconds = np.full_like(self.work, np.inf)
+        for depth in sorted({in_flight, (in_flight + 1) // 2, 1}):
+            for needs_recompute in self.recompute_choices:
+                fixed, each = self.recomputed_bytes if needs_recompute else self.plain_bytes
+                work = (self.recomputed_work if needs_recompute else self.work) * (in_flight / depth)
+                fits = fixed + each * depth <= limit_bytes
+                seconds = np.where(fits, np.minimum(work, seconds), seconds)
+        return seconds
+
+
+def reduce_seconds(problem: Problem, num_bytes: float) -> float:
+    """Returns the predicted seconds to all-reduce the gradients of `num_bytes` of parameters."""
+    return num_bytes / problem.cluster.all_reduce_bytes_per_second if problem.needs_gradient else 0.0

@@ -1,0 +1,129 @@
+"""Shows a plan to a person: a table of its stages, and where the time of a step goes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich import box
+from rich.table import Table
+
+from autovaruna.graph.records import Graph
+from autovaruna.planner.infeasible import readable
+from autovaruna.planner.pipeline import pipeline_of, policy_of
+from autovaruna.planner.records import Plan, StagePlan
+from autovaruna.schedule import LostTime, simulate
+
+_COLUMNS = (
+    ("stage", "right"),
+    ("ranks", "left"),
+    ("modules", "left"),
+    ("parameters", "right"),
+    ("forward +\nbackward ms", "right"),
+    ("memory", "right"),
+    ("recompute", "left"),
+)
+
+
+def plan_table(plan: Plan, graph: Graph) -> Table:
+    """Returns the stages of a plan as a table; times are predicted, for one micro-batch."""
+    title = f"{_count(plan.num_stages, 'stage')}, {_count(plan.num_micro_batches, 'micro-batch')}, {plan.schedule}"
+    if plan.predicted_seconds:
+        title += f": predicted {seconds(plan.predicted_seconds)} a step"
+    table = Table(title=title, box=box.SIMPLE_HEAD)
+    for name, side in _COLUMNS:
+        table.add_column(name, justify="right" if side == "right" else "left", no_wrap=name != "modules")
+    for number, stage in enumerate(plan.stages):
+        table.add_row(str(number), *_cells(stage, graph))
+    return table
+
+
+def explain(plan: Plan, graph: Graph) -> str:
+    """Returns lines that say what the plan is predicted to cost, how good that is, and where time is lost."""
+    lost = simulate(pipeline_of(plan, graph), policy_of(plan.schedule)).lost
+    used = sorted({rank for stage in plan.stages for rank in stage.ranks})
+    step = plan.predicted_seconds or 1.0
+    lines = [f"predicted step  {seconds(plan.predicted_seconds)}"]
+    if plan.bound_seconds:
+        lines.append(f"proven bound    {seconds(plan.bound_seconds)}: at most {plan.gap:.1%} above the best plan")
+    if len(used) < plan.num_ranks:
+        lines.append(f"ranks used      {len(used)} of {plan.num_ranks}: more are not faster, or were not asked for")
+    for name, parts in _parts([lost[rank] for rank in used]):
+        mean = sum(parts) / len(parts)
+        if max(parts) > 0:
+            spread = f"{min(parts) / step:.1%} to {max(parts) / step:.1%}"
+            lines.append(f"{name:<15} {mean / step:6.1%}  (mean over ranks; {spread})")
+    return "\n".join(lines)
+
+
+def module_range(stage: Sequence[int], graph: Graph) -> str:
+    """Returns the modules of a stage in short: ``embed .. layers.5 (part)``, (part) for a module that is cut."""
+    inside = set(stage)
+    first, last = graph.blocks[min(inside)].module, graph.blocks[max(inside)].module
+    shared = _shared_prefix(first, last)
+    ends = [_short(path, shared, inside, graph) for path in (first, last)]
+    return ends[0] if ends[0] == ends[1] else f"{ends[0]} .. {ends[1]}"
+
+
+def seconds(value: float) -> str:
+    """Returns seconds as a person writes them: ``12.3 ms``."""
+    if value >= 1:
+        return f"{value:.4g} s"
+    return f"{value * 1e3:.4g} ms" if value >= 1e-3 else f"{value * 1e6:.4g} us"
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """Returns ranks in short: ``0-3, 6``."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+
+
+def _cells(stage: StagePlan, graph: Graph) -> list[str]:
+    return [
+        ranks_text(stage.ranks),
+        module_range(stage.blocks, graph),
+        readable(stage.parameter_bytes),
+        f"{stage.forward_seconds * 1e3:.3g} + {stage.backward_seconds * 1e3:.3g}",
+        readable(stage.memory_bytes),
+        "yes" if stage.needs_recompute else "no",
+    ]
+
+
+def _parts(lost: Sequence[LostTime]) -> list[tuple[str, list[float]]]:
+    return [
+        ("work", [each.work_seconds for each in lost]),
+        ("bubble", [each.bubble_seconds for each in lost]),
+        ("messages", [each.message_seconds for each in lost]),
+        ("all-reduce", [each.reduce_seconds for each in lost]),
+        ("overhead", [each.overhead_seconds for each in lost]),
+        ("optimizer", [each.optimizer_seconds for each in lost]),
+    ]
+
+
+def _short(path: str, shared: str, inside: set[int], graph: Graph) -> str:
+    """Cuts a path below the first part in which the two ends of the stage differ; says if the module is cut."""
+    parts, depth = path.split("."), len(shared.split(".")) + 1 if shared else 1
+    if len(parts) > depth and parts[depth].isdigit():
+        depth += 1
+    name = ".".join(parts[:depth])
+    blocks = [block.index for block in graph.blocks if (block.module + ".").startswith(name + ".")]
+    is_whole = not name or all(index in inside for index in blocks)
+    return (name or "(model)") + ("" if is_whole else " (part)")
+
+
+def _shared_prefix(first: str, last: str) -> str:
+    shared = []
+    for one, other in zip(first.split("."), last.split("."), strict=False):
+        if one != other:
+            break
+        shared.append(one)
+    return ".".join(shared)
+
+
+def _count(number: int, noun: str) -> str:
+    plural = noun + ("es" if noun.endswith("ch") else "s")
+    return f"{number} {noun if number == 1 else plural}"

@@ -1,0 +1,56 @@
+"""Makes synthetic graphs, profiles and clusters."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+from autovaruna.graph.records import Block, Graph, Input, Parameter, Size, Value
+from autovaruna.planner.problem import Constraints, Problem
+from autovaruna.profiler.records import BlockCost, Cluster, LinkCost, Profile
+
+FAST = LinkCost(1e-5, 1e10)
+
+
+def make_graph(num_blocks: int, rng: random.Random | None = None, num_skips: int = 0, num_tied: int = 0) -> Graph:
+    """A chain, with values that skip ahead and parameters used twice at random places."""
+    rng = rng or random.Random(0)
+    blocks = tuple(
+        Block(k, f"layers.{k // 2}.part{k % 2}/op_{k}", f"layers.{k // 2}.part{k % 2}", (f"op_{k}",), f"s{k}", 8, 1.0)
+        for k in range(num_blocks)
+    )
+    chain = [Value(f"v{k}", k, (k + 1,), Size(0, rng.randint(1, 50) * 100), True) for k in range(num_blocks - 1)]
+    for k in range(num_skips if num_blocks > 2 else 0):
+        first = rng.randrange(num_blocks - 2)
+        users = sorted(rng.sample(range(first + 1, num_blocks), rng.randint(1, min(3, num_blocks - first - 1))))
+        chain.append(Value(f"skip{k}", first, tuple(users), Size(16, rng.randint(1, 50) * 100), rng.random() < 0.7))
+    parameters = [Parameter(f"p{k}", rng.randint(1, 100) * 1000, True, (k,)) for k in range(num_blocks)]
+    for k in range(num_tied if num_blocks > 1 else 0):
+        parameters.append(Parameter(f"tied{k}", 5000, True, tuple(sorted(rng.sample(range(num_blocks), 2)))))
+    inputs = (Input("x", (0,), Size(0, 64)), Input("labels", (num_blocks - 1,), Size(0, 8)))
+    return Graph(blocks, tuple(chain), inputs, tuple(parameters), f"graph-{num_blocks}-{num_skips}")
+
+
+def make_profile(graph: Graph, rng: random.Random | None = None, sizes: tuple[int, ...] = (1, 4)) -> Profile:
+    """Times of 1 to 10 ms a sample with a fixed part; backward about twice forward."""
+    rng = rng or random.Random(1)
+    base = [(rng.uniform(1e-3, 1e-2), rng.uniform(1.5, 2.5), rng.randint(1, 20) * 1000) for _ in graph.blocks]
+    costs = tuple(
+        tuple(BlockCost(f * (0.2 + 0.8 * b), f * r * (0.2 + 0.8 * b), saved * b, 500.0 * b) for f, r, saved in base)
+        for b in sizes
+    )
+    return Profile(graph.fingerprint, "test", sizes, costs)
+
+
+def make_cluster(num_ranks: int, memory_bytes: float = 1e12, link: LinkCost = FAST) -> Cluster:
+    """Equal ranks on one host."""
+    return Cluster(("h",) * num_ranks, (memory_bytes,) * num_ranks, (1.0,) * num_ranks, link, link, 5e9)
+
+
+def make_problem(num_blocks: int = 6, num_ranks: int = 2, batch: int = 8, seed: int = 0, **more: object) -> Problem:
+    """A problem of random costs; keywords are those of `Constraints`, and `memory_bytes`, `link`, `skips`, `tied`."""
+    rng = random.Random(seed)
+    graph = make_graph(num_blocks, rng, int(str(more.pop("skips", 0))), int(str(more.pop("tied", 0))))
+    cluster = make_cluster(num_ranks, more.pop("memory_bytes", 1e12), more.pop("link", FAST))  # type: ignore[arg-type]
+    constraints = replace(Constraints(), **more)  # type: ignore[arg-type]
+    return Problem(graph, make_profile(graph, rng), cluster, batch, 2.0, constraints=constraints)
