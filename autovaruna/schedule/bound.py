@@ -62,11 +62,13 @@ class _Paths:
 
 
 def _finish_seconds(pipeline: Pipeline, stage: int) -> float:
-    """Returns the least seconds after a stage's last backward: its all-reduce, which joins its ranks, and an optimizer."""
+    """Returns the least seconds after a stage's last backward: the all-reduce, which joins its ranks, and optimizer."""
     if not pipeline.needs_gradients:
         return 0.0
     reduce = exact(pipeline.stages[stage].reduce_seconds)
-    optimizers = [exact(pipeline.optimizer_seconds[rank]) for rank in pipeline.stages[stage].ranks if pipeline.optimizer_seconds]
+    optimizers = [
+        exact(pipeline.optimizer_seconds[rank]) for rank in pipeline.stages[stage].ranks if pipeline.optimizer_seconds
+    ]
     return reduce + (max if reduce > 0 else min)(optimizers, default=0.0)
 
 
@@ -103,7 +105,7 @@ def _replica_work(pipeline: Pipeline, stage: int, replica: int) -> float | None:
     one = seconds[Kind.FORWARD]
     if pipeline.needs_gradients:
         one += seconds[Kind.BACKWARD]
-    if pipeline.recomputes(stage) and stage < pipeline.num_stages - 1:
+    if pipeline.recomputes(stage) and not pipeline.is_last(stage):
         one += seconds[Kind.RECOMPUTE]
     share = pipeline.share(stage, replica)
     return share * one if share else None

@@ -113,6 +113,10 @@ class Pipeline:
         ranks = self.stages[stage].ranks
         return ranks[micro_batch % len(ranks)]
 
+    def is_last(self, stage: int) -> bool:
+        """Returns whether this is the last stage, whose backward may follow its forward at once."""
+        return stage == self.num_stages - 1
+
     def share(self, stage: int, replica: int) -> int:
         """Returns how many micro-batches a replica of a stage runs."""
         return len(range(replica, self.num_micro_batches, self.stages[stage].num_replicas))

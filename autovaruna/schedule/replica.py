@@ -47,11 +47,10 @@ class Replica:
         forwards, recomputes, backwards: how many of each were started.
         can_forward, can_recompute, can_backward: whether the next one of each may start now.
         has_gradient: whether the gradients of the next backward are here.
-        consumers: for each stage that sends it gradients, that stage's replicas.
     """
 
     __slots__ = (
-        "activations", "backwards", "can_backward", "can_forward", "can_recompute", "consumers", "depth", "forwards",
+        "activations", "backwards", "can_backward", "can_forward", "can_recompute", "depth", "forwards",
         "gradients", "has_gradient", "index", "needs_gradients", "needs_recompute", "num_micro_batches", "peak", "rank",
         "recomputes", "seconds", "stage", "stride",
     )  # fmt: skip
@@ -63,7 +62,6 @@ class Replica:
         self.needs_gradients = True
         self.needs_recompute = False
         self.seconds: dict[Kind, float] = {}
-        self.consumers: list[list[Replica]] = []
         self.activations = Inbox(num_micro_batches, 0)
         self.gradients = Inbox(num_micro_batches, 0)
         self.forwards = self.recomputes = self.backwards = self.peak = 0
@@ -84,11 +82,6 @@ class Replica:
         """Whether all forwards, and all backwards if there are any, were started."""
         n = self.num_micro_batches
         return self.forwards == n and (self.backwards == n or not self.needs_gradients)
-
-    def gradient_is_due(self) -> bool:
-        """Returns whether all that send the next backward its gradients have begun to compute them."""
-        m = self.backwards * self.stride + self.index
-        return all(stage[m % len(stage)].backwards > m // len(stage) for stage in self.consumers)
 
     def may_start(self, kind: Kind, micro_batch: int) -> bool:
         """Returns whether the next instruction of this kind is for `micro_batch` and may start now."""

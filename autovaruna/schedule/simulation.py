@@ -99,7 +99,7 @@ class Simulation:
         work = sum(end - start for start, end, *_ in acts) - overhead
         messages = sum(_message_waits(acts))
         reduce = self._reduce_wait(rank, acts[-1][1] if acts else 0.0)
-        optimizer = self.optimizer_seconds[rank] if self.optimizer_seconds else 0.0
+        optimizer = self.optimizer_seconds[rank]
         bubble = self.step_seconds - work - messages - reduce - overhead - optimizer
         return LostTime(work, messages, reduce, overhead, optimizer, bubble)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from autovaruna.schedule.instruction import Kind
+from autovaruna.schedule.pipeline import Pipeline
 from autovaruna.schedule.policy import Choice, Policy
 from autovaruna.schedule.replica import Replica
 
@@ -18,7 +19,9 @@ class OneFOneB(Policy):
 
     The turn is the depth's doing: a stage at its depth goes backward, one below it goes forward, and one that cannot
     have its turn takes the other. A rank with several stages first serves those whose turn is backward, deepest first.
-    A recompute goes right before its backward, or earlier if there is nothing else to do.
+    A last stage of depth 1 goes backward right after each forward, so it never recomputes; more depth there pays only
+    if its rank has other stages. Elsewhere a recompute goes right before its backward, or earlier if there is nothing
+    else to do.
     The drawing has depth S - s; see `latency_depth` for slow links.
 
     References:
@@ -43,6 +46,10 @@ class OneFOneB(Policy):
             if replica.can_recompute:
                 return replica, Kind.RECOMPUTE
         return None
+
+    def recomputes(self, pipeline: Pipeline, stage: int) -> bool:
+        """Returns whether the stage recomputes; the last one at depth 1 does not."""
+        return pipeline.recomputes(stage) and not (pipeline.is_last(stage) and pipeline.stages[stage].in_flight == 1)
 
 
 def _backward(replica: Replica) -> Choice:

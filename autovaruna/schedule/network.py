@@ -1,0 +1,70 @@
+"""Builds the replicas of a pipeline and the routes between them, as a simulation starts."""
+
+from __future__ import annotations
+
+from autovaruna.schedule.costs import work_seconds
+from autovaruna.schedule.instruction import Kind
+from autovaruna.schedule.messages import Route, Wiring, wiring
+from autovaruna.schedule.pipeline import Edge, Pipeline
+from autovaruna.schedule.policy import Policy
+from autovaruna.schedule.replica import Inbox, Replica
+
+
+class Network:
+    """Holds the replicas and routes of one simulation.
+
+    Attributes:
+        stages: ``stages[s][i]`` is replica i of stage s.
+        by_rank: the replicas of each rank, deepest stage first.
+        routes: ``routes[kind][s]`` is where an instruction of this kind at stage s sends its result.
+    """
+
+    def __init__(self, pipeline: Pipeline, policy: Policy) -> None:
+        self.stages = [_replicas(pipeline, policy, stage) for stage in range(pipeline.num_stages)]
+        self.by_rank: list[list[Replica]] = [[] for _ in range(pipeline.num_ranks)]
+        for replica in self.replicas():
+            self.by_rank[replica.rank].insert(0, replica)
+        self.routes: dict[Kind, list[list[Route]]] = {kind: [[] for _ in self.stages] for kind in Kind}
+        self._make_inboxes(pipeline)
+        wires = wiring(pipeline)
+        for edge in pipeline.edges:
+            self._join(edge, wires)
+            if edge.needs_gradient and pipeline.needs_gradients:
+                self._join_back(edge, wires)
+
+    def replicas(self) -> list[Replica]:
+        """Returns all replicas, by stage."""
+        return [replica for stage in self.stages for replica in stage]
+
+    def _make_inboxes(self, pipeline: Pipeline) -> None:
+        for replica in self.replicas():
+            stage, n = replica.stage, replica.num_micro_batches
+            replica.activations = Inbox(n, sum(edge.destination == stage for edge in pipeline.edges))
+            replica.gradients = Inbox(n, sum(edge.source == stage and edge.needs_gradient for edge in pipeline.edges))
+
+    def _join(self, edge: Edge, wires: Wiring) -> None:
+        receivers = self.stages[edge.destination]
+        inboxes = [replica.activations for replica in receivers]
+        route = Route(receivers, inboxes, wires(edge.source, edge.destination, edge.forward_bytes))
+        self.routes[Kind.FORWARD][edge.source].append(route)
+
+    def _join_back(self, edge: Edge, wires: Wiring) -> None:
+        receivers = self.stages[edge.source]
+        inboxes = [replica.gradients for replica in receivers]
+        route = Route(receivers, inboxes, wires(edge.destination, edge.source, edge.backward_bytes))
+        self.routes[Kind.BACKWARD][edge.destination].append(route)
+
+
+def _replicas(pipeline: Pipeline, policy: Policy, stage: int) -> list[Replica]:
+    return [_replica(pipeline, policy, stage, index) for index in range(pipeline.stages[stage].num_replicas)]
+
+
+def _replica(pipeline: Pipeline, policy: Policy, stage: int, index: int) -> Replica:
+    ranks = pipeline.stages[stage].ranks
+    replica = Replica(ranks[index], stage, index, len(ranks), pipeline.share(stage, index))
+    replica.needs_gradients = pipeline.needs_gradients
+    if pipeline.needs_gradients:
+        replica.depth = policy.depth(pipeline, stage, index)
+        replica.needs_recompute = policy.recomputes(pipeline, stage)
+    replica.seconds = work_seconds(pipeline, stage, index)
+    return replica
