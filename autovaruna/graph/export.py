@@ -132,7 +132,7 @@ def example_inputs(call: CallSpec, batch_size: int, mode: FakeTensorMode, device
 def _tidy(module: fx.GraphModule, input_names: list[str], state: set[str]) -> dict[str, Tensor]:
     """Renames placeholders and attributes, drops checks, and returns the constant tensors by attribute name."""
     for node in list(module.graph.nodes):
-        if node.op == "call_module" and node.target == "_guards_fn" or node.target in _CHECKS:
+        if (node.op == "call_module" and node.target == "_guards_fn") or node.target in _CHECKS:
             module.graph.erase_node(node)
     module.graph.eliminate_dead_code(lambda node: has_effect(module, node))
     _name_placeholders(module, input_names)

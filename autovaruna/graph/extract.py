@@ -26,7 +26,9 @@ class Source(str, Enum):
     PARAMETER = "parameter"
     """A parameter, by first name; one argument for each block that uses it, so that each has its own gradient."""
     BUFFER = "buffer"
-    """A buffer, by first name."""
+    """A buffer, by first name; the stage may change it."""
+    SNAPSHOT = "snapshot"
+    """A buffer, by first name, as it was before the stage changed it: what autograd may keep."""
     CONSTANT = "constant"
     """A tensor that is neither parameter nor buffer."""
     RANDOM = "random"
@@ -106,18 +108,18 @@ class _Extraction:
 
     def _copy(self, node: fx.Node) -> fx.Node:
         block = self.traced.block_of.get(node.name, -1)
-        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda source: self._resolve(source, block))  # type: ignore[misc]
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda source: self._resolve(source, block, node))  # type: ignore[misc]
         if not self.traced.facts[node.name].is_random:
             return self.graph.create_node(node.op, node.target, args, kwargs, node.name)
         stream = self._argument(Argument(Source.RANDOM, "stream"))
         return self.graph.call_function(draw, (stream, self.traced.places[node.name], node.target, *args), kwargs)
 
-    def _resolve(self, node: fx.Node, block: int) -> Any:
+    def _resolve(self, node: fx.Node, block: int, user: fx.Node | None = None) -> Any:
         """Returns what stands for a node of the traced graph inside the piece."""
         if node.name in self.copies:
             return self.copies[node.name]
         if node.op == "get_attr":
-            return self._attribute(node, block)
+            return self._attribute(node, block, user)
         if node.op == "placeholder":
             return self._argument(Argument(Source.INPUT, node.name))
         if self.traced.sizes.is_size(node):
@@ -126,7 +128,7 @@ class _Extraction:
             return self._argument(Argument(Source.SIZE, node.name)) if is_symbolic else value
         return self._argument(Argument(Source.VALUE, node.name))
 
-    def _attribute(self, node: fx.Node, block: int) -> fx.Node:
+    def _attribute(self, node: fx.Node, block: int, user: fx.Node | None) -> fx.Node:
         name = str(node.target)
         if name in self.traced.parameters:
             needs_gradient = self.traced.facts[node.name].needs_gradient
@@ -134,13 +136,24 @@ class _Extraction:
                 Argument(Source.PARAMETER, self.traced.parameters[name], block if needs_gradient else -1)
             )
         if name in self.traced.buffers:
-            return self._argument(Argument(Source.BUFFER, self.traced.buffers[name]))
+            is_old = user is not None and self._reads_before_change(node, user)
+            return self._argument(Argument(Source.SNAPSHOT if is_old else Source.BUFFER, self.traced.buffers[name]))
         if name in self.traced.constants:
             return self._argument(Argument(Source.CONSTANT, name))
         region = self.traced.module.get_submodule(name)
         assert isinstance(region, fx.GraphModule)
         self.regions[name] = region
         return self.graph.get_attr(name)
+
+    def _reads_before_change(self, buffer: fx.Node, user: fx.Node) -> bool:
+        """Whether `user` only reads a buffer that a later node changes; autograd may keep what it read."""
+        storages = self.traced.facts[buffer.name].makes
+        fact = self.traced.facts[user.name]
+        if not fact.needs_gradient or (fact.makes | fact.writes) & storages:
+            return False
+        place = self.traced.places[user.name]
+        return any(other.writes & storages and self.traced.places[name] > place
+                   for name, other in self.traced.facts.items())
 
     def _argument(self, argument: Argument) -> fx.Node:
         if argument not in self.arguments:

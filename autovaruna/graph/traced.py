@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, replace
 from functools import cached_property
+from threading import Lock
 
 import sympy
 import torch
@@ -23,6 +24,7 @@ from autovaruna.graph.sizes import Sizes
 from autovaruna.graph.tree import Tree
 
 logger = logging.getLogger(__name__)
+_one_at_a_time = Lock()  # torch.export keeps state of its own that threads share
 _HINTS = (7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47)
 
 
@@ -101,6 +103,13 @@ def trace(
     Raises:
         TraceError: the model cannot be traced.
     """
+    with _one_at_a_time:
+        return _trace(model, call, device, is_dynamic, micro_batch_size, loss_mode)
+
+
+def _trace(
+    model: nn.Module, call: CallSpec, device: torch.device, is_dynamic: bool, micro_batch_size: int, loss_mode: str
+) -> TracedModel:
     batch_size = _hint(model, call) if is_dynamic else micro_batch_size
     exported = export(model, call, batch_size, is_dynamic, device)
     sizes = _sizes(exported, call, batch_size)

@@ -45,6 +45,8 @@ class Job:
         needs_gradient: whether backwards follow.
         seed, step: what random nodes depend on.
         graph_key: digest of the graph.
+        is_sum: whether losses are added rather than averaged.
+        recomputing: stages that run forward again before backward.
     """
 
     split: Split
@@ -54,6 +56,14 @@ class Job:
     seed: int
     step: int
     graph_key: str
+    is_sum: bool
+    recomputing: frozenset[int]
+
+    def rank_weight(self, rank: int) -> float:
+        """Returns the weight of a rank's own loss in that of the global batch: its share of samples, or one."""
+        if self.batch.is_replicated or self.is_sum:
+            return 1.0
+        return sum(part.size for part in self.batch.owned_by(rank)) / self.batch.num_samples
 
     def rank_of(self, stage: int, micro_batch: int) -> int:
         """Returns the rank that runs a micro-batch at a stage."""
@@ -249,7 +259,7 @@ class Executor:
         return is_elsewhere and bool(self._travelling(names))
 
     def _recomputes(self, stage: int) -> bool:
-        return self._job.plan.stages[stage].needs_recompute
+        return stage in self._job.recomputing
 
     def _edge_kind(self, edge: Edge, part: MicroBatch, *, is_back: bool) -> MailKind:
         source = self._job.rank_of(edge.source, part.index)
@@ -267,5 +277,7 @@ def _note(gradients: dict[str, Tensor], name: str, gradient: Tensor) -> None:
 
 
 def _overwrite(buffers: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
+    """Puts values back into buffers; no backward reads them, so autograd need not know."""
     for name, value in values.items():
-        buffers[name].copy_(value)
+        with torch.autograd._unsafe_preserve_version_counter(buffers[name]):
+            buffers[name].copy_(value)

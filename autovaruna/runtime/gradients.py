@@ -7,7 +7,7 @@ from the last stage that holds the parameter to the first, each adding its own, 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +16,7 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from autovaruna.planner.records import Plan
 from autovaruna.runtime.world import World
-from autovaruna.stage.module import ParameterUse
+from autovaruna.stage.module import ParameterUse, StageModule
 from autovaruna.stage.split import Split
 
 _BUCKET_BYTES = 16 << 20
@@ -78,10 +78,6 @@ class GradientSum:
         self._spread(totals, agreed)
         return totals
 
-    def holders(self, name: str) -> tuple[int, ...]:
-        """Returns the ranks that hold a parameter."""
-        return tuple(sorted({rank for use in self._uses.get(name, ()) for rank in use.ranks}))
-
     def _agree(self, accumulators: Mapping[ParameterUse, Tensor]) -> set[ParameterUse]:
         """Returns the uses that get a gradient on any rank; asked for once, since a graph does not change."""
         if self._agreed is None:
@@ -137,6 +133,53 @@ class GradientSum:
             pending.wait()
             for tensor, value in zip(bucket, _unflatten_dense_tensors(flat, bucket), strict=True):
                 tensor.copy_(value)
+
+
+class GradientBook:
+    """Takes gradients from the leaves of a graph's stages, and keeps back what is not to be summed yet.
+
+    Args:
+        total: Sums over ranks.
+        stages: This rank's stages.
+        world: The ranks' way to talk.
+    """
+
+    def __init__(self, total: GradientSum, stages: Sequence[StageModule], world: World) -> None:
+        self._sum = total
+        self._stages = stages
+        self._world = world
+        self._kept: dict[ParameterUse, Tensor] = {}
+        self._may_have_kept = False
+
+    def keeps_back(self) -> None:
+        """Notes that gradients of this step will be kept back; every rank of the step does."""
+        self._may_have_kept = True
+
+    def take(self) -> dict[ParameterUse, Tensor]:
+        """Takes the gradients of the last step away from the leaves, by use."""
+        taken: dict[ParameterUse, Tensor] = {}
+        for stage in self._stages:
+            for use, leaf in stage.leaves.items():
+                if leaf.grad is not None:
+                    taken[use], leaf.grad = leaf.grad, None
+        return taken
+
+    def keep(self, accumulators: Mapping[ParameterUse, Tensor]) -> None:
+        """Keeps gradients of this rank back until the next `take_kept`."""
+        for use, gradient in accumulators.items():
+            self._kept[use] = self._kept[use].add_(gradient) if use in self._kept else gradient
+
+    def total(self, accumulators: Mapping[ParameterUse, Tensor]) -> dict[str, Tensor]:
+        """Sums gradients over uses and ranks; see `GradientSum.total`."""
+        return self._sum.total(accumulators)
+
+    def take_kept(self) -> dict[str, Tensor]:
+        """Sums what was kept back. Collective."""
+        if not self._may_have_kept:
+            return {}
+        kept, self._kept, self._may_have_kept = self._kept, {}, False
+        is_any = any(self._world.gather_objects(bool(kept), "summing kept gradients"))
+        return self._sum.total(kept) if is_any else {}
 
 
 def _use(split: Split, plan: Plan, block: int) -> Use:

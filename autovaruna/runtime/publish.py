@@ -19,7 +19,7 @@ Finish = Callable[[Gradients], Gradients]
 
 class _Published(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, finish: Finish, outputs: Sequence[Tensor], carries: Sequence[bool], *sources: Tensor) -> Any:
+    def forward(ctx: Any, finish: Finish, outputs: Sequence[Tensor], carries: Sequence[bool], *roots: Tensor) -> Any:
         ctx.finish = finish
         ctx.set_materialize_grads(False)
         fresh = tuple(output.detach() for output in outputs)
@@ -33,7 +33,7 @@ class _Published(torch.autograd.Function):
             raise RuntimeError(
                 "Backward through the same step a second time: its gradients have been given out. Call the model again."
             )
-        return None, None, None, *finish(gradients)
+        return None, None, None, None, *finish(gradients)
 
 
 def publish(outputs: Sequence[Tensor], carries: Sequence[bool], sources: Sequence[Tensor], finish: Finish) -> list[Tensor]:
@@ -45,6 +45,7 @@ def publish(outputs: Sequence[Tensor], carries: Sequence[bool], sources: Sequenc
         sources: Parameters and inputs that get gradients.
         finish: Turns the gradients of `outputs` into those of `sources`; called once.
     """
-    if not any(carries) or not sources:
+    if not any(carries):
         return list(outputs)
-    return list(_Published.apply(finish, tuple(outputs), tuple(carries), *sources))  # type: ignore[no-untyped-call]
+    root = torch.zeros((), requires_grad=True)  # a rank without parameters takes part in backward, too
+    return list(_Published.apply(finish, tuple(outputs), tuple(carries), root, *sources))  # type: ignore[no-untyped-call]

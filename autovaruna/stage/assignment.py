@@ -55,16 +55,17 @@ def carry_over(planned: Assignment, traced: TracedModel) -> Assignment:
         nodes = [traced.nodes[name] for name in block.nodes]
         earliest = max((block_stage[source] for source in _sources(traced, nodes, block.index)), default=0)
         fixed = _fixed_stages(planned, traced, nodes)
+        wanted = [planned.stage_of[name] for name in block.nodes if name in planned.stage_of]
         if fixed:
-            stage = next((option for option in fixed if earliest <= option <= latest[block.index]), None)
-            if stage is None:
+            possible = [option for option in fixed if earliest <= option <= latest[block.index]]
+            stage = next((option for option in wanted if option in possible), possible[0] if possible else -1)
+            if stage < 0:
                 raise PlanError(
                     f"{block.name} uses parameters of stage {fixed[0]}, but what it needs is made at stage {earliest}. "
                     "The model runs its modules in another order than in the call that was planned. Expected one "
                     "order of modules; wrap the model anew, or run this call on the unwrapped model."
                 )
         else:
-            wanted = [planned.stage_of[name] for name in block.nodes if name in planned.stage_of]
             stage = min(max(wanted[0] if wanted else earliest, earliest), latest[block.index])
         block_stage[block.index] = stage
     stage_of = {name: block_stage[block.index] for block in traced.graph.blocks for name in block.nodes}

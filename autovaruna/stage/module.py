@@ -92,6 +92,8 @@ class StageModule:
                 return self._size_of(argument.name, micro_batch_size)
             case Source.RANDOM:
                 return stream
+            case Source.SNAPSHOT:
+                return self._buffers[argument.name].clone()
             case _:
                 return tensors[argument.name]
 

@@ -1,0 +1,1 @@
+"""Joins the rooms: `wrapper.AutoVaruna`. Nothing is imported here."""

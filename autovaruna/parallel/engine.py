@@ -1,0 +1,199 @@
+"""Runs calls of a planned model: a whole step for a loss, forwards alone for other outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autovaruna.graph.random import untouched_generator
+from autovaruna.graph.traced import TracedModel
+from autovaruna.graph.tree import Opaque, Undelivered
+from autovaruna.parallel.calls import SharedCall
+from autovaruna.parallel.step import Step, input_key
+from autovaruna.planner.records import Plan
+from autovaruna.runtime.batch import GlobalBatch
+from autovaruna.runtime.exchange import GradientExchange
+from autovaruna.runtime.executor import Executor, Job
+from autovaruna.runtime.gradients import GradientBook, GradientSum
+from autovaruna.runtime.mail import Mail
+from autovaruna.runtime.outputs import OutputCollector
+from autovaruna.runtime.placement import OwnedState, Placement
+from autovaruna.runtime.world import World
+from autovaruna.schedule.instruction import Instruction, Kind, Schedule
+from autovaruna.settings import Settings
+from autovaruna.stage.assignment import Assignment, carry_over
+from autovaruna.stage.module import StageModule
+from autovaruna.stage.split import Split, split
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A graph, split and bound to this rank's parameters."""
+
+    split: Split
+    stages: dict[int, StageModule]
+    gradients: GradientBook
+
+
+class Engine:
+    """Runs a planned model on this rank.
+
+    Args:
+        state: The model's parameters and buffers, of which this rank holds its part.
+        plan: The plan.
+        assignment: The stages of the graph that was planned.
+        placement: Who holds which parameter.
+        schedule: The instructions of every rank.
+        settings: The settings.
+        world: The ranks.
+        device: Where this rank computes.
+        seed: What random nodes are seeded from.
+    """
+
+    def __init__(
+        self,
+        state: OwnedState,
+        plan: Plan,
+        assignment: Assignment,
+        placement: Placement,
+        schedule: Schedule,
+        settings: Settings,
+        world: World,
+        device: torch.device,
+        seed: int,
+    ) -> None:
+        self.plan = plan
+        self.placement = placement
+        self._state = state
+        self._assignment = assignment
+        self._schedule = schedule
+        self._recomputing = frozenset(
+            instruction.stage for rank in schedule for instruction in rank if instruction.kind is Kind.RECOMPUTE
+        )
+        self._settings = settings
+        self._world = world
+        self._device = device
+        self._seed = seed
+        self._mail = Mail(world, device)
+        self._prepared: dict[str, Prepared] = {}
+        self._changed: set[str] = set()
+        self.is_synchronising = True
+
+    def run(self, traced: TracedModel, shared: SharedCall, batch: GlobalBatch) -> Any:
+        """Runs one call and returns what the model returns. Collective.
+
+        Args:
+            traced: The call's graph.
+            shared: The call.
+            batch: Its micro-batches.
+        """
+        prepared = self._prepare(traced, shared.key)
+        needs_gradient = torch.is_grad_enabled() and any(spec.needs_gradient for spec in traced.outputs)
+        job = Job(
+            split=prepared.split,
+            plan=self.plan,
+            batch=batch,
+            needs_gradient=needs_gradient,
+            seed=self._seed,
+            step=shared.number,
+            graph_key=shared.key,
+            is_sum=self._settings.reduction == "sum",
+            recomputing=self._recomputing,
+        )
+        inputs = {
+            node.name: tensor
+            for node, tensor in zip(traced.module.graph.find_nodes(op="placeholder"), shared.tensors, strict=True)
+        }
+        executor = Executor(job, self._world, self._mail, prepared.stages, inputs, self._device)
+        step = Step(
+            job=job,
+            executor=executor,
+            gradients=prepared.gradients,
+            collector=OutputCollector(job, self._world, self._mail, executor.outputs, self._device),
+            exchange=GradientExchange(job, self._world, self._mail, executor, inputs),
+            sources=self._sources(prepared, inputs),
+            program=partial(self._program, batch),
+            guard=partial(self._guard, executor),
+            is_synchronising=self.is_synchronising,
+            delivers_all=self._settings.outputs == "all",
+        )
+        with self._guard(executor):
+            self._follow_first_replicas(prepared)
+            executor.send_inputs()
+            outputs = step.whole() if needs_gradient and traced.loss is not None else step.forwards()
+            self._world.flush()
+        return traced.output_tree.unflatten(_stand_ins(traced, outputs), Undelivered)
+
+    def synchronise(self) -> dict[str, Tensor]:
+        """Sums the gradients that were kept back and returns them by parameter. Collective."""
+        totals: dict[str, Tensor] = {}
+        for prepared in self._prepared.values():
+            for name, total in prepared.gradients.take_kept().items():
+                totals[name] = totals[name].add_(total) if name in totals else total
+        return totals
+
+    def _program(self, batch: GlobalBatch, kinds: Sequence[Kind]) -> list[Instruction]:
+        """Returns this rank's instructions of some kinds, without those of empty micro-batches."""
+        mine = self._schedule[self._world.rank]
+        return [step for step in mine if step.kind in kinds and step.micro_batch in batch.micro_batches]
+
+    def _sources(self, prepared: Prepared, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Returns what gets gradients on this rank: its parameters, and inputs that ask for one."""
+        parameters = self._state.parameters()
+        held = {name for stage in prepared.stages.values() for name, _ in stage.leaves}
+        sources: dict[str, Tensor] = {name: parameters[name] for name in parameters if name in held}
+        return sources | {input_key(name): inputs[name] for name in prepared.split.input_gradients}
+
+    def _prepare(self, traced: TracedModel, key: str) -> Prepared:
+        if key not in self._prepared:
+            assignment = carry_over(self._assignment, traced)
+            parts = split(traced, assignment)
+            mine = [part for part in parts.stages if self._world.rank in self.plan.stages[part.index].ranks]
+            parameters, buffers = self._state.parameters(), self._state.buffers()
+            numbers: dict[tuple[str, int], Any] = {}
+
+            def size_of(name: str, batch_size: int) -> Any:
+                if (name, batch_size) not in numbers:
+                    numbers[name, batch_size] = traced.sizes.number(traced.nodes[name].meta["val"], batch_size)
+                return numbers[name, batch_size]
+
+            constants = {name: tensor.to(self._device) for name, tensor in traced.constants.items()}
+            stages = {part.index: StageModule(part, parameters, buffers, constants, size_of) for part in mine}
+            gradients = GradientBook(GradientSum(parts, self.plan, self._world, parameters), list(stages.values()), self._world)
+            self._prepared[key] = Prepared(parts, stages, gradients)
+        prepared = self._prepared[key]
+        for stage in prepared.stages.values():
+            if not stage.is_bound():
+                stage.bind()
+        return prepared
+
+    def _follow_first_replicas(self, prepared: Prepared) -> None:
+        """Overwrites buffers that the last step changed by those of each stage's first replica."""
+        for name in sorted(self._changed):
+            ranks = self.placement.ranks_of(name)
+            if len(ranks) > 1 and self._world.rank in ranks:
+                self._world.broadcast(self._state.tensor(name), ranks[0], ranks)
+        self._changed = set(prepared.split.traced.changed_buffers)
+
+    @contextmanager
+    def _guard(self, executor: Executor) -> Iterator[None]:
+        """Gives the user's generator back; an error in the middle of a step ends all ranks."""
+        try:
+            with untouched_generator(self._device):
+                yield
+        except Exception as error:
+            if self._world.num_ranks > 1:
+                self._world.abort(error, executor.where)
+            raise
+
+
+def _stand_ins(traced: TracedModel, outputs: Sequence[Tensor | None]) -> list[Any]:
+    """Puts an object that says why in the place of each output that is not delivered."""
+    pairs = zip(outputs, traced.outputs, strict=True)
+    return [Undelivered(Opaque(spec.path, "tensor")) if output is None else output for output, spec in pairs]

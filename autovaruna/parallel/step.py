@@ -1,0 +1,151 @@
+"""Runs one call of the model on this rank, and joins what it returns to the caller's autograd graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from autovaruna.errors import InputError
+from autovaruna.graph.outputs import OutputKind, OutputSpec
+from autovaruna.runtime.batch import MicroBatch
+from autovaruna.runtime.exchange import GradientExchange
+from autovaruna.runtime.executor import Executor, Job
+from autovaruna.runtime.gradients import GradientBook
+from autovaruna.runtime.outputs import OutputCollector
+from autovaruna.runtime.publish import Gradients, publish
+from autovaruna.schedule.instruction import Instruction, Kind
+
+Key = TypeVar("Key")
+
+
+def input_key(name: str) -> str:
+    """Returns the key of an input among the sources of gradients; no parameter has it."""
+    return f"input:{name}"
+
+
+@dataclass(frozen=True)
+class Step:
+    """One call on its way.
+
+    Attributes:
+        job: the call.
+        executor: runs instructions.
+        gradients: takes gradients from the stages and sums them.
+        collector: puts outputs together.
+        exchange: takes the gradients of outputs in and of inputs out.
+        sources: what gets gradients on this rank: parameters by name, inputs by `input_key`.
+        program: this rank's instructions of some kinds.
+        guard: surrounds whatever runs instructions.
+        is_synchronising: whether gradients are summed over ranks now.
+        delivers_all: whether a whole step returns the outputs beside the loss.
+    """
+
+    job: Job
+    executor: Executor
+    gradients: GradientBook
+    collector: OutputCollector
+    exchange: GradientExchange
+    sources: Mapping[str, Tensor]
+    program: Callable[[Sequence[Kind]], list[Instruction]]
+    guard: Callable[[], AbstractContextManager[None]]
+    is_synchronising: bool
+    delivers_all: bool
+
+    @property
+    def specs(self) -> dict[int, OutputSpec]:
+        """The model's outputs by place."""
+        return dict(enumerate(self.job.split.traced.outputs))
+
+    def whole(self) -> list[Tensor | None]:
+        """Runs forwards and backwards for a loss gradient of one; ``backward`` then gives the gradients out, scaled."""
+        loss = next(place for place, spec in self.specs.items() if spec.kind is OutputKind.LOSS)
+        self.executor.output_gradients = lambda place, part: self._share(part) if place == loss else None
+        self.executor.run(self.program(tuple(Kind)))
+        wanted = {place: spec for place, spec in self.specs.items() if self.delivers_all or place == loss}
+        outputs = self.collector.collect(wanted)
+        own = self.gradients.take()
+        inputs = self.exchange.input_gradients()
+        if not self.is_synchronising:
+            self.gradients.keeps_back()
+        totals = self.gradients.total(own) if self.is_synchronising else {}
+        kept = self.gradients.take_kept() if self.is_synchronising else {}
+
+        def finish(gradients: Gradients) -> Gradients:
+            by_place = dict(zip(wanted, gradients, strict=True))
+            scale = by_place.pop(loss)
+            _refuse(by_place, wanted)
+            if scale is None:
+                return self._for_sources({}, kept, {})
+            if not self.is_synchronising:
+                self.gradients.keep(_scaled(own, scale))
+            return self._for_sources(_scaled(totals, scale), kept, _scaled(inputs, scale))
+
+        published = self._publish(outputs, finish)
+        return [published.get(place) for place in self.specs]
+
+    def forwards(self) -> list[Tensor | None]:
+        """Runs forwards; where gradients are wanted, the backwards run when the caller goes backward."""
+        self.executor.run(self.program((Kind.FORWARD,)))
+        outputs = self.collector.collect(self.specs)
+        if not self.job.needs_gradient:
+            return list(outputs.values())
+        return list(self._publish(outputs, self._backwards).values())
+
+    def _backwards(self, gradients: Gradients) -> Gradients:
+        """Runs all backwards for the gradients of this rank's outputs."""
+        with self.guard():
+            self.exchange.spread_output_gradients(gradients)
+            self.executor.output_gradients = self.exchange.output_gradient
+            self.executor.run(self.program((Kind.RECOMPUTE, Kind.BACKWARD)))
+            own = self.gradients.take()
+            inputs = self.exchange.input_gradients()
+            if not self.is_synchronising:
+                self.gradients.keeps_back()
+                self.gradients.keep(own)
+                return self._for_sources({}, {}, inputs)
+            return self._for_sources(self.gradients.total(own), self.gradients.take_kept(), inputs)
+
+    def _publish(self, outputs: Mapping[int, Tensor], finish: Callable[[Gradients], Gradients]) -> dict[int, Tensor]:
+        carries = [self.specs[place].needs_gradient for place in outputs]
+        published = publish(list(outputs.values()), carries, list(self.sources.values()), finish)
+        return dict(zip(outputs, published, strict=True))
+
+    def _share(self, part: MicroBatch) -> Tensor:
+        loss = self.job.split.traced.loss
+        assert loss is not None
+        value: Tensor = self.job.split.traced.nodes[loss.node].meta["val"]
+        return torch.full((), part.share, dtype=value.dtype, device=value.device)
+
+    def _for_sources(
+        self, totals: Mapping[str, Tensor], kept: Mapping[str, Tensor], inputs: Mapping[str, Tensor | None]
+    ) -> list[Tensor | None]:
+        """Returns the gradient of each source: of this step and, for parameters, of those kept back before it."""
+        found: dict[str, Tensor | None] = dict(totals)
+        for name, gradient in kept.items():
+            now = found.get(name)
+            found[name] = gradient if now is None else gradient.add_(now)
+        found |= {input_key(name): gradient for name, gradient in inputs.items()}
+        return [found.get(name) for name in self.sources]
+
+
+def _refuse(gradients: Mapping[int, Tensor | None], specs: Mapping[int, OutputSpec]) -> None:
+    used = [specs[place].path for place, gradient in gradients.items() if gradient is not None]
+    if used:
+        raise InputError(
+            f"backward reached {', '.join(used)}, but this model's step starts from its own loss, whose backward has "
+            "already run. Expected a loss made from the model's loss alone; pass loss_mode='outputs' to go backward "
+            "from any output."
+        )
+
+
+def _scaled(gradients: Mapping[Key, Tensor | None], scale: Tensor) -> dict[Key, Tensor]:
+    present = {key: gradient for key, gradient in gradients.items() if gradient is not None}
+    if scale.item() != 1.0:
+        for gradient in present.values():
+            gradient.mul_(scale)
+    return present

@@ -1,0 +1,56 @@
+"""Asks the user's function for the weight of each micro-batch."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from autovaruna.errors import InputError
+from autovaruna.parallel.calls import SharedCall
+from autovaruna.runtime.batch import GlobalBatch, MicroBatch
+from autovaruna.runtime.world import World
+
+
+def micro_batch_weights(
+    weigh: Callable[..., float] | None, model: nn.Module, shared: SharedCall, batch: GlobalBatch, world: World
+) -> list[float]:
+    """Returns a weight for each micro-batch, in order; empty without a function. Collective.
+
+    Args:
+        weigh: The user's ``micro_batch_weight``: gets the arguments of the model by name, cut to one micro-batch.
+        model: The model, whose signature names positional arguments.
+        shared: The call.
+        batch: Its micro-batches.
+        world: The ranks.
+    """
+    if weigh is None:
+        return []
+    own: dict[int, float] = {}
+    error: Exception | None = None
+    try:
+        own = {part.index: _weight(weigh, model, shared, part) for part in batch.owned_by(world.rank)}
+    except Exception as caught:
+        error = caught
+    world.agree(error, "weighing micro-batches")
+    known: dict[int, float] = {}
+    for found in world.gather_objects(own, "weighing micro-batches"):
+        known |= found
+    return [known[index] for index in batch.micro_batches]
+
+
+def _weight(weigh: Callable[..., float], model: nn.Module, shared: SharedCall, part: MicroBatch) -> float:
+    tensors = [_rows(tensor, part) if spec.is_batch else tensor
+               for tensor, spec in zip(shared.tensors, shared.call.inputs, strict=True)]
+    args, kwargs = shared.call.tree.unflatten(tensors)
+    weight: Any = weigh(dict(inspect.signature(model.forward).bind(*args, **kwargs).arguments))
+    number = float(weight)
+    if not number >= 0:
+        raise InputError(f"micro_batch_weight returned {weight!r}; expected a number of at least zero.")
+    return number
+
+
+def _rows(tensor: Tensor, part: MicroBatch) -> Tensor:
+    return tensor[part.start : part.start + part.size]

@@ -1,0 +1,303 @@
+"""Defines `AutoVaruna`: the one line that turns a training script into a pipeline- and data-parallel one."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autovaruna.config import log_settings, resolve
+from autovaruna.errors import AutoVarunaError, InputError, RankError
+from autovaruna.graph.call import describe
+from autovaruna.graph.traced import TracedModel, trace
+from autovaruna.log import configure
+from autovaruna.parallel.calls import SharedCall, share_call
+from autovaruna.parallel.engine import Engine
+from autovaruna.parallel.machine import find_device
+from autovaruna.parallel.preparation import Preparation
+from autovaruna.parallel.weights import micro_batch_weights
+from autovaruna.planner.records import Plan
+from autovaruna.runtime.batch import GlobalBatch, cut_batch, weigh
+from autovaruna.runtime.environment import get_world
+from autovaruna.runtime.norm import clip_grad_norm
+from autovaruna.runtime.optimizer import CutOptimizer
+from autovaruna.runtime.placement import OwnedState, Placement
+from autovaruna.runtime.state import load_part, whole_state
+from autovaruna.runtime.world import World
+
+logger = logging.getLogger(__name__)
+
+
+class AutoVaruna(nn.Module):
+    """Trains a model over all ranks of ``mpirun``, split as the planner finds best.
+
+    The first call traces the model, measures it, plans, and gives each rank its part. On one process the model is
+    called as it is, unless a setting asks for micro-batches, stages or recomputation.
+
+    Args:
+        model: Any model that torch.export can trace.
+        optimizer: Its optimizer; its groups are cut down in place to this rank's parameters.
+        **settings: See ``python -m autovaruna config``.
+
+    Raises:
+        ConfigError: a setting is unknown or of the wrong kind.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, **settings: Any) -> None:
+        super().__init__()
+        if isinstance(model, AutoVaruna) or not isinstance(model, nn.Module):
+            raise InputError(f"AutoVaruna wraps a torch.nn.Module that is not wrapped yet: got {type(model).__name__}.")
+        if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+            raise InputError(f"The second argument is the optimizer: got {type(optimizer).__name__}, expected a "
+                             "torch.optim.Optimizer; settings are keywords.")
+        self.settings = resolve(settings)
+        self.__dict__["module"] = model  # not registered: names must stay the model's own
+        self.training = model.training
+        self._optimizer = optimizer
+        self._state = OwnedState(model)
+        names = {id(self._state.tensor(name)): name for name in self._state.places}
+        self._parameter_names = [self._state.first_name[name] for name, _ in model.named_parameters()]
+        self._cut_optimizer = None if optimizer is None else CutOptimizer(optimizer, names)
+        self._engine: Engine | None = None
+        self._preparation: Preparation | None = None
+        self._traces: dict[str, TracedModel] = {}
+        self._num_calls = 0
+        self._is_synchronising = True
+        self._known_world: World | None = None
+
+    @property
+    def world(self) -> World:
+        """The ranks; the first use starts MPI."""
+        if self._known_world is None:
+            self._known_world = get_world()
+            configure(self._known_world.rank)
+            if self.settings.show_settings:
+                log_settings(self.settings)
+        return self._known_world
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan; None before the first call, and on one process that runs the model as it is."""
+        return self._engine.plan if self._engine is not None else None
+
+    @property
+    def loss_mode(self) -> str | None:
+        """What calls do: ``loss`` (the whole step), ``outputs`` (forwards; backwards in backward), None: not known."""
+        latest = next(reversed(self._traces.values()), None)
+        if latest is None:
+            return None
+        return "loss" if latest.loss is not None else "outputs"
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the model on this rank's mini-batch; returns what the model returns, for the global batch."""
+        if self._is_plain():
+            return self.module(*args, **kwargs)
+        error: Exception | None = None
+        try:
+            tensors, call = describe(self.module, args, kwargs, self.settings.batch_inputs)
+        except AutoVarunaError as caught:
+            error = caught
+        self.world.agree(error, "reading the model's inputs")
+        is_replicated = self.settings.inputs == "replicated"
+        shared = share_call(call, tensors, self._num_calls, is_replicated, self.world)
+        engine = self._engine or self._start(shared)
+        batch = self._cut(shared, engine.plan, is_replicated)
+        traced = self._trace(shared, batch)
+        self._num_calls += 1
+        return engine.run(traced, shared, batch)
+
+    def _is_plain(self) -> bool:
+        """Whether the model is called as it is: one process, and no setting that asks for more."""
+        asks = self.settings.num_micro_batches or self.settings.micro_batch_size or self.settings.num_stages > 1
+        asks = asks or self.settings.recompute == "all" or self.settings.memory_limit_bytes or self.settings.cuts
+        return self.world.num_ranks == 1 and not asks and not self.settings.stage_ranks
+
+    def _start(self, shared: SharedCall) -> Engine:
+        """Plans, and gives each rank its part of the model. Collective."""
+        preparation = self._prepare(shared)
+        plan, assignment, placement = preparation.plan, preparation.assignment, preparation.placement
+        self._state.distribute(placement, self.world, preparation.device, preparation.seed)
+        if self._cut_optimizer is not None:
+            held = {name: parameter for name, parameter in self._state.parameters().items() if not parameter.is_meta}
+            self._cut_optimizer.cut(held)
+        self._engine = Engine(
+            self._state, plan, assignment, placement, preparation.schedule, self.settings, self.world,
+            preparation.device, preparation.seed,
+        )
+        self._engine.is_synchronising = self._is_synchronising
+        return self._engine
+
+    def _prepare(self, shared: SharedCall) -> Preparation:
+        device = find_device(self.module, self.settings)
+        traced = self._agreed_trace(shared, device, -(-max(shared.sizes) // self._expected_micro_batches(shared)))
+        self._preparation = Preparation(traced, self.module, self._optimizer, shared, self.settings, self.world, device)
+        return self._preparation
+
+    def _expected_micro_batches(self, shared: SharedCall) -> int:
+        """Returns the micro-batches of one mini-batch, for a graph that is traced for one size alone."""
+        if self._engine is not None:
+            total = self._engine.plan.num_micro_batches
+        elif self.settings.micro_batch_size:
+            return max(1, -(-max(shared.sizes) // self.settings.micro_batch_size))
+        else:
+            total = self.settings.num_micro_batches or self.world.num_ranks
+        return max(1, total if self.settings.inputs == "replicated" else total // self.world.num_ranks)
+
+    def _cut(self, shared: SharedCall, plan: Plan, is_replicated: bool) -> GlobalBatch:
+        batch = cut_batch(shared.sizes, plan.num_micro_batches, is_replicated)
+        weights = micro_batch_weights(self.settings.micro_batch_weight, self.module, shared, batch, self.world)
+        return weigh(batch, weights, self.settings.reduction == "sum")
+
+    def _trace(self, shared: SharedCall, batch: GlobalBatch) -> TracedModel:
+        """Returns the call's graph; one that is not known yet is traced. Collective."""
+        assert self._preparation is not None
+        return self._agreed_trace(shared, self._preparation.device, max(part.size for part in batch.micro_batches.values()))
+
+    def _agreed_trace(self, shared: SharedCall, device: torch.device, micro_batch_size: int) -> TracedModel:
+        key = shared.key if self.settings.dynamic_batch else f"{shared.key}/{micro_batch_size}"
+        if key not in self._traces:
+            error: Exception | None = None
+            try:
+                self._traces[key] = trace(
+                    self.module,
+                    shared.call,
+                    device,
+                    is_dynamic=self.settings.dynamic_batch,
+                    micro_batch_size=micro_batch_size,
+                    loss_mode=self.settings.loss_mode,
+                )
+            except Exception as caught:
+                error = caught
+            self.world.agree(error, "tracing")
+            self._compare(self._traces[key])
+        else:
+            self._traces[key] = self._traces.pop(key)  # the latest is last
+        return self._traces[key]
+
+    def _compare(self, traced: TracedModel) -> None:
+        """Makes sure that every rank traced the same model."""
+        prints = self.world.gather_objects(traced.graph.fingerprint, "comparing graphs")
+        if len(set(prints)) > 1:
+            raise RankError(
+                f"The ranks traced different models: their fingerprints are {prints}. Expected the same model, built "
+                "with the same arguments, on every rank; weights may differ, operations and shapes may not."
+            )
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Keeps gradients on each rank back; the next call outside, or `allreduce_grads`, sums them with its own."""
+        before = self._is_synchronising
+        self.delay_grad_allreduce(True)
+        try:
+            yield
+        finally:
+            self.delay_grad_allreduce(not before)
+
+    def delay_grad_allreduce(self, is_delayed: bool) -> None:
+        """Keeps gradients back from now on (RaNNC's name), until `allreduce_grads`."""
+        self._is_synchronising = not is_delayed
+        if self._engine is not None:
+            self._engine.is_synchronising = not is_delayed
+
+    def allreduce_grads(self) -> None:
+        """Sums the gradients that were kept back and adds them to ``.grad``. Collective."""
+        if self._engine is None:
+            return
+        parameters = self._state.parameters()
+        for name, total in self._engine.synchronise().items():
+            gradient = parameters[name].grad
+            parameters[name].grad = total if gradient is None else gradient.add_(total)
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
+        """Scales the gradients so that the norm of all of them, on all ranks, is at most `max_norm`. Collective.
+
+        Returns:
+            The norm before, the same on every rank and for every plan.
+        """
+        if self._engine is None:
+            return torch.nn.utils.clip_grad_norm_(self.parameters(), max_norm, norm_type, error_if_nonfinite)
+        return clip_grad_norm(
+            self._state, self._engine.placement, self._parameter_names, self.world, max_norm, norm_type,
+            error_if_nonfinite,
+        )
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        """Returns the whole model's state under its own names, on every rank. Collective after the first call."""
+        if self._engine is None:
+            return dict(self.module.state_dict(*args, **kwargs))
+        prefix = kwargs.get("prefix", "")
+        entries = whole_state(self._state, self._engine.placement, self.world)
+        return {prefix + name: value for name, value in entries.items()}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Loads a whole model's state, of which this rank takes its part; `assign` is as in plain PyTorch."""
+        if self._engine is None:
+            result = self.module.load_state_dict(state_dict, strict=strict, assign=assign)
+            self._state = OwnedState(self.module)
+            return result
+        return load_part(self._state, state_dict, strict)
+
+    def optimizer_state_dict(self) -> dict[str, Any]:
+        """Returns the state of the whole optimizer, in the form of plain PyTorch, on every rank. Collective."""
+        return self._need_optimizer().state_dict(self._placement(), self.world)
+
+    def load_optimizer_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Loads the state of a whole optimizer, of which this rank takes its part."""
+        self._need_optimizer().load_state_dict(state_dict, self._placement(), self.world.rank)
+
+    def save_deployment(self, path: str) -> None:
+        """Writes the plan, with what it is valid for, to a file.
+
+        Raises:
+            InputError: there is no plan yet.
+        """
+        if self._preparation is None:
+            raise InputError("There is no plan to save: got no call of the model yet, or one process that needs none.")
+        self._preparation.save(path)
+
+    def train(self, mode: bool = True) -> AutoVaruna:
+        """Sets training mode on the model."""
+        self.training = mode
+        self.module.train(mode)
+        return self
+
+    def named_parameters(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yields the parameters that this rank holds, under the model's own names."""
+        for name, parameter in self.module.named_parameters(prefix, recurse, remove_duplicate):
+            if self._engine is None or not parameter.is_meta:
+                yield name, parameter
+
+    def named_buffers(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Iterator[tuple[str, Tensor]]:
+        """Yields the buffers of the model, under its own names."""
+        yield from self.module.named_buffers(prefix, recurse, remove_duplicate)
+
+    def extra_repr(self) -> str:
+        """Returns the wrapped model's print."""
+        return repr(self.module)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> AutoVaruna:
+        """Moves or casts the model, as ``to``, ``half`` and the like ask; before the first call only."""
+        if self._engine is not None:
+            raise InputError("The model has been split over the ranks: got to(), cuda() or a cast after the first call. "
+                             "Move or cast it before the first call.")
+        self.module._apply(fn, recurse)
+        self._state = OwnedState(self.module)
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        """Finds what AutoVaruna does not define on the wrapped model (``model.config``)."""
+        if "module" not in self.__dict__ or name == "module":
+            raise AttributeError(name)
+        return getattr(self.__dict__["module"], name)
+
+    def _need_optimizer(self) -> CutOptimizer:
+        if self._cut_optimizer is None:
+            raise InputError("There is no optimizer: AutoVaruna(model, optimizer) was called without one.")
+        return self._cut_optimizer
+
+    def _placement(self) -> Placement:
+        return self._engine.placement if self._engine is not None else Placement({}, self.world.num_ranks)

@@ -1,0 +1,58 @@
+"""Clips gradients by the norm of all of them: the same number on every rank, for every plan."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from autovaruna.runtime.placement import OwnedState, Placement
+from autovaruna.runtime.world import World
+
+
+def clip_grad_norm(
+    state: OwnedState,
+    placement: Placement,
+    names: Sequence[str],
+    world: World,
+    max_norm: float,
+    norm_type: float,
+    error_if_nonfinite: bool,
+) -> Tensor:
+    """Clips as ``torch.nn.utils.clip_grad_norm_`` does, over the parameters of all ranks. Collective.
+
+    A parameter counts once, whoever holds it. The norms of single parameters are put together in the order of the
+    model's own list, so that no plan changes the sum.
+
+    Args:
+        state: The model's parameters.
+        placement: Who holds them.
+        names: First names of all parameters, in the model's order.
+        world: The ranks.
+        max_norm, norm_type, error_if_nonfinite: As in PyTorch.
+
+    Returns:
+        The norm before clipping.
+
+    Raises:
+        RuntimeError: the norm is not finite and `error_if_nonfinite` is set.
+    """
+    own = {name: parameter.grad for name, parameter in state.parameters().items() if parameter.grad is not None}
+    device = next((gradient.device for gradient in own.values()), torch.device("cpu"))
+    norms = torch.zeros(len(names), dtype=torch.float64, device=device)
+    for place, name in enumerate(names):
+        if name in own and placement.ranks_of(name)[0] == world.rank:
+            norms[place] = torch.linalg.vector_norm(own[name], norm_type)
+    world.all_reduce(norms, tuple(range(world.num_ranks)))
+    dtype = torch.float32 if not own else next(iter(own.values())).dtype
+    total = torch.linalg.vector_norm(norms.to(dtype), norm_type)
+    if error_if_nonfinite and not torch.isfinite(total):
+        raise RuntimeError(
+            f"The norm of order {norm_type} of the gradients is {total.item()}, so they cannot be clipped. Pass "
+            "error_if_nonfinite=False to clip nevertheless."
+        )
+    coefficient = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+    for gradient in own.values():
+        gradient.mul_(coefficient)
+    return total

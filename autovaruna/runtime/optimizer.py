@@ -1,0 +1,115 @@
+"""Cuts an optimizer down to the parameters of this rank, in place, and puts its state together again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autovaruna.errors import InputError
+from autovaruna.runtime.placement import Placement
+from autovaruna.runtime.world import World
+
+
+class CutOptimizer:
+    """An optimizer whose groups keep this rank's parameters alone; schedulers and hooks go on working.
+
+    Args:
+        optimizer: The user's optimizer, made from all parameters of the model.
+        names: First name of each parameter, by identity.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> None:
+        self.optimizer = optimizer
+        self._groups = [[names.get(id(parameter), "") for parameter in group["params"]] for group in optimizer.param_groups]
+        self._is_cut = False
+
+    def cut(self, held: Mapping[str, nn.Parameter]) -> None:
+        """Takes the parameters that this rank does not hold out of every group; empty groups stay."""
+        for group, names in zip(self.optimizer.param_groups, self._groups, strict=True):
+            kept = [
+                parameter
+                for parameter, name in zip(group["params"], names, strict=True)
+                if not name or held.get(name) is parameter
+            ]
+            for parameter in group["params"]:
+                if not any(parameter is other for other in kept):
+                    self.optimizer.state.pop(parameter, None)
+            group["params"][:] = kept
+        self._is_cut = True
+
+    def state_dict(self, placement: Placement, world: World) -> dict[str, Any]:
+        """Returns the state of the whole optimizer, in the form of plain PyTorch, on every rank. Collective."""
+        if not self._is_cut:
+            return self.optimizer.state_dict()
+        own = self.optimizer.state_dict()
+        mine = {name: own["state"].get(place, {}) for place, name in enumerate(self._own_names(world.rank, placement))}
+        known = world.gather_objects({name: _without_numbers(state) for name, state in mine.items()}, "optimizer state")
+        state: dict[int, dict[str, Any]] = {}
+        for place, name in enumerate(name for names in self._groups for name in names):
+            root = placement.ranks_of(name)[0]
+            if known[root].get(name):
+                state[place] = self._fetch(mine.get(name, {}), known[root][name], root, world)
+        return {"state": state, "param_groups": self._whole_groups(own["param_groups"])}
+
+    def load_state_dict(self, state: Mapping[str, Any], placement: Placement, rank: int) -> None:
+        """Loads this rank's part of the state of a whole optimizer.
+
+        Raises:
+            InputError: the state is of an optimizer with other groups.
+        """
+        if not self._is_cut:
+            self.optimizer.load_state_dict(dict(state))
+            return
+        sizes = [len(group["params"]) for group in state["param_groups"]]
+        expected = [len(names) for names in self._groups]
+        if sizes != expected:
+            raise InputError(f"The optimizer state has groups of {sizes} parameters; expected groups of {expected}.")
+        places = {name: index for index, name in enumerate(self._own_names(rank, placement))}
+        own: dict[int, Any] = {}
+        index = 0
+        for group, names in zip(state["param_groups"], self._groups, strict=True):
+            for place, name in zip(group["params"], names, strict=True):
+                if name in places and place in state["state"]:
+                    own[places[name]] = state["state"][place]
+        groups = []
+        for group, names in zip(state["param_groups"], self._groups, strict=True):
+            count = sum(name in places for name in names)
+            groups.append({**group, "params": list(range(index, index + count))})
+            index += count
+        self.optimizer.load_state_dict({"state": own, "param_groups": groups})
+
+    def _own_names(self, rank: int, placement: Placement) -> list[str]:
+        return [name for names in self._groups for name in names if not name or rank in placement.ranks_of(name)]
+
+    def _whole_groups(self, own: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        groups, start = [], 0
+        for group, names in zip(own, self._groups, strict=True):
+            groups.append({**group, "params": list(range(start, start + len(names)))})
+            start += len(names)
+        return groups
+
+    def _fetch(self, own: Mapping[str, Any], known: Mapping[str, Any], root: int, world: World) -> dict[str, Any]:
+        fetched: dict[str, Any] = {}
+        for key, value in known.items():
+            if isinstance(value, _Shape):
+                tensor = own[key].detach().clone() if world.rank == root else torch.empty(value.shape, dtype=value.dtype)
+                world.broadcast(tensor, root, tuple(range(world.num_ranks)))
+                fetched[key] = tensor
+            else:
+                fetched[key] = value
+        return fetched
+
+
+class _Shape:
+    """Stands for a tensor of the state while only shapes are exchanged."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.shape = tuple(tensor.shape)
+        self.dtype = tensor.dtype
+
+
+def _without_numbers(state: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: _Shape(value) if isinstance(value, Tensor) else value for key, value in state.items()}

@@ -1,0 +1,117 @@
+"""Gives each rank its own part of the model: weights start as rank 0's, and what a rank does not hold is let go."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from autovaruna.planner.records import Plan
+from autovaruna.runtime.materialize import materialize
+from autovaruna.runtime.world import World
+from autovaruna.stage.assignment import Assignment
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Which ranks hold each parameter, and each buffer that a step changes, by first name.
+
+    Names that are missing are held by every rank. The first holder is the one that others follow.
+    """
+
+    holders: dict[str, tuple[int, ...]]
+    num_ranks: int
+
+    def ranks_of(self, name: str) -> tuple[int, ...]:
+        """Returns the ranks that hold a parameter or buffer, the leading one first."""
+        return self.holders.get(name, tuple(range(self.num_ranks)))
+
+
+def placement_of(assignment: Assignment, plan: Plan) -> Placement:
+    """Returns the placement of a plan's stages."""
+    return Placement(
+        {
+            name: tuple(dict.fromkeys(rank for stage in stages for rank in plan.stages[stage].ranks))
+            for name, stages in assignment.holders.items()
+        },
+        plan.num_ranks,
+    )
+
+
+class OwnedState:
+    """The parameters and buffers of a model by first name, of which this rank keeps its part.
+
+    Args:
+        model: The model; parameters that this rank does not hold are replaced by ones on ``meta``.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.places: dict[str, list[tuple[nn.Module, str]]] = {}
+        self.first_name: dict[str, str] = {}
+        first: dict[int, str] = {}
+        for path, module in model.named_modules(remove_duplicate=False):
+            for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
+                if tensor is not None:
+                    full = f"{path}.{name}" if path else name
+                    known = first.setdefault(id(tensor), full)
+                    self.first_name[full] = known
+                    self.places.setdefault(known, []).append((module, name))
+
+    def tensor(self, name: str) -> Tensor:
+        """Returns a parameter or buffer by first name, on ``meta`` if this rank does not hold it."""
+        module, attribute = self.places[name][0]
+        tensor = module._parameters.get(attribute)
+        found = tensor if tensor is not None else module._buffers[attribute]
+        assert found is not None
+        return found
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """Returns the parameters by first name."""
+        found = {name: self.tensor(name) for name in self.places}
+        return {name: tensor for name, tensor in found.items() if isinstance(tensor, nn.Parameter)}
+
+    def buffers(self) -> dict[str, Tensor]:
+        """Returns the buffers by first name."""
+        found = {name: self.tensor(name) for name in self.places}
+        return {name: tensor for name, tensor in found.items() if not isinstance(tensor, nn.Parameter)}
+
+    def distribute(self, placement: Placement, world: World, device: torch.device, seed: int) -> None:
+        """Gives every rank its part, with the numbers of rank 0, and frees the rest. Collective.
+
+        Args:
+            placement: Who holds what.
+            world: The ranks.
+            device: Where this rank computes.
+            seed: What weights of a model on ``meta`` are drawn from.
+        """
+        held = {name for name in self.places if world.rank in placement.ranks_of(name)}
+        drawn = set(materialize(self, held, device, seed))
+        somewhere = set().union(*world.gather_objects(drawn, "materialising weights"))
+        for name in self.places:
+            ranks = placement.ranks_of(name)
+            root = ranks[0] if name in somewhere else 0
+            group = tuple(sorted({root, *ranks}))
+            if world.rank in group and len(group) > 1:
+                world.broadcast(self.tensor(name).detach(), root, group)
+        for name in self.places.keys() - held:
+            self._let_go(name)
+
+    def replace(self, name: str, tensor: Tensor) -> None:
+        """Puts another tensor in every place of a parameter or buffer."""
+        old = self.tensor(name)
+        for module, attribute in self.places[name]:
+            own = module._parameters if attribute in module._parameters else module._buffers
+            own[attribute] = tensor  # type: ignore[assignment]
+            flat = module.__dict__.get("_flat_weights")
+            if flat is not None:
+                module.__dict__["_flat_weights"] = [tensor if weight is old else weight for weight in flat]
+
+    def _let_go(self, name: str) -> None:
+        tensor = self.tensor(name)
+        if isinstance(tensor, nn.Parameter):
+            self.replace(name, nn.Parameter(tensor.detach().to("meta"), tensor.requires_grad))
+
+
