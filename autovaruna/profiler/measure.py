@@ -1,0 +1,113 @@
+"""Measures: `TracedModel` in, costs out. No rank talks to another here; the caller gathers and merges."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from time import perf_counter
+
+import torch
+from torch import Tensor, nn
+
+from autovaruna.errors import MeasureError
+from autovaruna.graph.random import untouched_generator
+from autovaruna.graph.traced import TracedModel
+from autovaruna.profiler.memory import Bytes, count_bytes
+from autovaruna.profiler.parts import Part, block_parts, layer_parts, repeated_part
+from autovaruna.profiler.samples import Samples
+from autovaruna.profiler.timing import time_work
+from autovaruna.profiler.work import make_work
+
+logger = logging.getLogger(__name__)
+
+Key = tuple[str, int]
+"""Signature of a part, and samples in the micro-batch."""
+
+
+@dataclass(frozen=True)
+class PartCost:
+    """What was measured of one part: seconds of a forward and of a backward (0: there is none), and bytes."""
+
+    forward_seconds: float
+    backward_seconds: float
+    num_bytes: Bytes
+
+
+def measure(
+    traced: TracedModel,
+    model: nn.Module,
+    micro_batch_sizes: Sequence[int],
+    device: torch.device,
+    *,
+    iterations: int = 5,
+    budget_seconds: float = 10.0,
+    share: tuple[int, int] = (0, 1),
+    inputs: Sequence[Tensor] = (),
+    on_progress: Callable[[int, int], None] | None = None,
+) -> dict[Key, PartCost]:
+    """Measures every distinct block and layer of a traced model, or one rank's share of them.
+
+    Args:
+        traced: The traced model.
+        model: The model; its parameters may be on ``meta``, and nothing of it is changed.
+        micro_batch_sizes: Samples in a micro-batch; one measurement of each.
+        device: Where to measure.
+        iterations: Samples of each measurement.
+        budget_seconds: Time after which each part is sampled once only.
+        share: ``(rank, num_ranks)``; this rank measures every num_ranks-th part.
+        inputs: Tensors of a call in the order of ``traced.call.inputs``, so that integers are what they will be;
+            without them integers are zeros.
+        on_progress: Called with the parts measured so far and their number.
+
+    Returns:
+        A cost for each part of this rank's share. A model that was traced without gradients has no backward.
+
+    Raises:
+        MeasureError: a part cannot be run; says which.
+    """
+    rank, num_ranks = share
+    jobs = [(part, size) for size in micro_batch_sizes for part in _distinct(traced)][rank::num_ranks]
+    samples = Samples(traced, model, device, inputs)
+    ends = perf_counter() + budget_seconds
+    costs: dict[Key, PartCost] = {}
+    with untouched_generator(device):
+        for done, (part, size) in enumerate(jobs):
+            allowance = max(0.0, ends - perf_counter()) / (len(jobs) - done)
+            costs[part.signature, size] = _measure_one(part, samples, size, iterations, allowance)
+            if on_progress is not None:
+                on_progress(done + 1, len(jobs))
+    logger.info("measured %d of %d blocks", len(costs), len(traced.graph.blocks))
+    return costs
+
+
+def merge(shares: Iterable[dict[Key, PartCost]]) -> dict[Key, PartCost]:
+    """Joins the shares of all ranks."""
+    return {key: cost for share in shares for key, cost in share.items()}
+
+
+def _distinct(traced: TracedModel) -> list[Part]:
+    parts = [*block_parts(traced), *layer_parts(traced), repeated_part(traced)]
+    return list({part.signature: part for part in reversed(parts)}.values())[::-1]
+
+
+def _measure_one(part: Part, samples: Samples, size: int, iterations: int, allowance: float) -> PartCost:
+    started = perf_counter()
+    try:
+        work = make_work(part, samples, size)
+        num_bytes = count_bytes(work, samples.device)
+        left = allowance - (perf_counter() - started)
+        return PartCost(*time_work(work, iterations, left, samples.device), num_bytes)
+    except Exception as error:
+        raise MeasureError(_explain(part, size, error)) from error
+
+
+def _explain(part: Part, size: int, error: Exception) -> str:
+    module = next((block.module for block in part.blocks), "") or "the model itself"
+    reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+    return (
+        f"The block {part.name} (module {module}) failed while it was measured with {size} samples: got "
+        f"{type(error).__name__}: {reason}. Expected it to run on random numbers of the traced shapes (integers are "
+        "those of the first batch, or zeros). If memory ran out, lower the micro-batch size; if its operations refuse "
+        "such numbers, please report the module."
+    )

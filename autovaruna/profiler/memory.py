@@ -1,0 +1,161 @@
+"""Counts the bytes of one forward and backward: what is saved for backward, and what is needed while they run.
+
+Memory that autograd saves lies in one of these: it was made and stays inside (counted here); it goes out as an output
+or came in as a value (said here, counted once by `to_profile`, with the block that made it); it is a parameter, a
+buffer or an input (counted by the planner).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from autovaruna.profiler.work import Work
+
+
+@dataclass(frozen=True)
+class Made:
+    """Memory that was made inside and goes out: its first output's place, and whether the part itself saves it."""
+
+    place: int
+    num_bytes: int
+    is_saved: bool
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """What one run of a part keeps and needs.
+
+    Attributes:
+        inside: saved memory that neither came in nor goes out.
+        saved_values: place among the part's values, and bytes, of each one that is saved.
+        made: memory that goes out.
+        work: the most that is needed on top while forward or backward runs, gradients that come in included.
+    """
+
+    inside: int
+    saved_values: tuple[tuple[int, int], ...]
+    made: tuple[Made, ...]
+    work: int
+
+
+def count_bytes(work: Work, device: torch.device) -> Bytes:
+    """Runs `work` once, forward and backward, and counts."""
+    arguments = {_storage(tensor): tensor for tensor in work.arguments if isinstance(tensor, Tensor)}
+    saved: dict[int, Tensor] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        kept = tensor.detach()
+        saved[_storage(kept)] = kept
+        return kept
+
+    meter = _AllocatorMeter(device) if device.type == "cuda" else _OperationMeter(arguments)
+    with _transient_gradients(work), meter:
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            outputs = work.forward()
+        made = _made(outputs, saved, arguments)
+        inside = sum(_num_bytes(saved[key]) for key in saved.keys() - arguments.keys() - made.keys())
+        values = tuple((k, _num_bytes(value)) for k, value in enumerate(work.values) if _storage(value) in saved)
+        saved.clear()
+        if work.needs_gradient:
+            work.backward(outputs)
+    kept = inside + sum(each.num_bytes for each in made.values())
+    return Bytes(inside, values, tuple(made.values()), max(0, meter.peak_bytes - kept))
+
+
+@contextmanager
+def _transient_gradients(work: Work) -> Iterator[None]:
+    """Frees each parameter's gradient once it is there: a step adds it to memory that the planner counts."""
+    values = {id(value) for value in work.values}
+    leaves = [
+        each for each in work.arguments if isinstance(each, Tensor) and each.requires_grad and id(each) not in values
+    ]
+    gradients = [leaf.grad for leaf in leaves]
+    hooks = [leaf.register_post_accumulate_grad_hook(_forget_gradient) for leaf in leaves]  # type: ignore[no-untyped-call]
+    try:
+        for leaf in leaves:
+            leaf.grad = None
+        yield
+    finally:
+        for leaf, gradient, hook in zip(leaves, gradients, hooks, strict=True):
+            leaf.grad = gradient
+            hook.remove()
+
+
+def _forget_gradient(tensor: Tensor) -> None:
+    tensor.grad = None
+
+
+def _made(outputs: Iterable[Tensor], saved: dict[int, Tensor], arguments: dict[int, Tensor]) -> dict[int, Made]:
+    made: dict[int, Made] = {}
+    for place, output in enumerate(outputs):
+        storage = _storage(output)
+        if storage not in arguments:
+            made.setdefault(storage, Made(place, _num_bytes(output), storage in saved))
+    return made
+
+
+class _Meter(Protocol):
+    peak_bytes: int
+
+    def __enter__(self) -> Any: ...
+
+    def __exit__(self, *error: Any) -> Any: ...
+
+
+class _OperationMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Follows the results of operations, each from its first sight until the last tensor on its memory is gone."""
+
+    def __init__(self, known: dict[int, Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.known = known
+        self.live: dict[int, tuple[Callable[[], bool], int]] = {}
+        self.peak_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in pytree.tree_leaves(result):
+            if isinstance(tensor, Tensor) and _storage(tensor) not in self.known:
+                self.live[_storage(tensor)] = (_gone(tensor), _num_bytes(tensor))
+        self.live = {storage: entry for storage, entry in self.live.items() if not entry[0]()}
+        self.peak_bytes = max(self.peak_bytes, sum(num_bytes for _, num_bytes in self.live.values()))
+        return result
+
+
+def _gone(tensor: Tensor) -> Callable[[], bool]:
+    """Returns what says whether a tensor's memory is free."""
+    reference = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+    gone: Callable[[], bool] = reference.expired
+    return gone
+
+
+class _AllocatorMeter:
+    """Asks the device's allocator, which also sees what an operation needs for itself."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.peak_bytes = 0
+
+    def __enter__(self) -> _AllocatorMeter:
+        torch.cuda.reset_peak_memory_stats(self.device)
+        self.before = torch.cuda.memory_allocated(self.device)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.peak_bytes = torch.cuda.max_memory_allocated(self.device) - self.before
+
+
+def _storage(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _num_bytes(tensor: Tensor) -> int:
+    return tensor.untyped_storage().nbytes()

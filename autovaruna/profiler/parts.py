@@ -1,0 +1,116 @@
+"""Defines `Part`: consecutive blocks that are measured together, told apart by what they do and not by where they are.
+
+A block is a part; so is a layer, measured whole to learn what its blocks cost beside each other.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby
+
+from torch import Tensor
+
+from autovaruna.graph.records import Block
+from autovaruna.graph.traced import TracedModel
+
+_LEAST_BLOCKS = 12
+_MOST_BLOCKS = 64
+
+
+@dataclass(frozen=True)
+class Part:
+    """Consecutive blocks of a traced model.
+
+    Attributes:
+        traced: The traced model.
+        blocks: The blocks.
+        nodes: The nodes that are run.
+        name: What to call it in a message.
+    """
+
+    traced: TracedModel
+    blocks: tuple[Block, ...]
+    nodes: tuple[str, ...]
+    name: str
+
+    @cached_property
+    def signature(self) -> str:
+        """A text that is equal for parts that do the same work and give the same results to others."""
+        inside = {name: index for index, name in enumerate(self.nodes)}
+        work = [block.signature for block in self.blocks] or list(self.nodes)
+        text = ",".join([*work, *(str(inside[name]) for name in self.outputs)])
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    @cached_property
+    def outputs(self) -> tuple[str, ...]:
+        """Tensors of the part that other blocks use or that the model returns, in execution order."""
+        inside, returned = set(self.nodes), {spec.node for spec in self.traced.outputs}
+        return tuple(name for name in self.nodes if self._is_tensor(name) and self._leaves(name, inside, returned))
+
+    @cached_property
+    def values(self) -> tuple[str, ...]:
+        """Tensors that come in from other blocks or from repeated nodes, in order of first use."""
+        inside = set(self.nodes)
+        sources = [source for name in self.nodes for source in self.traced.nodes[name].all_input_nodes]
+        return tuple(
+            dict.fromkeys(
+                source.name
+                for source in sources
+                if source.op == "call_function" and source.name not in inside and self._is_tensor(source.name)
+            )
+        )
+
+    def storage(self, name: str) -> int:
+        """Returns which memory a tensor lies in; views share theirs."""
+        return int(self.traced.facts[name].value.untyped_storage()._cdata)
+
+    def _is_tensor(self, name: str) -> bool:
+        return isinstance(self.traced.facts[name].value, Tensor)
+
+    def _leaves(self, name: str, inside: set[str], returned: set[str]) -> bool:
+        users = self.traced.nodes[name].users
+        used = any(
+            user.name not in inside and user.op != "output" and not self.traced.sizes.is_size(user) for user in users
+        )
+        return used or name in returned
+
+
+def block_parts(traced: TracedModel) -> list[Part]:
+    """Returns each block as a part."""
+    return [_part(traced, [block]) for block in traced.graph.blocks]
+
+
+def layer_parts(traced: TracedModel) -> list[Part]:
+    """Returns runs of whole layers; a layer is what a module path says up to its first number.
+
+    Layers of few blocks are taken together, and a layer of very many blocks is parted.
+    """
+    runs: list[list[Block]] = [[]]
+    for _, layer in groupby(traced.graph.blocks, key=_layer):
+        if len(runs[-1]) >= _LEAST_BLOCKS:
+            runs.append([])
+        runs[-1] += layer
+    return [
+        _part(traced, run[start : start + _MOST_BLOCKS]) for run in runs for start in range(0, len(run), _MOST_BLOCKS)
+    ]
+
+
+def repeated_part(traced: TracedModel) -> Part:
+    """Returns the repeated nodes, which are in no block, as a part."""
+    return Part(traced, (), tuple(name for name in traced.nodes if name in traced.repeated), "repeated operations")
+
+
+def _part(traced: TracedModel, blocks: Iterable[Block]) -> Part:
+    blocks = tuple(blocks)
+    nodes = tuple(name for block in blocks for name in block.nodes)
+    name = blocks[0].name if len(blocks) == 1 else f"{blocks[0].name} to {blocks[-1].name}"
+    return Part(traced, blocks, nodes, name)
+
+
+def _layer(block: Block) -> str:
+    match = re.match(r"(?:.*?\.)?\d+(?=\.|$)", block.module)
+    return match[0] if match else ""

@@ -1,0 +1,80 @@
+"""Defines `Work`: a piece with arguments, ready to run forward and backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from autovaruna.graph.extract import Source, extract
+from autovaruna.profiler.parts import Part
+from autovaruna.profiler.samples import Samples
+
+Outputs = Sequence[Tensor]
+
+
+@dataclass(frozen=True)
+class Work:
+    """Something to measure.
+
+    Attributes:
+        run: The forward.
+        arguments: What it is called with.
+        values: Which of them come from other blocks; their gradients are sent on, not kept.
+        make_gradient: Makes the gradient of an output.
+        gradients: One for each output that needs a gradient; made for the outputs of the first run.
+        needs_gradient: Whether there is a backward.
+    """
+
+    run: Callable[..., Outputs]
+    arguments: tuple[Any, ...]
+    values: tuple[Tensor, ...]
+    make_gradient: Callable[[Tensor], Tensor]
+    needs_gradient: bool
+    gradients: list[Tensor] = field(default_factory=list)
+
+    def forward(self) -> Outputs:
+        """Runs forward."""
+        with torch.set_grad_enabled(self.needs_gradient):
+            return self.run(*self.arguments)
+
+    def backward(self, outputs: Outputs) -> None:
+        """Runs backward from outputs of `forward`; gradients of parameters add up, as over micro-batches."""
+        roots = [output for output in outputs if output.requires_grad]
+        if not self.gradients:
+            self.gradients.extend(map(self.make_gradient, roots))
+        torch.autograd.backward(roots, self.gradients)
+        for value in self.values:
+            value.grad = None
+
+
+def make_work(part: Part, samples: Samples, batch_size: int) -> Work:
+    """Returns a part as work on `batch_size` samples."""
+    traced = part.traced
+    piece = extract(traced, part.nodes, part.outputs, is_bare=True)
+    arguments = tuple(samples.argument(argument, batch_size) for argument in piece.arguments)
+    values = {
+        argument.name: tensor
+        for argument, tensor in zip(piece.arguments, arguments, strict=True)
+        if argument.source is Source.VALUE
+    }
+    needs_gradient = any(traced.facts[name].needs_gradient for name in part.outputs)
+    return Work(
+        piece.module.forward,
+        arguments,
+        tuple(values[name] for name in part.values),
+        samples.random_like,
+        needs_gradient,
+    )
+
+
+def empty_work(num_values: int, device: torch.device) -> Work:
+    """Returns work that does nothing to `num_values` tensors that need a gradient: what every call costs."""
+    graph = fx.Graph()
+    placeholders = [graph.placeholder(f"value_{index}") for index in range(num_values)]
+    graph.output(tuple(placeholders))
+    values = tuple(torch.zeros(1, device=device, requires_grad=True) for _ in range(num_values))
+    return Work(fx.GraphModule({}, graph).forward, values, values, torch.ones_like, True)
