@@ -14,10 +14,13 @@ from autovaruna.errors import (
     ScheduleError,
     TraceError,
 )
+from autovaruna.parallel.ranks import barrier, get_rank, get_world_size
+from autovaruna.parallel.wrapper import AutoVaruna
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "AutoVaruna",
     "AutoVarunaError",
     "CheckpointError",
     "ConfigError",
@@ -29,4 +32,7 @@ __all__ = [
     "ScheduleError",
     "TraceError",
     "__version__",
+    "barrier",
+    "get_rank",
+    "get_world_size",
 ]

@@ -1,0 +1,274 @@
+"""Finds the plan for the first call: from a saved deployment that is valid, else by measuring and searching."""
+
+from __future__ import annotations
+
+import io
+import logging
+from collections.abc import Callable
+from functools import cached_property
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from rich.console import Console
+from torch import nn
+
+from autovaruna.errors import DeploymentError
+from autovaruna.graph.traced import TracedModel
+from autovaruna.parallel.calls import SharedCall
+from autovaruna.parallel.machine import describe_cluster, optimizer_factor, rank_memory
+from autovaruna.planner import Constraints, Plan, Problem, make_plan, pipeline_of, schedule_of
+from autovaruna.planner.deployment import Deployment, deployment_of, load, plan_from, save
+from autovaruna.planner.fingerprint import Fingerprint, differences, host_counts
+from autovaruna.planner.table import explain, plan_table
+from autovaruna.profiler.measure import measure, merge
+from autovaruna.profiler.profile import device_name, to_profile
+from autovaruna.profiler.progress import progress_bar
+from autovaruna.profiler.records import Cluster, Profile
+from autovaruna.runtime.placement import Placement, placement_of
+from autovaruna.runtime.world import World
+from autovaruna.schedule import Schedule, check
+from autovaruna.settings import Settings
+from autovaruna.stage.assignment import Assignment, assign
+
+logger = logging.getLogger(__name__)
+Result = TypeVar("Result")
+_SHAPING = (
+    "num_stages", "num_replicas", "num_micro_batches", "micro_batch_size", "min_micro_batches", "max_micro_batches",
+    "recompute", "schedule", "in_flight", "cuts", "stage_ranks", "inputs", "dynamic_batch",
+)
+
+
+class Preparation:
+    """The plan of a model, and all that the engine needs to run it. Making one is collective.
+
+    Args:
+        traced: The graph of the first call.
+        model: The model.
+        optimizer: Its optimizer, to find out what state it keeps.
+        shared: The first call.
+        settings: The settings.
+        world: The ranks.
+        device: Where this rank computes.
+
+    Raises:
+        AutoVarunaError: measuring or planning failed on a rank, or a deployment does not fit; on every rank.
+    """
+
+    def __init__(
+        self,
+        traced: TracedModel,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        shared: SharedCall,
+        settings: Settings,
+        world: World,
+        device: torch.device,
+    ) -> None:
+        self._traced = traced
+        self._model = model
+        self._optimizer = optimizer
+        self._shared = shared
+        self._settings = settings
+        self._world = world
+        self.device = device
+        self.seed = int(world.broadcast_object(_seed(settings), 0, "agreeing on the seed"))
+        self._fingerprint = self._describe_run()
+        self.plan = self._saved_plan() or self._new_plan()
+        self._report()
+
+    @cached_property
+    def assignment(self) -> Assignment:
+        """The stage of each node."""
+        return assign(self._traced, [stage.blocks for stage in self.plan.stages])
+
+    @cached_property
+    def placement(self) -> Placement:
+        """The ranks that hold each parameter."""
+        return placement_of(self.assignment, self.plan)
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        """The instructions of every rank, proven free of deadlock."""
+        schedule = schedule_of(self.plan, self._traced.graph)
+        check(schedule, pipeline_of(self.plan, self._traced.graph))
+        return schedule
+
+    def save(self, path: str) -> None:
+        """Writes the deployment to a file.
+
+        Raises:
+            DeploymentError: it cannot be written.
+        """
+        save(path, deployment_of(self.plan, self._traced.graph, self._fingerprint))
+
+    def _describe_run(self) -> Fingerprint:
+        """Returns what the plan is valid for; known without measuring. Collective."""
+        mine = self._on_all(
+            lambda: (rank_memory(self._world, self.device, self._settings),
+                     optimizer_factor(self._optimizer, self._settings)),
+            "describing the run",
+        )
+        limits, factors = zip(*self._world.gather_objects(mine, "describing the run"), strict=True)
+        return Fingerprint(
+            graph=self._traced.graph.fingerprint,
+            shapes={spec.name: spec.key() for spec in self._traced.call.inputs}
+            | {"global batch": str(self._global_batch_size)},
+            num_ranks=self._world.num_ranks,
+            hosts=host_counts(self._world.hosts),
+            device=device_name(self.device),
+            memory_bytes=limits,
+            settings={name: getattr(self._settings, name) for name in _SHAPING}
+            | {"optimizer_bytes_factor": max(factors)},
+        )
+
+    @property
+    def _global_batch_size(self) -> int:
+        sizes = self._shared.sizes
+        return sizes[0] if self._settings.inputs == "replicated" else sum(sizes)
+
+    def _saved_plan(self) -> Plan | None:
+        """Returns the plan of the deployment file if it is valid; rank 0 reads it for all."""
+        if self._settings.load_deployment is False:
+            return None
+        plan: Plan | None = None
+        error: Exception | None = None
+        if self._world.rank == 0:
+            try:
+                plan = self._read()
+            except Exception as caught:
+                error = caught
+        self._world.agree(error, "loading the deployment")
+        return self._world.broadcast_object(plan, 0, "sharing the deployment")  # type: ignore[no-any-return]
+
+    def _read(self) -> Plan | None:
+        path = Path(self._settings.deployment_file)
+        is_required = self._settings.load_deployment is True
+        if not path.exists() and not is_required:
+            return None
+        try:
+            deployment = load(path)
+            changed = differences(deployment.fingerprint, self._fingerprint)
+            if not changed:
+                plan = plan_from(deployment, self._traced.graph)
+                logger.info("using the saved deployment %s", path)
+                return plan
+        except DeploymentError as error:
+            if is_required:
+                raise
+            changed = [str(error)]
+        if is_required:
+            raise DeploymentError(
+                f"The deployment {path} is stale: {'; '.join(changed)}. Expected one for this run; delete it, or pass "
+                "load_deployment='auto' to plan again."
+            )
+        logger.info("planning again: %s", "; ".join(changed))
+        return None
+
+    def _new_plan(self) -> Plan:
+        """Measures, searches, and saves the deployment. Collective; rank 0 searches for all."""
+        profile = self._measure()
+        cluster = describe_cluster(self._world, self.device, self._settings)
+        plan: Plan | None = None
+        error: Exception | None = None
+        if self._world.rank == 0:
+            try:
+                plan = make_plan(self._problem(profile, cluster))
+            except Exception as caught:
+                error = caught
+        self._world.agree(error, "planning")
+        self.plan = self._world.broadcast_object(plan, 0, "sharing the plan")
+        if self._settings.save_deployment:
+            self._on_all(self._save_on_first, "saving the deployment")
+        return self.plan
+
+    def _save_on_first(self) -> None:
+        if self._world.rank == 0:
+            save(self._settings.deployment_file, deployment_of(self.plan, self._traced.graph, self._fingerprint))
+            logger.info("saved the deployment to %s", self._settings.deployment_file)
+
+    def _measure(self) -> Profile:
+        """Measures the model, each rank its share."""
+
+        def own_share():  # type: ignore[no-untyped-def]
+            with progress_bar("measuring", self._settings.progress and self._world.rank == 0) as advance:
+                return measure(
+                    self._traced,
+                    self._model,
+                    self._sizes_to_measure(),
+                    self.device,
+                    iterations=self._settings.profile_iterations,
+                    share=(self._world.rank, self._world.num_ranks),
+                    inputs=self._shared.tensors,
+                    on_progress=advance,
+                )
+
+        shares = self._world.gather_objects(self._on_all(own_share, "measuring"), "sharing measurements")
+        return to_profile(self._traced, merge(shares), self.device)
+
+    def _sizes_to_measure(self) -> list[int]:
+        """Returns micro-batch sizes that span those a plan may choose."""
+        total = self._global_batch_size
+        fixed = self._settings.num_micro_batches
+        if not self._settings.dynamic_batch:
+            return [self._traced.sizes.batch_size]
+        if self._settings.micro_batch_size:
+            return [min(self._settings.micro_batch_size, total)]
+        if fixed:
+            return [max(1, round(total / fixed))]
+        largest = max(1, total // self._fewest_micro_batches)
+        return sorted({max(1, largest // 4), largest})
+
+    @property
+    def _fewest_micro_batches(self) -> int:
+        """With mini-batches of their own, every rank's samples are at least one micro-batch."""
+        return 1 if self._settings.inputs == "replicated" else sum(1 for _ in self._shared.sizes)
+
+    def _problem(self, profile: Profile, cluster: Cluster) -> Problem:
+        given = self._settings
+        needs_gradient = torch.is_grad_enabled() and any(spec.needs_gradient for spec in self._traced.outputs)
+        has_loss = self._traced.loss is not None or not needs_gradient
+        return Problem(
+            graph=self._traced.graph,
+            profile=profile,
+            cluster=cluster,
+            global_batch_size=self._global_batch_size,
+            optimizer_bytes_factor=float(self._fingerprint.settings["optimizer_bytes_factor"]),
+            needs_gradient=needs_gradient,
+            min_micro_batches_for_inputs=self._fewest_micro_batches,
+            constraints=Constraints(
+                num_stages=given.num_stages,
+                num_replicas=given.num_replicas,
+                num_micro_batches=given.num_micro_batches,
+                micro_batch_size=given.micro_batch_size,
+                min_micro_batches=given.min_micro_batches,
+                max_micro_batches=given.max_micro_batches,
+                recompute=given.recompute,
+                schedule=given.schedule if has_loss else "gpipe",  # all forwards come before the caller's backward
+                in_flight=given.in_flight if has_loss else 0,
+                cuts=given.cuts,
+                stage_ranks=given.stage_ranks,
+            ),
+        )
+
+    def _on_all(self, act: Callable[[], Result], what: str) -> Result:
+        """Does something on every rank; an error on one is an error on all."""
+        error: Exception | None = None
+        result: Result | None = None
+        try:
+            result = act()
+        except Exception as caught:
+            error = caught
+        self._world.agree(error, what)
+        return result  # type: ignore[return-value]
+
+    def _report(self) -> None:
+        if self._world.rank == 0 and logger.isEnabledFor(logging.INFO):
+            console = Console(width=110, file=io.StringIO())
+            with console.capture() as capture:
+                console.print(plan_table(self.plan, self._traced.graph))
+            logger.info("the plan:\n%s\n%s", capture.get().rstrip(), explain(self.plan, self._traced.graph))
+
+
+def _seed(settings: Settings) -> int:
+    return torch.initial_seed() if settings.seed is None else settings.seed
