@@ -1,0 +1,50 @@
+"""Runs the examples as a user does; each asserts its own result."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+MPIRUN = shutil.which("mpirun", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
+ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OMPI_MCA_mpi_yield_when_idle": "1"}
+
+
+def run(name: str, num_ranks: int, directory: Path) -> str:
+    """Runs an example in a directory and returns what it printed."""
+    command = [sys.executable, str(EXAMPLES / f"{name}.py")]
+    if num_ranks > 1:
+        if MPIRUN is None:
+            pytest.skip("mpirun is not there")
+        command = [MPIRUN, "-np", str(num_ranks), "--oversubscribe", "--bind-to", "none", *command]
+    path = os.pathsep.join([str(EXAMPLES.parent), os.environ.get("PYTHONPATH", "")])
+    result = subprocess.run(
+        command,
+        cwd=directory,
+        env={**os.environ, **ROOT, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("name", ["tutorial", "train_digits", "finetune_hf"])
+def test_an_example_holds_its_own_assertions(name: str, num_ranks: int, tmp_path: Path) -> None:
+    assert run(name, num_ranks, tmp_path)
+
+
+def test_three_ranks_run_the_tutorial(tmp_path: Path) -> None:
+    assert "3 rank(s) trained the same weights" in run("tutorial", 3, tmp_path)
+
+
+def test_examples_are_short() -> None:
+    for file in EXAMPLES.glob("*.py"):
+        assert len(file.read_text().splitlines()) <= 80, f"{file.name} is longer than 80 lines"
