@@ -39,7 +39,7 @@ class ConnectedWorld(World):
         self._counts: Counter[Event] = Counter()
         self._answers: deque[Answer] = deque()
         self._failure: Failure | None = None
-        self._sends: deque[Pending] = deque()
+        self._sends: list[Pending] = []
         self._receives: set[Pending] = set()
         self._groups: dict[tuple[int, ...], Group] = {}
 
@@ -101,13 +101,13 @@ class ConnectedWorld(World):
     def send_object(self, value: object, destination: int, tag: int) -> Pending:
         """Starts to send an object, as its length and its pickle."""
         data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        return self.post_sends([torch.tensor([data.numel()]), data], destination, OBJECT_CHANNEL, tag)
+        return self.post_sends([torch.tensor([data.numel()], device="cpu"), data], destination, OBJECT_CHANNEL, tag)
 
     def receive_object(self, source: int, tag: int) -> Any:
         """Returns the next object that `source` sent with `tag`."""
-        length = torch.empty(1, dtype=torch.int64)
+        length = torch.empty(1, dtype=torch.int64, device="cpu")
         self.post_receives([length], source, OBJECT_CHANNEL, tag).wait()
-        data = torch.empty(int(length.item()), dtype=torch.uint8)
+        data = torch.empty(int(length.item()), dtype=torch.uint8, device="cpu")
         self.post_receives([data], source, OBJECT_CHANNEL, tag).wait()
         return pickle.loads(data.numpy().tobytes())
 
@@ -189,18 +189,18 @@ class ConnectedWorld(World):
 
     def progress(self) -> None:
         """Lets messages and reductions advance; forgets finished sends."""
-        while self._sends and self._sends[0].is_done():
-            self._sends.popleft()
+        self._sends = [message for message in self._sends if not message.is_done()]
         self._advance_groups()
         self.listen()
+        self._raise_failure()
 
     def flush(self) -> None:
         """Blocks until everything that this rank sent has left it."""
         for group in self._groups.values():
             self.wait_until(group.is_idle, group.waiting)
-        while self._sends:
-            self._sends[0].wait()
-            self._sends.popleft()
+        for message in self._sends:
+            message.wait()
+        self._sends = []
 
     def _advance_groups(self) -> None:
         for group in self._groups.values():

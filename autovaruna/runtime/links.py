@@ -83,7 +83,7 @@ def measure_pair(world: World, pair: Pair) -> LinkCost:
 
 def one_way_seconds(world: World, peer: int, num_bytes: int, num_times: int) -> float:
     """Returns the median seconds of half a message there and back; the lower rank begins."""
-    outgoing, incoming = (torch.zeros(num_bytes, dtype=torch.uint8) for _ in range(2))
+    outgoing, incoming = (torch.zeros(num_bytes, dtype=torch.uint8, device="cpu") for _ in range(2))
 
     def there() -> None:
         world.send([outgoing], peer, TAG).wait()
@@ -97,9 +97,9 @@ def one_way_seconds(world: World, peer: int, num_bytes: int, num_times: int) -> 
 
 def measure_all_reduce(world: World) -> float:
     """Returns the bytes per second of an all-reduce over all ranks, on the slowest of them."""
-    tensor, ranks = torch.zeros(REDUCED_BYTES // 4), tuple(range(world.num_ranks))
+    tensor, ranks = torch.zeros(REDUCED_BYTES // 4, device="cpu"), tuple(range(world.num_ranks))
     seconds = median_seconds([lambda: world.all_reduce(tensor, ranks)], REDUCED_TIMES)
-    return REDUCED_BYTES / max(world.gather_objects(seconds, "measuring links: all-reduce"))
+    return float(REDUCED_BYTES / max(world.gather_objects(seconds, "measuring links: all-reduce")))
 
 
 def median_seconds(acts: tuple[Callable[[], None], ...] | list[Callable[[], None]], num_times: int) -> float:

@@ -114,7 +114,11 @@ class World(ABC):
 
     @abstractmethod
     def progress(self) -> None:
-        """Lets pending messages advance and forgets the finished ones; never blocks."""
+        """Lets pending messages advance and forgets the finished ones; never blocks.
+
+        Raises:
+            RankError: another rank failed or ended, so that no rank can go on.
+        """
 
     @abstractmethod
     def flush(self) -> None:

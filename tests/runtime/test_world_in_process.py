@@ -58,6 +58,20 @@ def test_abort_tells_the_others_where() -> None:
         run_ranks(2, run)
 
 
+def test_a_rank_that_only_computes_learns_of_a_failure() -> None:
+    def run(world: InProcessWorld) -> None:
+        if world.rank == 1:
+            world.abort(ValueError("no"), "rank 1, stage 0")
+        for _ in range(1000):
+            time.sleep(0.01)
+            world.progress()
+
+    start = time.monotonic()
+    with pytest.raises(ValueError, match="no"):
+        run_ranks(2, run)
+    assert time.monotonic() - start < 5
+
+
 def test_an_ended_rank_is_missed_in_a_collective() -> None:
     def run(world: InProcessWorld) -> None:
         if world.rank == 0:
