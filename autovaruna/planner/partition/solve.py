@@ -1,0 +1,127 @@
+"""Partitions a graph: contracts it, finds a good chain, and closes in on the optimum from both sides."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+
+from autovaruna.errors import PlanError
+from autovaruna.planner.partition.blocks import BlockGraph, build_blocks
+from autovaruna.planner.partition.bounds import Bounds
+from autovaruna.planner.partition.chains import best_chain
+from autovaruna.planner.partition.close_in import close_in
+from autovaruna.planner.partition.contract import contract
+from autovaruna.planner.partition.load import device_loads
+from autovaruna.planner.partition.loose import drop_blocks, loose_blocks
+from autovaruna.planner.partition.problem import Partition, PartitionNode, PartitionProblem
+from autovaruna.planner.partition.refine import refine
+from autovaruna.planner.partition.resources import resources_of
+
+_log = logging.getLogger(__name__)
+_SMALL = 20_000
+
+
+def partition(
+    problem: PartitionProblem,
+    num_devices: int,
+    *,
+    tolerance: float = 1e-9,
+    max_seconds: float = 45.0,
+    max_downsets: int = 1_000_000,
+) -> Partition:
+    """Splits a graph over a chain of devices so that the greatest load is smallest.
+
+    The search is exact: it ends when plan and bound meet. If time or downsets run out first, the best plan found comes
+    with the best bound proven, and ``Partition.gap`` says how far apart they are.
+
+    Args:
+        problem: the graph, its costs and limits.
+        num_devices: devices to use at most.
+        tolerance: plan and bound have met when they differ by no more than this share.
+        max_seconds: the search ends about then, whether they have met or not.
+        max_downsets: the search does not list more downsets than this.
+
+    Raises:
+        PlanError: `num_devices` is below 1, or no split keeps the memory limit (or none was found in time).
+    """
+    if num_devices < 1:
+        raise PlanError(f"got num_devices={num_devices}; expected at least 1")
+    bounds = Bounds(problem, num_devices, tolerance, time.monotonic() + max_seconds)
+    needs_bytes = problem.limit_bytes is not None and problem.total_bytes() > problem.limit_bytes
+    graph = contract(build_blocks(problem), problem.border, needs_bytes, math.inf)
+    _check_bytes(graph, bounds)
+    resources = resources_of(graph, problem.border, problem.limit_bytes)
+    chain = best_chain(graph, resources, num_devices)
+    if chain is not None:
+        bounds.offer(graph, chain)
+    bounds.raise_lower(sum(graph.seconds) / num_devices, "the seconds of all nodes, divided by the devices")
+    bounds.raise_lower(max(graph.seconds, default=0.0), "the seconds of nodes that no better plan parts")
+    _search(contract(graph, problem.border, needs_bytes, bounds.target), bounds, max_downsets)
+    return _result(bounds)
+
+
+def _search(graph: BlockGraph, bounds: Bounds, max_downsets: int) -> None:
+    """Searches in the order of cost: without loose blocks, around the best plan, and everything."""
+    loose = loose_blocks(graph)
+    if loose and len(loose) < len(graph) and not bounds.is_closed:
+        groups = [graph.members[block] for block in loose]
+        proof = f"all downsets were searched, without {len(loose)} loose backward blocks"
+        close_in(drop_blocks(graph, loose), bounds, proof, max_downsets, groups)
+    if bounds.devices is not None and not bounds.is_closed:
+        refine(graph, bounds, _SMALL)
+    if not bounds.is_closed:
+        close_in(graph, bounds, "all downsets were searched", max_downsets)
+
+
+def _check_bytes(graph: BlockGraph, bounds: Bounds) -> None:
+    """Refuses what cannot fit however it is split."""
+    limit, nodes = bounds.problem.limit_bytes, bounds.problem.nodes
+    if limit is None:
+        return
+    total, room = bounds.problem.total_bytes(), limit * bounds.num_devices
+    if total > room:
+        raise PlanError(
+            f"the nodes take {total} bytes and {bounds.num_devices} devices of {limit} bytes hold {room}: "
+            f"{total - room} bytes are missing; use {-(-total // max(limit, 1))} devices or more"
+        )
+    for members, size in zip(graph.members, graph.num_bytes, strict=True):
+        if size > limit:
+            raise PlanError(
+                f"{len(members)} nodes that stay together, among them {nodes[members[0]].name!r}, take {size} bytes "
+                f"and a device holds {limit}: {size - limit} bytes are missing; part them, or raise the limit"
+            )
+
+
+def _result(bounds: Bounds) -> Partition:
+    if bounds.devices is None:
+        raise PlanError(_what_would_fit(bounds))
+    loads = device_loads(bounds.problem, bounds.devices, bounds.num_devices)
+    stages: list[list[str]] = [[] for _ in loads]
+    for node, device in zip(bounds.problem.nodes, bounds.devices, strict=True):
+        stages[device].append(node.name)
+    used = [device for device, names in enumerate(stages) if names]
+    return Partition(
+        stages=tuple(tuple(stages[device]) for device in used),
+        loads=tuple(loads[device] for device in used),
+        lower_bound=bounds.upper if bounds.is_closed else bounds.lower,
+        proof=bounds.proof,
+        num_downsets=bounds.num_downsets,
+    )
+
+
+def _what_would_fit(bounds: Bounds) -> str:
+    """Says which memory limit would do, by splitting the bytes as if they were seconds."""
+    problem = bounds.problem
+    nodes = tuple(
+        PartitionNode(node.name, float(node.num_bytes), is_backward=node.is_backward, group=node.group)
+        for node in problem.nodes
+    )
+    best = partition(PartitionProblem(nodes, problem.edges), bounds.num_devices, max_seconds=10.0)
+    device = max(range(len(best.loads)), key=lambda index: best.loads[index])
+    verdict = "no split fits" if math.isinf(bounds.lower) else "no split that fits was found in time"
+    return (
+        f"{verdict} on {bounds.num_devices} devices of {problem.limit_bytes} bytes; the best split by memory puts "
+        f"{best.objective:.0f} bytes on device {device}, where {best.objective - (problem.limit_bytes or 0):.0f} are "
+        f"missing; raise the limit to {best.objective:.0f} bytes or use more devices"
+    )
