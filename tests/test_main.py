@@ -1,0 +1,63 @@
+"""Holds the command line."""
+
+import pytest
+
+from autovaruna.__main__ import main
+from autovaruna.planner.deployment import deployment_of, save
+from autovaruna.planner.fingerprint import Fingerprint
+from autovaruna.planner.search import make_plan
+from autovaruna.settings import declarations
+from tests.planner.cases import make_problem
+
+
+@pytest.fixture(autouse=True)
+def conf(tmp_path, monkeypatch):
+    monkeypatch.setenv("AUTOVARUNA_CONF_DIR", str(tmp_path))
+    return tmp_path / "conf.toml"
+
+
+def row_of(text, name):
+    return next(line for line in text.splitlines() if f" {name} " in line)
+
+
+def test_config_prints_each_value_and_where_it_came_from(capsys, monkeypatch):
+    monkeypatch.setenv("AUTOVARUNA_NSTAGES", "3")
+    assert main(["config"]) == 0
+    printed = capsys.readouterr().out
+    assert "variable AUTOVARUNA_NSTAGES" in row_of(printed, "num_stages")
+    assert "default" in row_of(printed, "num_replicas")
+    assert all(row_of(printed, each.name) for each in declarations())
+
+
+def test_a_wrong_conf_file_ends_with_its_message(capsys, conf):
+    conf.write_text("num_stage = 2")
+    assert main(["config"]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith(f"autovaruna: {conf}: num_stage: ")
+    assert "num_stages?" in error
+
+
+def test_show_prints_each_stage_of_a_deployment(capsys, tmp_path):
+    problem = make_problem(8, 3, 12, num_stages=3)
+    deployment = deployment_of(make_plan(problem), problem.graph, Fingerprint("abc", num_ranks=3, device="cpu"))
+    save(tmp_path / "deployment.json", deployment)
+    assert main(["show", str(tmp_path / "deployment.json")]) == 0
+    printed = capsys.readouterr().out
+    assert all(cut in printed for cut in deployment.cuts)
+    assert f"{deployment.plan.num_micro_batches} micro-batches" in printed
+    assert "3 ranks, cpu" in printed
+
+
+def test_show_of_no_deployment_ends_with_its_message(capsys, tmp_path):
+    file = tmp_path / "deployment.json"
+    for content in (None, "{", "[]"):
+        if content is not None:
+            file.write_text(content)
+        assert main(["show", str(file)]) == 1
+        assert str(file) in capsys.readouterr().err
+
+
+def test_without_a_command_the_usage_is_printed(capsys):
+    with pytest.raises(SystemExit):
+        main([])
+    assert "usage" in capsys.readouterr().err
