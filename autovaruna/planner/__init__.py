@@ -1,8 +1,32 @@
-"""Plans: `Graph`, `Profile` and `Cluster` in, `Plan` out."""
+"""Plans: `Graph`, `Profile` and `Cluster` in, `Plan` out; a plan as a file and as a table."""
 
+from autovaruna.planner.deployment import Deployment, deployment_of, load, plan_from, save
+from autovaruna.planner.fingerprint import Fingerprint, differences, host_counts
+from autovaruna.planner.infeasible import readable
 from autovaruna.planner.pipeline import pipeline_of, policy_of, schedule_of
 from autovaruna.planner.problem import Constraints, Problem
 from autovaruna.planner.records import Plan, StagePlan
 from autovaruna.planner.search import make_plan
+from autovaruna.planner.table import explain, plan_table
 
-__all__ = ["Constraints", "Plan", "Problem", "StagePlan", "make_plan", "pipeline_of", "policy_of", "schedule_of"]
+__all__ = [
+    "Constraints",
+    "Deployment",
+    "Fingerprint",
+    "Plan",
+    "Problem",
+    "StagePlan",
+    "deployment_of",
+    "differences",
+    "explain",
+    "host_counts",
+    "load",
+    "make_plan",
+    "pipeline_of",
+    "plan_from",
+    "plan_table",
+    "policy_of",
+    "readable",
+    "save",
+    "schedule_of",
+]

@@ -81,7 +81,7 @@ def readable(num_bytes: float) -> str:
     """Returns bytes as a person writes them: ``1.5 GiB``."""
     for unit in ("bytes", "KiB", "MiB", "GiB"):
         if abs(num_bytes) < 1024:
-            return f"{num_bytes:.0f} bytes" if unit == "bytes" else f"{num_bytes:.4g} {unit}"
+            return f"{num_bytes:.0f} bytes" if unit == "bytes" else f"{num_bytes:.3g} {unit}"
         num_bytes /= 1024
     return f"{num_bytes:.4g} TiB"
 

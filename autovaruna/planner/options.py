@@ -109,7 +109,7 @@ def rank_orders(problem: Problem) -> list[list[int]]:
 
 
 def layouts(problem: Problem, order: Sequence[int], replicas: Sequence[int]) -> Iterator[tuple[tuple[int, ...], ...]]:
-    """Yields the ranks of each stage: next to each other; with equal replicas on several hosts, also next to neighbours.
+    """Yields the ranks of each stage: next to each other, and (equal, several hosts) next to neighbours.
 
     The ranks that are left over are the first of an order by speed, and the last where all are alike.
     """

@@ -221,7 +221,7 @@ class _Search:
         low, high = self.counts[0], self.counts[-1]
         proof = (
             f"for {len(self.counts)} numbers of micro-batches from {low} to {high}, no cuts and replicas let every "
-            "stage end in less: wait before its first forward, its micro-batches, then all-reduce or wait after its last "
-            "backward; nor is the total work over all ranks less"
+            "stage end in less: wait before its first forward, its micro-batches, then all-reduce or wait after its "
+            "last backward; nor is the total work over all ranks less"
         )
         return replace(plan, bound_seconds=lowest, bound_proof=proof)

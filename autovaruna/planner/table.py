@@ -29,7 +29,7 @@ def plan_table(plan: Plan, graph: Graph) -> Table:
     title = f"{_count(plan.num_stages, 'stage')}, {_count(plan.num_micro_batches, 'micro-batch')}, {plan.schedule}"
     if plan.predicted_seconds:
         title += f": predicted {seconds(plan.predicted_seconds)} a step"
-    table = Table(title=title, box=box.SIMPLE_HEAD)
+    table = Table(title=title, box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0))
     for name, side in _COLUMNS:
         table.add_column(name, justify="right" if side == "right" else "left", no_wrap=name != "modules")
     for number, stage in enumerate(plan.stages):
@@ -58,10 +58,15 @@ def explain(plan: Plan, graph: Graph) -> str:
 def module_range(stage: Sequence[int], graph: Graph) -> str:
     """Returns the modules of a stage in short: ``embed .. layers.5 (part)``, (part) for a module that is cut."""
     inside = set(stage)
+    whole = _whole_module(inside, graph)
+    if whole:
+        return whole
     first, last = graph.blocks[min(inside)].module, graph.blocks[max(inside)].module
     shared = _shared_prefix(first, last)
     ends = [_short(path, shared, inside, graph) for path in (first, last)]
-    return ends[0] if ends[0] == ends[1] else f"{ends[0]} .. {ends[1]}"
+    if ends[0] == ends[1]:
+        return ends[0]
+    return f"{ends[0]} .. {ends[1].removeprefix(shared + '.')}"
 
 
 def seconds(value: float) -> str:
@@ -102,6 +107,13 @@ def _parts(lost: Sequence[LostTime]) -> list[tuple[str, list[float]]]:
         ("overhead", [each.overhead_seconds for each in lost]),
         ("optimizer", [each.optimizer_seconds for each in lost]),
     ]
+
+
+def _whole_module(inside: set[int], graph: Graph) -> str:
+    """Returns the module whose blocks are just these, or an empty text."""
+    path = _shared_prefix(*(graph.blocks[end(inside)].module for end in (min, max)))
+    blocks = {block.index for block in graph.blocks if (block.module + ".").startswith(path + ".")}
+    return path if path and blocks == inside else ""
 
 
 def _short(path: str, shared: str, inside: set[int], graph: Graph) -> str:

@@ -12,14 +12,20 @@ from autovaruna.profiler.records import BlockCost, Cluster, LinkCost, Profile
 FAST = LinkCost(1e-5, 1e10)
 
 
-def make_graph(num_blocks: int, rng: random.Random | None = None, num_skips: int = 0, num_tied: int = 0) -> Graph:
-    """A chain, with values that skip ahead and parameters used twice at random places."""
+def make_graph(
+    num_blocks: int, rng: random.Random | None = None, num_skips: int = 0, num_tied: int = 0, is_loose: bool = False
+) -> Graph:
+    """A chain, with values that skip ahead and parameters used twice at random places.
+
+    A loose one lacks half of the chain's own values, so that neighbours may have nothing to do with each other.
+    """
     rng = rng or random.Random(0)
     blocks = tuple(
         Block(k, f"layers.{k // 2}.part{k % 2}/op_{k}", f"layers.{k // 2}.part{k % 2}", (f"op_{k}",), f"s{k}", 8, 1.0)
         for k in range(num_blocks)
     )
     chain = [Value(f"v{k}", k, (k + 1,), Size(0, rng.randint(1, 50) * 100), True) for k in range(num_blocks - 1)]
+    chain = [value for value in chain if not is_loose or rng.random() < 0.5]
     for k in range(num_skips if num_blocks > 2 else 0):
         first = rng.randrange(num_blocks - 2)
         users = sorted(rng.sample(range(first + 1, num_blocks), rng.randint(1, min(3, num_blocks - first - 1))))
@@ -48,9 +54,12 @@ def make_cluster(num_ranks: int, memory_bytes: float = 1e12, link: LinkCost = FA
 
 
 def make_problem(num_blocks: int = 6, num_ranks: int = 2, batch: int = 8, seed: int = 0, **more: object) -> Problem:
-    """A problem of random costs; keywords are those of `Constraints`, and `memory_bytes`, `link`, `skips`, `tied`."""
+    """A problem of random costs; keywords are those of `Constraints`, and `memory_bytes`, `link`, `skips`, `tied`,
+    `loose`.
+    """
     rng = random.Random(seed)
-    graph = make_graph(num_blocks, rng, int(str(more.pop("skips", 0))), int(str(more.pop("tied", 0))))
+    skips, tied = int(str(more.pop("skips", 0))), int(str(more.pop("tied", 0)))
+    graph = make_graph(num_blocks, rng, skips, tied, bool(more.pop("loose", False)))
     cluster = make_cluster(num_ranks, more.pop("memory_bytes", 1e12), more.pop("link", FAST))  # type: ignore[arg-type]
     constraints = replace(Constraints(), **more)  # type: ignore[arg-type]
     return Problem(graph, make_profile(graph, rng), cluster, batch, 2.0, constraints=constraints)

@@ -1,0 +1,161 @@
+"""Deployments: saved, read, edited by hand, broken."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autovaruna.errors import DeploymentError
+from autovaruna.planner.deployment import Deployment, deployment_of, load, plan_from, save
+from autovaruna.planner.fingerprint import Fingerprint, differences, host_counts
+from autovaruna.planner.pipeline import schedule_of
+from autovaruna.planner.problem import Problem
+from autovaruna.planner.search import make_plan
+from tests.planner.cases import make_problem
+
+VALID = Fingerprint(
+    "abcdef0123456789", {"x": "(8, 64) float32"}, 3, (2, 1), "cpu", (2e9, 2e9, 1e9), {"num_stages": 0, "cuts": ("a",)}
+)
+
+
+@pytest.fixture
+def problem() -> Problem:
+    return make_problem(8, 3, 12, num_stages=3, skips=2)
+
+
+@pytest.fixture
+def saved(problem: Problem, tmp_path: Path) -> tuple[Path, Deployment]:
+    deployment = deployment_of(make_plan(problem), problem.graph, VALID)
+    save(tmp_path / "plans" / "deployment.json", deployment)
+    return tmp_path / "plans" / "deployment.json", deployment
+
+
+def edit(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+
+
+def test_comes_back_as_it_was(saved: tuple[Path, Deployment], problem: Problem) -> None:
+    path, deployment = saved
+    back = load(path)
+    assert plan_from(back, problem.graph) == deployment.plan
+    assert differences(back.fingerprint, VALID) == []
+    assert schedule_of(plan_from(back, problem.graph), problem.graph) == schedule_of(deployment.plan, problem.graph)
+
+
+def test_a_person_can_read_it(saved: tuple[Path, Deployment], problem: Problem) -> None:
+    path, deployment = saved
+    stages = json.loads(path.read_text())["stages"]
+    assert [stage["cut"] for stage in stages] == ["", *deployment.cuts]
+    assert all(cut in {block.name for block in problem.graph.blocks} for cut in deployment.cuts)
+    assert str(path.parent) not in path.read_text()
+
+
+def test_edited_by_hand(saved: tuple[Path, Deployment], problem: Problem) -> None:
+    path, _ = saved
+
+    def change(content: dict[str, Any]) -> None:
+        content["stages"][1] |= {"cut": "layers.2", "ranks": [1, 2], "recompute": True, "in_flight": 4}
+        content["num_micro_batches"] = 6
+
+    edit(path, change)
+    plan = plan_from(load(path), problem.graph)
+    assert plan.stages[1].blocks[0] == 4
+    assert (plan.stages[1].ranks, plan.stages[1].needs_recompute, plan.stages[1].in_flight) == ((1, 2), True, 4)
+    assert plan.num_micro_batches == 6
+
+
+@pytest.mark.parametrize("cut", ["layrs.2", "", "layers.99"])
+def test_nonsense_cuts_name_the_nearest(saved: tuple[Path, Deployment], problem: Problem, cut: str) -> None:
+    path, _ = saved
+    edit(path, lambda content: content["stages"][1].update(cut=cut))
+    with pytest.raises(DeploymentError, match=r"names no block.*layers\."):
+        plan_from(load(path), problem.graph)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda c: c.pop("stages"), "stages is missing"),
+        (lambda c: c.update(stages=[]), "stages is empty"),
+        (lambda c: c.update(stages=[3]), r"stages\[0\] is 3, expected an object"),
+        (lambda c: c["stages"][1].pop("cut"), r"stages\[1\]\.cut is missing"),
+        (lambda c: c["stages"][1].update(ranks=[7]), r"stages\[1\]\.ranks is \[7\].*0 to 2"),
+        (lambda c: c["stages"][1].update(ranks=[]), r"stages\[1\]\.ranks"),
+        (lambda c: c["stages"][1].update(ranks="0"), "expected a list"),
+        (lambda c: c["stages"][0].update(in_flight=0), r"in_flight is 0, expected 1 or more"),
+        (lambda c: c["stages"][0].update(recompute="no"), "expected true or false"),
+        (lambda c: c["stages"][0]["predicted"].pop("forward_seconds"), r"stages\[0\]\.predicted\.forward_seconds"),
+        (lambda c: c.update(schedule="zigzag"), "schedule is 'zigzag', expected one of"),
+        (lambda c: c.update(num_micro_batches=1.5), "num_micro_batches is 1.5, expected a whole number"),
+        (lambda c: c.update(num_micro_batches=True), "expected a whole number"),
+        (lambda c: c.update(format_version=99), "format_version is 99"),
+        (lambda c: c["valid_for"].pop("graph"), r"valid_for\.graph is missing"),
+        (lambda c: c["valid_for"].update(hosts=["a"]), "whole numbers"),
+    ],
+)
+def test_damage_is_named(
+    saved: tuple[Path, Deployment], change: Callable[[dict[str, Any]], object], words: str
+) -> None:
+    path, _ = saved
+    edit(path, change)
+    with pytest.raises(DeploymentError, match=words):
+        load(path)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", "\x00", '{"stages": '])
+def test_no_json(tmp_path: Path, text: str) -> None:
+    (tmp_path / "broken.json").write_text(text)
+    with pytest.raises(DeploymentError, match=r"broken\.json"):
+        load(tmp_path / "broken.json")
+
+
+def test_no_file(tmp_path: Path) -> None:
+    with pytest.raises(DeploymentError, match="cannot be read"):
+        load(tmp_path / "nothing.json")
+
+
+def test_a_failed_save_leaves_the_old_file(
+    saved: tuple[Path, Deployment], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, deployment = saved
+    before = path.read_text()
+
+    def full(handle: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(DeploymentError, match="No space left"):
+        save(path, replace(deployment, cuts=("other", "names")))
+    assert path.read_text() == before
+    assert [each.name for each in path.parent.iterdir()] == [path.name]
+
+
+@pytest.mark.parametrize(
+    ("now", "words"),
+    [
+        (replace(VALID, graph="0123"), ["model changed", "abcdef012345 -> 0123"]),
+        (replace(VALID, shapes={"x": "(4, 64) float32"}), ["input x", "(8, 64) float32 -> (4, 64) float32"]),
+        (replace(VALID, shapes={}), ["input x", "-> not set"]),
+        (replace(VALID, num_ranks=4, hosts=(4,), memory_bytes=(1.0,) * 4), ["number of ranks changed (3 -> 4)"]),
+        (replace(VALID, hosts=(3,)), ["2 + 1 -> 3"]),
+        (replace(VALID, device="cuda"), ["cpu -> cuda"]),
+        (replace(VALID, memory_bytes=(1e9,) * 3), ["memory limit", "->"]),
+        (replace(VALID, settings={"num_stages": 2, "cuts": ("a",)}), ["setting num_stages changed (0 -> 2)"]),
+    ],
+)
+def test_differences_say_what_changed_in_one_sentence(now: Fingerprint, words: list[str]) -> None:
+    told = differences(VALID, now)
+    assert len(told) == 1
+    assert all(word in told[0] for word in words)
+
+
+def test_hosts_are_counted_not_named() -> None:
+    assert host_counts(("a", "a", "b")) == (2, 1)

@@ -1,0 +1,116 @@
+"""What the user has decided is obeyed exactly; what contradicts itself is named."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from autovaruna.errors import PlanError
+from autovaruna.planner.pipeline import schedule_of
+from autovaruna.planner.records import Plan
+from autovaruna.planner.search import make_plan
+from tests.planner.cases import make_problem
+
+
+def plan_of(num_blocks: int = 8, num_ranks: int = 3, batch: int = 12, **more: Any) -> Plan:
+    return make_plan(make_problem(num_blocks, num_ranks, batch, **more))
+
+
+def test_cuts_by_block_and_by_module() -> None:
+    plan = plan_of(cuts=("layers.1.part1/op_3", "layers.3"))
+    assert [stage.blocks[0] for stage in plan.stages] == [0, 3, 6]
+
+
+@pytest.mark.parametrize(
+    "ranks", [((0,), (1, 2)), ((0, 1), (2,)), ((2,), (0,)), ((0,), (1,), (0,), (1,)), ((1, 0), (0, 1)), ((0, 1, 2),)]
+)
+@pytest.mark.parametrize("with_cuts", [False, True])
+def test_stage_ranks(ranks: tuple[tuple[int, ...], ...], with_cuts: bool) -> None:
+    cuts = tuple(f"layers.{k}" for k in range(1, len(ranks))) if with_cuts else ()
+    problem = make_problem(8, 3, 12, stage_ranks=ranks, cuts=cuts)
+    plan = make_plan(problem)
+    assert tuple(stage.ranks for stage in plan.stages) == ranks
+    assert [stage.blocks[0] for stage in plan.stages] == [0, 2, 4, 6][: len(ranks)] or not with_cuts
+    assert 0 < plan.bound_seconds <= plan.predicted_seconds
+    num_acts = sum(len(acts) for acts in schedule_of(plan, problem.graph))
+    assert num_acts == 2 * len(ranks) * plan.num_micro_batches
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 3])
+@pytest.mark.parametrize("num_blocks", [8, 40])
+def test_counts(num_stages: int, num_blocks: int) -> None:
+    plan = plan_of(num_blocks, num_ranks=6, num_stages=num_stages, num_replicas=2, num_micro_batches=5)
+    assert [len(stage.ranks) for stage in plan.stages] == [2] * num_stages
+    assert (plan.num_micro_batches, plan.micro_batch_size) == (5, 12 / 5)
+
+
+def test_depth_recompute_and_schedule() -> None:
+    plan = plan_of(num_stages=3, in_flight=2, recompute="all", schedule="varuna")
+    assert {stage.in_flight for stage in plan.stages} == {2}
+    assert all(stage.needs_recompute for stage in plan.stages)
+    assert plan.schedule == "varuna"
+    assert not any(stage.needs_recompute for stage in plan_of(num_stages=3, recompute="none").stages)
+
+
+def test_gpipe_holds_all_its_micro_batches() -> None:
+    plan = plan_of(num_stages=3, num_micro_batches=6, schedule="gpipe")
+    assert [stage.in_flight for stage in plan.stages] == [6, 6, 6]
+
+
+def test_micro_batch_size() -> None:
+    assert plan_of(batch=12, micro_batch_size=4).num_micro_batches == 3
+    assert plan_of(batch=13, micro_batch_size=4).num_micro_batches == 4
+
+
+def test_every_rank_can_pass_its_mini_batch() -> None:
+    problem = make_problem(4, 3, 12, num_micro_batches=2)
+    with pytest.raises(PlanError, match=r"num_micro_batches is 2.*3 ranks"):
+        make_plan(replace(problem, min_micro_batches_for_inputs=3))
+    free = replace(problem, constraints=replace(problem.constraints, num_micro_batches=0))
+    assert make_plan(replace(free, min_micro_batches_for_inputs=3)).num_micro_batches >= 3
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"num_stages": 2, "cuts": ("layers.1", "layers.2")}, "num_stages asks for 2 stages, cuts asks for 3"),
+        ({"num_stages": 2, "stage_ranks": ((0,),)}, "contradict"),
+        ({"stage_ranks": ((0,), (3,))}, r"stage_ranks\[1\] is \[3\].*from 0 to 2"),
+        ({"stage_ranks": ((0, 0),)}, "different ranks"),
+        ({"stage_ranks": ((0,), (1, 2)), "num_replicas": 2}, "num_replicas is 2"),
+        ({"num_stages": 9}, "only 8 blocks"),
+        ({"num_stages": 4}, "4 ranks are needed"),
+        ({"num_stages": 2, "num_replicas": 2}, "4 ranks are needed"),
+        ({"cuts": ("layers.2", "layers.1")}, "execution order"),
+        ({"cuts": ("layers.0",)}, "empty"),
+        ({"cuts": ("layer.1",)}, r"nearest are .*layers\.1"),
+        ({"recompute": "some"}, "recompute is 'some'"),
+        ({"schedule": "fastest"}, "schedule is 'fastest'.*1f1b"),
+        ({"num_micro_batches": 13}, "only 12 samples|12"),
+        ({"min_micro_batches": 8, "max_micro_batches": 4}, "no number of micro-batches"),
+    ],
+)
+def test_contradictions_are_named(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(PlanError, match=words):
+        plan_of(**settings)
+
+
+def test_infeasible_says_what_is_missing_and_what_helps() -> None:
+    with pytest.raises(PlanError) as caught:
+        plan_of(num_blocks=30, num_ranks=2, memory_bytes=5e5, recompute="none", max_micro_batches=4)
+    message = str(caught.value)
+    for words in ("are missing", "stage", "The largest block is layers.", "more ranks", "allow recompute", "KiB"):
+        assert words in message
+
+
+def test_what_the_advice_names_is_enough() -> None:
+    """A limit of the bytes that the message asks for has a plan."""
+    import re
+
+    with pytest.raises(PlanError) as caught:
+        plan_of(num_blocks=30, num_ranks=2, memory_bytes=5e5)
+    number, unit = re.search(r"give each rank ([\d.]+) (KiB|MiB)", str(caught.value)).groups()  # type: ignore[union-attr]
+    enough = float(number) * {"KiB": 2**10, "MiB": 2**20}[unit] * 1.01
+    assert plan_of(num_blocks=30, num_ranks=2, memory_bytes=enough).num_stages == 2

@@ -1,0 +1,98 @@
+"""Memory: one formula for one stage and for all ranges, and its laws."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from autovaruna.graph.records import Graph
+from autovaruna.planner.costs import costs_at
+from autovaruna.planner.cuts import stage_blocks
+from autovaruna.planner.memory import Holdings, MemoryModel, holdings_of_ranges, holdings_of_stage
+from autovaruna.planner.pipeline import edges_of
+from autovaruna.planner.ranges import RangeTables
+from tests.planner.cases import make_graph, make_profile
+
+
+def case(seed: int) -> tuple[Graph, random.Random]:
+    rng = random.Random(seed)
+    return make_graph(rng.randint(1, 9), rng, num_skips=rng.randint(0, 4), num_tied=rng.randint(0, 3)), rng
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_ranges_hold_what_the_stage_holds(seed: int) -> None:
+    graph, rng = case(seed)
+    n = len(graph.blocks)
+    positions = sorted({0, n, *rng.sample(range(n), rng.randint(1, n))})
+    costs = costs_at(make_profile(graph, rng), 3)
+    ranges = holdings_of_ranges(RangeTables(graph, positions), costs)
+    for i in range(len(positions) - 1):
+        for j in range(i + 1, len(positions)):
+            stage = holdings_of_stage(graph, costs, range(positions[i], positions[j]))
+            for name in Holdings.__dataclass_fields__:
+                assert getattr(ranges, name)[i, j] == pytest.approx(getattr(stage, name)), (name, i, j)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_stages_receive_is_what_edges_carry(seed: int) -> None:
+    graph, rng = case(seed)
+    n = len(graph.blocks)
+    starts = sorted({0, *rng.sample(range(n), min(n, 3))})
+    stages = stage_blocks(starts, n)
+    costs = costs_at(make_profile(graph, rng), 2)
+    edges = edges_of(graph, stages, 2)
+    for s, blocks in enumerate(stages):
+        held = holdings_of_stage(graph, costs, blocks)
+        assert held.received == pytest.approx(sum(e.forward_bytes for e in edges if e.destination == s))
+        assert held.sent == pytest.approx(sum(e.forward_bytes for e in edges if e.source == s))
+        assert held.gradients_sent == pytest.approx(sum(e.backward_bytes for e in edges if e.destination == s))
+
+
+def test_a_value_is_relayed_from_user_to_user() -> None:
+    """A value used by three later stages goes a -> b -> c, never a -> c."""
+    graph = make_graph(6, num_skips=0)
+    far = type(graph.values[0])("far", 0, (2, 4), graph.values[0].size, True)
+    graph = Graph(graph.blocks, (far,), graph.inputs, graph.parameters, graph.fingerprint)
+    edges = edges_of(graph, [(0, 1), (2, 3), (4,), (5,)], 1)
+    assert [(edge.source, edge.destination) for edge in edges] == [(0, 1), (1, 2)]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_memory_grows_with_depth_size_blocks_and_optimizer(seed: int) -> None:
+    graph, rng = case(seed)
+    profile, n = make_profile(graph, rng), len(graph.blocks)
+    last = rng.randint(0, n - 1)
+
+    def total(blocks: range, size: float, depth: int, factor: float, again: bool) -> float:
+        held = holdings_of_stage(graph, costs_at(profile, size), blocks)
+        return MemoryModel(factor).total(held, depth, again)
+
+    for again in (False, True):
+        base = total(range(last + 1), 2, 2, 1.0, again)
+        assert base < total(range(last + 1), 2, 3, 1.0, again)
+        assert base < total(range(last + 1), 4, 2, 1.0, again)
+        assert base < total(range(last + 1), 2, 2, 2.0, again)
+        assert base > total(range(last + 1), 2, 2, 0.0, again)
+
+
+def test_recompute_saves_memory_of_every_micro_batch_but_one() -> None:
+    held = Holdings(10.0, 10.0, 0.0, 1.0, 1.0, 2.0, 2.0, 2.0, 2.0, saved=100.0, work=5.0)
+    model = MemoryModel(2.0)
+    assert model.total(held, 8, False) - model.total(held, 8, True) == pytest.approx(7 * (100 + 2) - 8 * 2)
+    assert model.total(held, 8, True) - model.total(held, 7, True) == pytest.approx(3.0)
+
+
+def test_forward_alone_needs_no_gradients() -> None:
+    held = Holdings(10.0, 10.0, 3.0, 1.0, 1.0, 2.0, 2.0, 2.0, 2.0, saved=100.0, work=5.0)
+    assert MemoryModel(2.0, needs_gradient=False).total(held, 4, False) == 10 + 1 + 1 + 2 + 2 + 5
+
+
+def test_tied_parameters_count_once_with_an_accumulator_for_each_use() -> None:
+    graph = make_graph(4, num_tied=1)
+    tied = next(p for p in graph.parameters if p.name == "tied0")
+    held = holdings_of_stage(graph, costs_at(make_profile(graph), 1), range(4))
+    assert held.parameters == sum(p.num_bytes for p in graph.parameters)
+    assert held.tied == 2 * tied.num_bytes
+    assert np.isclose(held.trained, held.parameters)

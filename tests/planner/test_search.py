@@ -1,0 +1,117 @@
+"""The joint search against all plans of small problems, and the bound against every one of them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import combinations
+
+import pytest
+
+from autovaruna.errors import PlanError
+from autovaruna.planner import search as search_module
+from autovaruna.planner.candidate import Candidate, Planner
+from autovaruna.planner.options import micro_batch_counts
+from autovaruna.planner.pipeline import schedule_of
+from autovaruna.planner.problem import Problem
+from autovaruna.planner.ranges import RangeTables
+from autovaruna.planner.records import Plan
+from autovaruna.planner.search import make_plan
+from autovaruna.profiler.records import LinkCost
+from tests.planner.cases import make_problem
+
+SLOW = LinkCost(2e-3, 1e6)
+
+
+def every_plan(problem: Problem) -> Iterator[Plan]:
+    """All cuts, replicas, micro-batches, depths and schedules, simulated."""
+    n, num_ranks = len(problem.graph.blocks), problem.cluster.num_ranks
+    planner = Planner(problem, RangeTables(problem.graph, range(n + 1)))
+    for count in micro_batch_counts(problem):
+        for num_stages in range(1, min(n, num_ranks) + 1):
+            for ends in combinations(range(1, num_ranks + 1), num_stages):
+                ranks = tuple(tuple(range(a, b)) for a, b in zip((0, *ends), ends, strict=False))
+                for inner in combinations(range(1, n), num_stages - 1):
+                    for depth in ("textbook", "latency"):
+                        for schedule in ("1f1b", "varuna", "gpipe"):
+                            built = planner.build(Candidate((0, *inner), ranks, count, depth, schedule))
+                            plan = planner.predict(built) if built else None
+                            if plan:
+                                yield plan
+
+
+def small_problem(seed: int) -> Problem:
+    rng = random.Random(seed)
+    return make_problem(
+        rng.randint(1, 5),
+        rng.randint(1, 3),
+        rng.randint(3, 6),
+        seed,
+        skips=rng.randint(0, 3),
+        tied=rng.randint(0, 1),
+        loose=rng.random() < 0.4,
+        link=rng.choice([LinkCost(1e-5, 1e10), SLOW]),
+        memory_bytes=rng.choice([1e12, 2.0e6, 1.2e6, 8e5]),
+    )
+
+
+@pytest.mark.parametrize("small", [search_module._SMALL, 0], ids=["all", "best-first"])
+@pytest.mark.parametrize("seed", range(60))
+def test_no_plan_is_better_by_a_hundredth_and_none_beats_the_bound(
+    seed: int, small: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(search_module, "_SMALL", small)
+    problem = small_problem(seed)
+    best = min((plan.predicted_seconds for plan in every_plan(problem)), default=None)
+    if best is None:
+        with pytest.raises(PlanError, match="missing"):
+            make_plan(problem)
+        return
+    plan = make_plan(problem)
+    assert plan.predicted_seconds <= best * 1.01
+    assert 0 < plan.bound_seconds <= best
+    assert plan.gap >= 0
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_memory_limit_is_kept_on_every_rank(seed: int) -> None:
+    problem = make_problem(12, 3, 8, seed, memory_bytes=1.6e6)
+    plan = make_plan(problem)
+    assert plan.num_stages > 1
+    assert all(stage.memory_bytes <= 1.6e6 for stage in plan.stages)
+    assert [block for stage in plan.stages for block in stage.blocks] == list(range(12))
+
+
+def test_more_memory_is_never_slower() -> None:
+    steps = [make_plan(make_problem(6, 3, 8, 5, memory_bytes=m)).predicted_seconds for m in (1.5e6, 2e6, 4e6, 1e12)]
+    assert steps == sorted(steps, reverse=True)
+
+
+def test_fewer_ranks_are_used_where_that_is_faster() -> None:
+    """With links this slow, a second rank costs more than it gives."""
+    problem = make_problem(2, 2, 2, link=LinkCost(10.0, 1e3), max_micro_batches=1)
+    plan = make_plan(problem)
+    assert sorted({rank for stage in plan.stages for rank in stage.ranks}) == [0]
+
+
+def test_slower_ranks_get_less() -> None:
+    problem = make_problem(20, 2, 16, num_replicas=1, num_stages=2)
+    cluster = replace(problem.cluster, speeds=(1.0, 0.25))
+    plan = make_plan(replace(problem, cluster=cluster))
+    work = {stage.ranks[0]: stage.forward_seconds + stage.backward_seconds for stage in plan.stages}
+    assert work[0] > 2.5 * work[1]
+
+
+def test_schedule_is_the_same_wherever_the_plan_is() -> None:
+    problem = make_problem(9, 3, 12, num_stages=3)
+    one, other = make_plan(problem), make_plan(problem)
+    assert one == other
+    assert schedule_of(one, problem.graph) == schedule_of(other, problem.graph)
+
+
+def test_progress_is_told() -> None:
+    told: list[tuple[str, float]] = []
+    make_plan(make_problem(30, 4, 32, memory_bytes=3e6), lambda what, share: told.append((what, share)))
+    assert len({what for what, _ in told}) > 1
+    assert all(0 <= share <= 1 for _, share in told)

@@ -1,0 +1,55 @@
+"""What a person is shown of a plan."""
+
+from __future__ import annotations
+
+import pytest
+from rich.console import Console
+
+from autovaruna.planner.infeasible import readable
+from autovaruna.planner.records import Plan
+from autovaruna.planner.search import make_plan
+from autovaruna.planner.table import explain, module_range, plan_table, ranks_text, seconds
+from tests.planner.cases import make_graph, make_problem
+
+
+def shown(plan: Plan, width: int = 80) -> str:
+    console = Console(width=width, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(plan_table(plan, make_graph(8)))
+    return console.export_text()
+
+
+def test_table_has_a_row_for_each_stage_and_fits_80_columns() -> None:
+    plan = make_plan(make_problem(8, 4, 12, num_stages=3))
+    text = shown(plan)
+    assert "3 stages" in text
+    assert f"{plan.stages[1].forward_seconds * 1e3:.3g} + {plan.stages[1].backward_seconds * 1e3:.3g}" in text
+    assert readable(plan.stages[2].memory_bytes) in text
+    assert "…" not in text
+
+
+def test_explained_time_adds_up_to_the_step() -> None:
+    problem = make_problem(8, 3, 12, num_stages=3, skips=2)
+    text = explain(make_plan(problem), problem.graph)
+    shares = [float(line.split()[1].rstrip("%")) for line in text.splitlines() if "mean over ranks" in line]
+    assert sum(shares) == pytest.approx(100, abs=0.5)
+    assert "proven bound" in text
+
+
+@pytest.mark.parametrize(
+    ("blocks", "expected"),
+    [
+        (range(8), "layers"),
+        (range(6), "layers.0 .. 2"),
+        (range(2, 4), "layers.1"),
+        (range(2, 7), "layers.1 .. 3 (part)"),
+        (range(1, 2), "layers.0.part1"),
+    ],
+)
+def test_modules_of_a_stage(blocks: range, expected: str) -> None:
+    assert module_range(blocks, make_graph(8)) == expected
+
+
+def test_units() -> None:
+    assert [seconds(value) for value in (2.5, 0.0123, 4e-6)] == ["2.5 s", "12.3 ms", "4 us"]
+    assert [readable(value) for value in (512, 2048, 3 * 2**30)] == ["512 bytes", "2 KiB", "3 GiB"]
+    assert ranks_text((0, 1, 2, 3, 6)) == "0-3, 6"
