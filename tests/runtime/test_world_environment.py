@@ -7,12 +7,13 @@ import torch
 
 from autovaruna.errors import MeasureError
 from autovaruna.profiler.records import LinkCost
+from autovaruna.runtime import links
 from autovaruna.runtime.ending import status_of
 from autovaruna.runtime.environment import count_sharing, num_ranks_in, share_threads
 from autovaruna.runtime.in_process import run_ranks
-from autovaruna.runtime.links import measure_links, pairs_of, rounds_of
 from autovaruna.runtime.single import SingleWorld
 from autovaruna.runtime.staging import is_dense
+from autovaruna.runtime.world import World
 
 
 @pytest.mark.parametrize("name", ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"])
@@ -45,9 +46,9 @@ def test_exit_status_is_pythons(argument: object, status: int) -> None:
 
 
 def test_every_kind_of_link_is_measured_and_no_rank_twice_at_once() -> None:
-    pairs = pairs_of(("a", "b", "a", "b"))
+    pairs = links.pairs_of(("a", "b", "a", "b"))
     assert pairs == [(0, 1), (0, 2), (1, 2), (1, 3), (2, 3)]
-    rounds = rounds_of(pairs)
+    rounds = links.rounds_of(pairs)
     assert sorted(pair for some in rounds for pair in some) == pairs
     for some in rounds:
         ranks = [rank for pair in some for rank in pair]
@@ -55,16 +56,37 @@ def test_every_kind_of_link_is_measured_and_no_rank_twice_at_once() -> None:
 
 
 def test_a_rank_alone_has_free_links() -> None:
-    assert measure_links(SingleWorld()) == (LinkCost(0.0, math.inf), LinkCost(0.0, math.inf), math.inf)
+    assert links.measure_links(SingleWorld()) == (LinkCost(0.0, math.inf), LinkCost(0.0, math.inf), math.inf)
 
 
-def test_ranks_measure_the_same_links(monkeypatch: pytest.MonkeyPatch) -> None:
-    try:
-        results = run_ranks(3, measure_links)
-    except MeasureError:
-        pytest.skip("threads on a busy machine")
-    assert results[0] == results[1] == results[2]
-    assert results[0][0] == results[0][1]
+def fake_clock(monkeypatch: pytest.MonkeyPatch, num_bad: int) -> None:
+    """Lets a message take 1 us and 1 ns a byte, but for the first `num_bad` large ones of each rank, which take 0."""
+    bad = [num_bad, num_bad]
+
+    def seconds(world: World, peer: int, num_bytes: int, num_times: int) -> float:
+        bad[world.rank] -= num_bytes == links.LARGE_BYTES
+        return 0.0 if bad[world.rank] >= 0 and num_bytes == links.LARGE_BYTES else 1e-6 + 1e-9 * num_bytes
+
+    monkeypatch.setattr(links, "one_way_seconds", seconds)
+
+
+def test_a_noisy_measurement_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_clock(monkeypatch, num_bad=2)
+    for local, remote, all_reduce in run_ranks(2, links.measure_links):
+        assert local == remote
+        assert local.bytes_per_second == pytest.approx(1e9)
+        assert local.latency_seconds == pytest.approx(1e-6, rel=0.5)
+        assert all_reduce > 0
+
+
+def test_a_measurement_that_stays_noisy_fails_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_clock(monkeypatch, num_bad=3)
+
+    def run(world: World) -> None:
+        with pytest.raises(MeasureError, match="expected the larger to take longer"):
+            links.measure_links(world)
+
+    run_ranks(2, run)
 
 
 def test_dense_means_no_holes_and_no_overlaps() -> None:
