@@ -77,7 +77,7 @@ def measure(
             costs[part.signature, size] = _measure_one(part, samples, size, iterations, allowance)
             if on_progress is not None:
                 on_progress(done + 1, len(jobs))
-    logger.info("measured %d of %d blocks", len(costs), len(traced.graph.blocks))
+    logger.info("measured %d parts of a model of %d blocks", len(costs), len(traced.graph.blocks))
     return costs
 
 
@@ -88,7 +88,7 @@ def merge(shares: Iterable[dict[Key, PartCost]]) -> dict[Key, PartCost]:
 
 def _distinct(traced: TracedModel) -> list[Part]:
     parts = [*block_parts(traced), *layer_parts(traced), repeated_part(traced)]
-    return list({part.signature: part for part in reversed(parts)}.values())[::-1]
+    return list({part.signature: part for part in reversed(parts) if part.nodes}.values())[::-1]
 
 
 def _measure_one(part: Part, samples: Samples, size: int, iterations: int, allowance: float) -> PartCost:

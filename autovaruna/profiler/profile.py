@@ -89,7 +89,7 @@ def _scale(seconds: list[float], layer: Part, whole: float) -> None:
 
 
 def _first_user(traced: TracedModel, blocks: Sequence[Part]) -> int:
-    return next((k for k, part in enumerate(blocks) if traced.repeated & set(part.values)), 0)
+    return next((k for k, part in enumerate(blocks) if traced.repeated.keys() & part.values), 0)
 
 
 def _bytes(traced: TracedModel, blocks: Sequence[Part], measured: Sequence[Bytes]) -> tuple[list[int], list[int]]:

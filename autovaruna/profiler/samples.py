@@ -48,7 +48,7 @@ class Samples:
                 return self.traced.sizes.number(self.traced.nodes[argument.name].meta["val"], batch_size)
             case Source.PARAMETER:
                 return self._parameter(argument.name)
-            case Source.BUFFER:
+            case Source.BUFFER | Source.SNAPSHOT:
                 return self._copy(self.model.get_buffer(argument.name))
             case Source.CONSTANT:
                 return self._copy(self.traced.constants[argument.name])
@@ -57,14 +57,14 @@ class Samples:
             case _:
                 return self._value(argument.name, batch_size)
 
-    def random_like(self, tensor: Tensor) -> Tensor:
+    def _random_like(self, tensor: Tensor) -> Tensor:
         """Returns random numbers in the layout of a tensor."""
         return self._make(tuple(tensor.shape), tensor.stride(), tensor.dtype)
 
     def _parameter(self, name: str) -> Tensor:
         """Returns a parameter in the steady state of a step: its gradient is there and is added to."""
         parameter = self.model.get_parameter(name)
-        made = self.random_like(parameter).requires_grad_(parameter.requires_grad)
+        made = self._random_like(parameter).requires_grad_(parameter.requires_grad)
         if made.requires_grad:
             made.grad = torch.zeros_like(made)
         return made

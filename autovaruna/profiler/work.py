@@ -66,7 +66,7 @@ def make_work(part: Part, samples: Samples, batch_size: int) -> Work:
         piece.module.forward,
         arguments,
         tuple(values[name] for name in part.values),
-        samples.random_like,
+        _make_gradient,
         needs_gradient,
     )
 
@@ -77,4 +77,8 @@ def empty_work(num_values: int, device: torch.device) -> Work:
     placeholders = [graph.placeholder(f"value_{index}") for index in range(num_values)]
     graph.output(tuple(placeholders))
     values = tuple(torch.zeros(1, device=device, requires_grad=True) for _ in range(num_values))
-    return Work(fx.GraphModule({}, graph).forward, values, values, torch.ones_like, True)
+    return Work(fx.GraphModule({}, graph).forward, values, values, _make_gradient, True)
+
+
+def _make_gradient(output: Tensor) -> Tensor:
+    return torch.full_like(output, 0.05)

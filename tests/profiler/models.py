@@ -1,0 +1,39 @@
+"""Builds and traces small models for the tests of the profiler."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from autovaruna.graph.call import describe
+from autovaruna.graph.traced import TracedModel, trace
+from tests.catalogue import CASES
+
+CPU = torch.device("cpu")
+WIDTH = 16
+
+
+class Mlp(nn.Module):
+    """Runs equal layers of linear and relu, and returns the mean square."""
+
+    def __init__(self, num_layers: int, width: int = WIDTH) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(num_layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.relu(layer(x))
+        return x.square().mean()
+
+
+def traced(model: nn.Module, *args: Tensor, **kwargs: Tensor) -> TracedModel:
+    """Traces one call of a model on the CPU."""
+    return trace(model, describe(model, args, kwargs)[1], CPU)
+
+
+def traced_case(name: str, batch_size: int) -> tuple[nn.Module, TracedModel, list[Tensor]]:
+    """Returns a model of the catalogue, its trace, and the tensors of the call."""
+    model = CASES[name].model()
+    args, kwargs = CASES[name].batch(batch_size, 0)
+    tensors, call = describe(model, args, kwargs)
+    return model, trace(model, call, CPU), tensors
