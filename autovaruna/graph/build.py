@@ -63,13 +63,15 @@ class Builder:
     def users(self, node: fx.Node) -> set[int]:
         """Returns the blocks that use a node, directly or through repeated nodes and sizes."""
         if node not in self._users:
+            together = [self.nodes[name] for name in self.grouping.repeated.get(node.name, (node.name,))]
+            users = {user for member in together for user in member.users} - set(together)
             found: set[int] = set()
-            for user in node.users:
+            for user in users:
                 if user.name in self.block_of:
                     found.add(self.block_of[user.name])
                 elif user.op != "output" and not self.sizes.is_size(user):
                     found |= self.users(user)
-            self._users[node] = found
+            self._users |= dict.fromkeys(together, found)
         return self._users[node]
 
     def _later_users(self, name: str) -> tuple[int, ...]:

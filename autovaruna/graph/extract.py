@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -73,11 +73,11 @@ def extract(traced: TracedModel, nodes: Iterable[str], outputs: Sequence[str], *
     Returns:
         The piece; its operations are in the order of one process.
     """
-    return _Extraction(traced, set(nodes), frozenset() if is_bare else traced.repeated).run(outputs)
+    return _Extraction(traced, set(nodes), {} if is_bare else traced.repeated).run(outputs)
 
 
 class _Extraction:
-    def __init__(self, traced: TracedModel, inside: set[str], repeated: frozenset[str]) -> None:
+    def __init__(self, traced: TracedModel, inside: set[str], repeated: Mapping[str, tuple[str, ...]]) -> None:
         self.traced = traced
         self.inside = inside
         self.repeated = repeated
@@ -102,8 +102,9 @@ class _Extraction:
         while waiting:
             node = waiting.pop()
             if node.name in self.repeated and node.name not in wanted:
-                wanted.add(node.name)
-                waiting += node.all_input_nodes
+                together = self.repeated[node.name]
+                wanted.update(together)
+                waiting += [source for name in together for source in self.traced.nodes[name].all_input_nodes]
         return [node for node in self.traced.module.graph.nodes if node.name in wanted]
 
     def _copy(self, node: fx.Node) -> fx.Node:

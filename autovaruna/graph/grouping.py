@@ -17,7 +17,7 @@ block: they are repeated in every stage that uses them and so never cross a cut.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import networkx as nx
@@ -33,10 +33,15 @@ _LOOKUPS = {torch.ops.aten.embedding.default, torch.ops.aten.lstm.input, torch.o
 
 @dataclass(frozen=True)
 class Grouping:
-    """The result: `blocks` in execution order, each the names of its nodes; `repeated` nodes are in no block."""
+    """The result: names of nodes, in execution order.
+
+    Attributes:
+        blocks: what is never cut.
+        repeated: nodes that are in no block; each maps to all nodes that are repeated together with it.
+    """
 
     blocks: tuple[tuple[str, ...], ...]
-    repeated: frozenset[str]
+    repeated: Mapping[str, tuple[str, ...]]
 
 
 def group(
@@ -44,6 +49,7 @@ def group(
     facts: Mapping[str, Fact],
     is_size: Callable[[fx.Node], bool],
     depends_on_data: Callable[[fx.Node], bool],
+    parameters: Collection[str] = (),
 ) -> Grouping:
     """Groups the nodes of a graph.
 
@@ -52,19 +58,20 @@ def group(
         facts: What is known of each node.
         is_size: Whether a node is a number that follows from the micro-batch size.
         depends_on_data: Whether the shape of a node's value depends on the numbers in tensors.
+        parameters: Names of the attributes that are parameters.
     """
     nodes = [node for node in graph.nodes if node.op in ("call_function", "call_module") and not is_size(node)]
     rules = _Rules(nodes, facts, depends_on_data)
     rules.tuples_stay_whole()
     rules.changes_stay_with_what_they_change()
     rules.data_dependent_shapes_stay()
-    repeated = _repeated(rules)
-    worked = [node for node in nodes if node not in repeated]
+    repeated = _repeated(rules, parameters)
+    worked = [node for node in nodes if node.name not in repeated]
     rules.join_cycles(worked)
     while rules.join_users_out_of_order(worked):
         rules.join_cycles(worked)
     blocks = tuple(tuple(node.name for node in block) for block in rules.ordered(worked))
-    return Grouping(blocks, frozenset(node.name for node in repeated))
+    return Grouping(blocks, repeated)
 
 
 class _Rules:
@@ -85,7 +92,7 @@ class _Rules:
 
     def changes_stay_with_what_they_change(self) -> None:
         """Applies rules 2 and 3."""
-        outliving = self._outliving_storages()
+        outliving = self.outliving_storages()
         last_write: dict[int, int] = {}
         for node in self.nodes:
             for storage in self.facts[node.name].writes:
@@ -144,7 +151,7 @@ class _Rules:
                     graph.add_edge(self.sets[source], self.sets[node])
         return graph
 
-    def _outliving_storages(self) -> set[int]:
+    def outliving_storages(self) -> set[int]:
         """Storages of buffers, parameters, constants and inputs."""
         graph = self.nodes[0].graph if self.nodes else fx.Graph()
         roots = [node for node in graph.nodes if node.op in ("placeholder", "get_attr")]
@@ -163,35 +170,51 @@ class _Rules:
         return list(members.values())
 
 
-def _repeated(rules: _Rules) -> set[fx.Node]:
+def _repeated(rules: _Rules, parameters: Collection[str]) -> dict[str, tuple[str, ...]]:
     """Returns the nodes of every group that can be run again in each stage that uses it."""
     total = sum(fact.num_flops for fact in rules.facts.values())
-    outliving = rules._outliving_storages()
-    changed = {storage for node in rules.nodes for storage in rules.facts[node.name].writes}
-    repeated: set[fx.Node] = set()
-    waiting = rules.groups()
+    written = {storage for node in rules.nodes for storage in rules.facts[node.name].writes}
+    changed = written & rules.outliving_storages()
+    repeated: dict[str, tuple[str, ...]] = {}
+    waiting = [
+        members
+        for members in rules.groups()
+        if all(_is_cheap(rules.facts[node.name], node, total) and not _touches(rules.facts[node.name], changed)
+               for node in members)
+    ]
     while True:
-        ready = [members for members in waiting if _is_repeatable(members, repeated, rules, total, changed & outliving)]
+        ready = [members for members in waiting if _is_fed(members, repeated, rules, parameters)]
         if not ready:
             return repeated
         waiting = [members for members in waiting if members not in ready]
-        repeated.update(node for members in ready for node in members)
+        for members in ready:
+            names = tuple(node.name for node in members)
+            repeated |= dict.fromkeys(names, names)
 
 
-def _is_repeatable(
-    members: Sequence[fx.Node], repeated: set[fx.Node], rules: _Rules, total_flops: float, changed: set[int]
+def _is_cheap(fact: Fact, node: fx.Node, total_flops: float) -> bool:
+    """Whether a node needs no gradient, no random numbers and little arithmetic."""
+    is_light = fact.num_flops <= _CHEAP_SHARE * total_flops and node.target not in _LOOKUPS
+    return is_light and not fact.needs_gradient and not fact.is_random
+
+
+def _touches(fact: Fact, storages: set[int]) -> bool:
+    return bool((fact.reads | fact.writes | fact.makes) & storages)
+
+
+def _is_fed(
+    members: Sequence[fx.Node], repeated: Mapping[str, object], rules: _Rules, parameters: Collection[str]
 ) -> bool:
+    """Whether a group needs only inputs without gradient, buffers, constants, sizes and repeated nodes."""
     inside = set(members)
-    for node in members:
-        fact = rules.facts[node.name]
-        if fact.needs_gradient or fact.is_random or node.target in _LOOKUPS or fact.num_flops > _CHEAP_SHARE * total_flops:
-            return False
-        if (fact.reads | fact.writes | fact.makes) & changed:
-            return False
-        for source in node.all_input_nodes:
-            is_free = source.op in ("placeholder", "get_attr") or source not in rules.position
-            if not is_free and source not in inside and source not in repeated:
-                return False
-            if is_free and rules.facts[source.name].needs_gradient:
-                return False
-    return True
+    return all(
+        source in inside or source.name in repeated or _is_free(source, rules, parameters)
+        for node in members
+        for source in node.all_input_nodes
+    )
+
+
+def _is_free(source: fx.Node, rules: _Rules, parameters: Collection[str]) -> bool:
+    if source.op == "get_attr":
+        return str(source.target) not in parameters
+    return source not in rules.position and not rules.facts[source.name].needs_gradient

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from threading import Lock
@@ -37,7 +38,7 @@ class TracedModel:
         facts: what is known of each node.
         sizes: evaluates shapes for a micro-batch.
         graph: the graph as plain data.
-        repeated: nodes that run in every stage that uses them.
+        repeated: nodes that run in every stage that uses them, each with all that are repeated together.
         call: the call that was traced.
         output_tree: structure of what the model returns.
         outputs: its tensors.
@@ -51,7 +52,7 @@ class TracedModel:
     facts: dict[str, Fact]
     sizes: Sizes
     graph: Graph
-    repeated: frozenset[str]
+    repeated: Mapping[str, tuple[str, ...]]
     call: CallSpec
     output_tree: Tree
     outputs: tuple[OutputSpec, ...]
@@ -116,8 +117,8 @@ def _trace(
     _refuse_mixing(exported, sizes, model)
     facts = learn(exported, model, call, batch_size, device)
     module = exported.module
-    grouping = group(module.graph, facts, sizes.is_size, sizes.depends_on_data)
     parameters = _first_names(dict(model.named_parameters(remove_duplicate=False)))
+    grouping = group(module.graph, facts, sizes.is_size, sizes.depends_on_data, parameters)
     buffers = _first_names(dict(model.named_buffers(remove_duplicate=False)))
     graph = _build(module, facts, sizes, grouping, parameters, buffers)
     logger.info("traced %s: %d operations in %d blocks", type(model).__name__, len(facts), len(graph.blocks))
