@@ -41,8 +41,7 @@ def train() -> None:
             optimizer.step()
             optimizer.zero_grad()
             scheduler.step()
-            losses.append(loss.item())
-            seconds.append(time.perf_counter() - start)
+            losses, seconds = [*losses, loss.item()], [*seconds, time.perf_counter() - start]
             if step == 0:
                 say(f"first step: done {time.perf_counter() - begin:.1f} s after the start")
             say.progress(step + 1, losses[-1], SIZE * get_world_size() / statistics.median(seconds[-10:]))
@@ -67,7 +66,7 @@ class Reporter(Progress):
         self(title)
 
     def __call__(self, text: str) -> None:
-        self.console.print(text, highlight=False, soft_wrap=True)
+        self.console.print(text, highlight=False)
 
     def progress(self, step: int, loss: float, speed: float) -> None:
         text = f"loss {loss:.3f}, {speed:.1f} samples/s"

@@ -28,7 +28,7 @@ class Net(nn.Module):
 def sample(rank: int, step: int) -> tuple[Tensor, Tensor]:
     """Returns what a rank passes in: an input, and the gradient of its output."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
-    return torch.randn(8, 32, generator=generator), torch.randn(8, 16, generator=generator) / 100
+    return torch.randn(8, 32, generator=generator), torch.randn(8, 16, generator=generator) / 10
 
 
 torch.manual_seed(0)
@@ -44,11 +44,11 @@ for step in range(5):
     optimizer.step()
     optimizer.zero_grad()
 
-# The same on one process, with what all ranks passed in.
+# The same on one process, with what all ranks passed in; a rank counts by its share of the samples.
 plain_optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
 for step in range(5):
-    batches = [sample(rank, step) for rank in range(get_world_size())]
-    plain(torch.cat([x for x, _ in batches])).backward(torch.cat([target for _, target in batches]))
+    xs, targets = zip(*(sample(rank, step) for rank in range(get_world_size())), strict=True)
+    plain(torch.cat(xs)).backward(torch.cat(targets) / get_world_size())
     plain_optimizer.step()
     plain_optimizer.zero_grad()
 
