@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -19,8 +20,8 @@ from autovaruna.graph.export import Exported, example_inputs
 from autovaruna.graph.fake import fake_like
 
 aten = torch.ops.aten
-_RUNNING_STATISTICS = {aten.batch_norm.default: (3, 4, 5), aten.instance_norm.default: (3, 4, 5)}
-_DROP_PROBABILITY = {aten.dropout.default: (1, 2), aten.scaled_dot_product_attention.default: (4, None)}
+_RUNNING_STATISTICS: dict[Any, tuple[int, int, int]] = {aten.batch_norm.default: (3, 4, 5), aten.instance_norm.default: (3, 4, 5)}
+_DROP_PROBABILITY: dict[Any, tuple[int, int | None]] = {aten.dropout.default: (1, 2), aten.scaled_dot_product_attention.default: (4, None)}
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,7 @@ def learn(
         batch_size: The batch size that the values of the facts have.
         device: Where the graph will run.
     """
-    mode = FakeTensorMode()
+    mode = FakeTensorMode(shape_env=ShapeEnv())
     attributes: dict[str, Tensor] = {}
     memo: dict[int, Tensor] = {}
     named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
@@ -138,7 +139,7 @@ def _draws_nothing(node: fx.Node) -> bool:
         return False
     probability, training = places
     rate = node.args[probability] if len(node.args) > probability else node.kwargs.get("dropout_p", 0.0)
-    return rate == 0.0 or (training is not None and node.args[training] is False)
+    return bool(rate == 0.0) or (training is not None and node.args[training] is False)
 
 
 def _tensors(value: Any) -> list[Tensor]:
@@ -146,4 +147,4 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)
