@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from autovaruna.errors import InputError
 from autovaruna.graph.tree import Tree, flatten
 
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
 
 @dataclass(frozen=True)
 class InputSpec:
@@ -100,24 +102,33 @@ def _readable(path: str, parameters: Sequence[inspect.Parameter]) -> str:
     """Turns ``[0][2]`` into the name of the third argument and ``[1]['labels']`` into ``labels``."""
     keys = re.findall(r"\['?([^\]']*)'?\]|\.(\w+)", path)
     first, *rest = [bracket or dot for bracket, dot in keys]
-    if first == "0" and int(rest[0]) < len(parameters):
-        parameter = parameters[int(rest[0])]
-        if parameter.kind is not inspect.Parameter.VAR_POSITIONAL:
-            rest[0] = parameter.name
+    if first == "0":
+        rest[0] = _positional(int(rest[0]), parameters)
     return re.sub(r"\W", "_", "_".join(rest)).strip("_") or "input"
+
+
+def _positional(place: int, parameters: Sequence[inspect.Parameter]) -> str:
+    """Returns the name of a positional argument; those of ``*args`` are ``args_0`` and so on."""
+    names = [parameter.name for parameter in parameters if parameter.kind in _POSITIONAL]
+    if place < len(names):
+        return names[place]
+    rest = next((p.name for p in parameters if p.kind is inspect.Parameter.VAR_POSITIONAL), "input")
+    return f"{rest}_{place - len(names)}"
 
 
 def _find_batch(names: Sequence[str], tensors: Sequence[Tensor], wanted: Sequence[str]) -> tuple[int, list[bool]]:
     if wanted:
-        is_batch = [tensor.dim() > 0 and any(_is_part_of(name, want) for want in wanted)
-                    for name, tensor in zip(names, tensors, strict=True)]
+        is_batch = [
+            tensor.dim() > 0 and any(_is_part_of(name, want) for want in wanted)
+            for name, tensor in zip(names, tensors, strict=True)
+        ]
     else:
         first = next((tensor.shape[0] for tensor in tensors if tensor.dim() > 0), None)
         is_batch = [tensor.dim() > 0 and tensor.shape[0] == first for tensor in tensors]
     sizes = {name: tensor.shape[0] for name, tensor, batch in zip(names, tensors, is_batch, strict=True) if batch}
     if not sizes:
         raise InputError(
-            f"No argument of the model is a batch: got tensors {dict(zip(names, [tuple(t.shape) for t in tensors], strict=True))}"
+            f"No argument of the model is a batch: got tensors {_shapes(names, tensors)}"
             f"{f' and batch_inputs={list(wanted)}' if wanted else ''}. Expected at least one tensor whose first "
             "dimension is the batch; pass one, or name the arguments in batch_inputs."
         )
@@ -133,7 +144,9 @@ def _is_part_of(name: str, wanted: str) -> bool:
 def _mode(model: nn.Module) -> str:
     flags = "".join("t" if module.training else "e" for module in model.modules())
     autocast = [
-        f"{device}:{torch.get_autocast_dtype(device)}" for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)
+        f"{device}:{torch.get_autocast_dtype(device)}"
+        for device in ("cpu", "cuda")
+        if torch.is_autocast_enabled(device)
     ]
     frozen = "".join("g" if parameter.requires_grad else "f" for parameter in model.parameters())
     return f"training={flags} gradient={torch.is_grad_enabled()} autocast={autocast} parameters={frozen}"
