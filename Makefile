@@ -1,5 +1,5 @@
 # Everything runs in .venv, which the first target makes. PIP_FLAGS is added to pip's, as for a CPU-only torch:
-# make demo PIP_FLAGS="--extra-index-url https://download.pytorch.org/whl/cpu"
+# make demo PIP_FLAGS="--extra-index-url ..."
 
 CANDIDATES := python3.13 python3.12 python3.11 python3.10 python3.14 python3
 USABLE := import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 10))

@@ -1,6 +1,12 @@
-"""Trains one PyTorch model over many processes, after one added line."""
+"""Trains one PyTorch model over many processes, after one added line.
+
+What needs torch is imported with its first use, so that plans can be made and shown without it.
+"""
 
 from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from autovaruna.errors import (
     AutoVarunaError,
@@ -14,8 +20,10 @@ from autovaruna.errors import (
     ScheduleError,
     TraceError,
 )
-from autovaruna.parallel.ranks import barrier, get_rank, get_world_size
-from autovaruna.parallel.wrapper import AutoVaruna
+
+if TYPE_CHECKING:
+    from autovaruna.parallel.ranks import barrier, get_rank, get_world_size
+    from autovaruna.parallel.wrapper import AutoVaruna
 
 __version__ = "0.1.0"
 
@@ -36,3 +44,17 @@ __all__ = [
     "get_rank",
     "get_world_size",
 ]
+
+_HOMES = {
+    "AutoVaruna": "autovaruna.parallel.wrapper",
+    "barrier": "autovaruna.parallel.ranks",
+    "get_rank": "autovaruna.parallel.ranks",
+    "get_world_size": "autovaruna.parallel.ranks",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Imports a public name that needs torch."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)

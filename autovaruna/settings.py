@@ -131,7 +131,6 @@ class Settings:
     device: str = _setting(
         TEXT, "auto", "Device of a rank, as torch names it; auto: a GPU of its own, if there is one."
     )
-    channel: Literal["auto", "mpi"] = _setting(choice("auto", "mpi"), "auto", "What ranks talk through.")
     progress: bool = _setting(BOOLEAN, True, "Whether rank 0 shows a progress bar while it measures.")
     show_settings: bool = _setting(BOOLEAN, False, "Whether each setting is logged at the start.", "show_config_items")
 

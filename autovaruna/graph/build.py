@@ -147,4 +147,3 @@ def _module_path(node: fx.Node) -> str:
     stack = list((node.meta.get("nn_module_stack") or {}).values())
     path = stack[-1][0] if stack else ""
     return str(path).removeprefix("model").removeprefix(".")
-

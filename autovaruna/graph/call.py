@@ -137,6 +137,10 @@ def _find_batch(names: Sequence[str], tensors: Sequence[Tensor], wanted: Sequenc
     return next(iter(sizes.values())), is_batch
 
 
+def _shapes(names: Sequence[str], tensors: Sequence[Tensor]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(tensor.shape) for name, tensor in zip(names, tensors, strict=True)}
+
+
 def _is_part_of(name: str, wanted: str) -> bool:
     return name == wanted or name.startswith(f"{wanted}_")
 

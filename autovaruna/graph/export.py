@@ -81,7 +81,6 @@ def _kind(tensor: Tensor | None) -> str:
     return "None" if tensor is None else f"{tuple(tensor.shape)} {tensor.dtype}"
 
 
-
 def export(model: nn.Module, call: CallSpec, batch_size: int, is_dynamic: bool, device: torch.device) -> Exported:
     """Traces one call of a model in its present mode, without running it.
 
@@ -112,8 +111,13 @@ def export(model: nn.Module, call: CallSpec, batch_size: int, is_dynamic: bool, 
         except Exception as error:
             raise _explain(error, model, is_dynamic) from error
     assert isinstance(graph_module, fx.GraphModule) and output_trees
-    state = {_PREFIX + name for name in [*dict(model.named_parameters(remove_duplicate=False)),
-                                         *dict(model.named_buffers(remove_duplicate=False))]}
+    state = {
+        _PREFIX + name
+        for name in [
+            *dict(model.named_parameters(remove_duplicate=False)),
+            *dict(model.named_buffers(remove_duplicate=False)),
+        ]
+    }
     constants = _tidy(graph_module, [spec.name for spec in call.inputs], state)
     return Exported(graph_module, output_trees[-1], constants, is_dynamic)
 
@@ -152,8 +156,12 @@ def has_effect(module: nn.Module, node: fx.Node) -> bool:
         return True
     regions = [arg for arg in node.all_input_nodes if arg.op == "get_attr"]
     inner = [region for arg in regions if isinstance(region := _attribute(module, str(arg.target)), fx.GraphModule)]
-    return any(has_effect(region, child) for region in inner for child in region.graph.nodes
-               if child.op not in ("placeholder", "output"))
+    return any(
+        has_effect(region, child)
+        for region in inner
+        for child in region.graph.nodes
+        if child.op not in ("placeholder", "output")
+    )
 
 
 def _name_placeholders(module: fx.GraphModule, names: list[str]) -> None:
@@ -189,7 +197,9 @@ def _explain(error: Exception, model: nn.Module, is_dynamic: bool) -> TraceError
 
 def _is_about_batch(error: Exception) -> bool:
     text = f"{type(error).__name__} {error}"
-    return any(mark in text for mark in ("ConstraintViolation", "Constraints violated", "specialized", "batch !=", "Eq("))
+    return any(
+        mark in text for mark in ("ConstraintViolation", "Constraints violated", "specialized", "batch !=", "Eq(")
+    )
 
 
 def _where(error: BaseException) -> str:

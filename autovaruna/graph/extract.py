@@ -109,11 +109,12 @@ class _Extraction:
 
     def _copy(self, node: fx.Node) -> fx.Node:
         block = self.traced.block_of.get(node.name, -1)
-        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda source: self._resolve(source, block, node))  # type: ignore[misc]
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda source: self._resolve(source, block, node))
         if not self.traced.facts[node.name].is_random:
             return self.graph.create_node(node.op, node.target, args, kwargs, node.name)
         stream = self._argument(Argument(Source.RANDOM, "stream"))
-        return self.graph.call_function(draw, (stream, self.traced.places[node.name], node.target, *args), kwargs)
+        operation: Any = node.target
+        return self.graph.call_function(draw, (stream, self.traced.places[node.name], operation, *args), kwargs)
 
     def _resolve(self, node: fx.Node, block: int, user: fx.Node | None = None) -> Any:
         """Returns what stands for a node of the traced graph inside the piece."""
@@ -153,13 +154,16 @@ class _Extraction:
         if not fact.needs_gradient or (fact.makes | fact.writes) & storages:
             return False
         place = self.traced.places[user.name]
-        return any(other.writes & storages and self.traced.places[name] > place
-                   for name, other in self.traced.facts.items())
+        return any(
+            other.writes & storages and self.traced.places[name] > place for name, other in self.traced.facts.items()
+        )
 
     def _argument(self, argument: Argument) -> fx.Node:
         if argument not in self.arguments:
             suffix = f"_{argument.block}" if argument.block >= 0 else ""
-            self.arguments[argument] = self.graph.placeholder(f"{argument.source.value}_{argument.name}{suffix}".replace(".", "_"))
+            self.arguments[argument] = self.graph.placeholder(
+                f"{argument.source.value}_{argument.name}{suffix}".replace(".", "_")
+            )
         return self.arguments[argument]
 
     def _arguments_first(self) -> None:

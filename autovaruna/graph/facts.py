@@ -20,8 +20,14 @@ from autovaruna.graph.export import Exported, example_inputs
 from autovaruna.graph.fake import fake_like
 
 aten = torch.ops.aten
-_RUNNING_STATISTICS: dict[Any, tuple[int, int, int]] = {aten.batch_norm.default: (3, 4, 5), aten.instance_norm.default: (3, 4, 5)}
-_DROP_PROBABILITY: dict[Any, tuple[int, int | None]] = {aten.dropout.default: (1, 2), aten.scaled_dot_product_attention.default: (4, None)}
+_RUNNING_STATISTICS: dict[Any, tuple[int, int, int]] = {
+    aten.batch_norm.default: (3, 4, 5),
+    aten.instance_norm.default: (3, 4, 5),
+}
+_DROP_PROBABILITY: dict[Any, tuple[int, int | None]] = {
+    aten.dropout.default: (1, 2),
+    aten.scaled_dot_product_attention.default: (4, None),
+}
 
 
 @dataclass(frozen=True)

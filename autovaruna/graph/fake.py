@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.parameter import is_lazy
 
 from autovaruna.errors import TraceError
 
@@ -40,7 +42,7 @@ def faked(model: nn.Module, mode: FakeTensorMode, device: torch.device) -> Itera
             for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
                 if tensor is None:
                     continue
-                if isinstance(tensor, nn.parameter.UninitializedTensorMixin):
+                if is_lazy(tensor):
                     raise TraceError(
                         f"{path}.{name} has no shape yet: got a lazy parameter. Expected an initialised one; "
                         "run one batch through the model before wrapping it."
@@ -60,7 +62,7 @@ def _fake(tensor: Tensor, mode: FakeTensorMode, device: torch.device) -> Tensor:
 
 def _put(module: nn.Module, name: str, tensor: Tensor) -> None:
     """Puts a tensor in its place; recurrent modules also keep their weights in a list of their own."""
-    own = module._parameters if name in module._parameters else module._buffers
+    own: dict[str, Any] = module._parameters if name in module._parameters else module._buffers
     old = own[name]
     own[name] = tensor
     flat = module.__dict__.get("_flat_weights")

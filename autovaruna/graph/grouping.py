@@ -179,8 +179,10 @@ def _repeated(rules: _Rules, parameters: Collection[str]) -> dict[str, tuple[str
     waiting = [
         members
         for members in rules.groups()
-        if all(_is_cheap(rules.facts[node.name], node, total) and not _touches(rules.facts[node.name], changed)
-               for node in members)
+        if all(
+            _is_cheap(rules.facts[node.name], node, total) and not _touches(rules.facts[node.name], changed)
+            for node in members
+        )
     ]
     while True:
         ready = [members for members in waiting if _is_fed(members, repeated, rules, parameters)]

@@ -78,9 +78,7 @@ def classify(
     return tuple(specs)
 
 
-def _classify_one(
-    node: fx.Node, path: str, facts: dict[str, Fact], sizes: Sizes, fed: set[fx.Node]
-) -> OutputSpec:
+def _classify_one(node: fx.Node, path: str, facts: dict[str, Fact], sizes: Sizes, fed: set[fx.Node]) -> OutputSpec:
     value = node.meta["val"]
     assert isinstance(value, Tensor)
     dimension = sizes.batch_dimension(value)
@@ -104,8 +102,9 @@ def _fed_by_batch(graph: fx.Graph, sizes: Sizes) -> set[fx.Node]:
 
 def _find_loss(specs: Sequence[OutputSpec], facts: dict[str, Fact]) -> int | None:
     scalars = [
-        index for index, spec in enumerate(specs) if spec.needs_gradient and facts[spec.node].value.numel() == 1
-        and facts[spec.node].value.dim() == 0
+        index
+        for index, spec in enumerate(specs)
+        if spec.needs_gradient and facts[spec.node].value.numel() == 1 and facts[spec.node].value.dim() == 0
     ]
     named = [index for index in scalars if specs[index].path.endswith(("['loss']", ".loss"))]
     if len(named) == 1:

@@ -43,7 +43,7 @@ def draw(stream: RandomStream, node: int, operation: Callable[..., Any], *args: 
 def default_generator(device: torch.device) -> torch.Generator:
     """Returns the generator that operations on `device` draw from when they are given none."""
     if device.type == "cuda":
-        torch.cuda.init()
+        torch.cuda.init()  # type: ignore[no-untyped-call]
         index = device.index if device.index is not None else torch.cuda.current_device()
         return torch.cuda.default_generators[index]
     return torch.default_generator

@@ -79,7 +79,7 @@ class Sizes:
     def _is_known(self, value: Any) -> bool:
         expression = _expression(value)
         if isinstance(expression, sympy.Basic):
-            return expression.free_symbols <= ({self.symbol} if self.symbol is not None else set())
+            return bool(expression.free_symbols <= ({self.symbol} if self.symbol is not None else set()))
         return isinstance(value, int | float | bool)
 
 

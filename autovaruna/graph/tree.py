@@ -105,7 +105,7 @@ def _value(leaf: Leaf, tensors: Iterator[Any], opaque: Callable[[Opaque], Any] |
             assert opaque is not None
             return opaque(leaf)
         case Record(cls, fields, trees):
-            record = object.__new__(cls)
+            record: Any = object.__new__(cls)
             for field, tree in zip(fields, trees, strict=True):
                 object.__setattr__(record, field, tree._unflatten(tensors, opaque))
             return record

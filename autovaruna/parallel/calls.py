@@ -44,7 +44,7 @@ def share_call(call: CallSpec, tensors: Sequence[Tensor], number: int, is_replic
     for rank, (key, _, summary) in enumerate(reports):
         if key != reports[0][0]:
             raise RankError(
-                f"The ranks call the model with inputs that do not fit together: rank 0 passes {_print(reports[0][2])}, "
+                f"The ranks call the model with inputs that do not fit: rank 0 passes {_print(reports[0][2])}, "
                 f"rank {rank} passes {_print(summary)}{_hidden_difference(reports[0][2], summary)}. Expected the same "
                 "names, dtypes, constants and shapes on every rank, but for the size of the batch."
             )

@@ -18,6 +18,7 @@ from autovaruna.parallel.calls import SharedCall
 from autovaruna.parallel.step import Step, input_key
 from autovaruna.planner.records import Plan
 from autovaruna.runtime.batch import GlobalBatch
+from autovaruna.runtime.events import EventTrace
 from autovaruna.runtime.exchange import GradientExchange
 from autovaruna.runtime.executor import Executor, Job
 from autovaruna.runtime.gradients import GradientBook, GradientSum
@@ -54,6 +55,7 @@ class Engine:
         world: The ranks.
         device: Where this rank computes.
         seed: What random nodes are seeded from.
+        trace: Records the instructions of every step.
     """
 
     def __init__(
@@ -67,6 +69,7 @@ class Engine:
         world: World,
         device: torch.device,
         seed: int,
+        trace: EventTrace | None = None,
     ) -> None:
         self.plan = plan
         self.placement = placement
@@ -83,6 +86,7 @@ class Engine:
         self._mail = Mail(world, device)
         self._prepared: dict[str, Prepared] = {}
         self._changed: set[str] = set()
+        self._trace = trace
         self.is_synchronising = True
 
     def run(self, traced: TracedModel, shared: SharedCall, batch: GlobalBatch) -> Any:
@@ -110,7 +114,8 @@ class Engine:
             node.name: tensor
             for node, tensor in zip(traced.module.graph.find_nodes(op="placeholder"), shared.tensors, strict=True)
         }
-        executor = Executor(job, self._world, self._mail, prepared.stages, inputs, self._device)
+        recorder = self._trace.recorder if self._trace else None
+        executor = Executor(job, self._world, self._mail, prepared.stages, inputs, self._device, recorder)
         step = Step(
             job=job,
             executor=executor,
@@ -128,6 +133,8 @@ class Engine:
             executor.send_inputs()
             outputs = step.whole() if needs_gradient and traced.loss is not None else step.forwards()
             self._world.flush()
+            if self._trace is not None:
+                self._trace.write_step()
         return traced.output_tree.unflatten(_stand_ins(traced, outputs), Undelivered)
 
     def synchronise(self) -> dict[str, Tensor]:
@@ -165,7 +172,9 @@ class Engine:
 
             constants = {name: tensor.to(self._device) for name, tensor in traced.constants.items()}
             stages = {part.index: StageModule(part, parameters, buffers, constants, size_of) for part in mine}
-            gradients = GradientBook(GradientSum(parts, self.plan, self._world, parameters), list(stages.values()), self._world)
+            gradients = GradientBook(
+                GradientSum(parts, self.plan, self._world, parameters), list(stages.values()), self._world
+            )
             self._prepared[key] = Prepared(parts, stages, gradients)
         prepared = self._prepared[key]
         for stage in prepared.stages.values():

@@ -98,5 +98,3 @@ def _arguments(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 def _num_bytes(value: object) -> int:
     return value.numel() * value.element_size() if isinstance(value, Tensor) else 0
-
-

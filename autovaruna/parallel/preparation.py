@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
+import json
 import logging
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
 from typing import TypeVar
@@ -18,24 +20,36 @@ from autovaruna.graph.traced import TracedModel
 from autovaruna.parallel.calls import SharedCall
 from autovaruna.parallel.machine import describe_cluster, optimizer_factor, rank_memory
 from autovaruna.planner import Constraints, Plan, Problem, make_plan, pipeline_of, schedule_of
-from autovaruna.planner.deployment import Deployment, deployment_of, load, plan_from, save
+from autovaruna.planner.deployment import deployment_of, load, plan_from, save
 from autovaruna.planner.fingerprint import Fingerprint, differences, host_counts
 from autovaruna.planner.table import explain, plan_table
 from autovaruna.profiler.measure import measure, merge
 from autovaruna.profiler.profile import device_name, to_profile
 from autovaruna.profiler.progress import progress_bar
 from autovaruna.profiler.records import Cluster, Profile
+from autovaruna.runtime.events import EventTrace
 from autovaruna.runtime.placement import Placement, placement_of
 from autovaruna.runtime.world import World
-from autovaruna.schedule import Schedule, check
+from autovaruna.schedule import Schedule, check, replay
 from autovaruna.settings import Settings
 from autovaruna.stage.assignment import Assignment, assign
 
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 _SHAPING = (
-    "num_stages", "num_replicas", "num_micro_batches", "micro_batch_size", "min_micro_batches", "max_micro_batches",
-    "recompute", "schedule", "in_flight", "cuts", "stage_ranks", "inputs", "dynamic_batch",
+    "num_stages",
+    "num_replicas",
+    "num_micro_batches",
+    "micro_batch_size",
+    "min_micro_batches",
+    "max_micro_batches",
+    "recompute",
+    "schedule",
+    "in_flight",
+    "cuts",
+    "stage_ranks",
+    "inputs",
+    "dynamic_batch",
 )
 
 
@@ -73,6 +87,7 @@ class Preparation:
         self._world = world
         self.device = device
         self.seed = int(world.broadcast_object(_seed(settings), 0, "agreeing on the seed"))
+        self._on_all(self._dump_graph, "writing the graph")
         self._fingerprint = self._describe_run()
         self.plan = self._saved_plan() or self._new_plan()
         self._report()
@@ -94,6 +109,20 @@ class Preparation:
         check(schedule, pipeline_of(self.plan, self._traced.graph))
         return schedule
 
+    def event_trace(self) -> EventTrace | None:
+        """Starts the trace of every step, if it is asked for. Collective."""
+        if not self._settings.trace_events:
+            return None
+        predicted = replay(pipeline_of(self.plan, self._traced.graph), self.schedule)
+        return EventTrace(self._settings.trace_events_file, self._world, predicted.events)
+
+    def _dump_graph(self) -> None:
+        """Writes the traced graph as JSON, if it is asked for."""
+        path = self._settings.dump_graph
+        if path and self._world.rank == 0:
+            Path(path).write_text(json.dumps(asdict(self._traced.graph), indent=1), encoding="utf-8")
+            logger.info("wrote the graph to %s", path)
+
     def save(self, path: str) -> None:
         """Writes the deployment to a file.
 
@@ -105,8 +134,10 @@ class Preparation:
     def _describe_run(self) -> Fingerprint:
         """Returns what the plan is valid for; known without measuring. Collective."""
         mine = self._on_all(
-            lambda: (rank_memory(self._world, self.device, self._settings),
-                     optimizer_factor(self._optimizer, self._settings)),
+            lambda: (
+                rank_memory(self._world, self.device, self._settings),
+                optimizer_factor(self._optimizer, self._settings),
+            ),
             "describing the run",
         )
         limits, factors = zip(*self._world.gather_objects(mine, "describing the run"), strict=True)
@@ -225,7 +256,6 @@ class Preparation:
         return 1 if self._settings.inputs == "replicated" else sum(1 for _ in self._shared.sizes)
 
     def _problem(self, profile: Profile, cluster: Cluster) -> Problem:
-        given = self._settings
         needs_gradient = torch.is_grad_enabled() and any(spec.needs_gradient for spec in self._traced.outputs)
         has_loss = self._traced.loss is not None or not needs_gradient
         return Problem(
@@ -237,17 +267,19 @@ class Preparation:
             needs_gradient=needs_gradient,
             min_micro_batches_for_inputs=self._fewest_micro_batches,
             constraints=Constraints(
-                num_stages=given.num_stages,
-                num_replicas=given.num_replicas,
-                num_micro_batches=given.num_micro_batches,
-                micro_batch_size=given.micro_batch_size,
-                min_micro_batches=given.min_micro_batches,
-                max_micro_batches=given.max_micro_batches,
-                recompute=given.recompute,
-                schedule=given.schedule if has_loss else "gpipe",  # all forwards come before the caller's backward
-                in_flight=given.in_flight if has_loss else 0,
-                cuts=given.cuts,
-                stage_ranks=given.stage_ranks,
+                num_stages=self._settings.num_stages,
+                num_replicas=self._settings.num_replicas,
+                num_micro_batches=self._settings.num_micro_batches,
+                micro_batch_size=self._settings.micro_batch_size,
+                min_micro_batches=self._settings.min_micro_batches,
+                max_micro_batches=self._settings.max_micro_batches,
+                recompute=self._settings.recompute,
+                schedule=self._settings.schedule
+                if has_loss
+                else "gpipe",  # all forwards come before the caller's backward
+                in_flight=self._settings.in_flight if has_loss else 0,
+                cuts=self._settings.cuts,
+                stage_ranks=self._settings.stage_ranks,
             ),
         )
 

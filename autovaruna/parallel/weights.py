@@ -42,8 +42,10 @@ def micro_batch_weights(
 
 
 def _weight(weigh: Callable[..., float], model: nn.Module, shared: SharedCall, part: MicroBatch) -> float:
-    tensors = [_rows(tensor, part) if spec.is_batch else tensor
-               for tensor, spec in zip(shared.tensors, shared.call.inputs, strict=True)]
+    tensors = [
+        _rows(tensor, part) if spec.is_batch else tensor
+        for tensor, spec in zip(shared.tensors, shared.call.inputs, strict=True)
+    ]
     args, kwargs = shared.call.tree.unflatten(tensors)
     weight: Any = weigh(dict(inspect.signature(model.forward).bind(*args, **kwargs).arguments))
     number = float(weight)

@@ -52,8 +52,10 @@ class AutoVaruna(nn.Module):
         if isinstance(model, AutoVaruna) or not isinstance(model, nn.Module):
             raise InputError(f"AutoVaruna wraps a torch.nn.Module that is not wrapped yet: got {type(model).__name__}.")
         if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
-            raise InputError(f"The second argument is the optimizer: got {type(optimizer).__name__}, expected a "
-                             "torch.optim.Optimizer; settings are keywords.")
+            raise InputError(
+                f"The second argument is the optimizer: got {type(optimizer).__name__}, expected a "
+                "torch.optim.Optimizer; settings are keywords."
+            )
         self.settings = resolve(settings)
         self.__dict__["module"] = model  # not registered: names must stay the model's own
         self.training = model.training
@@ -112,9 +114,17 @@ class AutoVaruna(nn.Module):
 
     def _is_plain(self) -> bool:
         """Whether the model is called as it is: one process, and no setting that asks for more."""
-        asks = self.settings.num_micro_batches or self.settings.micro_batch_size or self.settings.num_stages > 1
-        asks = asks or self.settings.recompute == "all" or self.settings.memory_limit_bytes or self.settings.cuts
-        return self.world.num_ranks == 1 and not asks and not self.settings.stage_ranks
+        settings = self.settings
+        asks = (
+            settings.num_micro_batches,
+            settings.micro_batch_size,
+            settings.num_stages > 1,
+            settings.recompute == "all",
+            settings.memory_limit_bytes,
+            settings.cuts,
+            settings.stage_ranks,
+        )
+        return self.world.num_ranks == 1 and not any(asks)
 
     def _start(self, shared: SharedCall) -> Engine:
         """Plans, and gives each rank its part of the model. Collective."""
@@ -125,8 +135,16 @@ class AutoVaruna(nn.Module):
             held = {name: parameter for name, parameter in self._state.parameters().items() if not parameter.is_meta}
             self._cut_optimizer.cut(held)
         self._engine = Engine(
-            self._state, plan, assignment, placement, preparation.schedule, self.settings, self.world,
-            preparation.device, preparation.seed,
+            self._state,
+            plan,
+            assignment,
+            placement,
+            preparation.schedule,
+            self.settings,
+            self.world,
+            preparation.device,
+            preparation.seed,
+            preparation.event_trace(),
         )
         self._engine.is_synchronising = self._is_synchronising
         return self._engine
@@ -155,7 +173,9 @@ class AutoVaruna(nn.Module):
     def _trace(self, shared: SharedCall, batch: GlobalBatch) -> TracedModel:
         """Returns the call's graph; one that is not known yet is traced. Collective."""
         assert self._preparation is not None
-        return self._agreed_trace(shared, self._preparation.device, max(part.size for part in batch.micro_batches.values()))
+        return self._agreed_trace(
+            shared, self._preparation.device, max(part.size for part in batch.micro_batches.values())
+        )
 
     def _agreed_trace(self, shared: SharedCall, device: torch.device, micro_batch_size: int) -> TracedModel:
         key = shared.key if self.settings.dynamic_batch else f"{shared.key}/{micro_batch_size}"
@@ -221,7 +241,12 @@ class AutoVaruna(nn.Module):
         if self._engine is None:
             return torch.nn.utils.clip_grad_norm_(self.parameters(), max_norm, norm_type, error_if_nonfinite)
         return clip_grad_norm(
-            self._state, self._engine.placement, self._parameter_names, self.world, max_norm, norm_type,
+            self._state,
+            self._engine.placement,
+            self._parameter_names,
+            self.world,
+            max_norm,
+            norm_type,
             error_if_nonfinite,
         )
 
@@ -265,13 +290,17 @@ class AutoVaruna(nn.Module):
         self.module.train(mode)
         return self
 
-    def named_parameters(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
         """Yields the parameters that this rank holds, under the model's own names."""
         for name, parameter in self.module.named_parameters(prefix, recurse, remove_duplicate):
             if self._engine is None or not parameter.is_meta:
                 yield name, parameter
 
-    def named_buffers(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Iterator[tuple[str, Tensor]]:
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, Tensor]]:
         """Yields the buffers of the model, under its own names."""
         yield from self.module.named_buffers(prefix, recurse, remove_duplicate)
 
@@ -282,8 +311,10 @@ class AutoVaruna(nn.Module):
     def _apply(self, fn: Any, recurse: bool = True) -> AutoVaruna:
         """Moves or casts the model, as ``to``, ``half`` and the like ask; before the first call only."""
         if self._engine is not None:
-            raise InputError("The model has been split over the ranks: got to(), cuda() or a cast after the first call. "
-                             "Move or cast it before the first call.")
+            raise InputError(
+                "The model has been split over the ranks: got to(), cuda() or a cast after the first call. "
+                "Move or cast it before the first call."
+            )
         self.module._apply(fn, recurse)
         self._state = OwnedState(self.module)
         return self

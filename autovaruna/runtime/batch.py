@@ -70,8 +70,8 @@ def cut_batch(mini_batch_sizes: Sequence[int], num_micro_batches: int, is_replic
     for rank, (count, size) in enumerate(zip(counts, sizes, strict=True)):
         if size and not count:
             raise InputError(
-                f"num_micro_batches is {num_micro_batches}, but rank {rank} of {num_ranks} passes {size} samples of its "
-                f"own: expected at least {num_ranks} micro-batches, or inputs='replicated'."
+                f"num_micro_batches is {num_micro_batches}, but rank {rank} of {num_ranks} passes {size} samples of "
+                f"its own: expected at least {num_ranks} micro-batches, or inputs='replicated'."
             )
         start = 0
         for place in range(count):

@@ -27,9 +27,7 @@ class GradientExchange:
         inputs: This rank's mini-batch.
     """
 
-    def __init__(
-        self, job: Job, world: World, mail: Mail, executor: Executor, inputs: Mapping[str, Tensor]
-    ) -> None:
+    def __init__(self, job: Job, world: World, mail: Mail, executor: Executor, inputs: Mapping[str, Tensor]) -> None:
         self._job = job
         self._world = world
         self._mail = mail

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from time import perf_counter
 
 import torch
 from torch import Tensor
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from autovaruna.graph.random import RandomStream
 from autovaruna.planner.records import Plan
 from autovaruna.runtime.batch import GlobalBatch, MicroBatch
+from autovaruna.runtime.events import Recorder
 from autovaruna.runtime.mail import Kind as MailKind
 from autovaruna.runtime.mail import Mail, Route
 from autovaruna.runtime.world import World
@@ -80,6 +83,7 @@ class Executor:
         stages: The stages that this rank holds, by index.
         inputs: This rank's mini-batch, by input name.
         device: Where it computes.
+        recorder: Notes when instructions ran.
 
     `output_gradients` gives the gradient of output `place` for a micro-batch; a loss has its share.
     """
@@ -92,6 +96,7 @@ class Executor:
         stages: Mapping[int, StageModule],
         inputs: Mapping[str, Tensor],
         device: torch.device,
+        recorder: Recorder | None = None,
     ) -> None:
         self._job = job
         self._world = world
@@ -99,6 +104,7 @@ class Executor:
         self._stages = stages
         self._inputs = inputs
         self._device = device
+        self._recorder = recorder
         self._in_flight: dict[Place, _InFlight] = {}
         self.outputs: dict[tuple[int, int], Tensor] = {}
         self.input_gradients: dict[tuple[str, int], Tensor | None] = {}
@@ -137,7 +143,10 @@ class Executor:
                 posted += 1
             part = self._job.batch.micro_batches[instruction.micro_batch]
             self.where = f"rank {self._world.rank}, stage {instruction.stage}, micro-batch {instruction.micro_batch}"
+            begin = perf_counter()
             self._methods[instruction.kind](self._stages[instruction.stage], part)
+            if self._recorder is not None:
+                self._recorder.note(instruction, begin, perf_counter())
             self._world.progress()
 
     def _post(self, instruction: Instruction) -> None:
@@ -164,7 +173,9 @@ class Executor:
             state.buffers = {name: buffer.clone() for name, buffer in changed.items()}
         returned = self._run_stage(stage, part, state, keeps_graph)
         for edge in stage.part.leaving:
-            self._mail.send([returned[name].detach() for name in edge.values], self._edge_kind(edge, part, is_back=False))
+            self._mail.send(
+                [returned[name].detach() for name in edge.values], self._edge_kind(edge, part, is_back=False)
+            )
         for place, name in stage.part.outputs:
             self.outputs[place, part.index] = returned[name].detach()
         if keeps_graph:
@@ -217,14 +228,16 @@ class Executor:
         tensors = dict(state.tensors)
         for name in wanted & tensors.keys():
             leaf = tensors[name].detach().requires_grad_()
-            leaf.register_hook(partial(_note, state.gradients, name))
+            leaf.register_hook(partial(_note, state.gradients, name))  # type: ignore[no-untyped-call]
             tensors[name] = leaf
         return tensors
 
     def _arrived(self, stage: StageModule, part: MicroBatch) -> dict[str, Tensor]:
         tensors: dict[str, Tensor] = {}
         for edge in stage.part.arriving:
-            for name, tensor in zip(edge.values, self._mail.take(self._edge_kind(edge, part, is_back=False)), strict=True):
+            for name, tensor in zip(
+                edge.values, self._mail.take(self._edge_kind(edge, part, is_back=False)), strict=True
+            ):
                 assert tensor is not None
                 tensors[name] = tensor
         travelling = self._travelling(stage.part.inputs)
@@ -264,7 +277,9 @@ class Executor:
     def _edge_kind(self, edge: Edge, part: MicroBatch, *, is_back: bool) -> MailKind:
         source = self._job.rank_of(edge.source, part.index)
         destination = self._job.rank_of(edge.destination, part.index)
-        route = Route(destination, source, 4 * edge.index + 1) if is_back else Route(source, destination, 4 * edge.index)
+        route = (
+            Route(destination, source, 4 * edge.index + 1) if is_back else Route(source, destination, 4 * edge.index)
+        )
         return MailKind(self._job.graph_key, route, part.size)
 
     def _inputs_kind(self, stage: int, part: MicroBatch) -> MailKind:
@@ -279,5 +294,5 @@ def _note(gradients: dict[str, Tensor], name: str, gradient: Tensor) -> None:
 def _overwrite(buffers: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
     """Puts values back into buffers; no backward reads them, so autograd need not know."""
     for name, value in values.items():
-        with torch.autograd._unsafe_preserve_version_counter(buffers[name]):
+        with _unsafe_preserve_version_counter(buffers[name]):
             buffers[name].copy_(value)

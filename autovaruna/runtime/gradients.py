@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from autovaruna.planner.records import Plan
 from autovaruna.runtime.world import World
@@ -127,12 +126,12 @@ class GradientSum:
         started = []
         for (ranks, _), tensors in together.items():
             for bucket in _buckets(tensors):
-                flat = _flatten_dense_tensors(bucket)
+                flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
                 started.append((self._world.start_all_reduce(flat, ranks), flat, bucket))
         for pending, flat, bucket in started:
             pending.wait()
-            for tensor, value in zip(bucket, _unflatten_dense_tensors(flat, bucket), strict=True):
-                tensor.copy_(value)
+            for tensor, value in zip(bucket, torch.split(flat, [tensor.numel() for tensor in bucket]), strict=True):
+                tensor.copy_(value.view(tensor.shape))
 
 
 class GradientBook:

@@ -70,7 +70,9 @@ class Mail:
                 f"expected {known}. An operation of the model chooses its output's layout by the numbers it gets; "
                 "make that output contiguous()."
             )
-        packed = [layout.pack(t) for layout, t in zip(layouts, tensors, strict=True) if layout is not None and t is not None]
+        packed = [
+            layout.pack(t) for layout, t in zip(layouts, tensors, strict=True) if layout is not None and t is not None
+        ]
         if packed:
             self._world.send(packed, route.destination, route.tag)
 
@@ -104,4 +106,3 @@ class Mail:
         buffers = [layout.buffer(self._device) for layout in layouts if layout is not None]
         pending = self._world.receive(buffers, route.source, route.tag) if buffers else Done()
         self._posted.setdefault(route, deque()).append((layouts, buffers, pending))
-

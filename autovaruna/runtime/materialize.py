@@ -1,4 +1,4 @@
-"""Gives numbers to the parameters of a model on ``meta``, each rank to its own part, by the model's own initialisers."""
+"""Gives numbers to the parameters of a model on ``meta``: each rank initialises its own part."""
 
 from __future__ import annotations
 
@@ -43,7 +43,9 @@ def materialize(state: OwnedState, held: Iterable[str], device: torch.device, se
     return sorted(missing)
 
 
-def _initialise(state: OwnedState, path: str, module: nn.Module, own: list[str], device: torch.device, seed: int) -> None:
+def _initialise(
+    state: OwnedState, path: str, module: nn.Module, own: list[str], device: torch.device, seed: int
+) -> None:
     names = [state.first_name[name] for name in own if name in state.first_name]
     for name in names:
         if state.tensor(name).is_meta:

@@ -46,7 +46,7 @@ def clip_grad_norm(
             norms[place] = torch.linalg.vector_norm(own[name], norm_type)
     world.all_reduce(norms, tuple(range(world.num_ranks)))
     dtype = torch.float32 if not own else next(iter(own.values())).dtype
-    total = torch.linalg.vector_norm(norms.to(dtype), norm_type)
+    total: Tensor = torch.linalg.vector_norm(norms.to(dtype), norm_type)
     if error_if_nonfinite and not torch.isfinite(total):
         raise RuntimeError(
             f"The norm of order {norm_type} of the gradients is {total.item()}, so they cannot be clipped. Pass "

@@ -23,7 +23,9 @@ class CutOptimizer:
 
     def __init__(self, optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> None:
         self.optimizer = optimizer
-        self._groups = [[names.get(id(parameter), "") for parameter in group["params"]] for group in optimizer.param_groups]
+        self._groups = [
+            [names.get(id(parameter), "") for parameter in group["params"]] for group in optimizer.param_groups
+        ]
         self._is_cut = False
 
     def cut(self, held: Mapping[str, nn.Parameter]) -> None:
@@ -95,7 +97,9 @@ class CutOptimizer:
         fetched: dict[str, Any] = {}
         for key, value in known.items():
             if isinstance(value, _Shape):
-                tensor = own[key].detach().clone() if world.rank == root else torch.empty(value.shape, dtype=value.dtype)
+                tensor = (
+                    own[key].detach().clone() if world.rank == root else torch.empty(value.shape, dtype=value.dtype)
+                )
                 world.broadcast(tensor, root, tuple(range(world.num_ranks)))
                 fetched[key] = tensor
             else:

@@ -61,8 +61,10 @@ class OutputCollector:
                     self._mail.send([made], self._kind(place, part, receiver))
 
     def _samples(self, place: int, spec: OutputSpec) -> Tensor:
-        taken = [self._mail.take(self._kind(place, part, self._world.rank))[0]
-                 for part in self._job.batch.owned_by(self._world.rank)]
+        taken = [
+            self._mail.take(self._kind(place, part, self._world.rank))[0]
+            for part in self._job.batch.owned_by(self._world.rank)
+        ]
         parts = [part for part in taken if part is not None]
         return torch.cat(parts, dim=spec.dimension) if parts else self._empty(spec)
 

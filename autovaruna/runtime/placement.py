@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -113,5 +112,3 @@ class OwnedState:
         tensor = self.tensor(name)
         if isinstance(tensor, nn.Parameter):
             self.replace(name, nn.Parameter(tensor.detach().to("meta"), tensor.requires_grad))
-
-

@@ -36,7 +36,9 @@ class _Published(torch.autograd.Function):
         return None, None, None, None, *finish(gradients)
 
 
-def publish(outputs: Sequence[Tensor], carries: Sequence[bool], sources: Sequence[Tensor], finish: Finish) -> list[Tensor]:
+def publish(
+    outputs: Sequence[Tensor], carries: Sequence[bool], sources: Sequence[Tensor], finish: Finish
+) -> list[Tensor]:
     """Returns `outputs` as results of an autograd function of `sources`.
 
     Args:

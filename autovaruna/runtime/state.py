@@ -25,8 +25,10 @@ def whole_state(state: OwnedState, placement: Placement, world: World) -> dict[s
             continue
         ranks = placement.ranks_of(first)
         if first not in fetched:
-            fetched[first] = value if len(ranks) == world.num_ranks and first not in placement.holders else _fetch(
-                value, ranks[0], world
+            fetched[first] = (
+                value
+                if len(ranks) == world.num_ranks and first not in placement.holders
+                else _fetch(value, ranks[0], world)
             )
         entries[name] = fetched[first]
     return entries

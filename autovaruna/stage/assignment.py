@@ -86,8 +86,12 @@ def _latest(planned: Assignment, traced: TracedModel) -> dict[int, int]:
 
 
 def _sources(traced: TracedModel, nodes: Sequence[fx.Node], block: int) -> set[int]:
-    found = {traced.block_of[source.name] for node in nodes for source in node.all_input_nodes
-             if source.name in traced.block_of}
+    found = {
+        traced.block_of[source.name]
+        for node in nodes
+        for source in node.all_input_nodes
+        if source.name in traced.block_of
+    }
     return found - {block}
 
 
@@ -109,10 +113,16 @@ def _fixed_stages(planned: Assignment, traced: TracedModel, nodes: Sequence[fx.N
 
 def _state_of(traced: TracedModel, node: fx.Node) -> list[str]:
     names: Mapping[str, str] = traced.parameters
-    state = [names[str(source.target)] for source in node.all_input_nodes
-             if source.op == "get_attr" and str(source.target) in names]
-    buffers = [traced.buffers[str(source.target)] for source in node.all_input_nodes
-               if source.op == "get_attr" and str(source.target) in traced.buffers]
+    state = [
+        names[str(source.target)]
+        for source in node.all_input_nodes
+        if source.op == "get_attr" and str(source.target) in names
+    ]
+    buffers = [
+        traced.buffers[str(source.target)]
+        for source in node.all_input_nodes
+        if source.op == "get_attr" and str(source.target) in traced.buffers
+    ]
     return state + buffers
 
 

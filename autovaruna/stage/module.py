@@ -58,9 +58,7 @@ class StageModule:
 
     def is_bound(self) -> bool:
         """Whether every leaf still shares the memory of its parameter."""
-        return all(
-            leaf.data_ptr() == self._parameters[name].data_ptr() for (name, _), leaf in self.leaves.items()
-        )
+        return all(leaf.data_ptr() == self._parameters[name].data_ptr() for (name, _), leaf in self.leaves.items())
 
     def changed_buffers(self, names: frozenset[str]) -> dict[str, Tensor]:
         """Returns the buffers among `names` that this stage uses."""

@@ -161,7 +161,8 @@ class _Splitter:
 
     def _stage_of_output(self, name: str) -> int:
         """An output that later stages use leaves from the last of them: its own gradient is then added first."""
-        return max({self.stage_of.get(name, self.stages[-1]), *self.users.get(name, ())})
+        stages: set[int] = {self.stage_of.get(name, self.stages[-1]), *self.users.get(name, ())}
+        return max(stages)
 
 
 @dataclass(frozen=True)
