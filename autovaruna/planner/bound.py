@@ -103,7 +103,7 @@ class StepBound:
     def _least_work(self) -> Array:
         """Returns the least seconds of each range for one micro-batch on the fastest rank, infinite where none fits."""
         sized, speed = self.sized, max(self.cluster.speeds)
-        work = sized.allowed_work(1, max(self.cluster.memory_bytes) if self.is_exact else np.inf) / speed
+        work = sized.ways.allowed_work(1, max(self.cluster.memory_bytes) if self.is_exact else np.inf) / speed
         # Some schedules never recompute the last stage.
         work[:, -1] = np.where(np.isfinite(work[:, -1]), sized.work[:, -1] / speed, np.inf)
         return self._inner(work)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from autovaruna.planner.costs import Array
 from autovaruna.planner.memory import Holdings
 from autovaruna.planner.pipeline import pipeline_of, policy_of
 from autovaruna.planner.problem import Problem
@@ -47,7 +49,7 @@ class Planner:
         hosts = problem.cluster.hosts
         numbers = {host: number for number, host in enumerate(dict.fromkeys(hosts))}
         self.host_of = tuple(numbers[host] for host in hosts) if len(numbers) > 1 else ()
-        self.sized = lru_cache(maxsize=12)(lambda count: Sized(problem, tables, count))
+        self.sized = lru_cache(maxsize=4)(lambda count: Sized(problem, tables, count))
 
     def build(self, candidate: Candidate) -> Plan | None:
         """Returns the plan of a candidate without a prediction, or None if it does not fit into memory."""
@@ -68,19 +70,28 @@ class Planner:
             needs_gradient=problem.needs_gradient,
         )
 
+    def step_seconds(self, num_micro_batches: int) -> Array:
+        """Returns forward and backward seconds of each block for one micro-batch."""
+        return Sized(self.problem, self.tables, num_micro_batches).step_seconds
+
     def pipeline(self, plan: Plan) -> Pipeline:
         """Returns the plan as the simulator sees it."""
         return pipeline_of(plan, self.problem.graph)
 
     def predict(self, plan: Plan, below: float = float("inf")) -> Plan | None:
         """Returns the plan with its predicted seconds, or None if it is proven not to be faster than `below`."""
-        pipeline = self.pipeline(plan)
+        pipeline = fold(self.pipeline(plan))
         if lower_bound(pipeline) >= below:
             return None
         simulation = simulate(pipeline, policy_of(plan.schedule))
         self.num_acts += sum(len(acts) for acts in simulation.acts)
         if simulation.step_seconds >= below:
             return None
+        return replace(plan, predicted_seconds=simulation.step_seconds)
+
+    def predict_whole(self, plan: Plan) -> Plan:
+        """Returns the plan with its predicted seconds, with the links of every rank."""
+        simulation = simulate(self.pipeline(plan), policy_of(plan.schedule))
         return replace(plan, predicted_seconds=simulation.step_seconds)
 
     def _options(self, sized: Sized, candidate: Candidate) -> list[_Option]:
@@ -166,6 +177,21 @@ class Planner:
         shared = [p for p in tied if inside & set(p.blocks) and set(p.blocks) - inside]
         elsewhere = len({rank for ranks in candidate.ranks for rank in ranks}) > 1
         return reduce_seconds(self.problem, sum(p.num_bytes for p in shared)) if elsewhere else 0.0
+
+
+def fold(pipeline: Pipeline) -> Pipeline:
+    """Returns the part of a pipeline that takes longest, if the rest runs beside it with the same times.
+
+    If all replica counts are multiples of g, the micro-batches m with equal m mod g never share a rank with others.
+    Those with m mod g = 0 are the most. Exact but for links that are not the same in all parts.
+    """
+    stages = pipeline.stages
+    ranks = [rank for stage in stages for rank in stage.ranks]
+    parts = math.gcd(*(stage.num_replicas for stage in stages))
+    if parts == 1 or len(set(ranks)) < len(ranks) or any(stage.speeds for stage in stages):
+        return pipeline
+    part = tuple(replace(stage, ranks=stage.ranks[::parts]) for stage in stages)
+    return replace(pipeline, stages=part, num_micro_batches=-(-pipeline.num_micro_batches // parts))
 
 
 def _range(candidate: Candidate, stage: int, tables: RangeTables) -> tuple[int, int]:

@@ -15,8 +15,10 @@ from autovaruna.planner.problem import Problem, micro_batch_range
 
 MAX_SEGMENTS = 400
 """Matrices over ranges have the square of this many entries."""
+MAX_SEGMENTS_OF_MANY_RANKS = 1000
 _MAX_COUNTS = 32
-_MAX_UNITS = 12
+MAX_UNITS = 12
+"""With more ranks than this, not every replica count is tried for every stage."""
 _MAX_STAGES = 128
 
 
@@ -29,17 +31,26 @@ def cut_positions(problem: Problem) -> list[int]:
     n = len(graph.blocks)
     if problem.constraints.cuts:
         return [0, *resolve_cuts(graph, problem.constraints.cuts), n]
-    if n <= MAX_SEGMENTS:
+    limit = MAX_SEGMENTS if problem.cluster.num_ranks <= MAX_UNITS else MAX_SEGMENTS_OF_MANY_RANKS
+    if n <= limit:
         return list(range(n + 1))
     costs = costs_at(problem.profile, problem.profile.micro_batch_sizes[0])
     work = np.cumsum(costs.forward_seconds + costs.backward_seconds)
-    shares = np.minimum((work / work[-1] * MAX_SEGMENTS).astype(int), MAX_SEGMENTS - 1)
+    shares = np.minimum((work / work[-1] * limit).astype(int), limit - 1)
     crossing = _crossing_bytes(problem)
     positions = {0, n}
     for share in np.unique(shares[: n - 1]):
         inside = np.flatnonzero(shares[: n - 1] == share) + 1
         positions.add(int(inside[np.argmin(crossing[inside])]))
     return sorted(positions)
+
+
+def zoomed_positions(problem: Problem, cuts: Sequence[int], num_segments: int) -> list[int]:
+    """Returns every block near the given cuts (first blocks of stages), as positions."""
+    n = len(problem.graph.blocks)
+    reach = min(max(2, 2 * n // num_segments), MAX_SEGMENTS // max(len(cuts), 1) // 2 + 1)
+    near = {block for cut in cuts[1:] for block in range(cut - reach, cut + reach + 1)}
+    return sorted({0, n, *cuts} | {block for block in near if 0 < block < n})
 
 
 def _crossing_bytes(problem: Problem) -> Array:
@@ -55,10 +66,11 @@ def micro_batch_counts(problem: Problem) -> list[int]:
     low, high = micro_batch_range(problem)
     if high - low < _MAX_COUNTS:
         return list(range(low, high + 1))
-    ratio = (high / low) ** (1 / (_MAX_COUNTS / 2))
     step = problem.cluster.num_ranks
+    num_steps = _MAX_COUNTS // 2 if step <= MAX_UNITS else _MAX_COUNTS // 4
+    ratio = (high / low) ** (1 / num_steps)
     counts = {low, high}
-    for k in range(1, _MAX_COUNTS // 2):
+    for k in range(1, num_steps):
         count = low * ratio**k
         counts |= {round(count), max(low, min(high, round(count / step) * step))}
     return sorted(count for count in counts if low <= count <= high)
@@ -78,22 +90,6 @@ def stage_limit(problem: Problem, num_segments: int) -> int:
     constraints = problem.constraints
     forced = constraints.num_stages or (len(constraints.cuts) + 1 if constraints.cuts else 0)
     return forced or min(problem.cluster.num_ranks // max(constraints.num_replicas, 1), num_segments, _MAX_STAGES)
-
-
-def replica_choices(problem: Problem, max_stages: int) -> list[list[int]]:
-    """Returns sets of replica counts; within a set, stages may differ.
-
-    Few ranks: one set with every count. Many: equal replicas for each number of stages, and unequal ones in multiples
-    of a twelfth of the ranks.
-    """
-    num_ranks, forced = problem.cluster.num_ranks, problem.constraints.num_replicas
-    if forced:
-        return [[forced]]
-    if num_ranks <= _MAX_UNITS:
-        return [list(range(1, num_ranks + 1))]
-    unit = math.ceil(num_ranks / _MAX_UNITS)
-    equal = sorted({num_ranks // stages for stages in range(1, max_stages + 1)})
-    return [list(range(unit, num_ranks + 1, unit)), *([count] for count in equal)]
 
 
 def rank_orders(problem: Problem) -> list[list[int]]:

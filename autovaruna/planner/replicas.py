@@ -20,7 +20,7 @@ import numpy as np
 from autovaruna.planner.costs import Array
 from autovaruna.planner.fill import fill_seconds
 from autovaruna.planner.problem import Problem
-from autovaruna.planner.sized import Sized
+from autovaruna.planner.sized import Sized, Ways
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,16 +42,29 @@ class ReplicaSearch:
         order: all ranks, in the order in which stages get them.
         choices: replica counts that a stage may have.
         max_stages: greatest number of stages.
+        width: greatest number of segments of a stage; 0: any.
     """
 
-    def __init__(self, sized: Sized, order: Sequence[int], choices: Sequence[int], max_stages: int) -> None:
+    def __init__(
+        self, sized: Sized, order: Sequence[int], choices: Sequence[int], max_stages: int, width: int = 0
+    ) -> None:
+        n = sized.tables.num_segments
+        # Row i of every matrix here is about the ranges i .. i, i .. i + 1, and so on, as far as the width.
+        self.ends = np.arange(n + 1)[:, None] + 1 + np.arange(min(width or n, n))[None, :]
         self.sized, self.choices, self.max_stages = sized, sorted(choices), max_stages
         cluster = sized.problem.cluster
         self.speeds = np.array([cluster.speeds[rank] for rank in order])
         self.limits = np.array([cluster.memory_bytes[rank] for rank in order])
         self.before, self.after = fills_at(sized)
-        self.messages = _message_seconds(sized)
+        self.messages, self.reduce = self._windows(_message_seconds(sized)), self._windows(sized.reduce_seconds)
+        ways = sized.ways.options
+        self.ways = Ways(tuple((self._windows(a), self._windows(b), self._windows(c)) for a, b, c in ways))
         self.costs: dict[tuple[int, int, float, float], Array] = {}
+
+    def _windows(self, table: Array) -> Array:
+        n = self.sized.tables.num_segments
+        values = table[np.arange(n + 1)[:, None], np.minimum(self.ends, n)]
+        return np.where(self.ends <= n, values, np.inf)
 
     def chains(self) -> list[Chain]:
         """Returns the best split for each number of stages and of ranks that has one."""
@@ -77,18 +90,20 @@ class ReplicaSearch:
     ) -> None:
         """Puts a stage of so many replicas before every split that uses the remaining ranks."""
         costs, rest = self._costs(used, replicas), best[used - replicas]
+        n, width = self.sized.tables.num_segments, self.ends.shape[1]
         if used not in best:
             best[used] = np.full_like(rest, np.inf)
         for stages in range(1, self.max_stages + 1):
             if not np.isfinite(rest[stages - 1]).any():
                 continue
-            totals = np.maximum(costs, rest[stages - 1][None, :])
-            ends = totals.argmin(axis=1)
-            values = totals[np.arange(len(ends)), ends]
+            padded = np.concatenate([rest[stages - 1][1:], np.full(width, np.inf)])
+            totals = np.maximum(costs, np.lib.stride_tricks.sliding_window_view(padded, width)[: n + 1])
+            columns = totals.argmin(axis=1)
+            values = totals[np.arange(n + 1), columns]
             is_better = values < best[used][stages]
             best[used][stages][is_better] = values[is_better]
-            counts, stops = choices.setdefault((used, stages), (np.zeros(len(ends)), np.zeros(len(ends))))
-            counts[is_better], stops[is_better] = replicas, ends[is_better]
+            counts, stops = choices.setdefault((used, stages), (np.zeros(n + 1), np.zeros(n + 1)))
+            counts[is_better], stops[is_better] = replicas, (np.arange(n + 1) + 1 + columns)[is_better]
 
     def _costs(self, used: int, replicas: int) -> Array:
         first = len(self.speeds) - used
@@ -107,11 +122,11 @@ class ReplicaSearch:
 
     def _build(self, replicas: int, depth: int, speed: float, limit: float) -> Array:
         share = -(-self.sized.num_micro_batches // replicas)
-        seconds = share * self.sized.allowed_work(depth, limit) / speed
+        seconds = share * self.ways.allowed_work(depth, limit) / speed
         seconds = np.maximum(seconds, share * self.messages)
         tail: Array = np.broadcast_to(self.after[:, None], seconds.shape)
         if replicas > 1:
-            tail = np.maximum(self.sized.reduce_seconds, tail)
+            tail = np.maximum(self.reduce, tail)
         return np.asarray(self.before[:, None] + 2 * self.messages + seconds + tail, dtype=np.float64)
 
     def _chain(

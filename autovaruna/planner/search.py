@@ -8,10 +8,11 @@ from dataclasses import replace
 from itertools import combinations
 from math import comb
 
+import numpy as np
+
 from autovaruna.errors import PlanError
 from autovaruna.planner.bound import StepBound
 from autovaruna.planner.candidate import Candidate, Planner
-from autovaruna.planner.chain import partition_chain
 from autovaruna.planner.infeasible import explain_infeasible
 from autovaruna.planner.options import (
     cut_positions,
@@ -19,15 +20,14 @@ from autovaruna.planner.options import (
     micro_batch_counts,
     nearby_counts,
     rank_orders,
-    replica_choices,
     stage_limit,
     variants,
+    zoomed_positions,
 )
 from autovaruna.planner.problem import Problem, check_problem
 from autovaruna.planner.ranges import RangeTables
 from autovaruna.planner.records import Plan
-from autovaruna.planner.replicas import ReplicaSearch, fills_at
-from autovaruna.schedule import textbook_depth
+from autovaruna.planner.splits import Splitter
 
 _log = logging.getLogger(__name__)
 
@@ -82,12 +82,13 @@ class _Search:
         if self._num_candidates() <= _SMALL:
             self._try_all(self._all_candidates(), "trying all plans")
         else:
-            self._try_best_first(self._promising())
+            self._try_promising()
             self._refine()
+            self._zoom()
         if self.best is None:
             raise PlanError(explain_infeasible(self.problem, self.tables, self.counts))
         self.progress("proving how good the plan is", 1.0)
-        return self._with_bound(self.best)
+        return self._with_bound(self.planner.predict_whole(self.best))
 
     def _try(self, candidate: Candidate) -> bool:
         """Simulates a candidate in every variant; returns whether it is the best so far."""
@@ -95,10 +96,11 @@ class _Search:
         if candidate in self.seen:
             return False
         self.seen.add(candidate)
+        is_auto = self.problem.constraints.schedule == "auto"
         for depth, schedule in variants(self.problem, len(candidate.starts)):
             variant = replace(candidate, depth=depth, schedule=schedule)
             plan = self.planner.build(variant)
-            if plan is None:
+            if plan is None or (schedule == "varuna" and is_auto and not any(s.needs_recompute for s in plan.stages)):
                 continue
             limit = self.best.predicted_seconds if self.best else float("inf")
             predicted = self.planner.predict(plan, limit)
@@ -114,13 +116,44 @@ class _Search:
             self.progress(what, k / len(everything))
             self._try(candidate)
 
-    def _try_best_first(self, promising: list[tuple[float, Candidate]]) -> None:
-        promising.sort(key=lambda pair: pair[0])
-        for k, (seconds, candidate) in enumerate(promising):
-            self.progress("simulating plans", k / len(promising))
-            if self.best and (seconds >= self.best.predicted_seconds * 1.02 or self.planner.num_acts > _ACTS):
+    def _try_promising(self) -> None:
+        splitter = Splitter(self.planner, self.max_stages, self.forced_stages)
+        if splitter.has_many_ranks and not self.problem.constraints.stage_ranks:
+            self._try_many(splitter)
+            return
+        promising: list[tuple[float, Candidate]] = []
+        for k, count in enumerate(self.counts):
+            self.progress("splitting the model", k / len(self.counts))
+            promising += splitter.splits(count)
+        self._try_best_first(promising, "simulating plans")
+
+    def _try_many(self, splitter: Splitter) -> None:
+        """Goes through (stages, micro-batches) in the order of what even splits take, till none can be better."""
+        pairs = splitter.even_splits(self.counts)
+        for k, (seconds, num_stages, count) in enumerate(pairs):
+            self.progress("splitting the model", k / len(pairs))
+            if self._is_beaten(seconds):
+                break
+            for _, candidate in splitter.equal_replicas(num_stages, count):
+                self._try(candidate)
+        for count in sorted({candidate.num_micro_batches for _, candidate in self._best_few()}):
+            self._try_best_first(splitter.unequal_replicas(count), "trying unequal replicas")
+
+    def _try_best_first(self, promising: Iterable[tuple[float, Candidate]], what: str) -> None:
+        ordered = sorted(promising, key=lambda pair: pair[0])
+        for k, (seconds, candidate) in enumerate(ordered):
+            self.progress(what, k / len(ordered))
+            if self._is_beaten(seconds * 0.98):
                 break
             self._try(candidate)
+
+    def _is_beaten(self, seconds: float) -> bool:
+        if self.best is None:
+            return False
+        return seconds >= self.best.predicted_seconds or self.planner.num_acts > _ACTS
+
+    def _best_few(self) -> list[tuple[float, Candidate]]:
+        return sorted(self.ranked, key=lambda pair: pair[0])[:_REFINED]
 
     # The candidates.
 
@@ -130,8 +163,12 @@ class _Search:
             return _SMALL + 1
         stages = [self.forced_stages] if self.forced_stages else range(1, min(segments, num_ranks) + 1)
         is_forced = self.problem.constraints.stage_ranks or self.problem.constraints.num_replicas
-        splits = (comb(segments - 1, s - 1) * (1 if is_forced else comb(num_ranks, s)) for s in stages)
-        return sum(splits) * len(self.counts)
+        total = 0
+        for s in stages:
+            total += comb(segments - 1, s - 1) * (1 if is_forced else comb(num_ranks, s)) * len(self.counts)
+            if total > _SMALL:
+                break
+        return total
 
     def _all_candidates(self) -> Iterator[Candidate]:
         stages = [self.forced_stages] if self.forced_stages else range(1, self.max_stages + 1)
@@ -153,50 +190,11 @@ class _Search:
                 replicas = [end - before for before, end in zip((0, *ends), ends, strict=False)]
                 yield from layouts(self.problem, order, replicas)
 
-    def _promising(self) -> list[tuple[float, Candidate]]:
-        found: list[tuple[float, Candidate]] = []
-        for k, count in enumerate(self.counts):
-            self.progress("splitting the model", k / len(self.counts))
-            if self.problem.constraints.stage_ranks:
-                found += self._split_for_ranks(count)
-            else:
-                found += self._split_freely(count)
-        return found
-
-    def _split_freely(self, count: int) -> Iterator[tuple[float, Candidate]]:
-        sized = self.planner.sized(count)
-        for order in rank_orders(self.problem):
-            for choices in replica_choices(self.problem, self.max_stages):
-                limit = min(self.max_stages, self.problem.cluster.num_ranks // min(choices))
-                for chain in ReplicaSearch(sized, order, choices, limit).chains():
-                    if self.forced_stages in (0, len(chain.starts)):
-                        for ranks in layouts(self.problem, order, chain.replicas):
-                            yield chain.seconds, Candidate(chain.starts, ranks, count)
-
-    def _split_for_ranks(self, count: int) -> Iterator[tuple[float, Candidate]]:
-        """Splits for forced ranks; a rank with several stages gives each its share of time and memory."""
-        sized, cluster = self.planner.sized(count), self.problem.cluster
-        stage_ranks = self.problem.constraints.stage_ranks
-        counts = [len(ranks) for ranks in stage_ranks]
-        before, after = fills_at(sized)
-        costs = []
-        for stage, ranks in enumerate(stage_ranks):
-            shared = max(sum(rank in others for others in stage_ranks) for rank in ranks)
-            share = -(-count // len(ranks))
-            limit = min(cluster.memory_bytes[rank] for rank in ranks) / shared
-            depth = min(textbook_depth(len(counts), stage, counts), share)
-            seconds = sized.allowed_work(depth, limit) * share * shared / min(cluster.speeds[rank] for rank in ranks)
-            costs.append(seconds + (before + after)[:, None])
-        split = partition_chain(costs) or partition_chain([sized.work] * len(counts))
-        if split:
-            yield split.objective, Candidate(split.starts, stage_ranks, count)
-
     # Refinement by simulation: the simulated optimum is not quite that of the splits.
 
     def _refine(self) -> None:
-        starts = sorted(self.ranked, key=lambda pair: pair[0])[:_REFINED]
         limit = self.planner.num_acts + _ACTS
-        for _, candidate in starts:
+        for _, candidate in self._best_few():
             step = 8
             while step and self.planner.num_acts < limit:
                 better = next((other for other in self._neighbours(candidate, step) if self._try(other)), None)
@@ -211,6 +209,20 @@ class _Search:
                     yield replace(candidate, starts=(*starts[:s], moved, *starts[s + 1 :]))
         for count in nearby_counts(self.problem, candidate.num_micro_batches):
             yield replace(candidate, num_micro_batches=count)
+
+    def _zoom(self) -> None:
+        """Lets the cuts of the best plan move between the segments of a large graph."""
+        if self.best is None or self.tables.num_segments == len(self.problem.graph.blocks):
+            return
+        candidate = self._best_few()[0][1]
+        cuts = [int(self.tables.positions[start]) for start in candidate.starts]
+        positions = zoomed_positions(self.problem, cuts, self.tables.num_segments)
+        coarse, self.tables = self.tables, RangeTables(self.problem.graph, positions)
+        self.planner, self.seen = Planner(self.problem, self.tables), set()
+        starts = tuple(int(np.searchsorted(self.tables.positions, cut)) for cut in cuts)
+        self.ranked = [(self.best.predicted_seconds, replace(candidate, starts=starts))]
+        self._refine()
+        self.tables, self.planner = coarse, Planner(self.problem, coarse)
 
     # The bound.
 

@@ -85,19 +85,33 @@ class Sized:
             return (False,)
         return {"auto": (False, True), "all": (True,), "none": (False,)}[self.problem.constraints.recompute]
 
-    def allowed_work(self, in_flight: int, limit_bytes: float) -> Array:
-        """Returns the seconds of each range in the best allowed way that fits, infinite if none does.
+    @cached_property
+    def ways(self) -> Ways:
+        """The ways to run every range."""
+        options = []
+        for needs_recompute in self.recompute_choices:
+            fixed, each = self.recomputed_bytes if needs_recompute else self.plain_bytes
+            options.append((self.recomputed_work if needs_recompute else self.work, fixed, each))
+        return Ways(tuple(options))
 
-        A stage that only fits with fewer micro-batches in flight waits for each of them in proportion.
+
+@dataclass(frozen=True, slots=True)
+class Ways:
+    """Ways to run ranges, without recompute and with it: seconds, bytes once, bytes for each micro-batch in flight."""
+
+    options: tuple[tuple[Array, Array, Array], ...]
+
+    def allowed_work(self, in_flight: int, limit_bytes: float) -> Array:
+        """Returns the seconds of each range in the best way that fits, infinite if none does.
+
+        A range that only fits with fewer micro-batches in flight waits for each of them in proportion.
         """
-        seconds = np.full_like(self.work, np.inf)
+        best = np.full_like(self.options[0][0], np.inf)
         for depth in sorted({in_flight, (in_flight + 1) // 2, 1}):
-            for needs_recompute in self.recompute_choices:
-                fixed, each = self.recomputed_bytes if needs_recompute else self.plain_bytes
-                work = (self.recomputed_work if needs_recompute else self.work) * (in_flight / depth)
+            for seconds, fixed, each in self.options:
                 fits = fixed + each * depth <= limit_bytes
-                seconds = np.where(fits, np.minimum(work, seconds), seconds)
-        return seconds
+                best = np.where(fits, np.minimum(seconds * (in_flight / depth), best), best)
+        return best
 
 
 def reduce_seconds(problem: Problem, num_bytes: float) -> float:

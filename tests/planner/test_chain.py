@@ -66,7 +66,7 @@ def compositions(total: int, parts: int) -> list[tuple[int, ...]]:
 def brute_value(search: ReplicaSearch, starts: tuple[int, ...], replicas: tuple[int, ...]) -> float:
     ends, used, worst = [*starts[1:], search.sized.tables.num_segments], sum(replicas), 0.0
     for i, j, count in zip(starts, ends, replicas, strict=True):
-        worst = max(worst, float(search._costs(used, count)[i, j]))
+        worst = max(worst, float(search._costs(used, count)[i, j - i - 1]))
         used -= count
     return worst
 

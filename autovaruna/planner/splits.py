@@ -1,0 +1,117 @@
+"""Splits the model and the ranks exactly, under a formula; what comes out is then ranked by simulation."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from autovaruna.planner.candidate import Candidate, Planner
+from autovaruna.planner.chain import partition_chain
+from autovaruna.planner.options import MAX_UNITS, layouts, rank_orders
+from autovaruna.planner.replicas import ReplicaSearch, fills_at
+from autovaruna.schedule import textbook_depth
+
+Split = tuple[float, Candidate]
+"""A candidate with the seconds that the formula gives it."""
+
+_WIDEST = 4.0
+
+
+class Splitter:
+    """Finds the best splits for a number of micro-batches.
+
+    Args:
+        planner: of the problem.
+        max_stages: greatest number of stages.
+        forced_stages: the only number of stages; 0: any.
+    """
+
+    def __init__(self, planner: Planner, max_stages: int, forced_stages: int) -> None:
+        self.planner, self.problem = planner, planner.problem
+        self.max_stages, self.forced_stages = max_stages, forced_stages
+        self.num_ranks = self.problem.cluster.num_ranks
+        self.has_many_ranks = self.num_ranks > MAX_UNITS
+
+    def splits(self, count: int) -> Iterator[Split]:
+        """Yields the best split of each number of stages and ranks."""
+        if self.problem.constraints.stage_ranks:
+            return self._for_ranks(count)
+        forced = self.problem.constraints.num_replicas
+        return self._search(count, [forced] if forced else range(1, self.num_ranks + 1))
+
+    def unequal_replicas(self, count: int) -> Iterator[Split]:
+        """Yields splits whose replica counts are multiples of a twelfth of many ranks."""
+        if self.problem.constraints.num_replicas:
+            return iter(())
+        unit = math.ceil(self.num_ranks / MAX_UNITS)
+        return self._search(count, range(unit, self.num_ranks + 1, unit))
+
+    def even_splits(self, counts: Sequence[int]) -> list[tuple[float, int, int]]:
+        """Returns (seconds, stages, M) of splits into even parts, best first; hardly a real one takes less."""
+        stage_counts = [self.forced_stages] if self.forced_stages else _spread(1, self.max_stages)
+        found = []
+        for count in counts:
+            seconds = self.planner.step_seconds(count)
+            for stages in stage_counts:
+                share = -(-count // self.replicas(stages))
+                part = max(float(seconds.sum()) / stages, float(seconds.max()))
+                found.append((share * part + float(seconds.sum()) - part, stages, count))
+        fastest = max(self.problem.cluster.speeds)
+        return sorted((even / fastest, stages, count) for even, stages, count in found)
+
+    def replicas(self, num_stages: int) -> int:
+        """Returns the replicas of each stage if all have equally many."""
+        return self.problem.constraints.num_replicas or self.num_ranks // num_stages
+
+    def equal_replicas(self, num_stages: int, count: int) -> Iterator[Split]:
+        """Yields the best split into so many stages with equally many replicas each."""
+        sized, segments = self.planner.sized(count), self.planner.tables.num_segments
+        state = float(sized.model.fixed(sized.held)[0, segments])
+        if state / num_stages > max(self.problem.cluster.memory_bytes):
+            return
+        width = 0 if num_stages <= _WIDEST else math.ceil(segments * _WIDEST / num_stages)
+        replicas = self.replicas(num_stages)
+        for order in rank_orders(self.problem):
+            for chain in ReplicaSearch(sized, order, [replicas], num_stages, width).chains():
+                if len(chain.starts) == num_stages:
+                    for ranks in layouts(self.problem, order, chain.replicas):
+                        yield chain.seconds, Candidate(chain.starts, ranks, count)
+
+    def _search(self, count: int, choices: Sequence[int]) -> Iterator[Split]:
+        sized = self.planner.sized(count)
+        most = min(self.max_stages, self.num_ranks // min(choices))
+        for order in rank_orders(self.problem):
+            for chain in ReplicaSearch(sized, order, choices, most).chains():
+                if self.forced_stages in (0, len(chain.starts)):
+                    for ranks in layouts(self.problem, order, chain.replicas):
+                        yield chain.seconds, Candidate(chain.starts, ranks, count)
+
+    def _for_ranks(self, count: int) -> Iterator[Split]:
+        """Splits for forced ranks; a rank with several stages gives each its share of time and memory."""
+        sized, cluster = self.planner.sized(count), self.problem.cluster
+        stage_ranks = self.problem.constraints.stage_ranks
+        counts = [len(ranks) for ranks in stage_ranks]
+        waits = np.add(*fills_at(sized))[:, None]
+        costs = []
+        for stage, ranks in enumerate(stage_ranks):
+            shared = max(sum(rank in others for others in stage_ranks) for rank in ranks)
+            share = -(-count // len(ranks))
+            limit = min(cluster.memory_bytes[rank] for rank in ranks) / shared
+            depth = min(textbook_depth(len(counts), stage, counts), share)
+            work = sized.ways.allowed_work(depth, limit) / min(cluster.speeds[rank] for rank in ranks)
+            costs.append(work * share * shared + waits)
+        split = partition_chain(costs) or partition_chain([sized.work] * len(counts))
+        if split:
+            yield split.objective, Candidate(split.starts, stage_ranks, count)
+
+
+def _spread(low: int, high: int) -> list[int]:
+    """Returns all numbers up to 12, then ever fewer."""
+    numbers = {low, high}
+    number = float(low)
+    while number < high:
+        numbers.add(int(number))
+        number = max(number + 1, number * 1.12)
+    return sorted(numbers)
