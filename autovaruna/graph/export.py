@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import traceback
 import warnings
 from dataclasses import dataclass
@@ -196,10 +197,12 @@ def _explain(error: Exception, model: nn.Module, is_dynamic: bool) -> TraceError
 
 
 def _is_about_batch(error: Exception) -> bool:
+    """Whether the batch size (a symbol like ``s0``) stopped the trace, and not a number in a tensor (``u0``)."""
     text = f"{type(error).__name__} {error}"
-    return any(
-        mark in text for mark in ("ConstraintViolation", "Constraints violated", "specialized", "batch !=", "Eq(")
-    )
+    if "data-dependent" in text or "DataDependent" in text:
+        return False
+    marks = ("ConstraintViolation", "Constraints violated", "specialized", "batch !=", "Eq(")
+    return any(mark in text for mark in marks) or re.search(r"\bs\d+\b", text) is not None
 
 
 def _where(error: BaseException) -> str:

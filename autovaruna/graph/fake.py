@@ -44,8 +44,8 @@ def faked(model: nn.Module, mode: FakeTensorMode, device: torch.device) -> Itera
                     continue
                 if is_lazy(tensor):
                     raise TraceError(
-                        f"{path}.{name} has no shape yet: got a lazy parameter. Expected an initialised one; "
-                        "run one batch through the model before wrapping it."
+                        f"{f'{path}.{name}'.removeprefix('.')} has no shape yet: got a lazy parameter. Expected an "
+                        "initialised one; run one batch through the model before wrapping it."
                     )
                 swapped.append((module, name, tensor))
                 _put(module, name, memo.setdefault(id(tensor), _fake(tensor, mode, device)))

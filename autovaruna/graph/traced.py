@@ -11,6 +11,7 @@ from threading import Lock
 import sympy
 import torch
 from torch import Tensor, fx, nn
+from torch.nn.parameter import is_lazy
 
 from autovaruna.errors import TraceError
 from autovaruna.graph.build import Builder
@@ -159,7 +160,7 @@ def _build(
 def _hint(model: nn.Module, call: CallSpec) -> int:
     """Returns a batch size that no other dimension has, so that the two are never taken for each other."""
     taken = {length for spec in call.inputs for length in spec.shape[1 if spec.is_batch else 0 :]}
-    taken |= {length for parameter in model.parameters() for length in parameter.shape}
+    taken |= {length for parameter in model.parameters() if not is_lazy(parameter) for length in parameter.shape}
     return next((hint for hint in _HINTS if hint not in taken), _HINTS[-1])
 
 
