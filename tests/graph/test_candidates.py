@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Sequence
-from itertools import chain, combinations
+from itertools import chain, combinations, pairwise
 
 import pytest
 
@@ -17,7 +17,7 @@ Stages = tuple[tuple[int, ...], ...]
 def work_of(cuts: Sequence[int], is_free: Sequence[bool]) -> Stages:
     """Returns the blocks that cost something, by stage; a stage of views alone is none."""
     edges = [0, *(cut + 1 for cut in cuts), len(is_free)]
-    stages = [tuple(k for k in range(a, b) if not is_free[k]) for a, b in zip(edges, edges[1:], strict=False)]
+    stages = [tuple(k for k in range(a, b) if not is_free[k]) for a, b in pairwise(edges)]
     return tuple(stage for stage in stages if stage)
 
 

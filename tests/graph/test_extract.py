@@ -11,7 +11,7 @@ from autovaruna.graph.extract import Source, extract
 from autovaruna.graph.random import RandomStream, untouched_generator
 from autovaruna.graph.traced import TracedModel, trace
 from tests.catalogue import CASES
-from tests.graph.models import CPU, Pieces, traced_function
+from tests.graph.models import CPU, Function, Pieces, traced_function
 
 NAMES = [
     "one_operation", "chain", "embedding", "dropout", "batch_norm", "conv_net", "constant", "frozen", "lstm",
@@ -65,6 +65,21 @@ def test_one_piece_is_the_plain_model(name: str) -> None:
         elif parameter.grad is not None:
             assert torch.equal(pieces.gradients[key], parameter.grad), key
     assert all(torch.equal(pieces.buffers[key], buffer) for key, buffer in model.named_buffers())
+
+
+def test_a_shape_that_depends_on_data_runs_in_pieces() -> None:
+    """What a mask selects has as many numbers as the data say, in every piece and at every call."""
+
+    def selected(self: nn.Module, x: Tensor) -> Tensor:
+        out = self.first(x)
+        return self.second(torch.tanh(out)) * torch.masked_select(out, x > 0).sum()
+
+    model = Function(selected, first=nn.Linear(4, 4), second=nn.Linear(4, 4))
+    traced = trace(model, describe(model, (torch.zeros(3, 4),), {})[1], CPU)
+    for seed in range(3):
+        x = torch.randn(5, 4, generator=torch.Generator().manual_seed(seed))
+        pieces = Pieces(model, traced, range(len(traced.graph.blocks)))
+        assert torch.equal(pieces.run([x])[0], model(x))
 
 
 def test_repeated_nodes_come_along_or_stay_outside() -> None:

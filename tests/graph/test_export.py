@@ -1,0 +1,202 @@
+"""Holds what tracing keeps of a model, and what its errors say."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autovaruna.errors import TraceError
+from autovaruna.graph.traced import trace
+from tests.graph.models import CPU, Function, Pieces, call_of, traced, traced_function
+
+X = torch.zeros(3, 4)
+
+
+def line_of(text: str) -> int:
+    """Returns the line of this file that ends with a mark."""
+    lines = Path(__file__).read_text().splitlines()
+    return next(number for number, line in enumerate(lines, 1) if line.endswith(f"# {text}"))
+
+
+class Branching(nn.Module):
+    """Looks at its numbers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.sum() > 0:  # the branch
+            return x
+        return -x
+
+
+class Contrastive(nn.Module):
+    """Compares each sample with each other one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.layer(x)
+        return (out @ out.T).logsumexp(dim=1).mean()  # the product
+
+
+class Fixed(nn.Module):
+    """Works for one batch size alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.offsets = nn.Parameter(torch.zeros(3, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.reshape(3, 4) + self.offsets  # the reshape
+
+
+class Inner(nn.Module):
+    """Assigns, adds to and counts in buffers, one of them twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("mean", torch.zeros(4))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layer(x)
+        self.mean = 0.9 * self.mean + 0.1 * out.detach().mean(dim=0)
+        self.calls += 1
+        self.calls += 1
+        return out - self.mean
+
+
+class Outer(nn.Module):
+    """Holds the module whose buffers change, one level down."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = nn.ModuleDict({"deep": inner})
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.inner["deep"](x)
+        return out.square()
+
+
+def test_a_branch_on_numbers_is_shown() -> None:
+    """The error names the user's line, shows it, and says what to do."""
+    with pytest.raises(TraceError) as caught:
+        traced(Branching(), X)
+    message = str(caught.value)
+    assert f"{__file__}:{line_of('the branch')}" in message and "if x.sum() > 0" in message
+    assert "torch.where" in message and "Branching" in message
+
+
+@pytest.mark.parametrize(("model", "mark"), [(Contrastive(), "the product"), (Fixed(), "the reshape")], ids=str)
+def test_a_model_that_mixes_samples_is_told_so(model: nn.Module, mark: str) -> None:
+    """A contrastive loss, or a fixed batch size, names the line and the setting that helps."""
+    with pytest.raises(TraceError, match=re.escape("dynamic_batch=False")) as caught:
+        traced(model, X)
+    assert type(model).__name__ in str(caught.value)
+    assert str(line_of(mark)) in str(caught.value)
+
+
+def test_a_model_that_mixes_samples_can_be_traced_for_one_size() -> None:
+    """Without a dynamic batch it is a graph for that size alone."""
+    model = Contrastive()
+    found = trace(model, call_of(model, X), CPU, is_dynamic=False, micro_batch_size=3)
+    assert found.sizes.symbol is None and found.sizes.batch_size == 3
+    x = torch.randn(3, 4)
+    assert torch.equal(Pieces(model, found, [0]).run([x])[0], model(x))
+
+
+def test_a_lazy_parameter_is_refused() -> None:
+    """A parameter without a shape is named."""
+    with pytest.raises(TraceError, match=r"weight has no shape yet.*run one batch"):
+        traced(nn.Sequential(nn.LazyLinear(3)), X)
+
+
+def test_buffers_assigned_in_nested_modules_are_kept() -> None:
+    """An assignment, an in-place addition and a second one all reach the buffer, two calls in a row."""
+    model, x = Outer(Inner()), torch.randn(5, 4)
+    found = traced(model, X)
+    assert found.changed_buffers == {"inner.deep.mean", "inner.deep.calls"}
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    pieces = Pieces(model, found, [0])
+    outputs = pieces.run([x])
+    assert all(torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())
+    assert torch.equal(outputs[0], model(x))
+    assert all(torch.equal(pieces.buffers[name], buffer) for name, buffer in model.named_buffers())
+    assert model.inner["deep"].calls == 2
+
+
+def test_a_buffer_of_another_kind_is_refused() -> None:
+    """A buffer that grows cannot be kept on a stage; the error names it and both kinds."""
+
+    def grow(self: nn.Module, x: Tensor) -> Tensor:
+        self.seen = torch.cat((self.seen, self.seen))
+        return x * 2.0
+
+    with pytest.raises(TraceError, match=r"'seen'.*\(8,\).*\(4,\)"):
+        traced_function(grow, X, seen=torch.zeros(4))
+
+
+def test_changes_under_no_grad_are_kept() -> None:
+    """A region that torch wraps is not thrown away for having no users."""
+
+    def counted(self: nn.Module, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.total.add_(x.sum(dim=0))
+        return self.layer(x)
+
+    model, x = Function(counted, layer=nn.Linear(4, 4), total=torch.zeros(4)), torch.randn(5, 4)
+    found = traced(model, X)
+    assert found.changed_buffers == {"total"}
+    pieces = Pieces(model, found, [0])
+    pieces.run([x])
+    model(x)
+    assert torch.equal(pieces.buffers["total"], model.total)
+
+
+def test_placeholders_and_attributes_have_the_users_names() -> None:
+    """Inputs are called as in the signature, parameters and buffers as in the state, ties by both of their names."""
+    model = nn.Module()
+    model.first, model.second = nn.Linear(4, 4), nn.Linear(4, 4)
+    model.second.weight = model.first.weight
+    model.forward = lambda sample: model.second(model.first(sample))  # type: ignore[assignment]
+    found = traced(model, sample=X)
+    assert [node.name for node in found.module.graph.find_nodes(op="placeholder")] == ["sample"]
+    attributes = {str(node.target) for node in found.module.graph.find_nodes(op="get_attr")}
+    assert attributes <= {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    assert found.parameters["second.weight"] == "first.weight"
+    assert next(p for p in found.graph.parameters if p.name == "first.weight").blocks == (0, 1)
+
+
+def test_tracing_leaves_the_model_alone() -> None:
+    """Parameters are the same objects with the same numbers, on meta too; the generator does not move."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(), nn.BatchNorm1d(4), nn.Tanh())
+    tensors = dict(model.state_dict(keep_vars=True))
+    copies = {name: tensor.clone() for name, tensor in tensors.items()}
+    state = torch.get_rng_state()
+    traced(model, X)
+    assert all(tensor is tensors[name] for name, tensor in model.state_dict(keep_vars=True).items())
+    assert all(torch.equal(tensor, copies[name]) for name, tensor in tensors.items())
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_meta_model_gives_the_same_graph() -> None:
+    """No number is needed to trace: the fingerprints are equal."""
+    plain = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+    with torch.device("meta"):
+        empty = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+    assert traced(plain, X).graph.fingerprint == traced(empty, X).graph.fingerprint
+
+
+def test_the_fingerprint_tells_models_apart() -> None:
+    """Another operation, shape or dtype is another graph; another batch size or other weights are not."""
+    models = [nn.Tanh(), nn.ReLU()]
+    prints = {traced(nn.Sequential(nn.Linear(4, 4), last), X).graph.fingerprint for last in models}
+    prints.add(traced(nn.Sequential(nn.Linear(4, 5), nn.Tanh()), X).graph.fingerprint)
+    prints.add(traced(nn.Sequential(nn.Linear(4, 4), nn.Tanh()).double(), X.double()).graph.fingerprint)
+    same = traced(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), torch.zeros(6, 4)).graph.fingerprint
+    assert len(prints) == 4 and same in prints
