@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import logging
 import os
 import sys
 from collections.abc import Callable
@@ -22,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 
 import torch
 from gpt import GPT, draw, library_text
-from paired import time_pairs
+from paired import hush, time_pairs
 from torch import Tensor, nn
 
 from autovaruna import AutoVaruna
@@ -68,7 +67,7 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=40)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    logging.getLogger("autovaruna").setLevel(logging.WARNING)
+    hush()
     text = library_text()
     for width in (64, 256):
         torch.manual_seed(0)

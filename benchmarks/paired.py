@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import statistics
@@ -67,6 +68,14 @@ def seconds_of(function: Callable[[], object]) -> float:
     begin = time.perf_counter()
     function()
     return time.perf_counter() - begin
+
+
+def hush() -> None:
+    """Keeps every room's log to warnings, so that ratios stand alone."""
+    from autovaruna.log import ROOMS  # here: after start_ranks, as whatever imports torch
+
+    for room in ROOMS:
+        logging.getLogger(f"autovaruna.{room}").setLevel(logging.WARNING)
 
 
 def start_ranks(num_ranks: int) -> None:

@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import argparse
 import copy
-import logging
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 
-from paired import seconds_of, start_ranks, time_pairs
+from paired import hush, seconds_of, start_ranks, time_pairs
 
 start_ranks(2)
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
@@ -148,7 +147,7 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=default)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    logging.getLogger("autovaruna").setLevel(logging.WARNING)
+    hush()
     torch.manual_seed(0)
     gpt = GPT()
     batch = draw(library_text(), args.size, 128, torch.Generator().manual_seed(0))
