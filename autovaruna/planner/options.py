@@ -66,14 +66,21 @@ def micro_batch_counts(problem: Problem) -> list[int]:
     low, high = micro_batch_range(problem)
     if high - low < _MAX_COUNTS:
         return list(range(low, high + 1))
-    step = problem.cluster.num_ranks
-    num_steps = _MAX_COUNTS // 2 if step <= MAX_UNITS else _MAX_COUNTS // 4
-    ratio = (high / low) ** (1 / num_steps)
-    counts = {low, high}
-    for k in range(1, num_steps):
-        count = low * ratio**k
-        counts |= {round(count), max(low, min(high, round(count / step) * step))}
+    batch, step = problem.global_batch_size, problem.cluster.num_ranks
+    counts = {low, high} | {math.ceil(batch / samples) for samples in spread(1, batch // low)}
+    if step <= MAX_UNITS:
+        counts |= {count // step * step for count in counts} | set(spread(low, high, 1.25))
     return sorted(count for count in counts if low <= count <= high)
+
+
+def spread(low: int, high: int, ratio: float = 1.12) -> list[int]:
+    """Returns whole numbers from low to high, ever fewer: each at least `ratio` times the one before."""
+    numbers = {low, high}
+    number = float(low)
+    while number < high:
+        numbers.add(int(number))
+        number = max(number + 1, number * ratio)
+    return sorted(numbers)
 
 
 def nearby_counts(problem: Problem, count: int) -> list[int]:

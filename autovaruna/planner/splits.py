@@ -9,7 +9,7 @@ import numpy as np
 
 from autovaruna.planner.candidate import Candidate, Planner
 from autovaruna.planner.chain import partition_chain
-from autovaruna.planner.options import MAX_UNITS, layouts, rank_orders
+from autovaruna.planner.options import MAX_UNITS, layouts, rank_orders, spread
 from autovaruna.planner.replicas import ReplicaSearch, fills_at
 from autovaruna.schedule import textbook_depth
 
@@ -50,7 +50,7 @@ class Splitter:
 
     def even_splits(self, counts: Sequence[int]) -> list[tuple[float, int, int]]:
         """Returns (seconds, stages, M) of splits into even parts, best first; hardly a real one takes less."""
-        stage_counts = [self.forced_stages] if self.forced_stages else _spread(1, self.max_stages)
+        stage_counts = [self.forced_stages] if self.forced_stages else self._stage_counts()
         found = []
         for count in counts:
             seconds = self.planner.step_seconds(count)
@@ -60,6 +60,11 @@ class Splitter:
                 found.append((share * part + float(seconds.sum()) - part, stages, count))
         fastest = max(self.problem.cluster.speeds)
         return sorted((even / fastest, stages, count) for even, stages, count in found)
+
+    def _stage_counts(self) -> list[int]:
+        """Returns few and many stages, and all that give each stage equally many replicas with few ranks left over."""
+        counts = {*spread(1, self.max_stages), *(self.num_ranks // replicas for replicas in spread(1, self.num_ranks))}
+        return sorted(count for count in counts if count <= self.max_stages)
 
     def replicas(self, num_stages: int) -> int:
         """Returns the replicas of each stage if all have equally many."""
@@ -105,13 +110,3 @@ class Splitter:
         split = partition_chain(costs) or partition_chain([sized.work] * len(counts))
         if split:
             yield split.objective, Candidate(split.starts, stage_ranks, count)
-
-
-def _spread(low: int, high: int) -> list[int]:
-    """Returns all numbers up to 12, then ever fewer."""
-    numbers = {low, high}
-    number = float(low)
-    while number < high:
-        numbers.add(int(number))
-        number = max(number + 1, number * 1.12)
-    return sorted(numbers)
