@@ -62,6 +62,11 @@ class TracedModel:
     constants: dict[str, Tensor]
     changed_buffers: frozenset[str]
 
+    @property
+    def key(self) -> str:
+        """Digest of the calls that this graph serves."""
+        return self.call.key() if self.sizes.symbol is not None else f"{self.call.key()}/{self.sizes.batch_size}"
+
     @cached_property
     def nodes(self) -> dict[str, fx.Node]:
         """Nodes by name, in execution order."""

@@ -97,7 +97,7 @@ class Engine:
             shared: The call.
             batch: Its micro-batches.
         """
-        prepared = self._prepare(traced, shared.key)
+        prepared = self._prepare(traced)
         needs_gradient = torch.is_grad_enabled() and any(spec.needs_gradient for spec in traced.outputs)
         job = Job(
             split=prepared.split,
@@ -106,7 +106,7 @@ class Engine:
             needs_gradient=needs_gradient,
             seed=self._seed,
             step=shared.number,
-            graph_key=shared.key,
+            graph_key=traced.key,
             is_sum=self._settings.reduction == "sum",
             recomputing=self._recomputing,
         )
@@ -120,6 +120,7 @@ class Engine:
             job=job,
             executor=executor,
             gradients=prepared.gradients,
+            take_kept=self.synchronise,
             collector=OutputCollector(job, self._world, self._mail, executor.outputs, self._device),
             exchange=GradientExchange(job, self._world, self._mail, executor, inputs),
             sources=self._sources(prepared, inputs),
@@ -153,11 +154,15 @@ class Engine:
     def _sources(self, prepared: Prepared, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Returns what gets gradients on this rank: its parameters, and inputs that ask for one."""
         parameters = self._state.parameters()
-        held = {name for stage in prepared.stages.values() for name, _ in stage.leaves}
-        sources: dict[str, Tensor] = {name: parameters[name] for name in parameters if name in held}
+        sources: dict[str, Tensor] = {
+            name: parameter
+            for name, parameter in parameters.items()
+            if parameter.requires_grad and not parameter.is_meta
+        }
         return sources | {input_key(name): inputs[name] for name in prepared.split.input_gradients}
 
-    def _prepare(self, traced: TracedModel, key: str) -> Prepared:
+    def _prepare(self, traced: TracedModel) -> Prepared:
+        key = traced.key
         if key not in self._prepared:
             assignment = carry_over(self._assignment, traced)
             parts = split(traced, assignment)

@@ -15,13 +15,13 @@ import torch
 from rich.console import Console
 from torch import nn
 
-from autovaruna.errors import DeploymentError
 from autovaruna.graph.traced import TracedModel
 from autovaruna.parallel.calls import SharedCall
 from autovaruna.parallel.machine import describe_cluster, optimizer_factor, rank_memory
+from autovaruna.parallel.saved import read_plan
 from autovaruna.planner import Constraints, Plan, Problem, make_plan, pipeline_of, schedule_of
-from autovaruna.planner.deployment import deployment_of, load, plan_from, save
-from autovaruna.planner.fingerprint import Fingerprint, differences, host_counts
+from autovaruna.planner.deployment import deployment_of, save
+from autovaruna.planner.fingerprint import Fingerprint, host_counts
 from autovaruna.planner.table import explain, plan_table
 from autovaruna.profiler.measure import measure, merge
 from autovaruna.profiler.profile import device_name, to_profile
@@ -166,35 +166,11 @@ class Preparation:
         error: Exception | None = None
         if self._world.rank == 0:
             try:
-                plan = self._read()
+                plan = read_plan(self._settings, self._fingerprint, self._traced.graph)
             except Exception as caught:
                 error = caught
         self._world.agree(error, "loading the deployment")
         return self._world.broadcast_object(plan, 0, "sharing the deployment")  # type: ignore[no-any-return]
-
-    def _read(self) -> Plan | None:
-        path = Path(self._settings.deployment_file)
-        is_required = self._settings.load_deployment is True
-        if not path.exists() and not is_required:
-            return None
-        try:
-            deployment = load(path)
-            changed = differences(deployment.fingerprint, self._fingerprint)
-            if not changed:
-                plan = plan_from(deployment, self._traced.graph)
-                logger.info("using the saved deployment %s", path)
-                return plan
-        except DeploymentError as error:
-            if is_required:
-                raise
-            changed = [str(error)]
-        if is_required:
-            raise DeploymentError(
-                f"The deployment {path} is stale: {'; '.join(changed)}. Expected one for this run; delete it, or pass "
-                "load_deployment='auto' to plan again."
-            )
-        logger.info("planning again: %s", "; ".join(changed))
-        return None
 
     def _new_plan(self) -> Plan:
         """Measures, searches, and saves the deployment. Collective; rank 0 searches for all."""

@@ -36,6 +36,7 @@ class Step:
         job: the call.
         executor: runs instructions.
         gradients: takes gradients from the stages and sums them.
+        take_kept: sums the gradients that earlier calls kept back.
         collector: puts outputs together.
         exchange: takes the gradients of outputs in and of inputs out.
         sources: what gets gradients on this rank: parameters by name, inputs by `input_key`.
@@ -48,6 +49,7 @@ class Step:
     job: Job
     executor: Executor
     gradients: GradientBook
+    take_kept: Callable[[], dict[str, Tensor]]
     collector: OutputCollector
     exchange: GradientExchange
     sources: Mapping[str, Tensor]
@@ -73,7 +75,7 @@ class Step:
         if not self.is_synchronising:
             self.gradients.keeps_back()
         totals = self.gradients.total(own) if self.is_synchronising else {}
-        kept = self.gradients.take_kept() if self.is_synchronising else {}
+        kept = self.take_kept() if self.is_synchronising else {}
 
         def finish(gradients: Gradients) -> Gradients:
             by_place = dict(zip(wanted, gradients, strict=True))
@@ -108,7 +110,7 @@ class Step:
                 self.gradients.keeps_back()
                 self.gradients.keep(own)
                 return self._for_sources({}, {}, inputs)
-            return self._for_sources(self.gradients.total(own), self.gradients.take_kept(), inputs)
+            return self._for_sources(self.gradients.total(own), self.take_kept(), inputs)
 
     def _publish(self, outputs: Mapping[int, Tensor], finish: Callable[[Gradients], Gradients]) -> dict[int, Tensor]:
         carries = [self.specs[place].needs_gradient for place in outputs]

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from autovaruna.config import log_settings, resolve
-from autovaruna.errors import AutoVarunaError, InputError, RankError
+from autovaruna.errors import AutoVarunaError, InputError
 from autovaruna.graph.call import describe
-from autovaruna.graph.traced import TracedModel, trace
 from autovaruna.log import configure
 from autovaruna.parallel.calls import SharedCall, share_call
 from autovaruna.parallel.engine import Engine
 from autovaruna.parallel.machine import find_device
 from autovaruna.parallel.preparation import Preparation
+from autovaruna.parallel.traces import Traces
 from autovaruna.parallel.weights import micro_batch_weights
 from autovaruna.planner.records import Plan
 from autovaruna.runtime.batch import GlobalBatch, cut_batch, weigh
@@ -66,7 +66,7 @@ class AutoVaruna(nn.Module):
         self._cut_optimizer = None if optimizer is None else CutOptimizer(optimizer, names)
         self._engine: Engine | None = None
         self._preparation: Preparation | None = None
-        self._traces: dict[str, TracedModel] = {}
+        self._traces: Traces | None = None
         self._num_calls = 0
         self._is_synchronising = True
         self._known_world: World | None = None
@@ -89,7 +89,7 @@ class AutoVaruna(nn.Module):
     @property
     def loss_mode(self) -> str | None:
         """What calls do: ``loss`` (the whole step), ``outputs`` (forwards; backwards in backward), None: not known."""
-        latest = next(reversed(self._traces.values()), None)
+        latest = self._traces.latest if self._traces is not None else None
         if latest is None:
             return None
         return "loss" if latest.loss is not None else "outputs"
@@ -108,7 +108,8 @@ class AutoVaruna(nn.Module):
         shared = share_call(call, tensors, self._num_calls, is_replicated, self.world)
         engine = self._engine or self._start(shared)
         batch = self._cut(shared, engine.plan, is_replicated)
-        traced = self._trace(shared, batch)
+        assert self._traces is not None
+        traced = self._traces.of(shared, batch)
         self._num_calls += 1
         return engine.run(traced, shared, batch)
 
@@ -128,7 +129,11 @@ class AutoVaruna(nn.Module):
 
     def _start(self, shared: SharedCall) -> Engine:
         """Plans, and gives each rank its part of the model. Collective."""
-        preparation = self._prepare(shared)
+        device = find_device(self.module, self.settings)
+        self._traces = Traces(self.module, self.settings, self.world, device)
+        traced = self._traces.first(shared)
+        preparation = Preparation(traced, self.module, self._optimizer, shared, self.settings, self.world, device)
+        self._preparation = preparation
         plan, assignment, placement = preparation.plan, preparation.assignment, preparation.placement
         self._state.distribute(placement, self.world, preparation.device, preparation.seed)
         if self._cut_optimizer is not None:
@@ -149,63 +154,10 @@ class AutoVaruna(nn.Module):
         self._engine.is_synchronising = self._is_synchronising
         return self._engine
 
-    def _prepare(self, shared: SharedCall) -> Preparation:
-        device = find_device(self.module, self.settings)
-        traced = self._agreed_trace(shared, device, -(-max(shared.sizes) // self._expected_micro_batches(shared)))
-        self._preparation = Preparation(traced, self.module, self._optimizer, shared, self.settings, self.world, device)
-        return self._preparation
-
-    def _expected_micro_batches(self, shared: SharedCall) -> int:
-        """Returns the micro-batches of one mini-batch, for a graph that is traced for one size alone."""
-        if self._engine is not None:
-            total = self._engine.plan.num_micro_batches
-        elif self.settings.micro_batch_size:
-            return max(1, -(-max(shared.sizes) // self.settings.micro_batch_size))
-        else:
-            total = self.settings.num_micro_batches or self.world.num_ranks
-        return max(1, total if self.settings.inputs == "replicated" else total // self.world.num_ranks)
-
     def _cut(self, shared: SharedCall, plan: Plan, is_replicated: bool) -> GlobalBatch:
         batch = cut_batch(shared.sizes, plan.num_micro_batches, is_replicated)
         weights = micro_batch_weights(self.settings.micro_batch_weight, self.module, shared, batch, self.world)
         return weigh(batch, weights, self.settings.reduction == "sum")
-
-    def _trace(self, shared: SharedCall, batch: GlobalBatch) -> TracedModel:
-        """Returns the call's graph; one that is not known yet is traced. Collective."""
-        assert self._preparation is not None
-        return self._agreed_trace(
-            shared, self._preparation.device, max(part.size for part in batch.micro_batches.values())
-        )
-
-    def _agreed_trace(self, shared: SharedCall, device: torch.device, micro_batch_size: int) -> TracedModel:
-        key = shared.key if self.settings.dynamic_batch else f"{shared.key}/{micro_batch_size}"
-        if key not in self._traces:
-            error: Exception | None = None
-            try:
-                self._traces[key] = trace(
-                    self.module,
-                    shared.call,
-                    device,
-                    is_dynamic=self.settings.dynamic_batch,
-                    micro_batch_size=micro_batch_size,
-                    loss_mode=self.settings.loss_mode,
-                )
-            except Exception as caught:
-                error = caught
-            self.world.agree(error, "tracing")
-            self._compare(self._traces[key])
-        else:
-            self._traces[key] = self._traces.pop(key)  # the latest is last
-        return self._traces[key]
-
-    def _compare(self, traced: TracedModel) -> None:
-        """Makes sure that every rank traced the same model."""
-        prints = self.world.gather_objects(traced.graph.fingerprint, "comparing graphs")
-        if len(set(prints)) > 1:
-            raise RankError(
-                f"The ranks traced different models: their fingerprints are {prints}. Expected the same model, built "
-                "with the same arguments, on every rank; weights may differ, operations and shapes may not."
-            )
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

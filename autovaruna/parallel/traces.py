@@ -1,0 +1,90 @@
+"""Keeps the graph of every kind of call; one that is not known yet is traced, by all ranks together."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from autovaruna.errors import InputError, RankError
+from autovaruna.graph.traced import TracedModel, trace
+from autovaruna.parallel.calls import SharedCall
+from autovaruna.runtime.batch import GlobalBatch
+from autovaruna.runtime.world import World
+from autovaruna.settings import Settings
+
+
+class Traces:
+    """The graphs of one model.
+
+    Args:
+        model: The model.
+        settings: The settings.
+        world: The ranks.
+        device: Where this rank computes.
+    """
+
+    def __init__(self, model: nn.Module, settings: Settings, world: World, device: torch.device) -> None:
+        self._model = model
+        self._settings = settings
+        self._world = world
+        self._device = device
+        self._known: dict[str, TracedModel] = {}
+        self.latest: TracedModel | None = None
+
+    def first(self, shared: SharedCall) -> TracedModel:
+        """Returns the graph of the call that is to be planned, whose micro-batches are not known yet. Collective."""
+        return self._find(shared, -(-max(shared.sizes) // self._expected_parts(shared)))
+
+    def of(self, shared: SharedCall, batch: GlobalBatch) -> TracedModel:
+        """Returns the graph of a call. Collective if it is not known yet.
+
+        Raises:
+            InputError: the graph serves one micro-batch size alone, and micro-batches differ.
+        """
+        sizes = {part.size for part in batch.micro_batches.values()}
+        if not self._settings.dynamic_batch and len(sizes) > 1:
+            raise InputError(
+                f"dynamic_batch=False needs micro-batches of one size: got {sorted(sizes)} samples. Pass batches that "
+                "num_micro_batches divides, or leave out the last batch of an epoch."
+            )
+        return self._find(shared, max(sizes))
+
+    def _expected_parts(self, shared: SharedCall) -> int:
+        """Returns the micro-batches that a mini-batch will have if the planner keeps to the settings."""
+        if self._settings.micro_batch_size:
+            return max(1, -(-max(shared.sizes) // self._settings.micro_batch_size))
+        total = self._settings.num_micro_batches or self._world.num_ranks
+        return max(1, total if self._settings.inputs == "replicated" else total // self._world.num_ranks)
+
+    def _find(self, shared: SharedCall, micro_batch_size: int) -> TracedModel:
+        key = shared.key if self._settings.dynamic_batch else f"{shared.key}/{micro_batch_size}"
+        if key not in self._known:
+            self._known[key] = self._trace(shared, micro_batch_size)
+        self.latest = self._known[key]
+        return self.latest
+
+    def _trace(self, shared: SharedCall, micro_batch_size: int) -> TracedModel:
+        error: Exception | None = None
+        try:
+            traced = trace(
+                self._model,
+                shared.call,
+                self._device,
+                is_dynamic=self._settings.dynamic_batch,
+                micro_batch_size=micro_batch_size,
+                loss_mode=self._settings.loss_mode,
+            )
+        except Exception as caught:
+            error = caught
+        self._world.agree(error, "tracing")
+        self._compare(traced)
+        return traced
+
+    def _compare(self, traced: TracedModel) -> None:
+        """Makes sure that every rank traced the same model."""
+        prints = self._world.gather_objects(traced.graph.fingerprint, "comparing graphs")
+        if len(set(prints)) > 1:
+            raise RankError(
+                f"The ranks traced different models: their fingerprints are {prints}. Expected the same model, built "
+                "with the same arguments, on every rank; weights may differ, operations and shapes may not."
+            )
