@@ -18,7 +18,13 @@ from __future__ import annotations
 
 
 class AutoVarunaError(Exception):
-    """Is the base of every error that a user can cause."""
+    """Is the base of every error that a user can cause.
+
+    Attributes:
+        is_second_hand: whether it only passes on what went wrong on another rank.
+    """
+
+    is_second_hand = False
 
 
 class ConfigError(AutoVarunaError, ValueError):

@@ -11,7 +11,8 @@ import time
 from abc import abstractmethod
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -28,6 +29,8 @@ OBJECT_CHANNEL = 1
 CHANNELS = (TENSOR_CHANNEL, OBJECT_CHANNEL, GROUP_CHANNEL)
 MAX_PART_BYTES = 1 << 30
 REPORT_SECONDS = 0.5
+PATIENCE_SECONDS = 3.0
+"""How long a rank with an error waits for the others to hear of it; then it ends them."""
 
 
 class ConnectedWorld(World):
@@ -39,6 +42,7 @@ class ConnectedWorld(World):
         self._counts: Counter[Event] = Counter()
         self._answers: deque[Answer] = deque()
         self._failure: Failure | None = None
+        self._give_up: Callable[[], NoReturn] | None = None
         self._sends: list[Pending] = []
         self._receives: set[Pending] = set()
         self._groups: dict[tuple[int, ...], Group] = {}
@@ -56,6 +60,15 @@ class ConnectedWorld(World):
             raise RankError(answer.text)
         assert isinstance(answer, Values), answer
         return [pickle.loads(item) for item in answer.values]
+
+    def agree(self, error: BaseException | None, what: str) -> None:
+        """Raises on every rank if any passes an error; ends those that do not come soon to hear of it."""
+        if error is not None:
+            self._give_up = partial(self.abort, error, f"rank {self.rank} failed while {what}")
+        try:
+            super().agree(error, what)
+        finally:
+            self._give_up = None
 
     def leave(self) -> None:
         """Tells the others that this rank has come to its end, and waits until all have.
@@ -225,6 +238,8 @@ class ConnectedWorld(World):
             if not has_reported and now - started > REPORT_SECONDS:
                 has_reported = True
                 self.tell(Report(*waiting(), dict(self._counts)))
+            if self._give_up is not None and now - started > PATIENCE_SECONDS:
+                self._give_up()
             self.rest(now - started)
 
     def num_acts(self) -> int:

@@ -139,7 +139,8 @@ class MpiWorld(ConnectedWorld):
         Where one rank's error makes others fail, or all fail alike, one message is enough: ranks that only pass on
         another's error, and then ranks other than 0, give the others a moment to end this one first.
         """
-        time.sleep(SECOND_HAND_SECONDS * isinstance(error, RankError) + LATER_RANK_SECONDS * (self.rank > 0))
+        is_second_hand = isinstance(error, RankError) or getattr(error, "is_second_hand", False)
+        time.sleep(SECOND_HAND_SECONDS * is_second_hand + LATER_RANK_SECONDS * (self.rank > 0))
         trace = "".join(traceback.format_exception(type(error), error, error.__traceback__))
         sys.stderr.write(f"{where}:\n{trace}")
         self.end(1)

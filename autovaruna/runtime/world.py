@@ -17,7 +17,9 @@ from typing import Any, NoReturn
 
 from torch import Tensor
 
-from autovaruna.errors import RankError
+from autovaruna.errors import AutoVarunaError, RankError
+
+_ERRORS = AutoVarunaError.__module__
 
 
 class Pending(ABC):
@@ -145,14 +147,26 @@ class World(ABC):
 
         Raises:
             BaseException: `error` itself, on the ranks that passed one.
-            RankError: on the others, with the message and traceback of the first rank that failed.
+            AutoVarunaError: on the others, with the message and traceback of the first rank that failed; of the kind
+                of its error, so that a script can catch the same on every rank; RankError if it is not of our tree.
         """
-        reports = self.gather_objects(None if error is None else describe(error), what)
+        try:
+            reports = self.gather_objects(None if error is None else (kind_of(error), describe(error)), what)
+        except RankError as mismatch:
+            raise mismatch if error is None else error from mismatch
         if error is not None:
             raise error
         for rank, report in enumerate(reports):
             if report is not None:
-                raise RankError(f"rank {rank} failed while {what}: {report}")
+                kind, text = report
+                passed_on: AutoVarunaError = kind(f"rank {rank} failed while {what}: {text}")
+                passed_on.is_second_hand = True
+                raise passed_on
+
+
+def kind_of(error: BaseException) -> type[AutoVarunaError]:
+    """Returns the kind of error that tells other ranks of this one."""
+    return type(error) if isinstance(error, AutoVarunaError) and type(error).__module__ == _ERRORS else RankError
 
 
 def describe(error: BaseException) -> str:

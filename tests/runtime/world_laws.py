@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from autovaruna.errors import RankError
+from autovaruna.errors import PlanError, RankError
 from autovaruna.runtime.world import World
 
 DTYPES = [
@@ -49,6 +49,21 @@ def agrees_on_errors(world: World) -> None:
         return
     with pytest.raises(RankError, match=f"(?s)rank {failed} failed while planning: KeyError.*lost"):
         world.agree(None, "planning")
+
+
+def raises_the_same_kind_everywhere(world: World) -> None:
+    with pytest.raises(PlanError, match="no plan") as raised:
+        world.agree(PlanError("no plan") if world.rank == 0 else None, "planning")
+    assert raised.value.is_second_hand == (world.rank > 0)
+
+
+def keeps_its_own_error_when_ranks_disagree(world: World) -> None:
+    if world.num_ranks == 1:
+        return
+    with pytest.raises(KeyError if world.rank == 1 else RankError, match=r"lost|rank 0 is in 'state_dict'"):
+        if world.rank == 1:
+            world.agree(KeyError("lost"), "planning")
+        world.gather_objects(None, "state_dict")
 
 
 def quotes_the_first_traceback(world: World) -> None:
@@ -225,7 +240,8 @@ def raises_what_does_not_pickle(world: World) -> None:
 LAWS: dict[str, Callable[[World], None]] = {
     law.__name__: law
     for law in (
-        gathers_by_rank, broadcasts_objects, knows_its_hosts, agrees_on_errors, quotes_the_first_traceback,
+        gathers_by_rank, broadcasts_objects, knows_its_hosts, agrees_on_errors, raises_the_same_kind_everywhere,
+        keeps_its_own_error_when_ranks_disagree, quotes_the_first_traceback,
         tells_who_is_where, sends_every_dtype_in_a_ring, keeps_layouts, refuses_holes, sends_no_tensors,
         keeps_the_order_sent, sends_objects, forgets_finished_sends, sums_every_dtype_in_one_order,
         sums_large_tensors_in_pieces, sums_in_groups_at_once, sums_by_itself_while_others_wait,
