@@ -6,7 +6,6 @@ import re
 import traceback
 import warnings
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from autovaruna.errors import InputError, TraceError
 from autovaruna.graph.call import CallSpec
 from autovaruna.graph.fake import faked
+from autovaruna.graph.origin import is_users
 from autovaruna.graph.tree import Tree, flatten
 
 _PREFIX = "model."
@@ -212,9 +212,8 @@ def _where(error: BaseException) -> str:
     while seen is not None:
         chain.append(seen)
         seen = seen.__cause__ or seen.__context__
-    hidden = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
     for link in reversed(chain):
         for frame in reversed(traceback.extract_tb(link.__traceback__)):
-            if not frame.filename.startswith(hidden) and not frame.filename.startswith("<"):
+            if is_users(frame.filename):
                 return f" at {frame.filename}:{frame.lineno} ({frame.line})"
     return ""

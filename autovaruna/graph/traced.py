@@ -20,6 +20,7 @@ from autovaruna.graph.candidates import crossing_sizes, merge_free_blocks
 from autovaruna.graph.export import Exported, export
 from autovaruna.graph.facts import Fact, learn
 from autovaruna.graph.grouping import Grouping, group
+from autovaruna.graph.origin import origin
 from autovaruna.graph.outputs import OutputKind, OutputSpec, classify
 from autovaruna.graph.records import Graph
 from autovaruna.graph.sizes import Sizes
@@ -185,10 +186,9 @@ def _refuse_mixing(exported: Exported, sizes: Sizes, model: nn.Module) -> None:
     for node in exported.module.graph.nodes:
         value = node.meta.get("val")
         if isinstance(value, Tensor) and sizes.mixes_samples(value):
-            where = (node.meta.get("stack_trace") or node.name).strip().splitlines()
             raise TraceError(
                 f"{type(model).__qualname__} mixes the samples of a batch: the value {node.name} has the shape "
-                f"{tuple(value.shape)} ({' '.join(line.strip() for line in where[-2:])}). Expected a model that treats "
+                f"{tuple(value.shape)} at {origin(node) or node.name}. Expected a model that treats "
                 "samples one by one, so that a batch can go through in micro-batches. Move what mixes samples (a "
                 "contrastive loss, say) out of the model, or pass dynamic_batch=False: each micro-batch is then a "
                 "batch of its own to the model."

@@ -203,7 +203,7 @@ class Engine:
                 yield
         except Exception as error:
             if self._world.num_ranks > 1:
-                self._world.abort(error, executor.where)
+                self._world.abort(error, executor.where(error))
             raise
 
 

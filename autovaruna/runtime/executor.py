@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
+from autovaruna.graph.origin import failed_at
 from autovaruna.graph.random import RandomStream
 from autovaruna.planner.records import Plan
 from autovaruna.runtime.batch import GlobalBatch, MicroBatch
@@ -109,7 +110,7 @@ class Executor:
         self.outputs: dict[tuple[int, int], Tensor] = {}
         self.input_gradients: dict[tuple[str, int], Tensor | None] = {}
         self.output_gradients: Callable[[int, MicroBatch], Tensor | None] = lambda place, part: None
-        self.where = "before the first instruction"
+        self._instruction: Instruction | None = None
         self._batch_inputs = {
             node.name
             for node, spec in zip(
@@ -142,12 +143,22 @@ class Executor:
                 self._post(program[posted])
                 posted += 1
             part = self._job.batch.micro_batches[instruction.micro_batch]
-            self.where = f"rank {self._world.rank}, stage {instruction.stage}, micro-batch {instruction.micro_batch}"
+            self._instruction = instruction
             begin = perf_counter()
             self._methods[instruction.kind](self._stages[instruction.stage], part)
             if self._recorder is not None:
                 self._recorder.note(instruction, begin, perf_counter())
             self._world.progress()
+
+    def where(self, error: BaseException) -> str:
+        """Returns rank, stage and micro-batch, and the line of the user's model if an operation raised `error`."""
+        if self._instruction is None:
+            return f"rank {self._world.rank}, before the first instruction"
+        part = self._job.batch.micro_batches[self._instruction.micro_batch]
+        owner = "" if self._job.batch.is_replicated else f" of rank {part.origin}"
+        samples = f"samples {part.start} to {part.start + part.size - 1}{owner}"
+        place = f"rank {self._world.rank}, stage {self._instruction.stage}, micro-batch {part.index} ({samples})"
+        return place + failed_at(error, self._job.split.traced.nodes)
 
     def _post(self, instruction: Instruction) -> None:
         """Posts the receives that an instruction will wait for."""

@@ -1,0 +1,40 @@
+"""Finds the line of the user's model that an operation of a traced graph came from."""
+
+from __future__ import annotations
+
+import re
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import fx
+
+_HIDDEN = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), "<")
+_FRAME = re.compile(r'File "(.+)", line (\d+), in .*\n\s*(.*)')
+_GENERATED = "<eval_with_key>"  # what torch.fx calls the code of a graph
+
+
+def is_users(filename: str) -> bool:
+    """Whether a file is neither torch's nor of this package."""
+    return not filename.startswith(_HIDDEN)
+
+
+def origin(node: fx.Node) -> str:
+    """Returns ``file:line (code)`` of the user's line that made a node; empty if it is not known."""
+    frames = _FRAME.findall(node.meta.get("stack_trace") or "")
+    return next((f"{file}:{line} ({code})" for file, line, code in reversed(frames) if is_users(file)), "")
+
+
+def failed_at(error: BaseException, nodes: Mapping[str, fx.Node]) -> str:
+    """Returns ``, at file:line (code)`` of the user's line whose operation raised while a graph ran; else nothing.
+
+    Args:
+        error: What was raised.
+        nodes: The nodes of the graph that was traced, by name; parts of it have nodes of the same names.
+    """
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if frame.filename.startswith(_GENERATED):
+            node = nodes.get(re.split(r"\W", frame.line or "", maxsplit=1)[0])
+            return f", at {origin(node)}" if node is not None and origin(node) else ""
+    return ""
