@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from autovaruna.planner.partition.blocks import BlockGraph
 from autovaruna.planner.partition.decide import Chain
@@ -24,6 +24,7 @@ class Bounds:
         tolerance: bound and plan have met when they differ by no more than this share.
         deadline: the end of the search, on ``time.monotonic``'s clock.
         devices: the device of each node in the best plan; ``None`` as long as there is none.
+        tried: the device of each node in the plan offered last, good or not.
         upper: the greatest load of the best plan.
         lower: no plan has a smaller greatest load.
         proof: how `lower` was proved.
@@ -35,6 +36,7 @@ class Bounds:
     tolerance: float
     deadline: float
     devices: list[int] | None = None
+    tried: list[int] = field(default_factory=list)
     upper: float = math.inf
     lower: float = 0.0
     proof: str = "loads are not negative"
@@ -71,6 +73,7 @@ class Bounds:
         devices = place_nodes(graph, chain, len(self.problem.nodes))
         if loose:
             devices = place_loose(self.problem, devices, loose, self.num_devices)
+        self.tried = devices
         load = max(device_loads(self.problem, devices, self.num_devices))
         if load >= self.upper or not fits(self.problem, devices, self.num_devices):
             return False

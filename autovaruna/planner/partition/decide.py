@@ -13,7 +13,8 @@ from autovaruna.planner.partition.labels import Labels, NetCosts, drop_beaten, m
 from autovaruna.planner.partition.lattice import Level
 from autovaruna.planner.partition.remaining import remaining_after
 from autovaruna.planner.partition.resources import Resources
-from autovaruna.planner.partition.words import Bools, Floats, Ints, Words, expand, pack, unpack, weigh
+from autovaruna.planner.partition.starts import Starts
+from autovaruna.planner.partition.words import Bools, Floats, Ints, Words, byte_sums, expand, pack, weigh
 
 Chain = tuple[int, ...]
 
@@ -40,9 +41,8 @@ class Decider:
         self._resources = resources
         self._num_devices = num_devices
         nets = [net for net, _ in graph.nets]
-        padded = np.zeros(64 * levels[0].open_nets.shape[1])
-        padded[: len(nets)] = [seconds for _, seconds in graph.nets]
-        self._costs = NetCosts(padded, resources.crossing)
+        words = levels[0].open_nets.shape[1]
+        self._costs = NetCosts(byte_sums([seconds for _, seconds in graph.nets], words), resources.crossing)
         holding = [0] * len(graph)
         for position, net in enumerate(nets):
             for block in range(len(graph)):
@@ -98,8 +98,7 @@ class _Sweep:
         self._limits = decider.resources.limits(load)
         finite = float(min(self._limits[0], 2.0 * decider.resources.use[0].sum()))
         self._remaining = remaining_after(decider.levels, decider.resources.use[0], finite)
-        self._starts: list[tuple[Ints, Ints, int]] = []
-        self._num_starts = 0
+        self._starts = Starts()
 
     def run(self, most_labels: int, deadline: float) -> Answer:
         """Grows labels from the empty downset to everything."""
@@ -111,12 +110,13 @@ class _Sweep:
             if size + 2 < len(self._decider.levels):
                 labels = labels.join(self._close(labels, size + 1))
             labels = drop_beaten(labels, self._decider.costs)
-            labels, merged = merge_excess(labels, most_labels, self._decider.costs)
-            is_exact = is_exact and not merged
-        return Answer(self._chain(int(labels.start[0])), is_exact)
+            labels, num_merged = merge_excess(labels, most_labels, self._decider.costs)
+            labels.start[len(labels) - num_merged :] = self._starts.repeat(labels.start[len(labels) - num_merged :])
+            is_exact = is_exact and not num_merged
+        return Answer(self._starts.chain(int(labels.start[0]), self._decider.levels), is_exact)
 
     def _begin(self) -> Labels:
-        words = self._decider.costs.seconds.size // 64
+        words = self._decider.nets_of.shape[1]
         nothing = np.zeros((1, words), dtype=np.uint64)
         use = np.zeros((1, len(self._limits)))
         return Labels(np.array([0]), np.array([1]), use, nothing, nothing, np.zeros(1), np.array([-1]))
@@ -125,6 +125,7 @@ class _Sweep:
         """Adds one block to the last device of each label, in every possible way."""
         decider, level, after = self._decider, self._decider.levels[size], self._decider.levels[size + 1]
         row, step = expand(level.first[labels.downset], np.diff(level.first)[labels.downset])
+        row, step = _once(row, step, level.target[step], labels.start[row])
         target, block = level.target[step], level.block[step]
         use = labels.use[row] + decider.resources.use[:, block].T
         keep = np.flatnonzero((use <= self._limits).all(axis=1) & self._fits(size + 1, target, labels.device[row], use))
@@ -155,29 +156,16 @@ class _Sweep:
         device = labels.device[rows] + 1
         keep = self._fits(size, downset, device, nothing)
         rows, downset, device = rows[keep], downset[keep], device[keep]
-        opened, start = level.open_nets[downset], self._remember(labels.start[rows], downset, size)
+        opened, start = level.open_nets[downset], self._starts.add(labels.start[rows], downset, size)
         return Labels(downset, device, nothing[: len(rows)], opened, opened, level.border[downset], start)
 
     def _fits(self, size: int, downset: Ints, device: Ints, use: Floats) -> Bools:
         limit = float(self._limits[0])
         return self._remaining[size].fits(downset, device, use[:, 0], limit, self._decider.num_devices)
 
-    def _remember(self, earlier: Ints, downset: Ints, size: int) -> Ints:
-        first, self._num_starts = self._num_starts, self._num_starts + len(downset)
-        self._starts.append((earlier, downset, size))
-        return np.arange(first, self._num_starts)
 
-    def _chain(self, start: int) -> Chain:
-        """Follows the starts back to the first device."""
-        size = len(self._decider.levels) - 1
-        chain = [unpack(self._decider.levels[size].downsets[0])]
-        offsets = np.cumsum([0] + [len(downset) for _, downset, _ in self._starts])
-        while start >= 0:
-            batch = int(np.searchsorted(offsets, start, side="right")) - 1
-            earlier, downset, size = self._starts[batch]
-            row = start - int(offsets[batch])
-            chain.append(unpack(self._decider.levels[size].downsets[downset[row]]))
-            start = int(earlier[row])
-        return tuple(reversed(chain))
-
-
+def _once(row: Ints, step: Ints, target: Ints, start: Ints) -> tuple[Ints, Ints]:
+    """Keeps one of the steps that end at the same downset with the same start, for they make the same label."""
+    key = target * (int(start.max(initial=0)) + 2) + start + 1
+    _, kept = np.unique(key, return_index=True)
+    return row[kept], step[kept]

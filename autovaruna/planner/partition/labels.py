@@ -54,47 +54,45 @@ class Labels:
 
 @dataclass(frozen=True, slots=True)
 class NetCosts:
-    """Seconds of each net (padded to whole words) and whether they count for each resource."""
+    """Seconds of the nets, as `weigh` wants them, and whether they count for each resource."""
 
     seconds: Floats
     crossing: Floats
 
 
 def drop_beaten(labels: Labels, costs: NetCosts) -> Labels:
-    """Drops labels that another label of the same downset beats.
+    """Drops labels that another label of the same downset beats; sorts the rest by downset, device and compute.
 
     Label a beats b when it uses no more devices and, whatever its last device takes next, uses no more of any
     resource. What nets add in future differs only where a's net is not paid and its state is not b's: there by no
     more than the net's seconds. These are the nets unpaid at a but not at b, and those free at a but not at b.
     """
-    labels = labels.take(np.lexsort((labels.use[:, 0], labels.device, labels.downset)))
+    rows = np.lexsort((labels.use[:, 0], labels.device, labels.downset))
     for rank in range(_ROUNDS):
-        first = _first_of_group(labels.downset)
-        better = first + rank
-        rivals = np.flatnonzero(better < np.arange(len(labels)))
+        better = _first_of_group(labels.downset[rows]) + rank
+        rivals = np.flatnonzero(better < np.arange(len(rows)))
         if not len(rivals):
             break
-        beaten = _beats(labels, better[rivals], rivals, costs)
-        keep = np.ones(len(labels), dtype=np.bool_)
-        keep[rivals[beaten]] = False
-        labels = labels.take(keep)
-    return labels
+        keep = np.ones(len(rows), dtype=np.bool_)
+        keep[rivals] = ~_beats(labels, rows[better[rivals]], rows[rivals], costs)
+        rows = rows[keep]
+    return labels.take(rows)
 
 
-def merge_excess(labels: Labels, most: int, costs: NetCosts) -> tuple[Labels, bool]:
+def merge_excess(labels: Labels, most: int, costs: NetCosts) -> tuple[Labels, int]:
     """Replaces all but the first ``most - 1`` labels of each downset by one that beats them all, if there are more.
 
     The merged label uses the least of everything, so that no plan is lost; but it need not stand for a plan.
 
     Returns:
-        The labels, in the order of downsets, and whether any were merged.
+        The labels, the merged ones last, and how many those are.
     """
     group = _first_of_group(labels.downset)
     rank = np.arange(len(labels)) - group
     excess = rank >= most - 1
     last = excess & (np.bincount(group, minlength=len(labels))[group] > most)
     if not last.any():
-        return labels, False
+        return labels, 0
     rows = labels.take(last)
     first = np.flatnonzero(np.r_[True, rows.downset[1:] != rows.downset[:-1]])
     held = np.bitwise_or.reduceat(rows.held, first, axis=0)
@@ -107,7 +105,7 @@ def merge_excess(labels: Labels, most: int, costs: NetCosts) -> tuple[Labels, bo
         weigh(held, costs.seconds),
         rows.start[first],
     )
-    return labels.take(~last).join(merged), True
+    return labels.take(~last).join(merged), len(merged)
 
 
 def _first_of_group(downset: Ints) -> Ints:

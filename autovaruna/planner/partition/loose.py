@@ -2,22 +2,31 @@
 
 They may be dropped for a lower bound, and put back into a chain found without them.
 
-Dropping block v. Let e_1, e_2, ... be its nets without v itself, the dearest first, and U_t the union of the first t.
-Take any device. If it holds v, it pays every e_i that it does not hold all of; if not, every e_i that it holds some
-of. Where U_t is cut at the device, each case has at least one such e_i among the first t. So the nets U_t with
-``seconds(e_t) - seconds(e_t+1)`` never cost a device more than the nets of v did, and without v, with these nets in
-place of its own, every chain's loads are the same or less.
+Dropping block v. Write e_1, e_2, ... for its nets without v itself. A device with v pays ``seconds(v)`` and every e_i
+that it does not hold all of; a device without v pays every e_i that it holds some of. So without v no chain's loads
+are greater than with it if, for it and its nets, we charge less:
+1. To a device that holds block u of e_1, d = min(seconds(v), seconds(e_1)): with v it pays this as seconds(v), without
+   v as a part of e_1, of which only the rest is left. So u takes over d seconds.
+2. Of what is left, let the first t nets be those with at least c seconds. A layer of thickness s that all of them
+   have costs s times the number of them that are cut by the rule above, call it n. For each pair i, j < t the net
+   e_i + e_j is cut at the device only if e_i or e_j is so counted: at most n (t - 1) pairs. So all these pairs may
+   cost s / (t - 1) each. (Where t is large, the union of all nets, cut only if n > 0, may cost s.)
+Bytes of v are left out.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
+import operator
 from collections.abc import Sequence
 
 from autovaruna.planner.partition.blocks import BlockGraph, bits
 from autovaruna.planner.partition.load import device_loads
-from autovaruna.planner.partition.problem import PartitionProblem
+from autovaruna.planner.partition.problem import Border, PartitionProblem
 
 _ROUNDS = 3
+_MOST_PAIRED = 6
 
 
 def loose_blocks(graph: BlockGraph) -> list[int]:
@@ -31,32 +40,54 @@ def loose_blocks(graph: BlockGraph) -> list[int]:
     return sorted(loose, key=lambda block: weight[block])
 
 
-def drop_blocks(graph: BlockGraph, blocks: Sequence[int]) -> BlockGraph:
+def drop_blocks(graph: BlockGraph, blocks: Sequence[int], border: Border) -> BlockGraph:
     """Drops loose blocks, so that no chain's loads grow."""
-    nets = dict(graph.nets)
+    nets, seconds = dict(graph.nets), list(graph.seconds)
     for block in blocks:
-        nets = _drop_from_nets(nets, 1 << block)
+        nets, taker, taken = _drop_from_nets(nets, block, seconds[block] if border == "added" else 0.0)
+        seconds[taker] += taken
     kept = [block for block in range(len(graph)) if block not in set(blocks)]
     place = {old: new for new, old in enumerate(kept)}
     return BlockGraph(
         members=tuple(graph.members[block] for block in kept),
-        seconds=tuple(graph.seconds[block] for block in kept),
+        seconds=tuple(seconds[block] for block in kept),
         num_bytes=tuple(graph.num_bytes[block] for block in kept),
         edges=frozenset((place[a], place[b]) for a, b in graph.edges),
-        nets=tuple(sorted((sum(1 << place[block] for block in bits(net)), seconds) for net, seconds in nets.items())),
+        nets=tuple(sorted((sum(1 << place[block] for block in bits(net)), cost) for net, cost in nets.items())),
     )
 
 
-def _drop_from_nets(nets: dict[int, float], itself: int) -> dict[int, float]:
-    kept = {net: seconds for net, seconds in nets.items() if not net & itself}
-    dropped = sorted(((seconds, net & ~itself) for net, seconds in nets.items() if net & itself), reverse=True)
-    union = 0
-    for rank, (seconds, others) in enumerate(dropped):
-        union |= others
-        step = seconds - (dropped[rank + 1][0] if rank + 1 < len(dropped) else 0.0)
-        if step > 0 and union & (union - 1):
-            kept[union] = kept.get(union, 0.0) + step
-    return kept
+def _drop_from_nets(nets: dict[int, float], block: int, seconds: float) -> tuple[dict[int, float], int, float]:
+    """Returns the nets without a block, the block that takes over some of its seconds, and how many."""
+    itself = 1 << block
+    kept = {net: cost for net, cost in nets.items() if not net & itself}
+    left = sorted(((cost, net & ~itself) for net, cost in nets.items() if net & itself), reverse=True)
+    if not left:
+        return kept, block, 0.0
+    cost, others = left[0]
+    taken = min(cost, seconds)
+    left = sorted([(cost - taken, others), *left[1:]], reverse=True)
+    for count, (cost, _) in enumerate(left, start=1):
+        step = cost - (left[count][0] if count < len(left) else 0.0)
+        for net, share in _layer([others for _, others in left[:count]]):
+            if step > 0 and net & (net - 1):
+                kept[net] = kept.get(net, 0.0) + step * share
+    return kept, others.bit_length() - 1, taken
+
+
+def _layer(nets: list[int]) -> list[tuple[int, float]]:
+    """Returns the nets that stand for a layer, and the share of its thickness that each costs."""
+    if 1 < len(nets) <= _MOST_PAIRED:
+        return [(a | b, 1.0 / (len(nets) - 1)) for a, b in itertools.combinations(nets, 2)]
+    return [(functools.reduce(operator.or_, nets), 1.0)]
+
+
+def still_dropped(graph: BlockGraph, devices: Sequence[int], dropped: Sequence[int]) -> list[int]:
+    """Returns the dropped blocks that may stay so: not those whose nets a plan cuts, or failing that, the heaviest."""
+    on = [devices[members[0]] for members in graph.members]
+    cut = {block for net, _ in graph.nets if len({on[block] for block in bits(net)}) > 1 for block in bits(net)}
+    kept = [block for block in dropped if block not in cut]
+    return kept if len(kept) < len(dropped) else list(dropped[:-1])
 
 
 def place_loose(

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-
 from autovaruna.planner.partition.blocks import BlockGraph, join_blocks
 from autovaruna.planner.partition.bounds import Bounds
 from autovaruna.planner.partition.chains import topological_orders
 from autovaruna.planner.partition.close_in import close_in
-
 
 
 def refine(graph: BlockGraph, bounds: Bounds, max_downsets: int) -> None:
@@ -21,7 +19,7 @@ def refine(graph: BlockGraph, bounds: Bounds, max_downsets: int) -> None:
         bounds: what is known; gains better plans.
         max_downsets: the most downsets of one search.
     """
-    has_improved = True
+    has_improved = bounds.devices is not None
     while has_improved and not bounds.is_closed and not bounds.is_late:
         before = bounds.upper
         for order in topological_orders(graph):

@@ -13,7 +13,7 @@ from autovaruna.planner.partition.chains import best_chain
 from autovaruna.planner.partition.close_in import close_in
 from autovaruna.planner.partition.contract import contract
 from autovaruna.planner.partition.load import device_loads
-from autovaruna.planner.partition.loose import drop_blocks, loose_blocks
+from autovaruna.planner.partition.loose import drop_blocks, loose_blocks, still_dropped
 from autovaruna.planner.partition.problem import Partition, PartitionNode, PartitionProblem
 from autovaruna.planner.partition.refine import refine
 from autovaruna.planner.partition.resources import resources_of
@@ -62,13 +62,17 @@ def partition(
 
 
 def _search(graph: BlockGraph, bounds: Bounds, max_downsets: int) -> None:
-    """Searches in the order of cost: without loose blocks, around the best plan, and everything."""
+    """Searches around the best plan, then everything; loose blocks only come in where they matter."""
     loose = loose_blocks(graph)
-    if loose and len(loose) < len(graph) and not bounds.is_closed:
-        groups = [graph.members[block] for block in loose]
-        proof = f"all downsets were searched, without {len(loose)} loose backward blocks"
-        close_in(drop_blocks(graph, loose), bounds, proof, max_downsets, groups)
-    if bounds.devices is not None and not bounds.is_closed:
+    dropped = loose if len(loose) < len(graph) else []
+    while dropped and not bounds.is_closed:
+        proof = f"all downsets were searched, without {len(dropped)} loose backward blocks"
+        groups = [graph.members[block] for block in dropped]
+        smaller = drop_blocks(graph, dropped, bounds.problem.border)
+        if not close_in(smaller, bounds, proof, max_downsets, groups) or bounds.is_late:
+            return
+        dropped = still_dropped(graph, bounds.tried, dropped)
+    if not bounds.is_closed:
         refine(graph, bounds, _SMALL)
     if not bounds.is_closed:
         close_in(graph, bounds, "all downsets were searched", max_downsets)

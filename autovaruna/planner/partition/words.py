@@ -34,20 +34,43 @@ def has(rows: Words, index: Ints, element: Ints) -> Bools:
     return (rows[index, element >> 6] >> shift & _ONE).astype(np.bool_)
 
 
-def weigh(rows: Words, figures: Floats) -> Floats:
-    """Sums, for each row, the figures of the elements it holds; made for rows that are mostly empty.
+def byte_sums(figures: Sequence[float], num_words: int) -> Floats:
+    """Sums the figures of every set of 8 neighbours, for `weigh`.
+
+    Args:
+        figures: of each element; padded with zeros to whole words.
+        num_words: words of a row.
+
+    Returns:
+        The sum for byte `value` at byte position `place` of a row, shape (places, 256).
+    """
+    padded = np.zeros(64 * num_words)
+    padded[: len(figures)] = figures
+    values = np.arange(256, dtype=np.uint8).reshape(-1, 1)
+    ones = np.unpackbits(values, axis=1, bitorder="little").astype(np.float64)
+    sums: Floats = padded.reshape(-1, 8) @ ones.T
+    return sums
+
+
+def weigh(rows: Words, sums: Floats) -> Floats:
+    """Sums, for each row, the figures of the elements it holds; quick where words are empty.
 
     Args:
         rows: shape (rows, words).
-        figures: shape (64 * words,).
+        sums: what `byte_sums` made of the figures.
     """
     total = np.zeros(len(rows))
     for word in range(rows.shape[1]):
         column = rows[:, word]
         busy = np.flatnonzero(column)
-        if len(busy):
-            ones = np.unpackbits(column[busy].view(np.uint8).reshape(-1, 8), axis=1, bitorder="little")
-            total[busy] += ones @ figures[64 * word : 64 * word + 64]
+        if not len(busy):
+            continue
+        used = column[busy].view(np.uint8).reshape(-1, 8)
+        part = np.zeros(len(busy))
+        for place in range(8):
+            if (table := sums[8 * word + place])[255] > 0:
+                part += table[used[:, place]]
+        total[busy] += part
     return total
 
 
