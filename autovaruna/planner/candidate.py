@@ -16,6 +16,8 @@ from autovaruna.planner.records import Plan, StagePlan
 from autovaruna.planner.sized import Sized, reduce_seconds
 from autovaruna.schedule import Pipeline, Policy, latency_depth, lower_bound, simulate, textbook_depth
 
+_ACTS_OF_A_BOUND = 50
+"""What a bound costs, for each stage, counted in acts of the simulator."""
 DEPTHS = {"textbook": textbook_depth, "latency": latency_depth}
 
 
@@ -41,7 +43,7 @@ class _Option:
 
 
 class Planner:
-    """Builds and predicts the plans of one problem; counts the simulated acts."""
+    """Builds and predicts the plans of one problem; counts what that costs, in simulated acts."""
 
     def __init__(self, problem: Problem, tables: RangeTables) -> None:
         self.problem, self.tables = problem, tables
@@ -78,12 +80,14 @@ class Planner:
         """Returns the plan as the simulator sees it."""
         return pipeline_of(plan, self.problem.graph)
 
+    def bound(self, plan: Plan) -> float:
+        """Returns seconds that the stages of a plan cannot beat with any depths and any schedule."""
+        self.num_acts += _ACTS_OF_A_BOUND * plan.num_stages
+        return lower_bound(fold(self.pipeline(plan)))
+
     def predict(self, plan: Plan, below: float = float("inf")) -> Plan | None:
-        """Returns the plan with its predicted seconds, or None if it is proven not to be faster than `below`."""
-        pipeline = fold(self.pipeline(plan))
-        if lower_bound(pipeline) >= below:
-            return None
-        seconds = self._step_seconds(pipeline, policy_of(plan.schedule))
+        """Returns the plan with its predicted seconds, or None if it is not faster than `below`."""
+        seconds = self._step_seconds(fold(self.pipeline(plan)), policy_of(plan.schedule))
         return replace(plan, predicted_seconds=seconds) if seconds < below else None
 
     def _step_seconds(self, pipeline: Pipeline, policy: Policy) -> float:

@@ -35,7 +35,7 @@ Progress = Callable[[str, float], None]
 """Is told what is being done and the share of it that is done (0 to 1)."""
 
 _SMALL = 3000
-_ACTS = 400_000
+_ACTS = 250_000
 _REFINED = 3
 
 
@@ -92,23 +92,35 @@ class _Search:
 
     def _try(self, candidate: Candidate) -> bool:
         """Simulates a candidate in every variant; returns whether it is the best so far."""
-        is_best = False
         if candidate in self.seen:
             return False
         self.seen.add(candidate)
-        is_auto = self.problem.constraints.schedule == "auto"
+        before = self.best
+        beaten: dict[tuple[bool, ...], bool] = {}
+        for plan in self._plans(candidate):
+            recomputed = tuple(stage.needs_recompute for stage in plan.stages)
+            # The bound knows nothing of depths and schedules.
+            if recomputed not in beaten:
+                beaten[recomputed] = self.planner.bound(plan) >= self._least_seconds
+            if not beaten[recomputed]:
+                self.best = self.planner.predict(plan, self._least_seconds) or self.best
+        if self.best is before or self.best is None:
+            return False
+        self.ranked.append((self.best.predicted_seconds, candidate))
+        return True
+
+    @property
+    def _least_seconds(self) -> float:
+        return self.best.predicted_seconds if self.best else float("inf")
+
+    def _plans(self, candidate: Candidate) -> Iterator[Plan]:
+        """Yields the plans of a candidate that fit into memory, in every variant worth a simulation."""
+        is_free = self.problem.constraints.schedule == "auto"
         for depth, schedule in variants(self.problem, len(candidate.starts)):
-            variant = replace(candidate, depth=depth, schedule=schedule)
-            plan = self.planner.build(variant)
-            if plan is None or (schedule == "varuna" and is_auto and not any(s.needs_recompute for s in plan.stages)):
-                continue
-            limit = self.best.predicted_seconds if self.best else float("inf")
-            predicted = self.planner.predict(plan, limit)
-            if predicted is not None:
-                self.best, is_best = predicted, True
-        if is_best and self.best:
-            self.ranked.append((self.best.predicted_seconds, candidate))
-        return is_best
+            plan = self.planner.build(replace(candidate, depth=depth, schedule=schedule))
+            is_like_1f1b = is_free and schedule == "varuna" and plan and not any(s.needs_recompute for s in plan.stages)
+            if plan and not is_like_1f1b:
+                yield plan
 
     def _try_all(self, candidates: Iterable[Candidate], what: str) -> None:
         everything = list(candidates)
