@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -77,6 +78,7 @@ class Pieces:
         """Runs one batch, with a gradient of ones for each output, and returns the outputs."""
         self.buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
         self.leaves: dict[Argument, Tensor] = {}
+        self.arrived: dict[str, Tensor] = {}
         self.inputs = dict(
             zip([node.name for node in self.traced.module.graph.find_nodes(op="placeholder")], tensors, strict=True)
         )
@@ -88,7 +90,9 @@ class Pieces:
         with untouched_generator(CPU):
             for stage in range(len(self.starts)):
                 runs.append(self._forward(stage, sent))
-        returned = [next(out[spec.node] for _, out in runs if spec.node in out) for spec in self.traced.outputs]
+        returned = [
+            next(out[spec.node] for _, out in reversed(runs) if spec.node in out) for spec in self.traced.outputs
+        ]
         self._backward(runs)
         return [tensor.detach() for tensor in returned]
 
@@ -104,18 +108,19 @@ class Pieces:
         }
         outputs = [name for name, stages in holders.items() if stage in stages and stage < max(stages)]
         for spec in self.traced.outputs:
-            is_here = spec.node in inside or (stage == 0 and spec.node not in self.traced.block_of)
-            if is_here and spec.node not in outputs:
+            stages = holders.get(spec.node, {self._stage(self.traced.block_of.get(spec.node, 0))})
+            if stage == max(stages) and spec.node not in outputs:
                 outputs.append(spec.node)
         return extract(self.traced, inside, outputs)
 
     def _forward(self, stage: int, sent: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         piece = self._piece(stage)
-        passing = [name for name in piece.outputs if name in sent and Argument(Source.VALUE, name) in piece.arguments]
         received = {
-            name: sent[name].detach().requires_grad_(sent[name].requires_grad)
-            for name in [*piece.named(Source.VALUE), *passing]
+            name: sent[name].detach().requires_grad_(sent[name].requires_grad) for name in piece.named(Source.VALUE)
         }
+        for name, leaf in received.items():
+            if leaf.requires_grad:  # a hook, since .grad would not keep the gradient's strides
+                leaf.register_hook(partial(self.arrived.__setitem__, name))
         results = piece.module(*(self._argument(argument, received) for argument in piece.arguments))
         outputs = dict(zip(piece.outputs, results, strict=True))
         sent |= outputs
@@ -144,23 +149,15 @@ class Pieces:
                 return RandomStream(3, 1, 4, CPU)
 
     def _backward(self, runs: list[tuple[dict[str, Tensor], dict[str, Tensor]]]) -> None:
-        gradients: dict[str, Tensor] = {}
+        gradients = self.arrived
         returned = {spec.node for spec in self.traced.outputs}
-        for received, outputs in reversed(runs):
-            roots = {
-                name: output
-                for name, output in outputs.items()
-                if output.requires_grad and (name in gradients or name in returned)
-            }
-            starts = [
-                gradients.get(name, 0.0) + (torch.ones_like(root) if name in returned else 0.0)
-                for name, root in roots.items()
-            ]
+        for _, outputs in reversed(runs):
+            roots = {name: output for name, output in outputs.items() if output.requires_grad}
+            starts = {name: gradients.pop(name, None) for name in roots}
+            starts |= {name: torch.ones_like(roots[name]) for name in roots.keys() & returned if starts[name] is None}
+            roots = {name: root for name, root in roots.items() if starts[name] is not None}
             if roots:
-                torch.autograd.backward(list(roots.values()), starts)
-            for name in outputs:
-                gradients.pop(name, None)
-            gradients |= {name: leaf.grad for name, leaf in received.items() if leaf.grad is not None}
+                torch.autograd.backward(list(roots.values()), [starts[name] for name in roots])
         for argument in sorted(self.leaves, key=lambda argument: argument.block):
             gradient = self.leaves[argument].grad
             if gradient is not None:
