@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -74,7 +75,7 @@ class Step:
         inputs = self.exchange.input_gradients()
         if not self.is_synchronising:
             self.gradients.keeps_back()
-        totals = self.gradients.total(own) if self.is_synchronising else {}
+        totals = self.gradients.total(own, self.exchange.origin) if self.is_synchronising else {}
         kept = self.take_kept() if self.is_synchronising else {}
 
         def finish(gradients: Gradients) -> Gradients:
@@ -96,12 +97,14 @@ class Step:
         outputs = self.collector.collect(self.specs)
         if not self.job.needs_gradient:
             return list(outputs.values())
-        return list(self._publish(outputs, self._backwards).values())
+        zeros = [output.new_zeros(()).expand(output.shape) for output in outputs.values()]
+        return list(self._publish(outputs, partial(self._backwards, zeros)).values())
 
-    def _backwards(self, gradients: Gradients) -> Gradients:
+    def _backwards(self, zeros: Sequence[Tensor], gradients: Gradients) -> Gradients:
         """Runs all backwards for the gradients of this rank's outputs."""
         with self.guard():
-            self.exchange.spread_output_gradients(gradients)
+            self.exchange.spread_output_gradients(gradients, zeros)
+            self.executor.origin = self.exchange.origin
             self.executor.output_gradients = self.exchange.output_gradient
             self.executor.run(self.program((Kind.RECOMPUTE, Kind.BACKWARD)))
             own = self.gradients.take()
@@ -110,7 +113,7 @@ class Step:
                 self.gradients.keeps_back()
                 self.gradients.keep(own)
                 return self._for_sources({}, {}, inputs)
-            return self._for_sources(self.gradients.total(own), self.take_kept(), inputs)
+            return self._for_sources(self.gradients.total(own, self.exchange.origin), self.take_kept(), inputs)
 
     def _publish(self, outputs: Mapping[int, Tensor], finish: Callable[[Gradients], Gradients]) -> dict[int, Tensor]:
         carries = [self.specs[place].needs_gradient for place in outputs]

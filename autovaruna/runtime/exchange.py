@@ -35,28 +35,39 @@ class GradientExchange:
         self._inputs = inputs
         self._stage = {place: stage.index for stage in job.split.stages for place, _ in stage.outputs}
         self._gradients: dict[int, Tensor | None] = {}
+        self.origin = ""
         placeholders = job.split.traced.module.graph.find_nodes(op="placeholder")
         pairs = zip(placeholders, job.split.traced.call.inputs, strict=True)
         self._batch_inputs = {node.name for node, spec in pairs if spec.is_batch}
 
-    def spread_output_gradients(self, gradients: Sequence[Tensor | None]) -> None:
-        """Sends the gradients of this rank's outputs to the stages that made them.
+    def spread_output_gradients(self, gradients: Sequence[Tensor | None], zeros: Sequence[Tensor]) -> None:
+        """Sends the gradients of this rank's outputs to the stages that made them. Collective.
+
+        An output that some rank's loss uses has a gradient on every rank, of zeros where it is not used. `origin` says
+        which those are: what follows has other messages for others.
 
         Args:
             gradients: One for each output of the model; None where the caller did not use it.
+            zeros: Gradients of zeros.
         """
-        self._gradients = dict(enumerate(gradients))
+        own = [place for place, gradient in enumerate(gradients) if gradient is not None]
+        used = set().union(*self._world.gather_objects(own, "agreeing on the outputs that backward starts from"))
+        self.origin = f"/{sorted(used)}"
+        self._gradients = {
+            place: zero if gradient is None and place in used else gradient
+            for place, (gradient, zero) in enumerate(zip(gradients, zeros, strict=True))
+        }
         if self._job.batch.is_replicated:
             return
         for part in self._job.batch.owned_by(self._world.rank):
             for place, spec in enumerate(self._job.split.traced.outputs):
-                if spec.kind is OutputKind.SAMPLES and spec.needs_gradient:
+                if spec.kind is OutputKind.SAMPLES and self._gradients[place] is not None:
                     self._mail.send([self._own_part(place, spec, part)], self._output_kind(place, part))
 
     def output_gradient(self, place: int, part: MicroBatch) -> Tensor | None:
         """Returns the gradient of an output for one micro-batch, at the stage that made it."""
         spec = self._job.split.traced.outputs[place]
-        if not spec.needs_gradient:
+        if self._gradients[place] is None:
             return None
         if spec.kind is OutputKind.SAMPLES:
             if self._job.batch.is_replicated:
@@ -87,7 +98,7 @@ class GradientExchange:
         num_rows = gradient.shape[spec.dimension] // sum(other.size for other in mine)
         rows = gradient.narrow(spec.dimension, part.start * num_rows, part.size * num_rows)
         weight = self._job.rank_weight(self._world.rank)
-        return rows.contiguous() if weight == 1.0 else rows * weight
+        return rows.contiguous() if weight == 1.0 else (rows * weight).contiguous()
 
     def _send_input_gradient(self, place: int, name: str) -> None:
         for part in self._job.batch.micro_batches.values():
@@ -118,8 +129,8 @@ class GradientExchange:
 
     def _output_kind(self, place: int, part: MicroBatch) -> Kind:
         maker = self._job.rank_of(self._stage[place], part.index)
-        return Kind(self._job.graph_key + "/back", Route(part.origin, maker, 4 * place + 3), part.size)
+        return Kind(f"{self._job.graph_key}/back{self.origin}", Route(part.origin, maker, 4 * place + 3), part.size)
 
     def _input_kind(self, place: int, name: str, part: MicroBatch, receiver: int) -> Kind:
         holder = self._job.rank_of(self._job.split.input_gradients[name], part.index)
-        return Kind(self._job.graph_key, Route(holder, receiver, _INPUT_GRADIENT_TAG + place), part.size)
+        return Kind(self._job.graph_key + self.origin, Route(holder, receiver, _INPUT_GRADIENT_TAG + place), part.size)

@@ -86,7 +86,8 @@ class Executor:
         device: Where it computes.
         recorder: Notes when instructions ran.
 
-    `output_gradients` gives the gradient of output `place` for a micro-batch; a loss has its share.
+    `output_gradients` gives the gradient of output `place` for a micro-batch; a loss has its share. `origin`
+    names the outputs that have one, if calls differ in that: gradients are there or not by what backward starts from.
     """
 
     def __init__(
@@ -110,6 +111,7 @@ class Executor:
         self.outputs: dict[tuple[int, int], Tensor] = {}
         self.input_gradients: dict[tuple[str, int], Tensor | None] = {}
         self.output_gradients: Callable[[int, MicroBatch], Tensor | None] = lambda place, part: None
+        self.origin = ""
         self._instruction: Instruction | None = None
         self._batch_inputs = {
             node.name
@@ -291,7 +293,7 @@ class Executor:
         route = (
             Route(destination, source, 4 * edge.index + 1) if is_back else Route(source, destination, 4 * edge.index)
         )
-        return MailKind(self._job.graph_key, route, part.size)
+        return MailKind(self._job.graph_key + (self.origin if is_back else ""), route, part.size)
 
     def _inputs_kind(self, stage: int, part: MicroBatch) -> MailKind:
         route = Route(part.origin, self._job.rank_of(stage, part.index), 4 * stage + 2)

@@ -48,18 +48,19 @@ class GradientSum:
         for parameter in split.traced.graph.parameters:
             if parameter.needs_gradient:
                 self._uses[parameter.name] = [_use(split, plan, block) for block in reversed(parameter.blocks)]
-        self._agreed: set[ParameterUse] | None = None
+        self._agreed: dict[str, set[ParameterUse]] = {}
 
-    def total(self, accumulators: Mapping[ParameterUse, Tensor]) -> dict[str, Tensor]:
+    def total(self, accumulators: Mapping[ParameterUse, Tensor], origin: str | None) -> dict[str, Tensor]:
         """Sums the accumulators of all ranks. Collective for the ranks that hold a stage.
 
         Args:
             accumulators: This rank's, by use; they are overwritten.
+            origin: What the backward started from; None: several, so that ranks must agree anew.
 
         Returns:
             For each parameter of this rank that has a gradient, the gradient of the global batch.
         """
-        agreed = self._agree(accumulators)
+        agreed = self._agree(accumulators, origin)
         totals: dict[str, Tensor] = {}
         together: dict[tuple[tuple[int, ...], torch.dtype], list[Tensor]] = {}
         for name, uses in self._uses.items():
@@ -77,12 +78,14 @@ class GradientSum:
         self._spread(totals, agreed)
         return totals
 
-    def _agree(self, accumulators: Mapping[ParameterUse, Tensor]) -> set[ParameterUse]:
-        """Returns the uses that get a gradient on any rank; asked for once, since a graph does not change."""
-        if self._agreed is None:
-            found = self._world.gather_objects(set(accumulators), "agreeing on gradients")
-            self._agreed = set().union(*found)
-        return self._agreed
+    def _agree(self, accumulators: Mapping[ParameterUse, Tensor], origin: str | None) -> set[ParameterUse]:
+        """Returns the uses that get a gradient on any rank; asked for once an origin, since a graph does not change."""
+        known = None if origin is None else self._agreed.get(origin)
+        if known is None:
+            known = set().union(*self._world.gather_objects(set(accumulators), "agreeing on gradients"))
+        if origin is not None:
+            self._agreed[origin] = known
+        return known
 
     def _accumulator(self, name: str, use: Use, accumulators: Mapping[ParameterUse, Tensor]) -> Tensor:
         """Returns an accumulator; a replica that had no micro-batch adds zeros."""
@@ -168,9 +171,9 @@ class GradientBook:
         for use, gradient in accumulators.items():
             self._kept[use] = self._kept[use].add_(gradient) if use in self._kept else gradient
 
-    def total(self, accumulators: Mapping[ParameterUse, Tensor]) -> dict[str, Tensor]:
+    def total(self, accumulators: Mapping[ParameterUse, Tensor], origin: str) -> dict[str, Tensor]:
         """Sums gradients over uses and ranks; see `GradientSum.total`."""
-        return self._sum.total(accumulators)
+        return self._sum.total(accumulators, origin)
 
     def take_kept(self) -> dict[str, Tensor]:
         """Sums what was kept back. Collective."""
@@ -178,7 +181,7 @@ class GradientBook:
             return {}
         kept, self._kept, self._may_have_kept = self._kept, {}, False
         is_any = any(self._world.gather_objects(bool(kept), "summing kept gradients"))
-        return self._sum.total(kept) if is_any else {}
+        return self._sum.total(kept, None) if is_any else {}
 
 
 def _use(split: Split, plan: Plan, block: int) -> Use:
