@@ -57,4 +57,5 @@ def untouched_generator(device: torch.device) -> Iterator[None]:
     try:
         yield
     finally:
-        generator.set_state(state)
+        with _generator_lock:  # ranks that are threads share the generator
+            generator.set_state(state)
