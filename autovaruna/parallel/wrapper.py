@@ -98,6 +98,9 @@ class AutoVaruna(nn.Module):
         """Calls the model on this rank's mini-batch; returns what the model returns, for the global batch."""
         if self._is_plain():
             return self.module(*args, **kwargs)
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False), torch.no_grad():  # what a call prepares is for later steps, too
+                return self.forward(*args, **kwargs)
         error: Exception | None = None
         try:
             tensors, call = describe(self.module, args, kwargs, self.settings.batch_inputs)
