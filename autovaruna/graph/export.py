@@ -16,6 +16,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from autovaruna.errors import InputError, TraceError
 from autovaruna.graph.call import CallSpec
 from autovaruna.graph.fake import faked
+from autovaruna.graph.guards import check_functions, check_hooks, check_state, plain_state, watched
 from autovaruna.graph.origin import is_users
 from autovaruna.graph.tree import Tree, flatten
 
@@ -56,7 +57,9 @@ class _FlatCall(nn.Module):
     def forward(self, tensors: list[Tensor]) -> tuple[Tensor, ...]:
         args, kwargs = self.tree.unflatten(tensors)
         before = [(module, dict(module._buffers)) for module in self.model.modules()]
+        numbers = plain_state(self.model)
         outputs, tree = flatten(self.model(*args, **kwargs), "output")
+        check_state(numbers, plain_state(self.model))
         for module, buffers in before:
             _write_back(module, buffers)
         self.report(tree)
@@ -100,7 +103,8 @@ def export(model: nn.Module, call: CallSpec, batch_size: int, is_dynamic: bool, 
     flat = _FlatCall(model, call.tree, output_trees)
     dimension = torch.export.Dim("batch", min=1)
     shapes = [{0: dimension} if spec.is_batch and is_dynamic else None for spec in call.inputs]
-    with faked(model, mode, device):
+    check_hooks(model)
+    with faked(model, mode, device), watched() as function_calls:
         inputs = example_inputs(call, batch_size, mode, device)
         try:
             with warnings.catch_warnings():  # recurrent modules keep their weights twice; torch.export warns of it
@@ -111,6 +115,8 @@ def export(model: nn.Module, call: CallSpec, batch_size: int, is_dynamic: bool, 
             raise
         except Exception as error:
             raise _explain(error, model, is_dynamic) from error
+    if torch.is_grad_enabled():
+        check_functions(function_calls)
     assert isinstance(graph_module, fx.GraphModule) and output_trees
     state = {
         _PREFIX + name

@@ -1,0 +1,179 @@
+"""Refuses what torch.export would drop without a word: own backwards, hooks, and Python state that forward changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from autovaruna.errors import TraceError
+
+
+@dataclass(frozen=True)
+class TensorKind:
+    """Stands for a tensor argument of a recorded call."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    needs_gradient: bool
+
+    def draw(self, generator: torch.Generator) -> Tensor:
+        """Returns random numbers of this kind."""
+        if self.dtype.is_floating_point or self.dtype.is_complex:
+            return torch.randn(self.shape, dtype=self.dtype, generator=generator).requires_grad_(self.needs_gradient)
+        return torch.zeros(self.shape, dtype=self.dtype)
+
+
+@dataclass(frozen=True)
+class FunctionCall:
+    """One call of a ``torch.autograd.Function`` during a trace."""
+
+    function: type[torch.autograd.Function]
+    arguments: tuple[Any, ...]
+
+
+@contextmanager
+def watched() -> Iterator[list[FunctionCall]]:
+    """Notes calls of autograd functions, and refuses tensor hooks, while the context lasts.
+
+    Yields:
+        The calls, to be given to `check_functions` after the trace.
+
+    Raises:
+        TraceError: forward registers a hook on a tensor.
+    """
+    calls: list[FunctionCall] = []
+    apply = torch.autograd.Function.__dict__["apply"]
+    register_hook = Tensor.register_hook
+
+    def noting(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
+        calls.append(FunctionCall(cls, pytree.tree_map_only(Tensor, _kind, args)))
+        return apply.__get__(None, cls)(*args, **kwargs)
+
+    def refusing(self: Tensor, hook: Callable[..., Any]) -> Any:
+        raise TraceError(
+            "forward registers a hook on a tensor, which a trace cannot keep. Expected a forward without hooks; "
+            "write what the hook does to the gradient as operations, or register it outside of forward."
+        )
+
+    torch.autograd.Function.apply = classmethod(noting)  # type: ignore[method-assign, assignment]
+    Tensor.register_hook = refusing  # type: ignore[method-assign, assignment]
+    try:
+        yield calls
+    finally:
+        torch.autograd.Function.apply = apply  # type: ignore[method-assign]
+        Tensor.register_hook = register_hook  # type: ignore[method-assign]
+
+
+def check_functions(calls: list[FunctionCall]) -> None:
+    """Makes sure that the backward of every noted function is the derivative of its forward.
+
+    A trace keeps the operations of a function's forward and lets autograd derive them. Both ways are compared on
+    random numbers of the shapes of the call.
+
+    Raises:
+        TraceError: they differ, or cannot be compared.
+    """
+    for call in {(call.function, str(call.arguments)): call for call in calls}.values():
+        try:
+            same = _same_gradients(call)
+        except Exception as error:
+            raise TraceError(_refusal(call, f"comparing it with its derivative failed: {error}")) from error
+        if not same:
+            raise TraceError(_refusal(call, "its backward is not the derivative of its forward"))
+
+
+def check_hooks(model: nn.Module) -> None:
+    """Refuses modules with backward hooks, which a trace would drop.
+
+    Raises:
+        TraceError: a module has one.
+    """
+    for path, module in model.named_modules():
+        if module._backward_hooks or module._backward_pre_hooks:
+            raise TraceError(
+                f"The module {path or type(module).__qualname__} has a backward hook, which a trace cannot keep. "
+                "Expected none; remove it, or register hooks on parameters instead, which keep working."
+            )
+
+
+def plain_state(model: nn.Module) -> dict[tuple[str, str], Any]:
+    """Returns the numbers that are attributes of the model's modules, by module path and name."""
+    return {
+        (path, name): value
+        for path, module in model.named_modules()
+        for name, value in vars(module).items()
+        if isinstance(value, bool | int | float) and name != "training"
+    }
+
+
+def check_state(before: dict[tuple[str, str], Any], after: dict[tuple[str, str], Any]) -> None:
+    """Refuses a forward that changes numbers which are attributes of modules: a trace would fix them.
+
+    Raises:
+        TraceError: one changed.
+    """
+    for (path, name), value in after.items():
+        old = before.get((path, name))
+        if old is not None and old != value:
+            where = f"{path}.{name}" if path else name
+            raise TraceError(
+                f"forward changes the Python number {where} ({old} -> {value}), which a trace would fix for good. "
+                "Expected a forward that changes buffers alone; make it a tensor with register_buffer()."
+            )
+
+
+def _kind(tensor: Tensor) -> TensorKind:
+    shape = tuple(int(length.node.hint) if isinstance(length, torch.SymInt) else length for length in tensor.shape)
+    return TensorKind(shape, tensor.dtype, tensor.requires_grad)
+
+
+def _refusal(call: FunctionCall, reason: str) -> str:
+    return (
+        f"The torch.autograd.Function {call.function.__qualname__} cannot be traced: {reason}. Expected one whose "
+        "gradient autograd finds by itself; write it with ordinary operations (a straight-through estimator is "
+        "x + (f(x) - x).detach())."
+    )
+
+
+def _same_gradients(call: FunctionCall) -> bool:
+    own = _gradients(call, lambda args: call.function.apply(*args))  # type: ignore[no-untyped-call]
+    derived = _gradients(call, lambda args: _plain_forward(call.function, args))
+    return len(own) == len(derived) and all(
+        torch.allclose(one, other, rtol=1e-4, atol=1e-5) for one, other in zip(own, derived, strict=True)
+    )
+
+
+def _gradients(call: FunctionCall, run: Callable[[tuple[Any, ...]], Any]) -> list[Tensor]:
+    """Returns the gradients of a call's arguments, zeros where there are none."""
+    generator = torch.Generator().manual_seed(0)
+    args = pytree.tree_map_only(TensorKind, lambda kind: kind.draw(generator), call.arguments)
+    leaves = [leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    with torch.enable_grad():
+        outputs = [leaf for leaf in pytree.tree_leaves(run(args)) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    if not leaves or not outputs:
+        return [torch.zeros_like(leaf) for leaf in leaves]
+    starts = [torch.randn(output.shape, dtype=output.dtype, generator=generator) for output in outputs]
+    found = torch.autograd.grad(outputs, leaves, starts, allow_unused=True)
+    return [
+        torch.zeros_like(leaf) if gradient is None else gradient for leaf, gradient in zip(leaves, found, strict=True)
+    ]
+
+
+class _Context:
+    """Takes what a forward wants to keep for its backward, and forgets it."""
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *args, **kwargs: None
+
+
+def _plain_forward(function: type[torch.autograd.Function], args: tuple[Any, ...]) -> Any:
+    """Runs a function's forward as ordinary operations."""
+    if function.setup_context is not torch.autograd.Function.setup_context:
+        return function.forward(*args)
+    return function.forward(_Context(), *args)
