@@ -22,6 +22,7 @@ from autovaruna.graph.facts import Fact, learn
 from autovaruna.graph.grouping import Grouping, group
 from autovaruna.graph.origin import origin
 from autovaruna.graph.outputs import OutputKind, OutputSpec, classify
+from autovaruna.graph.quiet import quiet_failure
 from autovaruna.graph.records import Graph
 from autovaruna.graph.sizes import Sizes
 from autovaruna.graph.tree import Tree
@@ -119,7 +120,8 @@ def _trace(
     model: nn.Module, call: CallSpec, device: torch.device, is_dynamic: bool, micro_batch_size: int, loss_mode: str
 ) -> TracedModel:
     batch_size = _hint(model, call) if is_dynamic else micro_batch_size
-    exported = export(model, call, batch_size, is_dynamic, device)
+    with quiet_failure():
+        exported = export(model, call, batch_size, is_dynamic, device)
     sizes = _sizes(exported, call, batch_size)
     _refuse_mixing(exported, sizes, model)
     facts = learn(exported, model, call, batch_size, device)

@@ -44,7 +44,8 @@ def clip_grad_norm(
     for place, name in enumerate(names):
         if name in own and placement.ranks_of(name)[0] == world.rank:
             norms[place] = torch.linalg.vector_norm(own[name], norm_type)
-    world.all_reduce(norms, tuple(range(world.num_ranks)))
+    parts = world.gather_objects(norms.cpu(), "clip_grad_norm_")  # says so if a rank is elsewhere, as messages do not
+    norms = torch.stack(parts).sum(0).to(device)
     dtype = torch.float32 if not own else next(iter(own.values())).dtype
     total: Tensor = torch.linalg.vector_norm(norms.to(dtype), norm_type)
     if error_if_nonfinite and not torch.isfinite(total):

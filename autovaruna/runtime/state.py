@@ -17,6 +17,7 @@ def whole_state(state: OwnedState, placement: Placement, world: World) -> dict[s
 
     Tied entries share one tensor, as in plain PyTorch.
     """
+    world.barrier("state_dict")  # says so if a rank is elsewhere, as messages do not
     entries: dict[str, Any] = state.model.state_dict()
     fetched: dict[str, Tensor] = {}
     for name, value in entries.items():
