@@ -53,6 +53,11 @@ class Bounds:
         return self.lower >= self.target and self.devices is not None
 
     @property
+    def gap(self) -> float:
+        """By what share the best plan may be worse than the optimum."""
+        return self.upper / self.lower - 1.0 if self.lower > 0 else math.inf
+
+    @property
     def is_late(self) -> bool:
         """Whether time is over."""
         return time.monotonic() > self.deadline

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from autovaruna.planner.partition.blocks import BlockGraph
 from autovaruna.planner.partition.bounds import Bounds, chain_load
 from autovaruna.planner.partition.decide import Decider
-from autovaruna.planner.partition.lattice import list_downsets
+from autovaruna.planner.partition.lattice import count, list_downsets
 from autovaruna.planner.partition.resources import resources_of
 
 _log = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ def close_in(
     levels = list_downsets(graph, max_downsets)
     if levels is None:
         return False
-    num_downsets = sum(len(level.downsets) for level in levels)
+    num_downsets = count(levels)
     bounds.num_downsets = max(bounds.num_downsets, num_downsets)
     resources = resources_of(graph, bounds.problem.border, bounds.problem.limit_bytes)
     search = _Search(graph, Decider(graph, levels, resources, bounds.num_devices), bounds, proof, loose)
@@ -61,12 +61,17 @@ class _Search:
         """Closes in until both ends meet, labels no longer suffice, or time is over."""
         if not self._find_any():
             return
-        self._raise(self._compute_bound())
-        is_top = True
-        while not self._is_closed and not self._is_stuck and not self._bounds.is_late:
-            top = self.high * (1.0 - self._bounds.tolerance)
-            self._try(top if is_top else (self.low + top) / 2, top)
-            is_top = not is_top
+        self._try_top()
+        if not self._is_closed:
+            self._raise(self._compute_bound())
+        while not self._is_over:
+            self._try((self.low + self.high) / 2)
+            if not self._is_over:
+                self._try_top()
+
+    @property
+    def _is_over(self) -> bool:
+        return self._is_closed or self._is_stuck or self._bounds.is_late
 
     @property
     def _is_closed(self) -> bool:
@@ -95,7 +100,13 @@ class _Search:
             low, high = (low, middle) if self._decider.may_exist(middle) else (middle, high)
         return low
 
-    def _try(self, load: float, top: float) -> None:
+    def _try_top(self) -> None:
+        """Asks for anything better: often there is nothing, which ends the search."""
+        self._try(self.high * (1.0 - self._bounds.tolerance))
+
+    def _try(self, load: float) -> None:
+        top = self.high * (1.0 - self._bounds.tolerance)
+        load = min(load, top)
         answer = self._decider.decide(load, self._labels, self._bounds.deadline)
         if answer.chain is None:
             if answer.is_exact:

@@ -31,6 +31,11 @@ class Level:
     target: Ints
 
 
+def count(levels: list[Level]) -> int:
+    """Counts the downsets of all levels."""
+    return sum(len(level.downsets) for level in levels)
+
+
 class _Tables:
     """What a lister looks up for each block."""
 

@@ -7,6 +7,9 @@ from autovaruna.planner.partition.bounds import Bounds
 from autovaruna.planner.partition.chains import topological_orders
 from autovaruna.planner.partition.close_in import close_in
 
+_FEWEST_FREE = 4
+_WORTH_MORE = 1e-3
+
 
 def refine(graph: BlockGraph, bounds: Bounds, max_downsets: int) -> None:
     """Searches chains that move only blocks near the ends of the best plan's devices, while that helps.
@@ -23,10 +26,10 @@ def refine(graph: BlockGraph, bounds: Bounds, max_downsets: int) -> None:
     while has_improved and not bounds.is_closed and not bounds.is_late:
         before = bounds.upper
         for order in topological_orders(graph):
-            free = 2
+            free = _FEWEST_FREE
             while free < len(graph) and close_in(_freeze(graph, bounds, order, free), bounds, None, max_downsets):
                 free *= 2
-        has_improved = bounds.upper < before * (1.0 - 1e-4)
+        has_improved = bounds.upper < before * (1.0 - _WORTH_MORE)
 
 
 def _freeze(graph: BlockGraph, bounds: Bounds, order: list[int], free: int) -> BlockGraph:

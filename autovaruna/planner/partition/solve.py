@@ -12,6 +12,7 @@ from autovaruna.planner.partition.bounds import Bounds
 from autovaruna.planner.partition.chains import best_chain
 from autovaruna.planner.partition.close_in import close_in
 from autovaruna.planner.partition.contract import contract
+from autovaruna.planner.partition.lattice import list_downsets
 from autovaruna.planner.partition.load import device_loads
 from autovaruna.planner.partition.loose import drop_blocks, loose_blocks, still_dropped
 from autovaruna.planner.partition.problem import Partition, PartitionNode, PartitionProblem
@@ -20,6 +21,7 @@ from autovaruna.planner.partition.resources import resources_of
 
 _log = logging.getLogger(__name__)
 _SMALL = 20_000
+_NEGLIGIBLE = 1e-6
 
 
 def partition(
@@ -71,8 +73,10 @@ def _search(graph: BlockGraph, bounds: Bounds, max_downsets: int) -> None:
         smaller = drop_blocks(graph, dropped, bounds.problem.border)
         if not close_in(smaller, bounds, proof, max_downsets, groups) or bounds.is_late:
             return
+        if bounds.gap <= _NEGLIGIBLE:
+            return
         dropped = still_dropped(graph, bounds.tried, dropped)
-    if not bounds.is_closed:
+    if not bounds.is_closed and list_downsets(graph, _SMALL) is None:
         refine(graph, bounds, _SMALL)
     if not bounds.is_closed:
         close_in(graph, bounds, "all downsets were searched", max_downsets)

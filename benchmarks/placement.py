@@ -1,0 +1,143 @@
+"""Partitions published placement workloads, checks the splits, and prints how good they are.
+
+    python benchmarks/placement.py FILE... [--devices k] [--output FILE]
+
+A workload is the JSON of "Efficient Algorithms for Device Placement of DNN Graph Operators" (NeurIPS 2020). The check
+reads the workload anew and shares no code with the partition.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import networkx as nx
+
+from autovaruna.errors import PlanError
+from autovaruna.planner.partition import Partition, PartitionNode, PartitionProblem, partition
+
+Workload = dict[str, Any]
+Devices = dict[str, int]
+_TOLERANCE = 1e-6
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Partitions each file, prints a line for it, and returns 1 if any split is not valid."""
+    options = _parse(arguments)
+    splits: dict[str, Devices] = {}
+    all_valid = True
+    print(f"{'workload':<32} {'k':>3} {'objective':>12} {'lower bound':>12} {'gap %':>8} {'seconds':>8}  valid")
+    for path in options.files:
+        name, workload = Path(path).stem, json.loads(Path(path).read_text())
+        num_devices = options.devices or int(workload["maxFPGAs"])
+        begin = time.perf_counter()
+        try:
+            found = partition(_problem(workload), num_devices, max_seconds=options.seconds)
+        except PlanError as error:
+            print(f"{name:<32} {num_devices:>3} {error}")
+            all_valid = False
+            continue
+        seconds = time.perf_counter() - begin
+        splits[name] = dict(found.assignment)
+        faults = check(workload, splits[name], num_devices, found.objective)
+        all_valid = all_valid and not faults
+        print(_line(name, num_devices, found, seconds, faults), flush=True)
+    if options.output:
+        Path(options.output).write_text(json.dumps(splits, indent=1) + "\n")
+    return 0 if all_valid else 1
+
+
+def check(workload: Workload, devices: Devices, num_devices: int, objective: float) -> list[str]:
+    """Lists what is wrong with a split; nothing if it is valid and its greatest load is `objective`."""
+    nodes = {str(node["id"]): node for node in workload["nodes"]}
+    if set(devices) != set(nodes) or not all(0 <= device < num_devices for device in devices.values()):
+        return [f"not every node has one of {num_devices} devices"]
+    faults = _parted_classes(nodes, devices) + _full_devices(workload, nodes, devices)
+    if not _is_contiguous(workload, nodes, devices):
+        faults.append("the devices' forward nodes are no chain of downsets")
+    load = max(_load(workload, nodes, devices, device) for device in set(devices.values()))
+    if abs(load - objective) > _TOLERANCE * max(1.0, objective):
+        faults.append(f"the greatest load is {load}")
+    return faults
+
+
+def _parted_classes(nodes: Workload, devices: Devices) -> list[str]:
+    held: dict[object, set[int]] = defaultdict(set)
+    for name, node in nodes.items():
+        if node.get("colorClass") is not None:
+            held[node["colorClass"]].add(devices[name])
+    return [f"colour class {colour} is on devices {sorted(on)}" for colour, on in held.items() if len(on) > 1]
+
+
+def _full_devices(workload: Workload, nodes: Workload, devices: Devices) -> list[str]:
+    size: dict[int, float] = defaultdict(float)
+    for name, node in nodes.items():
+        size[devices[name]] += node["size"]
+    limit = workload["maxSizePerFPGA"]
+    return [f"device {device} holds {used} of {limit} bytes" for device, used in size.items() if used > limit]
+
+
+def _is_contiguous(workload: Workload, nodes: Workload, devices: Devices) -> bool:
+    """Tells whether no forward edge, over whole devices, leads back: then some order of devices is a chain."""
+    between = nx.DiGraph()
+    for edge in workload["edges"]:
+        source, target = str(edge["sourceId"]), str(edge["destId"])
+        if not nodes[source].get("isBackwardNode") and not nodes[target].get("isBackwardNode"):
+            between.add_edge(devices[source], devices[target])
+    between.remove_edges_from(list(nx.selfloop_edges(between)))
+    return bool(nx.is_directed_acyclic_graph(between))
+
+
+def _load(workload: Workload, nodes: Workload, devices: Devices, device: int) -> float:
+    crossing = {
+        edge["sourceId"]: edge["cost"]
+        for edge in workload["edges"]
+        if (devices[str(edge["sourceId"])] == device) != (devices[str(edge["destId"])] == device)
+    }
+    compute = sum(float(node["fpgaLatency"]) for name, node in nodes.items() if devices[name] == device)
+    return compute + sum(crossing.values())
+
+
+def _problem(workload: Workload) -> PartitionProblem:
+    crossing: dict[int, float] = {}
+    for edge in workload["edges"]:
+        crossing[edge["sourceId"]] = max(float(edge["cost"]), crossing.get(edge["sourceId"], 0.0))
+    nodes = tuple(
+        PartitionNode(
+            name=str(node["id"]),
+            seconds=float(node["fpgaLatency"]),
+            crossing_seconds=crossing.get(node["id"], 0.0),
+            num_bytes=-int(-node["size"] // 1),
+            is_backward=bool(node.get("isBackwardNode", False)),
+            group=None if node.get("colorClass") is None else str(node["colorClass"]),
+        )
+        for node in workload["nodes"]
+    )
+    edges = tuple((str(edge["sourceId"]), str(edge["destId"])) for edge in workload["edges"])
+    return PartitionProblem(nodes, edges, limit_bytes=int(workload["maxSizePerFPGA"]))
+
+
+def _line(name: str, num_devices: int, found: Partition, seconds: float, faults: list[str]) -> str:
+    verdict = "valid" if not faults else "NOT VALID: " + "; ".join(faults)
+    return (
+        f"{name:<32} {num_devices:>3} {found.objective:>12.6g} {found.lower_bound:>12.6g} {100 * found.gap:>8.4f} "
+        f"{seconds:>8.2f}  {verdict}"
+    )
+
+
+def _parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("files", nargs="+", metavar="FILE", help="workloads, as JSON")
+    parser.add_argument("--devices", type=int, metavar="k", help="number of devices (default: the workload's maxFPGAs)")
+    parser.add_argument("--seconds", type=float, default=45.0, help="time for each workload (default: 45)")
+    parser.add_argument("--output", metavar="FILE", help="write {workload: {node id: device}} as JSON")
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
