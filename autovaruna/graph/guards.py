@@ -52,7 +52,8 @@ def watched() -> Iterator[list[FunctionCall]]:
     register_hook = Tensor.register_hook
 
     def noting(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
-        calls.append(FunctionCall(cls, pytree.tree_map_only(Tensor, _kind, args)))
+        if not cls.__module__.startswith("torch."):  # torch's own, such as those of custom operators, are kept whole
+            calls.append(FunctionCall(cls, pytree.tree_map_only(Tensor, _kind, args)))
         return apply.__get__(None, cls)(*args, **kwargs)
 
     def refusing(self: Tensor, hook: Callable[..., Any]) -> Any:
