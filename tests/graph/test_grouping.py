@@ -146,8 +146,8 @@ def test_random_numbers_and_lookups_are_not_repeated() -> None:
 
 
 def test_blocks_are_in_an_order_that_runs() -> None:
-    """Every value is made before it is used, in each model of the catalogue that is cheap to trace."""
-    for case in PLAIN[:12]:
+    """Every value is made before it is used, in some models of the catalogue."""
+    for case in PLAIN[:5]:
         args, kwargs = case.batch(3, 0)
         model = traced(case.model(), *args, **kwargs)
         assert all(value.producer < min(value.consumers) for value in model.graph.values)
