@@ -14,10 +14,12 @@ from autovaruna.planner.problem import Problem
 from autovaruna.planner.ranges import RangeTables
 from autovaruna.planner.records import Plan, StagePlan
 from autovaruna.planner.sized import Sized, reduce_seconds
+from autovaruna.profiler.records import LinkCost
 from autovaruna.schedule import Pipeline, Policy, latency_depth, lower_bound, simulate, textbook_depth
 
 _ACTS_OF_A_BOUND = 50
 """What a bound costs, for each stage, counted in acts of the simulator."""
+_ACTS_OF_A_SHORT_STEP = 20_000
 DEPTHS = {"textbook": textbook_depth, "latency": latency_depth}
 
 
@@ -93,10 +95,10 @@ class Planner:
     def _step_seconds(self, pipeline: Pipeline, policy: Policy) -> float:
         """Simulates a step; of a long one two shorter ones that end alike, since its middle repeats itself."""
         counts = [stage.num_replicas for stage in pipeline.stages]
-        period, warm = math.lcm(*counts), 3 * sum(counts)
+        period, warm = math.lcm(*counts), (3 if max(counts) == 1 else 8) * sum(counts)
         repeats = (pipeline.num_micro_batches - warm) // period
-        extra = -(-sum(counts) // period)
-        if repeats <= 4 * extra:
+        extra = -(-(1 if max(counts) == 1 else 4) * sum(counts) // period)
+        if repeats <= 3 * extra or 2 * pipeline.num_micro_batches * len(counts) <= _ACTS_OF_A_SHORT_STEP:
             return self._simulate(pipeline, policy)
         short = pipeline.num_micro_batches - repeats * period
         once, more = (
@@ -135,8 +137,21 @@ class Planner:
         forced = self.problem.constraints.in_flight
         return min(forced or DEPTHS[candidate.depth](len(counts), stage, counts), share)
 
-    def _fit(self, sized: Sized, options: list[_Option]) -> list[_Option] | None:
+    def _fit(self, sized: Sized, options: Sequence[_Option]) -> list[_Option] | None:
         """Saves memory where a rank has too little: recompute first, then a smaller depth."""
+        ranks = [rank for option in options for rank in option.ranks]
+        if len(set(ranks)) < len(ranks):
+            return self._fit_together(sized, list(options))
+        fitted: list[_Option] = []
+        for option in options:
+            alone = self._fit_together(sized, [option])
+            if alone is None:
+                return None
+            fitted += alone
+        return fitted
+
+    def _fit_together(self, sized: Sized, options: list[_Option]) -> list[_Option] | None:
+        """Fits stages that share ranks."""
         limits = self.problem.cluster.memory_bytes
         while True:
             used = self._bytes_of_ranks(sized, options)
@@ -152,8 +167,9 @@ class Planner:
     def _bytes_of_ranks(self, sized: Sized, options: Sequence[_Option]) -> dict[int, float]:
         used: dict[int, float] = {}
         for option in options:
+            num_bytes = _bytes(sized, option)
             for rank in option.ranks:
-                used[rank] = used.get(rank, 0.0) + _bytes(sized, option)
+                used[rank] = used.get(rank, 0.0) + num_bytes
         return used
 
     def _saving(self, sized: Sized, option: _Option) -> tuple[int, float, _Option] | None:
@@ -211,8 +227,16 @@ def fold(pipeline: Pipeline) -> Pipeline:
     parts = math.gcd(*(stage.num_replicas for stage in stages))
     if parts == 1 or len(set(ranks)) < len(ranks) or any(stage.speeds for stage in stages):
         return pipeline
-    part = tuple(replace(stage, ranks=stage.ranks[::parts]) for stage in stages)
-    return replace(pipeline, stages=part, num_micro_batches=-(-pipeline.num_micro_batches // parts))
+    kept = [rank for stage in stages for rank in stage.ranks[::parts]]
+    number = {rank: k for k, rank in enumerate(kept)}
+    part = tuple(replace(stage, ranks=tuple(number[rank] for rank in stage.ranks[::parts])) for stage in stages)
+    count = -(-pipeline.num_micro_batches // parts)
+    assert not pipeline.optimizer_seconds, "the planner has no optimizer seconds"
+
+    def links(source: int, destination: int) -> LinkCost:
+        return pipeline.links(kept[source], kept[destination])
+
+    return replace(pipeline, stages=part, num_ranks=len(kept), num_micro_batches=count, links=links)
 
 
 def _range(candidate: Candidate, stage: int, tables: RangeTables) -> tuple[int, int]:

@@ -123,7 +123,7 @@ def _to_json(deployment: Deployment) -> dict[str, Any]:
         },
         "valid_for": asdict(valid_for)
         | {
-            "micro_batch_size": plan.micro_batch_size,
+            "global_batch_size": round(plan.micro_batch_size * plan.num_micro_batches),
             "needs_gradient": plan.needs_gradient,
             "host_of": list(plan.host_of),
         },
@@ -159,12 +159,12 @@ def _from_json(fields: Fields) -> Deployment:
     stages = fields.each("stages")
     if not stages:
         raise fields.error("stages", "is empty, expected one stage or more")
-    fingerprint = _fingerprint(valid_for)
+    fingerprint, count = _fingerprint(valid_for), fields.at_least("num_micro_batches", 1)
     plan = Plan(
         stages=tuple(_stage_from_json(stage, fingerprint.num_ranks) for stage in stages),
         num_ranks=fingerprint.num_ranks,
-        num_micro_batches=fields.at_least("num_micro_batches", 1),
-        micro_batch_size=valid_for.get("micro_batch_size", float),
+        num_micro_batches=count,
+        micro_batch_size=valid_for.at_least("global_batch_size", 1) / count,
         schedule=fields.one_of("schedule", sorted(POLICIES)),
         predicted_seconds=predicted.get("step_seconds", float),
         bound_seconds=predicted.get("bound_seconds", float),

@@ -69,7 +69,7 @@ def test_edited_by_hand(saved: tuple[Path, Deployment], problem: Problem) -> Non
     plan = plan_from(load(path), problem.graph)
     assert plan.stages[1].blocks[0] == 4
     assert (plan.stages[1].ranks, plan.stages[1].needs_recompute, plan.stages[1].in_flight) == ((1, 2), True, 4)
-    assert plan.num_micro_batches == 6
+    assert (plan.num_micro_batches, plan.micro_batch_size) == (6, 2.0)
 
 
 @pytest.mark.parametrize("cut", ["layrs.2", "", "layers.99"])

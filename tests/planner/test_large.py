@@ -1,0 +1,76 @@
+"""Large problems: shortcuts of the search change nothing, and time stays small."""
+
+from __future__ import annotations
+
+import random
+import time
+from dataclasses import replace
+
+import pytest
+
+from autovaruna.planner import candidate as candidate_module
+from autovaruna.planner import options
+from autovaruna.planner.candidate import Candidate, Planner, fold
+from autovaruna.planner.pipeline import policy_of
+from autovaruna.planner.ranges import RangeTables
+from autovaruna.planner.search import make_plan
+from autovaruna.schedule import simulate
+from tests.planner.cases import make_problem
+
+
+@pytest.mark.parametrize("replicas", [(2, 2, 2), (4, 2), (2, 6), (3, 3), (4, 4)])
+@pytest.mark.parametrize("count", [5, 12, 17])
+def test_a_folded_pipeline_takes_as_long(replicas: tuple[int, ...], count: int) -> None:
+    problem = make_problem(8, sum(replicas), 40)
+    planner = Planner(problem, RangeTables(problem.graph, range(9)))
+    ends = [sum(replicas[: k + 1]) for k in range(len(replicas))]
+    ranks = tuple(tuple(range(end - n, end)) for end, n in zip(ends, replicas, strict=True))
+    plan = planner.build(Candidate((0, 3, 5)[: len(replicas)], ranks, count))
+    assert plan
+    whole, policy = planner.pipeline(plan), policy_of("1f1b")
+    folded = fold(whole)
+    assert folded.num_ranks < whole.num_ranks
+    assert simulate(folded, policy).step_seconds == pytest.approx(simulate(whole, policy).step_seconds)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_long_step_is_predicted_from_shorter_ones(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(candidate_module, "_ACTS_OF_A_SHORT_STEP", 0)
+    rng = random.Random(seed)
+    replicas = [rng.randint(1, 3) for _ in range(3)]
+    problem = make_problem(9, sum(replicas), 400, seed)
+    planner = Planner(problem, RangeTables(problem.graph, range(10)))
+    ends = [sum(replicas[: k + 1]) for k in range(3)]
+    ranks = tuple(tuple(range(end - n, end)) for end, n in zip(ends, replicas, strict=True))
+    plan = planner.build(Candidate((0, 3, 6), ranks, 399))
+    assert plan
+    predicted = planner.predict(plan)
+    assert predicted
+    assert predicted.predicted_seconds == pytest.approx(planner.predict_whole(plan).predicted_seconds, rel=2e-2)
+
+
+def test_hundreds_of_blocks_on_many_ranks() -> None:
+    problem = make_problem(300, 64, 256, memory_bytes=1e7)
+    begin = time.perf_counter()
+    plan = make_plan(problem)
+    assert time.perf_counter() - begin < 20
+    assert all(stage.memory_bytes <= 1e7 for stage in plan.stages)
+    assert 0 <= plan.gap < 0.5
+
+
+def test_segments_lose_little_and_keep_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = make_problem(120, 4, 32, num_stages=4, num_replicas=1, num_micro_batches=16)
+    fine = make_plan(problem)
+    monkeypatch.setattr(options, "MAX_SEGMENTS", 30)
+    coarse = make_plan(problem)
+    assert coarse.predicted_seconds <= fine.predicted_seconds * 1.01
+    assert coarse.bound_seconds <= fine.predicted_seconds
+
+
+def test_hosts_keep_busy_neighbours_together() -> None:
+    """Replicas that all-reduce much over slow links between hosts are put on one host each."""
+    problem = make_problem(8, 4, 8, num_stages=2, num_replicas=2, num_micro_batches=8)
+    cluster = replace(problem.cluster, hosts=("a", "a", "b", "b"))
+    slow = replace(cluster, remote_link=replace(cluster.remote_link, latency_seconds=0.05))
+    plan = make_plan(replace(problem, cluster=slow))
+    assert [stage.ranks for stage in plan.stages] == [(0, 2), (1, 3)]
