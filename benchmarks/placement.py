@@ -94,8 +94,8 @@ def _is_contiguous(workload: Workload, nodes: Workload, devices: Devices) -> boo
 
 
 def _load(workload: Workload, nodes: Workload, devices: Devices, device: int) -> float:
-    crossing = {
-        edge["sourceId"]: edge["cost"]
+    crossing: dict[int, float] = {
+        edge["sourceId"]: float(edge["cost"])
         for edge in workload["edges"]
         if (devices[str(edge["sourceId"])] == device) != (devices[str(edge["destId"])] == device)
     }

@@ -66,10 +66,10 @@ def optimum(problem: PartitionProblem, num_devices: int) -> float:
     return min((greatest_load(problem, devices) for devices in splits(problem, num_devices)), default=math.inf)
 
 
-def random_problem(seed: int, border: Border = "added") -> tuple[PartitionProblem, int]:
-    """Draws a problem of at most 10 nodes with groups, backward nodes and, half the time, a memory limit."""
+def random_problem(seed: int, border: Border = "added", most_nodes: int = 10) -> tuple[PartitionProblem, int]:
+    """Draws a problem with groups, backward nodes and, half the time, a memory limit."""
     draw = random.Random(seed)
-    size = draw.randint(1, 10)
+    size = draw.randint(1, most_nodes)
     num_backward = draw.choice([0, 0, size // 4, size // 2])
     scale = draw.choice([0.05, 0.5, 3.0])
     colours = draw.choice([0, 2, size])

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 
 import pytest
-from tests.planner_partition.brute_force import greatest_load, is_valid, optimum, random_problem
 
 from autovaruna.errors import PlanError
 from autovaruna.planner.partition import Border, partition
+from tests.planner_partition.brute_force import greatest_load, is_valid, optimum, random_problem
 
 _SEEDS_IN_ONE = 60
 

@@ -122,26 +122,32 @@ class _Sweep:
         return Labels(np.array([0]), np.array([1]), use, nothing, nothing, np.zeros(1), np.array([-1]))
 
     def _grow(self, labels: Labels, size: int) -> Labels:
-        """Adds one block to the last device of each label, in every possible way."""
-        decider, level, after = self._decider, self._decider.levels[size], self._decider.levels[size + 1]
+        """Adds one block to the last device of each label, in every possible way that keeps the limits."""
+        level = self._decider.levels[size]
         row, step = expand(level.first[labels.downset], np.diff(level.first)[labels.downset])
         row, step = _once(row, step, level.target[step], labels.start[row])
-        target, block = level.target[step], level.block[step]
-        use = labels.use[row] + decider.resources.use[:, block].T
-        keep = np.flatnonzero((use <= self._limits).all(axis=1) & self._fits(size + 1, target, labels.device[row], use))
-        row, target, block, use = row[keep], target[keep], block[keep], use[keep]
-        use += weigh(labels.unpaid[row] & decider.nets_of[block], decider.costs.seconds)[:, None] * decider.costs.crossing
-        still = after.open_nets[target]
-        grown = Labels(
+        use = labels.use[row] + self._decider.resources.use[:, level.block[step]].T
+        keep = np.flatnonzero(self._keeps(size + 1, level.target[step], labels.device[row], use))
+        row, step, use = row[keep], step[keep], use[keep]
+        grown = self._add(labels, row, level.target[step], level.block[step], use, size)
+        return grown.take(self._keeps(size + 1, grown.downset, grown.device, grown.use))
+
+    def _add(self, labels: Labels, row: Ints, target: Ints, block: Ints, use: Floats, size: int) -> Labels:
+        """Makes the labels for steps to `target`, with what they pay for nets from earlier devices."""
+        costs, nets = self._decider.costs, self._decider.nets_of[block]
+        held, unpaid = labels.held[row], labels.unpaid[row]
+        still = self._decider.levels[size + 1].open_nets[target]
+        paid = weigh(unpaid & nets, costs.seconds)
+        closed = weigh(held & ~still, costs.seconds)
+        return Labels(
             target,
             labels.device[row],
-            use,
-            labels.held[row] & still,
-            labels.unpaid[row] & ~decider.nets_of[block],
-            labels.held_seconds[row] - weigh(labels.held[row] & ~still, decider.costs.seconds),
+            use + paid[:, None] * costs.crossing,
+            held & still,
+            unpaid & ~nets,
+            labels.held_seconds[row] - closed,
             labels.start[row],
         )
-        return grown.take((use <= self._limits).all(axis=1) & self._fits(size + 1, target, grown.device, use))
 
     def _close(self, labels: Labels, size: int) -> Labels:
         """Ends the last device of labels where it may end, and starts the next one there: at most one for a downset."""
@@ -154,14 +160,17 @@ class _Sweep:
         rows = can_end[one]
         nothing = np.zeros((len(rows), len(self._limits)))
         device = labels.device[rows] + 1
-        keep = self._fits(size, downset, device, nothing)
+        keep = self._keeps(size, downset, device, nothing)
         rows, downset, device = rows[keep], downset[keep], device[keep]
         opened, start = level.open_nets[downset], self._starts.add(labels.start[rows], downset, size)
         return Labels(downset, device, nothing[: len(rows)], opened, opened, level.border[downset], start)
 
-    def _fits(self, size: int, downset: Ints, device: Ints, use: Floats) -> Bools:
+    def _keeps(self, size: int, downset: Ints, device: Ints, use: Floats) -> Bools:
+        """Tells where the last device keeps its limits and the rest may fit on the devices left."""
         limit = float(self._limits[0])
-        return self._remaining[size].fits(downset, device, use[:, 0], limit, self._decider.num_devices)
+        fits = self._remaining[size].fits(downset, device, use[:, 0], limit, self._decider.num_devices)
+        keeps: Bools = np.logical_and.reduce(use <= self._limits, axis=1) & fits
+        return keeps
 
 
 def _once(row: Ints, step: Ints, target: Ints, start: Ints) -> tuple[Ints, Ints]:

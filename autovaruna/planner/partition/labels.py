@@ -115,10 +115,10 @@ def _first_of_group(downset: Ints) -> Ints:
 
 def _beats(labels: Labels, a: Ints, b: Ints, costs: NetCosts) -> Bools:
     """Tells for each pair of rows whether the first beats the second."""
-    beats = (labels.use[a] <= labels.use[b]).all(axis=1)
+    beats: Bools = np.logical_and.reduce(labels.use[a] <= labels.use[b], axis=1)
     near = np.flatnonzero(beats)
     a, b = a[near], b[near]
     differ = (labels.unpaid[a] & ~labels.unpaid[b]) | (labels.held[b] & ~labels.held[a])
     most = labels.use[a] + weigh(differ, costs.seconds)[:, None] * costs.crossing
-    beats[near] = (most <= labels.use[b]).all(axis=1)
+    beats[near] = np.logical_and.reduce(most <= labels.use[b], axis=1)
     return beats

@@ -44,5 +44,3 @@ def _freeze(graph: BlockGraph, bounds: Bounds, order: list[int], free: int) -> B
         for block in inner:
             labels[block] = inner[0]
     return join_blocks(graph, labels)
-
-

@@ -31,7 +31,8 @@ def unpack(row: Words) -> int:
 def has(rows: Words, index: Ints, element: Ints) -> Bools:
     """Tells for each (row index, element) whether the row holds the element."""
     shift = (element & 63).astype(np.uint64)
-    return (rows[index, element >> 6] >> shift & _ONE).astype(np.bool_)
+    found: Bools = (rows[index, element >> 6] >> shift & _ONE) != 0
+    return found
 
 
 def byte_sums(figures: Sequence[float], num_words: int) -> Floats:

@@ -1,0 +1,101 @@
+"""Holds decisions, labels and bounds against every chain."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+
+from autovaruna.planner.partition.blocks import bits, build_blocks
+from autovaruna.planner.partition.bounds import chain_load
+from autovaruna.planner.partition.chains import cut_order, topological_orders
+from autovaruna.planner.partition.decide import Decider
+from autovaruna.planner.partition.lattice import list_downsets
+from autovaruna.planner.partition.problem import Border, PartitionProblem
+from autovaruna.planner.partition.remaining import remaining_after
+from autovaruna.planner.partition.resources import resources_of
+from tests.planner_partition.brute_force import optimum, random_problem
+from tests.planner_partition.graphs import branches, chain_problem, forward_problem, grid, training_problem
+
+
+def _decider(problem: PartitionProblem, num_devices: int) -> Decider:
+    graph = build_blocks(problem)
+    levels = list_downsets(graph, 100_000)
+    assert levels is not None
+    return Decider(graph, levels, resources_of(graph, problem.border, problem.limit_bytes), num_devices)
+
+
+@pytest.mark.parametrize("border", ["added", "overlapped"])
+def test_a_chain_exists_from_the_optimum_on(border: Border) -> None:
+    for seed in range(3000, 3100):
+        problem, num_devices = random_problem(seed, border, most_nodes=7)
+        decider = _decider(problem, num_devices)
+        best = optimum(problem, num_devices)
+        if math.isinf(best):
+            assert decider.decide(math.inf, 1000).chain is None, seed
+            continue
+        answer = decider.decide(best, 1000)
+        assert answer.chain is not None and answer.is_exact, seed
+        assert chain_load(build_blocks(problem), answer.chain, border) <= best * (1 + 1e-9), seed
+        assert best == 0 or decider.decide(best * (1 - 1e-6), 1000).chain is None, seed
+
+
+def test_merged_labels_lose_no_chain() -> None:
+    for seed in range(3200, 3300):
+        problem, num_devices = random_problem(seed, most_nodes=7)
+        best = optimum(problem, num_devices)
+        if math.isfinite(best):
+            assert _decider(problem, num_devices).decide(best, 1).chain is not None, seed
+
+
+def test_late_decisions_prove_nothing() -> None:
+    answer = _decider(forward_problem(*grid(3, 3)), 2).decide(math.inf, 8, deadline=0.0)
+    assert answer.chain is None and not answer.is_exact
+
+
+def test_remaining_devices_are_the_fewest() -> None:
+    problem = forward_problem(*branches(2, 2), crossing=0.0)
+    graph = build_blocks(problem)
+    levels = list_downsets(graph, 1000)
+    assert levels is not None
+    for limit in (2.0, 3.0, 5.0):
+        rest = remaining_after(levels, np.array(graph.seconds), limit)
+        for level, remaining in zip(levels, rest, strict=True):
+            for row, downset in enumerate(level.downsets):
+                inside = {graph.members[block][0] for block in bits(int(downset[0]))}
+                left = _without(problem, {problem.nodes[position].name for position in inside})
+                devices = int(remaining.devices[row])
+                assert optimum(left, devices) <= limit
+                assert devices == 0 or optimum(left, devices - 1) > limit
+
+
+def _without(problem: PartitionProblem, names: set[str]) -> PartitionProblem:
+    nodes = tuple(node for node in problem.nodes if node.name not in names)
+    return PartitionProblem(nodes, tuple(edge for edge in problem.edges if not names & set(edge)))
+
+
+@pytest.mark.parametrize("border", ["added", "overlapped"])
+def test_cutting_an_order_is_the_best_of_all_cuts(border: Border) -> None:
+    problem = training_problem(*grid(2, 4), seed=3, crossing=2.0)
+    problem = PartitionProblem(problem.nodes, problem.edges, border, problem.total_bytes() // 2)
+    graph = build_blocks(problem)
+    size = len(graph)
+    for order in topological_orders(graph):
+        load, ends = cut_order(graph, order, resources_of(graph, border, problem.limit_bytes), 3)
+        best = math.inf
+        for cuts in itertools.combinations_with_replacement(range(size + 1), 2):
+            chain = tuple(sum(1 << block for block in order[:end]) for end in (*cuts, size))
+            held = [after & ~before for before, after in zip((0, *chain), chain, strict=False)]
+            sizes = [sum(graph.num_bytes[b] for b in range(size) if mask >> b & 1) for mask in held]
+            if max(sizes) <= (problem.limit_bytes or 0):
+                best = min(best, chain_load(graph, chain, border))
+        assert load == pytest.approx(best)
+        assert ends[-1] == size
+
+
+def test_a_run_that_holds_a_whole_net_does_not_pay_it() -> None:
+    graph = build_blocks(chain_problem([1.0, 1.0, 1.0]))
+    assert cut_order(graph, [0, 1, 2], resources_of(graph, "added", None), 1) == (3.0, [3])
+    assert cut_order(graph, [0, 1, 2], resources_of(graph, "added", None), 2)[0] == 3.0

@@ -1,0 +1,76 @@
+"""Runs the placement benchmark on a workload of its own making, and its checker on splits that are wrong."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+_SCRIPT = Path(__file__).parents[2] / "benchmarks" / "placement.py"
+
+
+@pytest.fixture(scope="module")
+def placement() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("placement", _SCRIPT)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def workload() -> dict[str, Any]:
+    """A training step of three layers: nodes 1 to 3 forward, 4 to 6 backward, 7 a sum that nothing orders."""
+    colours = {1: 1, 2: 2, 3: 3, 6: 1, 5: 2, 4: 3, 7: None}
+    nodes = [
+        {"id": i, "fpgaLatency": 2.0, "size": 4.0, "isBackwardNode": int(i > 3), "colorClass": colour}
+        for i, colour in colours.items()
+    ]
+    pairs = [(1, 2), (2, 3), (3, 4), (4, 5), (5, 6), (4, 7), (7, 6)]
+    edges = [{"sourceId": a, "destId": b, "cost": 0.5, "size": 1.0} for a, b in pairs]
+    return {"maxSizePerFPGA": 20.0, "maxFPGAs": 2, "nodes": nodes, "edges": edges}
+
+
+def test_prints_and_writes_a_valid_split(
+    placement: ModuleType, workload: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, output = tmp_path / "three.json", tmp_path / "out.json"
+    file.write_text(json.dumps(workload))
+    assert placement.main([str(file), "--output", str(output)]) == 0
+    line = capsys.readouterr().out.splitlines()[1].split()
+    assert line[:5] == ["three", "2", "9.5", "9.5", "0.0000"]
+    assert line[-1] == "valid"
+    devices = json.loads(output.read_text())["three"]
+    assert set(devices) == {str(i) for i in range(1, 8)}
+    assert placement.check(workload, devices, 2, 9.5) == []
+
+
+def test_devices_option_and_what_does_not_fit(
+    placement: ModuleType, workload: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "three.json"
+    file.write_text(json.dumps(workload))
+    assert placement.main([str(file), "--devices", "1"]) == 1
+    assert "8 bytes are missing" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"6": 1}, "colour class 1 is on devices"),
+        ({"7": 2}, "not every node has one of 2 devices"),
+        ({"1": 1, "6": 1, "2": 0, "5": 0, "3": 1, "4": 1}, "no chain of downsets"),
+        ({"2": 0, "5": 0}, "holds 20.0 of 19.0 bytes"),
+        ({"7": 1}, "the greatest load is"),
+    ],
+)
+def test_the_checker_finds_faults(
+    placement: ModuleType, workload: dict[str, Any], changed: dict[str, int], words: str
+) -> None:
+    workload["maxSizePerFPGA"] = 19.0
+    devices = {"1": 0, "6": 0, "7": 0, "2": 1, "5": 1, "3": 1, "4": 1} | changed
+    assert any(words in fault for fault in placement.check(workload, devices, 2, 8.0))
