@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 
@@ -84,9 +83,3 @@ def readable(num_bytes: float) -> str:
             return f"{num_bytes:.0f} bytes" if unit == "bytes" else f"{num_bytes:.3g} {unit}"
         num_bytes /= 1024
     return f"{num_bytes:.4g} TiB"
-
-
-def with_limit(problem: Problem, limit_bytes: float) -> Problem:
-    """Returns the problem with another memory limit on every rank."""
-    limits = (limit_bytes,) * problem.cluster.num_ranks
-    return replace(problem, cluster=replace(problem.cluster, memory_bytes=limits))

@@ -10,7 +10,6 @@ from autovaruna.graph.records import Graph
 from autovaruna.profiler.records import Cluster, Profile
 
 RECOMPUTE_CHOICES = ("auto", "all", "none")
-NO_LIMIT = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
