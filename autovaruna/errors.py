@@ -9,6 +9,7 @@
     ├── DeploymentError                  a deployment file is stale or damaged
     ├── RankError (also RuntimeError)    ranks disagree, or one of them failed
     ├── InputError (also ValueError)     a batch that cannot be used
+    ├── OrderError (also RuntimeError)   a call that comes at the wrong time
     └── CheckpointError                  a checkpoint is damaged or does not fit
 
 A message says what was got, what was expected and what to do.
@@ -57,6 +58,10 @@ class RankError(AutoVarunaError, RuntimeError):
 
 class InputError(AutoVarunaError, ValueError):
     """Says why a batch cannot be used."""
+
+
+class OrderError(AutoVarunaError, RuntimeError):
+    """Says that a call comes at the wrong time: a second backward, a move of a model that is split."""
 
 
 class CheckpointError(AutoVarunaError):

@@ -61,6 +61,11 @@ class Tree:
         """Returns the path of each tensor, in order."""
         return [leaf.path for leaf in self._walk() if isinstance(leaf, TensorLeaf)]
 
+    def constants(self) -> list[tuple[str, Any]]:
+        """Returns the path and the value of each leaf that is no tensor; those inside dataclasses are left out."""
+        places, _ = pytree.tree_flatten_with_path(pytree.tree_unflatten(list(self.leaves), self.spec))
+        return [(pytree.keystr(keys), leaf.value) for keys, leaf in places if isinstance(leaf, Constant)]
+
     def key(self) -> str:
         """Returns a text that is equal for equal structures and constants."""
         parts = [_leaf_key(leaf) for leaf in self.leaves]

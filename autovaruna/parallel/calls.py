@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -10,6 +11,21 @@ from torch import Tensor
 from autovaruna.errors import RankError
 from autovaruna.graph.call import CallSpec
 from autovaruna.runtime.world import World
+from autovaruna.settings import Settings
+
+_OF_ONE_RANK = {
+    "memory_limit_bytes",
+    "memory_margin",
+    "device",
+    "deployment_file",
+    "dump_graph",
+    "trace_events_file",
+    "progress",
+    "show_settings",
+    "seed",
+}
+"""Settings that may differ between ranks; all others must be the same."""
+_FLAGS = {"t": "train()", "e": "eval()", "g": "trained", "f": "frozen"}
 
 
 @dataclass(frozen=True)
@@ -34,21 +50,33 @@ class SharedCall:
         return self.call.key()
 
 
+def compare_settings(settings: Settings, world: World) -> None:
+    """Makes sure that the ranks were given the same settings. Collective.
+
+    Raises:
+        RankError: a setting differs.
+    """
+    own = {name: repr(value) for name, value in settings.as_dict().items() if name not in _OF_ONE_RANK}
+    own["micro_batch_weight"] = "None" if settings.micro_batch_weight is None else "a function"
+    found = differences(world.gather_objects(own, "comparing settings"))
+    if found:
+        raise RankError(f"The ranks have different settings: {found}. Expected the same ones on every rank.")
+
+
 def share_call(call: CallSpec, tensors: Sequence[Tensor], number: int, is_replicated: bool, world: World) -> SharedCall:
     """Tells all ranks of this rank's call and hears of theirs. Collective.
 
     Raises:
         RankError: the ranks' calls do not fit together; says how they differ.
     """
-    reports = world.gather_objects((call.key(), call.batch_size, _summary(call)), f"call {number + 1} of the model")
-    for rank, (key, _, summary) in enumerate(reports):
-        if key != reports[0][0]:
-            raise RankError(
-                f"The ranks call the model with inputs that do not fit: rank 0 passes {_print(reports[0][2])}, "
-                f"rank {rank} passes {_print(summary)}{_hidden_difference(reports[0][2], summary)}. Expected the same "
-                "names, dtypes, constants and shapes on every rank, but for the size of the batch."
-            )
-    sizes = tuple(size for _, size, _ in reports)
+    reports = world.gather_objects((call.key(), call.batch_size), f"call {number + 1} of the model")
+    if any(key != reports[0][0] for key, _ in reports):
+        found = differences(world.gather_objects(_words(call), "comparing calls"))
+        raise RankError(
+            f"The ranks call the model with inputs that do not fit together: {found}. Expected the same names, dtypes, "
+            "constants, modes and shapes on every rank, but for the size of the batch."
+        )
+    sizes = tuple(size for _, size in reports)
     if is_replicated and len(set(sizes)) > 1:
         raise RankError(
             f"inputs='replicated', but the ranks pass batches of {list(sizes)} samples. Expected the same batch on "
@@ -57,15 +85,42 @@ def share_call(call: CallSpec, tensors: Sequence[Tensor], number: int, is_replic
     return SharedCall(call, tensors, sizes, number)
 
 
-def _summary(call: CallSpec) -> dict[str, str]:
-    return {spec.name: f"{tuple(spec.shape)} {spec.dtype}" for spec in call.inputs}
+def differences(of_ranks: Sequence[Mapping[str, str]]) -> str:
+    """Returns in words what the first rank that differs from rank 0 has in another way; empty: nothing."""
+    first = of_ranks[0]
+    for rank, other in enumerate(of_ranks):
+        names = [name for name in {**first, **other} if first.get(name) != other.get(name)]
+        if names:
+            return "; ".join(
+                f"{name} is {first.get(name, 'missing')} on rank 0, {other.get(name, 'missing')} on rank {rank}"
+                for name in names[:5]
+            )
+    return ""
 
 
-def _print(summary: Mapping[str, str]) -> str:
-    return ", ".join(f"{name} {text}" for name, text in summary.items())
+def _words(call: CallSpec) -> dict[str, str]:
+    """Returns everything that a trace depends on, in words, by what it is."""
+    words = {f"input {spec.name}": _kind(spec.shape, spec.dtype, spec.is_batch) for spec in call.inputs}
+    words |= {f"input {spec.name}'s requires_grad": str(spec.needs_gradient) for spec in call.inputs}
+    words |= {f"constant {_name(path)}": repr(value) for path, value in call.tree.constants()}
+    words |= dict(re.findall(r"(\w+)=(\S+)", call.mode))
+    words["the model's mode"] = _flags(words.pop("training", ""))
+    words["grad mode"] = words.pop("gradient", "")
+    words["every parameter"] = _flags(words.pop("parameters", ""))
+    return words | {"the structure of the arguments": str(call.tree.spec)}
 
 
-def _hidden_difference(one: Mapping[str, str], other: Mapping[str, str]) -> str:
-    if one != other:
-        return ""
-    return " (they differ in constants, in train() and eval(), in grad mode or in autocast)"
+def _name(path: str) -> str:
+    """Turns ``[1]['scale']`` into ``scale`` and ``[0][2]`` into ``argument 2``."""
+    is_keyword, rest = path.startswith("[1]"), path[3:]
+    return re.sub(r"^\['(\w+)'\]", r"\1", rest) if is_keyword else f"argument {rest.strip('[]')}"
+
+
+def _kind(shape: Sequence[int], dtype: object, is_batch: bool) -> str:
+    lengths = ["batch" if is_batch and place == 0 else str(length) for place, length in enumerate(shape)]
+    return f"({', '.join(lengths)}) {dtype}"
+
+
+def _flags(letters: str) -> str:
+    """Returns ``train()`` for ``tttt``; letters that differ stay, one a module or parameter."""
+    return _FLAGS[letters[0]] if len(set(letters)) == 1 else f"mixed ({letters})"

@@ -7,7 +7,7 @@ from torch import nn
 
 from autovaruna.errors import InputError, RankError
 from autovaruna.graph.traced import TracedModel, trace
-from autovaruna.parallel.calls import SharedCall
+from autovaruna.parallel.calls import SharedCall, differences
 from autovaruna.runtime.batch import GlobalBatch
 from autovaruna.runtime.world import World
 from autovaruna.settings import Settings
@@ -84,7 +84,11 @@ class Traces:
         """Makes sure that every rank traced the same model."""
         prints = self._world.gather_objects(traced.graph.fingerprint, "comparing graphs")
         if len(set(prints)) > 1:
+            own = {f"parameter {name}": f"{tuple(p.shape)} {p.dtype}" for name, p in self._model.named_parameters()}
+            own |= {"the number of operations": str(len(traced.nodes))}
+            found = differences(self._world.gather_objects(own, "comparing models"))
             raise RankError(
-                f"The ranks traced different models: their fingerprints are {prints}. Expected the same model, built "
-                "with the same arguments, on every rank; weights may differ, operations and shapes may not."
+                f"The ranks built different models: {found or f'the fingerprints of their graphs are {prints}'}. "
+                "Expected the same model, built with the same arguments, on every rank; weights may differ, "
+                "operations and shapes may not."
             )

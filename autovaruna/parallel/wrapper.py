@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from autovaruna.config import log_settings, resolve
-from autovaruna.errors import AutoVarunaError, InputError
+from autovaruna.errors import InputError
 from autovaruna.graph.call import describe
 from autovaruna.log import configure
-from autovaruna.parallel.calls import SharedCall, share_call
+from autovaruna.parallel.calls import SharedCall, compare_settings, share_call
 from autovaruna.parallel.engine import Engine
 from autovaruna.parallel.machine import find_device
 from autovaruna.parallel.preparation import Preparation
@@ -104,9 +104,11 @@ class AutoVaruna(nn.Module):
         error: Exception | None = None
         try:
             tensors, call = describe(self.module, args, kwargs, self.settings.batch_inputs)
-        except AutoVarunaError as caught:
+        except Exception as caught:
             error = caught
         self.world.agree(error, "reading the model's inputs")
+        if self._engine is None:
+            compare_settings(self.settings, self.world)
         is_replicated = self.settings.inputs == "replicated"
         shared = share_call(call, tensors, self._num_calls, is_replicated, self.world)
         engine = self._engine or self._start(shared)
@@ -132,6 +134,8 @@ class AutoVaruna(nn.Module):
 
     def _start(self, shared: SharedCall) -> Engine:
         """Plans, and gives each rank its part of the model. Collective."""
+        if self._cut_optimizer is not None:
+            self._cut_optimizer.check()
         device = find_device(self.module, self.settings)
         self._traces = Traces(self.module, self.settings, self.world, device)
         traced = self._traces.first(shared)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from autovaruna.errors import MeasureError
+from autovaruna.graph.origin import failed_at
 from autovaruna.graph.random import untouched_generator
 from autovaruna.graph.traced import TracedModel
 from autovaruna.profiler.memory import Bytes, count_bytes
@@ -99,14 +100,14 @@ def _measure_one(part: Part, samples: Samples, size: int, iterations: int, allow
         left = allowance - (perf_counter() - started)
         return PartCost(*time_work(work, iterations, left, samples.device), num_bytes)
     except Exception as error:
-        raise MeasureError(_explain(part, size, error)) from error
+        raise MeasureError(_explain(part, size, error, failed_at(error, samples.traced.nodes))) from error
 
 
-def _explain(part: Part, size: int, error: Exception) -> str:
+def _explain(part: Part, size: int, error: Exception, where: str) -> str:
     module = next((block.module for block in part.blocks), "") or "the model itself"
     reason = (str(error).strip() or type(error).__name__).splitlines()[0]
     return (
-        f"The block {part.name} (module {module}) failed while it was measured with {size} samples: got "
+        f"The block {part.name} (module {module}) failed while it was measured with {size} samples{where}: got "
         f"{type(error).__name__}: {reason}. Expected it to run on random numbers of the traced shapes (integers are "
         "those of the first batch, or zeros). If memory ran out, lower the micro-batch size; if its operations refuse "
         "such numbers, please report the module."

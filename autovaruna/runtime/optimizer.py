@@ -19,6 +19,9 @@ class CutOptimizer:
     Args:
         optimizer: The user's optimizer, made from all parameters of the model.
         names: First name of each parameter, by identity.
+
+    Raises:
+        InputError: none of its parameters is the model's.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> None:
@@ -27,6 +30,23 @@ class CutOptimizer:
             [names.get(id(parameter), "") for parameter in group["params"]] for group in optimizer.param_groups
         ]
         self._is_cut = False
+        if not any(name for names in self._groups for name in names):
+            self.check()
+
+    def check(self) -> None:
+        """Makes sure that the optimizer can be cut down.
+
+        Raises:
+            InputError: it has parameters that are not the model's.
+        """
+        names = [name for names in self._groups for name in names]
+        if "" in names:
+            raise InputError(
+                f"{names.count('')} of the optimizer's {len(names)} parameters are not the model's, so that no rank "
+                "would sum their gradients. Expected an optimizer of parameters of the wrapped model alone: make it "
+                "from model.parameters() after the last change of the model (to(), a cast, new layers), and give other "
+                "parameters an optimizer of their own."
+            )
 
     def cut(self, held: Mapping[str, nn.Parameter]) -> None:
         """Takes the parameters that this rank does not hold out of every group; empty groups stay."""

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autovaruna.errors import OrderError
+
 Gradients = Sequence[Tensor | None]
 Finish = Callable[[Gradients], Gradients]
 
@@ -30,7 +32,7 @@ class _Published(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
         finish, ctx.finish = ctx.finish, None
         if finish is None:
-            raise RuntimeError(
+            raise OrderError(
                 "Backward through the same step a second time: its gradients have been given out. Call the model again."
             )
         return None, None, None, None, *finish(gradients)
