@@ -49,17 +49,18 @@ class CutOptimizer:
             )
 
     def cut(self, held: Mapping[str, nn.Parameter]) -> None:
-        """Takes the parameters that this rank does not hold out of every group; empty groups stay."""
+        """Takes the parameters that this rank does not hold out of every group; empty groups stay.
+
+        Args:
+            held: What this rank holds, by first name; a parameter that was on ``meta`` is another object now.
+        """
         for group, names in zip(self.optimizer.param_groups, self._groups, strict=True):
-            kept = [
-                parameter
-                for parameter, name in zip(group["params"], names, strict=True)
-                if not name or held.get(name) is parameter
-            ]
-            for parameter in group["params"]:
-                if not any(parameter is other for other in kept):
-                    self.optimizer.state.pop(parameter, None)
-            group["params"][:] = kept
+            own = [held.get(name) for name in names]
+            for old, new in zip(group["params"], own, strict=True):
+                state = self.optimizer.state.pop(old, None)
+                if new is not None and state is not None:
+                    self.optimizer.state[new] = state
+            group["params"][:] = [parameter for parameter in own if parameter is not None]
         self._is_cut = True
 
     def state_dict(self, placement: Placement, world: World) -> dict[str, Any]:
