@@ -73,7 +73,7 @@ def share_call(call: CallSpec, tensors: Sequence[Tensor], number: int, is_replic
     if any(key != reports[0][0] for key, _ in reports):
         found = differences(world.gather_objects(_words(call), "comparing calls"))
         raise RankError(
-            f"The ranks call the model with inputs that do not fit together: {found}. Expected the same names, dtypes, "
+            f"The ranks call the model with inputs that do not fit together: {found or 'they nest otherwise'}. Expected the same names, dtypes, "
             "constants, modes and shapes on every rank, but for the size of the batch."
         )
     sizes = tuple(size for _, size in reports)
@@ -107,7 +107,7 @@ def _words(call: CallSpec) -> dict[str, str]:
     words["the model's mode"] = _flags(words.pop("training", ""))
     words["grad mode"] = words.pop("gradient", "")
     words["every parameter"] = _flags(words.pop("parameters", ""))
-    return words | {"the structure of the arguments": str(call.tree.spec)}
+    return words
 
 
 def _name(path: str) -> str:

@@ -1,0 +1,34 @@
+"""Notes the line of the user's model that fixes a size which a trace keeps free; torch.export does not say it."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import sympy
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from autovaruna.graph.origin import is_users
+
+
+@contextmanager
+def noted_fixed_sizes() -> Iterator[list[str]]:
+    """Notes ``file:line (code)`` of each line that fixes a size while the context lasts."""
+    places: list[str] = []
+    known: Any = getattr(ShapeEnv, "_set_replacement", None)  # private to torch: without it, no line is noted
+
+    def noting(self: ShapeEnv, symbol: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(value, sympy.Integer):
+            frames = [frame for frame in traceback.extract_stack() if is_users(frame.filename)]
+            places.extend(f"{frame.filename}:{frame.lineno} ({frame.line})" for frame in frames[-1:])
+        return known(self, symbol, value, *args, **kwargs)
+
+    if known is not None:
+        ShapeEnv._set_replacement = noting  # type: ignore[method-assign]
+    try:
+        yield places
+    finally:
+        if known is not None:
+            ShapeEnv._set_replacement = known  # type: ignore[method-assign]
