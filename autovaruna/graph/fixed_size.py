@@ -26,7 +26,7 @@ def noted_fixed_sizes() -> Iterator[list[str]]:
         return known(self, symbol, value, *args, **kwargs)
 
     if known is not None:
-        ShapeEnv._set_replacement = noting  # type: ignore[method-assign]
+        ShapeEnv._set_replacement = noting  # type: ignore[method-assign, assignment]
     try:
         yield places
     finally:

