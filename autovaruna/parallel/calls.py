@@ -71,9 +71,9 @@ def share_call(call: CallSpec, tensors: Sequence[Tensor], number: int, is_replic
     """
     reports = world.gather_objects((call.key(), call.batch_size), f"call {number + 1} of the model")
     if any(key != reports[0][0] for key, _ in reports):
-        found = differences(world.gather_objects(_words(call), "comparing calls"))
+        found = differences(world.gather_objects(_words(call), "comparing calls")) or "they nest otherwise"
         raise RankError(
-            f"The ranks call the model with inputs that do not fit together: {found or 'they nest otherwise'}. Expected "
+            f"The ranks call the model with inputs that do not fit together: {found}. Expected "
             "the same names, dtypes, constants, modes and shapes on every rank, but for the size of the batch."
         )
     sizes = tuple(size for _, size in reports)
