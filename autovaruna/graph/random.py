@@ -53,9 +53,10 @@ def default_generator(device: torch.device) -> torch.Generator:
 def untouched_generator(device: torch.device) -> Iterator[None]:
     """Gives the user's generator back as it was."""
     generator = default_generator(device)
-    state = generator.get_state()
+    with _generator_lock:  # ranks that are threads share the generator
+        state = generator.get_state()
     try:
         yield
     finally:
-        with _generator_lock:  # ranks that are threads share the generator
+        with _generator_lock:
             generator.set_state(state)
