@@ -66,12 +66,15 @@ class MemoryModel:
         return held.parameters + held.trained * (1.0 + self.optimizer_bytes_factor) + held.tied + held.buffers
 
     def per_micro_batch(self, held: Holdings[Bytes], needs_recompute: bool) -> Bytes:
-        """Returns the bytes of each micro-batch in flight; what is sent stays until its gradient is back."""
+        """Returns the bytes of each micro-batch in flight.
+
+        What is received is a leaf that lives until its backward, and what is sent stays until its gradient is back.
+        """
         if not self.needs_gradient:
             return held.inputs * 0.0
         if needs_recompute:
             return held.received + held.inputs
-        return held.saved + held.inputs + held.sent
+        return held.saved + held.inputs + held.received + held.sent
 
     def passing(self, held: Holdings[Bytes], needs_recompute: bool) -> Bytes:
         """Returns the bytes of the micro-batch at work, and of messages on their way."""
