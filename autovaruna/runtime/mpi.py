@@ -52,8 +52,9 @@ class Part(Pending):
         return is_done
 
     def wait(self) -> None:
-        """Is not used: messages wait for their parts together."""
-        raise NotImplementedError
+        """Blocks until it has finished; messages wait for all their parts together instead, and watch the others."""
+        while not self.is_done():
+            time.sleep(0)
 
 
 class MpiWorld(ConnectedWorld):
