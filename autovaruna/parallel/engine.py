@@ -201,10 +201,17 @@ class Engine:
         try:
             with untouched_generator(self._device):
                 yield
-        except Exception as error:
-            if self._world.num_ranks > 1:
+        except BaseException as error:
+            if self._world.num_ranks > 1 and isinstance(error, Exception):
                 self._world.abort(error, executor.where(error))
+            self._forget_step()
             raise
+
+    def _forget_step(self) -> None:
+        """Drops what a step that failed has left behind: a script on one process may catch the error and go on."""
+        self._mail = Mail(self._world, self._device)
+        for prepared in self._prepared.values():
+            prepared.gradients.take()
 
 
 def _stand_ins(traced: TracedModel, outputs: Sequence[Tensor | None]) -> list[Any]:
