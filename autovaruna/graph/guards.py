@@ -63,7 +63,7 @@ def watched() -> Iterator[list[FunctionCall]]:
         )
 
     torch.autograd.Function.apply = classmethod(noting)  # type: ignore[method-assign, assignment]
-    Tensor.register_hook = refusing  # type: ignore[method-assign, assignment]
+    Tensor.register_hook = refusing  # type: ignore[method-assign]
     try:
         yield calls
     finally:
