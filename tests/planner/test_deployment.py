@@ -122,9 +122,7 @@ def test_no_file(tmp_path: Path) -> None:
         load(tmp_path / "nothing.json")
 
 
-def test_a_failed_save_leaves_the_old_file(
-    saved: tuple[Path, Deployment], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_save_leaves_the_old_file(saved: tuple[Path, Deployment], monkeypatch: pytest.MonkeyPatch) -> None:
     path, deployment = saved
     before = path.read_text()
 
