@@ -134,7 +134,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="+", metavar="FILE", help="workloads, as JSON")
     parser.add_argument("--devices", type=int, metavar="k", help="number of devices (default: the workload's maxFPGAs)")
-    parser.add_argument("--seconds", type=float, default=45.0, help="time for each workload (default: 45)")
+    parser.add_argument("--seconds", type=float, default=40.0, help="time for each workload (default: 40)")
     parser.add_argument("--output", metavar="FILE", help="write {workload: {node id: device}} as JSON")
     return parser.parse_args(arguments)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -118,6 +119,32 @@ def test_order_can_forbid_what_bytes_allow() -> None:
     edges = tuple((f"n{i}", f"n{i + 1}") for i in range(4))
     with pytest.raises(PlanError, match=r"no split fits on 2 devices of 10 bytes.*raise the limit to 13 bytes"):
         partition(PartitionProblem(nodes, edges, limit_bytes=10), 2)
+
+
+def _with_sums(problem: PartitionProblem, sources: list[int]) -> PartitionProblem:
+    """Adds backward nodes that nothing orders: the sum of the gradients that the followers of a node send back."""
+    sums = tuple(PartitionNode(f"s{i}", 0.1, 0.4, 2, is_backward=True) for i in sources)
+    followers = {i: [b[:-1] for a, b in problem.edges if a == f"n{i}f"] for i in sources}
+    edges = [(f"{follower}b", f"s{i}") for i in sources for follower in followers[i]]
+    edges += [(f"s{i}", f"n{i}b") for i in sources]
+    return PartitionProblem(problem.nodes + sums, problem.edges + tuple(edges), limit_bytes=problem.limit_bytes)
+
+
+@pytest.mark.parametrize("num_devices", [2, 3, 5])
+def test_loose_nodes_do_not_multiply_downsets(num_devices: int) -> None:
+    problem = _with_sums(training_problem(*grid(2, 30), seed=4, crossing=0.4), list(range(0, 58, 3)))
+    found = partition(problem, num_devices)
+    _assert_valid(problem, found)
+    assert found.gap < 1e-6
+    assert found.num_downsets < 100_000
+
+
+def test_loose_nodes_do_not_hide_that_nothing_fits() -> None:
+    chain = training_problem(3, [(0, 1), (1, 2)])
+    nodes = tuple(replace(node, num_bytes=6) for node in chain.nodes)
+    problem = _with_sums(PartitionProblem(nodes, chain.edges, limit_bytes=20), [0])
+    with pytest.raises(PlanError, match="no split fits on 2 devices of 20 bytes"):
+        partition(problem, 2)
 
 
 @pytest.mark.parametrize(

@@ -53,9 +53,14 @@ class Bounds:
         return self.lower >= self.target and self.devices is not None
 
     @property
+    def is_impossible(self) -> bool:
+        """Whether it is proven that there is no plan at all."""
+        return math.isinf(self.lower)
+
+    @property
     def gap(self) -> float:
         """By what share the best plan may be worse than the optimum."""
-        return self.upper / self.lower - 1.0 if self.lower > 0 else math.inf
+        return self.upper / self.lower - 1.0 if 0 < self.lower < math.inf else math.inf
 
     @property
     def is_late(self) -> bool:

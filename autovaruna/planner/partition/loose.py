@@ -21,7 +21,7 @@ import itertools
 import operator
 from collections.abc import Sequence
 
-from autovaruna.planner.partition.blocks import BlockGraph, bits
+from autovaruna.planner.partition.blocks import BlockGraph, bits, join_blocks
 from autovaruna.planner.partition.load import device_loads
 from autovaruna.planner.partition.problem import Border, PartitionProblem
 
@@ -84,10 +84,23 @@ def _layer(nets: list[int]) -> list[tuple[int, float]]:
 
 def still_dropped(graph: BlockGraph, devices: Sequence[int], dropped: Sequence[int]) -> list[int]:
     """Returns the dropped blocks that may stay so: not those whose nets a plan cuts, or failing that, the heaviest."""
+    if not devices:
+        return list(dropped[:-1])
     on = [devices[members[0]] for members in graph.members]
     cut = {block for net, _ in graph.nets if len({on[block] for block in bits(net)}) > 1 for block in bits(net)}
     kept = [block for block in dropped if block not in cut]
     return kept if len(kept) < len(dropped) else list(dropped[:-1])
+
+
+def settle(graph: BlockGraph, devices: Sequence[int], dropped: Sequence[int]) -> BlockGraph:
+    """Joins dropped blocks with the neighbour on their device of a plan that shares the dearest net with them."""
+    on = [devices[members[0]] for members in graph.members]
+    labels = list(range(len(graph)))
+    for block in dropped:
+        nets = sorted(((seconds, net) for net, seconds in graph.nets if net >> block & 1), reverse=True)
+        near = [other for _, net in nets for other in bits(net) if on[other] == on[block] and other not in dropped]
+        labels[block] = near[0] if near else block
+    return join_blocks(graph, labels)
 
 
 def place_loose(

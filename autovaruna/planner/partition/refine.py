@@ -7,7 +7,7 @@ from autovaruna.planner.partition.bounds import Bounds
 from autovaruna.planner.partition.chains import topological_orders
 from autovaruna.planner.partition.close_in import close_in
 
-_FEWEST_FREE = 4
+_FEWEST_FREE = 2
 _WORTH_MORE = 1e-3
 
 

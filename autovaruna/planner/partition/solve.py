@@ -14,13 +14,13 @@ from autovaruna.planner.partition.close_in import close_in
 from autovaruna.planner.partition.contract import contract
 from autovaruna.planner.partition.lattice import list_downsets
 from autovaruna.planner.partition.load import device_loads
-from autovaruna.planner.partition.loose import drop_blocks, loose_blocks, still_dropped
+from autovaruna.planner.partition.loose import drop_blocks, loose_blocks, settle, still_dropped
 from autovaruna.planner.partition.problem import Partition, PartitionNode, PartitionProblem
 from autovaruna.planner.partition.refine import refine
 from autovaruna.planner.partition.resources import resources_of
 
 _log = logging.getLogger(__name__)
-_SMALL = 20_000
+_SMALL, _LARGE = 20_000, 200_000
 _NEGLIGIBLE = 1e-6
 
 
@@ -29,7 +29,7 @@ def partition(
     num_devices: int,
     *,
     tolerance: float = 1e-9,
-    max_seconds: float = 45.0,
+    max_seconds: float = 40.0,
     max_downsets: int = 1_000_000,
 ) -> Partition:
     """Splits a graph over a chain of devices so that the greatest load is smallest.
@@ -64,7 +64,17 @@ def partition(
 
 
 def _search(graph: BlockGraph, bounds: Bounds, max_downsets: int) -> None:
-    """Searches around the best plan, then everything; loose blocks only come in where they matter."""
+    """Searches without loose blocks where that is enough; else around the best plan, and then everything."""
+    if _search_without_loose(graph, bounds, max_downsets) or bounds.is_late:
+        return
+    if list_downsets(graph, _SMALL) is None:
+        refine(graph, bounds, _SMALL)
+    if not bounds.is_closed and not close_in(graph, bounds, "all downsets were searched", max_downsets):
+        refine(graph, bounds, _LARGE)
+
+
+def _search_without_loose(graph: BlockGraph, bounds: Bounds, max_downsets: int) -> bool:
+    """Lets loose blocks in only where they matter; returns whether that closed the gap, but for a trifle."""
     loose = loose_blocks(graph)
     dropped = loose if len(loose) < len(graph) else []
     while dropped and not bounds.is_closed:
@@ -72,14 +82,13 @@ def _search(graph: BlockGraph, bounds: Bounds, max_downsets: int) -> None:
         groups = [graph.members[block] for block in dropped]
         smaller = drop_blocks(graph, dropped, bounds.problem.border)
         if not close_in(smaller, bounds, proof, max_downsets, groups) or bounds.is_late:
-            return
-        if bounds.gap <= _NEGLIGIBLE:
-            return
+            break
+        if not bounds.is_closed and bounds.devices is not None:
+            close_in(settle(graph, bounds.devices, dropped), bounds, None, _SMALL)
+        if bounds.gap <= _NEGLIGIBLE or bounds.is_impossible:
+            break
         dropped = still_dropped(graph, bounds.tried, dropped)
-    if not bounds.is_closed and list_downsets(graph, _SMALL) is None:
-        refine(graph, bounds, _SMALL)
-    if not bounds.is_closed:
-        close_in(graph, bounds, "all downsets were searched", max_downsets)
+    return bounds.is_closed or bounds.is_impossible or bounds.gap <= _NEGLIGIBLE * bool(loose)
 
 
 def _check_bytes(graph: BlockGraph, bounds: Bounds) -> None:
@@ -127,7 +136,7 @@ def _what_would_fit(bounds: Bounds) -> str:
     )
     best = partition(PartitionProblem(nodes, problem.edges), bounds.num_devices, max_seconds=10.0)
     device = max(range(len(best.loads)), key=lambda index: best.loads[index])
-    verdict = "no split fits" if math.isinf(bounds.lower) else "no split that fits was found in time"
+    verdict = "no split fits" if bounds.is_impossible else "no split that fits was found in time"
     return (
         f"{verdict} on {bounds.num_devices} devices of {problem.limit_bytes} bytes; the best split by memory puts "
         f"{best.objective:.0f} bytes on device {device}, where {best.objective - (problem.limit_bytes or 0):.0f} are "
