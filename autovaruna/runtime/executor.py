@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from time import perf_counter
@@ -10,6 +11,7 @@ from time import perf_counter
 import torch
 from torch import Tensor
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+from torch.autograd.graph import saved_tensors_hooks
 
 from autovaruna.graph.origin import failed_at
 from autovaruna.graph.random import RandomStream
@@ -230,9 +232,11 @@ class Executor:
         self, stage: StageModule, part: MicroBatch, state: _InFlight, keeps_graph: bool
     ) -> dict[str, Tensor]:
         stream = RandomStream(self._job.seed, self._job.step, part.index, self._device)
-        tensors = self._leaves(stage, state) if keeps_graph else state.tensors
-        with torch.enable_grad() if keeps_graph else torch.no_grad():
-            return stage.run(tensors, part.size, stream)
+        if not self._job.needs_gradient:
+            with torch.no_grad():
+                return stage.run(state.tensors, part.size, stream)
+        with torch.enable_grad(), nullcontext() if keeps_graph else _forgetting():
+            return stage.run(self._leaves(stage, state), part.size, stream)
 
     def _leaves(self, stage: StageModule, state: _InFlight) -> dict[str, Tensor]:
         """Turns what the stage received into leaves whose gradients are noted in `state`."""
@@ -298,6 +302,11 @@ class Executor:
     def _inputs_kind(self, stage: int, part: MicroBatch) -> MailKind:
         route = Route(part.origin, self._job.rank_of(stage, part.index), 4 * stage + 2)
         return MailKind(self._job.graph_key, route, part.size)
+
+
+def _forgetting() -> saved_tensors_hooks:
+    """Keeps nothing for a backward; under no_grad, lstm and others choose another kernel, with other last bits."""
+    return saved_tensors_hooks(lambda tensor: None, lambda nothing: nothing)
 
 
 def _note(gradients: dict[str, Tensor], name: str, gradient: Tensor) -> None:
