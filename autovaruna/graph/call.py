@@ -31,6 +31,12 @@ class InputSpec:
     is_batch: bool
     needs_gradient: bool
 
+    def words(self) -> str:
+        """Returns shape and dtype as a person writes them, equal for inputs that one trace serves."""
+        lengths = ["batch" if self.is_batch and place == 0 else str(length) for place, length in enumerate(self.shape)]
+        text = f"({', '.join(lengths)}) {str(self.dtype).removeprefix('torch.')}"
+        return f"{text} with a gradient" if self.needs_gradient else text
+
     def key(self) -> str:
         """Returns a text that is equal for inputs that one trace serves."""
         shape = ("batch", *self.shape[1:]) if self.is_batch else self.shape

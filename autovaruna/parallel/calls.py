@@ -100,8 +100,7 @@ def differences(of_ranks: Sequence[Mapping[str, str]]) -> str:
 
 def _words(call: CallSpec) -> dict[str, str]:
     """Returns everything that a trace depends on, in words, by what it is."""
-    words = {f"input {spec.name}": _kind(spec.shape, spec.dtype, spec.is_batch) for spec in call.inputs}
-    words |= {f"input {spec.name}'s requires_grad": str(spec.needs_gradient) for spec in call.inputs}
+    words = {f"input {spec.name}": spec.words() for spec in call.inputs}
     words |= {f"constant {_name(path)}": repr(value) for path, value in call.tree.constants()}
     words |= dict(re.findall(r"(\w+)=(\S+)", call.mode))
     words["the model's mode"] = _flags(words.pop("training", ""))
@@ -114,11 +113,6 @@ def _name(path: str) -> str:
     """Turns ``[1]['scale']`` into ``scale`` and ``[0][2]`` into ``argument 2``."""
     is_keyword, rest = path.startswith("[1]"), path[3:]
     return re.sub(r"^\['(\w+)'\]", r"\1", rest) if is_keyword else f"argument {rest.strip('[]')}"
-
-
-def _kind(shape: Sequence[int], dtype: object, is_batch: bool) -> str:
-    lengths = ["batch" if is_batch and place == 0 else str(length) for place, length in enumerate(shape)]
-    return f"({', '.join(lengths)}) {dtype}"
 
 
 def _flags(letters: str) -> str:

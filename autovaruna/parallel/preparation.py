@@ -18,7 +18,7 @@ from torch import nn
 from autovaruna.graph.traced import TracedModel
 from autovaruna.parallel.calls import SharedCall
 from autovaruna.parallel.machine import describe_cluster, optimizer_factor, rank_memory
-from autovaruna.parallel.saved import read_plan
+from autovaruna.parallel.saved import GLOBAL_BATCH, read_plan
 from autovaruna.planner import Constraints, Plan, Problem, make_plan, pipeline_of, schedule_of
 from autovaruna.planner.deployment import deployment_of, save
 from autovaruna.planner.fingerprint import Fingerprint, host_counts
@@ -143,8 +143,8 @@ class Preparation:
         limits, factors = zip(*self._world.gather_objects(mine, "describing the run"), strict=True)
         return Fingerprint(
             graph=self._traced.graph.fingerprint,
-            shapes={spec.name: spec.key() for spec in self._traced.call.inputs}
-            | {"global batch": str(self._global_batch_size)},
+            shapes={f"input {spec.name}": spec.words() for spec in self._traced.call.inputs}
+            | {GLOBAL_BATCH: str(self._global_batch_size)},
             num_ranks=self._world.num_ranks,
             hosts=host_counts(self._world.hosts),
             device=device_name(self.device),

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import logging
+import shutil
 from pathlib import Path
 
-from autovaruna.errors import DeploymentError
+from autovaruna.errors import DeploymentError, ScheduleError
 from autovaruna.graph.records import Graph
 from autovaruna.planner.deployment import load, plan_from
 from autovaruna.planner.fingerprint import Fingerprint, differences
+from autovaruna.planner.pipeline import pipeline_of, schedule_of
 from autovaruna.planner.records import Plan
+from autovaruna.schedule import check
 from autovaruna.settings import Settings
+
+GLOBAL_BATCH = "global batch"
+"""Where a fingerprint's shapes have the number of samples of all ranks."""
 
 logger = logging.getLogger(__name__)
 
@@ -35,12 +41,16 @@ def read_plan(settings: Settings, fingerprint: Fingerprint, graph: Graph) -> Pla
         changed = differences(deployment.fingerprint, fingerprint)
         if not changed:
             plan = plan_from(deployment, graph)
+            _prove(plan, graph, settings, fingerprint, path)
             logger.info("using the saved deployment %s", path)
             return plan
     except DeploymentError as error:
         if is_required:
             raise
         changed = [str(error)]
+        if settings.save_deployment:
+            shutil.copyfile(path, f"{path}.damaged")
+            changed.append(f"a copy is kept as {path}.damaged")
     if is_required:
         raise DeploymentError(
             f"The deployment {path} is stale: {'; '.join(changed)}. Expected one for this run; delete it, or pass "
@@ -48,3 +58,18 @@ def read_plan(settings: Settings, fingerprint: Fingerprint, graph: Graph) -> Pla
         )
     logger.info("planning again: %s", "; ".join(changed))
     return None
+
+
+def _prove(plan: Plan, graph: Graph, settings: Settings, fingerprint: Fingerprint, path: Path) -> None:
+    """Makes sure that a plan which may have been edited by hand can run."""
+    most = int(fingerprint.shapes[GLOBAL_BATCH])
+    least = 1 if settings.inputs == "replicated" else min(plan.num_ranks, most)
+    if not least <= plan.num_micro_batches <= most:
+        raise DeploymentError(
+            f"the deployment {path} cannot run: num_micro_batches is {plan.num_micro_batches}, expected {least} to "
+            f"{most} for {most} samples on {plan.num_ranks} ranks"
+        )
+    try:
+        check(schedule_of(plan, graph), pipeline_of(plan, graph))
+    except ScheduleError as error:
+        raise DeploymentError(f"the deployment {path} cannot run: {error}") from error

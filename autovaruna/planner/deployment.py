@@ -159,6 +159,8 @@ def _from_json(fields: Fields) -> Deployment:
     stages = fields.each("stages")
     if not stages:
         raise fields.error("stages", "is empty, expected one stage or more")
+    if stages[0].get("cut", str):
+        raise stages[0].error("cut", 'is not empty, expected "": the first stage starts with the model')
     fingerprint, count = _fingerprint(valid_for), fields.at_least("num_micro_batches", 1)
     plan = Plan(
         stages=tuple(_stage_from_json(stage, fingerprint.num_ranks) for stage in stages),
@@ -166,12 +168,12 @@ def _from_json(fields: Fields) -> Deployment:
         num_micro_batches=count,
         micro_batch_size=valid_for.at_least("global_batch_size", 1) / count,
         schedule=fields.one_of("schedule", sorted(POLICIES)),
-        predicted_seconds=predicted.get("step_seconds", float),
-        bound_seconds=predicted.get("bound_seconds", float),
+        predicted_seconds=predicted.amount("step_seconds"),
+        bound_seconds=predicted.amount("bound_seconds"),
         bound_proof=predicted.get("bound_proof", str),
         local_link=_link(predicted.inside("local_link")),
         remote_link=_link(predicted.inside("remote_link")),
-        host_of=valid_for.numbers("host_of"),
+        host_of=_host_of(valid_for, fingerprint.num_ranks),
         needs_gradient=valid_for.get("needs_gradient", bool),
     )
     return Deployment(plan, tuple(stage.get("cut", str) for stage in stages[1:]), fingerprint)
@@ -182,15 +184,22 @@ def _stage_from_json(fields: Fields, num_ranks: int) -> StagePlan:
     if not ranks or len(set(ranks)) < len(ranks) or not all(0 <= rank < num_ranks for rank in ranks):
         raise fields.error("ranks", f"is {list(ranks)}, expected one or more different ranks from 0 to {num_ranks - 1}")
     predicted = fields.inside("predicted")
-    speeds = tuple(float(speed) for speed in predicted.get("speeds", list))
+    speeds = predicted.amounts("speeds")
     return StagePlan(
         blocks=(),
         ranks=ranks,
         needs_recompute=fields.get("recompute", bool),
         in_flight=fields.at_least("in_flight", 1),
         speeds=speeds if len(speeds) == len(ranks) else (),
-        **{name: predicted.get(name, float) for name in _PREDICTED},
+        **{name: predicted.amount(name) for name in _PREDICTED},
     )
+
+
+def _host_of(fields: Fields, num_ranks: int) -> tuple[int, ...]:
+    hosts = fields.numbers("host_of")
+    if hosts and len(hosts) != num_ranks:
+        raise fields.error("host_of", f"is {list(hosts)}, expected a number for each of {num_ranks} ranks")
+    return hosts
 
 
 def _fingerprint(fields: Fields) -> Fingerprint:
@@ -200,10 +209,10 @@ def _fingerprint(fields: Fields) -> Fingerprint:
         num_ranks=fields.at_least("num_ranks", 1),
         hosts=fields.numbers("hosts"),
         device=fields.get("device", str),
-        memory_bytes=tuple(float(limit) for limit in fields.get("memory_bytes", list)),
+        memory_bytes=fields.amounts("memory_bytes"),
         settings=fields.get("settings", dict),
     )
 
 
 def _link(fields: Fields) -> LinkCost:
-    return LinkCost(fields.get("latency_seconds", float), fields.get("bytes_per_second", float))
+    return LinkCost(fields.amount("latency_seconds"), fields.amount("bytes_per_second", is_positive=True))

@@ -9,6 +9,7 @@ from autovaruna.errors import DeploymentError
 
 T = TypeVar("T")
 
+_LARGEST = 1e18
 _WORDS = {
     int: "a whole number",
     float: "a number",
@@ -58,6 +59,21 @@ class Fields:
         if number < least:
             raise self.error(key, f"is {number}, expected {least} or more")
         return number
+
+    def amount(self, key: str, *, is_positive: bool = False) -> float:
+        """Returns a finite number that is not negative, as seconds and bytes are."""
+        return self._checked_amount(key, self.get(key, float), is_positive)
+
+    def amounts(self, key: str) -> tuple[float, ...]:
+        """Returns a list of finite numbers above zero."""
+        return tuple(self._checked_amount(key, value, True) for value in self.get(key, list))
+
+    def _checked_amount(self, key: str, value: Any, is_positive: bool) -> float:
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not is_number or not (0 < value < _LARGEST or (value == 0 and not is_positive)):
+            least = "above 0" if is_positive else "of 0 or more"
+            raise self.error(key, f"is {_shown(value)}, expected {'numbers' if is_positive else 'a number'} {least}")
+        return float(value)
 
     def one_of(self, key: str, choices: Sequence[str]) -> str:
         """Returns one of some texts."""

@@ -15,7 +15,7 @@ class Fingerprint:
 
     Attributes:
         graph: fingerprint of the traced model.
-        shapes: shape and dtype of each input, as text.
+        shapes: shape and dtype of each input, and the number of samples, as text by what it is.
         num_ranks: the number of ranks N.
         hosts: number of ranks on each host, in the order of ranks (names of hosts change from day to day).
         device: what the ranks compute on.
@@ -45,7 +45,7 @@ def differences(saved: Fingerprint, now: Fingerprint) -> list[str]:
     told = []
     if saved.graph != now.graph:
         told.append(f"the model changed (graph {saved.graph[:12]} -> {now.graph[:12]})")
-    told += _changed("input", saved.shapes, now.shapes)
+    told += _changed("", saved.shapes, now.shapes)
     if saved.num_ranks != now.num_ranks:
         told.append(f"the number of ranks changed ({saved.num_ranks} -> {now.num_ranks})")
     elif saved.hosts != now.hosts:
@@ -54,12 +54,12 @@ def differences(saved: Fingerprint, now: Fingerprint) -> list[str]:
         told.append(f"the device changed ({saved.device} -> {now.device})")
     if saved.num_ranks == now.num_ranks and saved.memory_bytes != now.memory_bytes:
         told.append(f"the memory limit changed ({_bytes(saved.memory_bytes)} -> {_bytes(now.memory_bytes)})")
-    return told + _changed("setting", _plain(saved.settings), _plain(now.settings))
+    return told + _changed("setting ", _plain(saved.settings), _plain(now.settings))
 
 
 def _changed(what: str, saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     names = [name for name in {**saved, **now} if saved.get(name) != now.get(name)]
-    return [f"{what} {name} changed ({saved.get(name, 'not set')} -> {now.get(name, 'not set')})" for name in names]
+    return [f"{what}{name} changed ({saved.get(name, 'not set')} -> {now.get(name, 'not set')})" for name in names]
 
 
 def _plain(value: Any) -> Any:

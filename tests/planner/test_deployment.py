@@ -20,7 +20,7 @@ from autovaruna.planner.search import make_plan
 from tests.planner.cases import make_problem
 
 VALID = Fingerprint(
-    "abcdef0123456789", {"x": "(8, 64) float32"}, 3, (2, 1), "cpu", (2e9, 2e9, 1e9), {"num_stages": 0, "cuts": ("a",)}
+    "abcdef0123456789", {"input x": "(8, 64) float32"}, 3, (2, 1), "cpu", (2e9, 2e9, 1e9), {"num_stages": 0, "cuts": ("a",)}
 )
 
 
@@ -140,7 +140,7 @@ def test_a_failed_save_leaves_the_old_file(saved: tuple[Path, Deployment], monke
     ("now", "words"),
     [
         (replace(VALID, graph="0123"), ["model changed", "abcdef012345 -> 0123"]),
-        (replace(VALID, shapes={"x": "(4, 64) float32"}), ["input x", "(8, 64) float32 -> (4, 64) float32"]),
+        (replace(VALID, shapes={"input x": "(4, 64) float32"}), ["input x", "(8, 64) float32 -> (4, 64) float32"]),
         (replace(VALID, shapes={}), ["input x", "-> not set"]),
         (replace(VALID, num_ranks=4, hosts=(4,), memory_bytes=(1.0,) * 4), ["number of ranks changed (3 -> 4)"]),
         (replace(VALID, hosts=(3,)), ["2 + 1 -> 3"]),
