@@ -52,7 +52,7 @@ class Mail:
         self._layouts: dict[Kind, Layouts] = {}
         self._local: dict[Route, deque[TensorList]] = {}
         self._posted: dict[Route, deque[tuple[Layouts, list[Tensor], Pending]]] = {}
-        self._unknown: set[Route] = set()
+        self._expected: dict[Route, deque[Kind]] = {}
 
     def send(self, tensors: Sequence[Tensor | None], kind: Kind) -> None:
         """Starts to send tensors; they must not change afterwards. Never blocks."""
@@ -77,15 +77,13 @@ class Mail:
             self._world.send(packed, route.destination, route.tag)
 
     def expect(self, kind: Kind) -> None:
-        """Posts the receive of the next message on a route if its layouts are known; never blocks."""
-        route = kind.route
-        if route.source == self._world.rank or route in self._unknown:
-            return
-        layouts = self._layouts.get(kind)
-        if layouts is None:
-            self._unknown.add(route)
-        else:
-            self._post(route, layouts)
+        """Posts the receive of the next message on a route once its layouts are known; never blocks.
+
+        Messages are taken in the order in which they are expected.
+        """
+        if kind.route.source != self._world.rank:
+            self._expected.setdefault(kind.route, deque()).append(kind)
+            self._post_known(kind.route)
 
     def take(self, kind: Kind) -> TensorList:
         """Returns the next message on a route; blocks until it is here."""
@@ -93,14 +91,21 @@ class Mail:
         if route.source == self._world.rank:
             return self._local[route].popleft()
         if not self._posted.get(route):
+            if not self._expected.get(route):
+                self.expect(kind)
             if kind not in self._layouts:
                 self._layouts[kind] = self._world.receive_object(route.source, route.tag)
-            self._unknown.discard(route)
-            self._post(route, self._layouts[kind])
+            self._post_known(route)
         layouts, buffers, pending = self._posted[route].popleft()
         pending.wait()
         filled = iter(buffers)
         return [None if layout is None else layout.unpack(next(filled)) for layout in layouts]
+
+    def _post_known(self, route: Route) -> None:
+        """Posts the receives of a route up to the first message whose layouts are not known."""
+        expected = self._expected[route]
+        while expected and expected[0] in self._layouts:
+            self._post(route, self._layouts[expected.popleft()])
 
     def _post(self, route: Route, layouts: Layouts) -> None:
         buffers = [layout.buffer(self._device) for layout in layouts if layout is not None]
