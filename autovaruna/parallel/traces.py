@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from autovaruna.errors import InputError, RankError
+from autovaruna.graph.statistics import refuse_single_values
 from autovaruna.graph.traced import TracedModel, trace
 from autovaruna.parallel.calls import SharedCall, differences
 from autovaruna.runtime.batch import GlobalBatch
@@ -39,7 +40,7 @@ class Traces:
         """Returns the graph of a call. Collective if it is not known yet.
 
         Raises:
-            InputError: the graph serves one micro-batch size alone, and micro-batches differ.
+            InputError: the graph serves one micro-batch size alone, and micro-batches differ; or one is too small.
         """
         sizes = {part.size for part in batch.micro_batches.values()}
         if not self._settings.dynamic_batch and len(sizes) > 1:
@@ -47,7 +48,9 @@ class Traces:
                 f"dynamic_batch=False needs micro-batches of one size: got {sorted(sizes)} samples. Pass batches that "
                 "num_micro_batches divides, or leave out the last batch of an epoch."
             )
-        return self._find(shared, max(sizes))
+        traced = self._find(shared, max(sizes))
+        refuse_single_values(traced, sizes)
+        return traced
 
     def _expected_parts(self, shared: SharedCall) -> int:
         """Returns the micro-batches that a mini-batch will have if the planner keeps to the settings."""
