@@ -8,7 +8,7 @@ from pathlib import Path
 
 from autovaruna.errors import DeploymentError, ScheduleError
 from autovaruna.graph.records import Graph
-from autovaruna.planner.deployment import load, plan_from
+from autovaruna.planner.deployment import Deployment, load, plan_from
 from autovaruna.planner.fingerprint import Fingerprint, differences
 from autovaruna.planner.pipeline import pipeline_of, schedule_of
 from autovaruna.planner.records import Plan
@@ -40,8 +40,7 @@ def read_plan(settings: Settings, fingerprint: Fingerprint, graph: Graph) -> Pla
         deployment = load(path)
         changed = differences(deployment.fingerprint, fingerprint)
         if not changed:
-            plan = plan_from(deployment, graph)
-            _prove(plan, graph, settings, fingerprint, path)
+            plan = _runnable(deployment, graph, settings, fingerprint, path)
             logger.info("using the saved deployment %s", path)
             return plan
     except DeploymentError as error:
@@ -60,8 +59,9 @@ def read_plan(settings: Settings, fingerprint: Fingerprint, graph: Graph) -> Pla
     return None
 
 
-def _prove(plan: Plan, graph: Graph, settings: Settings, fingerprint: Fingerprint, path: Path) -> None:
-    """Makes sure that a plan which may have been edited by hand can run."""
+def _runnable(deployment: Deployment, graph: Graph, settings: Settings, fingerprint: Fingerprint, path: Path) -> Plan:
+    """Returns the plan of a deployment, which may have been edited by hand, if it can run."""
+    plan = deployment.plan
     most = int(fingerprint.shapes[GLOBAL_BATCH])
     least = 1 if settings.inputs == "replicated" else min(plan.num_ranks, most)
     if not least <= plan.num_micro_batches <= most:
@@ -70,6 +70,8 @@ def _prove(plan: Plan, graph: Graph, settings: Settings, fingerprint: Fingerprin
             f"{most} for {most} samples on {plan.num_ranks} ranks"
         )
     try:
+        plan = plan_from(deployment, graph)
         check(schedule_of(plan, graph), pipeline_of(plan, graph))
-    except ScheduleError as error:
+        return plan
+    except (DeploymentError, ScheduleError) as error:
         raise DeploymentError(f"the deployment {path} cannot run: {error}") from error

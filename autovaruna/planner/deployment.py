@@ -101,7 +101,7 @@ def plan_from(deployment: Deployment, graph: Graph) -> Plan:
     try:
         starts = (0, *resolve_cuts(graph, deployment.cuts))
     except PlanError as error:
-        raise DeploymentError(f"the deployment does not fit the model: {error}") from error
+        raise DeploymentError(f"it does not fit the model: {error}") from error
     blocks = stage_blocks(starts, len(graph.blocks))
     stages = (replace(stage, blocks=own) for stage, own in zip(plan.stages, blocks, strict=True))
     return replace(plan, stages=tuple(stages))
