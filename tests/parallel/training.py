@@ -90,7 +90,7 @@ def planned(setup: Setup, token: object = None) -> Iterator[None]:
         given = setup if self._traced.loss is not None else replace(setup, schedule="gpipe")
         plan = given.plan(self._traced.graph)
         if plan is None:
-            raise TooFewBlocks(len(self._traced.graph.blocks))
+            raise TooFewBlocksError(len(self._traced.graph.blocks))
         return plan
 
     Preparation._new_plan = lay_down  # type: ignore[method-assign]
@@ -103,7 +103,7 @@ def planned(setup: Setup, token: object = None) -> Iterator[None]:
         traces.trace = trace  # type: ignore[attr-defined]
 
 
-class TooFewBlocks(Exception):
+class TooFewBlocksError(Exception):
     """A graph cannot be cut into as many stages as asked for."""
 
 
@@ -171,7 +171,10 @@ def train(
 
     records = on_ranks(setup, case.model(), run, make_optimizer, token=(case.name, case.has_dropout))
     if sizes and case.loss is not None and records[0].losses[0].item() != records[-1].losses[0].item():
-        losses = [weighted_mean(column, given) for column, given in zip(zip(*(r.losses for r in records)), sizes)]
+        losses = [
+            weighted_mean(column, given)
+            for column, given in zip(zip(*(r.losses for r in records), strict=True), sizes, strict=True)
+        ]
         records = [replace(record, losses=losses) for record in records]
     return merge(records)
 
@@ -232,7 +235,7 @@ def merge(records: Sequence[Record]) -> Record:
     merged = Record(first.losses, [{} for _ in first.gradients], first.weights, first.buffers)
     for rank, record in enumerate(records):
         assert [loss.item() for loss in record.losses] == [loss.item() for loss in first.losses], "losses differ"
-        for name, value in first.weights.items() | first.buffers.items():
+        for name, value in {**first.weights, **first.buffers}.items():
             assert torch.equal({**record.weights, **record.buffers}[name], value), f"{name} differs on rank {rank}"
         for step, gradients in enumerate(record.gradients):
             for name, gradient in gradients.items():
