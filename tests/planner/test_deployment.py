@@ -20,7 +20,13 @@ from autovaruna.planner.search import make_plan
 from tests.planner.cases import make_problem
 
 VALID = Fingerprint(
-    "abcdef0123456789", {"input x": "(8, 64) float32"}, 3, (2, 1), "cpu", (2e9, 2e9, 1e9), {"num_stages": 0, "cuts": ("a",)}
+    "abcdef0123456789",
+    {"input x": "(8, 64) float32"},
+    3,
+    (2, 1),
+    "cpu",
+    (2e9, 2e9, 1e9),
+    {"num_stages": 0, "cuts": ("a",)},
 )
 
 
