@@ -1,0 +1,261 @@
+"""What `test_failures.py` runs on ranks: scripts that end badly, each a function (``python -m ... story folder``)."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autovaruna import AutoVaruna, get_rank
+from autovaruna.graph.traced import trace
+from autovaruna.parallel import traces
+
+TEXT = "the story's error"
+FAILING: set[str] = set()
+"""The directions in which a trap fails on this rank."""
+FOLDER = Path(sys.argv[2]) if __name__ == "__main__" else Path()
+QUIET: dict[str, Any] = {"save_deployment": False, "progress": False}
+
+
+def fault() -> None:
+    """Notes the time of the fault; the first rank counts."""
+    path = FOLDER / "fault"
+    if not path.exists():
+        path.write_text(repr(time.time()))
+
+
+def fail(*_: object) -> None:
+    """Is the fault that a story is about."""
+    fault()
+    raise ValueError(TEXT)
+
+
+@torch.library.custom_op("failures::trap", mutates_args=())
+def trap(x: Tensor) -> Tensor:
+    if "forward" in FAILING:
+        fail()
+    return x.clone()
+
+
+@trap.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+def _trap_backward(_: Any, gradient: Tensor) -> Tensor:
+    if "backward" in FAILING:
+        fail()
+    return gradient
+
+
+trap.register_autograd(_trap_backward)
+
+
+class Net(nn.Module):
+    """Three layers, then a trap; the loss is in the model."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, width)
+        self.middle = nn.Linear(width, width)
+        self.last = nn.Linear(width, 2)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        out = self.output(x)
+        return nn.functional.mse_loss(out, y)
+
+    def output(self, x: Tensor) -> Tensor:
+        """Returns the output that the loss is made of."""
+        hidden = torch.relu(self.middle(self.first(x)))
+        out: Tensor = trap(self.last(hidden))
+        return out
+
+
+class OutputNet(Net):
+    """Returns its output, without a loss."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.output(x)
+
+
+class Words(nn.Module):
+    """Looks words up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(10, 4)
+        self.last = nn.Linear(4, 1)
+
+    def forward(self, words: Tensor) -> Tensor:
+        return self.last(self.embedding(words)).mean()
+
+
+def batch(size: int = 4) -> tuple[Tensor, Tensor]:
+    """Returns a mini-batch."""
+    return torch.randn(size, 4), torch.randn(size, 2)
+
+
+def wrap(model: nn.Module | None = None, **settings: Any) -> tuple[AutoVaruna, torch.optim.Optimizer]:
+    """Returns a wrapped model of two stages, and its optimizer."""
+    torch.manual_seed(0)
+    model = Net() if model is None else model
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return AutoVaruna(model, optimizer, **{**QUIET, "cuts": ["last"], "stage_ranks": [[0], [1]], **settings}), optimizer
+
+
+def train(
+    model: AutoVaruna, optimizer: torch.optim.Optimizer, between: Callable[[int], object], steps: int = 3
+) -> None:
+    """Trains, and calls `between(step)` before each step."""
+    for step in range(steps):
+        between(step)
+        loss = model(*batch())
+        (loss if loss.dim() == 0 else loss.square().mean()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def on_rank_1(act: Callable[[], object], step: int = 1) -> Callable[[int], object]:
+    """Returns what does `act` on rank 1 before a step."""
+    return lambda now: act() if get_rank() == 1 and now == step else None
+
+
+def set_trap(direction: str) -> Callable[[], None]:
+    return lambda: FAILING.add(direction)
+
+
+def nothing_fails() -> None:
+    train(*wrap(load_deployment="auto", save_deployment=True), lambda step: None)
+
+
+def forward_fails() -> None:
+    train(*wrap(), on_rank_1(set_trap("forward")))
+
+
+def backward_fails() -> None:
+    train(*wrap(), on_rank_1(set_trap("backward")))
+
+
+def backward_from_outputs_fails() -> None:
+    train(*wrap(OutputNet()), on_rank_1(set_trap("backward")))
+
+
+def word_is_unknown() -> None:
+    """Rank 1's words are looked up at stage 0, which may be another rank's."""
+    model, _ = wrap(Words(), cuts=["last"])
+    model(torch.tensor([[1], [2], [3], [4]])).backward()
+    fault()
+    model(torch.tensor([[1], [2], [3], [40 if get_rank() == 1 else 4]])).backward()
+
+
+def hook_fails() -> None:
+    model, optimizer = wrap()
+    for parameter in model.module.parameters():
+        parameter.register_hook(lambda gradient: fail() if get_rank() == 1 else gradient)
+    train(model, optimizer, lambda step: None)
+
+
+def script_fails() -> None:
+    train(*wrap(), on_rank_1(fail))
+
+
+def script_exits() -> None:
+    train(*wrap(), on_rank_1(lambda: (fault(), sys.exit(3))))
+
+
+def script_raises_system_exit() -> None:
+    def leave() -> None:
+        fault()
+        raise SystemExit(3)
+
+    train(*wrap(), on_rank_1(leave))
+
+
+def script_is_interrupted() -> None:
+    train(*wrap(), on_rank_1(lambda: (fault(), os.kill(os.getpid(), signal.SIGINT))))
+
+
+def process_vanishes() -> None:
+    train(*wrap(), on_rank_1(lambda: (fault(), os._exit(3))))
+
+
+def process_vanishes_well() -> None:
+    train(*wrap(), on_rank_1(lambda: (fault(), os._exit(0))))
+
+
+def process_is_killed() -> None:
+    train(*wrap(), on_rank_1(lambda: (fault(), os.kill(os.getpid(), signal.SIGKILL))))
+
+
+def process_dies_while_others_compute() -> None:
+    def act() -> None:
+        fault()
+        os.kill(os.getpid(), signal.SIGKILL) if get_rank() == 1 else time.sleep(60)
+
+    train(*wrap(), lambda step: act() if step == 1 else None)
+
+
+def script_calls_less_often() -> None:
+    train(*wrap(), lambda step: None, steps=3 if get_rank() == 0 else 2)
+    fault()
+
+
+def script_never_calls() -> None:
+    """Rank 1 has no batches at all, and is through before rank 0 calls for the first time."""
+    model, optimizer = wrap()
+    if os.environ["OMPI_COMM_WORLD_RANK"] == "1":
+        fault()
+        return
+    time.sleep(1)
+    train(model, optimizer, lambda step: None)
+
+
+def script_fails_before_it_calls() -> None:
+    if os.environ["OMPI_COMM_WORLD_RANK"] == "1":
+        fail()
+    train(*wrap(), lambda step: None)
+
+
+def setting_is_unknown_to_one() -> None:
+    fault()
+    wrap(num_stage=2) if os.environ["OMPI_COMM_WORLD_RANK"] == "1" else train(*wrap(), lambda step: None)
+
+
+def settings_are_broken() -> None:
+    fault()
+    wrap()
+
+
+def tracing_fails_at_once() -> None:
+    """Rank 1 fails while rank 0 traces a model that takes long."""
+
+    def slow(*args: Any, **kwargs: Any) -> Any:
+        if get_rank() == 1:
+            fail()
+        time.sleep(60)
+        return trace(*args, **kwargs)
+
+    traces.trace = slow  # type: ignore[assignment]
+    train(*wrap(), lambda step: None)
+
+
+def error_is_swallowed() -> None:
+    """A script that catches everything does not go on after a step has failed in the middle."""
+    model, optimizer = wrap()
+    for step in range(4):
+        with suppress(Exception):
+            on_rank_1(set_trap("forward"))(step)
+            train(model, optimizer, lambda _: None, steps=1)
+
+
+if __name__ == "__main__":
+    (FOLDER / f"process-{os.getpid()}").touch()
+    globals()[sys.argv[1]]()

@@ -1,0 +1,209 @@
+"""What `test_failures.py` runs on ranks: errors that every rank sees, so that a script can catch them and go on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autovaruna import AutoVaruna, get_rank
+from tests.mpi.failures import FAILING, TEXT, Net, batch, fail, wrap
+
+Refusal = tuple[str, str]
+"""The kind of an error, and its message."""
+
+
+class Scaled(Net):
+    """Has a keyword that is no tensor."""
+
+    def forward(self, x: Tensor, y: Tensor, scale: float = 1.0) -> Tensor:
+        return super().forward(x, y) * scale
+
+
+class Branch(Net):
+    """Branches on data."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        if x.sum() > 0:  # the branch
+            x = -x
+        return super().forward(x, y)
+
+
+class Item(Net):
+    """Makes a Python number of data."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        number = x.sum().item()  # the number
+        return super().forward(x, y) * max(number, 1.0)
+
+
+class Mixing(Net):
+    """Compares the samples of a batch with each other."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        out = self.output(x)
+        return nn.functional.cross_entropy(out @ y.t(), torch.arange(len(x)))  # the mixing
+
+
+class FixedBatch(Net):
+    """Knows its batch size."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return super().forward(x.view(4, 2, 2).flatten(1), y)  # the size
+
+
+class Lazy(Net):
+    """Has a parameter without a shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.LazyLinear(8)
+
+
+class BadTrace(Net):
+    """Raises on rank 1, while it is traced."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        if get_rank() == 1:
+            fail()
+        return super().forward(x, y)
+
+
+def call(model: nn.Module | None = None, weigh: Any = None, **settings: Any) -> None:
+    """Wraps a model and calls it once."""
+    wrap(model, micro_batch_weight=weigh, **settings)[0](*batch())
+
+
+def on_rank_1(value: Any, other: Any) -> Any:
+    return value if get_rank() == 1 else other
+
+
+def raises_on_rank_1(_: object) -> float:
+    if get_rank() == 1:
+        raise ValueError(TEXT)
+    return 1.0
+
+
+def trapped(ranks: tuple[int, ...]) -> None:
+    """Calls a model with an operation that fails where it is measured."""
+    if get_rank() in ranks:
+        FAILING.add("forward")
+    try:
+        call()
+    finally:
+        FAILING.clear()
+
+
+def with_optimizer(make: Callable[[nn.Module], Any]) -> None:
+    model = Net()
+    AutoVaruna(model, make(model), load_deployment=False, save_deployment=False)(*batch())
+
+
+BEFORE: dict[str, Callable[[], object]] = {
+    "models_differ": lambda: call(Net(on_rank_1(16, 8))),
+    "settings_differ": lambda: call(num_micro_batches=on_rank_1(8, 4)),
+    "unknown_keyword": lambda: call(num_stage=2),
+    "branch": lambda: call(Branch()),
+    "item": lambda: call(Item()),
+    "mixing": lambda: call(Mixing()),
+    "fixed_batch": lambda: call(FixedBatch()),
+    "lazy": lambda: call(Lazy()),
+    "trace_fails": lambda: call(BadTrace()),
+    "measuring_fails": lambda: trapped((1,)),
+    "measuring_fails_everywhere": lambda: trapped((0, 1)),
+    "cut_is_unknown": lambda: call(cuts=["lost"]),
+    "too_many_stages": lambda: call(cuts=[], stage_ranks=[], num_stages=40),
+    "does_not_fit": lambda: call(Net(4096), memory_limit_bytes="1MiB", cuts=[], stage_ranks=[]),
+    "too_few_micro_batches": lambda: call(num_micro_batches=1),
+    "weight_fails": lambda: call(weigh=raises_on_rank_1),
+    "weight_is_negative": lambda: call(weigh=lambda batch: -1.0),
+    "weights_are_zero": lambda: call(weigh=lambda batch: 0.0),
+    "optimizer_of_wrong_type": lambda: with_optimizer(lambda model: list(model.parameters())),
+    "optimizer_of_another_model": lambda: with_optimizer(lambda model: torch.optim.SGD(Net().parameters(), lr=0.1)),
+    "optimizer_of_more": lambda: with_optimizer(
+        lambda model: torch.optim.SGD([*model.parameters(), nn.Parameter(torch.zeros(1))], lr=0.1)
+    ),
+    "replicated_sizes_differ": lambda: wrap(inputs="replicated")[0](*batch(on_rank_1(6, 4))),
+}
+"""Calls of models that have no plan yet."""
+
+
+def differing(change: Callable[[Tensor], Tensor]) -> Callable[[AutoVaruna], object]:
+    """Returns a call to which rank 1 passes something else."""
+    return lambda model: model(on_rank_1(change, lambda x: x)(batch()[0]), batch()[1])
+
+
+def modes_differ(model: AutoVaruna) -> None:
+    model.train(on_rank_1(False, True))
+    try:
+        model(*batch())
+    finally:
+        model.train()
+
+
+def gradients_differ(model: AutoVaruna) -> None:
+    with torch.set_grad_enabled(on_rank_1(False, True)):
+        model(*batch())
+
+
+def backward_twice(model: AutoVaruna) -> None:
+    loss = model(*batch())
+    loss.backward()
+    loss.backward()
+
+
+def calls_differ(model: AutoVaruna) -> None:
+    model.state_dict() if get_rank() == 1 else model(*batch())
+
+
+def clips_on_one(model: AutoVaruna) -> None:
+    model.clip_grad_norm_(1.0) if get_rank() == 1 else model(*batch())
+
+
+DURING: dict[str, Callable[[AutoVaruna], object]] = {
+    "shapes_differ": differing(lambda x: x[:, :3]),
+    "dtypes_differ": differing(lambda x: x.double()),
+    "constants_differ": lambda model: model(*batch(), scale=on_rank_1(2.0, 1.0)),
+    "names_differ": lambda model: model(*batch(), **on_rank_1({"scale": 1.0}, {})),
+    "modes_differ": modes_differ,
+    "grad_modes_differ": gradients_differ,
+    "no_batch": lambda model: model(),
+    "no_batch_on_one": lambda model: model(*on_rank_1((), batch())),
+    "batches_differ": lambda model: model(batch(3)[0], batch(4)[1]),
+    "only_numbers": lambda model: model(1.0, torch.tensor(2.0)),
+    "all_empty": lambda model: model(*batch(0)),
+    "shape_does_not_fit": lambda model: model(batch()[0][:, :3], batch()[1]),
+    "backward_twice": backward_twice,
+    "calls_differ": calls_differ,
+    "clips_on_one": clips_on_one,
+    "moved": lambda model: model.to(torch.float64),
+}
+"""What is done to a model that is training."""
+
+
+def refusal(act: Callable[[], object]) -> Refusal:
+    try:
+        act()
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+def refusals() -> dict[str, Refusal]:
+    """Returns what each story raised on this rank, and that training goes on after them."""
+    found = {name: refusal(act) for name, act in BEFORE.items()}
+    model, optimizer = wrap(Scaled())
+    for name, act in {"": one_step, **DURING}.items():
+        found[name] = refusal(partial(act, model))
+        found[f"after {name}"] = refusal(partial(one_step, model))
+        optimizer.step()
+    return found
+
+
+def one_step(model: AutoVaruna) -> None:
+    loss = model(*batch())
+    loss.backward()
+    assert torch.isfinite(loss)

@@ -1,0 +1,232 @@
+"""Holds the contract of failures: one clear message, every rank gone within 5 s, and the saved deployment unharmed."""
+
+from __future__ import annotations
+
+import copy
+import re
+import time
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from threading import Event, Thread
+
+import pytest
+import torch
+
+from autovaruna import ConfigError
+from tests.mpi import failures
+from tests.mpi.launch import mpirun, run_on_ranks
+from tests.mpi.refusals import BEFORE, DURING, Refusal
+
+pytestmark = pytest.mark.timeout(240)
+
+RANK_SECONDS = 5.0
+MPIRUN_SECONDS = 15.0
+MODEL = r"failures\.py:\d+ \(out = self\.output\(x\)\)"
+ENDINGS: dict[str, str] = {
+    "forward_fails": rf"rank 1, stage 1, micro-batch 0 \(samples 0 to 3 of rank 0\), at .*{MODEL}:\n"
+    r"Traceback(?s:.*)ValueError: the story's error",
+    "backward_from_outputs_fails": r"rank 1, stage 1, micro-batch 0 (?s:.*)in _trap_backward(?s:.*)the story's error",
+    "word_is_unknown": r"micro-batch 1 \(samples 0 to 3 of rank 1\), at .*self\.embedding\(words\)(?s:.*)Index",
+    "hook_fails": r"rank 1 failed:(?s:.*)in hook_fails(?s:.*)ValueError: the story's error",
+    "script_fails": r"rank 1 failed:(?s:.*)in script_fails(?s:.*)ValueError: the story's error",
+    "script_exits": "",
+    "script_raises_system_exit": r"rank 1 ended its script while rank 0 waits in .*Every rank must make the same calls",
+    "script_is_interrupted": r"rank 1 failed:(?s:.*)KeyboardInterrupt",
+    "process_vanishes": "",
+    "process_vanishes_well": "",
+    "process_dies_while_others_compute": "",
+    "script_calls_less_often": r"rank 1 ended its script while rank 0 waits .*the same number of times",
+    "script_never_calls": r"rank 1 ended its script while rank 0 waits .*the same number of times",
+    "setting_is_unknown_to_one": r"keyword num_stage: there is no such setting; did you mean num_stages\?",
+    "tracing_fails_at_once": r"rank 1 failed while tracing:\nTraceback(?s:.*)ValueError: the story's error",
+    "error_is_swallowed": r"rank 1, stage 1, micro-batch 0 (?s:.*)the story's error",
+}
+"""What the one message says of each story that ends the job; empty: nothing is left that could say something."""
+
+
+@pytest.fixture(scope="module")
+def deployment(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Returns the file of the deployment that a good run has saved."""
+    folder = tmp_path_factory.mktemp("saved")
+    file = folder / "deployment.json"
+    mpirun(2, "tests.mpi.failures", "nothing_fails", folder, timeout=60, env={"AUTOVARUNA_DEPLOYMENT_FILE": str(file)})
+    return file
+
+
+class Watch:
+    """Notes when the processes of a story were last seen; each has left its number in the folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.last_seen = 0.0
+        self._stop = Event()
+        self._thread = Thread(target=self._look, daemon=True)
+
+    def __enter__(self) -> Watch:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def is_any_alive(self) -> bool:
+        return any(map(is_running, self._processes()))
+
+    def _processes(self) -> Iterator[int]:
+        yield from (int(path.name.split("-")[1]) for path in self.folder.glob("process-*"))
+
+    def _look(self) -> None:
+        while not self._stop.wait(0.05):
+            if self.is_any_alive():
+                self.last_seen = time.time()
+
+
+def is_running(process: int) -> bool:
+    """Whether a process is there and has not ended; one that ended stays for a moment, as a zombie."""
+    try:
+        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state not in "ZX"
+
+
+@pytest.mark.parametrize("story", ENDINGS)
+def test_a_failure_ends_every_rank(story: str, tmp_path: Path, deployment: Path) -> None:
+    before = deployment.read_bytes()
+    with Watch(tmp_path) as watch:
+        env = {"AUTOVARUNA_DEPLOYMENT_FILE": str(deployment)}
+        done = mpirun(2, "tests.mpi.failures", story, tmp_path, timeout=60, env=env, check=False)
+        ended = time.time()
+    fault = float((tmp_path / "fault").read_text())
+    assert done.returncode != 0
+    assert re.search(ENDINGS[story], done.stderr), done.stderr
+    assert done.stderr.count("Traceback (most recent call last)") == bool(ENDINGS[story]), done.stderr
+    assert ended - fault < MPIRUN_SECONDS
+    assert watch.last_seen - fault < RANK_SECONDS
+    assert not watch.is_any_alive()
+    assert deployment.read_bytes() == before
+
+
+CONF = {
+    "unknown key": ("num_stage = 2", r"conf\.toml: num_stage: there is no such setting; did you mean num_stages\?"),
+    "wrong type": ('num_stages = "two"', r"conf\.toml: num_stages is 'two'; expected a whole number"),
+    "broken": ("num_stages = [", r"conf\.toml"),
+}
+
+
+@pytest.mark.parametrize("what", CONF)
+def test_a_conf_file_that_cannot_be_used_names_itself(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text, words = CONF[what]
+    (tmp_path / "conf.toml").write_text(text)
+    with pytest.raises(ConfigError, match=words) as raised:
+        failures.wrap()
+    assert str(tmp_path) in str(raised.value)
+
+
+def test_a_conf_file_that_cannot_be_used_ends_all_ranks(tmp_path: Path) -> None:
+    (tmp_path / "conf.toml").write_text("num_stage = 2")
+    done = mpirun(2, "tests.mpi.failures", "settings_are_broken", tmp_path, timeout=60, check=False)
+    assert done.returncode != 0
+    assert "did you mean num_stages?" in done.stderr
+
+
+REFUSALS: dict[str, tuple[str, str]] = {
+    "models_differ": ("RankError", r"parameter first\.weight is \(8, 4\).* on rank 0, \(16, 4\).* on rank 1"),
+    "settings_differ": ("RankError", "num_micro_batches is 4 on rank 0, 8 on rank 1"),
+    "unknown_keyword": ("ConfigError", "did you mean num_stages"),
+    "branch": ("TraceError", r"refusals\.py:\d+ \(if x\.sum\(\) > 0.*needs the number in a tensor.*torch\.where"),
+    "item": ("TraceError", r"refusals\.py:\d+ .*needs the number in a tensor"),
+    "mixing": ("TraceError", r"mixes the samples .* at .*refusals\.py:\d+ \(.*# the mixing\).*dynamic_batch=False"),
+    "fixed_batch": ("TraceError", r"fixes its batch size .* at .*refusals\.py:\d+ \(.*# the size\)"),
+    "lazy": ("TraceError", r"first\.weight has no shape yet.*run one batch"),
+    "trace_fails": ("TraceError", r"BadTrace raises ValueError on these inputs at .*the story's error"),
+    "measuring_fails": ("MeasureError", rf"block /trap .* at .*{MODEL}: got ValueError: the story's error"),
+    "measuring_fails_everywhere": ("MeasureError", rf"block /trap .* at .*{MODEL}: got ValueError: the story's error"),
+    "cut_is_unknown": ("PlanError", "cut 'lost' names no block .* nearest are last"),
+    "too_many_stages": ("PlanError", r"num_stages is 40, but the model has only \d+ blocks"),
+    "does_not_fit": (
+        "PlanError",
+        r"needs \d+ MiB for stage \d.*missing\. The largest block is middle.*To make it fit: give each rank \d+ MiB",
+    ),
+    "too_few_micro_batches": ("PlanError", "num_micro_batches is 1, but each of 2 ranks .* set it to 2 or more"),
+    "weight_fails": ("ValueError|RankError", "the story's error"),
+    "weight_is_negative": ("InputError", "micro_batch_weight returned -1.0"),
+    "weights_are_zero": ("InputError", "sum above zero"),
+    "optimizer_of_wrong_type": ("InputError", r"got list, expected a torch\.optim\.Optimizer"),
+    "optimizer_of_another_model": ("InputError", "6 of the optimizer's 6 parameters are not the model's"),
+    "optimizer_of_more": ("InputError", "1 of the optimizer's 7 parameters are not the model's"),
+    "replicated_sizes_differ": ("RankError", r"batches of \[4, 6\] samples.*inputs='per_rank'"),
+    "shapes_differ": ("RankError", r"input x is \(batch, 4\) float32 on rank 0, \(batch, 3\) float32 on rank 1"),
+    "dtypes_differ": ("RankError", r"input x is \(batch, 4\) float32 on rank 0, \(batch, 4\) float64 on rank 1"),
+    "constants_differ": ("RankError", r"constant scale is 1\.0 on rank 0, 2\.0 on rank 1"),
+    "names_differ": ("RankError", r"constant scale is missing on rank 0, 1\.0 on rank 1"),
+    "modes_differ": ("RankError", r"the model's mode is train\(\) on rank 0, eval\(\) on rank 1"),
+    "grad_modes_differ": ("RankError", "grad mode is True on rank 0, False on rank 1"),
+    "no_batch": ("InputError", "No argument of the model is a batch"),
+    "no_batch_on_one": ("InputError", "No argument of the model is a batch"),
+    "batches_differ": ("TraceError", r"raises RuntimeError on these inputs .* Got x \(3, 4\).*, y \(4, 2\)"),
+    "only_numbers": ("InputError", r"No argument of the model is a batch: got tensors \{'y': \(\)\}"),
+    "all_empty": ("InputError", "Every rank passed an empty batch"),
+    "shape_does_not_fit": ("TraceError", r"raises RuntimeError on these inputs at .*failures\.py:\d+ \(hidden = "),
+    "backward_twice": ("OrderError", "Backward through the same step a second time"),
+    "calls_differ": ("RankError", r"rank 0 is in \"reading the model's inputs\", rank 1 is in 'state_dict'"),
+    "clips_on_one": ("RankError", r"rank 1 is in 'clip_grad_norm_'"),
+    "moved": ("InputError", "before the first call"),
+}
+"""The kind of error that both ranks raise in each story, and what its message says."""
+
+
+@cache
+def refusals() -> list[dict[str, Refusal]]:
+    return run_on_ranks(2, "tests.mpi.refusals:refusals", timeout=150)
+
+
+@pytest.mark.parametrize("story", [*BEFORE, *DURING])
+def test_every_rank_gets_the_error(story: str) -> None:
+    kind, words = REFUSALS[story]
+    for refused in refusals():
+        assert re.fullmatch(kind, refused[story][0]), refused[story]
+        assert re.search(words, refused[story][1].replace("\n", " ")), refused[story][1]
+
+
+@pytest.mark.parametrize("story", DURING)
+def test_training_goes_on_after_the_error(story: str) -> None:
+    assert [refused[f"after {story}"] for refused in refusals()] == [("", "")] * 2
+
+
+@pytest.mark.parametrize("make", [failures.Net, failures.OutputNet])
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_a_failed_step_leaves_nothing_on_one_process(
+    make: type[failures.Net], direction: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once, the gradients of the micro-batches before the error were added to those of the next step."""
+    net, data = make(), failures.batch(8)
+    plain = copy.deepcopy(net)
+    model, _ = failures.wrap(net, stage_ranks=[[0], [0]], num_micro_batches=4)
+    backward(model, data)
+    left = [1, 1]
+
+    def third_fails() -> None:
+        if not left:
+            raise ValueError(failures.TEXT)
+        left.pop()
+
+    monkeypatch.setattr(failures, "fail", third_fails)
+    failures.FAILING.add(direction)
+    with pytest.raises(ValueError, match=failures.TEXT):
+        backward(model, data)
+    failures.FAILING.clear()
+    net.zero_grad()
+    backward(model, data)
+    backward(plain, data)
+    for parameter, expected in zip(net.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, expected.grad)
+
+
+def backward(model: torch.nn.Module, data: tuple[torch.Tensor, torch.Tensor]) -> None:
+    out = model(*data)
+    (out if out.dim() == 0 else out.square().mean()).backward()
