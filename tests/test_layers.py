@@ -56,6 +56,10 @@ def own_imports(file: str) -> list[list[str]]:
     return [name[1:] for name in imports(file) if name[0] == "autovaruna" and len(name) > 1]
 
 
+def test_every_folder_is_a_package_that_is_installed():
+    assert {path.parent for path in PACKAGE.rglob("*.py")} == {path.parent for path in PACKAGE.rglob("__init__.py")}
+
+
 def test_every_file_is_in_a_room():
     assert {room_of(Path(file).with_suffix("").parts[0]) for file in ROOM_FILES} <= set(ROOMS)
 
