@@ -5,8 +5,8 @@ What needs torch is imported with its first use, so that plans can be made and s
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from importlib import import_module as _import_module
+from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 from autovaruna.errors import (
     AutoVarunaError,
@@ -22,7 +22,7 @@ from autovaruna.errors import (
     TraceError,
 )
 
-if TYPE_CHECKING:
+if _TYPE_CHECKING:
     from autovaruna.parallel.ranks import barrier, get_rank, get_world_size
     from autovaruna.parallel.wrapper import AutoVaruna
 
@@ -55,8 +55,8 @@ _HOMES = {
 }
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     """Imports a public name that needs torch."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+    return getattr(_import_module(_HOMES[name]), name)
