@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -24,7 +24,7 @@ from autovaruna.runtime.executor import Executor, Job
 from autovaruna.runtime.gradients import GradientBook, GradientSum
 from autovaruna.runtime.mail import Mail
 from autovaruna.runtime.outputs import OutputCollector
-from autovaruna.runtime.placement import OwnedState, Placement
+from autovaruna.runtime.placement import OwnedState, Placement, placement_of
 from autovaruna.runtime.world import World
 from autovaruna.schedule.instruction import Instruction, Kind, Schedule
 from autovaruna.settings import Settings
@@ -85,9 +85,13 @@ class Engine:
         self._seed = seed
         self._mail = Mail(world, device)
         self._prepared: dict[str, Prepared] = {}
+        self._latest: Prepared | None = None
         self._changed: set[str] = set()
+        self._stale: set[str] = set()
         self._trace = trace
         self.is_synchronising = True
+        self._num_backwards = 0
+        self._last_gradient = "none"
 
     def run(self, traced: TracedModel, shared: SharedCall, batch: GlobalBatch) -> Any:
         """Runs one call and returns what the model returns. Collective.
@@ -128,6 +132,7 @@ class Engine:
             guard=partial(self._guard, executor),
             is_synchronising=self.is_synchronising,
             delivers_all=self._settings.outputs == "all",
+            note_backward=self._note_backward,
         )
         with self._guard(executor):
             self._follow_first_replicas(prepared)
@@ -137,6 +142,19 @@ class Engine:
             if self._trace is not None:
                 self._trace.write_step()
         return traced.output_tree.unflatten(_stand_ins(traced, outputs), Undelivered)
+
+    @property
+    def doings(self) -> dict[str, str]:
+        """What the script has done between calls, in words: the same on every rank."""
+        return {
+            "the number of backwards": str(self._num_backwards),
+            "the gradient of the last loss": self._last_gradient,
+            "no_sync()": "off" if self.is_synchronising else "on",
+        }
+
+    def _note_backward(self, gradient: str) -> None:
+        self._num_backwards += 1
+        self._last_gradient = gradient
 
     def synchronise(self) -> dict[str, Tensor]:
         """Sums the gradients that were kept back and returns them by parameter. Collective."""
@@ -165,6 +183,7 @@ class Engine:
         key = traced.key
         if key not in self._prepared:
             assignment = carry_over(self._assignment, traced)
+            self._learn_holders(traced, assignment)
             parts = split(traced, assignment)
             mine = [part for part in parts.stages if self._world.rank in self.plan.stages[part.index].ranks]
             parameters, buffers = self._state.parameters(), self._state.buffers()
@@ -187,13 +206,30 @@ class Engine:
                 stage.bind()
         return prepared
 
+    def _learn_holders(self, traced: TracedModel, assignment: Assignment) -> None:
+        """Notes who holds the buffers that this graph changes and earlier ones (of eval mode, say) did not."""
+        stages = {name: assignment.holders[name] for name in traced.changed_buffers - self.placement.holders.keys()}
+        every = placement_of(assignment, self.plan).holders
+        ranks = {name: every[name] for name in stages}
+        self._assignment = replace(self._assignment, holders=self._assignment.holders | stages)
+        self.placement = replace(
+            self.placement, holders=self.placement.holders | {name: ranks[name] for name in stages}
+        )
+
     def _follow_first_replicas(self, prepared: Prepared) -> None:
-        """Overwrites buffers that the last step changed by those of each stage's first replica."""
-        for name in sorted(self._changed):
+        """Overwrites buffers that steps have changed by those of the first rank that holds them.
+
+        Before another step of the same graph its replicas follow; another graph may read them anywhere, so all do.
+        """
+        is_same = prepared is self._latest
+        for name in sorted(self._changed if is_same else self._stale):
             ranks = self.placement.ranks_of(name)
-            if len(ranks) > 1 and self._world.rank in ranks:
-                self._world.broadcast(self._state.tensor(name), ranks[0], ranks)
+            followers = ranks if is_same else tuple(range(self._world.num_ranks))
+            if len(followers) > 1 and self._world.rank in followers:
+                self._world.broadcast(self._state.tensor(name), ranks[0], followers)
+        self._latest = prepared
         self._changed = set(prepared.split.traced.changed_buffers)
+        self._stale = self._changed | self._stale if is_same else self._changed
 
     @contextmanager
     def _guard(self, executor: Executor) -> Iterator[None]:
