@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from autovaruna.config import log_settings, resolve
-from autovaruna.errors import InputError
+from autovaruna.errors import InputError, RankError
 from autovaruna.graph.call import describe
 from autovaruna.log import configure
 from autovaruna.parallel.calls import SharedCall, compare_settings, share_call
@@ -102,22 +102,32 @@ class AutoVaruna(nn.Module):
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False), torch.no_grad():  # what a call prepares is for later steps, too
                 return self.forward(*args, **kwargs)
-        error: Exception | None = None
-        try:
-            tensors, call = describe(self.module, args, kwargs, self.settings.batch_inputs)
-        except Exception as caught:
-            error = caught
-        self.world.agree(error, "reading the model's inputs")
         if self._engine is None:
             compare_settings(self.settings, self.world)
         is_replicated = self.settings.inputs == "replicated"
-        shared = share_call(call, tensors, self._num_calls, is_replicated, self.world)
+        shared = self._share(args, kwargs, is_replicated)
         engine = self._engine or self._start(shared)
         batch = self._cut(shared, engine.plan, is_replicated)
         assert self._traces is not None
         traced = self._traces.of(shared, batch)
         self._num_calls += 1
         return engine.run(traced, shared, batch)
+
+    def _share(self, args: Sequence[Any], kwargs: Mapping[str, Any], is_replicated: bool) -> SharedCall:
+        """Tells all ranks of this rank's call. Collective."""
+        error: Exception | None = None
+        try:
+            tensors, call = describe(self.module, args, kwargs, self.settings.batch_inputs)
+        except Exception as caught:
+            error = caught
+        self.world.agree(error, "reading the model's inputs")
+        doings = self._engine.doings if self._engine is not None else {}
+        try:
+            return share_call(call, tensors, self._num_calls, is_replicated, self.world, doings)
+        except RankError:  # on every rank; parameters() gives a caller those of this rank alone to freeze
+            if self._engine is None or not self._state.follow_frozen(self._engine.placement, self.world):
+                raise
+        return self._share(args, kwargs, is_replicated)
 
     def _is_plain(self) -> bool:
         """Whether the model is called as it is: one process, and no setting that asks for more."""

@@ -98,6 +98,25 @@ class OwnedState:
         for name in self.places.keys() - held:
             self._let_go(name)
 
+    def follow_frozen(self, placement: Placement, world: World) -> bool:
+        """Lets parameters that this rank does not hold need a gradient if they do where they are held. Collective.
+
+        Returns:
+            Whether that changed any parameter on any rank.
+        """
+        parameters = self.parameters()
+        flags = {name: parameter.requires_grad for name, parameter in parameters.items()}
+        reports = world.gather_objects(flags, "comparing frozen parameters")
+        is_changed = False
+        for name, parameter in parameters.items():
+            ranks = placement.ranks_of(name)
+            needs_gradient = reports[ranks[0]][name]
+            followers = [rank for rank in range(world.num_ranks) if rank not in ranks]
+            is_changed |= any(reports[rank][name] != needs_gradient for rank in followers)
+            if world.rank in followers:
+                parameter.requires_grad_(needs_gradient)
+        return is_changed
+
     def replace(self, name: str, tensor: Tensor) -> None:
         """Puts another tensor in every place of a parameter or buffer."""
         old = self.tensor(name)
