@@ -7,7 +7,7 @@ from functools import cache
 import pytest
 
 from tests.catalogue import CASES, HUGGING_FACE, MORE, PLAIN, Case
-from tests.parallel.training import Setup, TooFewBlocks, pipeline, train
+from tests.parallel.training import Setup, TooFewBlocksError, pipeline, train
 from tests.reference import OPTIMIZERS, Record, bit_equal
 
 SIZE, STEPS = 7, 3
@@ -43,7 +43,7 @@ def hold(name: str, setup_name: str) -> None:
     setup, optimizer = SETUPS[setup_name]
     try:
         got = train_case(CASES[name], setup, optimizer)
-    except TooFewBlocks:
+    except TooFewBlocksError:
         assert len(setup.stage_ranks) > CASES[name].max_stages
         pytest.skip(f"{name} cannot be cut into {len(setup.stage_ranks)} stages")
     bit_equal(got, one_stage(name, optimizer))
