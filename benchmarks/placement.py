@@ -1,6 +1,6 @@
 """Partitions published placement workloads, checks the splits, and prints how good they are.
 
-    python benchmarks/placement.py FILE... [--devices k] [--output FILE]
+    python benchmarks/placement.py [FILE...] [--devices k] [--output FILE]
 
 A workload is the JSON of "Efficient Algorithms for Device Placement of DNN Graph Operators" (NeurIPS 2020). The check
 reads the workload anew and shares no code with the partition.
@@ -9,7 +9,9 @@ reads the workload anew and shares no code with the partition.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import random
 import sys
 import time
 from collections import defaultdict
@@ -32,8 +34,8 @@ def main(arguments: list[str] | None = None) -> int:
     splits: dict[str, Devices] = {}
     all_valid = True
     print(f"{'workload':<32} {'k':>3} {'objective':>12} {'lower bound':>12} {'gap %':>8} {'seconds':>8}  valid")
-    for path in options.files:
-        name, workload = Path(path).stem, json.loads(Path(path).read_text())
+    read = {Path(path).stem: json.loads(Path(path).read_text()) for path in options.files}
+    for name, workload in (read or {"made_up_branches": _branches(4, 12)}).items():
         num_devices = options.devices or int(workload["maxFPGAs"])
         begin = time.perf_counter()
         try:
@@ -130,9 +132,25 @@ def _line(name: str, num_devices: int, found: Partition, seconds: float, faults:
     )
 
 
+def _branches(num_branches: int, length: int) -> Workload:
+    """Makes up a training step of parallel branches, which has ``(length + 1) ** num_branches`` downsets and two."""
+    last = num_branches * length + 1
+    paths = [[0, *range(1 + i * length, 1 + (i + 1) * length), last] for i in range(num_branches)]
+    pairs = [pair for path in paths for pair in itertools.pairwise(path)]
+    draw = random.Random(0)
+    nodes = [
+        {"id": i + side, "fpgaLatency": draw.uniform(0.2, 3.0), "size": 1, "isBackwardNode": side, "colorClass": i}
+        for i in range(0, 2 * last + 2, 2)
+        for side in (0, 1)
+    ]
+    edges = [{"sourceId": 2 * a, "destId": 2 * b, "cost": 0.1} for a, b in pairs]
+    edges += [{"sourceId": 2 * b + 1, "destId": 2 * a + 1, "cost": 0.1} for a, b in pairs]
+    return {"maxFPGAs": 6, "maxSizePerFPGA": 1000, "nodes": nodes, "edges": edges}
+
+
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("files", nargs="+", metavar="FILE", help="workloads, as JSON")
+    parser.add_argument("files", nargs="*", metavar="FILE", help="workloads, as JSON (default: one made up)")
     parser.add_argument("--devices", type=int, metavar="k", help="number of devices (default: the workload's maxFPGAs)")
     parser.add_argument("--seconds", type=float, default=40.0, help="time for each workload (default: 40)")
     parser.add_argument("--output", metavar="FILE", help="write {workload: {node id: device}} as JSON")

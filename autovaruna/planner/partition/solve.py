@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import time
 
@@ -19,7 +18,6 @@ from autovaruna.planner.partition.problem import Partition, PartitionNode, Parti
 from autovaruna.planner.partition.refine import refine
 from autovaruna.planner.partition.resources import resources_of
 
-_log = logging.getLogger(__name__)
 _SMALL, _LARGE = 20_000, 200_000
 _NEGLIGIBLE = 1e-6
 
