@@ -63,20 +63,41 @@ def compare_settings(settings: Settings, world: World) -> None:
         raise RankError(f"The ranks have different settings: {found}. Expected the same ones on every rank.")
 
 
-def share_call(call: CallSpec, tensors: Sequence[Tensor], number: int, is_replicated: bool, world: World) -> SharedCall:
+def share_call(
+    call: CallSpec,
+    tensors: Sequence[Tensor],
+    number: int,
+    is_replicated: bool,
+    world: World,
+    doings: Mapping[str, str],
+) -> SharedCall:
     """Tells all ranks of this rank's call and hears of theirs. Collective.
+
+    Args:
+        call: This rank's call.
+        tensors: Its tensors.
+        number: How many calls there were before.
+        is_replicated: Whether all ranks pass the same batch.
+        world: The ranks.
+        doings: What this rank's script has done since the start, in words.
 
     Raises:
         RankError: the ranks' calls do not fit together; says how they differ.
     """
-    reports = world.gather_objects((call.key(), call.batch_size), f"call {number + 1} of the model")
-    if any(key != reports[0][0] for key, _ in reports):
+    reports = world.gather_objects((call.key(), call.batch_size, doings), f"call {number + 1} of the model")
+    strays = differences([doings for _, _, doings in reports])
+    if strays:
+        raise RankError(
+            f"The ranks did different things before call {number + 1} of the model: {strays}. Every rank must make the "
+            "same calls, and go backward from the same loss; their copies of the weights would differ."
+        )
+    if any(key != reports[0][0] for key, _, _ in reports):
         found = differences(world.gather_objects(_words(call), "comparing calls")) or "they nest otherwise"
         raise RankError(
             f"The ranks call the model with inputs that do not fit together: {found}. Expected "
             "the same names, dtypes, constants, modes and shapes on every rank, but for the size of the batch."
         )
-    sizes = tuple(size for _, size in reports)
+    sizes = tuple(size for _, size, _ in reports)
     if is_replicated and len(set(sizes)) > 1:
         raise RankError(
             f"inputs='replicated', but the ranks pass batches of {list(sizes)} samples. Expected the same batch on "

@@ -45,6 +45,7 @@ class Step:
         guard: surrounds whatever runs instructions.
         is_synchronising: whether gradients are summed over ranks now.
         delivers_all: whether a whole step returns the outputs beside the loss.
+        note_backward: hears of each backward of the caller, and of the gradient that comes in.
     """
 
     job: Job
@@ -58,6 +59,7 @@ class Step:
     guard: Callable[[], AbstractContextManager[None]]
     is_synchronising: bool
     delivers_all: bool
+    note_backward: Callable[[str], None]
 
     @property
     def specs(self) -> dict[int, OutputSpec]:
@@ -81,6 +83,7 @@ class Step:
         def finish(gradients: Gradients) -> Gradients:
             by_place = dict(zip(wanted, gradients, strict=True))
             scale = by_place.pop(loss)
+            self.note_backward("none" if scale is None else f"{scale.item():g}")
             _refuse(by_place, wanted)
             if scale is None:
                 return self._for_sources({}, kept, {})
@@ -102,6 +105,7 @@ class Step:
 
     def _backwards(self, zeros: Sequence[Tensor], gradients: Gradients) -> Gradients:
         """Runs all backwards for the gradients of this rank's outputs."""
+        self.note_backward("of its outputs")
         with self.guard():
             self.exchange.spread_output_gradients(gradients, zeros)
             self.executor.origin = self.exchange.origin

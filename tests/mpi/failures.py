@@ -28,7 +28,7 @@ QUIET: dict[str, Any] = {"save_deployment": False, "progress": False}
 def fault() -> None:
     """Notes the time of the fault; the first rank counts."""
     path = FOLDER / "fault"
-    if not path.exists():
+    if FOLDER.name and not path.exists():
         path.write_text(repr(time.time()))
 
 
@@ -206,6 +206,14 @@ def process_dies_while_others_compute() -> None:
 def script_calls_less_often() -> None:
     train(*wrap(), lambda step: None, steps=3 if get_rank() == 0 else 2)
     fault()
+
+
+def script_asks_for_state_in_backward() -> None:
+    """Rank 1 leaves a backward that others wait in."""
+    model, _ = wrap(OutputNet())
+    out = model(*batch())
+    fault()
+    model.state_dict() if get_rank() == 1 else out.sum().backward()
 
 
 def script_never_calls() -> None:

@@ -163,6 +163,24 @@ def clips_on_one(model: AutoVaruna) -> None:
     model.clip_grad_norm_(1.0) if get_rank() == 1 else model(*batch())
 
 
+def step_and_call(act: Callable[[Tensor], object]) -> Callable[[AutoVaruna], object]:
+    """Returns a step whose loss is used in another way on rank 1, and the call after it."""
+
+    def story(model: AutoVaruna) -> None:
+        loss = model(*batch())
+        act(loss) if get_rank() == 1 else loss.backward()
+        model(*batch())
+
+    return story
+
+
+AFTER: dict[str, Callable[[AutoVaruna], object]] = {
+    "no_backward_on_one": step_and_call(lambda loss: None),
+    "gradients_of_loss_differ": step_and_call(lambda loss: (2.0 * loss).backward()),
+}
+"""What is done to a model that cannot go on after it."""
+
+
 DURING: dict[str, Callable[[AutoVaruna], object]] = {
     "shapes_differ": differing(lambda x: x[:, :3]),
     "dtypes_differ": differing(lambda x: x.double()),
@@ -200,6 +218,8 @@ def refusals() -> dict[str, Refusal]:
         found[name] = refusal(partial(act, model))
         found[f"after {name}"] = refusal(partial(one_step, model))
         optimizer.step()
+    for name, act in AFTER.items():
+        found[name] = refusal(partial(act, wrap()[0]))
     return found
 
 

@@ -16,7 +16,7 @@ import torch
 from autovaruna import ConfigError
 from tests.mpi import failures
 from tests.mpi.launch import mpirun, run_on_ranks
-from tests.mpi.refusals import BEFORE, DURING, Refusal
+from tests.mpi.refusals import AFTER, BEFORE, DURING, Refusal
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -37,6 +37,7 @@ ENDINGS: dict[str, str] = {
     "process_vanishes_well": "",
     "process_dies_while_others_compute": "",
     "script_calls_less_often": r"rank 1 ended its script while rank 0 waits .*the same number of times",
+    "script_asks_for_state_in_backward": r"rank 0 is in 'agreeing on the outputs .*, rank 1 is in 'state_dict'",
     "script_never_calls": r"rank 1 ended its script while rank 0 waits .*the same number of times",
     "setting_is_unknown_to_one": r"keyword num_stage: there is no such setting; did you mean num_stages\?",
     "tracing_fails_at_once": r"rank 1 failed while tracing:\nTraceback(?s:.*)ValueError: the story's error",
@@ -175,6 +176,8 @@ REFUSALS: dict[str, tuple[str, str]] = {
     "backward_twice": ("OrderError", "Backward through the same step a second time"),
     "calls_differ": ("RankError", r"rank 0 is in \"reading the model's inputs\", rank 1 is in 'state_dict'"),
     "clips_on_one": ("RankError", r"rank 1 is in 'clip_grad_norm_'"),
+    "no_backward_on_one": ("RankError", "the number of backwards is 1 on rank 0, 0 on rank 1"),
+    "gradients_of_loss_differ": ("RankError", "the gradient of the last loss is 1 on rank 0, 2 on rank 1"),
     "moved": ("InputError", "before the first call"),
 }
 """The kind of error that both ranks raise in each story, and what its message says."""
@@ -185,7 +188,7 @@ def refusals() -> list[dict[str, Refusal]]:
     return run_on_ranks(2, "tests.mpi.refusals:refusals", timeout=150)
 
 
-@pytest.mark.parametrize("story", [*BEFORE, *DURING])
+@pytest.mark.parametrize("story", [*BEFORE, *DURING, *AFTER])
 def test_every_rank_gets_the_error(story: str) -> None:
     kind, words = REFUSALS[story]
     for refused in refusals():
