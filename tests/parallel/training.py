@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from threading import Lock
@@ -94,12 +94,20 @@ def planned(setup: Setup, token: object = None) -> Iterator[None]:
         return plan
 
     Preparation._new_plan = lay_down  # type: ignore[method-assign]
-    if token is not None:
-        traces.trace = partial(trace_once, token)  # type: ignore[attr-defined]
+    try:
+        with trace_shared(token) if token is not None else nullcontext():
+            yield
+    finally:
+        Preparation._new_plan = search  # type: ignore[method-assign]
+
+
+@contextmanager
+def trace_shared(token: object) -> Iterator[None]:
+    """Lets equal models (`token`) share their graphs."""
+    traces.trace = partial(trace_once, token)  # type: ignore[attr-defined]
     try:
         yield
     finally:
-        Preparation._new_plan = search  # type: ignore[method-assign]
         traces.trace = trace  # type: ignore[attr-defined]
 
 
@@ -170,13 +178,16 @@ def train(
         return train_rank(case, model, optimizer, own, **options)
 
     records = on_ranks(setup, case.model(), run, make_optimizer, token=(case.name, case.has_dropout))
-    if sizes and case.loss is not None and records[0].losses[0].item() != records[-1].losses[0].item():
-        losses = [
-            weighted_mean(column, given)
-            for column, given in zip(zip(*(r.losses for r in records), strict=True), sizes, strict=True)
-        ]
-        records = [replace(record, losses=losses) for record in records]
-    return merge(records)
+    return merge(weighted_losses(case, records, sizes))
+
+
+def weighted_losses(case: Case, records: Sequence[Record], sizes: Sequence[Sequence[int]]) -> Sequence[Record]:
+    """Puts the loss of the global batch in the place of the losses that ranks made of outputs of their own."""
+    if not sizes or case.loss is None or records[0].losses[0].item() == records[-1].losses[0].item():
+        return records
+    columns = zip(*(record.losses for record in records), strict=True)
+    losses = [weighted_mean(column, given) for column, given in zip(columns, sizes, strict=True)]
+    return [replace(record, losses=losses) for record in records]
 
 
 def share_of(batch: Batch, sizes: Sequence[int], rank: int) -> Batch:
