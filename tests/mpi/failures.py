@@ -140,10 +140,6 @@ def forward_fails() -> None:
     train(*wrap(), on_rank_1(set_trap("forward")))
 
 
-def backward_fails() -> None:
-    train(*wrap(), on_rank_1(set_trap("backward")))
-
-
 def backward_from_outputs_fails() -> None:
     train(*wrap(OutputNet()), on_rank_1(set_trap("backward")))
 
@@ -191,10 +187,6 @@ def process_vanishes_well() -> None:
     train(*wrap(), on_rank_1(lambda: (fault(), os._exit(0))))
 
 
-def process_is_killed() -> None:
-    train(*wrap(), on_rank_1(lambda: (fault(), os.kill(os.getpid(), signal.SIGKILL))))
-
-
 def process_dies_while_others_compute() -> None:
     def act() -> None:
         fault()
@@ -224,12 +216,6 @@ def script_never_calls() -> None:
         return
     time.sleep(1)
     train(model, optimizer, lambda step: None)
-
-
-def script_fails_before_it_calls() -> None:
-    if os.environ["OMPI_COMM_WORLD_RANK"] == "1":
-        fail()
-    train(*wrap(), lambda step: None)
 
 
 def setting_is_unknown_to_one() -> None:
