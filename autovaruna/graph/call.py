@@ -90,7 +90,7 @@ def describe(
         InputSpec(name, tuple(tensor.shape), tensor.dtype, batch, tensor.requires_grad and torch.is_grad_enabled())
         for name, tensor, batch in zip(names, tensors, is_batch, strict=True)
     )
-    return tensors, CallSpec(tree, inputs, batch_size, _mode(model))
+    return tensors, CallSpec(tree, inputs, batch_size, mode_of(model))
 
 
 def _input_names(model: nn.Module, paths: Sequence[str]) -> list[str]:
@@ -151,7 +151,8 @@ def _is_part_of(name: str, wanted: str) -> bool:
     return name == wanted or name.startswith(f"{wanted}_")
 
 
-def _mode(model: nn.Module) -> str:
+def mode_of(model: nn.Module) -> str:
+    """Returns what a trace depends on besides the inputs, now: training flags, grad mode, autocast, what is frozen."""
     flags = "".join("t" if module.training else "e" for module in model.modules())
     autocast = [
         f"{device}:{torch.get_autocast_dtype(device)}"

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autovaruna.errors import InputError
 from autovaruna.graph.random import untouched_generator
 from autovaruna.graph.traced import TracedModel
 from autovaruna.graph.tree import Opaque, Undelivered
@@ -103,6 +104,11 @@ class Engine:
         """
         prepared = self._prepare(traced)
         needs_gradient = torch.is_grad_enabled() and any(spec.needs_gradient for spec in traced.outputs)
+        if needs_gradient and not self.plan.needs_gradient:
+            raise InputError(
+                "The model was planned for evaluation, in a first call without gradients and without an optimizer: got "
+                "a call with gradients. Pass the optimizer to AutoVaruna, or make the first call one with gradients."
+            )
         job = Job(
             split=prepared.split,
             plan=self.plan,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,11 +13,12 @@ from torch import Tensor, nn
 
 from autovaruna.config import log_settings, resolve
 from autovaruna.errors import InputError, RankError
-from autovaruna.graph.call import describe
+from autovaruna.graph.call import describe, mode_of
 from autovaruna.log import configure
 from autovaruna.parallel.calls import SharedCall, compare_settings, share_call
 from autovaruna.parallel.engine import Engine
 from autovaruna.parallel.machine import find_device
+from autovaruna.parallel.modes import as_in_training
 from autovaruna.parallel.preparation import Preparation
 from autovaruna.parallel.traces import Traces
 from autovaruna.parallel.weights import micro_batch_weights
@@ -144,7 +146,13 @@ class AutoVaruna(nn.Module):
         return self.world.num_ranks == 1 and not any(asks)
 
     def _start(self, shared: SharedCall) -> Engine:
-        """Plans, and gives each rank its part of the model. Collective."""
+        """Plans, and gives each rank its part of the model. Collective.
+
+        With an optimizer, the plan is one for training, even if the first call only evaluates.
+        """
+        if self._optimizer is not None and not torch.is_grad_enabled():
+            with as_in_training(self.module):
+                return self._start(replace(shared, call=replace(shared.call, mode=mode_of(self.module))))
         if self._cut_optimizer is not None:
             self._cut_optimizer.check()
         device = find_device(self.module, self.settings)

@@ -99,7 +99,6 @@ class StepBound:
             tail = np.maximum(tail, self._reduce)
         return np.asarray(self._before[:, None] + share * self._work + tail, dtype=np.float64)
 
-
     def _least_work(self) -> Array:
         """Returns the least seconds of each range for one micro-batch on the fastest rank, infinite where none fits."""
         sized, speed = self.sized, max(self.cluster.speeds)

@@ -17,6 +17,7 @@ from autovaruna.planner.costs import Array
 
 _ROWS = 32
 
+
 @dataclass(frozen=True, slots=True)
 class ChainPartition:
     """A split of n segments; stage s has the segments ``starts[s] .. starts[s + 1] - 1`` (the last one: to the end)."""

@@ -1,1 +1,1 @@
-"""Runs: how ranks talk, the executor, gradient sums and state. Nothing is imported here: MPI starts at the first use."""
+"""Runs: how ranks talk, the executor, gradient sums, state. Nothing is imported here: MPI starts at its first use."""
