@@ -48,11 +48,11 @@ def faked(model: nn.Module, mode: FakeTensorMode, device: torch.device) -> Itera
                         "initialised one; run one batch through the model before wrapping it."
                     )
                 swapped.append((module, name, tensor))
-                _put(module, name, memo.setdefault(id(tensor), _fake(tensor, mode, device)))
+                put(module, name, memo.setdefault(id(tensor), _fake(tensor, mode, device)))
         yield
     finally:
         for module, name, tensor in swapped:
-            _put(module, name, tensor)
+            put(module, name, tensor)
 
 
 def _fake(tensor: Tensor, mode: FakeTensorMode, device: torch.device) -> Tensor:
@@ -60,8 +60,8 @@ def _fake(tensor: Tensor, mode: FakeTensorMode, device: torch.device) -> Tensor:
     return nn.Parameter(fake, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
 
 
-def _put(module: nn.Module, name: str, tensor: Tensor) -> None:
-    """Puts a tensor in its place; recurrent modules also keep their weights in a list of their own."""
+def put(module: nn.Module, name: str, tensor: Tensor) -> None:
+    """Puts another tensor in the place of a parameter or buffer; recurrent modules also keep their weights in a list of their own."""
     own: dict[str, Any] = module._parameters if name in module._parameters else module._buffers
     old = own[name]
     own[name] = tensor

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from autovaruna.graph.fake import put
 from autovaruna.planner.records import Plan
 from autovaruna.runtime.materialize import materialize
 from autovaruna.runtime.world import World
@@ -119,13 +120,8 @@ class OwnedState:
 
     def replace(self, name: str, tensor: Tensor) -> None:
         """Puts another tensor in every place of a parameter or buffer."""
-        old = self.tensor(name)
         for module, attribute in self.places[name]:
-            own = module._parameters if attribute in module._parameters else module._buffers
-            own[attribute] = tensor  # type: ignore[assignment]
-            flat = module.__dict__.get("_flat_weights")
-            if flat is not None:
-                module.__dict__["_flat_weights"] = [tensor if weight is old else weight for weight in flat]
+            put(module, attribute, tensor)
 
     def _let_go(self, name: str) -> None:
         tensor = self.tensor(name)
