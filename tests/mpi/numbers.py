@@ -1,19 +1,18 @@
-"""What `test_numbers.py` and `test_peers.py` run on ranks: many cases in one job, each planned as for a user."""
+"""What `test_numbers.py` and `test_peers.py` run on ranks: many cases in one job."""
 
 from __future__ import annotations
 
 import os
 import tempfile
-import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from autovaruna import AutoVaruna, PlanError
+from autovaruna import AutoVaruna
 from autovaruna.runtime.environment import get_world
 from tests.catalogue import CASES, Batch, Case
-from tests.parallel.training import gradients_of, share_of, trace_shared, train_rank
+from tests.parallel.training import Setup, planned, share_of, trace_shared, train_rank
 from tests.reference import OPTIMIZERS, Record
 
 STEPS, SIZE = 3, 8
@@ -35,43 +34,47 @@ def wrap(case: Case, optimizer: str = "sgd", **settings: Any) -> tuple[AutoVarun
     return AutoVaruna(model, made, **{**FAST, **settings}), made
 
 
-def stage_counts(case: Case) -> Iterator[int]:
-    """Yields every number of stages that this world and the graph allow."""
-    yield from range(1, min(get_world().num_ranks, case.max_stages) + 1)
+def stage_counts(case: Case, num_ranks: int) -> list[int]:
+    """Returns the numbers of stages to run: the most that ranks and graph allow, and one less on four ranks.
+
+    `tests.parallel.test_partitions` runs all of them, on ranks that are threads.
+    """
+    return sorted({min(count, case.max_stages) for count in (num_ranks, 3 if num_ranks == 4 else num_ranks)})
 
 
-def by_partition(names: Sequence[str], optimizers: Sequence[str], is_quiet: bool) -> Rows:
-    """Trains each case with every number of stages, on the same micro-batches; returns records or tracebacks."""
+def optimizer_of(name: str, num_stages: int) -> str:
+    """Returns one optimizer or the other for each case, by turns."""
+    names = list(OPTIMIZERS)
+    return names[(list(CASES).index(name) + num_stages) % len(names)]
+
+
+def by_partition(names: Sequence[str]) -> Rows:
+    """Trains each case with several numbers of stages, on the same micro-batches; returns records or tracebacks."""
     rows: Rows = {}
+    num_ranks = get_world().num_ranks
     for name in names:
-        case = CASES[name].without_dropout() if is_quiet else CASES[name]
-        for num_stages in stage_counts(case):
-            for optimizer in optimizers:
-                rows[f"{name}/{num_stages}/{optimizer}"] = attempt(lambda: trained(case, num_stages, optimizer))  # noqa: B023
+        for num_stages in stage_counts(CASES[name], num_ranks):
+            for optimizer in OPTIMIZERS if num_ranks == 1 else (optimizer_of(name, num_stages),):
+                rows[f"{name}/{num_stages}/{optimizer}"] = trained(CASES[name], num_stages, optimizer)
     return rows
 
 
 def trained(case: Case, num_stages: int, optimizer: str) -> Record:
-    """Trains as a pipeline; ranks that are left over pass the batch alone."""
-    model, made = wrap(
-        case,
-        optimizer,
-        inputs="replicated",
-        num_micro_batches=NUM_MICRO_BATCHES,
-        stage_ranks=[[stage] for stage in range(num_stages)],
-    )
-    with trace_shared((case.name, case.has_dropout)):
+    """Trains as a pipeline on a plan laid down here; ranks that are left over pass the batch alone."""
+    setup = Setup(tuple((stage,) for stage in range(num_stages)), NUM_MICRO_BATCHES, num_ranks=get_world().num_ranks)
+    model, made = wrap(case, optimizer, inputs="replicated", num_micro_batches=NUM_MICRO_BATCHES)
+    with planned(setup, (case.name, case.has_dropout)):
         return train_rank(case, model, made, [case.batch(SIZE, step) for step in range(STEPS)])
 
 
 def by_replica(names: Sequence[str]) -> Rows:
     """Trains each case on mini-batches of the ranks' own, as the planner finds best, and on equal replicas."""
     rows: Rows = {}
+    everyone = [list(range(get_world().num_ranks))]
     for name in names:
         case = CASES[name].without_dropout()
-        rows[f"{name}/planned"] = attempt(lambda: own_batches(case))  # noqa: B023
-        everyone = [list(range(get_world().num_ranks))]
-        rows[f"{name}/replicas"] = attempt(lambda: own_batches(case, stage_ranks=everyone))  # noqa: B023
+        rows[f"{name}/planned"] = own_batches(case)
+        rows[f"{name}/replicas"] = own_batches(case, stage_ranks=everyone)
     return rows
 
 
@@ -95,14 +98,6 @@ def sizes_of(num_ranks: int = 0) -> list[list[int]]:
     return [[3] * num_ranks, [2] * (num_ranks - 1) + [5], [3] * (num_ranks - 1) + last]
 
 
-def attempt(act: Callable[[], Any]) -> Any:
-    """Returns a result, or the traceback of what all ranks agree is an error."""
-    try:
-        return act()
-    except PlanError:
-        return traceback.format_exc()
-
-
 def quietly(target: Callable[..., Any], *args: Any) -> Any:
     """Runs a function in a directory of its own."""
     with tempfile.TemporaryDirectory() as folder:
@@ -110,16 +105,10 @@ def quietly(target: Callable[..., Any], *args: Any) -> Any:
         return target(*args)
 
 
-def numbers(small: Sequence[str], large: Sequence[str], replicated: Sequence[str]) -> dict[str, Rows]:
+def numbers(names: Sequence[str], replicated: Sequence[str]) -> dict[str, Rows]:
     """Runs everything that `test_numbers.py` looks at."""
     torch.set_num_threads(1)
-    return quietly(
-        lambda: {
-            "small": by_partition(small, list(OPTIMIZERS), is_quiet=False),
-            "large": by_partition(large, ["adamw"], is_quiet=False),
-            "replicas": by_replica(replicated),
-        }
-    )
+    return quietly(lambda: {"stages": by_partition(names), "replicas": by_replica(replicated)})
 
 
 def stories(names: Sequence[str]) -> Rows:
@@ -128,6 +117,3 @@ def stories(names: Sequence[str]) -> Rows:
 
     torch.set_num_threads(1)
     return quietly(lambda: {name: getattr(peers, name)() for name in names})
-
-
-__all__ = ["gradients_of", "numbers", "stories"]

