@@ -282,6 +282,16 @@ class AutoVaruna(nn.Module):
         """Yields the buffers of the model, under its own names."""
         yield from self.module.named_buffers(prefix, recurse, remove_duplicate)
 
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """Yields the modules of the model, under its own names."""
+        yield from self.module.named_modules(memo, prefix, remove_duplicate)
+
+    def named_children(self) -> Iterator[tuple[str, nn.Module]]:
+        """Yields the direct children of the model."""
+        yield from self.module.named_children()
+
     def extra_repr(self) -> str:
         """Returns the wrapped model's print."""
         return repr(self.module)

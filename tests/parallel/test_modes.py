@@ -280,6 +280,23 @@ def test_parameters_may_be_frozen_and_set_free_between_calls() -> None:
     assert len(got.gradients[0]) == len(list(case.model().parameters()))
 
 
+def test_modules_are_those_of_the_model() -> None:
+    case = CASES["conv_net_batch_norm"]
+
+    def run(model: AutoVaruna, optimizer: Any, rank: int) -> Record:
+        first = train_rank(case, model, optimizer, [case.batch(7, 0)])
+        for module in model.modules():
+            if isinstance(module, nn.BatchNorm2d):
+                module.eval()
+        second = train_rank(case, model, optimizer, [case.batch(7, 1)])
+        assert [*dict(model.named_modules())] == [*dict(case.model().named_modules())]
+        torch.testing.assert_close(second.buffers, first.buffers, rtol=0, atol=0)
+        return second
+
+    got, one = (merge(on_ranks(setup, case.model(), run)) for setup in (pipeline(3), Setup()))
+    bit_equal(got, one)
+
+
 def test_a_second_backward_through_a_step_is_refused() -> None:
     batch = CASES["chain"].batch(7, 0)
 
