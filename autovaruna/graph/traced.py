@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 
 from autovaruna.errors import TraceError
 from autovaruna.graph.build import Builder
-from autovaruna.graph.call import CallSpec
+from autovaruna.graph.call import CallSpec, InputSpec
 from autovaruna.graph.candidates import crossing_sizes, merge_free_blocks
 from autovaruna.graph.export import Exported, export
 from autovaruna.graph.facts import Fact, learn
@@ -73,6 +73,17 @@ class TracedModel:
     def nodes(self) -> dict[str, fx.Node]:
         """Nodes by name, in execution order."""
         return {node.name: node for node in self.module.graph.nodes}
+
+    @cached_property
+    def inputs(self) -> dict[str, InputSpec]:
+        """The input tensors by the names of their nodes, in order."""
+        placeholders = self.module.graph.find_nodes(op="placeholder")
+        return {node.name: spec for node, spec in zip(placeholders, self.call.inputs, strict=True)}
+
+    @cached_property
+    def batch_inputs(self) -> frozenset[str]:
+        """Names of the inputs whose first dimension is the batch."""
+        return frozenset(name for name, spec in self.inputs.items() if spec.is_batch)
 
     @cached_property
     def places(self) -> dict[str, int]:

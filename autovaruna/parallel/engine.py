@@ -120,10 +120,7 @@ class Engine:
             is_sum=self._settings.reduction == "sum",
             recomputing=self._recomputing,
         )
-        inputs = {
-            node.name: tensor
-            for node, tensor in zip(traced.module.graph.find_nodes(op="placeholder"), shared.tensors, strict=True)
-        }
+        inputs = dict(zip(traced.inputs, shared.tensors, strict=True))
         recorder = self._trace.recorder if self._trace else None
         executor = Executor(job, self._world, self._mail, prepared.stages, inputs, self._device, recorder)
         step = Step(

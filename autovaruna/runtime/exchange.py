@@ -36,9 +36,7 @@ class GradientExchange:
         self._stage = {place: stage.index for stage in job.split.stages for place, _ in stage.outputs}
         self._gradients: dict[int, Tensor | None] = {}
         self.origin = ""
-        placeholders = job.split.traced.module.graph.find_nodes(op="placeholder")
-        pairs = zip(placeholders, job.split.traced.call.inputs, strict=True)
-        self._batch_inputs = {node.name for node, spec in pairs if spec.is_batch}
+        self._batch_inputs = job.split.traced.batch_inputs
 
     def spread_output_gradients(self, gradients: Sequence[Tensor | None], zeros: Sequence[Tensor]) -> None:
         """Sends the gradients of this rank's outputs to the stages that made them. Collective.

@@ -115,13 +115,7 @@ class Executor:
         self.output_gradients: Callable[[int, MicroBatch], Tensor | None] = lambda place, part: None
         self.origin = ""
         self._instruction: Instruction | None = None
-        self._batch_inputs = {
-            node.name
-            for node, spec in zip(
-                job.split.traced.module.graph.find_nodes(op="placeholder"), job.split.traced.call.inputs, strict=True
-            )
-            if spec.is_batch
-        }
+        self._batch_inputs = job.split.traced.batch_inputs
         self._methods: dict[Kind, Callable[[StageModule, MicroBatch], None]] = {
             Kind.FORWARD: self._forward,
             Kind.RECOMPUTE: self._recompute,

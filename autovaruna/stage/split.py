@@ -102,14 +102,7 @@ class _Splitter:
 
     def _relayed_inputs(self) -> set[str]:
         """Inputs that need a gradient travel like values, so that their gradients are summed in order, too."""
-        return {spec.name for spec in self._input_specs() if spec.needs_gradient}
-
-    def _input_specs(self) -> list[_NamedInput]:
-        placeholders = self.traced.module.graph.find_nodes(op="placeholder")
-        return [
-            _NamedInput(node.name, spec.needs_gradient)
-            for node, spec in zip(placeholders, self.traced.call.inputs, strict=True)
-        ]
+        return {name for name, spec in self.traced.inputs.items() if spec.needs_gradient}
 
     def _route(self, name: str) -> list[int]:
         """Returns the stages that hold a value, in the order in which it passes through them."""
@@ -163,9 +156,3 @@ class _Splitter:
         """An output that later stages use leaves from the last of them: its own gradient is then added first."""
         stages: set[int] = {self.stage_of.get(name, self.stages[-1]), *self.users.get(name, ())}
         return max(stages)
-
-
-@dataclass(frozen=True)
-class _NamedInput:
-    name: str
-    needs_gradient: bool
