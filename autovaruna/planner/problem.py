@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from autovaruna.errors import PlanError
 from autovaruna.graph.records import Graph
-from autovaruna.profiler.records import Cluster, Profile
+from autovaruna.profiler.records import Cluster, OptimizerCost, Profile
 
 RECOMPUTE_CHOICES = ("auto", "all", "none")
 
@@ -49,6 +49,7 @@ class Problem:
     Attributes:
         global_batch_size: samples of all ranks together.
         optimizer_bytes_factor: bytes of optimizer state for each byte of a trained parameter (AdamW: 2).
+        optimizer_cost: what a step of the optimizer takes.
         needs_gradient: False for a model that only runs forward.
         min_micro_batches_for_inputs: least M with which every rank can pass its own mini-batch (N, or 1).
     """
@@ -58,6 +59,7 @@ class Problem:
     cluster: Cluster
     global_batch_size: int
     optimizer_bytes_factor: float = 0.0
+    optimizer_cost: OptimizerCost = OptimizerCost()
     needs_gradient: bool = True
     min_micro_batches_for_inputs: int = 1
     constraints: Constraints = field(default_factory=Constraints)

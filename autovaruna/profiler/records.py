@@ -34,6 +34,18 @@ class LinkCost:
 
 
 @dataclass(frozen=True, slots=True)
+class OptimizerCost:
+    """A step of the optimizer takes ``seconds_per_parameter`` for each trained tensor, and more for each of its bytes."""
+
+    seconds_per_parameter: float = 0.0
+    seconds_per_byte: float = 0.0
+
+    def seconds(self, num_parameters: float, num_bytes: float) -> float:
+        """Returns the predicted seconds of a step over so many tensors of so many bytes in all."""
+        return self.seconds_per_parameter * num_parameters + self.seconds_per_byte * num_bytes
+
+
+@dataclass(frozen=True, slots=True)
 class Profile:
     """Measured costs: ``costs[i][k]`` is block k at ``micro_batch_sizes[i]`` samples.
 
@@ -59,6 +71,8 @@ class Cluster:
         local_link: a message between two ranks of one host.
         remote_link: a message between two hosts.
         all_reduce_bytes_per_second: bandwidth of an all-reduce as seen by one rank.
+        all_reduce_latency_seconds: what an all-reduce takes for each rank that takes part, whatever its bytes.
+        overhead_seconds: what the executor adds to each instruction.
     """
 
     hosts: tuple[str, ...]
@@ -67,6 +81,8 @@ class Cluster:
     local_link: LinkCost
     remote_link: LinkCost
     all_reduce_bytes_per_second: float
+    all_reduce_latency_seconds: float = 0.0
+    overhead_seconds: float = 0.0
     format_version: int = FORMAT_VERSION
 
     @property
