@@ -59,7 +59,7 @@ class Problem:
     cluster: Cluster
     global_batch_size: int
     optimizer_bytes_factor: float = 0.0
-    optimizer_cost: OptimizerCost = OptimizerCost()
+    optimizer_cost: OptimizerCost = field(default=OptimizerCost())
     needs_gradient: bool = True
     min_micro_batches_for_inputs: int = 1
     constraints: Constraints = field(default_factory=Constraints)

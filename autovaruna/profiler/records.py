@@ -35,7 +35,7 @@ class LinkCost:
 
 @dataclass(frozen=True, slots=True)
 class OptimizerCost:
-    """A step of the optimizer takes ``seconds_per_parameter`` for each trained tensor, and more for each of its bytes."""
+    """A step of the optimizer: ``seconds_per_parameter`` for each trained tensor, ``seconds_per_byte`` on top."""
 
     seconds_per_parameter: float = 0.0
     seconds_per_byte: float = 0.0
