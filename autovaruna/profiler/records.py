@@ -70,7 +70,8 @@ class Cluster:
         speeds: measured speed of each rank relative to the rank that was profiled (1.0: as fast).
         local_link: a message between two ranks of one host.
         remote_link: a message between two hosts.
-        all_reduce_bytes_per_second: bandwidth of an all-reduce as seen by one rank.
+        all_reduce_bytes_per_second: bandwidth of an all-reduce over all ranks, in the bytes that a ring sends from each
+            rank: ``2 (n - 1) / n`` times those of the tensor.
         all_reduce_latency_seconds: what an all-reduce takes for each rank that takes part, whatever its bytes.
         overhead_seconds: what the executor adds to each instruction.
     """

@@ -27,8 +27,8 @@ def measure_links(world: World) -> tuple[LinkCost, LinkCost, float]:
     """Measures messages between neighbouring ranks, and a sum over all. Collective.
 
     Returns:
-        The link within a host, the link between hosts, and the bytes that an all-reduce over all ranks takes in a
-        second, as seen by one rank. A kind of link that does not exist here costs what the other kind does; a single
+        The link within a host, the link between hosts, and the bytes that each rank of a ring sends in a second of an
+        all-reduce over all ranks. A kind of link that does not exist here costs what the other kind does; a single
         rank has nobody to talk to, so that all is free: no latency, infinite bandwidth.
 
     Raises:
@@ -108,10 +108,11 @@ def one_way_seconds(world: World, peer: int, num_bytes: int, num_times: int) -> 
 
 
 def measure_all_reduce(world: World) -> float:
-    """Returns the bytes per second of an all-reduce over all ranks, on the slowest of them."""
+    """Returns the bytes per second that a ring of all ranks would send for an all-reduce, on the slowest of them."""
     tensor, ranks = torch.zeros(REDUCED_BYTES // 4, device="cpu"), tuple(range(world.num_ranks))
     seconds = median_seconds([lambda: world.all_reduce(tensor, ranks)], REDUCED_TIMES)
-    return float(REDUCED_BYTES / max(world.gather_objects(seconds, "measuring links: all-reduce")))
+    sent_bytes = 2 * (world.num_ranks - 1) / world.num_ranks * REDUCED_BYTES
+    return float(sent_bytes / max(world.gather_objects(seconds, "measuring links: all-reduce")))
 
 
 def median_seconds(acts: tuple[Callable[[], None], ...] | list[Callable[[], None]], num_times: int) -> float:
