@@ -23,6 +23,7 @@ from autovaruna.errors import (
 )
 
 if _TYPE_CHECKING:
+    from autovaruna.graph.cutpoint import CutPoint
     from autovaruna.parallel.ranks import barrier, get_rank, get_world_size
     from autovaruna.parallel.wrapper import AutoVaruna
 
@@ -33,6 +34,7 @@ __all__ = [
     "AutoVarunaError",
     "CheckpointError",
     "ConfigError",
+    "CutPoint",
     "DeploymentError",
     "InputError",
     "MeasureError",
@@ -49,6 +51,7 @@ __all__ = [
 
 _HOMES = {
     "AutoVaruna": "autovaruna.parallel.wrapper",
+    "CutPoint": "autovaruna.graph.cutpoint",
     "barrier": "autovaruna.parallel.ranks",
     "get_rank": "autovaruna.parallel.ranks",
     "get_world_size": "autovaruna.parallel.ranks",

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from torch import Tensor, fx
 
 from autovaruna.graph.facts import Fact
 from autovaruna.graph.grouping import Grouping
-from autovaruna.graph.records import Block, Graph, Input, Parameter, Value
+from autovaruna.graph.records import Block, CutMark, Graph, Input, Parameter, Value
+from autovaruna.graph.signature import signature
 from autovaruna.graph.sizes import Sizes
 
 
@@ -44,8 +45,8 @@ class Builder:
         self._users: dict[fx.Node, set[int]] = {}
         self.block_of = {name: index for index, names in enumerate(grouping.blocks) for name in names}
 
-    def build(self) -> Graph:
-        """Returns the record."""
+    def build(self, marks: Sequence[CutMark] = ()) -> Graph:
+        """Returns the record, with the user's cut points as `marks`."""
         buffer_bytes = self._buffer_bytes()
         blocks = tuple(
             self._block(index, names, buffer_bytes.get(index, 0)) for index, names in enumerate(self.grouping.blocks)
@@ -53,8 +54,9 @@ class Builder:
         values = tuple(self._value(name) for name in self.crossing())
         inputs = tuple(self._input(node) for node in self.module.graph.find_nodes(op="placeholder"))
         parameters = self._parameters()
-        text = repr((blocks, values, inputs, parameters, str(self.module.graph.output_node().args)))
-        return Graph(blocks, values, inputs, parameters, hashlib.sha256(text.encode()).hexdigest()[:16])
+        text = repr((blocks, values, inputs, parameters, str(self.module.graph.output_node().args), *marks))
+        fingerprint = hashlib.sha256(text.encode()).hexdigest()[:16]
+        return Graph(blocks, values, inputs, parameters, fingerprint, tuple(marks))
 
     def crossing(self) -> list[str]:
         """Returns the names of the tensors that are used by another block than their own, in execution order."""
@@ -119,28 +121,10 @@ class Builder:
             name=f"{module}/{nodes[0].name}",
             module=module,
             nodes=tuple(node.name for node in nodes),
-            signature=self._signature(nodes),
+            signature=signature(nodes, self.facts, self.sizes),
             buffer_bytes=buffer_bytes,
             num_flops_per_sample=flops / self.sizes.batch_size,
         )
-
-    def _signature(self, nodes: list[fx.Node]) -> str:
-        names = {node: f"%{index}" for index, node in enumerate(nodes)}
-        outside: dict[fx.Node, str] = {}
-        for node in nodes:
-            for source in node.all_input_nodes:
-                if source not in names and source not in outside:
-                    outside[source] = f"${len(outside)} {self._outside(source)}"
-        names |= outside
-        lines = [f"{node.target} {fx.map_arg((node.args, node.kwargs), lambda n: names[n])}" for node in nodes]
-        outputs = [names[node] for node in nodes if any(user not in nodes for user in node.users)]
-        return hashlib.sha256("\n".join([*lines, *outputs]).encode()).hexdigest()[:16]
-
-    def _outside(self, node: fx.Node) -> str:
-        value = self.facts[node.name].value if node.name in self.facts else None
-        if isinstance(value, Tensor):
-            return f"{node.op}{tuple(value.shape)}{value.stride()}{value.dtype}{value.requires_grad}"
-        return str(value.code) if isinstance(value, fx.GraphModule) else repr(value)
 
 
 def _module_path(node: fx.Node) -> str:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from autovaruna.errors import InputError
+from autovaruna.graph.precision import Precision, current_precision
 from autovaruna.graph.tree import Tree, flatten
 
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -52,12 +53,14 @@ class CallSpec:
         inputs: its tensors in order.
         batch_size: samples in the mini-batch.
         mode: texts that the trace depends on besides the inputs (training flags, grad mode, autocast).
+        precision: the autocasts around the call.
     """
 
     tree: Tree
     inputs: tuple[InputSpec, ...]
     batch_size: int
     mode: str
+    precision: Precision = ()
 
     def key(self) -> str:
         """Returns a digest that is equal for calls that one trace serves, whatever their batch size."""
@@ -90,7 +93,7 @@ def describe(
         InputSpec(name, tuple(tensor.shape), tensor.dtype, batch, tensor.requires_grad and torch.is_grad_enabled())
         for name, tensor, batch in zip(names, tensors, is_batch, strict=True)
     )
-    return tensors, CallSpec(tree, inputs, batch_size, mode_of(model))
+    return tensors, CallSpec(tree, inputs, batch_size, mode_of(model), current_precision())
 
 
 def _input_names(model: nn.Module, paths: Sequence[str]) -> list[str]:
@@ -154,10 +157,6 @@ def _is_part_of(name: str, wanted: str) -> bool:
 def mode_of(model: nn.Module) -> str:
     """Returns what a trace depends on besides the inputs, now: training flags, grad mode, autocast, what is frozen."""
     flags = "".join("t" if module.training else "e" for module in model.modules())
-    autocast = [
-        f"{device}:{torch.get_autocast_dtype(device)}"
-        for device in ("cpu", "cuda")
-        if torch.is_autocast_enabled(device)
-    ]
+    autocast = ",".join(map(str, current_precision())) or "off"
     frozen = "".join("g" if parameter.requires_grad else "f" for parameter in model.parameters())
     return f"training={flags} gradient={torch.is_grad_enabled()} autocast={autocast} parameters={frozen}"

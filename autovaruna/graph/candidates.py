@@ -8,7 +8,7 @@ bytes that is fixed and in the part that grows with the micro-batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from autovaruna.graph.records import Size, Value
 
@@ -31,7 +31,10 @@ def crossing_sizes(values: Sequence[Value], num_blocks: int) -> list[Size]:
 
 
 def merge_free_blocks(
-    blocks: Sequence[tuple[str, ...]], crossing: Sequence[Size], is_free: Callable[[int], bool]
+    blocks: Sequence[tuple[str, ...]],
+    crossing: Sequence[Size],
+    is_free: Callable[[int], bool],
+    marked: Collection[int] = (),
 ) -> tuple[tuple[str, ...], ...]:
     """Joins blocks so that only cuts are left that no other cut beats.
 
@@ -39,6 +42,7 @@ def merge_free_blocks(
         blocks: Node names of each block, in order.
         crossing: Bytes that cross the cut after each block.
         is_free: Whether the block of an index holds views alone.
+        marked: Cuts that stay in any case, because a cut point of the user's means them.
     """
     kept: list[int] = []
     run: list[int] = []
@@ -53,6 +57,7 @@ def merge_free_blocks(
     if kept and is_free(0):
         first_run = [cut for cut in range(len(blocks) - 1) if all(is_free(block) for block in range(cut + 1))]
         kept = [cut for cut in kept if cut not in first_run]
+    kept = sorted({*kept, *marked})
     starts = [0, *(cut + 1 for cut in kept)]
     ends = [*(cut + 1 for cut in kept), len(blocks)]
     return tuple(

@@ -15,10 +15,12 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from autovaruna.errors import InputError, TraceError
 from autovaruna.graph.call import CallSpec
+from autovaruna.graph.cutpoint import Marker, named_cut_points, take_markers
 from autovaruna.graph.fake import faked
 from autovaruna.graph.fixed_size import noted_fixed_sizes
 from autovaruna.graph.guards import check_functions, check_hooks, check_state, plain_state, watched
 from autovaruna.graph.origin import is_users
+from autovaruna.graph.precision import in_precision, note_precision
 from autovaruna.graph.tree import Tree, flatten
 
 _PREFIX = "model."
@@ -38,12 +40,14 @@ class Exported:
         output_tree: structure of what the model returns; its tensors are the graph's outputs.
         constants: tensors that are neither parameters nor buffers, by attribute name.
         is_dynamic: whether the batch size is a symbol in the graph.
+        markers: where the user's cut points were.
     """
 
     module: fx.GraphModule
     output_tree: Tree
     constants: dict[str, Tensor]
     is_dynamic: bool
+    markers: tuple[Marker, ...] = ()
 
 
 class _FlatCall(nn.Module):
@@ -105,7 +109,13 @@ def export(model: nn.Module, call: CallSpec, batch_size: int, is_dynamic: bool, 
     dimension = torch.export.Dim("batch", min=1)
     shapes = [{0: dimension} if spec.is_batch and is_dynamic else None for spec in call.inputs]
     check_hooks(model)
-    with faked(model, mode, device), watched() as function_calls, noted_fixed_sizes() as fixing:
+    with (
+        faked(model, mode, device),
+        named_cut_points(model),
+        watched() as function_calls,
+        noted_fixed_sizes() as fixing,
+        in_precision(call.precision),
+    ):
         inputs = example_inputs(call, batch_size, mode, device)
         try:
             with warnings.catch_warnings():  # recurrent modules keep their weights twice; torch.export warns of it
@@ -127,8 +137,9 @@ def export(model: nn.Module, call: CallSpec, batch_size: int, is_dynamic: bool, 
             *dict(model.named_buffers(remove_duplicate=False)),
         ]
     }
+    note_precision(graph_module, call.precision)
     constants = _tidy(graph_module, [spec.name for spec in call.inputs], state)
-    return Exported(graph_module, output_trees[-1], constants, is_dynamic)
+    return Exported(graph_module, output_trees[-1], constants, is_dynamic, take_markers(graph_module))
 
 
 def example_inputs(call: CallSpec, batch_size: int, mode: FakeTensorMode, device: torch.device) -> list[Tensor]:

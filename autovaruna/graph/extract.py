@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from autovaruna.graph.precision import Switch, precision_of
 from autovaruna.graph.random import draw
 from autovaruna.graph.traced import TracedModel
 
@@ -87,8 +88,11 @@ class _Extraction:
         self.regions: dict[str, fx.GraphModule] = {}
 
     def run(self, outputs: Sequence[str]) -> Piece:
+        switch = Switch(self.graph)
         for node in self._wanted(outputs):
+            switch.to(precision_of(node))
             self.copies[node.name] = self._copy(node)
+        switch.to(())
         self.graph.output(tuple(self._resolve(self.traced.nodes[name], -1) for name in outputs))
         self._arguments_first()
         module = fx.GraphModule(self.regions, self.graph)

@@ -18,6 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from autovaruna.graph.call import CallSpec
 from autovaruna.graph.export import Exported, example_inputs
 from autovaruna.graph.fake import fake_like
+from autovaruna.graph.precision import in_precision, precision_of
 
 aten = torch.ops.aten
 _RUNNING_STATISTICS: dict[Any, tuple[int, int, int]] = {
@@ -76,7 +77,7 @@ class _Pass(fx.Interpreter):
     def run_node(self, n: fx.Node) -> Any:
         inputs = [leaf for arg in n.all_input_nodes for leaf in _tensors(self.env[arg])]
         versions = [tensor._version for tensor in inputs]
-        with FlopCounterMode(display=False) as counter:
+        with in_precision(precision_of(n)), FlopCounterMode(display=False) as counter:
             value = super().run_node(n)
         written = {_storage(t) for t, version in zip(inputs, versions, strict=True) if t._version != version}
         outputs = _tensors(value)

@@ -38,10 +38,12 @@ class Grouping:
     Attributes:
         blocks: what is never cut.
         repeated: nodes that are in no block; each maps to all nodes that are repeated together with it.
+        joins: nodes that no cut may part, and the rule that says so.
     """
 
     blocks: tuple[tuple[str, ...], ...]
     repeated: Mapping[str, tuple[str, ...]]
+    joins: tuple[tuple[tuple[str, ...], str], ...] = ()
 
 
 def group(
@@ -71,7 +73,7 @@ def group(
     while rules.join_users_out_of_order(worked):
         rules.join_cycles(worked)
     blocks = tuple(tuple(node.name for node in block) for block in rules.ordered(worked))
-    return Grouping(blocks, repeated)
+    return Grouping(blocks, repeated, tuple(rules.joins))
 
 
 class _Rules:
@@ -83,12 +85,13 @@ class _Rules:
         self.depends_on_data = depends_on_data
         self.position = {node: index for index, node in enumerate(nodes)}
         self.sets: UnionFind[fx.Node] = UnionFind(nodes)
+        self.joins: list[tuple[tuple[str, ...], str]] = []
 
     def tuples_stay_whole(self) -> None:
         """Applies rule 1."""
         for node in self.nodes:
             if node.target is operator.getitem:
-                self._join([node, *node.all_input_nodes])
+                self._join([node, *node.all_input_nodes], "a value of several tensors stays with what takes it apart")
 
     def changes_stay_with_what_they_change(self) -> None:
         """Applies rules 2 and 3."""
@@ -104,13 +107,13 @@ class _Rules:
                 if self.position[node] <= last_write[storage]:
                     touching[storage].append(node)
         for members in touching.values():
-            self._join(members)
+            self._join(members, "memory that is changed in place stays with what made or read it before")
 
     def data_dependent_shapes_stay(self) -> None:
         """Applies rule 4."""
         for node in self.nodes:
             if self.depends_on_data(node):
-                self._join([node, *node.users])
+                self._join([node, *node.users], "a value whose shape depends on data stays with its users")
 
     def join_users_out_of_order(self, nodes: Sequence[fx.Node]) -> bool:
         """Applies rule 5; returns whether anything was joined."""
@@ -122,14 +125,14 @@ class _Rules:
             users.sort(key=self.position.__getitem__)
             places = [place[user] for user in users]
             if places != sorted(places):
-                self._join(users)
+                self._join(users, "gradients of a value's users are summed in the order of one process")
                 return True
         return False
 
     def join_cycles(self, nodes: Sequence[fx.Node]) -> None:
         """Applies rule 6."""
         for component in nx.strongly_connected_components(self._group_graph(nodes)):
-            self._join(list(component))
+            self._join(list(component), "operations that wait for each other both ways stay together")
 
     def ordered(self, nodes: Sequence[fx.Node]) -> list[list[fx.Node]]:
         """Returns the groups in topological order, the earliest node first among those that are free."""
@@ -157,10 +160,11 @@ class _Rules:
         roots = [node for node in graph.nodes if node.op in ("placeholder", "get_attr")]
         return {storage for root in roots for storage in self.facts[root.name].makes}
 
-    def _join(self, nodes: Iterable[fx.Node]) -> None:
+    def _join(self, nodes: Iterable[fx.Node], rule: str) -> None:
         known = [node for node in nodes if node in self.position]
         if len(known) > 1:
             self.sets.union(*known)
+            self.joins.append((tuple(node.name for node in known), rule))
 
     def groups(self) -> list[list[fx.Node]]:
         """Returns the groups in order of their first nodes."""

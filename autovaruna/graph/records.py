@@ -72,11 +72,23 @@ class Block:
 
 
 @dataclass(frozen=True, slots=True)
+class CutMark:
+    """A cut point that the user put into the model, by its path.
+
+    `block` is the first block after it; -1: there can be no cut, and `reason` says why.
+    """
+
+    name: str
+    block: int
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Graph:
     """A traced model as data.
 
     `blocks` are in execution order, so any split of them into consecutive ranges is a valid partition.
-    `fingerprint` changes with any operation, shape, dtype or parameter of the model.
+    `fingerprint` changes with any operation, shape, dtype or parameter of the model, and with its cut points.
     """
 
     blocks: tuple[Block, ...]
@@ -84,4 +96,5 @@ class Graph:
     inputs: tuple[Input, ...]
     parameters: tuple[Parameter, ...]
     fingerprint: str
+    cut_marks: tuple[CutMark, ...] = ()
     format_version: int = FORMAT_VERSION

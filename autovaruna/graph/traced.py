@@ -17,6 +17,7 @@ from autovaruna.errors import TraceError
 from autovaruna.graph.build import Builder
 from autovaruna.graph.call import CallSpec, InputSpec
 from autovaruna.graph.candidates import crossing_sizes, merge_free_blocks
+from autovaruna.graph.cutpoint import locate
 from autovaruna.graph.export import Exported, export
 from autovaruna.graph.facts import Fact, learn
 from autovaruna.graph.grouping import Grouping, group
@@ -140,7 +141,7 @@ def _trace(
     parameters = _first_names(dict(model.named_parameters(remove_duplicate=False)))
     grouping = group(module.graph, facts, sizes.is_size, sizes.depends_on_data, parameters)
     buffers = _first_names(dict(model.named_buffers(remove_duplicate=False)))
-    graph = _build(module, facts, sizes, grouping, parameters, buffers)
+    graph = _build(exported, facts, sizes, grouping, parameters, buffers)
     logger.info("traced %s: %d operations in %d blocks", type(model).__name__, len(facts), len(graph.blocks))
     return TracedModel(
         module=module,
@@ -159,7 +160,7 @@ def _trace(
 
 
 def _build(
-    module: fx.GraphModule,
+    exported: Exported,
     facts: dict[str, Fact],
     sizes: Sizes,
     grouping: Grouping,
@@ -167,13 +168,18 @@ def _build(
     buffers: dict[str, str],
 ) -> Graph:
     """Builds the record twice: first to see which cuts are beaten, then without them."""
-    graph = Builder(module, facts, sizes, grouping, parameters, buffers).build()
+    builder = Builder(exported.module, facts, sizes, grouping, parameters, buffers)
+    graph = builder.build()
+    marks = locate(exported.markers, grouping.blocks, builder, grouping.joins)
     blocks = merge_free_blocks(
         grouping.blocks,
         crossing_sizes(graph.values, len(grouping.blocks)),
         lambda index: all(facts[name].is_view for name in grouping.blocks[index]),
+        [mark.block - 1 for mark in marks if mark.block > 0],
     )
-    return Builder(module, facts, sizes, replace(grouping, blocks=blocks), parameters, buffers).build()
+    starts = {names[0]: index for index, names in enumerate(blocks)}
+    marks = [replace(mark, block=starts[grouping.blocks[mark.block][0]]) if mark.block > 0 else mark for mark in marks]
+    return Builder(exported.module, facts, sizes, replace(grouping, blocks=blocks), parameters, buffers).build(marks)
 
 
 def _hint(model: nn.Module, call: CallSpec) -> int:
