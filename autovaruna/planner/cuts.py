@@ -10,7 +10,7 @@ from autovaruna.graph.records import Graph
 
 
 def resolve_cut(graph: Graph, name: str) -> int:
-    """Returns the index of the block at which a cut starts a new stage.
+    """Returns the index of the block at which a cut starts a new stage; the name may be that of a cut point.
 
     Raises:
         PlanError: if no block and no module has that name; names the nearest.
@@ -18,6 +18,9 @@ def resolve_cut(graph: Graph, name: str) -> int:
     for block in graph.blocks:
         if block.name == name:
             return block.index
+    for mark in graph.cut_marks:
+        if mark.name == name and mark.block > 0:
+            return mark.block
     for block in graph.blocks:
         if block.module == name or block.module.startswith(name + "."):
             return block.index

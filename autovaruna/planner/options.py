@@ -10,6 +10,7 @@ import numpy as np
 
 from autovaruna.planner.costs import Array, costs_at
 from autovaruna.planner.cuts import resolve_cuts
+from autovaruna.planner.marks import marked_blocks
 from autovaruna.planner.pipeline import policy_of
 from autovaruna.planner.problem import Problem, micro_batch_range
 
@@ -25,12 +26,15 @@ _MAX_STAGES = 128
 def cut_positions(problem: Problem) -> list[int]:
     """Returns the blocks where a stage may start, from 0, and the number of blocks at the end.
 
-    All of them, or the forced ones, or in a large graph the cheapest to cut among those near each even share of work.
+    All of them, or the forced ones, or those of cut points, or in a large graph the cheapest to cut among those near
+    each even share of work.
     """
     graph = problem.graph
     n = len(graph.blocks)
     if problem.constraints.cuts:
         return [0, *resolve_cuts(graph, problem.constraints.cuts), n]
+    if problem.constraints.cutpoints == "only":
+        return [0, *marked_blocks(graph), n]
     limit = MAX_SEGMENTS if problem.cluster.num_ranks <= MAX_UNITS else MAX_SEGMENTS_OF_MANY_RANKS
     if n <= limit:
         return list(range(n + 1))

@@ -27,6 +27,8 @@ class Constraints:
         in_flight: the in-flight depth of every stage.
         cuts: the first block of each stage but the first: a block name, or a module path (its first block).
         stage_ranks: the ranks of each stage.
+        cutpoints: ``only`` cuts at the user's cut points alone, ``prefer`` there unless elsewhere is better by more
+            than `marks.PREFER_MARGIN` or no cut there fits, ``ignore`` anywhere.
     """
 
     num_stages: int = 0
@@ -40,6 +42,12 @@ class Constraints:
     in_flight: int = 0
     cuts: tuple[str, ...] = ()
     stage_ranks: tuple[tuple[int, ...], ...] = ()
+    cutpoints: str = "ignore"
+
+    @property
+    def has_fixed_places(self) -> bool:
+        """Whether the user has said where cuts may lie."""
+        return bool(self.cuts) or self.cutpoints == "only"
 
 
 @dataclass(frozen=True, slots=True)

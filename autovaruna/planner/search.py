@@ -14,6 +14,7 @@ from autovaruna.errors import PlanError
 from autovaruna.planner.bound import StepBound
 from autovaruna.planner.candidate import Candidate, Planner
 from autovaruna.planner.infeasible import explain_infeasible
+from autovaruna.planner.marks import plan_with_marks
 from autovaruna.planner.options import (
     cut_positions,
     layouts,
@@ -50,8 +51,7 @@ def make_plan(problem: Problem, progress: Progress | None = None) -> Plan:
         PlanError: the settings contradict each other, or no plan fits; says what is missing.
     """
     check_problem(problem)
-    search = _Search(problem, progress or (lambda what, share: None))
-    plan = search.run()
+    plan = plan_with_marks(problem, lambda each: _Search(each, progress or (lambda what, share: None)).run())
     _log.info(
         "planned %d stages, %d micro-batches: %.6g s a step, at most %.1f %% above the best possible",
         plan.num_stages,
@@ -224,7 +224,8 @@ class _Search:
 
     def _zoom(self) -> None:
         """Lets the cuts of the best plan move between the segments of a large graph."""
-        if self.best is None or self.tables.num_segments == len(self.problem.graph.blocks):
+        is_whole = self.tables.num_segments == len(self.problem.graph.blocks)
+        if self.best is None or is_whole or self.problem.constraints.has_fixed_places:
             return
         candidate = self._best_few()[0][1]
         cuts = [int(self.tables.positions[start]) for start in candidate.starts]
