@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from autovaruna.errors import InputError
+from autovaruna.graph.precision import without_autocast
 from autovaruna.graph.random import untouched_generator
 from autovaruna.graph.traced import TracedModel
 from autovaruna.graph.tree import Opaque, Undelivered
@@ -236,9 +237,9 @@ class Engine:
 
     @contextmanager
     def _guard(self, executor: Executor) -> Iterator[None]:
-        """Gives the user's generator back; an error in the middle of a step ends all ranks."""
+        """Gives the user's generator and autocast back; an error in the middle of a step ends all ranks."""
         try:
-            with untouched_generator(self._device):
+            with untouched_generator(self._device), without_autocast():
                 yield
         except BaseException as error:
             if self._world.num_ranks > 1 and isinstance(error, Exception):
