@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from autovaruna.errors import MeasureError
 from autovaruna.graph.origin import failed_at
+from autovaruna.graph.precision import without_autocast
 from autovaruna.graph.random import untouched_generator
 from autovaruna.graph.traced import TracedModel
 from autovaruna.profiler.memory import Bytes, count_bytes
@@ -72,7 +73,7 @@ def measure(
     samples = Samples(traced, model, device, inputs)
     ends = perf_counter() + budget_seconds
     costs: dict[Key, PartCost] = {}
-    with untouched_generator(device):
+    with untouched_generator(device), without_autocast():
         for done, (part, size) in enumerate(jobs):
             allowance = max(0.0, ends - perf_counter()) / (len(jobs) - done)
             costs[part.signature, size] = _measure_one(part, samples, size, iterations, allowance)
