@@ -112,6 +112,12 @@ class Settings:
 
     # Measuring, and the files of a run.
     profile_iterations: int = _setting(count(1), 5, "Measurements of each block.", "profiling_iter")
+    profile_cache: bool | str = _setting(
+        either(BOOLEAN, PATH),
+        "auto",
+        "Where measured costs are kept for other runs and models: a directory; auto: profiles in the conf directory; "
+        "false: nowhere.",
+    )
     load_deployment: bool | Literal["auto"] = _setting(
         either(BOOLEAN, choice("auto")),
         "auto",

@@ -157,7 +157,7 @@ def unfit(kind_text):
 def test_a_wrong_type_is_refused_and_says_what_is_expected(conf, name):
     _, alias = known_names()[name]
     for value in unfit(alias.kind.expected):
-        if alias.kind.expected == "a path" and isinstance(value, str):
+        if "a path" in alias.kind.expected and isinstance(value, str):
             continue
         message = refused({name: value}, conf())
         assert f"keyword {name} is {value!r}; expected {alias.kind.expected}" in message

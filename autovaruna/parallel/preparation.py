@@ -23,7 +23,8 @@ from autovaruna.planner import Constraints, Plan, Problem, make_plan, pipeline_o
 from autovaruna.planner.deployment import deployment_of, save
 from autovaruna.planner.fingerprint import Fingerprint, host_counts
 from autovaruna.planner.table import explain, plan_table
-from autovaruna.profiler.measure import measure, merge
+from autovaruna.profiler.environment import cache_of
+from autovaruna.profiler.measure import Key, PartCost, lasting_keys, measure, merge
 from autovaruna.profiler.profile import device_name, to_profile
 from autovaruna.profiler.progress import progress_bar
 from autovaruna.profiler.records import Cluster, Profile
@@ -195,23 +196,39 @@ class Preparation:
             logger.info("saved the deployment to %s", self._settings.deployment_file)
 
     def _measure(self) -> Profile:
-        """Measures the model, each rank its share."""
+        """Measures what no rank knows already, each rank its share."""
+        world, sizes = self._world, self._sizes_to_measure()
+        cache = cache_of(self._settings, self.device, world.hosts.count(world.hosts[world.rank]))
+        lasting = lasting_keys(self._traced, sizes)
+        is_first_of_host = world.hosts.index(world.hosts[world.rank]) == world.rank
 
-        def own_share():  # type: ignore[no-untyped-def]
-            with progress_bar("measuring", self._settings.progress and self._world.rank == 0) as advance:
+        def known_here() -> dict[Key, PartCost]:
+            return cache.read(lasting) if cache and is_first_of_host else {}
+
+        known = self._merged(known_here, "reading saved measurements")
+
+        def own_share() -> dict[Key, PartCost]:
+            with progress_bar("measuring", self._settings.progress and world.rank == 0) as advance:
                 return measure(
                     self._traced,
                     self._model,
-                    self._sizes_to_measure(),
+                    sizes,
                     self.device,
                     iterations=self._settings.profile_iterations,
-                    share=(self._world.rank, self._world.num_ranks),
+                    share=(world.rank, world.num_ranks),
+                    known=known,
                     inputs=self._shared.tensors,
                     on_progress=advance,
                 )
 
-        shares = self._world.gather_objects(self._on_all(own_share, "measuring"), "sharing measurements")
-        return to_profile(self._traced, merge(shares), self.device)
+        fresh = self._merged(own_share, "measuring")
+        if cache and is_first_of_host:
+            cache.write({key: fresh[key] for key in lasting if key in fresh})
+        return to_profile(self._traced, merge([known, fresh]), self.device)
+
+    def _merged(self, act: Callable[[], dict[Key, PartCost]], what: str) -> dict[Key, PartCost]:
+        """Does something on every rank and joins the results, on every rank. Collective."""
+        return merge(self._world.gather_objects(self._on_all(act, what), f"sharing the results of {what}"))
 
     def _sizes_to_measure(self) -> list[int]:
         """Returns micro-batch sizes that span those a plan may choose."""

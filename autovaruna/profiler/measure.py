@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 
@@ -45,6 +45,7 @@ def measure(
     iterations: int = 5,
     budget_seconds: float = 10.0,
     share: tuple[int, int] = (0, 1),
+    known: Collection[Key] = (),
     inputs: Sequence[Tensor] = (),
     on_progress: Callable[[int, int], None] | None = None,
 ) -> dict[Key, PartCost]:
@@ -58,6 +59,7 @@ def measure(
         iterations: Samples of each measurement.
         budget_seconds: Time after which each part is sampled once only.
         share: ``(rank, num_ranks)``; this rank measures every num_ranks-th part.
+        known: Parts that are not measured; the same on all ranks.
         inputs: Tensors of a call in the order of ``traced.call.inputs``, so that integers are what they will be;
             without them integers are zeros.
         on_progress: Called with the parts measured so far and their number.
@@ -69,7 +71,9 @@ def measure(
         MeasureError: a part cannot be run; says which.
     """
     rank, num_ranks = share
-    jobs = [(part, size) for size in micro_batch_sizes for part in _distinct(traced)][rank::num_ranks]
+    jobs = [
+        (part, size) for size in micro_batch_sizes for part in _distinct(traced) if (part.signature, size) not in known
+    ][rank::num_ranks]
     samples = Samples(traced, model, device, inputs)
     ends = perf_counter() + budget_seconds
     costs: dict[Key, PartCost] = {}
@@ -83,7 +87,13 @@ def measure(
     return costs
 
 
-def merge(shares: Iterable[dict[Key, PartCost]]) -> dict[Key, PartCost]:
+def lasting_keys(traced: TracedModel, micro_batch_sizes: Sequence[int]) -> list[Key]:
+    """Returns what is measured and costs the same in another program: operators of other libraries may change."""
+    parts = [part for part in _distinct(traced) if part.is_of_torch]
+    return [(part.signature, size) for size in micro_batch_sizes for part in parts]
+
+
+def merge(shares: Iterable[Mapping[Key, PartCost]]) -> dict[Key, PartCost]:
     """Joins the shares of all ranks."""
     return {key: cost for share in shares for key, cost in share.items()}
 

@@ -11,10 +11,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from autovaruna.graph.records import Block
+from autovaruna.graph.signature import signature
 from autovaruna.graph.traced import TracedModel
 
 _LEAST_BLOCKS = 12
@@ -39,11 +42,21 @@ class Part:
 
     @cached_property
     def signature(self) -> str:
-        """A text that is equal for parts that do the same work and give the same results to others."""
+        """A text that is equal for parts that do the same work and give the same results to others, in any model."""
         inside = {name: index for index, name in enumerate(self.nodes)}
-        work = [block.signature for block in self.blocks] or list(self.nodes)
-        text = ",".join([*work, *(str(inside[name]) for name in self.outputs)])
+        text = ",".join([self._work, *(str(inside[name]) for name in self.outputs)])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    @property
+    def _work(self) -> str:
+        if len(self.blocks) == 1:
+            return self.blocks[0].signature
+        return signature([self.traced.nodes[name] for name in self.nodes], self.traced.facts, self.traced.sizes)
+
+    @property
+    def is_of_torch(self) -> bool:
+        """Whether all its operations are torch's own, so that what they take is the same in every program."""
+        return all(_is_of_torch(self.traced.nodes[name].target) for name in self.nodes)
 
     @cached_property
     def outputs(self) -> tuple[str, ...]:
@@ -114,3 +127,10 @@ def _part(traced: TracedModel, blocks: Iterable[Block]) -> Part:
 def _layer(block: Block) -> str:
     match = re.match(r"(?:.*?\.)?\d+(?=\.|$)", block.module)
     return match[0] if match else ""
+
+
+def _is_of_torch(target: Any) -> bool:
+    if isinstance(target, torch._ops.OpOverload):
+        return target.namespace in ("aten", "prim", "prims")
+    module = str(getattr(target, "__module__", ""))
+    return isinstance(target, str) or module.split(".")[0] in ("torch", "_operator", "math", "builtins")

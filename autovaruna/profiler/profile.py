@@ -11,13 +11,13 @@ counts it: a stage may begin anywhere, and must not hold more than was counted.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from autovaruna.graph.traced import TracedModel
-from autovaruna.profiler.measure import Key, PartCost, measure
+from autovaruna.profiler.measure import Key, PartCost, measure, merge
 from autovaruna.profiler.memory import Bytes
 from autovaruna.profiler.parts import Part, block_parts, layer_parts, repeated_part
 from autovaruna.profiler.records import BlockCost, Profile
@@ -31,13 +31,23 @@ def profile(
     *,
     iterations: int = 5,
     budget_seconds: float = 10.0,
+    known: Mapping[Key, PartCost] | None = None,
     inputs: Sequence[Tensor] = (),
+    on_progress: Callable[[int, int], None] | None = None,
 ) -> Profile:
-    """Measures all of a model on this rank; the arguments are those of `measure`."""
+    """Measures all of a model on this rank; the arguments are those of `measure`, and `known` is not measured again."""
     costs = measure(
-        traced, model, micro_batch_sizes, device, iterations=iterations, budget_seconds=budget_seconds, inputs=inputs
+        traced,
+        model,
+        micro_batch_sizes,
+        device,
+        iterations=iterations,
+        budget_seconds=budget_seconds,
+        known=known or {},
+        inputs=inputs,
+        on_progress=on_progress,
     )
-    return to_profile(traced, costs, device)
+    return to_profile(traced, merge([known or {}, costs]), device)
 
 
 def to_profile(traced: TracedModel, costs: Mapping[Key, PartCost], device: torch.device) -> Profile:
