@@ -18,6 +18,7 @@ _OF_ONE_RANK = {
     "memory_margin",
     "device",
     "deployment_file",
+    "profile_cache",
     "dump_graph",
     "trace_events_file",
     "progress",
@@ -37,17 +38,33 @@ class SharedCall:
         tensors: this rank's tensors, in order.
         sizes: samples of each rank's mini-batch.
         number: how many calls there were before.
+        groups: the ranks that pass the same mini-batch.
     """
 
     call: CallSpec
     tensors: Sequence[Tensor]
     sizes: tuple[int, ...]
     number: int
+    groups: tuple[tuple[int, ...], ...]
+
+    @property
+    def global_batch_size(self) -> int:
+        """Samples of all groups together."""
+        return sum(self.sizes[ranks[0]] for ranks in self.groups)
 
     @property
     def key(self) -> str:
         """Digest that is equal for calls that one trace serves."""
         return self.call.key()
+
+
+def input_groups(settings: Settings, num_ranks: int) -> tuple[tuple[int, ...], ...]:
+    """Returns the ranks that pass the same mini-batch: each alone, all, or those at one place of every stage."""
+    if settings.inputs == "replicated":
+        return (tuple(range(num_ranks)),)
+    if settings.inputs == "per_replica":
+        return tuple(tuple(dict.fromkeys(ranks)) for ranks in zip(*settings.stage_ranks, strict=True))
+    return tuple((rank,) for rank in range(num_ranks))
 
 
 def compare_settings(settings: Settings, world: World) -> None:
@@ -67,7 +84,7 @@ def share_call(
     call: CallSpec,
     tensors: Sequence[Tensor],
     number: int,
-    is_replicated: bool,
+    groups: tuple[tuple[int, ...], ...],
     world: World,
     doings: Mapping[str, str],
 ) -> SharedCall:
@@ -77,7 +94,7 @@ def share_call(
         call: This rank's call.
         tensors: Its tensors.
         number: How many calls there were before.
-        is_replicated: Whether all ranks pass the same batch.
+        groups: The ranks that pass the same mini-batch.
         world: The ranks.
         doings: What this rank's script has done since the start, in words.
 
@@ -98,12 +115,15 @@ def share_call(
             "the same names, dtypes, constants, modes and shapes on every rank, but for the size of the batch."
         )
     sizes = tuple(size for _, size, _ in reports)
-    if is_replicated and len(set(sizes)) > 1:
-        raise RankError(
-            f"inputs='replicated', but the ranks pass batches of {list(sizes)} samples. Expected the same batch on "
-            "every rank; pass inputs='per_rank' if each has samples of its own."
-        )
-    return SharedCall(call, tensors, sizes, number)
+    for ranks in groups:
+        passed = [sizes[rank] for rank in ranks]
+        if len(set(passed)) > 1:
+            who, mode = ("the ranks", "replicated") if len(groups) == 1 else (f"ranks {list(ranks)}", "per_replica")
+            raise RankError(
+                f"inputs='{mode}', but {who} pass batches of {passed} samples. Expected the same batch on each of "
+                "them; pass inputs='per_rank' if each rank has samples of its own."
+            )
+    return SharedCall(call, tensors, sizes, number, groups)
 
 
 def differences(of_ranks: Sequence[Mapping[str, str]]) -> str:

@@ -1,0 +1,189 @@
+"""Holds what the cache of measured costs promises: nothing twice, nothing of another machine, no error from a file."""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autovaruna.config import resolve
+from autovaruna.profiler.cache import ProfileCache
+from autovaruna.profiler.environment import cache_of, environment
+from autovaruna.profiler.measure import Key, PartCost, lasting_keys, measure
+from autovaruna.profiler.memory import Bytes, Made
+from autovaruna.profiler.profile import profile
+from tests.profiler.models import CPU, WIDTH, Mlp, traced, traced_case
+
+COST = PartCost(0.5, 0.25, Bytes(7, ((0, 8), (2, 16)), (Made(1, 24, True),), 9))
+KEY: Key = ("abc", 4)
+
+
+def cache(directory: Path, iterations: int = 5, **more: object) -> ProfileCache:
+    return ProfileCache(directory, {"device": "test", **more}, iterations)
+
+
+def file_of(directory: Path) -> Path:
+    return next(directory.glob("*/*.json"))
+
+
+def measured(model: nn.Module, known: dict[Key, PartCost], *args: Tensor) -> dict[Key, PartCost]:
+    return measure(traced(model, *args), model, [2], CPU, iterations=1, known=known)
+
+
+def test_what_is_written_is_read_again(tmp_path: Path) -> None:
+    cache(tmp_path).write({KEY: COST})
+    assert cache(tmp_path).read([KEY, ("other", 4), ("abc", 8)]) == {KEY: COST}
+
+
+def test_costs_of_another_environment_or_of_fewer_samples_are_not_used(tmp_path: Path) -> None:
+    cache(tmp_path, 3).write({KEY: COST})
+    assert cache(tmp_path, 2).read([KEY]) and cache(tmp_path, 3).read([KEY])
+    assert not cache(tmp_path, 4).read([KEY])
+    assert not cache(tmp_path, 3, torch="9").read([KEY])
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda text: "",
+        lambda text: text[: len(text) // 2],
+        lambda text: "[1, 2]",
+        lambda text: text.replace('"forward_seconds": 0.5', '"forward_seconds": -1'),
+        lambda text: text.replace('"forward_seconds": 0.5', '"forward_seconds": NaN'),
+        lambda text: text.replace('"inside"', '"outside"'),
+        lambda text: text.replace('"format_version": 1', '"format_version": 2'),
+        lambda text: text.replace('"iterations": 5', '"iterations": "many"'),
+    ],
+)
+def test_a_damaged_file_is_a_warning_and_is_written_again(tmp_path: Path, caplog, damage) -> None:
+    cache(tmp_path).write({KEY: COST})
+    path = file_of(tmp_path)
+    text = path.read_text()
+    path.write_text(damage(text))
+    assert path.read_text() != text
+    assert cache(tmp_path).read([KEY]) == {}
+    assert str(path) in caplog.text and "measuring again" in caplog.text
+    cache(tmp_path).write({KEY: COST})
+    assert cache(tmp_path).read([KEY]) == {KEY: COST}
+
+
+def test_a_directory_that_cannot_be_written_is_one_warning(tmp_path: Path, caplog) -> None:
+    (tmp_path / "file").write_text("")
+    cache(tmp_path / "file").write({KEY: COST, ("other", 1): COST})
+    assert len(caplog.messages) == 1 and "cannot be written" in caplog.text
+
+
+def test_many_writers_of_one_part_leave_one_whole_file(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda _: cache(tmp_path).write({KEY: COST}), range(64)))
+    assert [path.name for path in tmp_path.glob("*/*")] == ["abc-4.json"]
+    assert json.loads(file_of(tmp_path).read_text())["environment"] == {"device": "test"}
+
+
+def test_a_second_model_with_the_same_blocks_measures_nothing() -> None:
+    """Neither another number of layers, nor another batch size of the call, nor other names of modules matter."""
+
+    class Other(Mlp):
+        def __init__(self) -> None:
+            super().__init__(30)
+            self.renamed = self.layers
+            del self.layers
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.renamed:
+                x = torch.relu(layer(x))
+            return x.square().mean()
+
+    known = measured(Mlp(30), {}, torch.zeros(3, WIDTH))
+    assert known and not measured(Mlp(30), known, torch.zeros(5, WIDTH))
+    assert not measured(Other(), known, torch.zeros(3, WIDTH))
+    assert not measured(Mlp(60), known, torch.zeros(3, WIDTH)).keys() - layers_of(Mlp(60))
+
+
+def layers_of(model: nn.Module) -> set[Key]:
+    """Returns the keys of runs of layers, which end elsewhere in a longer model."""
+    graph = traced(model, torch.zeros(3, WIDTH))
+    blocks = {(block.signature, 2) for block in graph.graph.blocks}
+    from autovaruna.profiler.parts import layer_parts
+
+    return {(part.signature, 2) for part in layer_parts(graph)} - blocks
+
+
+class Step(nn.Module):
+    """Runs one operation whose cost may differ."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32, frozen: bool = False, p: float = 0.0) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH, dtype=dtype).requires_grad_(not frozen)
+        self.drop = nn.Dropout(p)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.drop(self.linear(x)).square().mean()
+
+
+def signatures(model: nn.Module, x: Tensor) -> set[str]:
+    return {signature for signature, _ in lasting_keys(traced(model, x), [2])}
+
+
+def test_whatever_changes_the_time_changes_the_signature() -> None:
+    x = torch.zeros(3, 4, WIDTH)
+    usual = signatures(Step(), x)
+    assert usual == signatures(Step(), torch.zeros(6, 4, WIDTH))
+    assert not usual & signatures(Step(), torch.zeros(3, 5, WIDTH))
+    assert not usual & signatures(Step(torch.float64), x.double())
+    assert usual != signatures(Step(frozen=True), x)
+    assert usual != signatures(Step(p=0.5), x) != signatures(Step(p=0.5).eval(), x)
+    assert usual != signatures(Step(), x.transpose(1, 2).contiguous().transpose(1, 2).clone().requires_grad_())
+    with torch.no_grad():
+        assert not usual & signatures(Step(), x)
+
+
+def test_operators_of_other_libraries_are_measured_each_time() -> None:
+    @torch.library.custom_op("autovaruna_test::twice", mutates_args=())
+    def twice(x: Tensor) -> Tensor:
+        return x * 2
+
+    twice.register_fake(torch.empty_like)
+    twice.register_autograd(lambda ctx, grad: grad * 2)
+
+    class Doubles(Mlp):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(twice(self.layers[0](x)))
+
+    model = Doubles(2)
+    graph = traced(model, torch.zeros(3, WIDTH))
+    every = measure(graph, model, [2], CPU, iterations=1).keys()
+    left_out = every - set(lasting_keys(graph, [2]))
+    assert left_out and left_out < every
+
+
+@pytest.mark.parametrize("name", ["dropout", "batch_norm", "moving_average"])
+def test_a_profile_from_the_cache_is_the_profile_that_was_measured(name: str, tmp_path: Path) -> None:
+    model, graph, tensors = traced_case(name, 3)
+    keys = lasting_keys(graph, [2])
+    costs = measure(graph, model, [2], CPU, iterations=1, inputs=tensors)
+    cache(tmp_path, 1).write(costs)
+    known = cache(tmp_path, 1).read(keys)
+    assert known == costs
+    again = profile(graph, model, [2], CPU, known=known)
+    assert again == profile(graph, model, [2], CPU, known=costs)
+
+
+def test_the_setting_says_where_costs_are_kept(tmp_path: Path) -> None:
+    def place(value: object) -> Path | None:
+        found = cache_of(resolve({"profile_cache": value}), CPU)
+        return found and found.directory.parent
+
+    assert place("auto") == place(True) == tmp_path / "profiles"
+    assert place(str(tmp_path / "mine")) == tmp_path / "mine"
+    assert place(False) is None
+
+
+def test_the_environment_names_threads_and_neighbours() -> None:
+    here = environment(CPU)
+    assert "1 threads" in here["device"] and here["torch"] == torch.__version__
+    assert environment(CPU, 4) != here
