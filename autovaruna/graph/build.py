@@ -9,6 +9,7 @@ from torch import Tensor, fx
 
 from autovaruna.graph.facts import Fact
 from autovaruna.graph.grouping import Grouping
+from autovaruna.graph.precision import cast_dtype
 from autovaruna.graph.records import Block, CutMark, Graph, Input, Parameter, Value
 from autovaruna.graph.signature import signature
 from autovaruna.graph.sizes import Sizes
@@ -110,7 +111,21 @@ class Builder:
         for tensor, blocks in self._attributes(self.buffers).values():
             for block in blocks:
                 num_bytes[block] = num_bytes.get(block, 0) + tensor.numel() * tensor.element_size()
+        for (_, block), size in self._cast_bytes().items():
+            num_bytes[block] = num_bytes.get(block, 0) + size
         return num_bytes
+
+    def _cast_bytes(self) -> dict[tuple[str, int], int]:
+        """Returns the bytes of the copy of a weight that autocast keeps for a step, by weight and block."""
+        found: dict[tuple[str, int], int] = {}
+        for node in self.module.graph.find_nodes(op="get_attr"):
+            name = self.parameters.get(str(node.target), "")
+            users = [user for user in node.users if name and user.name in self.block_of]
+            for user in users:
+                dtype = cast_dtype(user, self.facts[node.name].value, self.facts[user.name].value)
+                if dtype is not None:
+                    found[name, self.block_of[user.name]] = self.facts[node.name].value.numel() * dtype.itemsize
+        return found
 
     def _block(self, index: int, names: Iterable[str], buffer_bytes: int) -> Block:
         nodes = [self.nodes[name] for name in names]

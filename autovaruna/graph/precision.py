@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 DEVICES = ("cpu", "cuda")
 _WRAPPED = torch.ops.higher_order.wrap_with_autocast if hasattr(torch.ops.higher_order, "wrap_with_autocast") else None
@@ -81,6 +81,21 @@ def precision_of(node: fx.Node) -> Precision:
     """Returns the autocasts under which a node of a traced graph runs."""
     found: Precision = node.meta.get("precision", ())
     return found
+
+
+def cast_dtype(user: fx.Node, weight: Tensor, result: Any) -> torch.dtype | None:
+    """Returns the dtype of the copy of a weight that autocast keeps for an operation that uses it; None: it keeps none.
+
+    Args:
+        user: The operation.
+        weight: The weight.
+        result: What the operation returns; its dtype tells whether autocast cast the arguments.
+    """
+    first = result[0] if isinstance(result, tuple | list) and result else result
+    if not (isinstance(first, Tensor) and weight.dtype is torch.float32 and weight.requires_grad):
+        return None
+    kept = (each.dtype for each in precision_of(user) if each.is_cached and each.device == first.device.type)
+    return next((dtype for dtype in kept if dtype is first.dtype), None)
 
 
 class Switch:

@@ -7,7 +7,7 @@ buffer or an input (counted by the planner).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -50,17 +50,10 @@ class Bytes:
 def count_bytes(work: Work, device: torch.device) -> Bytes:
     """Runs `work` once, forward and backward, and counts."""
     arguments = {_storage(tensor): tensor for tensor in work.arguments if isinstance(tensor, Tensor)}
-    saved: dict[int, Tensor] = {}
-
-    def pack(tensor: Tensor) -> Tensor:
-        kept = tensor.detach()
-        saved[_storage(kept)] = kept
-        return kept
-
+    arguments |= _casts(work)
     meter = _AllocatorMeter(device) if device.type == "cuda" else _OperationMeter(arguments)
     with _transient_gradients(work), meter:
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            outputs = work.forward()
+        outputs, saved = _run(work)
         made = _made(outputs, saved, arguments)
         inside = sum(_num_bytes(saved[key]) for key in saved.keys() - arguments.keys() - made.keys())
         values = tuple((k, _num_bytes(value)) for k, value in enumerate(work.values) if _storage(value) in saved)
@@ -69,6 +62,27 @@ def count_bytes(work: Work, device: torch.device) -> Bytes:
             work.backward(outputs)
     kept = inside + sum(each.num_bytes for each in made.values())
     return Bytes(inside, values, tuple(made.values()), max(0, meter.peak_bytes - kept))
+
+
+def _run(work: Work) -> tuple[Sequence[Tensor], dict[int, Tensor]]:
+    """Runs forward and returns its outputs, and what is saved for backward by memory."""
+    saved: dict[int, Tensor] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        kept = tensor.detach()
+        saved[_storage(kept)] = kept
+        return kept
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        return work.forward(), saved
+
+
+def _casts(work: Work) -> dict[int, Tensor]:
+    """Returns the copies of weights that autocast keeps: what two runs, both alive, save of the same memory."""
+    if not work.is_cast:
+        return {}
+    first, second = (_run(work)[1] for _ in range(2))
+    return {storage: tensor for storage, tensor in first.items() if storage in second}
 
 
 @contextmanager

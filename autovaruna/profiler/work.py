@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from autovaruna.graph.extract import Source, extract
+from autovaruna.graph.precision import precision_of
 from autovaruna.profiler.parts import Part
 from autovaruna.profiler.samples import Samples
 
@@ -27,6 +28,7 @@ class Work:
         make_gradient: Makes the gradient of an output.
         gradients: One for each output that needs a gradient; made for the outputs of the first run.
         needs_gradient: Whether there is a backward.
+        is_cast: Whether autocast casts weights, once for all runs.
     """
 
     run: Callable[..., Outputs]
@@ -35,6 +37,7 @@ class Work:
     make_gradient: Callable[[Tensor], Tensor]
     needs_gradient: bool
     gradients: list[Tensor] = field(default_factory=list)
+    is_cast: bool = False
 
     def forward(self) -> Outputs:
         """Runs forward."""
@@ -68,6 +71,7 @@ def make_work(part: Part, samples: Samples, batch_size: int) -> Work:
         tuple(values[name] for name in part.values),
         _make_gradient,
         needs_gradient,
+        is_cast=any(precision_of(traced.nodes[name]) for name in part.nodes),
     )
 
 
