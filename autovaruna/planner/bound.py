@@ -1,13 +1,14 @@
 """Proves a lower bound on the step over all plans of the searched kind: every cut, every replica count.
 
-A step of T seconds needs, for a stage of the segments i .. j-1, so many replicas that
+A stage of the segments i .. j-1 on r replicas, whose busiest one has m = ceil(M / r) micro-batches, ends no sooner than
 
-    before(i) + ceil(M / replicas) * work(i, j) + max(all-reduce, after(i)) <= T,
+    before(i) + max(m * work, ceil(m / depth) * (work + trip(j))) + max(all-reduce(r) + optimizer, after(i)),
 
-where before and after are the least waits of a stage that starts at i (see fill.py). If even the split with the fewest
-replicas needs more ranks than there are, no plan takes T seconds or less. That is checked exactly, over all splits, by
-one pass of dynamic programming; bisection finds the greatest T that is proven impossible. Beside it stands the total
-work over the sum of speeds.
+with the waits of waits.py, work with or without recompute, and the greatest depth for which memory has room in that
+case: a forward starts once the backward `depth` micro-batches before it has ended. Nor does it end before all messages
+of its lines have passed. If even the split with the fewest replicas needs more ranks than there are, no plan takes T
+seconds or less. That is checked exactly, over all splits, by one pass of dynamic programming; bisection finds the
+greatest T that is proven impossible. Beside it stands the total work over the sum of speeds.
 
 Where a large graph was reduced to segments, a stage is charged only the segments that it has whole, and no memory
 limit, so that the bound holds for cuts inside of segments too.
@@ -16,18 +17,31 @@ limit, so that the bound holds for cuts inside of segments too.
 from __future__ import annotations
 
 import math
+from collections import Counter
+from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
 from autovaruna.planner.chain import partition_chain
 from autovaruna.planner.costs import Array
 from autovaruna.planner.memory import forbid_empty
-from autovaruna.planner.replicas import block_fills
 from autovaruna.planner.sized import Sized
+from autovaruna.planner.waits import waits_of
 
 # Times of the simulator are rounded to 2**-40 s; the bound stays below by more than all roundings together.
 _ROUNDING = 1e-9
 _PRECISION = 1e-5
+_FEW_RANKS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """A way to run every range: seconds of one micro-batch, of its round trip, and the greatest depth (0: no room)."""
+
+    work: Array
+    round_trip: Array
+    depth: Array
 
 
 class StepBound:
@@ -38,9 +52,14 @@ class StepBound:
         problem = sized.problem
         self.constraints, self.cluster = problem.constraints, problem.cluster
         self.num_ranks = self.cluster.num_ranks
-        self.is_exact = sized.tables.num_segments == len(problem.graph.blocks)
-        self._work, self._reduce = self._least_work(), self._inner(sized.reduce_seconds)
-        self._before, self._after = (self._from_here_on(fill) for fill in block_fills(sized))
+        self.num_micro_batches = sized.num_micro_batches
+        is_whole = sized.tables.num_segments == len(problem.graph.blocks)
+        self.is_exact = problem.constraints.has_fixed_places or is_whole
+        self.speeds = sorted(self.cluster.speeds, reverse=True)
+        self._read_waits()
+        self._ways = [self._way(again) for again in sized.recompute_choices]
+        self._optimizer = self._inner(sized.optimizer_seconds / self.speeds[0])
+        self._seconds_with = lru_cache(maxsize=_FEW_RANKS)(self._stage_seconds)
         self.is_shared = len({r for ranks in self.constraints.stage_ranks for r in ranks}) < sum(
             len(ranks) for ranks in self.constraints.stage_ranks
         )
@@ -56,8 +75,8 @@ class StepBound:
         """Returns the bound of total work: every micro-batch passes every block on some rank."""
         ranks = {rank for ranks in self.constraints.stage_ranks for rank in ranks} or range(self.num_ranks)
         speeds = [self.cluster.speeds[rank] for rank in ranks]
-        total = float(self.sized.step_seconds.sum())
-        return max(total * self.sized.num_micro_batches / sum(speeds), total / max(speeds))
+        total, overhead = float(self.sized.step_seconds.sum()), self.sized.overhead_seconds
+        return (total + overhead * min(speeds)) * self.num_micro_batches / sum(speeds)
 
     def _stage_bound(self, low: float, upper: float) -> float:
         if self.constraints.stage_ranks:
@@ -84,42 +103,105 @@ class StepBound:
         forced = self.constraints.num_replicas
         if forced:
             return np.where(self._seconds_with(forced) <= seconds, float(forced), np.inf)
-        work, num_micro_batches = self._work, self.sized.num_micro_batches
-        spare = seconds - self._before[:, None] - np.maximum(self._reduce, self._after[:, None])
-        with np.errstate(divide="ignore", invalid="ignore"):
-            share = np.floor(np.where(work > 0, spare / work + _ROUNDING, np.inf))
-            several = np.maximum(np.ceil(num_micro_batches / share), 2.0)
-        needed = np.where((share >= 1) & (spare >= 0) & np.isfinite(work), several, np.inf)
+        if self.num_ranks <= _FEW_RANKS:
+            needed = np.full_like(self._reduce_tail(2), np.inf)
+            for replicas in range(self.num_ranks, 0, -1):
+                needed[self._seconds_with(replicas) <= seconds] = replicas
+            return needed
+        spare = seconds - self._before[:, None] - self._reduce_tail(2)
+        share = np.maximum.reduce([self._greatest_share(way, spare) for way in self._ways])
+        with np.errstate(divide="ignore"):
+            several = np.maximum(np.ceil(self.num_micro_batches / share), 2.0)
+        needed = np.where((share >= 1) & (spare >= 0), several, np.inf)
         return np.where(self._seconds_with(1) <= seconds, 1.0, needed)
 
-    def _seconds_with(self, replicas: int) -> Array:
-        share = -(-self.sized.num_micro_batches // replicas)
-        tail = np.broadcast_to(self._after[:, None], self._work.shape)
-        if replicas > 1:
-            tail = np.maximum(tail, self._reduce)
-        return np.asarray(self._before[:, None] + share * self._work + tail, dtype=np.float64)
+    def _greatest_share(self, way: _Way, spare: Array) -> Array:
+        """Returns the most micro-batches that one replica finishes in the spare seconds, 0 if none."""
+        with np.errstate(divide="ignore", invalid="ignore"):
+            share = np.floor(np.where(way.work > 0, spare / way.work + _ROUNDING, np.inf))
+            rounds = np.floor(np.where(way.round_trip > 0, spare / way.round_trip + _ROUNDING, np.inf))
+            within = np.where(way.depth > 0, way.depth * np.maximum(rounds, 0), 0.0)
+        if self.constraints.schedule == "gpipe":
+            within = way.depth
+        return np.asarray(np.nan_to_num(np.minimum(share, np.nan_to_num(within, posinf=np.inf)), posinf=np.inf))
 
-    def _least_work(self) -> Array:
-        """Returns the least seconds of each range for one micro-batch on the fastest rank, infinite where none fits."""
-        sized, speed = self.sized, max(self.cluster.speeds)
-        work = sized.ways.allowed_work(1, max(self.cluster.memory_bytes) if self.is_exact else np.inf) / speed
-        # Some schedules never recompute the last stage.
-        work[:, -1] = np.where(np.isfinite(work[:, -1]), sized.work[:, -1] / speed, np.inf)
-        return self._inner(work)
+    def _stage_seconds(self, replicas: int) -> Array:
+        """Returns the least seconds to the end of the step of each range on so many replicas."""
+        share = -(-self.num_micro_batches // replicas)
+        best = np.minimum.reduce([self._work_seconds(way, share, replicas) for way in self._ways])
+        best = np.maximum(best, self._line_seconds(replicas))
+        return np.asarray(self._before[:, None] + best + self._reduce_tail(replicas), dtype=np.float64)
+
+    def _work_seconds(self, way: _Way, share: int, replicas: int) -> Array:
+        """Returns the least seconds from the first forward to the last backward of the busiest or slowest replica."""
+        with np.errstate(divide="ignore", invalid="ignore"):
+            rounds = np.where(way.depth > 0, np.ceil(share / way.depth), np.inf)
+        rounds = np.maximum(rounds, 1.0)
+        slowest = self.speeds[0] / self.speeds[min(replicas, self.num_ranks) - 1]
+        busy = max(float(share), self.num_micro_batches // replicas * slowest)
+        seconds = np.maximum(busy * way.work, rounds * way.round_trip)
+        room = way.depth >= (share if self.constraints.schedule == "gpipe" else 1)
+        return np.where(room, seconds, np.inf)
+
+    def _line_seconds(self, replicas: int) -> Array:
+        """Returns the seconds that messages of a range take on its busiest line, and the work on one of them.
+
+        A line joins two ranks, and there are no more lines between two stages than pairs of replicas.
+        """
+        forced = self.constraints.num_replicas
+        lines = forced or replicas * max(self.num_ranks - replicas, 1)
+        each = max(-(-self.num_micro_batches // lines) - 1, 0) * self._line
+        work = np.minimum.reduce([way.work for way in self._ways])
+        return np.asarray(np.maximum(each[:, None], each[None, :]) + work)
+
+    def _reduce_tail(self, replicas: int) -> Array:
+        """Returns the least seconds from a range's last backward to the end of the step."""
+        most = max(Counter(self.cluster.hosts).values())
+        reduce = self._inner(self.sized.reduce_seconds(replicas, is_local=replicas <= most))
+        return np.maximum(self._after[:, None], reduce + self._optimizer)
+
+    def _way(self, needs_recompute: bool) -> _Way:
+        sized, speed = self.sized, self.speeds[0]
+        work = sized.work / speed + sized.overhead_seconds
+        again = sized.tables.add_up(sized.costs.forward_seconds) / speed + self.cluster.overhead_seconds
+        again[:, -1] = 0.0  # Some schedules never recompute the last stage.
+        if not needs_recompute:
+            again = np.zeros_like(again)
+        round_trip = work + np.maximum(self._trip[None, :], again)
+        return _Way(self._inner(work + again), self._inner(round_trip), self._depths(needs_recompute))
+
+    def _depths(self, needs_recompute: bool) -> Array:
+        """Returns the greatest in-flight depth of each range that memory and settings allow."""
+        sized = self.sized
+        fixed, each = sized.recomputed_bytes if needs_recompute else sized.plain_bytes
+        if not self.is_exact:
+            return np.full_like(fixed, np.inf)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            room = max(self.cluster.memory_bytes) - fixed
+            depth = np.floor(np.where(each > 0, room / each * (1 + _ROUNDING), np.where(room >= 0, np.inf, 0.0)))
+        if self.sized.problem.needs_gradient and self.constraints.in_flight:
+            depth = np.where(depth > 0, np.minimum(depth, self.constraints.in_flight), depth)
+        return np.maximum(depth, 0.0)
 
     def _inner(self, table: Array) -> Array:
         """Returns the table over the segments that a stage is sure to have whole."""
         if self.is_exact:
-            return table
+            return forbid_empty(table)
         inner = np.zeros_like(table)
         inner[:-1] = np.where(np.isfinite(table[1:]), table[1:], 0.0)
         return forbid_empty(inner)
 
-    def _from_here_on(self, fill: Array) -> Array:
-        """Returns the waits of a stage that starts at a position (exactly, or anywhere from there on)."""
-        if not self.is_exact:
-            fill = np.minimum.accumulate(fill[::-1])[::-1]
-        return np.append(fill[self.sized.tables.positions[:-1]], 0.0)
+    def _read_waits(self) -> None:
+        """Takes the waits at the positions of cuts; where a cut may lie beside them, the least from there on."""
+        waits, positions = waits_of(self.sized), self.sized.tables.positions
+        if self.is_exact:
+            self._before, self._after = waits.before[positions], waits.after[positions]
+            self._trip = waits.trip[positions]
+            self._line = np.maximum(waits.activation, waits.gradient)[positions]
+            return
+        least = [np.minimum.accumulate(wait[:-1][::-1])[::-1] for wait in (waits.before, waits.after)]
+        self._before, self._after = (np.append(wait[positions[:-1]], 0.0) for wait in least)
+        self._trip = self._line = np.zeros(len(positions))
 
 
 def _fewest(need: Array, num_stages: int) -> float:

@@ -7,13 +7,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+import numpy as np
+
 from autovaruna.planner.costs import Array
 from autovaruna.planner.memory import Holdings
 from autovaruna.planner.pipeline import pipeline_of, policy_of
 from autovaruna.planner.problem import Problem
 from autovaruna.planner.ranges import RangeTables
 from autovaruna.planner.records import Plan, StagePlan
-from autovaruna.planner.sized import Sized, reduce_seconds
+from autovaruna.planner.sized import Sized
 from autovaruna.profiler.records import LinkCost
 from autovaruna.schedule import Pipeline, Policy, latency_depth, lower_bound, simulate, textbook_depth
 
@@ -36,11 +38,12 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class _Option:
-    """A stage of a candidate while its recompute and depth are still open."""
+    """A stage of a candidate while its recompute and depth are still open; the depth goes down to `least_in_flight`."""
 
     held: Holdings[float]
     ranks: tuple[int, ...]
     in_flight: int
+    least_in_flight: int
     needs_recompute: bool
 
 
@@ -54,6 +57,7 @@ class Planner:
         numbers = {host: number for number, host in enumerate(dict.fromkeys(hosts))}
         self.host_of = tuple(numbers[host] for host in hosts) if len(numbers) > 1 else ()
         self.sized = lru_cache(maxsize=4)(lambda count: Sized(problem, tables, count))
+        self.tied = [p for p in problem.graph.parameters if p.needs_gradient and len(p.blocks) > 1]
 
     def build(self, candidate: Candidate) -> Plan | None:
         """Returns the plan of a candidate without a prediction, or None if it does not fit into memory."""
@@ -62,8 +66,9 @@ class Planner:
         if options is None:
             return None
         cluster, problem = self.problem.cluster, self.problem
+        reduce = self._reduce_seconds(sized, candidate, options)
         return Plan(
-            stages=tuple(self._stage(sized, candidate, s, option) for s, option in enumerate(options)),
+            stages=tuple(self._stage(sized, candidate, s, option, reduce[s]) for s, option in enumerate(options)),
             num_ranks=cluster.num_ranks,
             num_micro_batches=candidate.num_micro_batches,
             micro_batch_size=sized.micro_batch_size,
@@ -71,6 +76,7 @@ class Planner:
             local_link=cluster.local_link,
             remote_link=cluster.remote_link,
             host_of=self.host_of,
+            overhead_seconds=cluster.overhead_seconds,
             needs_gradient=problem.needs_gradient,
         )
 
@@ -120,15 +126,12 @@ class Planner:
     def _options(self, sized: Sized, candidate: Candidate) -> list[_Option]:
         counts = [len(ranks) for ranks in candidate.ranks]
         first_choice = sized.recompute_choices[0]
-        return [
-            _Option(
-                _holdings(sized.held, *_range(candidate, s, self.tables)),
-                ranks,
-                self._depth(candidate, s, counts),
-                first_choice,
-            )
-            for s, ranks in enumerate(candidate.ranks)
-        ]
+        is_fixed = self.problem.constraints.in_flight or candidate.schedule == "gpipe"
+        options = []
+        for s, ranks in enumerate(candidate.ranks):
+            held, depth = _holdings(sized.held, *_range(candidate, s, self.tables)), self._depth(candidate, s, counts)
+            options.append(_Option(held, ranks, depth, depth if is_fixed else 1, first_choice))
+        return options
 
     def _depth(self, candidate: Candidate, stage: int, counts: Sequence[int]) -> int:
         share = -(-candidate.num_micro_batches // counts[stage])
@@ -179,13 +182,12 @@ class Planner:
             other = replace(option, needs_recompute=True)
             if _bytes(sized, other) < now:
                 return 1, now - _bytes(sized, other), other
-        forced = self.problem.constraints.in_flight or self.problem.constraints.schedule == "gpipe"
-        if option.in_flight > 1 and not forced:
+        if option.in_flight > option.least_in_flight:
             other = replace(option, in_flight=option.in_flight - 1)
             return 0, now - _bytes(sized, other), other
         return None
 
-    def _stage(self, sized: Sized, candidate: Candidate, stage: int, option: _Option) -> StagePlan:
+    def _stage(self, sized: Sized, candidate: Candidate, stage: int, option: _Option, reduce: float) -> StagePlan:
         i, j = _range(candidate, stage, self.tables)
         blocks = tuple(range(int(self.tables.positions[i]), int(self.tables.positions[j])))
         costs, cluster = sized.costs, self.problem.cluster
@@ -201,19 +203,25 @@ class Planner:
             backward_seconds=backward if self.problem.needs_gradient else 0.0,
             memory_bytes=_bytes(sized, option),
             recompute_seconds=forward if option.needs_recompute else 0.0,
-            reduce_seconds=self._reduce_seconds(option, blocks, candidate),
+            reduce_seconds=reduce,
+            optimizer_seconds=float(sized.optimizer_seconds[i, j]),
             parameter_bytes=option.held.parameters,
             speeds=speeds if any(speed != 1.0 for speed in speeds) else (),
         )
 
-    def _reduce_seconds(self, option: _Option, blocks: Sequence[int], candidate: Candidate) -> float:
-        if len(option.ranks) > 1:
-            return reduce_seconds(self.problem, option.held.trained)
-        tied = [p for p in self.problem.graph.parameters if p.needs_gradient and len(p.blocks) > 1]
-        inside = set(blocks)
-        shared = [p for p in tied if inside & set(p.blocks) and set(p.blocks) - inside]
-        elsewhere = len({rank for ranks in candidate.ranks for rank in ranks}) > 1
-        return reduce_seconds(self.problem, sum(p.num_bytes for p in shared)) if elsewhere else 0.0
+    def _reduce_seconds(self, sized: Sized, candidate: Candidate, options: Sequence[_Option]) -> list[float]:
+        """Returns the all-reduce seconds of each stage: of its own parameters, and of those it shares with others."""
+        if not self.problem.needs_gradient:
+            return [0.0] * len(options)
+        seconds = [sized.rings.seconds(o.ranks, o.held.trained) if o.held.trained else 0.0 for o in options]
+        firsts = self.tables.positions[list(candidate.starts)]
+        for parameter in self.tied:
+            stages = {int(s) for s in np.searchsorted(firsts, parameter.blocks, side="right") - 1}
+            ranks = {rank for stage in stages for rank in options[stage].ranks}
+            if len(stages) > 1:
+                for stage in stages:
+                    seconds[stage] += sized.rings.seconds(ranks, parameter.num_bytes)
+        return seconds
 
 
 def fold(pipeline: Pipeline) -> Pipeline:
@@ -231,12 +239,19 @@ def fold(pipeline: Pipeline) -> Pipeline:
     number = {rank: k for k, rank in enumerate(kept)}
     part = tuple(replace(stage, ranks=tuple(number[rank] for rank in stage.ranks[::parts])) for stage in stages)
     count = -(-pipeline.num_micro_batches // parts)
-    assert not pipeline.optimizer_seconds, "the planner has no optimizer seconds"
 
     def links(source: int, destination: int) -> LinkCost:
         return pipeline.links(kept[source], kept[destination])
 
-    return replace(pipeline, stages=part, num_ranks=len(kept), num_micro_batches=count, links=links)
+    optimizer = tuple(pipeline.optimizer_seconds[rank] for rank in kept) if pipeline.optimizer_seconds else ()
+    return replace(
+        pipeline,
+        stages=part,
+        num_ranks=len(kept),
+        num_micro_batches=count,
+        links=links,
+        optimizer_seconds=optimizer,
+    )
 
 
 def _range(candidate: Candidate, stage: int, tables: RangeTables) -> tuple[int, int]:

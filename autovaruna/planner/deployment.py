@@ -120,6 +120,7 @@ def _to_json(deployment: Deployment) -> dict[str, Any]:
             "bound_proof": plan.bound_proof,
             "local_link": asdict(plan.local_link),
             "remote_link": asdict(plan.remote_link),
+            "overhead_seconds": plan.overhead_seconds,
         },
         "valid_for": asdict(valid_for)
         | {
@@ -136,7 +137,8 @@ def _stage_to_json(stage: StagePlan, cut: str) -> dict[str, Any]:
         "ranks": list(stage.ranks),
         "recompute": stage.needs_recompute,
         "in_flight": stage.in_flight,
-        "predicted": {name: getattr(stage, name) for name in _PREDICTED} | {"speeds": list(stage.speeds)},
+        "predicted": {name: getattr(stage, name) for name in _PREDICTED + _PREDICTED_SINCE}
+        | {"speeds": list(stage.speeds)},
     }
 
 
@@ -148,6 +150,8 @@ _PREDICTED = (
     "memory_bytes",
     "parameter_bytes",
 )
+_PREDICTED_SINCE = ("optimizer_seconds",)
+"""Files of an older library lack these; then they are 0, as they were for the plan."""
 
 
 def _from_json(fields: Fields) -> Deployment:
@@ -174,6 +178,7 @@ def _from_json(fields: Fields) -> Deployment:
         local_link=_link(predicted.inside("local_link")),
         remote_link=_link(predicted.inside("remote_link")),
         host_of=_host_of(valid_for, fingerprint.num_ranks),
+        overhead_seconds=predicted.amount("overhead_seconds", missing=0.0),
         needs_gradient=valid_for.get("needs_gradient", bool),
     )
     return Deployment(plan, tuple(stage.get("cut", str) for stage in stages[1:]), fingerprint)
@@ -192,6 +197,7 @@ def _stage_from_json(fields: Fields, num_ranks: int) -> StagePlan:
         in_flight=fields.at_least("in_flight", 1),
         speeds=speeds if len(speeds) == len(ranks) else (),
         **{name: predicted.amount(name) for name in _PREDICTED},
+        **{name: predicted.amount(name, missing=0.0) for name in _PREDICTED_SINCE},
     )
 
 

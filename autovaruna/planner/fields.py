@@ -60,8 +60,10 @@ class Fields:
             raise self.error(key, f"is {number}, expected {least} or more")
         return number
 
-    def amount(self, key: str, *, is_positive: bool = False) -> float:
-        """Returns a finite number that is not negative, as seconds and bytes are."""
+    def amount(self, key: str, *, is_positive: bool = False, missing: float | None = None) -> float:
+        """Returns a finite number that is not negative, as seconds and bytes are; `missing` if there is none."""
+        if missing is not None and key not in self.content:
+            return missing
         return self._checked_amount(key, self.get(key, float), is_positive)
 
     def amounts(self, key: str) -> tuple[float, ...]:

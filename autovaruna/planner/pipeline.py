@@ -16,7 +16,16 @@ def pipeline_of(plan: Plan, graph: Graph) -> Pipeline:
     """Returns the plan as the simulator sees it. Needs nothing but the plan and the graph: no profile, no cluster."""
     stages = tuple(_times(stage) for stage in plan.stages)
     edges = edges_of(graph, [stage.blocks for stage in plan.stages], plan.micro_batch_size)
-    return Pipeline(stages, edges, plan.num_ranks, plan.num_micro_batches, plan.link, plan.needs_gradient)
+    return Pipeline(
+        stages,
+        edges,
+        plan.num_ranks,
+        plan.num_micro_batches,
+        plan.link,
+        plan.needs_gradient,
+        plan.overhead_seconds,
+        plan.optimizer_seconds(),
+    )
 
 
 def schedule_of(plan: Plan, graph: Graph) -> Schedule:

@@ -66,6 +66,7 @@ class RangeTables:
         trained = [p for p in graph.parameters if p.needs_gradient]
         self.parameter_bytes = self._held((p.num_bytes, p.blocks) for p in graph.parameters)
         self.trained_bytes = self._held((p.num_bytes, p.blocks) for p in trained)
+        self.num_trained = self._held((1.0, p.blocks) for p in trained)
         self.tied_bytes = self._sum((p.num_bytes, p.blocks) for p in trained if len(p.blocks) > 1)
         self.buffer_bytes = self.add_up(np.array([block.buffer_bytes for block in graph.blocks], dtype=np.float64))
         self.inputs = self._sized(self._held, [(i.size, i.consumers) for i in graph.inputs])

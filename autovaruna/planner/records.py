@@ -24,6 +24,7 @@ class StagePlan:
         memory_bytes: predicted peak on one replica.
         recompute_seconds: predicted, for one micro-batch; 0 without recompute.
         reduce_seconds: predicted all-reduce of the stage's gradients.
+        optimizer_seconds: predicted optimizer step over the stage's parameters, on a rank of speed 1.
         parameter_bytes: of the parameters that the stage uses.
         speeds: relative speed of each replica; empty: all 1.
     """
@@ -37,6 +38,7 @@ class StagePlan:
     memory_bytes: float = 0.0
     recompute_seconds: float = 0.0
     reduce_seconds: float = 0.0
+    optimizer_seconds: float = 0.0
     parameter_bytes: float = 0.0
     speeds: tuple[float, ...] = ()
 
@@ -46,9 +48,9 @@ class Plan:
     """A complete plan of a step.
 
     `predicted_seconds` comes from the simulator; `bound_seconds` is a lower bound on the step over all plans of the
-    searched kind, and `bound_proof` says in one sentence how it was proved. The links and `host_of` (a host number for
-    each rank; empty: one host) are those that the prediction was made with: with them the plan alone gives the
-    schedule, the same one on every rank.
+    searched kind, and `bound_proof` says in one sentence how it was proved. The links, `host_of` (a host number for
+    each rank; empty: one host) and `overhead_seconds` (of the executor, for each instruction) are those that the
+    prediction was made with: with them the plan alone gives the schedule, the same one on every rank.
     """
 
     stages: tuple[StagePlan, ...]
@@ -62,6 +64,7 @@ class Plan:
     local_link: LinkCost = UNKNOWN_LINK
     remote_link: LinkCost = UNKNOWN_LINK
     host_of: tuple[int, ...] = ()
+    overhead_seconds: float = 0.0
     needs_gradient: bool = True
     format_version: int = FORMAT_VERSION
 
@@ -80,6 +83,14 @@ class Plan:
         if not self.host_of or self.host_of[source] == self.host_of[destination]:
             return self.local_link
         return self.remote_link
+
+    def optimizer_seconds(self) -> tuple[float, ...]:
+        """Returns the predicted optimizer step of each rank, over all stages that it holds."""
+        seconds = [0.0] * self.num_ranks
+        for stage in self.stages:
+            for replica, rank in enumerate(stage.ranks):
+                seconds[rank] += stage.optimizer_seconds / (stage.speeds[replica] if stage.speeds else 1.0)
+        return tuple(seconds)
 
     def rank_of(self, stage: int, micro_batch: int) -> int:
         """Returns the rank that runs a micro-batch at a stage."""

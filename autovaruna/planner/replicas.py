@@ -3,7 +3,7 @@
 Minimises, exactly over all cuts and all allowed replica counts, the greatest over the stages of
 
     wait before the first forward + micro-batches of its busiest replica * (forward + backward)
-        + the longer of its all-reduce and the wait after its last backward
+        + the longer of its all-reduce with its optimizer step and the wait after its last backward
 
 under the memory limit, with the in-flight depth that the ranks behind a stage ask for. Dynamic programming from the
 last stage to the first over (stages, ranks, first segment); the sum is a lower bound on the step of any such plan but
@@ -18,9 +18,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from autovaruna.planner.costs import Array
-from autovaruna.planner.fill import fill_seconds
-from autovaruna.planner.problem import Problem
 from autovaruna.planner.sized import Sized, Ways
+from autovaruna.planner.waits import waits_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +55,11 @@ class ReplicaSearch:
         self.speeds = np.array([cluster.speeds[rank] for rank in order])
         self.limits = np.array([cluster.memory_bytes[rank] for rank in order])
         self.before, self.after = fills_at(sized)
-        self.messages, self.reduce = self._windows(_message_seconds(sized)), self._windows(sized.reduce_seconds)
+        self.messages, self.optimizer = self._windows(_message_seconds(sized)), self._windows(sized.optimizer_seconds)
+        self.hosts = [cluster.hosts[rank] for rank in order]
         ways = sized.ways.options
         self.ways = Ways(tuple((self._windows(a), self._windows(b), self._windows(c)) for a, b, c in ways))
-        self.costs: dict[tuple[int, int, float, float], Array] = {}
+        self.costs: dict[tuple[int, int, float, float, bool], Array] = {}
 
     def _windows(self, table: Array) -> Array:
         n = self.sized.tables.num_segments
@@ -109,7 +109,8 @@ class ReplicaSearch:
         first = len(self.speeds) - used
         speed = float(self.speeds[first : first + replicas].min())
         limit = float(self.limits[first : first + replicas].min())
-        key = (replicas, self._depth(used, replicas), speed, limit)
+        is_local = len(set(self.hosts[first : first + replicas])) == 1
+        key = (replicas, self._depth(used, replicas), speed, limit, is_local)
         if key not in self.costs:
             self.costs[key] = self._build(*key)
         return self.costs[key]
@@ -120,13 +121,12 @@ class ReplicaSearch:
             return share
         return min(constraints.in_flight or -(-used // replicas), share)
 
-    def _build(self, replicas: int, depth: int, speed: float, limit: float) -> Array:
+    def _build(self, replicas: int, depth: int, speed: float, limit: float, is_local: bool) -> Array:
         share = -(-self.sized.num_micro_batches // replicas)
-        seconds = share * self.ways.allowed_work(depth, limit) / speed
+        seconds = share * (self.ways.allowed_work(depth, limit) / speed + self.sized.overhead_seconds)
         seconds = np.maximum(seconds, share * self.messages)
-        tail: Array = np.broadcast_to(self.after[:, None], seconds.shape)
-        if replicas > 1:
-            tail = np.maximum(self.reduce, tail)
+        finish = self._windows(self.sized.reduce_seconds(replicas, is_local=is_local)) + self.optimizer / speed
+        tail = np.maximum(self.after[:, None], finish)
         return np.asarray(self.before[:, None] + 2 * self.messages + seconds + tail, dtype=np.float64)
 
     def _chain(
@@ -143,24 +143,8 @@ class ReplicaSearch:
 
 def fills_at(sized: Sized) -> tuple[Array, Array]:
     """Returns the least waits before and after a stage that starts at each position (0 at the end)."""
-    starts = sized.tables.positions[:-1]
-    before, after = block_fills(sized)
-    return np.append(before[starts], 0.0), np.append(after[starts], 0.0)
-
-
-def block_fills(sized: Sized) -> tuple[Array, Array]:
-    """Returns the least waits before and after a stage that starts at each block, with one stage a rank."""
-    problem, costs = sized.problem, sized.costs
-    speed, latency = max(problem.cluster.speeds), _least_latency(problem)
-    backward = costs.backward_seconds if problem.needs_gradient else np.zeros_like(costs.backward_seconds)
-    before = fill_seconds(problem.graph, costs.forward_seconds / speed, needs_gradient=False)
-    after = fill_seconds(problem.graph, backward / speed, needs_gradient=True)
-    return np.where(before > 0, before + latency, 0.0), np.where(after > 0, after + latency, 0.0)
-
-
-def _least_latency(problem: Problem) -> float:
-    cluster = problem.cluster
-    return min(cluster.local_link.latency_seconds, cluster.remote_link.latency_seconds)
+    waits, starts = waits_of(sized), sized.tables.positions
+    return waits.before[starts], waits.after[starts]
 
 
 def _message_seconds(sized: Sized) -> Array:

@@ -12,6 +12,7 @@ from autovaruna.planner.costs import Array, Costs, costs_at
 from autovaruna.planner.memory import Holdings, MemoryModel, forbid_empty, holdings_of_ranges
 from autovaruna.planner.problem import Problem
 from autovaruna.planner.ranges import RangeTables
+from autovaruna.planner.rings import Rings
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class Sized:
 
     @cached_property
     def work(self) -> Array:
-        """Forward and backward seconds of each range, without recompute."""
+        """Forward and backward seconds of each range on a rank of speed 1, without recompute."""
         return forbid_empty(self.tables.add_up(self.step_seconds))
 
     @cached_property
@@ -60,9 +61,33 @@ class Sized:
         return MemoryModel(self.problem.optimizer_bytes_factor, self.problem.needs_gradient)
 
     @cached_property
-    def reduce_seconds(self) -> Array:
-        """All-reduce seconds of each range, if it has replicas."""
-        return np.asarray(reduce_seconds(self.problem, 1.0) * self.tables.trained_bytes, dtype=np.float64)
+    def rings(self) -> Rings:
+        """What all-reduces take."""
+        return Rings(self.problem.cluster)
+
+    def reduce_seconds(self, num_replicas: int, *, is_local: bool) -> Array:
+        """Returns the all-reduce seconds of each range with so many replicas."""
+        if not self.problem.needs_gradient:
+            return np.zeros_like(self.tables.trained_bytes)
+        latency, seconds_per_byte = self.rings.cost(num_replicas, is_local=is_local)
+        each = latency + seconds_per_byte * self.tables.trained_bytes
+        return np.where(self.tables.trained_bytes > 0, each, 0.0)
+
+    @cached_property
+    def optimizer_seconds(self) -> Array:
+        """Seconds of the optimizer step over the parameters of each range, on a rank of speed 1."""
+        if not self.problem.needs_gradient:
+            return np.zeros_like(self.tables.trained_bytes)
+        cost = self.problem.optimizer_cost
+        return np.asarray(
+            cost.seconds_per_parameter * self.tables.num_trained + cost.seconds_per_byte * self.tables.trained_bytes,
+            dtype=np.float64,
+        )
+
+    @cached_property
+    def overhead_seconds(self) -> float:
+        """What the executor adds to the forward and the backward of a micro-batch at one stage."""
+        return self.problem.cluster.overhead_seconds * (2 if self.problem.needs_gradient else 1)
 
     @cached_property
     def plain_bytes(self) -> tuple[Array, Array]:
@@ -112,8 +137,3 @@ class Ways:
                 fits = fixed + each * depth <= limit_bytes
                 best = np.where(fits, np.minimum(seconds * (in_flight / depth), best), best)
         return best
-
-
-def reduce_seconds(problem: Problem, num_bytes: float) -> float:
-    """Returns the predicted seconds to all-reduce the gradients of `num_bytes` of parameters."""
-    return num_bytes / problem.cluster.all_reduce_bytes_per_second if problem.needs_gradient else 0.0

@@ -102,6 +102,7 @@ def _parts(lost: Sequence[LostTime]) -> list[tuple[str, list[float]]]:
     return [
         ("work", [each.work_seconds for each in lost]),
         ("bubble", [each.bubble_seconds for each in lost]),
+        ("imbalance", [each.imbalance_seconds for each in lost]),
         ("messages", [each.message_seconds for each in lost]),
         ("all-reduce", [each.reduce_seconds for each in lost]),
         ("overhead", [each.overhead_seconds for each in lost]),

@@ -43,6 +43,7 @@ class LostTime:
         reduce_seconds: idle but for an all-reduce, after its last instruction.
         overhead_seconds: the executor's own.
         optimizer_seconds: the optimizer's.
+        imbalance_seconds: idle because it has less work than the busiest rank.
         bubble_seconds: idle for all other reasons.
     """
 
@@ -51,6 +52,7 @@ class LostTime:
     reduce_seconds: float
     overhead_seconds: float
     optimizer_seconds: float
+    imbalance_seconds: float
     bubble_seconds: float
 
 
@@ -96,12 +98,18 @@ class Simulation:
     def _account(self, rank: int) -> LostTime:
         acts = self.acts[rank]
         overhead = self.overhead_seconds * len(acts)
-        work = sum(end - start for start, end, *_ in acts) - overhead
+        work = self._busy_seconds[rank] - overhead
         messages = sum(_message_waits(acts))
         reduce = self._reduce_wait(rank, acts[-1][1] if acts else 0.0)
         optimizer = self.optimizer_seconds[rank]
-        bubble = self.step_seconds - work - messages - reduce - overhead - optimizer
-        return LostTime(work, messages, reduce, overhead, optimizer, bubble)
+        idle = self.step_seconds - work - messages - reduce - overhead - optimizer
+        imbalance = min(max(idle, 0.0), max(self._busy_seconds) - self._busy_seconds[rank])
+        return LostTime(work, messages, reduce, overhead, optimizer, imbalance, idle - imbalance)
+
+    @cached_property
+    def _busy_seconds(self) -> list[float]:
+        """The seconds of all instructions of each rank."""
+        return [sum(end - start for start, end, *_ in acts) for acts in self.acts]
 
     def _reduce_wait(self, rank: int, idle_from: float) -> float:
         mine = [reduction for reduction in self.reductions if rank in reduction.ranks]

@@ -67,6 +67,7 @@ def _shares(lost: LostTime, step_seconds: float) -> str:
     parts = {
         "work": lost.work_seconds,
         "bubble": lost.bubble_seconds,
+        "imbalance": lost.imbalance_seconds,
         "messages": lost.message_seconds,
         "all-reduce": lost.reduce_seconds,
         "overhead": lost.overhead_seconds,

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from autovaruna.graph.records import Block, Graph, Input, Parameter, Size, Value
 from autovaruna.planner.problem import Constraints, Problem
-from autovaruna.profiler.records import BlockCost, Cluster, LinkCost, Profile
+from autovaruna.profiler.records import BlockCost, Cluster, LinkCost, OptimizerCost, Profile
 
 FAST = LinkCost(1e-5, 1e10)
 
@@ -63,3 +63,23 @@ def make_problem(num_blocks: int = 6, num_ranks: int = 2, batch: int = 8, seed: 
     cluster = make_cluster(num_ranks, more.pop("memory_bytes", 1e12), more.pop("link", FAST))  # type: ignore[arg-type]
     constraints = replace(Constraints(), **more)  # type: ignore[arg-type]
     return Problem(graph, make_profile(graph, rng), cluster, batch, 2.0, constraints=constraints)
+
+
+def make_uneven(problem: Problem, rng: random.Random, num_hosts: int = 2) -> Problem:
+    """The problem on ranks of random hosts, speeds and memory, with slow links, overhead and an optimizer."""
+    cluster, num_ranks = problem.cluster, problem.cluster.num_ranks
+    links = [LinkCost(1e-5, 1e10), LinkCost(1e-4, 1e7), LinkCost(2e-3, 1e6)]
+    local = rng.randrange(len(links))
+    uneven = replace(
+        cluster,
+        hosts=tuple(sorted(rng.choice("abc"[:num_hosts]) for _ in range(num_ranks))),
+        memory_bytes=tuple(cluster.memory_bytes[0] * rng.choice([1.0, 1.0, 0.7]) for _ in range(num_ranks)),
+        speeds=tuple(rng.choice([1.0, 1.0, 0.6, 1.7]) for _ in range(num_ranks)),
+        local_link=links[local],
+        remote_link=links[rng.randrange(local, len(links))],
+        all_reduce_bytes_per_second=rng.choice([1e10, 2e7]),
+        all_reduce_latency_seconds=rng.choice([0.0, 1e-3]),
+        overhead_seconds=rng.choice([0.0, 1e-3]),
+    )
+    cost = OptimizerCost(rng.choice([0.0, 1e-3]), rng.choice([0.0, 1e-8]))
+    return replace(problem, cluster=uneven, optimizer_cost=cost)

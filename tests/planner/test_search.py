@@ -2,58 +2,17 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Iterator
 from dataclasses import replace
-from itertools import combinations
 
 import pytest
 
 from autovaruna.errors import PlanError
 from autovaruna.planner import search as search_module
-from autovaruna.planner.candidate import Candidate, Planner
-from autovaruna.planner.options import micro_batch_counts
 from autovaruna.planner.pipeline import schedule_of
-from autovaruna.planner.problem import Problem
-from autovaruna.planner.ranges import RangeTables
-from autovaruna.planner.records import Plan
 from autovaruna.planner.search import make_plan
 from autovaruna.profiler.records import LinkCost
+from tests.planner.brute import every_plan, small_problem
 from tests.planner.cases import make_problem
-
-SLOW = LinkCost(2e-3, 1e6)
-
-
-def every_plan(problem: Problem) -> Iterator[Plan]:
-    """All cuts, replicas, micro-batches, depths and schedules, simulated."""
-    n, num_ranks = len(problem.graph.blocks), problem.cluster.num_ranks
-    planner = Planner(problem, RangeTables(problem.graph, range(n + 1)))
-    for count in micro_batch_counts(problem):
-        for num_stages in range(1, min(n, num_ranks) + 1):
-            for ends in combinations(range(1, num_ranks + 1), num_stages):
-                ranks = tuple(tuple(range(a, b)) for a, b in zip((0, *ends), ends, strict=False))
-                for inner in combinations(range(1, n), num_stages - 1):
-                    for depth in ("textbook", "latency"):
-                        for schedule in ("1f1b", "varuna", "gpipe"):
-                            built = planner.build(Candidate((0, *inner), ranks, count, depth, schedule))
-                            plan = planner.predict(built) if built else None
-                            if plan:
-                                yield plan
-
-
-def small_problem(seed: int) -> Problem:
-    rng = random.Random(seed)
-    return make_problem(
-        rng.randint(1, 5),
-        rng.randint(1, 3),
-        rng.randint(3, 6),
-        seed,
-        skips=rng.randint(0, 3),
-        tied=rng.randint(0, 1),
-        loose=rng.random() < 0.4,
-        link=rng.choice([LinkCost(1e-5, 1e10), SLOW]),
-        memory_bytes=rng.choice([1e12, 2.0e6, 1.2e6, 8e5]),
-    )
 
 
 @pytest.mark.parametrize("small", [search_module._SMALL, 0], ids=["all", "best-first"])

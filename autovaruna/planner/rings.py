@@ -1,0 +1,45 @@
+"""Predicts gradient all-reduces: a ring sends ``2 (n - 1) / n`` of the bytes over its slowest link."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from autovaruna.profiler.records import Cluster
+
+
+@dataclass(frozen=True, slots=True)
+class Rings:
+    """All-reduces on a cluster.
+
+    `all_reduce_bytes_per_second` was measured over all ranks, so over the slowest link there is. A ring that stays
+    within one of several hosts is faster in the ratio of a local message to a remote one.
+    """
+
+    cluster: Cluster
+
+    def seconds(self, ranks: Collection[int], num_bytes: float) -> float:
+        """Returns the predicted seconds to all-reduce `num_bytes` over some ranks."""
+        latency, seconds_per_byte = self.cost(len(ranks), is_local=self.is_local(ranks))
+        return latency + seconds_per_byte * num_bytes
+
+    def cost(self, num_ranks: int, *, is_local: bool) -> tuple[float, float]:
+        """Returns what a ring of so many ranks takes, in seconds: once, and for each byte; nothing for one rank.
+
+        Args:
+            num_ranks: of the ring.
+            is_local: whether they share a host.
+        """
+        if num_ranks < 2:
+            return 0.0, 0.0
+        bandwidth = self.cluster.all_reduce_bytes_per_second * (self._local_gain() if is_local else 1.0)
+        latency = self.cluster.all_reduce_latency_seconds * num_ranks
+        return latency, 2 * (num_ranks - 1) / num_ranks / bandwidth
+
+    def is_local(self, ranks: Collection[int]) -> bool:
+        """Returns whether the ranks share a host."""
+        return len({self.cluster.hosts[rank] for rank in ranks}) <= 1
+
+    def _local_gain(self) -> float:
+        local, remote = self.cluster.local_link.bytes_per_second, self.cluster.remote_link.bytes_per_second
+        return local / remote if len(set(self.cluster.hosts)) > 1 and local > remote else 1.0

@@ -1,0 +1,69 @@
+"""Lists every plan of small problems: all cuts, ranks, micro-batches, depths and schedules, simulated."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from itertools import combinations, permutations
+
+from autovaruna.planner.candidate import Candidate, Planner
+from autovaruna.planner.options import micro_batch_counts
+from autovaruna.planner.problem import Problem
+from autovaruna.planner.ranges import RangeTables
+from autovaruna.planner.records import Plan
+from autovaruna.profiler.records import LinkCost
+from tests.planner.cases import make_problem
+
+SLOW = LinkCost(2e-3, 1e6)
+Ranks = tuple[tuple[int, ...], ...]
+
+
+def in_order(num_ranks: int, num_stages: int) -> Iterator[Ranks]:
+    """All replica counts, with the ranks in their order."""
+    for ends in combinations(range(1, num_ranks + 1), num_stages):
+        yield tuple(tuple(range(a, b)) for a, b in zip((0, *ends), ends, strict=False))
+
+
+def in_any_order(num_ranks: int, num_stages: int) -> Iterator[Ranks]:
+    """All replica counts with every order of ranks."""
+    for ends in combinations(range(1, num_ranks + 1), num_stages):
+        for order in permutations(range(num_ranks), ends[-1]):
+            yield tuple(order[a:b] for a, b in zip((0, *ends), ends, strict=False))
+
+
+def every_plan(problem: Problem, *, is_ordered: bool = True) -> Iterator[Plan]:
+    """All plans, on the ranks in their order or in any order, with their predicted seconds."""
+    n, num_ranks = len(problem.graph.blocks), problem.cluster.num_ranks
+    planner = Planner(problem, RangeTables(problem.graph, range(n + 1)))
+    for count in micro_batch_counts(problem):
+        for num_stages in range(1, min(n, num_ranks) + 1):
+            for ranks in (in_order if is_ordered else in_any_order)(num_ranks, num_stages):
+                for inner in combinations(range(1, n), num_stages - 1):
+                    yield from _variants(planner, Candidate((0, *inner), ranks, count))
+
+
+def _variants(planner: Planner, candidate: Candidate) -> Iterator[Plan]:
+    for depth in ("textbook", "latency"):
+        for schedule in ("1f1b", "varuna", "gpipe"):
+            if schedule == "gpipe" and planner.problem.constraints.in_flight:
+                continue
+            point = (candidate.starts, candidate.ranks, candidate.num_micro_batches)
+            built = planner.build(Candidate(*point, depth, schedule))
+            if built:
+                yield planner.predict_whole(built)
+
+
+def small_problem(seed: int) -> Problem:
+    """A few blocks, some loosely joined, on up to three equal ranks with much or little memory."""
+    rng = random.Random(seed)
+    return make_problem(
+        rng.randint(1, 5),
+        rng.randint(1, 3),
+        rng.randint(3, 6),
+        seed,
+        skips=rng.randint(0, 3),
+        tied=rng.randint(0, 1),
+        loose=rng.random() < 0.4,
+        link=rng.choice([LinkCost(1e-5, 1e10), SLOW]),
+        memory_bytes=rng.choice([1e12, 2.0e6, 1.2e6, 8e5]),
+    )

@@ -1,0 +1,125 @@
+"""What a step is charged for: all-reduces by replicas and hosts, the optimizer, the executor; old files know less."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from autovaruna.planner.candidate import Candidate, Planner
+from autovaruna.planner.deployment import deployment_of, load, plan_from, save
+from autovaruna.planner.fingerprint import Fingerprint
+from autovaruna.planner.pipeline import pipeline_of, policy_of
+from autovaruna.planner.problem import Problem
+from autovaruna.planner.ranges import RangeTables
+from autovaruna.planner.records import Plan
+from autovaruna.planner.rings import Rings
+from autovaruna.planner.search import make_plan
+from autovaruna.planner.table import explain
+from autovaruna.profiler.records import LinkCost, OptimizerCost
+from autovaruna.schedule import simulate
+from tests.planner.cases import make_cluster, make_problem
+
+HOSTS = ("a", "a", "b", "b")
+
+
+def plan_of(problem: Problem, ranks: tuple[tuple[int, ...], ...], count: int = 4) -> Plan:
+    n = len(problem.graph.blocks)
+    planner = Planner(problem, RangeTables(problem.graph, range(n + 1)))
+    starts = tuple(n * s // len(ranks) for s in range(len(ranks)))
+    plan = planner.build(Candidate(starts, ranks, count))
+    assert plan
+    return planner.predict_whole(plan)
+
+
+def test_a_ring_sends_nearly_twice_the_bytes_and_pays_latency_for_each_rank() -> None:
+    rings = Rings(replace(make_cluster(4), all_reduce_bytes_per_second=1e9, all_reduce_latency_seconds=1e-3))
+    assert rings.seconds((0,), 1e9) == 0
+    assert rings.seconds((0, 1), 1e9) == pytest.approx(2e-3 + 1.0)
+    assert rings.seconds((0, 1, 2, 3), 1e9) == pytest.approx(4e-3 + 1.5)
+
+
+def test_a_ring_within_a_host_is_faster_by_the_ratio_of_the_links() -> None:
+    cluster = replace(make_cluster(4), hosts=HOSTS, remote_link=LinkCost(1e-4, 1e9), all_reduce_bytes_per_second=1e9)
+    rings = Rings(cluster)
+    assert rings.seconds((0, 2), 1e9) == pytest.approx(10 * rings.seconds((0, 1), 1e9))
+
+
+def test_all_reduce_overlaps_with_the_backwards_of_earlier_stages_only() -> None:
+    problem = make_problem(8, 4, 8)
+    slow = replace(problem, cluster=replace(problem.cluster, all_reduce_bytes_per_second=2e6))
+    ranks = ((0, 1), (2, 3))
+    plain, reduced = plan_of(problem, ranks), plan_of(slow, ranks)
+    exposed = reduced.predicted_seconds - plain.predicted_seconds
+    assert exposed < sum(stage.reduce_seconds for stage in reduced.stages)
+    assert exposed >= reduced.stages[0].reduce_seconds - plain.stages[0].reduce_seconds - 1e-9
+
+
+def test_ties_are_summed_over_all_ranks_that_hold_them() -> None:
+    with_ties, without = (plan_of(make_problem(8, 2, 8, tied=n), ((0,), (1,))) for n in (4, 0))
+    assert all(stage.reduce_seconds == 0 for stage in without.stages)
+    assert any(stage.reduce_seconds > 0 for stage in with_ties.stages)
+
+
+def test_the_optimizer_ends_the_step() -> None:
+    problem = make_problem(8, 2, 8)
+    cost = OptimizerCost(1e-3, 1e-9)
+    plain, stepped = (plan_of(replace(problem, optimizer_cost=c), ((0,), (1,))) for c in (OptimizerCost(), cost))
+    trained = [stage.parameter_bytes for stage in stepped.stages]
+    assert [s.optimizer_seconds for s in stepped.stages] == pytest.approx([4e-3 + 1e-9 * each for each in trained])
+    assert stepped.predicted_seconds == pytest.approx(plain.predicted_seconds + stepped.stages[0].optimizer_seconds)
+
+
+def test_slow_ranks_step_slowly() -> None:
+    problem = replace(make_problem(8, 2, 8), optimizer_cost=OptimizerCost(1e-3))
+    problem = replace(problem, cluster=replace(problem.cluster, speeds=(0.5, 1.0)))
+    assert plan_of(problem, ((0, 1),)).optimizer_seconds() == pytest.approx((16e-3, 8e-3))
+
+
+def test_every_instruction_has_overhead() -> None:
+    problem = make_problem(8, 1, 8)
+    plain, slow = (
+        plan_of(replace(problem, cluster=replace(problem.cluster, overhead_seconds=each)), ((0,),))
+        for each in (0.0, 0.25)
+    )
+    assert slow.predicted_seconds == pytest.approx(plain.predicted_seconds + 0.25 * 2 * 4)
+
+
+def test_more_overhead_asks_for_fewer_micro_batches() -> None:
+    problem = make_problem(8, 2, 64, num_stages=2)
+    slow = replace(problem, cluster=replace(problem.cluster, overhead_seconds=0.05))
+    assert make_plan(slow).num_micro_batches < make_plan(problem).num_micro_batches
+
+
+def full_problem() -> Problem:
+    problem = replace(make_problem(8, 3, 12, num_stages=2, tied=1), optimizer_cost=OptimizerCost(1e-3, 1e-9))
+    cluster = replace(problem.cluster, overhead_seconds=1e-3, all_reduce_latency_seconds=1e-3)
+    return replace(problem, cluster=cluster)
+
+
+def test_plan_and_graph_are_enough_for_the_prediction() -> None:
+    problem = full_problem()
+    plan = make_plan(problem)
+    again = simulate(pipeline_of(plan, problem.graph), policy_of(plan.schedule))
+    assert again.step_seconds == plan.predicted_seconds
+
+
+def test_the_printout_names_every_part() -> None:
+    problem = full_problem()
+    text = explain(make_plan(problem), problem.graph)
+    for part in ("work", "imbalance", "all-reduce", "overhead", "optimizer"):
+        assert f"\n{part} " in text
+
+
+def test_files_of_an_older_library_still_load(tmp_path: Path) -> None:
+    problem = full_problem()
+    save(tmp_path / "plan.json", deployment_of(make_plan(problem), problem.graph, Fingerprint("g", num_ranks=3)))
+    content = json.loads((tmp_path / "plan.json").read_text())
+    del content["predicted"]["overhead_seconds"]
+    for stage in content["stages"]:
+        del stage["predicted"]["optimizer_seconds"]
+    (tmp_path / "plan.json").write_text(json.dumps(content))
+    plan = plan_from(load(tmp_path / "plan.json"), problem.graph)
+    assert (plan.overhead_seconds, plan.stages[0].optimizer_seconds) == (0.0, 0.0)
