@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from autovaruna.conf_files import CONF_DIR_VARIABLE, PACKAGED, conf_dir, read_toml
@@ -106,6 +106,18 @@ def _check_together(settings: Settings) -> None:
         )
     if settings.num_stages and settings.stage_ranks and settings.num_stages != len(settings.stage_ranks):
         _contradiction(settings, "num_stages", "stage_ranks", "stage_ranks has one list of ranks for each stage")
+
+
+    sizes = {len(ranks) for ranks in settings.stage_ranks}
+    if settings.inputs == "per_replica" and len(sizes) != 1:
+        _contradiction(settings, "inputs", "stage_ranks", "per_replica needs as many ranks for each stage")
+    if settings.inputs == "per_replica" and _is_in_two_replicas(settings.stage_ranks):
+        _contradiction(settings, "inputs", "stage_ranks", "a rank passes the mini-batch of one replica alone")
+
+
+def _is_in_two_replicas(stage_ranks: Sequence[Sequence[int]]) -> bool:
+    replicas = [set(ranks) for ranks in zip(*stage_ranks, strict=True)]
+    return sum(map(len, replicas)) > len(set().union(*replicas))
 
 
 def _contradiction(settings: Settings, first: str, second: str, advice: str) -> None:

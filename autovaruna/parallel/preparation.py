@@ -48,6 +48,7 @@ _SHAPING = (
     "schedule",
     "in_flight",
     "cuts",
+    "cutpoints",
     "stage_ranks",
     "inputs",
     "dynamic_batch",
@@ -156,8 +157,7 @@ class Preparation:
 
     @property
     def _global_batch_size(self) -> int:
-        sizes = self._shared.sizes
-        return sizes[0] if self._settings.inputs == "replicated" else sum(sizes)
+        return self._shared.global_batch_size
 
     def _saved_plan(self) -> Plan | None:
         """Returns the plan of the deployment file if it is valid; rank 0 reads it for all."""
@@ -245,8 +245,8 @@ class Preparation:
 
     @property
     def _fewest_micro_batches(self) -> int:
-        """With mini-batches of their own, every rank's samples are at least one micro-batch."""
-        return 1 if self._settings.inputs == "replicated" else sum(1 for _ in self._shared.sizes)
+        """Every mini-batch is at least one micro-batch."""
+        return len(self._shared.groups)
 
     def _problem(self, profile: Profile, cluster: Cluster) -> Problem:
         needs_gradient = torch.is_grad_enabled() and any(spec.needs_gradient for spec in self._traced.outputs)
@@ -272,6 +272,7 @@ class Preparation:
                 else "gpipe",  # all forwards come before the caller's backward
                 in_flight=self._settings.in_flight if has_loss else 0,
                 cuts=self._settings.cuts,
+                cutpoints=self._settings.cutpoints,
                 stage_ranks=self._settings.stage_ranks,
             ),
         )

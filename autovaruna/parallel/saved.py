@@ -63,7 +63,8 @@ def _runnable(deployment: Deployment, graph: Graph, settings: Settings, fingerpr
     """Returns the plan of a deployment, which may have been edited by hand, if it can run."""
     plan = deployment.plan
     most = int(fingerprint.shapes[GLOBAL_BATCH])
-    least = 1 if settings.inputs == "replicated" else min(plan.num_ranks, most)
+    groups = {"replicated": 1, "per_replica": len(settings.stage_ranks[0]) if settings.stage_ranks else 1}
+    least = min(groups.get(settings.inputs, plan.num_ranks), most)
     if not least <= plan.num_micro_batches <= most:
         raise DeploymentError(
             f"the deployment {path} cannot run: num_micro_batches is {plan.num_micro_batches}, expected {least} to "

@@ -57,7 +57,7 @@ class Traces:
         if self._settings.micro_batch_size:
             return max(1, -(-max(shared.sizes) // self._settings.micro_batch_size))
         total = self._settings.num_micro_batches or self._world.num_ranks
-        return max(1, total if self._settings.inputs == "replicated" else total // self._world.num_ranks)
+        return max(1, total // len(shared.groups))
 
     def _find(self, shared: SharedCall, micro_batch_size: int) -> TracedModel:
         key = shared.key if self._settings.dynamic_batch else f"{shared.key}/{micro_batch_size}"

@@ -15,7 +15,7 @@ from autovaruna.config import log_settings, resolve
 from autovaruna.errors import InputError, RankError
 from autovaruna.graph.call import describe, mode_of
 from autovaruna.log import configure
-from autovaruna.parallel.calls import SharedCall, compare_settings, share_call
+from autovaruna.parallel.calls import SharedCall, compare_settings, input_groups, share_call
 from autovaruna.parallel.engine import Engine
 from autovaruna.parallel.machine import find_device
 from autovaruna.parallel.modes import as_in_training
@@ -106,16 +106,15 @@ class AutoVaruna(nn.Module):
                 return self.forward(*args, **kwargs)
         if self._engine is None:
             compare_settings(self.settings, self.world)
-        is_replicated = self.settings.inputs == "replicated"
-        shared = self._share(args, kwargs, is_replicated)
+        shared = self._share(args, kwargs)
         engine = self._engine or self._start(shared)
-        batch = self._cut(shared, engine.plan, is_replicated)
+        batch = self._cut(shared, engine.plan)
         assert self._traces is not None
         traced = self._traces.of(shared, batch)
         self._num_calls += 1
         return engine.run(traced, shared, batch)
 
-    def _share(self, args: Sequence[Any], kwargs: Mapping[str, Any], is_replicated: bool) -> SharedCall:
+    def _share(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> SharedCall:
         """Tells all ranks of this rank's call. Collective."""
         error: Exception | None = None
         try:
@@ -125,11 +124,11 @@ class AutoVaruna(nn.Module):
         self.world.agree(error, "reading the model's inputs")
         doings = self._engine.doings if self._engine is not None else {}
         try:
-            return share_call(call, tensors, self._num_calls, is_replicated, self.world, doings)
+            return share_call(call, tensors, self._num_calls, self._groups, self.world, doings)
         except RankError:  # on every rank; parameters() gives a caller those of this rank alone to freeze
             if self._engine is None or not self._state.follow_frozen(self._engine.placement, self.world):
                 raise
-        return self._share(args, kwargs, is_replicated)
+        return self._share(args, kwargs)
 
     def _is_plain(self) -> bool:
         """Whether the model is called as it is: one process, and no setting that asks for more."""
@@ -180,8 +179,13 @@ class AutoVaruna(nn.Module):
         self._engine.is_synchronising = self._is_synchronising
         return self._engine
 
-    def _cut(self, shared: SharedCall, plan: Plan, is_replicated: bool) -> GlobalBatch:
-        batch = cut_batch(shared.sizes, plan.num_micro_batches, is_replicated)
+    @property
+    def _groups(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks that pass the same mini-batch."""
+        return input_groups(self.settings, self.world.num_ranks)
+
+    def _cut(self, shared: SharedCall, plan: Plan) -> GlobalBatch:
+        batch = cut_batch(shared.sizes, plan.num_micro_batches, shared.groups)
         weights = micro_batch_weights(self.settings.micro_batch_weight, self.module, shared, batch, self.world)
         return weigh(batch, weights, self.settings.reduction == "sum")
 

@@ -10,7 +10,7 @@ from autovaruna.errors import InputError
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """One micro-batch: samples ``start`` to ``start + size`` of the mini-batch of rank ``origin``.
+    """One micro-batch: samples ``start`` to ``start + size`` of the mini-batch of rank ``origin``'s group.
 
     `share` is the weight of its loss in the loss of the global batch.
     """
@@ -24,18 +24,26 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class GlobalBatch:
-    """The micro-batches of one call, without empty ones."""
+    """The micro-batches of one call, without empty ones.
+
+    `groups` are the ranks that pass the same mini-batch, each with the rank that speaks for it first; a rank in none of
+    them passes nothing that counts.
+    """
 
     micro_batches: dict[int, MicroBatch]
-    is_replicated: bool
+    groups: tuple[tuple[int, ...], ...]
 
     def owned_by(self, rank: int) -> list[MicroBatch]:
         """Returns the micro-batches whose outputs belong to a rank, in the order of its mini-batch."""
-        return [part for part in self.micro_batches.values() if self.is_replicated or part.origin == rank]
+        return [part for part in self.micro_batches.values() if self.has(rank, part)]
 
-    def receivers(self, micro_batch: MicroBatch, num_ranks: int) -> list[int]:
-        """Returns the ranks that get the outputs of a micro-batch."""
-        return list(range(num_ranks)) if self.is_replicated else [micro_batch.origin]
+    def has(self, rank: int, micro_batch: MicroBatch) -> bool:
+        """Whether a micro-batch is a part of what a rank passed."""
+        return rank in self.receivers(micro_batch)
+
+    def receivers(self, micro_batch: MicroBatch) -> tuple[int, ...]:
+        """Returns the ranks that passed a micro-batch and get its outputs."""
+        return self.groups[micro_batch.index % len(self.groups)]
 
     @property
     def num_samples(self) -> int:
@@ -43,44 +51,43 @@ class GlobalBatch:
         return sum(part.size for part in self.micro_batches.values())
 
 
-def cut_batch(mini_batch_sizes: Sequence[int], num_micro_batches: int, is_replicated: bool) -> GlobalBatch:
-    """Cuts the mini-batches of all ranks into micro-batches of as equal a size as can be.
+def cut_batch(
+    mini_batch_sizes: Sequence[int], num_micro_batches: int, groups: Sequence[tuple[int, ...]]
+) -> GlobalBatch:
+    """Cuts the mini-batches of all groups into micro-batches of as equal a size as can be.
 
     Args:
         mini_batch_sizes: Samples that each rank passed.
-        num_micro_batches: M, of the whole global batch.
-        is_replicated: Whether every rank passed the same batch.
+        num_micro_batches: M, of the whole global batch; micro-batch m is a slice of the mini-batch of group m mod G.
+        groups: Ranks that passed the same mini-batch.
 
     Returns:
         The micro-batches; `share` is the share of samples until `weigh` says otherwise.
 
     Raises:
-        InputError: no rank passed a sample, or there are fewer micro-batches than ranks that passed some.
+        InputError: no rank passed a sample, or there are fewer micro-batches than groups that passed some.
     """
-    num_ranks = len(mini_batch_sizes)
-    if is_replicated:
-        counts, sizes = [num_micro_batches], [mini_batch_sizes[0]]
-    else:
-        counts = [len(range(rank, num_micro_batches, num_ranks)) for rank in range(num_ranks)]
-        sizes = list(mini_batch_sizes)
+    counts = [len(range(group, num_micro_batches, len(groups))) for group in range(len(groups))]
+    sizes = [mini_batch_sizes[ranks[0]] for ranks in groups]
     total = sum(sizes)
     if total == 0:
         raise InputError("Every rank passed an empty batch; expected at least one sample on one rank.")
     parts: dict[int, MicroBatch] = {}
-    for rank, (count, size) in enumerate(zip(counts, sizes, strict=True)):
+    for group, (count, size) in enumerate(zip(counts, sizes, strict=True)):
         if size and not count:
             raise InputError(
-                f"num_micro_batches is {num_micro_batches}, but rank {rank} of {num_ranks} passes {size} samples of "
-                f"its own: expected at least {num_ranks} micro-batches, or inputs='replicated'."
+                f"num_micro_batches is {num_micro_batches}, but rank {groups[group][0]} of {len(mini_batch_sizes)} "
+                f"passes {size} samples of its own: expected at least {len(groups)} micro-batches, or "
+                "inputs='replicated'."
             )
         start = 0
         for place in range(count):
             length = size // count + (place < size % count)
-            index = place if is_replicated else rank + place * num_ranks
+            index = group + place * len(groups)
             if length:
-                parts[index] = MicroBatch(index, rank, start, length, length / total)
+                parts[index] = MicroBatch(index, groups[group][0], start, length, length / total)
             start += length
-    return GlobalBatch(dict(sorted(parts.items())), is_replicated)
+    return GlobalBatch(dict(sorted(parts.items())), tuple(groups))
 
 
 def weigh(batch: GlobalBatch, weights: Sequence[float], is_sum: bool) -> GlobalBatch:

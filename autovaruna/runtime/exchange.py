@@ -55,11 +55,10 @@ class GradientExchange:
             place: zero if gradient is None and place in used else gradient
             for place, (gradient, zero) in enumerate(zip(gradients, zeros, strict=True))
         }
-        if self._job.batch.is_replicated:
-            return
         for part in self._job.batch.owned_by(self._world.rank):
-            for place, spec in enumerate(self._job.split.traced.outputs):
-                if spec.kind is OutputKind.SAMPLES and self._gradients[place] is not None:
+            for place, spec in enumerate(self._job.split.traced.outputs) if part.origin == self._world.rank else ():
+                is_there = self._job.batch.has(self._maker(place, part), part)
+                if spec.kind is OutputKind.SAMPLES and self._gradients[place] is not None and not is_there:
                     self._mail.send([self._own_part(place, spec, part)], self._output_kind(place, part))
 
     def output_gradient(self, place: int, part: MicroBatch) -> Tensor | None:
@@ -68,7 +67,7 @@ class GradientExchange:
         if self._gradients[place] is None:
             return None
         if spec.kind is OutputKind.SAMPLES:
-            if self._job.batch.is_replicated:
+            if self._job.batch.has(self._world.rank, part):
                 return self._own_part(place, spec, part)
             return self._mail.take(self._output_kind(place, part))[0]
         gradient = self._gradients[place]
@@ -102,7 +101,7 @@ class GradientExchange:
         for part in self._job.batch.micro_batches.values():
             if (name, part.index) in self._executor.input_gradients:
                 gradient = self._executor.input_gradients[name, part.index]
-                for receiver in self._job.batch.receivers(part, self._world.num_ranks):
+                for receiver in self._job.batch.receivers(part):
                     self._mail.send([gradient], self._input_kind(place, name, part, receiver))
 
     def _gather_parts(self, place: int, name: str) -> Tensor | None:
@@ -126,8 +125,11 @@ class GradientExchange:
         return total
 
     def _output_kind(self, place: int, part: MicroBatch) -> Kind:
-        maker = self._job.rank_of(self._stage[place], part.index)
-        return Kind(f"{self._job.graph_key}/back{self.origin}", Route(part.origin, maker, 4 * place + 3), part.size)
+        route = Route(part.origin, self._maker(place, part), 4 * place + 3)
+        return Kind(f"{self._job.graph_key}/back{self.origin}", route, part.size)
+
+    def _maker(self, place: int, part: MicroBatch) -> int:
+        return self._job.rank_of(self._stage[place], part.index)
 
     def _input_kind(self, place: int, name: str, part: MicroBatch, receiver: int) -> Kind:
         holder = self._job.rank_of(self._job.split.input_gradients[name], part.index)

@@ -67,7 +67,7 @@ class Job:
 
     def rank_weight(self, rank: int) -> float:
         """Returns the weight of a rank's own loss in that of the global batch: its share of samples, or one."""
-        if self.batch.is_replicated or self.is_sum:
+        if self.is_sum:
             return 1.0
         return sum(part.size for part in self.batch.owned_by(rank)) / self.batch.num_samples
 
@@ -124,13 +124,11 @@ class Executor:
 
     def send_inputs(self) -> None:
         """Starts to send this rank's samples to the stages that use them."""
-        if self._job.batch.is_replicated:
-            return
         for part in self._job.batch.owned_by(self._world.rank):
-            for stage in self._job.split.stages:
+            for stage in self._job.split.stages if part.origin == self._world.rank else ():
                 destination = self._job.rank_of(stage.index, part.index)
                 names = self._travelling(stage.inputs)
-                if names and destination != self._world.rank:
+                if names and not self._job.batch.has(destination, part):
                     self._mail.send([self._slice(name, part) for name in names], self._inputs_kind(stage.index, part))
 
     def run(self, program: Sequence[Instruction]) -> None:
@@ -153,7 +151,7 @@ class Executor:
         if self._instruction is None:
             return f"rank {self._world.rank}, before the first instruction"
         part = self._job.batch.micro_batches[self._instruction.micro_batch]
-        owner = "" if self._job.batch.is_replicated else f" of rank {part.origin}"
+        owner = "" if len(self._job.batch.groups) == 1 else f" of rank {part.origin}"
         samples = f"samples {part.start} to {part.start + part.size - 1}{owner}"
         place = f"rank {self._world.rank}, stage {self._instruction.stage}, micro-batch {part.index} ({samples})"
         return place + failed_at(error, self._job.split.traced.nodes)
@@ -279,8 +277,7 @@ class Executor:
         return [name for name in names if name in self._batch_inputs]
 
     def _needs_mail(self, names: Sequence[str], part: MicroBatch) -> bool:
-        is_elsewhere = not self._job.batch.is_replicated and part.origin != self._world.rank
-        return is_elsewhere and bool(self._travelling(names))
+        return not self._job.batch.has(self._world.rank, part) and bool(self._travelling(names))
 
     def _recomputes(self, stage: int) -> bool:
         return stage in self._job.recomputing

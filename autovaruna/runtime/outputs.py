@@ -57,7 +57,7 @@ class OutputCollector:
         for part in self._job.batch.micro_batches.values():
             made = self._made.get((place, part.index))
             if made is not None:
-                for receiver in self._job.batch.receivers(part, self._world.num_ranks):
+                for receiver in self._job.batch.receivers(part):
                     self._mail.send([made], self._kind(place, part, receiver))
 
     def _samples(self, place: int, spec: OutputSpec) -> Tensor:
