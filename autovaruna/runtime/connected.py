@@ -28,6 +28,7 @@ TENSOR_CHANNEL = 0
 OBJECT_CHANNEL = 1
 CHANNELS = (TENSOR_CHANNEL, OBJECT_CHANNEL, GROUP_CHANNEL)
 MAX_PART_BYTES = 1 << 30
+SENDS_AT_ONCE = 16
 REPORT_SECONDS = 0.5
 PATIENCE_SECONDS = 3.0
 """How long a rank with an error waits for the others to hear of it; then it ends them."""
@@ -43,7 +44,7 @@ class ConnectedWorld(World):
         self._answers: deque[Answer] = deque()
         self._failure: Failure | None = None
         self._give_up: Callable[[], NoReturn] | None = None
-        self._sends: list[Pending] = []
+        self._sends: deque[Message] = deque()
         self._receives: set[Pending] = set()
         self._groups: dict[tuple[int, ...], Group] = {}
 
@@ -202,7 +203,7 @@ class ConnectedWorld(World):
 
     def progress(self) -> None:
         """Lets messages and reductions advance; forgets finished sends."""
-        self._sends = [message for message in self._sends if not message.is_done()]
+        self._forget_sends()
         self._advance_groups()
         self.listen()
         self._raise_failure()
@@ -211,9 +212,15 @@ class ConnectedWorld(World):
         """Blocks until everything that this rank sent has left it."""
         for group in self._groups.values():
             self.wait_until(group.is_idle, group.waiting)
-        for message in self._sends:
-            message.wait()
-        self._sends = []
+        while self._sends:
+            self._sends.popleft().wait()
+
+    def _forget_sends(self) -> None:
+        """Forgets finished sends, looking at some of them in turn: thousands may be on their way."""
+        for _ in range(min(len(self._sends), SENDS_AT_ONCE)):
+            message = self._sends.popleft()
+            if not message.is_done():
+                self._sends.append(message)
 
     def _advance_groups(self) -> None:
         for group in self._groups.values():

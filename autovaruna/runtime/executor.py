@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from time import perf_counter
 
 import torch
@@ -16,16 +15,19 @@ from torch.autograd.graph import saved_tensors_hooks
 from autovaruna.graph.origin import failed_at
 from autovaruna.graph.random import RandomStream
 from autovaruna.planner.records import Plan
+from autovaruna.runtime.arrival import arrive, go_backward
 from autovaruna.runtime.batch import GlobalBatch, MicroBatch
 from autovaruna.runtime.events import Recorder
-from autovaruna.runtime.mail import Kind as MailKind
-from autovaruna.runtime.mail import Mail, Route
-from autovaruna.runtime.world import World
+from autovaruna.runtime.mail import Mail
+from autovaruna.runtime.traffic import Traffic
+from autovaruna.runtime.world import Pending, World
 from autovaruna.schedule.instruction import Instruction, Kind
 from autovaruna.stage.module import StageModule
-from autovaruna.stage.split import Edge, Split
+from autovaruna.stage.split import Split
 
 _POST_AHEAD = 3
+_POST_SMALL_AHEAD = 32
+_SMALL_BYTES = 1 << 20
 Place = tuple[int, int]
 """A stage and a micro-batch."""
 
@@ -88,8 +90,8 @@ class Executor:
         device: Where it computes.
         recorder: Notes when instructions ran.
 
-    `output_gradients` gives the gradient of output `place` for a micro-batch; a loss has its share. `origin`
-    names the outputs that have one, if calls differ in that: gradients are there or not by what backward starts from.
+    `output_gradients` gives the gradient of output `place` for a micro-batch; a loss has its share. `stage_ended` hears
+    of each stage whose last backward on this rank has ended.
     """
 
     def __init__(
@@ -113,7 +115,10 @@ class Executor:
         self.outputs: dict[tuple[int, int], Tensor] = {}
         self.input_gradients: dict[tuple[str, int], Tensor | None] = {}
         self.output_gradients: Callable[[int, MicroBatch], Tensor | None] = lambda place, part: None
-        self.origin = ""
+        self.stage_ended: Callable[[int], None] = lambda stage: None
+        self._traffic = Traffic(job, world.rank, mail)
+        self._wanted = {stage: self._names_of_leaves(stage) for stage in stages}
+        self._sent_inputs: list[Pending] = []
         self._instruction: Instruction | None = None
         self._batch_inputs = job.split.traced.batch_inputs
         self._methods: dict[Kind, Callable[[StageModule, MicroBatch], None]] = {
@@ -122,28 +127,45 @@ class Executor:
             Kind.BACKWARD: self._backward,
         }
 
+    @property
+    def origin(self) -> str:
+        """Names the outputs that have a gradient, where calls differ in that: then messages back differ, too."""
+        return self._traffic.origin
+
+    @origin.setter
+    def origin(self, origin: str) -> None:
+        self._traffic.origin = origin
+
     def send_inputs(self) -> None:
         """Starts to send this rank's samples to the stages that use them."""
         for part in self._job.batch.owned_by(self._world.rank):
             for stage in self._job.split.stages if part.origin == self._world.rank else ():
                 destination = self._job.rank_of(stage.index, part.index)
-                names = self._travelling(stage.inputs)
+                names = self._traffic.travelling(stage.index)
                 if names and not self._job.batch.has(destination, part):
-                    self._mail.send([self._slice(name, part) for name in names], self._inputs_kind(stage.index, part))
+                    tensors = [self._slice(name, part) for name in names]
+                    self._sent_inputs.append(self._mail.send(tensors, self._traffic.inputs(stage.index, part)))
+
+    def let_go_of_inputs(self) -> None:
+        """Waits until this rank's samples have left it: the caller may change them after the call."""
+        for pending in self._sent_inputs:
+            pending.wait()
+        self._sent_inputs = []
 
     def run(self, program: Sequence[Instruction]) -> None:
         """Executes instructions in order."""
         posted = 0
+        last = {step.stage: place for place, step in enumerate(program) if step.kind is Kind.BACKWARD}
         for position, instruction in enumerate(program):
-            while posted < min(position + 1 + _POST_AHEAD, len(program)):
-                self._post(program[posted])
-                posted += 1
+            posted = self._post_ahead(program, position, posted)
             part = self._job.batch.micro_batches[instruction.micro_batch]
             self._instruction = instruction
             begin = perf_counter()
             self._methods[instruction.kind](self._stages[instruction.stage], part)
             if self._recorder is not None:
                 self._recorder.note(instruction, begin, perf_counter())
+            if last.get(instruction.stage) == position:
+                self.stage_ended(instruction.stage)
             self._world.progress()
 
     def where(self, error: BaseException) -> str:
@@ -156,19 +178,23 @@ class Executor:
         place = f"rank {self._world.rank}, stage {self._instruction.stage}, micro-batch {part.index} ({samples})"
         return place + failed_at(error, self._job.split.traced.nodes)
 
+    def _post_ahead(self, program: Sequence[Instruction], position: int, posted: int) -> int:
+        """Posts receives for the next instructions, more of them if they are small; returns how far."""
+        may = min(position + 1 + _POST_SMALL_AHEAD, len(program))
+        while posted < may and (posted <= position + _POST_AHEAD or self._mail.num_posted_bytes < _SMALL_BYTES):
+            self._post(program[posted])
+            posted += 1
+        return posted
+
     def _post(self, instruction: Instruction) -> None:
         """Posts the receives that an instruction will wait for."""
+        if instruction.kind is Kind.RECOMPUTE:
+            return
         part = self._job.batch.micro_batches[instruction.micro_batch]
         stage = self._job.split.stages[instruction.stage]
-        if instruction.kind is Kind.FORWARD:
-            kinds = [self._edge_kind(edge, part, is_back=False) for edge in stage.arriving]
-            if self._needs_mail(stage.inputs, part):
-                kinds.append(self._inputs_kind(stage.index, part))
-        elif instruction.kind is Kind.BACKWARD:
-            kinds = [self._edge_kind(edge, part, is_back=True) for edge in stage.leaving if edge.gradients]
-        else:
-            kinds = []
-        for kind in kinds:
+        is_forward = instruction.kind is Kind.FORWARD
+        awaited = self._traffic.awaited_by_forward if is_forward else self._traffic.awaited_by_backward
+        for kind in awaited(stage, part):
             self._mail.expect(kind)
 
     def _forward(self, stage: StageModule, part: MicroBatch) -> None:
@@ -180,9 +206,7 @@ class Executor:
             state.buffers = {name: buffer.clone() for name, buffer in changed.items()}
         returned = self._run_stage(stage, part, state, keeps_graph)
         for edge in stage.part.leaving:
-            self._mail.send(
-                [returned[name].detach() for name in edge.values], self._edge_kind(edge, part, is_back=False)
-            )
+            self._mail.send([returned[name].detach() for name in edge.values], self._traffic.activations(edge, part))
         for place, name in stage.part.outputs:
             self.outputs[place, part.index] = returned[name].detach()
         if keeps_graph:
@@ -211,11 +235,11 @@ class Executor:
                 gradients.append(gradient)
         state.returned = {}
         if roots:
-            torch.autograd.backward(roots, gradients)
+            go_backward(roots, gradients)
         for edge in stage.part.arriving:
             if edge.gradients:
                 found = [state.gradients.get(name) for name in edge.gradients]
-                self._mail.send(found, self._edge_kind(edge, part, is_back=True))
+                self._mail.send(found, self._traffic.gradients(edge, part))
         for name, holder in self._job.split.input_gradients.items():
             if holder == stage.index:
                 self.input_gradients[name, part.index] = state.gradients.get(name)
@@ -232,32 +256,32 @@ class Executor:
 
     def _leaves(self, stage: StageModule, state: _InFlight) -> dict[str, Tensor]:
         """Turns what the stage received into leaves whose gradients are noted in `state`."""
-        wanted = {name for edge in stage.part.arriving for name in edge.gradients}
-        wanted |= {name for name, holder in self._job.split.input_gradients.items() if holder == stage.index}
         tensors = dict(state.tensors)
-        for name in wanted & tensors.keys():
-            leaf = tensors[name].detach().requires_grad_()
-            leaf.register_hook(partial(_note, state.gradients, name))  # type: ignore[no-untyped-call]
-            tensors[name] = leaf
+        for name in self._wanted[stage.index] & tensors.keys():
+            tensors[name] = arrive(tensors[name], state.gradients, name)
         return tensors
+
+    def _names_of_leaves(self, stage: int) -> frozenset[str]:
+        """Returns what a stage receives whose gradient is wanted."""
+        back = {name for edge in self._job.split.stages[stage].arriving for name in edge.gradients}
+        return frozenset(back | {name for name, holder in self._job.split.input_gradients.items() if holder == stage})
 
     def _arrived(self, stage: StageModule, part: MicroBatch) -> dict[str, Tensor]:
         tensors: dict[str, Tensor] = {}
         for edge in stage.part.arriving:
-            for name, tensor in zip(
-                edge.values, self._mail.take(self._edge_kind(edge, part, is_back=False)), strict=True
-            ):
-                assert tensor is not None
-                tensors[name] = tensor
-        travelling = self._travelling(stage.part.inputs)
-        if self._needs_mail(stage.part.inputs, part):
-            for name, tensor in zip(travelling, self._mail.take(self._inputs_kind(stage.index, part)), strict=True):
-                assert tensor is not None
-                tensors[name] = tensor
+            self._put(tensors, edge.values, self._mail.take(self._traffic.activations(edge, part)))
+        if self._traffic.needs_inputs(stage.index, part):
+            names = self._traffic.travelling(stage.index)
+            self._put(tensors, names, self._mail.take(self._traffic.inputs(stage.index, part)))
         for name in stage.part.inputs:
             if name not in tensors:
                 tensors[name] = self._slice(name, part)
         return tensors
+
+    def _put(self, tensors: dict[str, Tensor], names: Sequence[str], taken: Sequence[Tensor | None]) -> None:
+        for name, tensor in zip(names, taken, strict=True):
+            assert tensor is not None, f"{name} is always there; gradients alone may be missing"
+            tensors[name] = tensor
 
     def _arrived_gradients(self, stage: StageModule, part: MicroBatch) -> Iterable[tuple[str, Tensor | None]]:
         """Yields the gradients of what a stage returns: of the model's outputs first, then of what it sent."""
@@ -265,43 +289,20 @@ class Executor:
             yield name, self.output_gradients(place, part)
         for edge in stage.part.leaving:
             if edge.gradients:
-                yield from zip(edge.gradients, self._mail.take(self._edge_kind(edge, part, is_back=True)), strict=True)
+                yield from zip(edge.gradients, self._mail.take(self._traffic.gradients(edge, part)), strict=True)
 
     def _slice(self, name: str, part: MicroBatch) -> Tensor:
         """Returns a micro-batch's part of one of this rank's inputs."""
         tensor = self._inputs[name].detach()
         return tensor.narrow(0, part.start, part.size).contiguous() if name in self._batch_inputs else tensor
 
-    def _travelling(self, names: Sequence[str]) -> list[str]:
-        """Returns the inputs that go from rank to rank; tensors that are no batch are the same on all of them."""
-        return [name for name in names if name in self._batch_inputs]
-
-    def _needs_mail(self, names: Sequence[str], part: MicroBatch) -> bool:
-        return not self._job.batch.has(self._world.rank, part) and bool(self._travelling(names))
-
     def _recomputes(self, stage: int) -> bool:
         return stage in self._job.recomputing
-
-    def _edge_kind(self, edge: Edge, part: MicroBatch, *, is_back: bool) -> MailKind:
-        source = self._job.rank_of(edge.source, part.index)
-        destination = self._job.rank_of(edge.destination, part.index)
-        route = (
-            Route(destination, source, 4 * edge.index + 1) if is_back else Route(source, destination, 4 * edge.index)
-        )
-        return MailKind(self._job.graph_key + (self.origin if is_back else ""), route, part.size)
-
-    def _inputs_kind(self, stage: int, part: MicroBatch) -> MailKind:
-        route = Route(part.origin, self._job.rank_of(stage, part.index), 4 * stage + 2)
-        return MailKind(self._job.graph_key, route, part.size)
 
 
 def _forgetting() -> saved_tensors_hooks:
     """Keeps nothing for a backward; under no_grad, lstm and others choose another kernel, with other last bits."""
     return saved_tensors_hooks(lambda tensor: None, lambda nothing: nothing)
-
-
-def _note(gradients: dict[str, Tensor], name: str, gradient: Tensor) -> None:
-    gradients[name] = gradient
 
 
 def _overwrite(buffers: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:

@@ -7,8 +7,8 @@ bare numbers and can be received before they are needed.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -36,6 +36,13 @@ class Kind:
     graph: str
     route: Route
     micro_batch_size: int
+    _hash: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_hash", hash((self.graph, self.route, self.micro_batch_size)))
+
+    def __hash__(self) -> int:
+        return self._hash
 
 
 class Mail:
@@ -44,22 +51,27 @@ class Mail:
     Args:
         world: Carries the bytes.
         device: Where received tensors live.
+
+    `kinds` is where senders and receivers keep the kinds that they have made. `num_posted_bytes` is the memory of
+    receives that are posted and not taken.
     """
 
     def __init__(self, world: World, device: torch.device) -> None:
         self._world = world
         self._device = device
+        self.kinds: dict[Hashable, Kind] = {}
+        self.num_posted_bytes = 0
         self._layouts: dict[Kind, Layouts] = {}
         self._local: dict[Route, deque[TensorList]] = {}
         self._posted: dict[Route, deque[tuple[Layouts, list[Tensor], Pending]]] = {}
         self._expected: dict[Route, deque[Kind]] = {}
 
-    def send(self, tensors: Sequence[Tensor | None], kind: Kind) -> None:
-        """Starts to send tensors; they must not change afterwards. Never blocks."""
+    def send(self, tensors: Sequence[Tensor | None], kind: Kind) -> Pending:
+        """Starts to send tensors; they must not change until it is done. Never blocks."""
         route = kind.route
         if route.destination == self._world.rank:
             self._local.setdefault(route, deque()).append(list(tensors))
-            return
+            return Done()
         layouts = layouts_of(tensors)
         known = self._layouts.setdefault(kind, layouts)
         if known is layouts:
@@ -73,8 +85,7 @@ class Mail:
         packed = [
             layout.pack(t) for layout, t in zip(layouts, tensors, strict=True) if layout is not None and t is not None
         ]
-        if packed:
-            self._world.send(packed, route.destination, route.tag)
+        return self._world.send(packed, route.destination, route.tag) if packed else Done()
 
     def expect(self, kind: Kind) -> None:
         """Posts the receive of the next message on a route once its layouts are known; never blocks.
@@ -98,6 +109,7 @@ class Mail:
             self._post_known(route)
         layouts, buffers, pending = self._posted[route].popleft()
         pending.wait()
+        self.num_posted_bytes -= sum(buffer.nbytes for buffer in buffers)
         filled = iter(buffers)
         return [None if layout is None else layout.unpack(next(filled)) for layout in layouts]
 
@@ -110,4 +122,5 @@ class Mail:
     def _post(self, route: Route, layouts: Layouts) -> None:
         buffers = [layout.buffer(self._device) for layout in layouts if layout is not None]
         pending = self._world.receive(buffers, route.source, route.tag) if buffers else Done()
+        self.num_posted_bytes += sum(buffer.nbytes for buffer in buffers)
         self._posted.setdefault(route, deque()).append((layouts, buffers, pending))
