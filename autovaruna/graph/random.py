@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from threading import Lock
 from typing import Any
 
@@ -24,14 +25,19 @@ class RandomStream:
     """
 
     def __init__(self, seed: int, step: int, micro_batch: int, device: torch.device) -> None:
+        self._place = seed, step, micro_batch
+        self._device = device
+
+    @cached_property
+    def _base(self) -> int:
+        seed, step, micro_batch = self._place
         digest = hashlib.blake2b(f"{seed},{step},{micro_batch}".encode(), digest_size=8).digest()
-        self._base = int.from_bytes(digest, "little")
-        self._generator = default_generator(device)
+        return int.from_bytes(digest, "little")
 
     def draw(self, node: int, operation: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Runs a random operation with the numbers that belong to `node`."""
         with _generator_lock:
-            self._generator.manual_seed((self._base + node * 0x9E3779B97F4A7C15) % 2**63)
+            default_generator(self._device).manual_seed((self._base + node * 0x9E3779B97F4A7C15) % 2**63)
             return operation(*args, **kwargs)
 
 
