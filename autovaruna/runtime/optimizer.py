@@ -33,6 +33,10 @@ class CutOptimizer:
         if not any(name for names in self._groups for name in names):
             self.check()
 
+    def adopt(self, names: list[list[str]]) -> None:
+        """Takes the names of the whole optimizer, group by group: this one was made from this rank's part."""
+        self._groups, self._is_cut = names, True
+
     def check(self) -> None:
         """Makes sure that the optimizer can be cut down.
 
