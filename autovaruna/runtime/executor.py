@@ -114,18 +114,13 @@ class Executor:
         self._in_flight: dict[Place, _InFlight] = {}
         self.outputs: dict[tuple[int, int], Tensor] = {}
         self.input_gradients: dict[tuple[str, int], Tensor | None] = {}
-        self.output_gradients: Callable[[int, MicroBatch], Tensor | None] = lambda place, part: None
+        self.output_gradients: Callable[[int, MicroBatch], Tensor | None] = _no_gradient
         self.stage_ended: Callable[[int], None] = lambda stage: None
         self._traffic = Traffic(job, world.rank, mail)
         self._wanted = {stage: self._names_of_leaves(stage) for stage in stages}
         self._sent_inputs: list[Pending] = []
         self._instruction: Instruction | None = None
         self._batch_inputs = job.split.traced.batch_inputs
-        self._methods: dict[Kind, Callable[[StageModule, MicroBatch], None]] = {
-            Kind.FORWARD: self._forward,
-            Kind.RECOMPUTE: self._recompute,
-            Kind.BACKWARD: self._backward,
-        }
 
     @property
     def origin(self) -> str:
@@ -161,12 +156,13 @@ class Executor:
             part = self._job.batch.micro_batches[instruction.micro_batch]
             self._instruction = instruction
             begin = perf_counter()
-            self._methods[instruction.kind](self._stages[instruction.stage], part)
+            _METHODS[instruction.kind](self, self._stages[instruction.stage], part)
             if self._recorder is not None:
                 self._recorder.note(instruction, begin, perf_counter())
             if last.get(instruction.stage) == position:
                 self.stage_ended(instruction.stage)
             self._world.progress()
+        self.output_gradients = _no_gradient  # its owner may own this executor: no cycle keeps tensors after the step
 
     def where(self, error: BaseException) -> str:
         """Returns rank, stage and micro-batch, and the line of the user's model if an operation raised `error`."""
@@ -298,6 +294,17 @@ class Executor:
 
     def _recomputes(self, stage: int) -> bool:
         return stage in self._job.recomputing
+
+
+_METHODS: dict[Kind, Callable[[Executor, StageModule, MicroBatch], None]] = {
+    Kind.FORWARD: Executor._forward,
+    Kind.RECOMPUTE: Executor._recompute,
+    Kind.BACKWARD: Executor._backward,
+}
+
+
+def _no_gradient(place: int, part: MicroBatch) -> Tensor | None:
+    return None
 
 
 def _forgetting() -> saved_tensors_hooks:
