@@ -15,6 +15,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
+from autovaruna.graph import flops
 from autovaruna.graph.call import CallSpec
 from autovaruna.graph.export import Exported, example_inputs
 from autovaruna.graph.fake import fake_like
@@ -65,6 +66,7 @@ class _Pass(fx.Interpreter):
 
     module: fx.GraphModule
     attributes: dict[str, Tensor]
+    counter: FlopCounterMode
     facts: dict[str, Fact] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -77,7 +79,8 @@ class _Pass(fx.Interpreter):
     def run_node(self, n: fx.Node) -> Any:
         inputs = [leaf for arg in n.all_input_nodes for leaf in _tensors(self.env[arg])]
         versions = [tensor._version for tensor in inputs]
-        with in_precision(precision_of(n)), FlopCounterMode(display=False) as counter:
+        before = self.counter.get_total_flops()
+        with in_precision(precision_of(n)):
             value = super().run_node(n)
         written = {_storage(t) for t, version in zip(inputs, versions, strict=True) if t._version != version}
         outputs = _tensors(value)
@@ -88,7 +91,7 @@ class _Pass(fx.Interpreter):
             writes=frozenset(written | self._statistics(n)),
             makes=frozenset(map(_storage, outputs)),
             is_random=is_random(self.module, n),
-            num_flops=float(counter.get_total_flops()),
+            num_flops=float(self.counter.get_total_flops() - before),
         )
         return value
 
@@ -122,8 +125,8 @@ def learn(
             memo[id(tensor)] = fake_like(tensor, mode, device).requires_grad_(tensor.requires_grad)
         attributes[name] = memo[id(tensor)]
     inputs = example_inputs(call, batch_size, mode, device)
-    graph_pass = _Pass(exported.module, attributes)
-    with mode:
+    with mode, flops.counter() as counter:
+        graph_pass = _Pass(exported.module, attributes, counter)
         graph_pass.run(*inputs, enable_io_processing=False)
     return graph_pass.facts
 

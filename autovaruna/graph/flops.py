@@ -1,0 +1,92 @@
+"""Counts the arithmetic of operations: torch's own formulas, and those for operations that torch has none for."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
+
+aten = torch.ops.aten
+Shape = Sequence[int]
+
+
+def counter() -> FlopCounterMode:
+    """Returns a counter for everything that runs in its context."""
+    return FlopCounterMode(display=False, custom_mapping=_FORMULAS | _of_transformers())
+
+
+def formulas() -> dict[Any, Callable[..., int]]:
+    """Returns, for each operation with a formula, a function of its arguments and of ``out_val``, its result."""
+    registry: dict[Any, Callable[..., int]] = counter().flop_registry
+    return registry
+
+
+def _attention(query: Shape, key: Shape, value: Shape, *rest: Any, **more: Any) -> int:
+    return int(sdpa_flop_count(query, key, value))  # type: ignore[no-untyped-call]
+
+
+def _attention_backward(gradient: Shape, query: Shape, key: Shape, value: Shape, *rest: Any, **more: Any) -> int:
+    return int(sdpa_backward_flop_count(gradient, query, key, value))  # type: ignore[no-untyped-call]
+
+
+def _recurrent(x: Shape, of_input: Shape, of_hidden: Shape, *rest: Any, **more: Any) -> int:
+    """One layer in one direction: two products for each step of each sample; (steps, samples, features)."""
+    return 2 * x[0] * x[1] * (math.prod(of_input) + math.prod(of_hidden))
+
+
+def _recurrent_backward(*args: Any, **more: Any) -> int:
+    return 2 * _recurrent(*args)
+
+
+def _recurrent_gpu(x: Shape, weights: Sequence[Shape], *rest: Any, **more: Any) -> int:
+    return 2 * x[0] * x[1] * sum(math.prod(weight) for weight in weights if len(weight) == 2)
+
+
+def _recurrent_gpu_backward(*args: Any, **more: Any) -> int:
+    return 2 * _recurrent_gpu(*args)
+
+
+def _vector(matrix: Shape, *rest: Any, **more: Any) -> int:
+    return 2 * math.prod(matrix)
+
+
+def _add_vector(vector: Shape, matrix: Shape, *rest: Any, **more: Any) -> int:
+    return 2 * math.prod(matrix)
+
+
+def _outer(matrix: Shape, *rest: Any, **more: Any) -> int:
+    return 2 * math.prod(matrix)
+
+
+def _grouped(one: Shape, other: Shape, *rest: Any, **more: Any) -> int:
+    """Products of groups of rows, each with a matrix of its own: every row takes part in one product."""
+    return 2 * math.prod(one) * other[-1]
+
+
+def _grouped_backward(one: Shape, other: Shape, *rest: Any, **more: Any) -> int:
+    return 2 * _grouped(one, other)
+
+
+def _of_transformers() -> dict[Any, Callable[..., int]]:
+    """Returns the formulas of operators that the library transformers adds once it is imported."""
+    own = torch.ops.transformers
+    names = {"grouped_mm_fallback": _grouped, "grouped_mm_fallback_backward": _grouped_backward}
+    return {getattr(own, name): formula for name, formula in names.items() if hasattr(own, name)}
+
+
+_FORMULAS: dict[Any, Callable[..., int]] = {
+    aten._scaled_dot_product_flash_attention_for_cpu: _attention,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+    aten.mkldnn_rnn_layer: _recurrent,
+    aten.mkldnn_rnn_layer_backward: _recurrent_backward,
+    aten._cudnn_rnn: _recurrent_gpu,
+    aten._cudnn_rnn_backward: _recurrent_gpu_backward,
+    aten.mv: _vector,
+    aten.dot: _vector,
+    aten.addmv: _add_vector,
+    aten.addr: _outer,
+    aten._grouped_mm: _grouped,
+}
