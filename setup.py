@@ -19,7 +19,7 @@ setup(
     license_files=["LICENSE"],
     python_requires=">=3.10",
     packages=find_packages(include=["autovaruna", "autovaruna.*"]),
-    package_data={"autovaruna": ["py.typed", "conf/*.toml"]},
+    package_data={"autovaruna": ["py.typed", "conf/*.toml", "conf/devices/*.toml"]},
     install_requires=[
         "mpi4py>=4.0",
         "networkx>=3.2",

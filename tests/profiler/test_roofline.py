@@ -1,0 +1,170 @@
+"""Holds the roofline: arithmetic as torch counts it, bytes as they are measured, every model of the catalogue."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autovaruna.errors import MeasureError
+from autovaruna.graph import flops
+from autovaruna.profiler.device_file import DeviceSpec
+from autovaruna.profiler.profile import profile
+from autovaruna.profiler.records import LinkCost
+from autovaruna.profiler.roofline import optimizer_cost, predict, touched_bytes
+from tests.catalogue import CASES
+from tests.profiler.models import CPU, WIDTH, Mlp, traced, traced_case
+
+LINK = LinkCost(1e-6, 1e10)
+SPEC = DeviceSpec("test", "cpu", {"float32": 1e12}, 1e11, 0.0, 0, LINK, LINK, 1e10, 1e10, 0.0)
+COMPUTE = replace(SPEC, bytes_per_second=1e30)
+"""Only arithmetic counts: seconds times 1e12 are operations."""
+
+
+def operations(name: str, num_samples: int) -> tuple[float, float]:
+    model, graph, _ = traced_case(name, 2)
+    costs = predict(graph, model, [num_samples], COMPUTE).costs[0]
+    return (
+        1e12 * sum(cost.forward_seconds for cost in costs),
+        1e12 * sum(cost.backward_seconds for cost in costs),
+    )
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bert", "t5", "lstm", "conv_net_batch_norm", "chain", "frozen", "tied"])
+def test_arithmetic_is_that_of_the_real_forward_and_backward(name: str) -> None:
+    """What needs no gradient has no backward, a first layer computes one product less."""
+    model = CASES[name].model()
+    args, kwargs = CASES[name].batch(4, 0)
+    with flops.counter() as forward:
+        result = model(*args, **kwargs)
+    with flops.counter() as backward:
+        (result if isinstance(result, Tensor) else result.loss).backward()
+    found = operations(name, 4)
+    assert found[0] == pytest.approx(forward.get_total_flops(), rel=0.01)
+    assert found[1] == pytest.approx(backward.get_total_flops(), rel=0.01)
+
+
+def test_attention_counts_as_the_products_that_it_stands_for() -> None:
+    query, key, value = (torch.randn(2, 3, 8, 4, requires_grad=True) for _ in range(3))
+    with flops.counter() as kernel:
+        torch.nn.functional.scaled_dot_product_attention(query, key, value)
+    with flops.counter() as products:
+        (query @ key.transpose(-1, -2)).softmax(-1) @ value
+    assert kernel.get_total_flops() == products.get_total_flops() > 0
+
+
+def test_recurrent_layers_count_their_products() -> None:
+    lstm = nn.LSTM(8, 16, num_layers=2, bidirectional=True)
+    with flops.counter() as counter:
+        lstm(torch.randn(5, 3, 8))
+    assert counter.get_total_flops() == 2 * 5 * 3 * sum(w.numel() for w in lstm.parameters() if w.dim() == 2)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bert", "t5", "resnet", "mixtral", "dropout", "moving_average"])
+def test_bytes_are_those_that_are_counted_when_the_model_is_measured(name: str) -> None:
+    model, graph, tensors = traced_case(name, 3)
+    predicted = predict(graph, model, [4], SPEC).costs[0]
+    measured = profile(graph, model, [4], CPU, iterations=1, budget_seconds=0, inputs=tensors).costs[0]
+    for what in ("saved_bytes", "work_bytes"):
+        found, real = (sum(getattr(cost, what) for cost in costs) for costs in (predicted, measured))
+        assert found == pytest.approx(real, rel=0.1)
+
+
+def test_recurrent_layers_keep_what_their_kernel_keeps() -> None:
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lstm = nn.LSTM(64, 256, batch_first=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.lstm(x)[0].square().mean()
+
+    model = Recurrent()
+    graph = traced(model, torch.zeros(3, 20, 64))
+    predicted = predict(graph, model, [8], SPEC).costs[0]
+    measured = profile(graph, model, [8], CPU, iterations=1, budget_seconds=0).costs[0]
+    found, real = (sum(cost.saved_bytes for cost in costs) for costs in (predicted, measured))
+    assert found == pytest.approx(real, rel=0.1)
+
+
+def test_seconds_are_the_greatest_of_arithmetic_bytes_and_the_least_time() -> None:
+    model = Mlp(1)
+    graph = traced(model, torch.zeros(3, WIDTH))
+
+    def forward(**limits: float) -> float:
+        spec = replace(SPEC, **{"flops_per_second": {"float32": 1e30}, "bytes_per_second": 1e30} | limits)
+        return sum(cost.forward_seconds for cost in predict(graph, model, [8], spec).costs[0])
+
+    num_elements = 8 * WIDTH
+    product = num_elements + WIDTH * WIDTH + WIDTH + num_elements
+    relu, square, mean = 2 * num_elements, 2 * num_elements, num_elements + 1
+    assert forward(flops_per_second={"float32": 1.0}) == pytest.approx(2 * 8 * WIDTH * WIDTH)
+    assert forward(bytes_per_second=4.0) == pytest.approx(product + relu + square + mean)
+    assert forward(operation_seconds=1.0) == pytest.approx(4)
+
+
+def test_views_and_lookups_touch_no_more_than_they_must() -> None:
+    table, rows = torch.randn(100, 8), torch.tensor([1, 2, 3])
+    aten = torch.ops.aten
+
+    def touched(func: object, *args: object) -> int:
+        return touched_bytes(func, args, {}, func(*args))  # type: ignore[operator]
+
+    assert touched(aten.t.default, table) == touched(aten.view.default, table, [800]) == 0
+    assert touched(aten.embedding.default, table, rows) == 2 * 3 * 8 * 4 + 3 * 8
+    assert touched(aten.relu_.default, table) == 2 * table.numel() * 4
+    assert touched(aten.copy_.default, table, torch.zeros(100, 8)) == 2 * table.numel() * 4
+    assert touched(aten.add.Tensor, table, torch.zeros(1, 8).expand(100, 8)) == 2 * table.numel() * 4 + 8 * 4
+
+
+def test_attention_with_dropout_keeps_no_scores_on_a_gpu() -> None:
+    """The kernels of the CPU cannot drop, so that torch falls back to one that keeps every score."""
+
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.linear(x).unsqueeze(1)
+            return nn.functional.scaled_dot_product_attention(y, y, y, dropout_p=0.5).square().mean()
+
+    model = Attention()
+    graph = traced(model, torch.zeros(3, 64, 8))
+    on_cpu, on_gpu = (predict(graph, model, [1], replace(SPEC, kind=kind)).costs[0] for kind in ("cpu", "cuda"))
+    assert sum(c.saved_bytes for c in on_cpu) - sum(c.saved_bytes for c in on_gpu) > 64 * 64 * 4
+
+
+def test_a_prediction_says_that_it_is_one() -> None:
+    model = Mlp(2)
+    predicted = predict(traced(model, torch.zeros(3, WIDTH)), model, [1, 4], SPEC)
+    assert not predicted.is_measured and predicted.device == "test" and predicted.micro_batch_sizes == (1, 4)
+    assert optimizer_cost(SPEC, 2.0).seconds(1, 100) == pytest.approx(700 / 1e11)
+
+
+def test_a_model_on_meta_is_predicted_and_a_second_layer_costs_nothing_to_predict() -> None:
+    told: list[tuple[int, int]] = []
+    for num_layers in (30, 60):
+        with torch.device("meta"):
+            model = Mlp(num_layers)
+        predict(traced(model, torch.zeros(3, WIDTH)), model, [2], SPEC, lambda *done: told.append(done))
+    few, many = (total for done, total in told if done == total)
+    assert few == many
+
+
+def test_a_block_that_needs_numbers_is_named() -> None:
+    class Chooses(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            chosen = self.linear(x)
+            return chosen[chosen > 0].sum()
+
+    model = Chooses()
+    graph = traced(model, torch.zeros(3, WIDTH))
+    with pytest.raises(MeasureError, match=r"index.*measure the model instead"):
+        predict(graph, model, [2], SPEC)
