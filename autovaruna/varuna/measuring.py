@@ -1,0 +1,96 @@
+"""Measures a model and the links between ranks, all ranks together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from autovaruna.config import Settings
+from autovaruna.graph.call import describe
+from autovaruna.graph.traced import TracedModel, trace
+from autovaruna.parallel.machine import describe_cluster
+from autovaruna.profiler.cache import ProfileCache
+from autovaruna.profiler.measure import Key, PartCost, measure, merge
+from autovaruna.profiler.records import Cluster
+from autovaruna.runtime.world import World
+from autovaruna.varuna.batches import Inputs
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model that is measured by all ranks.
+
+    Attributes:
+        model: The model.
+        traced: Its graph.
+        tensors: Tensors of a sample call.
+        device: Where this rank computes.
+        settings: The settings.
+        world: The ranks.
+    """
+
+    model: nn.Module
+    traced: TracedModel
+    tensors: Sequence[Tensor]
+    device: torch.device
+    settings: Settings
+    world: World
+
+    def measure(self, size: int, known: Collection[Key]) -> dict[Key, PartCost]:
+        """Measures what is not known at one micro-batch size, each rank its share. Collective."""
+        share = (self.world.rank, self.world.num_ranks)
+        own = on_all(
+            self.world,
+            lambda: measure(
+                self.traced,
+                self.model,
+                [size],
+                self.device,
+                iterations=self.settings.profile_iterations,
+                share=share,
+                known=known,
+                inputs=self.tensors,
+            ),
+            "measuring",
+        )
+        return merge(self.world.gather_objects(own, "sharing measurements"))
+
+    def cluster(self) -> Cluster:
+        """Measures links and speeds. Collective."""
+        return describe_cluster(self.world, self.device, self.settings)
+
+
+def subject_of(model: nn.Module, inputs: Inputs, device: torch.device, settings: Settings, world: World) -> Subject:
+    """Traces a sample call of a model, as it will be trained. Collective."""
+
+    def act() -> Subject:
+        tensors, call = describe(model, (), inputs, settings.batch_inputs)
+        traced = trace(model, call, device, loss_mode=settings.loss_mode)
+        return Subject(model, traced, tensors, device, settings, world)
+
+    return on_all(world, act, "tracing")
+
+
+def read_costs(world: World, caches: Sequence[ProfileCache], keys: Collection[Key]) -> dict[Key, PartCost]:
+    """Returns what rank 0 finds on disk, on every rank. Collective."""
+    found = merge([cache.read(keys) for cache in caches]) if world.rank == 0 else {}
+    costs: dict[Key, PartCost] = world.broadcast_object(found, 0, "reading saved measurements")
+    return costs
+
+
+def on_all(world: World, act: Callable[[], Result], what: str) -> Result:
+    """Does something on every rank; an error on one is an error on all. Collective."""
+    error: Exception | None = None
+    result: list[Result] = []
+    try:
+        result.append(act())
+    except Exception as caught:
+        error = caught
+    world.agree(error, what)
+    return result[0]

@@ -1,0 +1,39 @@
+"""Says where a rank computes: its number on its host, and its device."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from autovaruna.errors import InputError
+from autovaruna.runtime.world import World
+
+_LOCAL_RANK = ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID", "LOCAL_RANK")
+
+
+def local_rank_of(world: World) -> int:
+    """Returns this rank's number on its host, as the launcher says, else by counting."""
+    said = next((os.environ[name] for name in _LOCAL_RANK if os.environ.get(name, "").isdigit()), None)
+    return int(said) if said is not None else world.hosts[: world.rank].count(world.hosts[world.rank])
+
+
+def device_of(device: int | str | torch.device, local_rank: int) -> torch.device:
+    """Returns a device; a number means a GPU, or the CPU where there is none.
+
+    Raises:
+        InputError: there is no such device.
+    """
+    if isinstance(device, int):
+        if not torch.cuda.is_available():
+            return torch.device("cpu")
+        number = local_rank % torch.cuda.device_count() if device < 0 else device
+        if number >= torch.cuda.device_count():
+            raise InputError(f"device is {device}: expected the number of one of {torch.cuda.device_count()} GPUs.")
+        return torch.device("cuda", number)
+    try:
+        found = torch.device(device)
+        torch.empty(0, device=found)
+    except (RuntimeError, AssertionError) as error:
+        raise InputError(f"device is {device!r}, which cannot be used here: {error}.") from error
+    return found

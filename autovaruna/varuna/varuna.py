@@ -1,0 +1,349 @@
+"""Defines `Varuna`: Varuna's own interface over this library's planner, runtime and checkpoints."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autovaruna.errors import CheckpointError, InputError, OrderError
+from autovaruna.parallel.ahead import adopt, prepare
+from autovaruna.parallel.modes import as_in_training
+from autovaruna.parallel.wrapper import AutoVaruna
+from autovaruna.runtime.environment import get_world
+from autovaruna.runtime.world import World
+from autovaruna.varuna.batches import (
+    GetBatch,
+    check_inputs,
+    loss_of,
+    on_device,
+    positive,
+    sample_batch,
+    share_of_replica,
+)
+from autovaruna.varuna.evaluation import mean_loss
+from autovaruna.varuna.find import find_grid
+from autovaruna.varuna.loss_scale import StepScale
+from autovaruna.varuna.ranks import device_of, local_rank_of
+from autovaruna.varuna.shared_weights import tie
+from autovaruna.varuna.stage_map import Grid, StageMap, read_map
+
+logger = logging.getLogger(__name__)
+
+
+class Varuna(nn.Module):
+    """Trains a model with cut points on a grid of stages and replicas; one step is one call of `step`.
+
+    Wrapping plans and splits the model. The optimizer is made afterwards, from ``parameters()`` of this rank's stages,
+    and registered with `set_optimizer`. The ranks of a replica pass the same inputs, other replicas pass others.
+
+    Args:
+        model: The whole model, on the CPU or on ``meta``; its loss is what it returns, alone or under ``loss``.
+        stage_to_rank_map: Ranks of each stage, as ``{0: [0, 2], 1: [1, 3]}`` or ``"0,2;1,3"``; None: found.
+        get_batch_fn: Returns a batch of ``get_batch_fn(size, device=...)`` samples as keyword arguments of the model.
+        batch_size: Samples of a step, over all replicas.
+        chunk_size: Most samples of a micro-batch; None: found.
+        fp16: Whether to compute in float16 under ``torch.autocast``, with a scaled loss.
+        local_rank: This rank's number on its host; -1: from the launcher.
+        device: Number of a GPU, or a device as torch names it; -1: the GPU of `local_rank`, without one the CPU.
+        shared_weights: Pairs of names of parameters that are one.
+        from_cache: Whether saved plans and measurements are used, where they are valid.
+        auto_partitioned: Whether the model may be cut anywhere, whatever cut points it has.
+        settings: More settings, as for `AutoVaruna`.
+
+    Raises:
+        InputError: an argument cannot be used; says which.
+        PlanError: the model cannot be cut so.
+    """
+
+    model: AutoVaruna
+
+    def __init__(
+        self,
+        model: nn.Module,
+        stage_to_rank_map: StageMap,
+        get_batch_fn: GetBatch,
+        batch_size: int,
+        chunk_size: int | None,
+        fp16: bool = False,
+        local_rank: int = -1,
+        device: int | str | torch.device = -1,
+        shared_weights: Sequence[tuple[str, str]] | None = None,
+        from_cache: bool = True,
+        auto_partitioned: bool = False,
+        **settings: Any,
+    ) -> None:
+        super().__init__()
+        self.world: World = get_world()
+        self.rank = self.world.rank
+        self.local_rank = local_rank_of(self.world) if local_rank < 0 else local_rank
+        self.device = device_of(device, self.local_rank)
+        self.fp16 = bool(fp16)
+        self.global_batch_size = positive("batch_size", batch_size)
+        chunk_size = positive("chunk_size", chunk_size) if chunk_size else None
+        tie(model, shared_weights)
+        model.to(self.device) if self.device.type != "cpu" else None
+        self.iteration = self.current_step = 0
+        self.average_loss = self.grad_norm = float("nan")
+        self.optimizer: torch.optim.Optimizer | None = None
+        self._scale = StepScale(self.device) if fp16 else None
+        self._has_stepped = False
+        settings = {
+            "optimizer_bytes_factor": 2.0,  # the optimizer comes later; AdamW's is as large as any
+            "cutpoints": "ignore" if auto_partitioned else "only",
+            **({} if from_cache else {"load_deployment": False, "profile_cache": False}),
+            **settings,
+            "device": str(self.device),
+            "inputs": "per_replica",
+        }
+        grid = read_map(stage_to_rank_map, self.world.num_ranks)
+        if grid is None:
+            with as_in_training(model), self._precision():
+                sample = sample_batch(get_batch_fn, model, self.global_batch_size, self.device)
+                grid, chunk_size = find_grid(model, sample, self.global_batch_size, chunk_size, settings, self.world)
+        self._take_place(grid, chunk_size)
+        self.__dict__["model"] = self._wrap(model, grid, get_batch_fn, settings)  # names stay the model's own
+
+    def _take_place(self, grid: Grid, chunk_size: int | None) -> None:
+        """Notes where this rank is in the grid."""
+        self.stage_to_rank_map = {stage: list(ranks) for stage, ranks in enumerate(grid)}
+        self.partitions, self.data_depth = len(grid), len(grid[0])
+        places = [(stage, ranks.index(self.rank)) for stage, ranks in enumerate(grid) if self.rank in ranks]
+        self.stage, self.rank_within_stage = places[0]
+        self.data_parallel = self.data_depth > 1
+        if self.global_batch_size < self.data_depth:
+            raise InputError(
+                f"batch_size is {self.global_batch_size} for {self.data_depth} replicas; expected at least one sample "
+                "for each."
+            )
+        self.batch_size = share_of_replica(self.global_batch_size, self.rank_within_stage, self.data_depth)
+        self._chunk_size = chunk_size
+
+    def _wrap(self, model: nn.Module, grid: Grid, get_batch_fn: GetBatch, settings: dict[str, Any]) -> AutoVaruna:
+        """Plans and splits the model over the ranks of the grid."""
+        if self._chunk_size:
+            largest = share_of_replica(self.global_batch_size, 0, self.data_depth)
+            settings["num_micro_batches"] = self.data_depth * math.ceil(largest / self._chunk_size)
+        wrapped = AutoVaruna(
+            model,
+            scaler=self._scale.scaler if self._scale else None,
+            **{**settings, "stage_ranks": [list(ranks) for ranks in grid]},
+        )
+        with as_in_training(model), self._precision():
+            sample = sample_batch(get_batch_fn, model, self.batch_size, self.device)
+            prepare(wrapped, **sample)
+        return wrapped
+
+    def _precision(self) -> Any:
+        return torch.autocast(self.device.type, dtype=torch.float16) if self.fp16 else nullcontext()
+
+    @property
+    def micro_batch_size(self) -> int:
+        """Most samples of a micro-batch."""
+        plan = self.model.plan
+        assert plan is not None
+        return self._chunk_size or math.ceil(self.global_batch_size / plan.num_micro_batches)
+
+    def set_optimizer(
+        self,
+        optimizer: torch.optim.Optimizer,
+        loss_scale: float | str = "dynamic",
+        init_loss_scale: float = 2**20,
+        min_loss_scale: float = 1.0,
+    ) -> None:
+        """Registers the optimizer, which was made from ``parameters()`` after wrapping. Collective.
+
+        Args:
+            optimizer: The optimizer.
+            loss_scale: With fp16: a number, or ``dynamic``.
+            init_loss_scale: The first one of a dynamic scale.
+            min_loss_scale: The least one of a dynamic scale.
+
+        Raises:
+            InputError: the optimizer has other parameters.
+        """
+        adopt(self.model, optimizer)
+        if self._scale is not None:
+            self._scale.configure(loss_scale, init_loss_scale, min_loss_scale)
+        self.optimizer = optimizer
+        optimizer.register_step_post_hook(lambda *_: setattr(self, "_has_stepped", True))
+
+    def get_loss_scale(self) -> float | None:
+        """Returns the scale of the loss; None without fp16."""
+        return self._scale.value if self._scale else None
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuses: a call is either a step or an evaluation.
+
+        Raises:
+            OrderError: always.
+        """
+        raise OrderError("Varuna runs whole steps: got a call of the model. Call step(inputs) or evaluate(inputs).")
+
+    def step(self, inputs: Mapping[str, Any], clip_grad_max_norm: float | None = None) -> tuple[float, bool]:
+        """Runs forward and backward of one global batch and leaves its gradients in ``.grad``. Collective.
+
+        Gradients that an optimizer's step has used are dropped first; others are added to.
+
+        Args:
+            inputs: Keyword arguments of the model: this replica's samples, the same on all its ranks.
+            clip_grad_max_norm: Most that the norm of all gradients, over all ranks, may be.
+
+        Returns:
+            The mean loss over the global batch; and whether a gradient overflowed on any rank. Then all gradients are
+            gone, on every rank, so that a step of the optimizer changes nothing.
+
+        Raises:
+            InputError: the inputs are no dictionary, or do not fit those of other ranks.
+            OrderError: there is no optimizer yet.
+        """
+        if self.optimizer is None:
+            raise OrderError(
+                "step() needs an optimizer: make it from parameters(), then call set_optimizer(optimizer)."
+            )
+        batch = on_device(check_inputs(inputs, "step() got"), self.device)
+        if self._has_stepped:
+            self.zero_grad()
+        earlier = self._put_aside()
+        with torch.enable_grad(), self._precision():
+            loss = loss_of(self.model(**batch))
+        (self._scale.scaled(loss) if self._scale else loss).backward()  # type: ignore[no-untyped-call]
+        has_overflow = self._finish(earlier, clip_grad_max_norm)
+        self.iteration += 1
+        self.current_step += 1
+        self.average_loss = loss.item()
+        return self.average_loss, has_overflow
+
+    def _put_aside(self) -> list[tuple[nn.Parameter, Tensor]]:
+        """Takes gradients that are not scaled out of the way of those that will be."""
+        held = [(each, each.grad) for each in self.parameters() if each.grad is not None] if self._scale else []
+        for parameter, _ in held:
+            parameter.grad = None
+        return held
+
+    def _finish(self, earlier: list[tuple[nn.Parameter, Tensor]], max_norm: float | None) -> bool:
+        """Unscales and clips gradients; returns whether any overflowed anywhere."""
+        if self._scale is None:
+            if max_norm is not None:
+                self.grad_norm = self.model.clip_grad_norm_(max_norm).item()
+            return False
+        self._scale.unscale(self.parameters())
+        for parameter, gradient in earlier:
+            parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+        self.grad_norm = self.model.clip_grad_norm_(math.inf if max_norm is None else max_norm).item()
+        has_overflow = not math.isfinite(self.grad_norm)
+        self._scale.update(has_overflow)
+        if has_overflow:
+            self.zero_grad()
+        return has_overflow
+
+    def evaluate(self, inputs: Mapping[str, Any], batch_size: int | None = None) -> float:
+        """Returns the mean loss over the inputs of all replicas, in eval mode, on every rank. Collective.
+
+        Args:
+            inputs: Keyword arguments of the model: this replica's samples, the same on all its ranks.
+            batch_size: Most samples that are on their way at once, over all replicas; None: as in training.
+        """
+        most = positive("batch_size", batch_size or self.global_batch_size)
+        batch = on_device(check_inputs(inputs, "evaluate() got"), self.device)
+        with self._precision():
+            return mean_loss(self.model, batch, most, self.stage_to_rank_map[0], self.world)
+
+    def checkpoint(
+        self,
+        global_store: str | os.PathLike[str],
+        step: int | None = None,
+        tempdir: str | None = None,
+        shard: bool = False,
+        on_demand: bool = False,
+    ) -> None:
+        """Writes a checkpoint: weights, buffers, optimizer, loss scale and random state. Collective.
+
+        Args:
+            global_store: Folder of all checkpoints, which every rank reaches.
+            step: Number of the checkpoint; None: the steps done so far.
+            tempdir: Folder of this host to write to first; the copy to `global_store` goes on in the background.
+            shard: Whether replicas share the writing.
+            on_demand: Whether it must be complete on return, as before the process ends.
+        """
+        self.model.save_checkpoint(
+            global_store,
+            step=self.iteration if step is None else step,
+            tempdir=tempdir,
+            background=tempdir is not None and not on_demand,
+            shard=shard,
+            scaler=self._scale.scaler if self._scale else None,
+            extra={"iteration": self.iteration},
+        )
+
+    def load_checkpoint(
+        self, global_store: str | os.PathLike[str], iteration: int | str, check_complete: bool = True
+    ) -> None:
+        """Loads a checkpoint that was written by any number of ranks, on any grid. Collective.
+
+        Args:
+            global_store: Folder of all checkpoints.
+            iteration: Its number, or ``latest``.
+            check_complete: Whether a checkpoint that is not complete is an error; it is never loaded in any case: with
+                False the newest complete one is loaded in its place.
+        """
+        scaler = self._scale.scaler if self._scale else None
+        try:
+            found = self.model.load_checkpoint(global_store, step=iteration, scaler=scaler)
+        except CheckpointError as error:
+            if check_complete:
+                raise
+            logger.warning("loading the newest complete checkpoint: %s", error)
+            found = self.model.load_checkpoint(global_store, step="latest", scaler=scaler)
+        self.iteration = int(found.extra.get("iteration", found.step))
+
+    def train(self, mode: bool = True) -> Varuna:
+        """Sets training mode on the model."""
+        self.training = mode
+        if "model" in self.__dict__:
+            self.model.train(mode)
+        return self
+
+    def to(self, *args: Any, **kwargs: Any) -> Varuna:
+        """Stays where the model is: wrapping has put it there.
+
+        Raises:
+            InputError: another device or a dtype is asked for.
+        """
+        device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
+        if dtype is not None or (device is not None and torch.empty(0, device=device).device != self.device):
+            raise InputError(
+                f"The model is split and on {self.device}: got to({device or dtype}). Pass device= to Varuna."
+            )
+        return self
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        """Returns the whole model's state under its own names, on every rank. Collective."""
+        return self.model.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Loads a whole model's state, of which this rank takes its part."""
+        return self.model.load_state_dict(state_dict, strict, assign)
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yields the parameters that this rank holds, under the model's own names."""
+        yield from self.model.named_parameters(prefix, recurse, remove_duplicate)
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yields the buffers of the model, under its own names."""
+        yield from self.model.named_buffers(prefix, recurse, remove_duplicate)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drops the gradients of this rank."""
+        self._has_stepped = False
+        super().zero_grad(set_to_none)
