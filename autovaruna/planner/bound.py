@@ -2,13 +2,19 @@
 
 A stage of the segments i .. j-1 on r replicas, whose busiest one has m = ceil(M / r) micro-batches, ends no sooner than
 
-    before(i) + max(m * work, ceil(m / depth) * (work + trip(j))) + max(all-reduce(r) + optimizer, after(i)),
+    before(i) + busy + max(all-reduce(r) + optimizer, after(i)),
 
-with the waits of waits.py, work with or without recompute, and the greatest depth for which memory has room in that
-case: a forward starts once the backward `depth` micro-batches before it has ended. Nor does it end before all messages
-of its lines have passed. If even the split with the fewest replicas needs more ranks than there are, no plan takes T
-seconds or less. That is checked exactly, over all splits, by one pass of dynamic programming; bisection finds the
-greatest T that is proven impossible. Beside it stands the total work over the sum of speeds.
+with the waits of waits.py and `busy` the greatest of three:
+
+    m * work,    ceil(m / depth) * (work + trip(j)),    (m + 1 - depth) * work + 2 * trip(j)  if m > depth,
+
+work with or without recompute, and the greatest depth for which memory has room in that case. The second, since a
+forward starts once the backward `depth` micro-batches before it has ended. The third, since no more than `depth`
+forwards run before the first backward, no more than `depth` backwards after the last forward, and these two end a trip
+after they begin, one before the other. Nor does a stage end before all messages of its lines have passed. If even the
+split with the fewest replicas needs more ranks than there are, no plan takes T seconds or less. That is checked
+exactly, over all splits, by one pass of dynamic programming; bisection finds the greatest T that is proven impossible.
+Beside it stands the total work over the sum of speeds.
 
 Where a large graph was reduced to segments, a stage is charged only the segments that it has whole, and no memory
 limit, so that the bound holds for cuts inside of segments too.
@@ -37,10 +43,17 @@ _FEW_RANKS = 16
 
 @dataclass(frozen=True, slots=True)
 class _Way:
-    """A way to run every range: seconds of one micro-batch, of its round trip, and the greatest depth (0: no room)."""
+    """A way to run every range.
+
+    Attributes:
+        work: seconds of one micro-batch; `again` the recompute's part of it.
+        trip: seconds between a forward and its backward.
+        depth: the greatest in-flight depth; 0: no room.
+    """
 
     work: Array
-    round_trip: Array
+    again: Array
+    trip: Array
     depth: Array
 
 
@@ -119,11 +132,15 @@ class StepBound:
         """Returns the most micro-batches that one replica finishes in the spare seconds, 0 if none."""
         with np.errstate(divide="ignore", invalid="ignore"):
             share = np.floor(np.where(way.work > 0, spare / way.work + _ROUNDING, np.inf))
-            rounds = np.floor(np.where(way.round_trip > 0, spare / way.round_trip + _ROUNDING, np.inf))
+            round_trip = way.work - way.again + np.maximum(way.trip, way.again)
+            rounds = np.floor(np.where(round_trip > 0, spare / round_trip + _ROUNDING, np.inf))
             within = np.where(way.depth > 0, way.depth * np.maximum(rounds, 0), 0.0)
+            both = np.floor((spare - 2 * way.trip + 2 * way.again) / way.work + _ROUNDING) + way.depth - 1
         if self.constraints.schedule == "gpipe":
             within = way.depth
-        return np.asarray(np.nan_to_num(np.minimum(share, np.nan_to_num(within, posinf=np.inf)), posinf=np.inf))
+        else:
+            within = np.minimum(within, np.where(way.depth > 0, np.maximum(way.depth, both), 0.0))
+        return np.asarray(np.where(np.isfinite(way.work), np.minimum(share, within), 0.0))
 
     def _stage_seconds(self, replicas: int) -> Array:
         """Returns the least seconds to the end of the step of each range on so many replicas."""
@@ -139,7 +156,11 @@ class StepBound:
         rounds = np.maximum(rounds, 1.0)
         slowest = self.speeds[0] / self.speeds[min(replicas, self.num_ranks) - 1]
         busy = max(float(share), self.num_micro_batches // replicas * slowest)
-        seconds = np.maximum(busy * way.work, rounds * way.round_trip)
+        round_trip = way.work - way.again + np.maximum(way.trip, way.again)
+        seconds = np.maximum(busy * way.work, rounds * round_trip)
+        with np.errstate(invalid="ignore"):
+            both = (share + 1 - way.depth) * way.work - 2 * way.again + 2 * way.trip
+        seconds = np.where(way.depth < share, np.maximum(seconds, both), seconds)
         room = way.depth >= (share if self.constraints.schedule == "gpipe" else 1)
         return np.where(room, seconds, np.inf)
 
@@ -167,8 +188,9 @@ class StepBound:
         again[:, -1] = 0.0  # Some schedules never recompute the last stage.
         if not needs_recompute:
             again = np.zeros_like(again)
-        round_trip = work + np.maximum(self._trip[None, :], again)
-        return _Way(self._inner(work + again), self._inner(round_trip), self._depths(needs_recompute))
+        trip = np.broadcast_to(self._trip[None, :], work.shape)
+        inner = np.where(np.isfinite(self._inner(again)), self._inner(again), 0.0)
+        return _Way(self._inner(work + again), inner, trip, self._depths(needs_recompute))
 
     def _depths(self, needs_recompute: bool) -> Array:
         """Returns the greatest in-flight depth of each range that memory and settings allow."""

@@ -22,6 +22,7 @@ from autovaruna.schedule import Pipeline, Policy, latency_depth, lower_bound, si
 _ACTS_OF_A_BOUND = 50
 """What a bound costs, for each stage, counted in acts of the simulator."""
 _ACTS_OF_A_SHORT_STEP = 20_000
+_SECONDS_OF_AN_ACT = 4e-6
 DEPTHS = {"textbook": textbook_depth, "latency": latency_depth}
 
 
@@ -48,7 +49,7 @@ class _Option:
 
 
 class Planner:
-    """Builds and predicts the plans of one problem; counts what that costs, in simulated acts."""
+    """Builds and predicts the plans of one problem; counts what that costs."""
 
     def __init__(self, problem: Problem, tables: RangeTables) -> None:
         self.problem, self.tables = problem, tables
@@ -58,6 +59,11 @@ class Planner:
         self.host_of = tuple(numbers[host] for host in hosts) if len(numbers) > 1 else ()
         self.sized = lru_cache(maxsize=4)(lambda count: Sized(problem, tables, count))
         self.tied = [p for p in problem.graph.parameters if p.needs_gradient and len(p.blocks) > 1]
+
+    @property
+    def spent_seconds(self) -> float:
+        """What simulations took so far, counted, not measured, so that it is the same everywhere."""
+        return self.num_acts * _SECONDS_OF_AN_ACT
 
     def build(self, candidate: Candidate) -> Plan | None:
         """Returns the plan of a candidate without a prediction, or None if it does not fit into memory."""

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from itertools import accumulate
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -103,37 +102,10 @@ def stage_limit(problem: Problem, num_segments: int) -> int:
     return forced or min(problem.cluster.num_ranks // max(constraints.num_replicas, 1), num_segments, _MAX_STAGES)
 
 
-def rank_orders(problem: Problem) -> list[list[int]]:
-    """Returns orders in which stages may get the ranks: by number, and by speed and memory where they differ."""
-    cluster = problem.cluster
-    natural = list(range(cluster.num_ranks))
-    if len(set(cluster.speeds)) == 1 and len(set(cluster.memory_bytes)) == 1:
-        return [natural]
-    by_speed = sorted(natural, key=lambda rank: cluster.speeds[rank])
-    by_memory = sorted(natural, key=lambda rank: cluster.memory_bytes[rank])
-    orders = [natural, by_speed, by_speed[::-1], by_memory, by_memory[::-1]]
-    return [order for k, order in enumerate(orders) if order not in orders[:k]]
-
-
-def layouts(problem: Problem, order: Sequence[int], replicas: Sequence[int]) -> Iterator[tuple[tuple[int, ...], ...]]:
-    """Yields the ranks of each stage: next to each other, and (equal, several hosts) next to neighbours.
-
-    The ranks that are left over are the first of an order by speed, and the last where all are alike.
-    """
-    cluster = problem.cluster
-    used = sum(replicas)
-    is_uniform = len(set(cluster.speeds)) == 1 and len(set(cluster.memory_bytes)) == 1
-    ranks = list(order[:used]) if is_uniform else list(order[len(order) - used :])
-    ends = list(accumulate(replicas))
-    yield tuple(tuple(ranks[end - count : end]) for end, count in zip(ends, replicas, strict=True))
-    if is_uniform and len(set(cluster.hosts)) > 1 and replicas[0] > 1 and len(set(replicas)) == 1:
-        yield tuple(tuple(ranks[stage :: len(replicas)]) for stage in range(len(replicas)))
-
-
 def variants(problem: Problem, num_stages: int) -> list[tuple[str, str]]:
     """Returns the (depth, schedule) pairs to simulate."""
     constraints = problem.constraints
-    depths = ["textbook"] if num_stages == 1 or constraints.in_flight else ["textbook", "latency"]
+    depths = ["textbook"] if num_stages == 1 or constraints.in_flight else ["latency", "textbook"]
     if constraints.schedule != "auto":
         policy_of(constraints.schedule)
         is_full = constraints.schedule == "gpipe"
@@ -141,4 +113,6 @@ def variants(problem: Problem, num_stages: int) -> list[tuple[str, str]]:
     pairs = [(depth, "1f1b") for depth in depths]
     if num_stages > 1 and constraints.recompute != "none" and problem.needs_gradient:
         pairs += [(depth, "varuna") for depth in depths]
+    if num_stages > 1 and not constraints.in_flight:
+        pairs.append(("textbook", "gpipe"))
     return pairs

@@ -59,7 +59,7 @@ class ReplicaSearch:
         self.hosts = [cluster.hosts[rank] for rank in order]
         ways = sized.ways.options
         self.ways = Ways(tuple((self._windows(a), self._windows(b), self._windows(c)) for a, b, c in ways))
-        self.costs: dict[tuple[int, int, float, float, bool], Array] = {}
+        self.costs: dict[tuple[int, int, float, float, float, bool], Array] = {}
 
     def _windows(self, table: Array) -> Array:
         n = self.sized.tables.num_segments
@@ -107,10 +107,11 @@ class ReplicaSearch:
 
     def _costs(self, used: int, replicas: int) -> Array:
         first = len(self.speeds) - used
-        speed = float(self.speeds[first : first + replicas].min())
+        speeds = sorted(self.speeds[first : first + replicas], reverse=True)
+        load = max(share_of(self.sized.num_micro_batches, replicas, k) / speed for k, speed in enumerate(speeds))
         limit = float(self.limits[first : first + replicas].min())
         is_local = len(set(self.hosts[first : first + replicas])) == 1
-        key = (replicas, self._depth(used, replicas), speed, limit, is_local)
+        key = (replicas, self._depth(used, replicas), float(load), float(speeds[-1]), limit, is_local)
         if key not in self.costs:
             self.costs[key] = self._build(*key)
         return self.costs[key]
@@ -121,11 +122,12 @@ class ReplicaSearch:
             return share
         return min(constraints.in_flight or -(-used // replicas), share)
 
-    def _build(self, replicas: int, depth: int, speed: float, limit: float, is_local: bool) -> Array:
+    def _build(self, replicas: int, depth: int, load: float, slowest: float, limit: float, is_local: bool) -> Array:
+        """Returns the seconds of every range; `load` is the micro-batches of a replica over its speed, at most."""
         share = -(-self.sized.num_micro_batches // replicas)
-        seconds = share * (self.ways.allowed_work(depth, limit) / speed + self.sized.overhead_seconds)
+        seconds = load * self.ways.allowed_work(depth, limit) + share * self.sized.overhead_seconds
         seconds = np.maximum(seconds, share * self.messages)
-        finish = self._windows(self.sized.reduce_seconds(replicas, is_local=is_local)) + self.optimizer / speed
+        finish = self._windows(self.sized.reduce_seconds(replicas, is_local=is_local)) + self.optimizer / slowest
         tail = np.maximum(self.after[:, None], finish)
         return np.asarray(self.before[:, None] + 2 * self.messages + seconds + tail, dtype=np.float64)
 
@@ -139,6 +141,11 @@ class ReplicaSearch:
             replicas.append(int(counts[at]))
             used, at = used - replicas[-1], int(stops[at])
         return Chain(seconds, tuple(starts), tuple(replicas))
+
+
+def share_of(num_micro_batches: int, num_replicas: int, replica: int) -> int:
+    """Returns how many of M micro-batches a replica of a stage runs."""
+    return len(range(replica, num_micro_batches, num_replicas))
 
 
 def fills_at(sized: Sized) -> tuple[Array, Array]:

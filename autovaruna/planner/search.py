@@ -13,18 +13,17 @@ import numpy as np
 from autovaruna.errors import PlanError
 from autovaruna.planner.bound import StepBound
 from autovaruna.planner.candidate import Candidate, Planner
+from autovaruna.planner.climb import climb
 from autovaruna.planner.infeasible import explain_infeasible
 from autovaruna.planner.marks import plan_with_marks
 from autovaruna.planner.options import (
     cut_positions,
-    layouts,
     micro_batch_counts,
-    nearby_counts,
-    rank_orders,
     stage_limit,
     variants,
     zoomed_positions,
 )
+from autovaruna.planner.placing import classes_of, layouts, rank_orders
 from autovaruna.planner.problem import Problem, check_problem
 from autovaruna.planner.ranges import RangeTables
 from autovaruna.planner.records import Plan
@@ -36,8 +35,11 @@ Progress = Callable[[str, float], None]
 """Is told what is being done and the share of it that is done (0 to 1)."""
 
 _SMALL = 3000
-_ACTS = 250_000
-_REFINED = 3
+_SPLIT_SECONDS, _CLIMB_SECONDS = 2.0, 2.0
+"""What simulations may take, by the count of `Planner.spent_seconds`, so that a search ends alike on every machine."""
+_STARTS = 4
+_NEAR = 1.03
+_REACHED = 0.999
 
 
 def make_plan(problem: Problem, progress: Progress | None = None) -> Plan:
@@ -75,39 +77,41 @@ class _Search:
         if problem.constraints.cuts:
             self.forced_stages = len(problem.constraints.cuts) + 1
         self.best: Plan | None = None
-        self.ranked: list[tuple[float, Candidate]] = []
-        self.seen: set[Candidate] = set()
+        self.ranked: dict[Candidate, float] = {}
+        self.seen: dict[Candidate, float] = {}
+        self.was_cut_short = False
 
     def run(self) -> Plan:
         if self._num_candidates() <= _SMALL:
             self._try_all(self._all_candidates(), "trying all plans")
         else:
             self._try_promising()
-            self._refine()
+            self._climb()
             self._zoom()
         if self.best is None:
             raise PlanError(explain_infeasible(self.problem, self.tables, self.counts))
         self.progress("proving how good the plan is", 1.0)
         return self._with_bound(self.planner.predict_whole(self.best))
 
-    def _try(self, candidate: Candidate) -> bool:
-        """Simulates a candidate in every variant; returns whether it is the best so far."""
+    def _try(self, candidate: Candidate, below: float) -> float:
+        """Simulates a candidate in every variant; returns its least seconds, infinite if they are not below `below`."""
         if candidate in self.seen:
-            return False
-        self.seen.add(candidate)
-        before = self.best
-        beaten: dict[tuple[bool, ...], bool] = {}
+            return self.seen[candidate]
+        found, bounds = float("inf"), dict[tuple[bool, ...], float]()
         for plan in self._plans(candidate):
             recomputed = tuple(stage.needs_recompute for stage in plan.stages)
-            # The bound knows nothing of depths and schedules.
-            if recomputed not in beaten:
-                beaten[recomputed] = self.planner.bound(plan) >= self._least_seconds
-            if not beaten[recomputed]:
-                self.best = self.planner.predict(plan, self._least_seconds) or self.best
-        if self.best is before or self.best is None:
-            return False
-        self.ranked.append((self.best.predicted_seconds, candidate))
-        return True
+            if recomputed not in bounds:
+                bounds[recomputed] = self.planner.bound(plan)  # It knows nothing of depths and schedules.
+            if bounds[recomputed] >= min(below, found * _REACHED):
+                continue
+            predicted = self.planner.predict(plan, min(below, found))
+            if predicted:
+                found = predicted.predicted_seconds
+                self.best = predicted if found < self._least_seconds else self.best
+        self.seen[candidate] = found
+        if found < float("inf"):
+            self.ranked[candidate] = found
+        return found
 
     @property
     def _least_seconds(self) -> float:
@@ -126,7 +130,7 @@ class _Search:
         everything = list(candidates)
         for k, candidate in enumerate(everything):
             self.progress(what, k / len(everything))
-            self._try(candidate)
+            self._try(candidate, self._least_seconds)
 
     def _try_promising(self) -> None:
         splitter = Splitter(self.planner, self.max_stages, self.forced_stages)
@@ -144,34 +148,56 @@ class _Search:
         pairs = splitter.even_splits(self.counts)
         for k, (seconds, num_stages, count) in enumerate(pairs):
             self.progress("splitting the model", k / len(pairs))
-            if self._is_beaten(seconds):
+            if self._is_over(seconds, _SPLIT_SECONDS):
                 break
             for _, candidate in splitter.equal_replicas(num_stages, count):
-                self._try(candidate)
-        for count in sorted({candidate.num_micro_batches for _, candidate in self._best_few()}):
+                self._try(candidate, self._least_seconds * _NEAR)
+        for count in sorted({candidate.num_micro_batches for candidate in self._best_few()}):
             self._try_best_first(splitter.unequal_replicas(count), "trying unequal replicas")
 
     def _try_best_first(self, promising: Iterable[tuple[float, Candidate]], what: str) -> None:
         ordered = sorted(promising, key=lambda pair: pair[0])
         for k, (seconds, candidate) in enumerate(ordered):
             self.progress(what, k / len(ordered))
-            if self._is_beaten(seconds * 0.98):
+            if self._is_over(seconds * 0.98, _SPLIT_SECONDS):
                 break
-            self._try(candidate)
+            self._try(candidate, self._least_seconds * _NEAR)
 
-    def _is_beaten(self, seconds: float) -> bool:
-        if self.best is None:
-            return False
-        return seconds >= self.best.predicted_seconds or self.planner.num_acts > _ACTS
+    def _is_over(self, seconds: float, budget_seconds: float) -> bool:
+        """Returns whether plans of so many seconds and more are not worth a try, or time is up."""
+        if self.best is None or seconds >= self.best.predicted_seconds:
+            return self.best is not None
+        is_late = self.planner.spent_seconds > budget_seconds
+        self.was_cut_short = self.was_cut_short or is_late
+        return is_late
 
-    def _best_few(self) -> list[tuple[float, Candidate]]:
-        return sorted(self.ranked, key=lambda pair: pair[0])[:_REFINED]
+    def _best_few(self) -> list[Candidate]:
+        """Returns the best candidates, no two with the same number of micro-batches and the same ranks."""
+        chosen: dict[object, Candidate] = {}
+        for candidate in sorted(self.ranked, key=self.ranked.__getitem__):
+            chosen.setdefault((candidate.num_micro_batches, candidate.ranks), candidate)
+        return list(chosen.values())[:_STARTS]
+
+    def _climb(self) -> None:
+        """Changes the best plans by small steps: the simulated optimum is not quite that of the splits."""
+        starts = self._best_few()
+        for k, candidate in enumerate(starts):
+            self.progress("improving plans", k / len(starts))
+            limit = self.planner.spent_seconds + _CLIMB_SECONDS / len(starts)
+
+            def has_time(limit: float = limit) -> bool:
+                is_late = self.planner.spent_seconds > limit
+                self.was_cut_short = self.was_cut_short or is_late
+                return not is_late
+
+            seconds, segments = self.ranked[candidate], self.tables.num_segments
+            climb(self.problem, segments, candidate, seconds, self._try, has_time)
 
     # The candidates.
 
     def _num_candidates(self) -> int:
         segments, num_ranks = self.tables.num_segments, self.problem.cluster.num_ranks
-        if len(rank_orders(self.problem)) > 1 and not self.problem.constraints.stage_ranks:
+        if len(set(classes_of(self.problem.cluster))) > 1 and not self.problem.constraints.stage_ranks:
             return _SMALL + 1
         stages = [self.forced_stages] if self.forced_stages else range(1, min(segments, num_ranks) + 1)
         is_forced = self.problem.constraints.stage_ranks or self.problem.constraints.num_replicas
@@ -192,7 +218,7 @@ class _Search:
 
     def _all_ranks(self, num_stages: int) -> Iterator[tuple[tuple[int, ...], ...]]:
         constraints = self.problem.constraints
-        order = list(range(self.problem.cluster.num_ranks))
+        order = rank_orders(self.problem)[0]
         if constraints.stage_ranks:
             yield constraints.stage_ranks
         elif constraints.num_replicas:
@@ -202,39 +228,19 @@ class _Search:
                 replicas = [end - before for before, end in zip((0, *ends), ends, strict=False)]
                 yield from layouts(self.problem, order, replicas)
 
-    # Refinement by simulation: the simulated optimum is not quite that of the splits.
-
-    def _refine(self) -> None:
-        limit = self.planner.num_acts + _ACTS
-        for _, candidate in self._best_few():
-            step = 8
-            while step and self.planner.num_acts < limit:
-                better = next((other for other in self._neighbours(candidate, step) if self._try(other)), None)
-                candidate, step = (better, step) if better else (candidate, step // 2)
-
-    def _neighbours(self, candidate: Candidate, step: int) -> Iterator[Candidate]:
-        starts = candidate.starts
-        bounds = [*starts, self.tables.num_segments]
-        for s in range(1, len(starts)):
-            for moved in (starts[s] - step, starts[s] + step):
-                if bounds[s - 1] < moved < bounds[s + 1]:
-                    yield replace(candidate, starts=(*starts[:s], moved, *starts[s + 1 :]))
-        for count in nearby_counts(self.problem, candidate.num_micro_batches):
-            yield replace(candidate, num_micro_batches=count)
-
     def _zoom(self) -> None:
         """Lets the cuts of the best plan move between the segments of a large graph."""
         is_whole = self.tables.num_segments == len(self.problem.graph.blocks)
         if self.best is None or is_whole or self.problem.constraints.has_fixed_places:
             return
-        candidate = self._best_few()[0][1]
+        candidate = self._best_few()[0]
         cuts = [int(self.tables.positions[start]) for start in candidate.starts]
         positions = zoomed_positions(self.problem, cuts, self.tables.num_segments)
         coarse, self.tables = self.tables, RangeTables(self.problem.graph, positions)
-        self.planner, self.seen = Planner(self.problem, self.tables), set()
+        self.planner, self.seen = Planner(self.problem, self.tables), {}
         starts = tuple(int(np.searchsorted(self.tables.positions, cut)) for cut in cuts)
-        self.ranked = [(self.best.predicted_seconds, replace(candidate, starts=starts))]
-        self._refine()
+        self.ranked = {replace(candidate, starts=starts): self.best.predicted_seconds}
+        self._climb()
         self.tables, self.planner = coarse, Planner(self.problem, coarse)
 
     # The bound.
@@ -249,4 +255,6 @@ class _Search:
             "stage end in less: wait before its first forward, its micro-batches, then all-reduce or wait after its "
             "last backward; nor is the total work over all ranks less"
         )
+        if self.was_cut_short:
+            proof += "; the search ended early, by its limit of simulations, so that better plans may be left"
         return replace(plan, bound_seconds=lowest, bound_proof=proof)

@@ -9,7 +9,8 @@ import numpy as np
 
 from autovaruna.planner.candidate import Candidate, Planner
 from autovaruna.planner.chain import partition_chain
-from autovaruna.planner.options import MAX_UNITS, layouts, rank_orders, spread
+from autovaruna.planner.options import MAX_UNITS, spread
+from autovaruna.planner.placing import layouts, rank_orders
 from autovaruna.planner.replicas import ReplicaSearch, fills_at
 from autovaruna.schedule import textbook_depth
 
