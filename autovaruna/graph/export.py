@@ -20,7 +20,7 @@ from autovaruna.graph.fake import faked
 from autovaruna.graph.fixed_size import noted_fixed_sizes
 from autovaruna.graph.guards import check_functions, check_hooks, check_state, plain_state, watched
 from autovaruna.graph.origin import is_users
-from autovaruna.graph.precision import in_precision, note_precision
+from autovaruna.graph.precision import in_precision, noted_precision, switch_in_regions
 from autovaruna.graph.tree import Tree, flatten
 
 _PREFIX = "model."
@@ -115,6 +115,7 @@ def export(model: nn.Module, call: CallSpec, batch_size: int, is_dynamic: bool, 
         watched() as function_calls,
         noted_fixed_sizes() as fixing,
         in_precision(call.precision),
+        noted_precision(call.precision),
     ):
         inputs = example_inputs(call, batch_size, mode, device)
         try:
@@ -137,7 +138,7 @@ def export(model: nn.Module, call: CallSpec, batch_size: int, is_dynamic: bool, 
             *dict(model.named_buffers(remove_duplicate=False)),
         ]
     }
-    note_precision(graph_module, call.precision)
+    switch_in_regions(graph_module)
     constants = _tidy(graph_module, [spec.name for spec in call.inputs], state)
     return Exported(graph_module, output_trees[-1], constants, is_dynamic, take_markers(graph_module))
 

@@ -1,14 +1,15 @@
 """Keeps ``torch.autocast`` apart from the operations: every node of a graph says under which autocast it runs.
 
-torch.export records operations as they were called, before autocast casts their arguments, and what runs under a
-``with torch.autocast`` of the model itself as one operation that wraps a region. Here such regions are laid open, so
-that they can be cut like anything else, and the autocast around the call is noted at each node too. Pieces enter and
-leave autocast as their nodes say, and run where it is off otherwise: the casts, and the kernels, are PyTorch's own.
+torch.export records operations as they were called, before autocast casts their arguments. Where a model itself enters
+or leaves autocast is a matter of order, which pieces of a graph do not keep. So each node knows its own precision, the
+autocast around the call included, and pieces enter and leave autocast as their nodes say; they run where it is off
+otherwise. The casts, and the kernels, are PyTorch's own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import importlib
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor, fx
 
 DEVICES = ("cpu", "cuda")
-_WRAPPED = torch.ops.higher_order.wrap_with_autocast if hasattr(torch.ops.higher_order, "wrap_with_autocast") else None
+_ENTER, _EXIT = torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,63 +116,73 @@ class Switch:
         if precision == self._now:
             return
         while self._entered:
-            self._graph.call_function(torch.amp.autocast_mode._exit_autocast, (self._entered.pop(),))
+            self._graph.call_function(_EXIT, (self._entered.pop(),))
         for each in precision:
             arguments = (each.device, each.dtype, True, each.is_cached)
-            self._entered.append(self._graph.call_function(torch.amp.autocast_mode._enter_autocast, arguments))
+            self._entered.append(self._graph.call_function(_ENTER, arguments))
         self._now = precision
 
 
-def note_precision(module: fx.GraphModule, around: Precision) -> None:
-    """Lays open the regions of a graph that run under an autocast of their own, and notes each node's precision.
+@contextmanager
+def noted_precision(around: Precision) -> Iterator[None]:
+    """Lets torch.export note each node's precision, and take out what enters and leaves autocast, before it goes on.
+
+    It would make regions of it, and by then lose ``torch.no_grad()`` inside ``torch.autocast`` (seen in torch 2.13).
 
     Args:
-        module: What torch.export made; it is changed.
         around: The autocasts around the call.
     """
+    passes: Any = importlib.import_module("torch._export.passes.replace_set_grad_with_hop_pass")
+    make_regions = passes.replace_set_grad_with_hop_pass
+
+    def note_first(module: fx.GraphModule, *rest: Any) -> Any:
+        _note(module, around)
+        return make_regions(module, *rest)
+
+    passes.replace_set_grad_with_hop_pass = note_first
+    try:
+        yield
+    finally:
+        passes.replace_set_grad_with_hop_pass = make_regions
+
+
+def _note(module: fx.GraphModule, around: Precision) -> None:
+    now = [around]
+    switches: list[fx.Node] = []
     for node in module.graph.nodes:
-        node.meta["precision"] = around
-    while regions := [node for node in module.graph.nodes if _is_region(node)]:
-        for node in regions:
-            _lay_open(module, node)
-    module.graph.lint()
+        if node.target is _ENTER:
+            now.append(_inside(now[-1], *node.args[:3]))
+            switches.append(node)
+        elif node.target is _EXIT:
+            now.pop()
+            switches.append(node)
+        node.meta["precision"] = now[-1]
+    for node in reversed(switches):
+        module.graph.erase_node(node)
 
 
-def _is_region(node: fx.Node) -> bool:
-    return node.op == "call_function" and _WRAPPED is not None and node.target is _WRAPPED
+def switch_in_regions(module: fx.GraphModule) -> None:
+    """Lets regions of a graph (``torch.no_grad()``) enter and leave autocast themselves; they run where it is off."""
+    for node in module.graph.nodes:
+        if node.target is torch.ops.higher_order.wrap_with_set_grad_enabled:
+            node.meta["precision"] = ()
+            region = module.get_submodule(str(node.args[1].target))
+            assert isinstance(region, fx.GraphModule)
+            switch_in_regions(region)
+            _switch_inside(region)
 
 
-def _lay_open(module: fx.GraphModule, region: fx.Node) -> None:
-    """Puts the operations of a region in its place."""
-    device, dtype, is_enabled, is_cached, holder, *arguments = region.args
-    path = str(holder.target)  # type: ignore[union-attr]
-    body = module.get_submodule(path)
-    assert isinstance(body, fx.GraphModule)
-    precision = _inside(precision_of(region), device, dtype, is_enabled, is_cached)
-    copies: dict[fx.Node, Any] = dict(zip(body.graph.find_nodes(op="placeholder"), arguments, strict=True))
-    results: Sequence[Any] = ()
-    for node in body.graph.nodes:
-        if node.op == "output":
-            results = fx.map_arg(node.args[0], copies.__getitem__)
-        elif node.op != "placeholder":
-            with module.graph.inserting_before(region):
-                copies[node] = module.graph.node_copy(node, copies.__getitem__)
-            copies[node].meta["precision"] = precision
-            if node.op == "get_attr":
-                copies[node].target = f"{path}.{node.target}"
-    for user in list(region.users):
-        user.replace_all_uses_with(results[user.args[1]])  # type: ignore[index]
-        module.graph.erase_node(user)
-    module.graph.erase_node(region)
-    if not holder.users:  # type: ignore[union-attr]
-        module.graph.erase_node(holder)  # type: ignore[arg-type]
+def _switch_inside(region: fx.GraphModule) -> None:
+    switch = Switch(region.graph)
+    for node in list(region.graph.nodes):
+        if node.op in ("call_function", "output"):
+            with region.graph.inserting_before(node):
+                switch.to(precision_of(node) if node.op == "call_function" else ())
+    region.recompile()
 
 
-def _inside(around: Precision, device: Any, dtype: Any, is_enabled: Any, is_cached: Any) -> Precision:
-    """Returns what is on inside ``torch.autocast(device, dtype, is_enabled, is_cached)``."""
+def _inside(around: Precision, device: Any, dtype: Any, is_enabled: Any) -> Precision:
+    """Returns what is on inside ``torch.autocast(device, dtype, is_enabled)``; tracing hides whether it is cached."""
     others = tuple(each for each in around if each.device != device)
-    if not is_enabled:
-        return others
-    dtype = torch.get_autocast_dtype(device) if dtype is None else dtype
-    is_cached = torch.is_autocast_cache_enabled() if is_cached is None else is_cached
-    return tuple(sorted((*others, Autocast(device, dtype, bool(is_cached))), key=lambda each: each.device))
+    own = (Autocast(device, dtype, True),) if is_enabled else ()
+    return tuple(sorted((*others, *own), key=lambda each: each.device))

@@ -27,6 +27,7 @@ from autovaruna.runtime.gradients import GradientBook, GradientSum
 from autovaruna.runtime.mail import Mail
 from autovaruna.runtime.outputs import OutputCollector
 from autovaruna.runtime.placement import OwnedState, Placement, placement_of
+from autovaruna.runtime.scaler import LossScale
 from autovaruna.runtime.world import World
 from autovaruna.schedule.instruction import Instruction, Kind, Schedule
 from autovaruna.settings import Settings
@@ -37,11 +38,12 @@ from autovaruna.stage.split import Split, split
 
 @dataclass(frozen=True)
 class Prepared:
-    """A graph, split and bound to this rank's parameters."""
+    """A graph, split and bound to this rank's parameters; `is_half`: whether some of its gradients are float16."""
 
     split: Split
     stages: dict[int, StageModule]
     gradients: GradientBook
+    is_half: bool
 
 
 class Engine:
@@ -57,6 +59,7 @@ class Engine:
         world: The ranks.
         device: Where this rank computes.
         seed: What random nodes are seeded from.
+        loss_scale: The scale of the caller's loop.
         trace: Records the instructions of every step.
     """
 
@@ -71,6 +74,7 @@ class Engine:
         world: World,
         device: torch.device,
         seed: int,
+        loss_scale: LossScale,
         trace: EventTrace | None = None,
     ) -> None:
         self.plan = plan
@@ -85,6 +89,7 @@ class Engine:
         self._world = world
         self._device = device
         self._seed = seed
+        self._loss_scale = loss_scale
         self._mail = Mail(world, device)
         self._prepared: dict[str, Prepared] = {}
         self._latest: Prepared | None = None
@@ -110,6 +115,7 @@ class Engine:
                 "The model was planned for evaluation, in a first call without gradients and without an optimizer: got "
                 "a call with gradients. Pass the optimizer to AutoVaruna, or make the first call one with gradients."
             )
+        is_whole = needs_gradient and traced.loss is not None
         job = Job(
             split=prepared.split,
             plan=self.plan,
@@ -137,11 +143,13 @@ class Engine:
             is_synchronising=self.is_synchronising,
             delivers_all=self._settings.outputs == "all",
             note_backward=self._note_backward,
+            loss_scale=self._loss_scale,
+            factor=self._loss_scale.before(prepared.is_half) if is_whole else 1.0,
         )
         with self._guard(executor):
             self._follow_first_replicas(prepared)
             executor.send_inputs()
-            outputs = step.whole() if needs_gradient and traced.loss is not None else step.forwards()
+            outputs = step.whole() if is_whole else step.forwards()
             self._world.flush()
             if self._trace is not None:
                 self._trace.write_step()
@@ -153,6 +161,7 @@ class Engine:
         return {
             "the number of backwards": str(self._num_backwards),
             "the gradient of the last loss": self._last_gradient,
+            "the scale of the GradScaler": self._loss_scale.words,
             "no_sync()": "off" if self.is_synchronising else "on",
         }
 
@@ -203,7 +212,7 @@ class Engine:
             gradients = GradientBook(
                 GradientSum(parts, self.plan, self._world, parameters), list(stages.values()), self._world
             )
-            self._prepared[key] = Prepared(parts, stages, gradients)
+            self._prepared[key] = Prepared(parts, stages, gradients, _is_half(traced))
         prepared = self._prepared[key]
         for stage in prepared.stages.values():
             if not stage.is_bound():
@@ -252,6 +261,13 @@ class Engine:
         self._mail = Mail(self._world, self._device)
         for prepared in self._prepared.values():
             prepared.gradients.take()
+
+
+def _is_half(traced: TracedModel) -> bool:
+    return any(
+        fact.needs_gradient and isinstance(fact.value, Tensor) and fact.value.dtype is torch.float16
+        for fact in traced.facts.values()
+    )
 
 
 def _stand_ins(traced: TracedModel, outputs: Sequence[Tensor | None]) -> list[Any]:

@@ -19,6 +19,7 @@ from autovaruna.runtime.executor import Executor, Job
 from autovaruna.runtime.gradients import GradientBook
 from autovaruna.runtime.outputs import OutputCollector
 from autovaruna.runtime.publish import Gradients, publish
+from autovaruna.runtime.scaler import LossScale
 from autovaruna.schedule.instruction import Instruction, Kind
 
 Key = TypeVar("Key")
@@ -46,6 +47,8 @@ class Step:
         is_synchronising: whether gradients are summed over ranks now.
         delivers_all: whether a whole step returns the outputs beside the loss.
         note_backward: hears of each backward of the caller, and of the gradient that comes in.
+        loss_scale: hears of the gradient that comes into the loss.
+        factor: what that gradient is expected to be; the step goes backward from it.
     """
 
     job: Job
@@ -60,6 +63,8 @@ class Step:
     is_synchronising: bool
     delivers_all: bool
     note_backward: Callable[[str], None]
+    loss_scale: LossScale
+    factor: float
 
     @property
     def specs(self) -> dict[int, OutputSpec]:
@@ -67,7 +72,7 @@ class Step:
         return dict(enumerate(self.job.split.traced.outputs))
 
     def whole(self) -> list[Tensor | None]:
-        """Runs forwards and backwards for a loss gradient of one; ``backward`` then gives the gradients out, scaled."""
+        """Runs forwards and backwards for the expected loss gradient; ``backward`` gives the gradients out, scaled."""
         loss = next(place for place, spec in self.specs.items() if spec.kind is OutputKind.LOSS)
         self.executor.output_gradients = lambda place, part: self._share(part) if place == loss else None
         self.executor.run(self.program(tuple(Kind)))
@@ -82,11 +87,13 @@ class Step:
 
         def finish(gradients: Gradients) -> Gradients:
             by_place = dict(zip(wanted, gradients, strict=True))
-            scale = by_place.pop(loss)
-            self.note_backward("none" if scale is None else f"{scale.item():g}")
+            gradient = by_place.pop(loss)
+            self.note_backward("none" if gradient is None else f"{gradient.item():g}")
             _refuse(by_place, wanted)
-            if scale is None:
+            if gradient is None:
                 return self._for_sources({}, kept, {})
+            self.loss_scale.after(gradient.item())
+            scale = gradient.item() / self.factor
             if not self.is_synchronising:
                 self.gradients.keep(_scaled(own, scale))
             return self._for_sources(_scaled(totals, scale), kept, _scaled(inputs, scale))
@@ -106,6 +113,7 @@ class Step:
     def _backwards(self, zeros: Sequence[Tensor], gradients: Gradients) -> Gradients:
         """Runs all backwards for the gradients of this rank's outputs."""
         self.note_backward("of its outputs")
+        self.loss_scale.after(1.0)
         with self.guard():
             self.exchange.spread_output_gradients(gradients, zeros)
             self.executor.origin = self.exchange.origin
@@ -128,7 +136,7 @@ class Step:
         loss = self.job.split.traced.loss
         assert loss is not None
         value: Tensor = self.job.split.traced.nodes[loss.node].meta["val"]
-        return torch.full((), part.share, dtype=value.dtype, device=value.device)
+        return torch.full((), part.share * self.factor, dtype=value.dtype, device=value.device)
 
     def _for_sources(
         self, totals: Mapping[str, Tensor], kept: Mapping[str, Tensor], inputs: Mapping[str, Tensor | None]
@@ -152,9 +160,9 @@ def _refuse(gradients: Mapping[int, Tensor | None], specs: Mapping[int, OutputSp
         )
 
 
-def _scaled(gradients: Mapping[Key, Tensor | None], scale: Tensor) -> dict[Key, Tensor]:
+def _scaled(gradients: Mapping[Key, Tensor | None], scale: float) -> dict[Key, Tensor]:
     present = {key: gradient for key, gradient in gradients.items() if gradient is not None}
-    if scale.item() != 1.0:
+    if scale != 1.0:
         for gradient in present.values():
             gradient.mul_(scale)
     return present

@@ -28,6 +28,7 @@ from autovaruna.runtime.environment import get_world, promise
 from autovaruna.runtime.norm import clip_grad_norm
 from autovaruna.runtime.optimizer import CutOptimizer
 from autovaruna.runtime.placement import OwnedState, Placement
+from autovaruna.runtime.scaler import LossScale
 from autovaruna.runtime.state import load_part, whole_state
 from autovaruna.runtime.world import World
 
@@ -43,13 +44,21 @@ class AutoVaruna(nn.Module):
     Args:
         model: Any model that torch.export can trace.
         optimizer: Its optimizer; its groups are cut down in place to this rank's parameters.
+        scaler: The loop's GradScaler, if it has one; None: the program's own, if there is one.
         **settings: See ``python -m autovaruna config``.
 
     Raises:
         ConfigError: a setting is unknown or of the wrong kind.
     """
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, **settings: Any) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        scaler: torch.amp.GradScaler | None = None,
+        **settings: Any,
+    ) -> None:
         super().__init__()
         if isinstance(model, AutoVaruna) or not isinstance(model, nn.Module):
             raise InputError(f"AutoVaruna wraps a torch.nn.Module that is not wrapped yet: got {type(model).__name__}.")
@@ -62,6 +71,7 @@ class AutoVaruna(nn.Module):
         self.__dict__["module"] = model  # not registered: names must stay the model's own
         self.training = model.training
         self._optimizer = optimizer
+        self._scaler = scaler
         self._state = OwnedState(model)
         names = {id(self._state.tensor(name)): name for name in self._state.places}
         self._parameter_names = [self._state.first_name[name] for name, _ in model.named_parameters()]
@@ -174,6 +184,7 @@ class AutoVaruna(nn.Module):
             self.world,
             preparation.device,
             preparation.seed,
+            LossScale(self._optimizer, self._scaler, self.world),
             preparation.event_trace(),
         )
         self._engine.is_synchronising = self._is_synchronising

@@ -139,14 +139,15 @@ def on_ranks(
     make_optimizer: MakeOptimizer = sgd,
     token: object = None,
     timeout: float = 100.0,
+    wrap: Callable[..., AutoVaruna] = AutoVaruna,
 ) -> list[Any]:
-    """Runs ``run(model, optimizer, rank)`` on every rank, each with a copy of `model`, wrapped."""
+    """Runs ``run(model, optimizer, rank)`` on every rank, each with a copy of `model`, wrapped by `wrap`."""
     copies = [copy.deepcopy(model) for _ in range(setup.world_size)]
     settings = {**QUIET, "num_micro_batches": setup.num_micro_batches, "inputs": "replicated", **setup.settings}
 
     def be_rank(world: World) -> Any:
         optimizer = make_optimizer(copies[world.rank].parameters())
-        return run(AutoVaruna(copies[world.rank], optimizer, **settings), optimizer, world.rank)
+        return run(wrap(copies[world.rank], optimizer, **settings), optimizer, world.rank)
 
     with planned(setup, token):
         return run_ranks(setup.world_size, be_rank, timeout_seconds=timeout)

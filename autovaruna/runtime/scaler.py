@@ -1,0 +1,127 @@
+"""Works with the loop's ``torch.amp.GradScaler``: its scale is in the stages' backward, and all ranks skip together.
+
+A step has gone backward when ``model(...)`` returns, so the scale must be in its loss gradient before the loop applies
+it: float16 gradients would vanish otherwise. And each rank sees overflow in its own parameters alone, while all must
+skip a step, and change the scale, together.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.amp import GradScaler
+from torch.optim import Optimizer
+
+from autovaruna.errors import InputError
+from autovaruna.runtime.world import World
+
+_MOST_SEARCHES = 8
+Unscale = Callable[[Optimizer, Tensor, Tensor, bool], dict[torch.device, Tensor]]
+
+
+class LossScale:
+    """Says by what factor the caller's loop will multiply the loss, as far as that is known before it does.
+
+    Args:
+        optimizer: The user's optimizer.
+        scaler: The user's scaler; None: it is looked for in the program.
+        world: The ranks.
+
+    Raises:
+        InputError: the scaler is none.
+    """
+
+    def __init__(self, optimizer: Optimizer | None, scaler: GradScaler | None, world: World) -> None:
+        if scaler is not None and not isinstance(scaler, GradScaler):
+            raise InputError(f"scaler is a {type(scaler).__name__}; expected a torch.amp.GradScaler.")
+        self._optimizer = optimizer
+        self._scaler = scaler
+        self._world = world
+        self._is_ambiguous = False
+        self._joined: set[int] = set()
+        self._seen: set[float] = set()
+        self._last = 1.0
+        if scaler is not None:
+            self._join(scaler)
+
+    def before(self, is_half: bool) -> float:
+        """Returns the factor to go backward with.
+
+        Without a scaler it is one, or for float16 gradients the factor of the last backward: a loop may scale by hand.
+
+        Args:
+            is_half: Whether gradients are float16, so that it matters.
+
+        Raises:
+            InputError: it matters, and several scalers may be meant.
+        """
+        if self._scaler is None and not self._seen:
+            self._search(1.0)
+        if self._scaler is not None:
+            return float(self._scaler.get_scale()) or 1.0
+        if is_half and self._is_ambiguous:
+            raise InputError(
+                "The model has float16 gradients, and the program has several GradScalers: which one scales the loss? "
+                "Say it: AutoVaruna(model, optimizer, scaler=scaler)."
+            )
+        return self._last if is_half else 1.0
+
+    @property
+    def words(self) -> str:
+        """The scaler's scale, the same on every rank."""
+        return "none" if self._scaler is None else f"{self._scaler.get_scale():g}"
+
+    def after(self, factor: float) -> None:
+        """Hears of the factor that the loop has applied."""
+        self._last = factor
+        if self._scaler is None:
+            self._search(factor)
+
+    def _search(self, factor: float) -> None:
+        """Looks for the scaler; again whenever another factor comes in, since it may be made at any time."""
+        if factor in self._seen or len(self._seen) >= _MOST_SEARCHES or self._optimizer is None:
+            return
+        self._seen.add(factor)
+        found = [each for each in gc.get_objects() if issubclass(type(each), GradScaler) and each.is_enabled()]
+        for scaler in found:
+            self._join(scaler)
+        self._scaler = found[0] if len(found) == 1 else None
+        self._is_ambiguous = len(found) > 1
+
+    def _join(self, scaler: GradScaler) -> None:
+        """Lets a scaler hear of overflow on any rank, whenever it looks for it in the optimizer's gradients."""
+        if id(scaler) in self._joined:
+            return
+        self._joined.add(id(scaler))
+        unscale: Unscale = scaler._unscale_grads_
+
+        def unscale_everywhere(
+            optimizer: Optimizer, inverse: Tensor, found: Tensor, allow_fp16: bool
+        ) -> dict[torch.device, Tensor]:
+            if optimizer is not self._optimizer:
+                return unscale(optimizer, inverse, found, allow_fp16)
+            self._scaler = scaler
+            return self._share(lambda: unscale(optimizer, inverse, found, allow_fp16), found)
+
+        scaler._unscale_grads_ = unscale_everywhere  # type: ignore[method-assign, assignment]
+
+    def _share(self, unscale: Callable[[], dict[torch.device, Tensor]], found: Tensor) -> dict[torch.device, Tensor]:
+        """Unscales this rank's gradients and returns what overflowed on any rank. Collective."""
+        error: Exception | None = None
+        own: dict[torch.device, Tensor] = {}
+        try:
+            own = unscale()
+        except Exception as caught:
+            error = caught
+        self._world.agree(error, "unscaling gradients")
+        is_overflow = any(bool(flag.item()) for flag in own.values())
+        flags: list[Any] = self._world.gather_objects(is_overflow, "looking for overflow")
+        own = own or {found.device: found}  # a rank without gradients takes part, too
+        if any(flags):
+            for flag in own.values():
+                flag.fill_(1.0)
+        return own
