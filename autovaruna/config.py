@@ -107,7 +107,6 @@ def _check_together(settings: Settings) -> None:
     if settings.num_stages and settings.stage_ranks and settings.num_stages != len(settings.stage_ranks):
         _contradiction(settings, "num_stages", "stage_ranks", "stage_ranks has one list of ranks for each stage")
 
-
     sizes = {len(ranks) for ranks in settings.stage_ranks}
     if settings.inputs == "per_replica" and len(sizes) != 1:
         _contradiction(settings, "inputs", "stage_ranks", "per_replica needs as many ranks for each stage")

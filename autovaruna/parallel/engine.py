@@ -88,7 +88,7 @@ class Engine:
         self._settings = settings
         self._world = world
         self._device = device
-        self._seed = seed
+        self.seed = seed
         self._loss_scale = loss_scale
         self._mail = Mail(world, device)
         self._prepared: dict[str, Prepared] = {}
@@ -121,7 +121,7 @@ class Engine:
             plan=self.plan,
             batch=batch,
             needs_gradient=needs_gradient,
-            seed=self._seed,
+            seed=self.seed,
             step=shared.number,
             graph_key=traced.key,
             is_sum=self._settings.reduction == "sum",

@@ -11,31 +11,28 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autovaruna.config import log_settings, resolve
+from autovaruna.config import resolve
 from autovaruna.errors import InputError, RankError
 from autovaruna.graph.call import describe, mode_of
-from autovaruna.log import configure
 from autovaruna.parallel.calls import SharedCall, compare_settings, input_groups, share_call
 from autovaruna.parallel.engine import Engine
 from autovaruna.parallel.machine import find_device
 from autovaruna.parallel.modes import as_in_training
 from autovaruna.parallel.preparation import Preparation
+from autovaruna.parallel.stateful import StatefulModule
 from autovaruna.parallel.traces import Traces
 from autovaruna.parallel.weights import micro_batch_weights
 from autovaruna.planner.records import Plan
 from autovaruna.runtime.batch import GlobalBatch, cut_batch, weigh
-from autovaruna.runtime.environment import get_world, promise
+from autovaruna.runtime.environment import promise
 from autovaruna.runtime.norm import clip_grad_norm
-from autovaruna.runtime.optimizer import CutOptimizer
-from autovaruna.runtime.placement import OwnedState, Placement
+from autovaruna.runtime.placement import OwnedState
 from autovaruna.runtime.scaler import LossScale
-from autovaruna.runtime.state import load_part, whole_state
-from autovaruna.runtime.world import World
 
 logger = logging.getLogger(__name__)
 
 
-class AutoVaruna(nn.Module):
+class AutoVaruna(StatefulModule):
     """Trains a model over all ranks of ``mpirun``, split as the planner finds best.
 
     The first call traces the model, measures it, plans, and gives each rank its part. On one process the model is
@@ -59,7 +56,6 @@ class AutoVaruna(nn.Module):
         scaler: torch.amp.GradScaler | None = None,
         **settings: Any,
     ) -> None:
-        super().__init__()
         if isinstance(model, AutoVaruna) or not isinstance(model, nn.Module):
             raise InputError(f"AutoVaruna wraps a torch.nn.Module that is not wrapped yet: got {type(model).__name__}.")
         if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
@@ -67,32 +63,13 @@ class AutoVaruna(nn.Module):
                 f"The second argument is the optimizer: got {type(optimizer).__name__}, expected a "
                 "torch.optim.Optimizer; settings are keywords."
             )
-        self.settings = resolve(settings)
-        self.__dict__["module"] = model  # not registered: names must stay the model's own
-        self.training = model.training
-        self._optimizer = optimizer
+        super().__init__(model, optimizer, resolve(settings))
         self._scaler = scaler
-        self._state = OwnedState(model)
-        names = {id(self._state.tensor(name)): name for name in self._state.places}
         self._parameter_names = [self._state.first_name[name] for name, _ in model.named_parameters()]
-        self._cut_optimizer = None if optimizer is None else CutOptimizer(optimizer, names)
-        self._engine: Engine | None = None
         self._preparation: Preparation | None = None
         self._traces: Traces | None = None
-        self._num_calls = 0
         self._is_synchronising = True
-        self._known_world: World | None = None
         promise()
-
-    @property
-    def world(self) -> World:
-        """The ranks; the first use starts MPI."""
-        if self._known_world is None:
-            self._known_world = get_world()
-            configure(self._known_world.rank)
-            if self.settings.show_settings:
-                log_settings(self.settings)
-        return self._known_world
 
     @property
     def plan(self) -> Plan | None:
@@ -109,6 +86,7 @@ class AutoVaruna(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the model on this rank's mini-batch; returns what the model returns, for the global batch."""
+        self._persistence.poll()
         if self._is_plain():
             return self.module(*args, **kwargs)
         if torch.is_inference_mode_enabled():
@@ -170,7 +148,9 @@ class AutoVaruna(nn.Module):
         preparation = Preparation(traced, self.module, self._optimizer, shared, self.settings, self.world, device)
         self._preparation = preparation
         plan, assignment, placement = preparation.plan, preparation.assignment, preparation.placement
-        self._state.distribute(placement, self.world, preparation.device, preparation.seed)
+        seed = preparation.seed if self._persistence.seed is None else self._persistence.seed
+        given = self._persistence.given(self._subject())
+        self._state.distribute(placement, self.world, preparation.device, seed, given)
         if self._cut_optimizer is not None:
             held = {name: parameter for name, parameter in self._state.parameters().items() if not parameter.is_meta}
             self._cut_optimizer.cut(held)
@@ -183,11 +163,12 @@ class AutoVaruna(nn.Module):
             self.settings,
             self.world,
             preparation.device,
-            preparation.seed,
+            seed,
             LossScale(self._optimizer, self._scaler, self.world),
             preparation.event_trace(),
         )
         self._engine.is_synchronising = self._is_synchronising
+        self._persistence.fill(self._subject())
         return self._engine
 
     @property
@@ -243,30 +224,6 @@ class AutoVaruna(nn.Module):
             error_if_nonfinite,
         )
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """Returns the whole model's state under its own names, on every rank. Collective after the first call."""
-        if self._engine is None:
-            return dict(self.module.state_dict(*args, **kwargs))
-        prefix = kwargs.get("prefix", "")
-        entries = whole_state(self._state, self._engine.placement, self.world)
-        return {prefix + name: value for name, value in entries.items()}
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Loads a whole model's state, of which this rank takes its part; `assign` is as in plain PyTorch."""
-        if self._engine is None:
-            result = self.module.load_state_dict(state_dict, strict=strict, assign=assign)
-            self._state = OwnedState(self.module)
-            return result
-        return load_part(self._state, state_dict, strict)
-
-    def optimizer_state_dict(self) -> dict[str, Any]:
-        """Returns the state of the whole optimizer, in the form of plain PyTorch, on every rank. Collective."""
-        return self._need_optimizer().state_dict(self._placement(), self.world)
-
-    def load_optimizer_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Loads the state of a whole optimizer, of which this rank takes its part."""
-        self._need_optimizer().load_state_dict(state_dict, self._placement(), self.world.rank)
-
     def save_deployment(self, path: str) -> None:
         """Writes the plan, with what it is valid for, to a file.
 
@@ -276,40 +233,6 @@ class AutoVaruna(nn.Module):
         if self._preparation is None:
             raise InputError("There is no plan to save: got no call of the model yet, or one process that needs none.")
         self._preparation.save(path)
-
-    def train(self, mode: bool = True) -> AutoVaruna:
-        """Sets training mode on the model."""
-        self.training = mode
-        self.module.train(mode)
-        return self
-
-    def named_parameters(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yields the parameters that this rank holds, under the model's own names."""
-        for name, parameter in self.module.named_parameters(prefix, recurse, remove_duplicate):
-            if self._engine is None or not parameter.is_meta:
-                yield name, parameter
-
-    def named_buffers(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, Tensor]]:
-        """Yields the buffers of the model, under its own names."""
-        yield from self.module.named_buffers(prefix, recurse, remove_duplicate)
-
-    def named_modules(
-        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Module]]:
-        """Yields the modules of the model, under its own names."""
-        yield from self.module.named_modules(memo, prefix, remove_duplicate)
-
-    def named_children(self) -> Iterator[tuple[str, nn.Module]]:
-        """Yields the direct children of the model."""
-        yield from self.module.named_children()
-
-    def extra_repr(self) -> str:
-        """Returns the wrapped model's print."""
-        return repr(self.module)
 
     def _apply(self, fn: Any, recurse: bool = True) -> AutoVaruna:
         """Moves or casts the model, as ``to``, ``half`` and the like ask; before the first call only."""
@@ -321,17 +244,3 @@ class AutoVaruna(nn.Module):
         self.module._apply(fn, recurse)
         self._state = OwnedState(self.module)
         return self
-
-    def __getattr__(self, name: str) -> Any:
-        """Finds what AutoVaruna does not define on the wrapped model (``model.config``)."""
-        if "module" not in self.__dict__ or name == "module":
-            raise AttributeError(name)
-        return getattr(self.__dict__["module"], name)
-
-    def _need_optimizer(self) -> CutOptimizer:
-        if self._cut_optimizer is None:
-            raise InputError("There is no optimizer: AutoVaruna(model, optimizer) was called without one.")
-        return self._cut_optimizer
-
-    def _placement(self) -> Placement:
-        return self._engine.placement if self._engine is not None else Placement({}, self.world.num_ranks)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,7 +16,9 @@ if TYPE_CHECKING:
     from autovaruna.runtime.placement import OwnedState
 
 
-def materialize(state: OwnedState, held: Iterable[str], device: torch.device, seed: int) -> list[str]:
+def materialize(
+    state: OwnedState, held: Iterable[str], device: torch.device, seed: int, given: Container[str] = ()
+) -> list[str]:
     """Initialises the held parameters and all buffers that are on ``meta``.
 
     Each module is initialised from a seed of its own path, so that its numbers do not depend on the partition.
@@ -26,19 +28,24 @@ def materialize(state: OwnedState, held: Iterable[str], device: torch.device, se
         held: First names of what this rank holds.
         device: Where its numbers go.
         seed: What they are drawn from.
+        given: First names of what a checkpoint will fill; it gets memory alone, unless its module has other tensors.
 
     Returns:
-        First names of what was initialised.
+        First names of what was initialised, or is to be filled.
 
     Raises:
         PlanError: a module with tensors on ``meta`` has no initialiser.
     """
     wanted = set(held)
     missing = {name for name in state.places if state.tensor(name).is_meta and name in wanted}
+    for name in missing:
+        if name in given:
+            state.replace(name, _empty_like(state.tensor(name), device))
+    drawn = {name for name in missing if name not in given}
     with untouched_generator(device):
         for path, module in state.model.named_modules():
             own = [path + "." + name if path else name for name in [*module._parameters, *module._buffers]]
-            if any(state.first_name.get(name) in missing for name in own):
+            if any(state.first_name.get(name) in drawn for name in own):
                 _initialise(state, path, module, own, device, seed)
     return sorted(missing)
 

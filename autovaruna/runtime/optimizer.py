@@ -37,6 +37,11 @@ class CutOptimizer:
         """Takes the names of the whole optimizer, group by group: this one was made from this rank's part."""
         self._groups, self._is_cut = names, True
 
+    @property
+    def names(self) -> list[list[str]]:
+        """First names of the parameters of the whole optimizer, group by group."""
+        return self._groups
+
     def check(self) -> None:
         """Makes sure that the optimizer can be cut down.
 

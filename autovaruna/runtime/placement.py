@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass
 
 import torch
@@ -78,7 +79,9 @@ class OwnedState:
         found = {name: self.tensor(name) for name in self.places}
         return {name: tensor for name, tensor in found.items() if not isinstance(tensor, nn.Parameter)}
 
-    def distribute(self, placement: Placement, world: World, device: torch.device, seed: int) -> None:
+    def distribute(
+        self, placement: Placement, world: World, device: torch.device, seed: int, given: Container[str] = ()
+    ) -> None:
         """Gives every rank its part, with the numbers of rank 0, and frees the rest. Collective.
 
         Args:
@@ -86,11 +89,14 @@ class OwnedState:
             world: The ranks.
             device: Where this rank computes.
             seed: What weights of a model on ``meta`` are drawn from.
+            given: First names of what a checkpoint will fill on every rank that holds it.
         """
         held = {name for name in self.places if world.rank in placement.ranks_of(name)}
-        drawn = set(materialize(self, held, device, seed))
+        drawn = set(materialize(self, held, device, seed, given))
         somewhere = set().union(*world.gather_objects(drawn, "materialising weights"))
         for name in self.places:
+            if name in given:
+                continue
             ranks = placement.ranks_of(name)
             root = ranks[0] if name in somewhere else 0
             group = tuple(sorted({root, *ranks}))

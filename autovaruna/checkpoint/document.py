@@ -1,0 +1,107 @@
+"""Turns nested values into JSON and tensors, and back. What neither can hold is refused, by its path.
+
+JSON alone keeps None, booleans, integers, finite floats, texts, lists and dicts with texts as keys. Everything else
+becomes an object with one key that starts with ``$``.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from autovaruna.errors import CheckpointError
+
+Json = Any
+
+
+def encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Json:
+    """Returns the JSON of a value.
+
+    Args:
+        value: Numbers, texts, bytes, tensors, arrays, and lists, tuples and dicts of them.
+        path: Where the value is, for names of tensors and errors.
+        tensors: Gets the tensors in it, by path.
+
+    Raises:
+        CheckpointError: something in it is of another type.
+    """
+    if value is None or isinstance(value, bool | str):
+        return value
+    if isinstance(value, int | np.integer):
+        return int(value)
+    if isinstance(value, float | np.floating):
+        return float(value) if math.isfinite(value) else {"$float": str(float(value))}
+    if isinstance(value, Tensor):
+        return _encode_tensor(value, path, tensors)
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
+        return {"$array": _encode_tensor(torch.from_numpy(value.copy()), path, tensors)["$tensor"]}
+    if isinstance(value, bytes):
+        return {"$bytes": base64.b64encode(value).decode()}
+    if isinstance(value, torch.dtype | torch.device):
+        return {f"${type(value).__name__}": str(value).removeprefix("torch.")}
+    if type(value) in (list, tuple, torch.Size):
+        items = [encode(item, f"{path}.{index}", tensors) for index, item in enumerate(value)]
+        return items if isinstance(value, list) else {"$tuple": items}
+    if type(value) in (dict, OrderedDict, defaultdict, Counter):
+        return _encode_dict(value, path, tensors)
+    raise CheckpointError(
+        f"{path} is {value!r:.80} of type {type(value).__name__}, which a checkpoint cannot hold. Expected numbers, "
+        "texts, bytes, tensors, and lists, tuples and dicts of them; take it out, or turn it into those."
+    )
+
+
+def _encode_tensor(value: Tensor, path: str, tensors: dict[str, Tensor]) -> Json:
+    if value.is_sparse or value.is_quantized or value.is_meta:
+        raise CheckpointError(f"{path} is a tensor without plain numbers ({value.layout}, {value.device}).")
+    name = path
+    while name in tensors:
+        name += "_"
+    tensors[name] = value.detach()
+    return {"$tensor": name}
+
+
+def _encode_dict(value: Mapping[Any, Any], path: str, tensors: dict[str, Tensor]) -> Json:
+    if isinstance(value, Counter):
+        return {"$counter": [[encode(key, path, tensors), count] for key, count in value.items()]}
+    items = [(key, encode(item, f"{path}.{key}", tensors)) for key, item in value.items()]
+    if all(type(key) is str and not key.startswith("$") for key, _ in items):
+        return dict(items)
+    return {"$dict": [[encode(key, f"the key {key!r} of {path}", tensors), item] for key, item in items]}
+
+
+def decode(given: Json, read: Callable[[str], Tensor]) -> Any:
+    """Returns the value that `encode` was given; sizes and ordered dicts come back as tuples and dicts.
+
+    Args:
+        given: The JSON.
+        read: Returns the tensor of a name.
+    """
+    if isinstance(given, list):
+        return [decode(item, read) for item in given]
+    if not isinstance(given, dict):
+        return given
+    if len(given) == 1:
+        [(kind, content)] = given.items()
+        if kind.startswith("$"):
+            return _SPECIAL[kind](content, read)
+    return {key: decode(item, read) for key, item in given.items()}
+
+
+_SPECIAL: dict[str, Callable[[Any, Callable[[str], Tensor]], Any]] = {
+    "$float": lambda content, read: float(content),
+    "$tensor": lambda content, read: read(content),
+    "$array": lambda content, read: read(content).numpy(),
+    "$bytes": lambda content, read: base64.b64decode(content),
+    "$dtype": lambda content, read: getattr(torch, content),
+    "$device": lambda content, read: torch.device(content),
+    "$tuple": lambda content, read: tuple(decode(item, read) for item in content),
+    "$dict": lambda content, read: {decode(key, read): decode(item, read) for key, item in content},
+    "$counter": lambda content, read: Counter({decode(key, read): count for key, count in content}),
+}

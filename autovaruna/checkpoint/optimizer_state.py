@@ -1,0 +1,124 @@
+"""Takes an optimizer's state apart by parameter name, and puts this rank's part together again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from autovaruna.checkpoint.document import Json, decode, encode
+from autovaruna.checkpoint.subject import Subject
+from autovaruna.errors import CheckpointError
+from autovaruna.runtime.optimizer import CutOptimizer
+
+Read = Callable[[str], Tensor]
+STATE_PREFIX = "optimizer.state."
+"""What the names of tensors begin with that change in the optimizer's step alone."""
+
+
+def encode_groups(optimizer: CutOptimizer, tensors: dict[str, Tensor]) -> Json:
+    """Returns class and groups of an optimizer, whose parameters are names.
+
+    Raises:
+        CheckpointError: an option of a group is of a type that no checkpoint can hold.
+    """
+    own = optimizer.optimizer.state_dict()["param_groups"]
+    groups = []
+    for index, (group, names) in enumerate(zip(own, optimizer.names, strict=True)):
+        options = {key: value for key, value in group.items() if key != "params"}
+        groups.append({**encode(options, f"optimizer.param_groups.{index}", tensors), "params": list(names)})
+    return {"class": type(optimizer.optimizer).__name__, "param_groups": groups}
+
+
+def encode_state(
+    optimizer: CutOptimizer, subject: Subject, wanted: Callable[[str], bool], tensors: dict[str, Tensor]
+) -> dict[str, Json]:
+    """Returns the state of the wanted parameters that this rank holds, by first name.
+
+    Raises:
+        CheckpointError: something in it is of a type that no checkpoint can hold.
+    """
+    optimizer.check()
+    own = optimizer.optimizer.state_dict()
+    places = [place for group in own["param_groups"] for place in group["params"]]
+    names = _own_names(optimizer, subject)
+    return {
+        name: encode(own["state"][place], f"{STATE_PREFIX}{name}", tensors)
+        for place, name in zip(places, names, strict=True)
+        if place in own["state"] and wanted(name)
+    }
+
+
+def check_optimizer(optimizer: CutOptimizer, known: Mapping[str, Any], first_of: Callable[[str], str]) -> list[str]:
+    """Returns in words why the saved state of an optimizer does not fit this one."""
+    name = type(optimizer.optimizer).__name__
+    if known["class"] != name:
+        return [f"the optimizer is {known['class']}, expected {name}"]
+    got = [{first_of(each) for each in group["params"]} for group in known["param_groups"]]
+    expected = [set(group) for group in optimizer.names]
+    if [len(group) for group in got] != [len(group) for group in expected]:
+        return [
+            f"the optimizer has groups of {[len(group) for group in got]} parameters, expected "
+            f"{[len(group) for group in expected]}"
+        ]
+    odd = [
+        f"group {index} of the optimizer has {', '.join(sorted(found - wanted)[:3])}, expected "
+        f"{', '.join(sorted(wanted - found)[:3])}"
+        for index, (found, wanted) in enumerate(zip(got, expected, strict=True))
+        if found != wanted
+    ]
+    return odd
+
+
+def load_optimizer(
+    subject: Subject, known: Mapping[str, Any], state: Mapping[str, Json], first_of: Callable[[str], str], read: Read
+) -> None:
+    """Gives an optimizer the saved options of its groups, and the state of the parameters that this rank holds.
+
+    Args:
+        subject: Whose optimizer.
+        known: Class and groups, as `encode_groups` returned them.
+        state: State by name; empty: options alone.
+        first_of: Turns a saved name into the first name of this model.
+        read: Reads a tensor.
+    """
+    assert subject.optimizer is not None
+    optimizer = subject.optimizer.optimizer
+    by_first = {first_of(name): content for name, content in state.items()}
+    own: dict[int, Any] = {}
+    groups: list[dict[str, Any]] = []
+    names = iter(_own_names(subject.optimizer, subject))
+    for given, group in zip(known["param_groups"], optimizer.param_groups, strict=True):
+        options = decode({key: value for key, value in given.items() if key != "params"}, read)
+        start = sum(len(each["params"]) for each in groups)
+        places = list(range(start, start + len(group["params"])))
+        for place in places:
+            name = next(names)
+            if name in by_first:
+                own[place] = decode(by_first[name], read)
+        groups.append({**options, "params": places})
+    optimizer.load_state_dict({"state": own, "param_groups": groups})
+    _keep_dtypes(optimizer, own)
+
+
+def _keep_dtypes(optimizer: Any, own: Mapping[int, Any]) -> None:
+    """Undoes the cast of state tensors to the dtype of their parameters, which loses digits."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for place, content in own.items():
+        now = optimizer.state[parameters[place]]
+        for key, value in content.items():
+            if isinstance(value, Tensor) and isinstance(now.get(key), Tensor) and now[key].dtype != value.dtype:
+                now[key] = value.to(now[key].device)
+
+
+def _own_names(optimizer: CutOptimizer, subject: Subject) -> list[str]:
+    """Returns the first names of the parameters in the groups as they are now, in order."""
+    names = {id(subject.state.tensor(name)): name for name in subject.state.places}
+    own = [names.get(id(each)) for group in optimizer.optimizer.param_groups for each in group["params"]]
+    if None in own:
+        raise CheckpointError(
+            "The optimizer has parameters that are not the model's (any more): make it from model.parameters() after "
+            "the last change of the model."
+        )
+    return [name for name in own if name is not None]

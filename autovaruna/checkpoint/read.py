@@ -1,0 +1,69 @@
+"""Reads tensors from files straight into their place, several at a time."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+from torch import Tensor
+
+from autovaruna.checkpoint.tensor_file import Entry, num_threads
+from autovaruna.errors import CheckpointError
+
+PIECE_BYTES = 16 << 20
+"""Most bytes that are read at once; tensors that are not on the host go through as much memory of it."""
+
+
+def read_all(pairs: Sequence[tuple[Entry, Tensor]]) -> None:
+    """Overwrites each tensor with what its entry says; shapes and dtypes agree.
+
+    Raises:
+        CheckpointError: a file has become shorter, or cannot be read.
+    """
+    pieces = [(entry, tensor, start) for entry, tensor in pairs for start in range(0, entry.num_bytes, PIECE_BYTES)]
+    descriptors = {path: os.open(path, os.O_RDONLY) for path in {entry.path for entry, _ in pairs}}
+    try:
+        with ThreadPoolExecutor(num_threads()) as pool:
+            for _ in pool.map(lambda piece: _read_piece(descriptors[piece[0].path], *piece), pieces):
+                pass
+    except OSError as error:
+        raise CheckpointError(f"a checkpoint cannot be read: {error}") from error
+    finally:
+        for descriptor in descriptors.values():
+            os.close(descriptor)
+    with torch.no_grad():
+        torch.autograd.graph.increment_version([tensor for _, tensor in pairs if not tensor.is_inference()])
+
+
+def read_new(entry: Entry) -> Tensor:
+    """Returns a tensor on the host with what an entry says."""
+    tensor = torch.empty(entry.shape, dtype=entry.dtype)
+    read_all([(entry, tensor)])
+    return tensor
+
+
+def _read_piece(descriptor: int, entry: Entry, tensor: Tensor, start: int) -> None:
+    count = min(PIECE_BYTES, entry.num_bytes - start)
+    if tensor.is_contiguous():
+        target = tensor.detach().reshape(-1).view(torch.uint8)[start : start + count]
+        if tensor.device.type == "cpu":
+            _read_into(descriptor, entry, target, start)
+        else:
+            target.copy_(_read_into(descriptor, entry, torch.empty(count, dtype=torch.uint8), start))
+    elif start == 0:  # its bytes are not in one row: all of it at once
+        whole = torch.empty(entry.num_bytes, dtype=torch.uint8)
+        _read_into(descriptor, entry, whole, 0)
+        tensor.detach().copy_(whole.view(entry.dtype).reshape(entry.shape))
+
+
+def _read_into(descriptor: int, entry: Entry, target: Tensor, start: int) -> Tensor:
+    view = target.numpy().data
+    place = entry.offset + start
+    while view:
+        count = os.preadv(descriptor, [view], place)
+        if count == 0:
+            raise CheckpointError(f"{entry.path} ends at byte {place}; expected more. It has been cut off.")
+        view, place = view[count:], place + count
+    return target

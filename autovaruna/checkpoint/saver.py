@@ -1,0 +1,220 @@
+"""Saves checkpoints from all ranks, at once or in the background."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import shutil
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from torch.optim import Optimizer
+
+from autovaruna.checkpoint import folder
+from autovaruna.checkpoint.background import Background, mark_of
+from autovaruna.checkpoint.commit import commit
+from autovaruna.checkpoint.compose import Content, compose, config_files
+from autovaruna.checkpoint.optimizer_state import STATE_PREFIX
+from autovaruna.checkpoint.part import Part, cannot_write, write_part
+from autovaruna.checkpoint.snapshot import Snapshot
+from autovaruna.checkpoint.subject import Subject, is_parameter
+from autovaruna.checkpoint.together import on_first, together
+from autovaruna.errors import CheckpointError
+from autovaruna.runtime.world import World
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a checkpoint is saved.
+
+    Attributes:
+        keep: how many checkpoints stay in the folder; None: all.
+        tempdir: a local folder where files are written first.
+        is_shared: whether replicas share the writing.
+        in_background: whether training goes on meanwhile.
+    """
+
+    keep: int | None = None
+    tempdir: str | None = None
+    is_shared: bool = True
+    in_background: bool = False
+
+
+class Saver:
+    """Saves the checkpoints of one model; at most one of them is on its way.
+
+    Args:
+        world: The ranks.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._job: Background | None = None
+        self._snapshot: Snapshot | None = None
+        self._hooked: set[int] = set()
+        self._is_watching_the_end = False
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a checkpoint in the background has not been seen to be complete; the same on every rank."""
+        return self._job is not None
+
+    def save(self, subject: Subject, root: str | os.PathLike[str], content: Content, way: Way) -> None:
+        """Saves a checkpoint. Collective.
+
+        Raises:
+            CheckpointError: it cannot be saved; the same on every rank. What was there before is as it was.
+        """
+        self.wait()
+        part = together(self._world, lambda: compose(subject, content, way.is_shared), "composing a checkpoint")
+        partial = Path(on_first(self._world, lambda: str(_begin(Path(root), content.step)), "beginning a checkpoint"))
+        try:
+            together(self._world, lambda: self._mark(partial), "finding the folder of a checkpoint")
+            extra_files = on_first(self._world, lambda: config_files(subject.model), "writing the configuration")
+            if way.in_background:
+                self._start(subject, part, partial, content, way, extra_files)
+            else:
+                self._save_now(part, partial, content, way, extra_files)
+        except BaseException:
+            if self._world.rank == 0 and self._job is None:
+                shutil.rmtree(partial, ignore_errors=True)
+            raise
+
+    def poll(self) -> None:
+        """Looks how the checkpoint in the background is doing. Collective while `is_busy`; never waits for it.
+
+        Raises:
+            CheckpointError: it failed, on this rank or another.
+        """
+        if self._job is None:
+            return
+        news = self._world.gather_objects(self._job.news(), "a checkpoint in the background")
+        if any(news) or all(text == "" for text in news):
+            self._end(news)
+
+    def wait(self) -> None:
+        """Waits until the checkpoint in the background is complete. Collective; raises as `poll`."""
+        if self._job is not None:
+            self._job.join()
+            self.poll()
+
+    def wait_snapshot(self) -> None:
+        """Waits until weights and optimizer state may change without a trace in the checkpoint on its way."""
+        if self._snapshot is not None:
+            self._snapshot.wait()
+            self._snapshot = None
+
+    def _end(self, news: list[str | None]) -> None:
+        """Forgets the checkpoint in the background, which is complete, or of which a part has failed."""
+        job = self._job
+        assert job is not None
+        job.join()
+        self._job = None
+        error = job.error
+        texts = self._world.gather_objects(job.news(), "the end of a checkpoint in the background")
+        if self._world.rank == 0 and any(texts):
+            shutil.rmtree(job.folder, ignore_errors=True)
+        own = [text for text in texts if text and "it says why" not in text]
+        first = next(iter(own or [text for text in news if text]), "")
+        if first:
+            raise CheckpointError(f"The checkpoint in the background failed: {first}") from error
+
+    def _mark(self, partial: Path) -> None:
+        try:
+            mark_of(partial, self._world.rank).touch()
+        except OSError as error:
+            raise CheckpointError(
+                f"rank {self._world.rank} cannot write to {partial}, which rank 0 has made: {error.strerror}. Expected "
+                "a folder on a file system that all ranks share."
+            ) from error
+
+    def _save_now(
+        self, part: Part, partial: Path, content: Content, way: Way, extra_files: Mapping[str, bytes]
+    ) -> None:
+        report = together(self._world, lambda: write_part(part, partial, way.tempdir), "writing a checkpoint")
+        reports = self._world.gather_objects(report, "completing a checkpoint")
+        mark_of(partial, self._world.rank).unlink()
+        path = on_first(
+            self._world,
+            lambda: str(commit(partial, content.step, reports, extra_files, way.keep)),
+            "completing a checkpoint",
+        )
+        if self._world.rank == 0:
+            logger.info("saved the checkpoint %s", path)
+
+    def _start(
+        self,
+        subject: Subject,
+        part: Part,
+        partial: Path,
+        content: Content,
+        way: Way,
+        extra_files: Mapping[str, bytes],
+    ) -> None:
+        snapshot = together(self._world, lambda: _snapshot_of(part, subject), "copying a checkpoint")
+        part = replace(part, weights={}, others={})  # so that their memory can be let go
+        self._snapshot = snapshot
+        if subject.optimizer is not None:
+            self._hook(subject.optimizer.optimizer)
+        self._watch_the_end()
+        self._job = Background(
+            partial,
+            self._world.rank,
+            self._world.num_ranks,
+            lambda: write_part(_filled(part, snapshot), partial, way.tempdir),
+            lambda reports: commit(partial, content.step, reports, extra_files, way.keep),
+        )
+
+    def _hook(self, optimizer: Optimizer) -> None:
+        """Lets the optimizer's steps wait for the snapshot."""
+        if id(optimizer) not in self._hooked:
+            self._hooked.add(id(optimizer))
+            optimizer.register_step_pre_hook(lambda *_: self.wait_snapshot())
+
+    def _watch_the_end(self) -> None:
+        if not self._is_watching_the_end:
+            self._is_watching_the_end = True
+            atexit.register(self._at_end, os.getpid())
+
+    def _at_end(self, process: int) -> None:
+        """Ends the program with an error if a checkpoint in the background failed and nobody has heard of it."""
+        if self._job is None or os.getpid() != process:
+            return
+        self._job.join()
+        if self._job.error is not None:
+            try:
+                self._world.abort(self._job.error, f"rank {self._world.rank} failed: a checkpoint in the background")
+            except SystemExit:
+                sys.stderr.flush()
+                os._exit(1)
+
+
+def _begin(root: Path, step: int) -> Path:
+    try:
+        return folder.begin(root, step)
+    except OSError as error:
+        raise cannot_write(root, error) from error
+
+
+def _snapshot_of(part: Part, subject: Subject) -> Snapshot:
+    """Starts to copy a part; with an optimizer, parameters and its state change in its steps alone."""
+    steady: set[str] = set()
+    if subject.optimizer is not None:
+        steady = {f"weight {name}" for name in part.weights if is_parameter(subject, name)}
+        steady |= {f"other {name}" for name in part.others if name.startswith(STATE_PREFIX)}
+    weights = {f"weight {name}": tensor for name, tensor in part.weights.items()}
+    return Snapshot(weights | {f"other {name}": tensor for name, tensor in part.others.items()}, steady.__contains__)
+
+
+def _filled(part: Part, snapshot: Snapshot) -> Part:
+    copies = snapshot.take()
+    return replace(
+        part,
+        weights={key[7:]: tensor for key, tensor in copies.items() if key.startswith("weight ")},
+        others={key[6:]: tensor for key, tensor in copies.items() if key.startswith("other ")},
+    )

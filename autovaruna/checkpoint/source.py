@@ -1,0 +1,90 @@
+"""Opens what weights can be loaded from: our checkpoints, folders as Hugging Face's tools write them, single files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from autovaruna.checkpoint.commit import INDEX, STATE
+from autovaruna.checkpoint.manifest import MANIFEST
+from autovaruna.checkpoint.tensor_file import Entry, read_header
+from autovaruna.errors import CheckpointError
+
+SINGLE = "model.safetensors"
+
+
+@dataclass(frozen=True)
+class Source:
+    """Tensors that can be read.
+
+    Attributes:
+        path: the folder or file.
+        weights: where each weight is, by name.
+        others: where all other tensors are.
+        ties: names that are tied to one of `weights`, and to which.
+        state: what ``state.json`` says; None: weights are all there is.
+    """
+
+    path: Path
+    weights: Mapping[str, Entry]
+    others: Mapping[str, Entry] = field(default_factory=dict)
+    ties: Mapping[str, str] = field(default_factory=dict)
+    state: Mapping[str, Any] | None = None
+
+
+def open_source(path: Path) -> Source:
+    """Opens a checkpoint of ours, a Hugging Face folder, or a safetensors file; reads headers alone.
+
+    Raises:
+        CheckpointError: there is none, or its files do not fit together.
+    """
+    if path.is_file():
+        return _from_files(path, [path])
+    if (path / INDEX).exists():
+        return _from_index(path)
+    if (path / SINGLE).exists():
+        return _from_files(path, [path / SINGLE])
+    there = sorted(each.name for each in path.iterdir())[:8] if path.is_dir() else []
+    raise CheckpointError(
+        f"There is no checkpoint in {path}: got {', '.join(there) or 'nothing'}. Expected folders step-... as "
+        f"save_checkpoint makes them, {SINGLE}, {INDEX}, or a safetensors file. (Pickled files (.bin, .pt) are never "
+        "read: convert them with safetensors.)"
+    )
+
+
+def _from_index(path: Path) -> Source:
+    weight_map: dict[str, str] = _json(path / INDEX)["weight_map"]
+    files = [path / name for name in dict.fromkeys(weight_map.values())]
+    source = _from_files(path, files)
+    absent = [name for name, file in weight_map.items() if name not in source.weights]
+    if absent:
+        raise CheckpointError(
+            f"{path / INDEX} tells of {', '.join(absent[:3])} in {weight_map[absent[0]]}, which has no such tensor."
+        )
+    if not (path / MANIFEST).exists():
+        return source
+    state = _json(path / STATE)
+    others: dict[str, Entry] = {}
+    for file in sorted(path.glob("state-*.safetensors")):
+        others |= read_header(file)[0]
+    return Source(path, source.weights, others, state["ties"], state)
+
+
+def _from_files(path: Path, files: list[Path]) -> Source:
+    weights: dict[str, Entry] = {}
+    ties: dict[str, str] = {}
+    for file in files:
+        entries, metadata = read_header(file)
+        weights |= entries
+        ties |= metadata  # safetensors' own save_model notes tied names there
+    return Source(path, weights, ties={name: kept for name, kept in ties.items() if kept in weights})
+
+
+def _json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}.") from error

@@ -1,0 +1,138 @@
+"""Saves and loads checkpoints of a wrapped model; what is loaded before the plan is known waits for it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Container
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from autovaruna.checkpoint.choose import choose
+from autovaruna.checkpoint.compose import Content
+from autovaruna.checkpoint.load import CheckpointInfo, Loading
+from autovaruna.checkpoint.plain import load_all
+from autovaruna.checkpoint.saver import Saver, Way
+from autovaruna.checkpoint.subject import Subject
+from autovaruna.checkpoint.together import together
+from autovaruna.errors import OrderError
+
+
+@dataclass
+class Pending:
+    """A checkpoint whose tensors are read once this rank knows its part.
+
+    Attributes:
+        loading: the checkpoint.
+        weights: whether weights are still to be read.
+        optimizer: whether the optimizer's state is.
+    """
+
+    loading: Loading
+    weights: bool
+    optimizer: bool
+
+
+class Persistence:
+    """The checkpoints of one wrapped model."""
+
+    def __init__(self) -> None:
+        self.pending: Pending | None = None
+        self.seed: int | None = None
+        """What random nodes were seeded from in the run that was loaded."""
+        self.num_calls = 0
+        """How many calls of the model that run had made."""
+        self._saver: Saver | None = None
+
+    def save(self, subject: Subject, root: str | os.PathLike[str], content: Content, way: Way) -> None:
+        """Saves a checkpoint. Collective."""
+        if self.pending is not None:
+            raise OrderError(
+                "A checkpoint has been loaded, but not yet into the parts of the ranks, which the first call makes: "
+                "got save_checkpoint before it. Call the model first."
+            )
+        self._saver = self._saver or Saver(subject.world)
+        self._saver.save(subject, root, content, way)
+
+    def poll(self) -> None:
+        """Raises what went wrong in the background, if anything. Collective while there is a checkpoint on its way."""
+        if self._saver is not None and self._saver.is_busy:
+            self._saver.poll()
+
+    def wait(self) -> None:
+        """Waits until the checkpoint on its way is complete. Collective."""
+        if self._saver is not None:
+            self._saver.wait()
+
+    def before_change(self, weights: bool = False, optimizer: bool = False) -> None:
+        """Gets ready for weights or optimizer state from elsewhere, which replace those that are pending."""
+        if self._saver is not None:
+            self._saver.wait_snapshot()
+        if self.pending is not None:
+            self.pending.weights &= not weights
+            self.pending.optimizer &= not optimizer
+
+    def load(
+        self,
+        subject: Subject,
+        root: str | os.PathLike[str],
+        step: int | str,
+        is_strict: bool,
+        find_device: Callable[[], torch.device],
+        **parts: Any,
+    ) -> CheckpointInfo:
+        """Loads a checkpoint. Collective.
+
+        Args:
+            subject: What is loaded into.
+            root: Where checkpoints are.
+            step: The step, or ``"latest"``.
+            is_strict: Whether every name, and no other, must be there.
+            find_device: Returns where a whole model on ``meta`` goes, on one process.
+            parts: ``scaler`` and ``lr_scheduler``.
+        """
+        world = subject.world
+        self.wait()
+        self.before_change()
+        loading = Loading(choose(world, root, step))
+        together(world, lambda: loading.check(subject, is_strict, **parts), "comparing a checkpoint with the model")
+        self.pending = self._read(subject, loading, find_device)
+        self.seed, self.num_calls = loading.state.get("seed"), loading.state.get("num_calls", subject.num_calls)
+        return together(world, lambda: loading.load_rest(world.rank, **parts), "loading a checkpoint")
+
+    def _read(self, subject: Subject, loading: Loading, find_device: Callable[[], torch.device]) -> Pending | None:
+        """Reads tensors; returns what must wait until the ranks know their parts."""
+        world = subject.world
+        is_whole = subject.placement is None
+        if is_whole and world.num_ranks == 1:
+            load_all(loading, subject, find_device())
+            return None
+        if not is_whole:
+            together(world, lambda: _read_part(loading, subject, True, True), "reading a checkpoint")
+            return None
+        on_meta = any(subject.state.tensor(name).is_meta for name in subject.state.places)
+        waits = any(world.gather_objects(on_meta, "reading a checkpoint"))
+        together(world, lambda: _read_part(loading, subject, not waits, False), "reading a checkpoint")
+        return Pending(loading, waits, subject.optimizer is not None)
+
+    def given(self, subject: Subject) -> Container[str]:
+        """Returns the first names of what `fill` will read."""
+        return self.pending.loading.names(subject).keys() if self.pending and self.pending.weights else ()
+
+    def fill(self, subject: Subject) -> None:
+        """Reads what was pending into the parts of the ranks. Collective."""
+        pending, self.pending = self.pending, None
+        if pending is not None:
+            together(
+                subject.world,
+                lambda: _read_part(pending.loading, subject, pending.weights, pending.optimizer),
+                "reading a checkpoint",
+            )
+
+
+def _read_part(loading: Loading, subject: Subject, weights: bool, optimizer: bool) -> None:
+    """Reads this rank's part; of the optimizer at least the options of its groups."""
+    if weights:
+        loading.load_weights(subject)
+    loading.load_optimizer(subject, with_state=optimizer)

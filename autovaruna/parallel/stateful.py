@@ -1,0 +1,189 @@
+"""Defines `StatefulModule`: the state of a wrapped model, of which each rank has its part, in memory and on disk."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from os import PathLike
+from typing import Any
+
+import torch
+from torch import nn
+
+from autovaruna.checkpoint.compose import Content
+from autovaruna.checkpoint.load import CheckpointInfo
+from autovaruna.checkpoint.saver import Way
+from autovaruna.checkpoint.subject import Subject
+from autovaruna.config import log_settings
+from autovaruna.errors import InputError
+from autovaruna.log import configure
+from autovaruna.parallel.engine import Engine
+from autovaruna.parallel.machine import find_device
+from autovaruna.parallel.persistence import Persistence
+from autovaruna.parallel.shown import ShownModule
+from autovaruna.runtime.environment import get_world
+from autovaruna.runtime.optimizer import CutOptimizer
+from autovaruna.runtime.placement import OwnedState, Placement
+from autovaruna.runtime.state import load_part, whole_state
+from autovaruna.runtime.world import World
+from autovaruna.settings import Settings
+
+
+class StatefulModule(ShownModule):
+    """Gives out and takes in the state of a model under its own names, wherever its parts are.
+
+    Args:
+        module: The model.
+        optimizer: Its optimizer.
+        settings: The settings.
+    """
+
+    def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer | None, settings: Settings) -> None:
+        super().__init__(module)
+        self.settings = settings
+        self._optimizer = optimizer
+        self._state = OwnedState(module)
+        names = {id(self._state.tensor(name)): name for name in self._state.places}
+        self._cut_optimizer = None if optimizer is None else CutOptimizer(optimizer, names)
+        self._engine: Engine | None = None
+        self._num_calls = 0
+        self._persistence = Persistence()
+        self._known_world: World | None = None
+
+    @property
+    def world(self) -> World:
+        """The ranks; the first use starts MPI."""
+        if self._known_world is None:
+            self._known_world = get_world()
+            configure(self._known_world.rank)
+            if self.settings.show_settings:
+                log_settings(self.settings)
+        return self._known_world
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        """Returns the whole model's state under its own names, on every rank. Collective after the first call."""
+        if self._engine is None:
+            return dict(self.module.state_dict(*args, **kwargs))
+        prefix = kwargs.get("prefix", "")
+        entries = whole_state(self._state, self._engine.placement, self.world)
+        return {prefix + name: value for name, value in entries.items()}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Loads a whole model's state, of which this rank takes its part; `assign` is as in plain PyTorch."""
+        self._persistence.before_change(weights=True)
+        if self._engine is None:
+            result = self.module.load_state_dict(state_dict, strict=strict, assign=assign)
+            self._state = OwnedState(self.module)
+            return result
+        return load_part(self._state, state_dict, strict)
+
+    def optimizer_state_dict(self) -> dict[str, Any]:
+        """Returns the state of the whole optimizer, in the form of plain PyTorch, on every rank. Collective."""
+        return self._need_optimizer().state_dict(self._placement(), self.world)
+
+    def load_optimizer_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Loads the state of a whole optimizer, of which this rank takes its part."""
+        self._persistence.before_change(optimizer=True)
+        self._need_optimizer().load_state_dict(state_dict, self._placement(), self.world.rank)
+
+    def save_checkpoint(
+        self,
+        dir: str | PathLike[str],
+        *,
+        step: int,
+        data_position: Any = None,
+        extra: Any = None,
+        keep: int | None = None,
+        tempdir: str | None = None,
+        background: bool = False,
+        shard: bool = True,
+        scaler: Any = None,
+        lr_scheduler: Any = None,
+    ) -> None:
+        """Saves model, optimizer and the state of the run in a folder ``dir/step-...`` of its own. Collective.
+
+        The weights are safetensors files with an index, under the names of the plain model. The folder appears when
+        it is complete; rank 0 gives what is the same on all ranks (`data_position`, `extra`, `scaler`, ...).
+
+        Args:
+            dir: A folder that all ranks share.
+            step: Number of the checkpoint; the same one again replaces it.
+            data_position: Where the data go on: numbers, texts, tensors, lists, tuples and dicts of them.
+            extra: More of the same kind.
+            keep: How many checkpoints stay, this one included; None: all.
+            tempdir: A local folder where files are written first.
+            background: Whether training goes on while files are written. The copy that they are written from is
+                finished before the optimizer's next step; until then nothing else may change the weights. What goes
+                wrong is raised by the next call of the model, `wait_checkpoint`, or the end of the program.
+            shard: Whether the replicas of a stage share the writing; false: the first of them writes all.
+            scaler: A GradScaler.
+            lr_scheduler: A schedule of the learning rate.
+
+        Raises:
+            CheckpointError: it cannot be saved; the same on every rank. Earlier ones are as they were.
+        """
+        if not isinstance(step, int) or step < 0 or (keep is not None and keep < 1):
+            raise InputError(f"Got step={step!r}, keep={keep!r}; expected a number from 0 on, and None or at least 1.")
+        content = Content(step, data_position, extra, scaler, lr_scheduler)
+        self._persistence.save(self._subject(), dir, content, Way(keep, tempdir, shard, background))
+
+    def wait_checkpoint(self) -> None:
+        """Waits until the checkpoint in the background is complete. Collective.
+
+        Raises:
+            CheckpointError: it failed.
+        """
+        self._persistence.wait()
+
+    def load_checkpoint(
+        self,
+        dir: str | PathLike[str],
+        step: int | str = "latest",
+        *,
+        scaler: Any = None,
+        lr_scheduler: Any = None,
+        strict: bool = True,
+    ) -> CheckpointInfo:
+        """Loads this rank's part of a checkpoint, saved by any number of ranks, whatever their plan. Collective.
+
+        Before the first call, what needs the plan (weights on ``meta``, the optimizer's state) is read with it.
+
+        Args:
+            dir: A folder of checkpoints, one of them, a Hugging Face folder, or a safetensors file.
+            step: The step, or ``"latest"``: the newest that is intact.
+            scaler: A GradScaler.
+            lr_scheduler: A schedule of the learning rate.
+            strict: Whether every name of the model, and no other, must be there.
+
+        Returns:
+            What was saved beside the weights.
+
+        Raises:
+            CheckpointError: there is none that is intact, or it does not fit; nothing has been changed.
+        """
+        find = partial(find_device, self.module, self.settings)
+        parts = {"scaler": scaler, "lr_scheduler": lr_scheduler}
+        info = self._persistence.load(self._subject(), dir, step, strict, find, **parts)
+        self._num_calls = self._persistence.num_calls
+        if self._engine is not None and self._persistence.seed is not None:
+            self._engine.seed = self._persistence.seed
+        return info
+
+    def holds_a_part(self) -> bool:
+        """Says whether the model has been split over the ranks."""
+        return self._engine is not None
+
+    def _subject(self) -> Subject:
+        """Returns what checkpoints are of."""
+        engine = self._engine
+        placement = None if engine is None else engine.placement
+        seed = None if engine is None else engine.seed
+        return Subject(self.world, self._state, placement, self._cut_optimizer, seed, self._num_calls)
+
+    def _need_optimizer(self) -> CutOptimizer:
+        if self._cut_optimizer is None:
+            raise InputError("There is no optimizer: AutoVaruna(model, optimizer) was called without one.")
+        return self._cut_optimizer
+
+    def _placement(self) -> Placement:
+        return self._engine.placement if self._engine is not None else Placement({}, self.world.num_ranks)
