@@ -18,8 +18,9 @@ from torch import nn
 from autovaruna.graph.traced import TracedModel
 from autovaruna.parallel.calls import SharedCall
 from autovaruna.parallel.machine import describe_cluster, optimizer_factor, rank_memory
+from autovaruna.parallel.problem import SHAPING, constraints_of, needs_gradient, sizes_to_measure
 from autovaruna.parallel.saved import GLOBAL_BATCH, read_plan
-from autovaruna.planner import Constraints, Plan, Problem, make_plan, pipeline_of, schedule_of
+from autovaruna.planner import Plan, Problem, make_plan, pipeline_of, schedule_of
 from autovaruna.planner.deployment import deployment_of, save
 from autovaruna.planner.fingerprint import Fingerprint, host_counts
 from autovaruna.planner.table import explain, plan_table
@@ -37,22 +38,6 @@ from autovaruna.stage.assignment import Assignment, assign
 
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
-_SHAPING = (
-    "num_stages",
-    "num_replicas",
-    "num_micro_batches",
-    "micro_batch_size",
-    "min_micro_batches",
-    "max_micro_batches",
-    "recompute",
-    "schedule",
-    "in_flight",
-    "cuts",
-    "cutpoints",
-    "stage_ranks",
-    "inputs",
-    "dynamic_batch",
-)
 
 
 class Preparation:
@@ -151,7 +136,7 @@ class Preparation:
             hosts=host_counts(self._world.hosts),
             device=device_name(self.device),
             memory_bytes=limits,
-            settings={name: getattr(self._settings, name) for name in _SHAPING}
+            settings={name: getattr(self._settings, name) for name in SHAPING}
             | {"optimizer_bytes_factor": max(factors)},
         )
 
@@ -232,16 +217,7 @@ class Preparation:
 
     def _sizes_to_measure(self) -> list[int]:
         """Returns micro-batch sizes that span those a plan may choose."""
-        total = self._global_batch_size
-        fixed = self._settings.num_micro_batches
-        if not self._settings.dynamic_batch:
-            return [self._traced.sizes.batch_size]
-        if self._settings.micro_batch_size:
-            return [min(self._settings.micro_batch_size, total)]
-        if fixed:
-            return [max(1, round(total / fixed))]
-        largest = max(1, total // self._fewest_micro_batches)
-        return sorted({max(1, largest // 4), largest})
+        return sizes_to_measure(self._settings, self._traced, self._global_batch_size, self._fewest_micro_batches)
 
     @property
     def _fewest_micro_batches(self) -> int:
@@ -249,32 +225,15 @@ class Preparation:
         return len(self._shared.groups)
 
     def _problem(self, profile: Profile, cluster: Cluster) -> Problem:
-        needs_gradient = torch.is_grad_enabled() and any(spec.needs_gradient for spec in self._traced.outputs)
-        has_loss = self._traced.loss is not None or not needs_gradient
         return Problem(
             graph=self._traced.graph,
             profile=profile,
             cluster=cluster,
             global_batch_size=self._global_batch_size,
             optimizer_bytes_factor=float(self._fingerprint.settings["optimizer_bytes_factor"]),
-            needs_gradient=needs_gradient,
+            needs_gradient=needs_gradient(self._traced),
             min_micro_batches_for_inputs=self._fewest_micro_batches,
-            constraints=Constraints(
-                num_stages=self._settings.num_stages,
-                num_replicas=self._settings.num_replicas,
-                num_micro_batches=self._settings.num_micro_batches,
-                micro_batch_size=self._settings.micro_batch_size,
-                min_micro_batches=self._settings.min_micro_batches,
-                max_micro_batches=self._settings.max_micro_batches,
-                recompute=self._settings.recompute,
-                schedule=self._settings.schedule
-                if has_loss
-                else "gpipe",  # all forwards come before the caller's backward
-                in_flight=self._settings.in_flight if has_loss else 0,
-                cuts=self._settings.cuts,
-                cutpoints=self._settings.cutpoints,
-                stage_ranks=self._settings.stage_ranks,
-            ),
+            constraints=constraints_of(self._settings, self._traced, self._fewest_micro_batches),
         )
 
     def _on_all(self, act: Callable[[], Result], what: str) -> Result:
