@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from autovaruna.planner.partition.blocks import BlockGraph
-from autovaruna.planner.partition.decide import Chain
 from autovaruna.planner.partition.load import device_loads
 from autovaruna.planner.partition.loose import fits, place_loose
 from autovaruna.planner.partition.problem import PartitionProblem
+from autovaruna.planner.partition.reach import Chain
 
 
 @dataclass

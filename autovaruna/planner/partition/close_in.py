@@ -8,12 +8,12 @@ from collections.abc import Sequence
 
 from autovaruna.planner.partition.blocks import BlockGraph
 from autovaruna.planner.partition.bounds import Bounds, chain_load
-from autovaruna.planner.partition.decide import Decider
 from autovaruna.planner.partition.lattice import count, list_downsets
+from autovaruna.planner.partition.reach import Reach
 from autovaruna.planner.partition.resources import resources_of
 
 _log = logging.getLogger(__name__)
-_FEW_LABELS, _MANY_LABELS = 8, 512
+_NEAR = 0.004
 _COMPUTE_STEPS = 40
 
 
@@ -38,7 +38,7 @@ def close_in(
     num_downsets = count(levels)
     bounds.num_downsets = max(bounds.num_downsets, num_downsets)
     resources = resources_of(graph, bounds.problem.border, bounds.problem.limit_bytes)
-    search = _Search(graph, Decider(graph, levels, resources, bounds.num_devices), bounds, proof, loose)
+    search = _Search(graph, Reach(graph, levels, resources, bounds.num_devices), bounds, proof, loose)
     _log.debug("closing in: %d blocks, %d downsets, bounds %g to %g", len(graph), num_downsets, search.low, search.high)
     search.run()
     return True
@@ -48,30 +48,23 @@ class _Search:
     """Bisection between `low`, below which this graph has no chain, and `high`, where it has one or none is wanted."""
 
     def __init__(
-        self, graph: BlockGraph, decider: Decider, bounds: Bounds, proof: str | None, loose: Sequence[Sequence[int]]
+        self, graph: BlockGraph, reach: Reach, bounds: Bounds, proof: str | None, loose: Sequence[Sequence[int]]
     ) -> None:
-        self._graph, self._decider, self._bounds = graph, decider, bounds
+        self._graph, self._reach, self._bounds = graph, reach, bounds
         self._proof, self._loose = proof, loose
-        self._labels = _FEW_LABELS
-        self._is_stuck = False
         self.low = bounds.lower if proof is not None else 0.0
         self.high = bounds.upper
 
     def run(self) -> None:
-        """Closes in until both ends meet, labels no longer suffice, or time is over."""
+        """Closes in until both ends meet or time is over: halves what lies between them until that is little."""
         if not self._find_any():
             return
-        self._try_top()
         if not self._is_closed:
             self._raise(self._compute_bound())
-        while not self._is_over:
-            self._try((self.low + self.high) / 2)
-            if not self._is_over:
-                self._try_top()
-
-    @property
-    def _is_over(self) -> bool:
-        return self._is_closed or self._is_stuck or self._bounds.is_late
+        while not self._is_closed and not self._bounds.is_late:
+            top = self.high * (1.0 - self._bounds.tolerance)
+            is_near = self.high - self.low <= _NEAR * self.high
+            self._try(top if is_near else (self.low + top) / 2, top)
 
     @property
     def _is_closed(self) -> bool:
@@ -81,7 +74,7 @@ class _Search:
         """Makes `high` finite, or tells that memory allows no chain at all."""
         if math.isfinite(self.high):
             return True
-        answer = self._decider.decide(math.inf, _MANY_LABELS, self._bounds.deadline)
+        answer = self._reach.decide(math.inf, self._bounds.deadline)
         if answer.chain is None:
             if answer.is_exact:
                 self._raise(math.inf)
@@ -93,33 +86,21 @@ class _Search:
     def _compute_bound(self) -> float:
         """Returns a limit below which even compute alone does not fit."""
         low, high = max(self.low, max(self._graph.seconds, default=0.0)), self.high
-        if self._decider.may_exist(low):
+        if self._reach.may_exist(low):
             return low
         for _ in range(_COMPUTE_STEPS):
             middle = (low + high) / 2
-            low, high = (low, middle) if self._decider.may_exist(middle) else (middle, high)
+            low, high = (low, middle) if self._reach.may_exist(middle) else (middle, high)
         return low
 
-    def _try_top(self) -> None:
-        """Asks for anything better: often there is nothing, which ends the search."""
-        self._try(self.high * (1.0 - self._bounds.tolerance))
-
-    def _try(self, load: float) -> None:
-        top = self.high * (1.0 - self._bounds.tolerance)
-        load = min(load, top)
-        answer = self._decider.decide(load, self._labels, self._bounds.deadline)
-        if answer.chain is None:
-            if answer.is_exact:
-                self._raise(self.high if load >= top else load)
-            return
-        self._bounds.offer(self._graph, answer.chain, self._loose)
-        found = chain_load(self._graph, answer.chain, self._bounds.problem.border)
-        if answer.is_exact or found <= load:
-            self.high = min(self.high, found)
-        elif self._labels < _MANY_LABELS:
-            self._labels *= 4
-        else:
-            self._is_stuck = True
+    def _try(self, load: float, top: float) -> None:
+        """Decides a limit; `top` is the greatest one whose plans would be worth the name."""
+        answer = self._reach.decide(load, self._bounds.deadline)
+        if answer.chain is not None:
+            self._bounds.offer(self._graph, answer.chain, self._loose)
+            self.high = min(self.high, chain_load(self._graph, answer.chain, self._bounds.problem.border))
+        elif answer.is_exact:
+            self._raise(self.high if load >= top else load)
 
     def _raise(self, bound: float) -> None:
         self.low = max(self.low, bound)

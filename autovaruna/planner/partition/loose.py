@@ -22,7 +22,7 @@ import operator
 from collections.abc import Sequence
 
 from autovaruna.planner.partition.blocks import BlockGraph, bits, join_blocks
-from autovaruna.planner.partition.load import device_loads
+from autovaruna.planner.partition.load import RunningLoads
 from autovaruna.planner.partition.problem import Border, PartitionProblem
 
 _ROUNDS = 3
@@ -82,14 +82,25 @@ def _layer(nets: list[int]) -> list[tuple[int, float]]:
     return [(functools.reduce(operator.or_, nets), 1.0)]
 
 
-def still_dropped(graph: BlockGraph, devices: Sequence[int], dropped: Sequence[int]) -> list[int]:
-    """Returns the dropped blocks that may stay so: not those whose nets a plan cuts, or failing that, the heaviest."""
-    if not devices:
-        return list(dropped[:-1])
-    on = [devices[members[0]] for members in graph.members]
-    cut = {block for net, _ in graph.nets if len({on[block] for block in bits(net)}) > 1 for block in bits(net)}
-    kept = [block for block in dropped if block not in cut]
-    return kept if len(kept) < len(dropped) else list(dropped[:-1])
+def still_dropped(graph: BlockGraph, devices: Sequence[int], dropped: Sequence[int], most: int) -> list[int]:
+    """Returns the dropped blocks that may stay so: all but `most` of those with the dearest nets that a plan cuts.
+
+    Args:
+        graph: the blocks.
+        devices: the device of each node in the plan; empty if there is none.
+        dropped: the blocks, those with the smallest seconds first.
+        most: how many blocks may come back, at least 1.
+    """
+    cost = dict.fromkeys(dropped, 0.0)
+    on = [devices[members[0]] for members in graph.members] if devices else list(range(len(graph)))
+    for net, seconds in graph.nets:
+        if len({on[block] for block in bits(net)}) > 1:
+            for block in cost.keys() & set(bits(net)):
+                cost[block] += seconds
+    dearest = sorted(dropped, key=lambda block: cost[block])
+    back = set(dearest[-most:])
+    cut = {block for block in back if cost[block] > 0}
+    return [block for block in dropped if block not in (cut or back)]
 
 
 def settle(graph: BlockGraph, devices: Sequence[int], dropped: Sequence[int]) -> BlockGraph:
@@ -114,17 +125,14 @@ def place_loose(
         groups: positions in ``problem.nodes`` of nodes that stay together.
         num_devices: number of devices.
     """
-    devices = [max(device, 0) for device in devices]
+    running = RunningLoads(problem, [max(device, 0) for device in devices], num_devices)
     for _ in range(_ROUNDS):
-        before = list(devices)
+        before = list(running.devices)
         for group in groups:
-            devices = min(
-                (_moved(devices, group, device) for device in range(num_devices)),
-                key=lambda candidate: _rank(problem, candidate, num_devices),
-            )
-        if devices == before:
+            running.move(group, min(range(num_devices), key=lambda device: running.rank_with(group, device)))
+        if running.devices == before:
             break
-    return devices
+    return running.devices
 
 
 def fits(problem: PartitionProblem, devices: Sequence[int], num_devices: int) -> bool:
@@ -135,15 +143,3 @@ def fits(problem: PartitionProblem, devices: Sequence[int], num_devices: int) ->
     for node, device in zip(problem.nodes, devices, strict=True):
         used[device] += node.num_bytes
     return max(used) <= problem.limit_bytes
-
-
-def _moved(devices: list[int], group: Sequence[int], device: int) -> list[int]:
-    moved = list(devices)
-    for position in group:
-        moved[position] = device
-    return moved
-
-
-def _rank(problem: PartitionProblem, devices: list[int], num_devices: int) -> tuple[bool, float, float]:
-    loads = device_loads(problem, devices, num_devices)
-    return not fits(problem, devices, num_devices), max(loads), sum(loads)

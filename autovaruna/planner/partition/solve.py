@@ -65,7 +65,7 @@ def _search(graph: BlockGraph, bounds: Bounds, max_downsets: int) -> None:
     """Searches without loose blocks where that is enough; else around the best plan, and then everything."""
     if _search_without_loose(graph, bounds, max_downsets) or bounds.is_late:
         return
-    if list_downsets(graph, _SMALL) is None:
+    if list_downsets(graph, _LARGE) is None:
         refine(graph, bounds, _SMALL)
     if not bounds.is_closed and not close_in(graph, bounds, "all downsets were searched", max_downsets):
         refine(graph, bounds, _LARGE)
@@ -85,7 +85,10 @@ def _search_without_loose(graph: BlockGraph, bounds: Bounds, max_downsets: int) 
             close_in(settle(graph, bounds.devices, dropped), bounds, None, _SMALL)
         if bounds.gap <= _NEGLIGIBLE or bounds.is_impossible:
             break
-        dropped = still_dropped(graph, bounds.tried, dropped)
+        room = max_downsets // max(1, bounds.num_downsets)  # each block that comes back doubles the downsets
+        if room < 2:
+            break
+        dropped = still_dropped(graph, bounds.tried, dropped, room.bit_length() - 1)
     return bounds.is_closed or bounds.is_impossible or bounds.gap <= _NEGLIGIBLE * bool(loose)
 
 

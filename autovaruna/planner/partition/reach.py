@@ -1,0 +1,199 @@
+"""Decides whether a chain of devices exists on which no load exceeds a limit: device by device, from cut to cut.
+
+With i devices a cut is reached if it ends a chain of i devices, none above the limit. From every cut that i - 1
+devices reach, and that none other beats (see `cuts`), all larger cuts are tried at once. A cut E, with i devices before
+it, is left out where the devices left can never hold the rest, by two bounds: the fewest devices that compute alone
+needs; and the sum of all loads, for each device after E pays for its blocks, and each net open at E is paid by one
+of them at least. The same sum bounds the devices before E.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+
+import numpy as np
+
+from autovaruna.planner.partition.blocks import BlockGraph, bits
+from autovaruna.planner.partition.cuts import Cuts
+from autovaruna.planner.partition.lattice import Level
+from autovaruna.planner.partition.remaining import remaining_after
+from autovaruna.planner.partition.resources import Resources
+from autovaruna.planner.partition.words import Bools, Floats, Ints, pack, unpack
+
+Chain = tuple[int, ...]
+_NO_CUT = -1
+_ROUNDING = 1e-12
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a decision found.
+
+    Attributes:
+        chain: the growing downsets at which devices end, the last one being everything; ``None`` when there is none.
+        is_exact: whether the chain keeps the limit, or that there is none is proven. If not, time was over.
+    """
+
+    chain: Chain | None
+    is_exact: bool
+
+
+class Reach:
+    """Answers for one list of downsets and many limits."""
+
+    def __init__(self, graph: BlockGraph, levels: list[Level], resources: Resources, num_devices: int) -> None:
+        self._levels, self._resources, self._num_devices = levels, resources, num_devices
+        self._cuts = Cuts(levels, resources)
+        self._nets = [
+            (seconds, pack([net], len(graph))[0] if net.bit_count() > 2 else None) for net, seconds in graph.nets
+        ]
+
+    def may_exist(self, load: float) -> bool:
+        """Tells whether compute alone leaves room for a chain with no load above `load`."""
+        limit = float(self._resources.limits(load)[0])
+        return int(remaining_after(self._levels, self._resources.use[0], limit)[0].devices[0]) <= self._num_devices
+
+    def decide(self, load: float, deadline: float = math.inf) -> Answer:
+        """Looks for a chain on which no load exceeds `load`.
+
+        Args:
+            load: the limit in seconds; may be infinite.
+            deadline: when to give up, on ``time.monotonic``'s clock.
+        """
+        search = _Search(self._cuts, self._fewest(load), self._resources.limits(load), deadline)
+        starts = np.array([0])
+        for device in range(1, self._num_devices + 1):
+            starts = self._next_starts(search, starts, device)
+            if search.is_over or not len(starts):
+                break
+        return Answer(self._chain(search.came_from) if search.has_everything else None, not search.is_late)
+
+    def _fewest(self, load: float) -> Ints:
+        """Returns the fewest devices that compute alone needs after each cut."""
+        limit = float(min(self._resources.limits(load)[0], 2.0 * self._resources.use[0].sum()))
+        return np.concatenate([rest.devices for rest in remaining_after(self._levels, self._resources.use[0], limit)])
+
+    def _next_starts(self, search: _Search, starts: Ints, device: int) -> Ints:
+        """Reaches what one more device reaches, and returns the cuts at which the next one may start."""
+        after = self._num_devices - device
+        ends = np.flatnonzero(search.is_open & self._may_end(search.limits, device) & (search.fewest <= after))
+        new = [np.zeros(0, dtype=np.int64)]
+        for count, start in enumerate(starts):
+            found = self._ends(int(start), ends, search.limits)
+            search.reach(found, int(start))
+            if search.is_over:
+                break
+            if len(found):
+                new.append(found)
+                ends = ends[search.is_open[ends]]
+            if (count & (count + 1)) == 0:  # after 1, 2, 4, 8, ... starts
+                search.drop_beaten()
+                ends = ends[search.is_open[ends]]
+        search.drop_beaten()
+        found = np.concatenate(new)
+        found = found[~search.beaten[found]]
+        return found[np.lexsort((found, -self._cuts.use[0, found]))]
+
+    def _may_end(self, limits: Floats, device: int) -> Bools:
+        """Tells at which cuts the sums of all loads allow so many devices before, and the others after."""
+        cuts, after = self._cuts, self._num_devices - device
+        crossing = self._resources.crossing[:, None] * cuts.border
+        room = limits[:, None] * (1.0 + _ROUNDING)
+        rest = cuts.use[:, -1:] - cuts.use + crossing
+        before_fits: Bools = np.logical_and.reduce(cuts.use + crossing <= device * room, axis=0)
+        if after == 0:
+            return before_fits & (np.arange(len(cuts)) == len(cuts) - 1)
+        after_fits: Bools = np.logical_and.reduce(rest <= after * room, axis=0)
+        return before_fits & after_fits
+
+    def _ends(self, start: int, cuts: Ints, limits: Floats) -> Ints:
+        """Returns the cuts at which a device may end that starts at `start`."""
+        table, crossing = self._cuts, self._resources.crossing[:, None]
+        room = limits[:, None]
+        least = (
+            table.use[:, cuts] - table.use[:, start, None] + crossing * np.abs(table.border[cuts] - table.border[start])
+        )
+        cuts = cuts[(least <= room).all(axis=0) & (cuts > start)]
+        for word, mask in enumerate(table.downsets[start]):
+            if mask:
+                cuts = cuts[table.downsets[cuts, word] & mask == mask]
+        use = table.use[:, cuts] - table.use[:, start, None]
+        fits = (use + crossing * (table.border[cuts] + table.border[start]) <= room).all(axis=0)
+        unsure = np.flatnonzero(~fits)
+        if len(unsure):
+            cut = self._cut_seconds(start, cuts[unsure])
+            fits[unsure] = (use[:, unsure] + crossing * cut <= room).all(axis=0)
+        ends: Ints = cuts[fits]
+        return ends
+
+    def _cut_seconds(self, start: int, ends: Ints) -> Floats:
+        """Returns the seconds of the nets that the device from `start` to each end cuts.
+
+        These are the nets open at an end of it, but for those open at both without a block in between.
+        """
+        table = self._cuts
+        held = table.downsets[ends] & ~table.downsets[start]
+        opened = table.open_nets[ends]
+        seconds: Floats = table.border[ends] + table.border[start]
+        for net in bits(unpack(table.open_nets[start])):
+            cost, blocks = self._nets[net]
+            at_both = (opened[:, net >> 6] >> np.uint64(net & 63) & np.uint64(1)).astype(np.float64)
+            if blocks is None:
+                seconds -= 2.0 * cost * at_both
+            else:
+                seconds -= cost * at_both * (2.0 - (held & blocks).any(axis=1))
+        return seconds
+
+    def _chain(self, came_from: Ints) -> tuple[int, ...]:
+        """Follows cuts back from everything to nothing."""
+        cut = len(came_from) - 1
+        chain = []
+        while cut != 0:
+            chain.append(unpack(self._cuts.downsets[cut]))
+            cut = int(came_from[cut])
+        return tuple(reversed(chain))
+
+
+class _Search:
+    """What one decision knows of each cut.
+
+    Attributes:
+        fewest: the fewest devices that compute alone needs after it.
+        limits: of each resource of a device.
+        came_from: the cut at which the last device of its chain starts, if it is reached.
+        beaten: whether another cut that is reached beats it.
+        is_open: whether to reach it would still help.
+        is_late: whether time is over.
+    """
+
+    def __init__(self, cuts: Cuts, fewest: Ints, limits: Floats, deadline: float) -> None:
+        self._cuts, self._deadline = cuts, deadline
+        self.fewest, self.limits = fewest, limits
+        self.came_from = np.full(len(cuts), _NO_CUT)
+        self.came_from[0] = 0
+        self.beaten = np.zeros(len(cuts), dtype=np.bool_)
+        self.is_open = np.ones(len(cuts), dtype=np.bool_)
+        self.is_late = False
+
+    @property
+    def has_everything(self) -> bool:
+        """Whether a chain is complete."""
+        return bool(self.came_from[-1] != _NO_CUT)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether there is nothing left to do, or no time to do it."""
+        return self.has_everything or self.is_late
+
+    def reach(self, ends: Ints, start: int) -> None:
+        """Notes that a device from `start` ends at each of `ends`."""
+        self.came_from[ends] = start
+        self.is_open[ends] = False
+        self.is_late = not self.has_everything and time.monotonic() > self._deadline
+
+    def drop_beaten(self) -> None:
+        """Finds the cuts that reached ones beat."""
+        self.beaten = self._cuts.beaten(self.came_from != _NO_CUT)
+        self.is_open &= ~self.beaten
