@@ -117,6 +117,7 @@ def _to_json(deployment: Deployment) -> dict[str, Any]:
         "predicted": {
             "step_seconds": plan.predicted_seconds,
             "bound_seconds": plan.bound_seconds,
+            "is_measured": plan.is_measured,
             "bound_proof": plan.bound_proof,
             "local_link": asdict(plan.local_link),
             "remote_link": asdict(plan.remote_link),
@@ -180,6 +181,7 @@ def _from_json(fields: Fields) -> Deployment:
         host_of=_host_of(valid_for, fingerprint.num_ranks),
         overhead_seconds=predicted.amount("overhead_seconds", missing=0.0),
         needs_gradient=valid_for.get("needs_gradient", bool),
+        is_measured=predicted.content.get("is_measured", True) is not False,
     )
     return Deployment(plan, tuple(stage.get("cut", str) for stage in stages[1:]), fingerprint)
 

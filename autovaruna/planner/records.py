@@ -50,7 +50,8 @@ class Plan:
     `predicted_seconds` comes from the simulator; `bound_seconds` is a lower bound on the step over all plans of the
     searched kind, and `bound_proof` says in one sentence how it was proved. The links, `host_of` (a host number for
     each rank; empty: one host) and `overhead_seconds` (of the executor, for each instruction) are those that the
-    prediction was made with: with them the plan alone gives the schedule, the same one on every rank.
+    prediction was made with: with them the plan alone gives the schedule, the same one on every rank. `is_measured` is
+    False if the costs came from a roofline.
     """
 
     stages: tuple[StagePlan, ...]
@@ -66,6 +67,7 @@ class Plan:
     host_of: tuple[int, ...] = ()
     overhead_seconds: float = 0.0
     needs_gradient: bool = True
+    is_measured: bool = True
     format_version: int = FORMAT_VERSION
 
     @property
