@@ -91,7 +91,7 @@ class Executor:
         recorder: Notes when instructions ran.
 
     `output_gradients` gives the gradient of output `place` for a micro-batch; a loss has its share. `stage_ended` hears
-    of each stage whose last backward on this rank has ended.
+    of each stage whose last backward on this rank has ended, or that has none.
     """
 
     def __init__(
@@ -162,6 +162,8 @@ class Executor:
             if last.get(instruction.stage) == position:
                 self.stage_ended(instruction.stage)
             self._world.progress()
+        for stage in self._stages.keys() - last.keys():
+            self.stage_ended(stage)
         self.output_gradients = _no_gradient  # its owner may own this executor: no cycle keeps tensors after the step
 
     def where(self, error: BaseException) -> str:

@@ -7,18 +7,18 @@ from the last stage that holds the parameter to the first, each adding its own, 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from autovaruna.planner.records import Plan
+from autovaruna.runtime.buckets import Sums
 from autovaruna.runtime.world import World
 from autovaruna.stage.module import ParameterUse, StageModule
 from autovaruna.stage.split import Split
 
-_BUCKET_BYTES = 16 << 20
 _CHAIN_TAG = 1 << 19
 
 
@@ -50,6 +50,11 @@ class GradientSum:
                 self._uses[parameter.name] = [_use(split, plan, block) for block in reversed(parameter.blocks)]
         self._agreed: dict[str, set[ParameterUse]] = {}
 
+    def begin(self, origin: str) -> Summation | None:
+        """Returns the sums of a step, to be started stage by stage; None while ranks do not know what they will sum."""
+        agreed = self._agreed.get(origin)
+        return None if agreed is None else self._summation(agreed)
+
     def total(self, accumulators: Mapping[ParameterUse, Tensor], origin: str | None) -> dict[str, Tensor]:
         """Sums the accumulators of all ranks. Collective for the ranks that hold a stage.
 
@@ -60,23 +65,12 @@ class GradientSum:
         Returns:
             For each parameter of this rank that has a gradient, the gradient of the global batch.
         """
-        agreed = self._agree(accumulators, origin)
-        totals: dict[str, Tensor] = {}
-        together: dict[tuple[tuple[int, ...], torch.dtype], list[Tensor]] = {}
-        for name, uses in self._uses.items():
-            live = [use for use in uses if (name, use.block) in agreed]
-            if not live or not any(self._world.rank in use.ranks for use in live):
-                continue
-            parts = [self._accumulator(name, use, accumulators) for use in live if self._world.rank in use.ranks]
-            if len({use.stage for use in live}) > 1:
-                totals[name] = self._chain(name, live, parts)
-            else:
-                totals[name] = _add_all(parts)
-                if len(live[0].ranks) > 1:
-                    together.setdefault((live[0].ranks, totals[name].dtype), []).append(totals[name])
-        self._reduce(together)
-        self._spread(totals, agreed)
-        return totals
+        return self._summation(self._agree(accumulators, origin)).finish(accumulators)
+
+    def _summation(self, agreed: set[ParameterUse]) -> Summation:
+        live = {name: [use for use in uses if (name, use.block) in agreed] for name, uses in self._uses.items()}
+        mine = {name: uses for name, uses in live.items() if any(self._world.rank in use.ranks for use in uses)}
+        return Summation(mine, self._world, self._parameters)
 
     def _agree(self, accumulators: Mapping[ParameterUse, Tensor], origin: str | None) -> set[ParameterUse]:
         """Returns the uses that get a gradient on any rank; asked for once an origin, since a graph does not change."""
@@ -87,16 +81,75 @@ class GradientSum:
             self._agreed[origin] = known
         return known
 
-    def _accumulator(self, name: str, use: Use, accumulators: Mapping[ParameterUse, Tensor]) -> Tensor:
+
+class Summation:
+    """The gradients of one step on their way.
+
+    The parameters of a stage are summed over its replicas as soon as its last backward on this rank has ended. Where
+    several stages have the same ranks, the later ones come first, on every rank.
+
+    Args:
+        uses: The parameters of this rank that get a gradient, with all their uses that do, the last first.
+        world: The ranks.
+        parameters: This rank's parameters by first name.
+    """
+
+    def __init__(self, uses: Mapping[str, list[Use]], world: World, parameters: Mapping[str, nn.Parameter]) -> None:
+        self._world = world
+        self._parameters = parameters
+        self._sums = Sums(world)
+        self._totals: dict[str, Tensor] = {}
+        self._accumulators: dict[ParameterUse, Tensor] = {}
+        self._tied = {name: each for name, each in uses.items() if len({use.stage for use in each}) > 1}
+        self._coming: dict[tuple[int, ...], dict[int, dict[str, list[Use]]]] = {}
+        for name, each in sorted(uses.items(), key=lambda item: -item[1][0].stage):
+            if name not in self._tied:
+                self._coming.setdefault(each[0].ranks, {}).setdefault(each[0].stage, {})[name] = each
+        self._ended: set[int] = set()
+
+    def end_stage(self, stage: int, accumulators: Mapping[ParameterUse, Tensor]) -> None:
+        """Starts the sums of a stage, given its accumulators; never blocks."""
+        self._accumulators.update(accumulators)
+        self._ended.add(stage)
+        self._start()
+
+    def finish(self, accumulators: Mapping[ParameterUse, Tensor]) -> dict[str, Tensor]:
+        """Sums what is left and waits for everything; returns the gradient of each parameter."""
+        self._accumulators.update(accumulators)
+        self._ended.update(stage for stages in self._coming.values() for stage in stages)
+        self._start()
+        for name, uses in self._tied.items():
+            self._totals[name] = self._chain(name, uses)
+        self._sums.finish()
+        self._spread()
+        return self._totals
+
+    def _start(self) -> None:
+        for ranks, stages in self._coming.items():
+            while stages and next(iter(stages)) in self._ended:
+                for name, uses in stages.pop(next(iter(stages))).items():
+                    self._add(name, uses, ranks)
+                self._sums.start()
+
+    def _add(self, name: str, uses: list[Use], ranks: tuple[int, ...]) -> None:
+        total = _add_all([self._take(name, use) for use in uses])
+        if len(ranks) > 1:
+            is_contiguous = self._parameters[name].is_contiguous()
+            total = total.contiguous() if is_contiguous else total
+            self._sums.add(total, ranks, is_contiguous=is_contiguous)
+        self._totals[name] = total
+
+    def _take(self, name: str, use: Use) -> Tensor:
         """Returns an accumulator; a replica that had no micro-batch adds zeros."""
-        found = accumulators.get((name, use.block))
+        found = self._accumulators.pop((name, use.block), None)
         return found if found is not None else torch.zeros_like(self._parameters[name])
 
-    def _chain(self, name: str, uses: list[Use], parts: list[Tensor]) -> Tensor:
+    def _chain(self, name: str, uses: list[Use]) -> Tensor:
         """Sums a parameter that several stages use."""
         stages = list(dict.fromkeys(use.stage for use in uses))
         heads = {use.stage: use.ranks[0] for use in uses}
         mine = [use for use in uses if self._world.rank in use.ranks]
+        parts = [self._take(name, use) for use in mine]
         for use, part in zip(mine, parts, strict=True):
             if len(use.ranks) > 1:
                 self._world.all_reduce(part, use.ranks)
@@ -115,26 +168,12 @@ class GradientSum:
                 self._world.send([total], after, _CHAIN_TAG).wait()
         return total if total is not None else torch.empty_like(parts[0])
 
-    def _spread(self, totals: Mapping[str, Tensor], agreed: set[ParameterUse]) -> None:
+    def _spread(self) -> None:
         """Gives the sum of a parameter of several stages to every rank that holds it."""
-        for name, uses in self._uses.items():
-            live = [use for use in uses if (name, use.block) in agreed]
-            if len({use.stage for use in live}) > 1 and name in totals:
-                ranks = tuple(sorted({rank for use in live for rank in use.ranks}))
-                if len(ranks) > 1:
-                    self._world.broadcast(totals[name], live[-1].ranks[0], ranks)
-
-    def _reduce(self, together: Mapping[tuple[tuple[int, ...], torch.dtype], list[Tensor]]) -> None:
-        """All-reduces gradients of replicated stages, many in one message."""
-        started = []
-        for (ranks, _), tensors in together.items():
-            for bucket in _buckets(tensors):
-                flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
-                started.append((self._world.start_all_reduce(flat, ranks), flat, bucket))
-        for pending, flat, bucket in started:
-            pending.wait()
-            for tensor, value in zip(bucket, torch.split(flat, [tensor.numel() for tensor in bucket]), strict=True):
-                tensor.copy_(value.view(tensor.shape))
+        for name, uses in self._tied.items():
+            ranks = tuple(sorted({rank for use in uses for rank in use.ranks}))
+            if len(ranks) > 1:
+                self._world.broadcast(self._totals[name], uses[-1].ranks[0], ranks)
 
 
 class GradientBook:
@@ -152,6 +191,16 @@ class GradientBook:
         self._world = world
         self._kept: dict[ParameterUse, Tensor] = {}
         self._may_have_kept = False
+        self._early: Summation | None = None
+
+    def begin(self, origin: str) -> Callable[[int], None]:
+        """Begins a step whose gradients will be summed; returns what hears of each stage that has ended."""
+        self._early = self._sum.begin(origin)
+        return self._end_stage if self._early is not None else lambda stage: None
+
+    def _end_stage(self, stage: int) -> None:
+        assert self._early is not None, "only a step that has begun may end a stage"
+        self._early.end_stage(stage, _taken([each for each in self._stages if each.index == stage]))
 
     def keeps_back(self) -> None:
         """Notes that gradients of this step will be kept back; every rank of the step does."""
@@ -159,12 +208,7 @@ class GradientBook:
 
     def take(self) -> dict[ParameterUse, Tensor]:
         """Takes the gradients of the last step away from the leaves, by use."""
-        taken: dict[ParameterUse, Tensor] = {}
-        for stage in self._stages:
-            for use, leaf in stage.leaves.items():
-                if leaf.grad is not None:
-                    taken[use], leaf.grad = leaf.grad, None
-        return taken
+        return _taken(self._stages)
 
     def keep(self, accumulators: Mapping[ParameterUse, Tensor]) -> None:
         """Keeps gradients of this rank back until the next `take_kept`."""
@@ -172,8 +216,9 @@ class GradientBook:
             self._kept[use] = self._kept[use].add_(gradient) if use in self._kept else gradient
 
     def total(self, accumulators: Mapping[ParameterUse, Tensor], origin: str) -> dict[str, Tensor]:
-        """Sums gradients over uses and ranks; see `GradientSum.total`."""
-        return self._sum.total(accumulators, origin)
+        """Sums gradients over uses and ranks, of which `begin` may have started some; see `GradientSum.total`."""
+        early, self._early = self._early, None
+        return self._sum.total(accumulators, origin) if early is None else early.finish(accumulators)
 
     def take_kept(self) -> dict[str, Tensor]:
         """Sums what was kept back. Collective."""
@@ -182,6 +227,16 @@ class GradientBook:
         kept, self._kept, self._may_have_kept = self._kept, {}, False
         is_any = any(self._world.gather_objects(bool(kept), "summing kept gradients"))
         return self._sum.total(kept, None) if is_any else {}
+
+
+def _taken(stages: Iterable[StageModule]) -> dict[ParameterUse, Tensor]:
+    """Takes the gradients away from the leaves of stages."""
+    taken: dict[ParameterUse, Tensor] = {}
+    for stage in stages:
+        for use, leaf in stage.leaves.items():
+            if leaf.grad is not None:
+                taken[use], leaf.grad = leaf.grad, None
+    return taken
 
 
 def _use(split: Split, plan: Plan, block: int) -> Use:
@@ -195,16 +250,3 @@ def _add_all(parts: list[Tensor]) -> Tensor:
     for part in parts[1:]:
         total.add_(part)
     return total
-
-
-def _buckets(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
-    buckets: list[list[Tensor]] = []
-    room = 0
-    for tensor in tensors:
-        size = tensor.numel() * tensor.element_size()
-        if not buckets or size > room:
-            buckets.append([])
-            room = _BUCKET_BYTES
-        buckets[-1].append(tensor)
-        room -= size
-    return buckets

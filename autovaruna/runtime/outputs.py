@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -48,6 +49,8 @@ class OutputCollector:
         for place, spec in places.items():
             if spec.kind is OutputKind.SAMPLES:
                 self._send_samples(place)
+            else:
+                self._send_numbers(place, spec)
         return {
             place: self._samples(place, spec) if spec.kind is OutputKind.SAMPLES else self._number(place, spec)
             for place, spec in places.items()
@@ -74,20 +77,33 @@ class OutputCollector:
         shape[spec.dimension] = 0
         return torch.empty(shape, dtype=value.dtype, device=self._device)
 
+    def _send_numbers(self, place: int, spec: OutputSpec) -> None:
+        """Sends what this rank's micro-batches gave for an output without samples to all others, in one message."""
+        made = self._own_numbers(place, self._parts(spec))
+        for receiver in range(self._world.num_ranks):
+            if made and receiver != self._world.rank:
+                self._mail.send([torch.stack(made)], self._number_kind(place, self._world.rank, receiver, len(made)))
+
     def _number(self, place: int, spec: OutputSpec) -> Tensor:
-        """Shares an output without samples: each micro-batch's goes into a slot of its own, then they are summed."""
-        value: Tensor = self._job.split.traced.nodes[spec.node].meta["val"]
-        shape = self._job.split.traced.sizes.shape(value, 1)
+        """Puts an output without samples together: one slot a micro-batch, whoever computed it."""
+        parts = self._parts(spec)
+        made: dict[int, Iterator[Tensor]] = {}
+        for maker, count in Counter(self._maker(place, part) for part in parts).items():
+            if maker == self._world.rank:
+                made[maker] = iter(self._own_numbers(place, parts))
+            else:
+                taken = self._mail.take(self._number_kind(place, maker, self._world.rank, count))[0]
+                assert taken is not None, "numbers are always there"
+                made[maker] = iter(taken)
+        return self._combine(torch.stack([next(made[self._maker(place, part)]) for part in parts]), parts, spec)
+
+    def _own_numbers(self, place: int, parts: list[MicroBatch]) -> list[Tensor]:
+        return [self._made[place, part.index] for part in parts if self._maker(place, part) == self._world.rank]
+
+    def _parts(self, spec: OutputSpec) -> list[MicroBatch]:
+        """Returns the micro-batches whose numbers count: the first alone if all have the same."""
         parts = list(self._job.batch.micro_batches.values())
-        if spec.kind is OutputKind.SAME:
-            parts = parts[:1]
-        slots = torch.zeros((len(parts), *shape), dtype=value.dtype, device=self._device)
-        for slot, part in zip(slots, parts, strict=True):
-            made = self._made.get((place, part.index))
-            if made is not None:
-                slot.copy_(made)
-        self._world.all_reduce(slots, tuple(range(self._world.num_ranks)))
-        return self._combine(slots, parts, spec)
+        return parts[:1] if spec.kind is OutputKind.SAME else parts
 
     def _combine(self, slots: Tensor, parts: list[MicroBatch], spec: OutputSpec) -> Tensor:
         match spec.kind:
@@ -103,5 +119,10 @@ class OutputCollector:
                 return (wide * shares.view(-1, *[1] * (slots.dim() - 1))).sum(0).to(slots.dtype)
 
     def _kind(self, place: int, part: MicroBatch, receiver: int) -> Kind:
-        maker = self._job.rank_of(self._stage[place], part.index)
-        return Kind(self._job.graph_key, Route(maker, receiver, 4 * place + 3), part.size)
+        return Kind(self._job.graph_key, Route(self._maker(place, part), receiver, 4 * place + 3), part.size)
+
+    def _number_kind(self, place: int, maker: int, receiver: int, num_parts: int) -> Kind:
+        return Kind(self._job.graph_key, Route(maker, receiver, 4 * place + 3), num_parts)
+
+    def _maker(self, place: int, part: MicroBatch) -> int:
+        return self._job.rank_of(self._stage[place], part.index)
