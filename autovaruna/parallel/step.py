@@ -75,6 +75,8 @@ class Step:
         """Runs forwards and backwards for the expected loss gradient; ``backward`` gives the gradients out, scaled."""
         loss = next(place for place, spec in self.specs.items() if spec.kind is OutputKind.LOSS)
         self.executor.output_gradients = lambda place, part: self._share(part) if place == loss else None
+        if self.is_synchronising:
+            self.executor.stage_ended = self.gradients.begin(self.exchange.origin)
         self.executor.run(self.program(tuple(Kind)))
         wanted = {place: spec for place, spec in self.specs.items() if self.delivers_all or place == loss}
         outputs = self.collector.collect(wanted)
@@ -118,6 +120,8 @@ class Step:
             self.exchange.spread_output_gradients(gradients, zeros)
             self.executor.origin = self.exchange.origin
             self.executor.output_gradients = self.exchange.output_gradient
+            if self.is_synchronising:
+                self.executor.stage_ended = self.gradients.begin(self.exchange.origin)
             self.executor.run(self.program((Kind.RECOMPUTE, Kind.BACKWARD)))
             own = self.gradients.take()
             inputs = self.exchange.input_gradients()
