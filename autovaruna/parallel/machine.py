@@ -39,7 +39,12 @@ def _device_memory(world: World, device: torch.device) -> float:
     if device.type == "cuda":
         total = torch.cuda.get_device_properties(device).total_memory
         return float(total) / -(-num_sharing // torch.cuda.device_count())
-    return float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")) / num_sharing
+    return host_memory() / num_sharing
+
+
+def host_memory() -> float:
+    """Returns the bytes of memory that this host has."""
+    return float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
 
 
 def describe_cluster(world: World, device: torch.device, settings: Settings) -> Cluster:
