@@ -29,6 +29,10 @@ _OF_ONE_RANK = {
 _FLAGS = {"t": "train()", "e": "eval()", "g": "trained", "f": "frozen"}
 
 
+Report = tuple[str, int, Mapping[str, str]]
+"""What a rank says of its call: key, samples, and what its script has done since the start, in words."""
+
+
 @dataclass(frozen=True)
 class SharedCall:
     """One call of the model, of which every rank has its own samples.
@@ -86,9 +90,9 @@ def share_call(
     number: int,
     groups: tuple[tuple[int, ...], ...],
     world: World,
-    doings: Mapping[str, str],
+    reports: Sequence[Report],
 ) -> SharedCall:
-    """Tells all ranks of this rank's call and hears of theirs. Collective.
+    """Joins the calls of all ranks to one. Collective if they do not fit together.
 
     Args:
         call: This rank's call.
@@ -96,12 +100,11 @@ def share_call(
         number: How many calls there were before.
         groups: The ranks that pass the same mini-batch.
         world: The ranks.
-        doings: What this rank's script has done since the start, in words.
+        reports: What each rank says of its call.
 
     Raises:
         RankError: the ranks' calls do not fit together; says how they differ.
     """
-    reports = world.gather_objects((call.key(), call.batch_size, doings), f"call {number + 1} of the model")
     strays = differences([doings for _, _, doings in reports])
     if strays:
         raise RankError(

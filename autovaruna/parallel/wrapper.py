@@ -105,14 +105,15 @@ class AutoVaruna(StatefulModule):
     def _share(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> SharedCall:
         """Tells all ranks of this rank's call. Collective."""
         error: Exception | None = None
+        report = None
         try:
             tensors, call = describe(self.module, args, kwargs, self.settings.batch_inputs)
+            report = call.key(), call.batch_size, self._engine.doings if self._engine is not None else {}
         except Exception as caught:
             error = caught
-        self.world.agree(error, "reading the model's inputs")
-        doings = self._engine.doings if self._engine is not None else {}
+        reports = self.world.agree(error, "reading the model's inputs", report)
         try:
-            return share_call(call, tensors, self._num_calls, self._groups, self.world, doings)
+            return share_call(call, tensors, self._num_calls, self._groups, self.world, reports)
         except RankError:  # on every rank; parameters() gives a caller those of this rank alone to freeze
             if self._engine is None or not self._state.follow_frozen(self._engine.placement, self.world):
                 raise

@@ -62,12 +62,12 @@ class ConnectedWorld(World):
         assert isinstance(answer, Values), answer
         return [pickle.loads(item) for item in answer.values]
 
-    def agree(self, error: BaseException | None, what: str) -> None:
+    def agree(self, error: BaseException | None, what: str, value: object = None) -> list[Any]:
         """Raises on every rank if any passes an error; ends those that do not come soon to hear of it."""
         if error is not None:
             self._give_up = partial(self.abort, error, f"rank {self.rank} failed while {what}")
         try:
-            super().agree(error, what)
+            return super().agree(error, what, value)
         finally:
             self._give_up = None
 

@@ -142,8 +142,8 @@ class World(ABC):
         """Overwrites `tensor` with its sum over `ranks`, as `start_all_reduce`, and waits for it."""
         self.start_all_reduce(tensor, ranks).wait()
 
-    def agree(self, error: BaseException | None, what: str) -> None:
-        """Raises on every rank if any rank passes an error. Collective.
+    def agree(self, error: BaseException | None, what: str, value: object = None) -> list[Any]:
+        """Raises on every rank if any rank passes an error; returns the values that the ranks passed. Collective.
 
         Raises:
             BaseException: `error` itself, on the ranks that passed one.
@@ -151,17 +151,18 @@ class World(ABC):
                 of its error, so that a script can catch the same on every rank; RankError if it is not of our tree.
         """
         try:
-            reports = self.gather_objects(None if error is None else (kind_of(error), describe(error)), what)
+            reports = self.gather_objects((None if error is None else (kind_of(error), describe(error)), value), what)
         except RankError as mismatch:
             raise mismatch if error is None else error from mismatch
         if error is not None:
             raise error
-        for rank, report in enumerate(reports):
+        for rank, (report, _) in enumerate(reports):
             if report is not None:
                 kind, text = report
                 passed_on: AutoVarunaError = kind(f"rank {rank} failed while {what}: {text}")
                 passed_on.is_second_hand = True
                 raise passed_on
+        return [value for _, value in reports]
 
 
 def kind_of(error: BaseException) -> type[AutoVarunaError]:
