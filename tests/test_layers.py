@@ -20,6 +20,7 @@ ROOMS = [
     "parallel",
     "varuna",
     "elastic",
+    "commands",
     "__main__",
 ]
 # Files at the top that are a part of another file's room.

@@ -1,0 +1,65 @@
+"""Plans a model for ranks that need not be there, shows the plan, and saves it as a deployment."""
+
+from __future__ import annotations
+
+import argparse
+
+from autovaruna.commands.setting_options import add_settings
+from autovaruna.errors import ConfigError
+
+HELP = "plan a model for any number of ranks, none of which has to be there"
+_SETTINGS = (
+    "num_stages",
+    "num_replicas",
+    "num_micro_batches",
+    "micro_batch_size",
+    "min_micro_batches",
+    "max_micro_batches",
+    "recompute",
+    "schedule",
+    "in_flight",
+    "cuts",
+    "cutpoints",
+    "stage_ranks",
+    "memory_margin",
+    "optimizer_bytes_factor",
+    "inputs",
+    "batch_inputs",
+    "dynamic_batch",
+    "loss_mode",
+    "profile_iterations",
+    "profile_cache",
+)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the options."""
+    parser.add_argument("target", metavar="MODULE:FUNCTION", help="a function that returns (model, args, kwargs)")
+    parser.add_argument("--ranks", type=int, required=True, metavar="N", help="the number of ranks")
+    parser.add_argument("--ranks-per-host", type=int, default=0, metavar="N", help="ranks on each host (all of them)")
+    parser.add_argument("--memory", metavar="BYTES", help="memory of a rank, as 80GiB (what the device file says)")
+    parser.add_argument("--device", metavar="FILE", help="a device file, as h100.toml; without one, this machine")
+    parser.add_argument("--profile", metavar="FILE", help="what the measure command saved, in place of a prediction")
+    parser.add_argument(
+        "--batch-size", type=int, default=0, metavar="N", help="samples of all ranks together (the call's, times ranks)"
+    )
+    parser.add_argument(
+        "--optimizer", default="adamw", metavar="NAME", help="one of torch.optim, as sgd or sgd:momentum=0.9 (adamw)"
+    )
+    parser.add_argument("-o", "--output", default="", metavar="FILE", help="save the plan as a deployment")
+    parser.add_argument("--plot", default="", metavar="FILE", help="draw a step as a picture, as step.png")
+    parser.add_argument("--table", action="store_true", help="list all sensible choices, best first")
+    add_settings(parser, _SETTINGS)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Plans, and shows and saves what comes out."""
+    if options.ranks < 1 or options.ranks_per_host < 0 or options.batch_size < 0:
+        raise ConfigError(
+            f"--ranks is {options.ranks}, --ranks-per-host {options.ranks_per_host}, --batch-size "
+            f"{options.batch_size}; expected 1 or more ranks, and no negative number"
+        )
+    from autovaruna.commands.planning import Planning  # imports torch
+    from autovaruna.commands.report import report
+
+    report(Planning(options), options)

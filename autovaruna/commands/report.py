@@ -1,0 +1,63 @@
+"""Shows a plan: its stages, what it costs and why, a step as text or picture; and saves it."""
+
+from __future__ import annotations
+
+import argparse
+
+from autovaruna.commands.planning import Planning
+from autovaruna.commands.plot import check_plot, plot
+from autovaruna.commands.printing import show
+from autovaruna.planner import explain, pipeline_of, plan_table, policy_of
+from autovaruna.planner.deployment import save
+from autovaruna.planner.records import Plan
+from autovaruna.schedule import simulate
+from autovaruna.schedule.timeline import render
+
+_MOST_ROWS = 24
+
+
+def report(planning: Planning, options: argparse.Namespace) -> None:
+    """Plans, and shows and saves what the options ask for.
+
+    Raises:
+        AutoVarunaError: there is no plan, or a file cannot be written.
+    """
+    if options.plot:
+        check_plot()
+    graph, plan = planning.traced.graph, planning.plan
+    table = plan_table(plan, graph)
+    if not plan.is_measured:
+        table.title = f"{table.title} (roofline)"
+    show(table)
+    show(explain(plan, graph))
+    simulation = simulate(pipeline_of(plan, graph), policy_of(plan.schedule))
+    rows = shown_ranks(plan)
+    show("\n" + timeline(render(simulation), rows, plan.num_ranks))
+    for assumption in planning.assumptions:
+        show(f"note: {assumption}")
+    if options.plot:
+        plot(simulation, rows, options.plot)
+        show(f"drew {options.plot}")
+    if options.output:
+        save(options.output, planning.deployment)
+        show(f"saved {options.output}")
+
+
+def shown_ranks(plan: Plan) -> list[int]:
+    """Returns the ranks to draw: all, or of many the first replica of each stage, or of some stages."""
+    used = sorted({rank for stage in plan.stages for rank in stage.ranks})
+    if len(used) <= _MOST_ROWS:
+        return used
+    firsts = list(dict.fromkeys(stage.ranks[0] for stage in plan.stages))
+    if len(firsts) <= _MOST_ROWS:
+        return firsts
+    return [firsts[round(k * (len(firsts) - 1) / (_MOST_ROWS - 1))] for k in range(_MOST_ROWS)]
+
+
+def timeline(drawing: str, ranks: list[int], num_ranks: int) -> str:
+    """Returns the rows of some ranks of a drawing, with its legend, and what was left out."""
+    lines = drawing.splitlines()
+    kept = [lines[rank] for rank in ranks] + lines[num_ranks:]
+    if len(ranks) < num_ranks:
+        kept.append(f"{len(ranks)} of {num_ranks} ranks are drawn: the first replicas of stages")
+    return "\n".join(kept)

@@ -1,0 +1,138 @@
+"""Finds the function that a user names on the command line, calls it, and traces the model that it builds."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autovaruna.errors import InputError
+from autovaruna.graph.call import describe
+from autovaruna.graph.traced import TracedModel, trace
+from autovaruna.parallel.machine import find_device
+from autovaruna.settings import Settings
+
+_EXPECTED = (
+    "Expected MODULE:FUNCTION or FILE.py:FUNCTION, a function without arguments that returns (model, args, kwargs)"
+)
+
+
+@dataclass(frozen=True)
+class Target:
+    """A model and one call of it.
+
+    Attributes:
+        model: the model.
+        traced: its trace.
+        tensors: the tensors of the call, in the order of ``traced.call.inputs``; none if they hold no numbers.
+    """
+
+    model: nn.Module
+    traced: TracedModel
+    tensors: tuple[Tensor, ...]
+
+    @property
+    def batch_size(self) -> int:
+        """Samples in the call."""
+        return self.traced.call.batch_size
+
+
+def load_target(name: str, settings: Settings, device: torch.device | None = None) -> Target:
+    """Builds and traces the model that a function returns.
+
+    Args:
+        name: ``module:function`` or ``file.py:function``.
+        settings: Say how the model is traced.
+        device: Where the graph is to run; None: as in a run with these settings.
+
+    Raises:
+        InputError: there is no such function, it raises, or it returns something else.
+        TraceError: the model cannot be traced.
+    """
+    model, args, kwargs = _returned(name, _call(name, _find(name)))
+    tensors, call = describe(model, args, kwargs, settings.batch_inputs)
+    traced = trace(
+        model,
+        call,
+        device or find_device(model, settings),
+        is_dynamic=settings.dynamic_batch,
+        micro_batch_size=settings.micro_batch_size or call.batch_size,
+        loss_mode=settings.loss_mode,
+    )
+    return Target(model, traced, () if any(tensor.is_meta for tensor in tensors) else tuple(tensors))
+
+
+def _find(name: str) -> Callable[[], Any]:
+    place, colon, attribute = name.rpartition(":")
+    if not (place and colon and attribute.isidentifier()):
+        raise InputError(f"Got {name!r}. {_EXPECTED}.")
+    module = _of_file(name, Path(place)) if place.endswith(".py") else _of_module(name, place)
+    function = getattr(module, attribute, None)
+    if not callable(function):
+        raise InputError(f"{place} has no function {attribute!r}. {_EXPECTED}.")
+    return function  # type: ignore[no-any-return]
+
+
+def _of_module(name: str, place: str) -> ModuleType:
+    if str(Path.cwd()) not in sys.path and "" not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    try:
+        return importlib.import_module(place)
+    except Exception as error:
+        raise InputError(f"The module of {name} cannot be imported: {_said(error)}. {_EXPECTED}.") from error
+
+
+def _of_file(name: str, path: Path) -> ModuleType:
+    if not path.is_file():
+        raise InputError(f"The file of {name} does not exist. {_EXPECTED}.")
+    folder = str(path.resolve().parent)
+    if folder not in sys.path:
+        sys.path.insert(0, folder)  # as python FILE.py does
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise InputError(f"The file of {name} cannot be run: {_said(error)}. {_EXPECTED}.") from error
+    return module
+
+
+def _call(name: str, function: Callable[[], Any]) -> Any:
+    try:
+        return function()
+    except Exception as error:
+        raise InputError(f"{name} failed: {_said(error)}. {_EXPECTED}.") from error
+
+
+def _returned(name: str, value: Any) -> tuple[nn.Module, Sequence[Any], Mapping[str, Any]]:
+    parts = value if isinstance(value, tuple) else (value,)
+    if len(parts) != 3:
+        raise InputError(f"{name} returned {_kinds(parts)}. {_EXPECTED}.")
+    model, args, kwargs = parts
+    if not (isinstance(model, nn.Module) and isinstance(args, tuple | list) and isinstance(kwargs, Mapping)):
+        raise InputError(f"{name} returned {_kinds(parts)}. {_EXPECTED}: a module, a tuple, a dict.")
+    return model, args, kwargs
+
+
+def _kinds(parts: Sequence[Any]) -> str:
+    return "(" + ", ".join(type(part).__name__ for part in parts) + ")"
+
+
+def _said(error: Exception) -> str:
+    """Returns what an error of the user's code says, and the line that raised it."""
+    text = (str(error).strip() or "no message").splitlines()[0]
+    frames = traceback.extract_tb(error.__traceback__)
+    users = [frame for frame in frames if "importlib" not in frame.filename and __file__ != frame.filename]
+    where = f" at {users[-1].filename}:{users[-1].lineno}" if users else ""
+    return f"{type(error).__name__}: {text}{where}"
