@@ -15,6 +15,8 @@ _STEPS = (8, 4, 2, 1)
 Predict = Callable[[Candidate, float], float]
 """Returns the predicted seconds of a candidate, infinite if they are not below some seconds."""
 Predicate = Callable[[], bool]
+Recut = Callable[[Candidate], Iterator[Candidate]]
+"""Yields a candidate with cuts that suit its ranks."""
 
 
 def climb(
@@ -23,7 +25,8 @@ def climb(
     start: Candidate,
     seconds: float,
     predict: Predict,
-    has_time: Callable[[], bool],
+    recut: Recut,
+    has_time: Predicate,
 ) -> None:
     """Changes a candidate, predicted to take so many seconds, until no small change makes it better.
 
@@ -34,7 +37,7 @@ def climb(
         if level < len(_STEPS):
             near = _moved_cuts(problem, num_segments, start, _STEPS[level])
         else:
-            near = (replace(start, ranks=ranks) for ranks in changed_ranks(problem, start.ranks))
+            near = _moved_ranks(problem, start, recut)
         better = None
         for other in near:
             if not has_time():
@@ -47,6 +50,14 @@ def climb(
             level += 1
         else:
             start, level = better, min(level, len(_STEPS) - 2)
+
+
+def _moved_ranks(problem: Problem, start: Candidate, recut: Recut) -> Iterator[Candidate]:
+    """Yields candidates with ranks in other places, with the same cuts and with those that suit them."""
+    for ranks in changed_ranks(problem, start.ranks):
+        other = replace(start, ranks=ranks)
+        yield other
+        yield from recut(other)
 
 
 def _moved_cuts(problem: Problem, num_segments: int, start: Candidate, step: int) -> Iterator[Candidate]:

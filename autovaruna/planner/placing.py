@@ -5,8 +5,10 @@ Ranks of one host, speed and memory limit are interchangeable; they form a class
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, combinations
+from math import factorial, prod
 
 from autovaruna.planner.problem import Problem
 from autovaruna.profiler.records import Cluster
@@ -24,9 +26,18 @@ def classes_of(cluster: Cluster) -> tuple[int, ...]:
     return tuple(numbers[kind] for kind in kinds)
 
 
-def rank_orders(problem: Problem) -> list[list[int]]:
-    """Returns orders in which stages may get the ranks: host by host, and by speed and memory where they differ."""
+def rank_orders(problem: Problem, most: int = 0) -> list[list[int]]:
+    """Returns orders in which stages may get the ranks: host by host, and by speed and memory where they differ.
+
+    Args:
+        problem: with the ranks.
+        most: if there are no more orders than that, counting ranks of one class as equal, all of them.
+    """
     cluster = problem.cluster
+    classes = classes_of(cluster)
+    num_orders = factorial(len(classes)) // prod(factorial(count) for count in Counter(classes).values())
+    if 1 < num_orders <= most:
+        return list(_arrangements(classes))
     first = {host: k for k, host in reversed(list(enumerate(cluster.hosts)))}
     by_host = sorted(range(cluster.num_ranks), key=lambda rank: first[cluster.hosts[rank]])
     orders = [by_host]
@@ -38,6 +49,21 @@ def rank_orders(problem: Problem) -> list[list[int]]:
             by_rising_host = sorted(rising, key=lambda rank: (hosts[cluster.hosts[rank]], first[cluster.hosts[rank]]))
             orders += [rising, falling, by_rising_host, by_rising_host[::-1]]
     return [order for k, order in enumerate(orders) if order not in orders[:k]]
+
+
+def _arrangements(classes: Sequence[int]) -> Iterator[list[int]]:
+    """Yields every order of the ranks, those of one class always in their own order."""
+    members = {number: [rank for rank, kind in enumerate(classes) if kind == number] for number in set(classes)}
+
+    def extend(order: list[int]) -> Iterator[list[int]]:
+        if len(order) == len(classes):
+            yield order
+        for own in members.values():
+            following = next((rank for rank in own if rank not in order), None)
+            if following is not None:
+                yield from extend([*order, following])
+
+    return extend([])
 
 
 def layouts(problem: Problem, order: Sequence[int], replicas: Sequence[int]) -> list[Ranks]:

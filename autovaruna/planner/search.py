@@ -17,6 +17,7 @@ from autovaruna.planner.climb import climb
 from autovaruna.planner.infeasible import explain_infeasible
 from autovaruna.planner.marks import plan_with_marks
 from autovaruna.planner.options import (
+    MAX_UNITS,
     cut_positions,
     micro_batch_counts,
     stage_limit,
@@ -38,7 +39,7 @@ _SMALL = 3000
 _SPLIT_SECONDS, _CLIMB_SECONDS = 2.0, 2.0
 """What simulations may take, by the count of `Planner.spent_seconds`, so that a search ends alike on every machine."""
 _STARTS = 4
-_NEAR = 1.03
+_NEAR, _NEAR_OF_FEW_RANKS = 1.03, 1.1
 _REACHED = 0.999
 
 
@@ -133,7 +134,7 @@ class _Search:
             self._try(candidate, self._least_seconds)
 
     def _try_promising(self) -> None:
-        splitter = Splitter(self.planner, self.max_stages, self.forced_stages)
+        splitter = Splitter(self.planner, self.max_stages, self.forced_stages, len(self.counts))
         if splitter.has_many_ranks and not self.problem.constraints.stage_ranks:
             self._try_many(splitter)
             return
@@ -161,7 +162,8 @@ class _Search:
             self.progress(what, k / len(ordered))
             if self._is_over(seconds * 0.98, _SPLIT_SECONDS):
                 break
-            self._try(candidate, self._least_seconds * _NEAR)
+            is_small = self.problem.cluster.num_ranks <= MAX_UNITS
+            self._try(candidate, self._least_seconds * (_NEAR_OF_FEW_RANKS if is_small else _NEAR))
 
     def _is_over(self, seconds: float, budget_seconds: float) -> bool:
         """Returns whether plans of so many seconds and more are not worth a try, or time is up."""
@@ -172,11 +174,17 @@ class _Search:
         return is_late
 
     def _best_few(self) -> list[Candidate]:
-        """Returns the best candidates, no two with the same number of micro-batches and the same ranks."""
-        chosen: dict[object, Candidate] = {}
-        for candidate in sorted(self.ranked, key=self.ranked.__getitem__):
-            chosen.setdefault((candidate.num_micro_batches, candidate.ranks), candidate)
-        return list(chosen.values())[:_STARTS]
+        """Returns the best candidates: first of each number of stages, then of other ranks and micro-batches."""
+        ordered = sorted(self.ranked, key=self.ranked.__getitem__)
+        kinds: tuple[Callable[[Candidate], object], ...] = (
+            lambda c: len(c.starts),
+            lambda c: (c.num_micro_batches, c.ranks),
+        )
+        chosen: dict[Candidate, None] = {}
+        for kind in kinds:
+            chosen.update(dict.fromkeys({kind(candidate): candidate for candidate in reversed(ordered)}.values()))
+        first = sorted(list(chosen)[:_STARTS], key=self.ranked.__getitem__)
+        return [ordered[0], *(candidate for candidate in first if candidate != ordered[0])] if ordered else []
 
     def _climb(self) -> None:
         """Changes the best plans by small steps: the simulated optimum is not quite that of the splits."""
@@ -191,7 +199,14 @@ class _Search:
                 return not is_late
 
             seconds, segments = self.ranked[candidate], self.tables.num_segments
-            climb(self.problem, segments, candidate, seconds, self._try, has_time)
+            climb(self.problem, segments, candidate, seconds, self._try, self._recut, has_time)
+
+    def _recut(self, candidate: Candidate) -> Iterator[Candidate]:
+        """Yields the candidate with the cuts that suit its ranks by the formula of the splits, if that is quick."""
+        if self.problem.cluster.num_ranks <= MAX_UNITS:
+            splitter = Splitter(self.planner, self.max_stages, self.forced_stages, len(self.counts))
+            for _, other in splitter.for_ranks(candidate.num_micro_batches, candidate.ranks):
+                yield other
 
     # The candidates.
 

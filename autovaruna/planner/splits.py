@@ -10,14 +10,16 @@ import numpy as np
 from autovaruna.planner.candidate import Candidate, Planner
 from autovaruna.planner.chain import partition_chain
 from autovaruna.planner.options import MAX_UNITS, spread
-from autovaruna.planner.placing import layouts, rank_orders
-from autovaruna.planner.replicas import ReplicaSearch, fills_at
+from autovaruna.planner.placing import Ranks, layouts, rank_orders
+from autovaruna.planner.replicas import ReplicaSearch, fills_at, share_of
 from autovaruna.schedule import textbook_depth
 
 Split = tuple[float, Candidate]
 """A candidate with the seconds that the formula gives it."""
 
 _WIDEST = 4.0
+_CELLS = 10**8
+"""With few enough cells of the dynamic program every order of the ranks is tried."""
 
 
 class Splitter:
@@ -27,18 +29,21 @@ class Splitter:
         planner: of the problem.
         max_stages: greatest number of stages.
         forced_stages: the only number of stages; 0: any.
+        num_counts: for how many numbers of micro-batches it is asked.
     """
 
-    def __init__(self, planner: Planner, max_stages: int, forced_stages: int) -> None:
+    def __init__(self, planner: Planner, max_stages: int, forced_stages: int, num_counts: int) -> None:
         self.planner, self.problem = planner, planner.problem
         self.max_stages, self.forced_stages = max_stages, forced_stages
         self.num_ranks = self.problem.cluster.num_ranks
         self.has_many_ranks = self.num_ranks > MAX_UNITS
+        cells = (self.num_ranks * self.planner.tables.num_segments) ** 2 * num_counts
+        self.orders = rank_orders(self.problem, 0 if self.has_many_ranks else _CELLS // cells)
 
     def splits(self, count: int) -> Iterator[Split]:
         """Yields the best split of each number of stages and ranks."""
         if self.problem.constraints.stage_ranks:
-            return self._for_ranks(count)
+            return self.for_ranks(count, self.problem.constraints.stage_ranks)
         forced = self.problem.constraints.num_replicas
         return self._search(count, [forced] if forced else range(1, self.num_ranks + 1))
 
@@ -79,7 +84,7 @@ class Splitter:
             return
         width = 0 if num_stages <= _WIDEST else math.ceil(segments * _WIDEST / num_stages)
         replicas = self.replicas(num_stages)
-        for order in rank_orders(self.problem):
+        for order in self.orders:
             for chain in ReplicaSearch(sized, order, [replicas], num_stages, width).chains():
                 if len(chain.starts) == num_stages:
                     for ranks in layouts(self.problem, order, chain.replicas):
@@ -88,26 +93,25 @@ class Splitter:
     def _search(self, count: int, choices: Sequence[int]) -> Iterator[Split]:
         sized = self.planner.sized(count)
         most = min(self.max_stages, self.num_ranks // min(choices))
-        for order in rank_orders(self.problem):
+        for order in self.orders:
             for chain in ReplicaSearch(sized, order, choices, most).chains():
                 if self.forced_stages in (0, len(chain.starts)):
                     for ranks in layouts(self.problem, order, chain.replicas):
                         yield chain.seconds, Candidate(chain.starts, ranks, count)
 
-    def _for_ranks(self, count: int) -> Iterator[Split]:
-        """Splits for forced ranks; a rank with several stages gives each its share of time and memory."""
+    def for_ranks(self, count: int, stage_ranks: Ranks) -> Iterator[Split]:
+        """Yields the best split for some ranks; a rank with several stages gives each its share of time and memory."""
         sized, cluster = self.planner.sized(count), self.problem.cluster
-        stage_ranks = self.problem.constraints.stage_ranks
         counts = [len(ranks) for ranks in stage_ranks]
         waits = np.add(*fills_at(sized))[:, None]
         costs = []
         for stage, ranks in enumerate(stage_ranks):
             shared = max(sum(rank in others for others in stage_ranks) for rank in ranks)
-            share = -(-count // len(ranks))
+            speeds = [cluster.speeds[rank] for rank in ranks]
+            load = max(share_of(count, len(ranks), k) / speed for k, speed in enumerate(speeds))
             limit = min(cluster.memory_bytes[rank] for rank in ranks) / shared
-            depth = min(textbook_depth(len(counts), stage, counts), share)
-            work = sized.ways.allowed_work(depth, limit) / min(cluster.speeds[rank] for rank in ranks)
-            costs.append(work * share * shared + waits)
+            depth = min(textbook_depth(len(counts), stage, counts), -(-count // len(ranks)))
+            costs.append(sized.ways.allowed_work(depth, limit) * load * shared + waits)
         split = partition_chain(costs) or partition_chain([sized.work] * len(counts))
         if split:
             yield split.objective, Candidate(split.starts, stage_ranks, count)

@@ -1,0 +1,96 @@
+"""Stages on uneven ranks and hosts, against every assignment of ranks there is."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from autovaruna.errors import PlanError
+from autovaruna.planner.placing import classes_of, layouts, rank_orders
+from autovaruna.planner.problem import Problem
+from autovaruna.planner.search import make_plan
+from autovaruna.profiler.records import LinkCost
+from tests.planner.brute import every_plan, small_problem
+from tests.planner.cases import make_problem, make_uneven
+
+SLOW = LinkCost(1e-3, 1e7)
+
+
+def on_hosts(problem: Problem, hosts: str, **more: object) -> Problem:
+    cluster = replace(problem.cluster, hosts=tuple(hosts), remote_link=SLOW, **more)  # type: ignore[arg-type]
+    return replace(problem, cluster=cluster)
+
+
+def assert_near_the_best(problem: Problem, tolerance: float = 1.01) -> None:
+    best = min((plan.predicted_seconds for plan in every_plan(problem, is_ordered=False)), default=None)
+    if best is None:
+        with pytest.raises(PlanError, match="missing"):
+            make_plan(problem)
+        return
+    plan = make_plan(problem)
+    assert plan.predicted_seconds <= best * tolerance
+    assert plan.bound_seconds <= best
+
+
+@pytest.mark.parametrize("start", range(0, 70, 10))
+def test_near_the_best_of_all_assignments_on_uneven_ranks(start: int) -> None:
+    for seed in range(start, start + 10):
+        dice = random.Random(seed * 7 + 1)
+        assert_near_the_best(make_uneven(small_problem(seed), dice, dice.randint(1, 3)))
+
+
+@pytest.mark.parametrize("hosts", ["aabb", "abab", "aaab"])
+@pytest.mark.parametrize("reduce", [1e10, 1e6])
+def test_near_the_best_of_all_assignments_on_hosts(hosts: str, reduce: float) -> None:
+    problem = make_problem(4, 4, 8, num_micro_batches=4)
+    assert_near_the_best(on_hosts(problem, hosts, all_reduce_bytes_per_second=reduce))
+
+
+def test_replicas_share_a_host_where_all_reduces_are_dear_and_neighbours_where_messages_are() -> None:
+    problem = make_problem(8, 4, 8, num_stages=2, num_replicas=2, num_micro_batches=8)
+    dear_reduce = make_plan(on_hosts(problem, "abab", all_reduce_bytes_per_second=1e6))
+    assert {stage.ranks for stage in dear_reduce.stages} == {(0, 2), (1, 3)}
+    dear_message = on_hosts(problem, "abab", all_reduce_bytes_per_second=1e12)
+    first, last = make_plan(dear_message).stages
+    assert all((one - other) % 2 == 0 for one, other in zip(first.ranks, last.ranks, strict=True))
+
+
+def test_hosts_hold_groups_of_replicas_of_neighbouring_stages() -> None:
+    """Two hosts of six ranks, three stages of four replicas: each host holds two replicas of each stage."""
+    problem = on_hosts(make_problem(8, 12, 12), "aaaaaabbbbbb")
+    placed = layouts(problem, range(12), (4, 4, 4))
+    assert ((0, 1, 6, 7), (2, 3, 8, 9), (4, 5, 10, 11)) in placed
+    assert ((0, 1, 2, 3), (4, 5, 6, 7), (8, 9, 10, 11)) in placed
+    assert ((0, 3, 6, 9), (1, 4, 7, 10), (2, 5, 8, 11)) in placed
+
+
+def test_all_orders_of_few_kinds_of_ranks() -> None:
+    problem = on_hosts(make_problem(8, 4, 12), "aabb")
+    assert len(set(classes_of(problem.cluster))) == 2
+    assert len(rank_orders(problem, most=6)) == 6
+    assert len(rank_orders(problem, most=5)) == 1
+
+
+def test_a_slow_rank_holds_the_least_work_wherever_it_is() -> None:
+    for slow in range(4):
+        speeds = tuple(0.25 if rank == slow else 1.0 for rank in range(4))
+        problem = make_problem(16, 4, 16, num_stages=4, num_replicas=1)
+        plan = make_plan(replace(problem, cluster=replace(problem.cluster, speeds=speeds)))
+        work = {stage.ranks[0]: stage.forward_seconds + stage.backward_seconds for stage in plan.stages}
+        assert min(work, key=work.__getitem__) == slow
+
+
+def test_a_rank_with_little_memory_holds_a_stage_that_fits() -> None:
+    for small in range(3):
+        problem = make_problem(10, 3, 6, memory_bytes=2.5e6, num_stages=3)
+        limits = tuple(6e5 if rank == small else 2.5e6 for rank in range(3))
+        plan = make_plan(replace(problem, cluster=replace(problem.cluster, memory_bytes=limits)))
+        assert all(stage.memory_bytes <= limits[rank] for stage in plan.stages for rank in stage.ranks)
+
+
+def test_a_rank_that_only_holds_up_the_others_stays_idle() -> None:
+    problem = make_problem(6, 3, 8)
+    plan = make_plan(replace(problem, cluster=replace(problem.cluster, speeds=(1.0, 0.01, 1.0))))
+    assert {rank for stage in plan.stages for rank in stage.ranks} == {0, 2}
