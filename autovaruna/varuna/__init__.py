@@ -1,6 +1,31 @@
-"""Varuna's own interface over the same rooms: cut points, whole steps, its profiler and its launcher."""
+"""Varuna's own interface over the same rooms: cut points, whole steps, its profiler and its launcher.
 
-from autovaruna.graph.cutpoint import CutPoint
-from autovaruna.varuna.varuna import Varuna
+What needs torch is imported with its first use, so that the launcher starts without it.
+"""
 
-__all__ = ["CutPoint", "Varuna"]
+from __future__ import annotations
+
+from importlib import import_module as _import_module
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+
+if _TYPE_CHECKING:
+    from autovaruna.graph.cutpoint import CutPoint
+    from autovaruna.varuna.auto_config import AutoConfig
+    from autovaruna.varuna.profiler import Profiler
+    from autovaruna.varuna.varuna import Varuna
+
+__all__ = ["AutoConfig", "CutPoint", "Profiler", "Varuna"]
+
+_HOMES = {
+    "AutoConfig": "autovaruna.varuna.auto_config",
+    "CutPoint": "autovaruna.graph.cutpoint",
+    "Profiler": "autovaruna.varuna.profiler",
+    "Varuna": "autovaruna.varuna.varuna",
+}
+
+
+def __getattr__(name: str) -> object:
+    """Imports a public name."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(_import_module(_HOMES[name]), name)

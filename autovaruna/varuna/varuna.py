@@ -86,6 +86,11 @@ class Varuna(nn.Module):
         self.device = device_of(device, self.local_rank)
         self.fp16 = bool(fp16)
         self.global_batch_size = positive("batch_size", batch_size)
+        known = set(self.world.gather_objects(self.global_batch_size, "agreeing on the batch size"))
+        if len(known) > 1:
+            raise InputError(
+                f"batch_size is {sorted(known)} on the ranks; expected that of all replicas, on every rank."
+            )
         chunk_size = positive("chunk_size", chunk_size) if chunk_size else None
         tie(model, shared_weights)
         model.to(self.device) if self.device.type != "cpu" else None

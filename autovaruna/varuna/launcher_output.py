@@ -1,0 +1,56 @@
+"""Passes the output of a job on, line by line, with the rank in front."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable
+from typing import IO
+
+from autovaruna.varuna.rank_script import STARTED
+
+_TAG = re.compile(r"^\[\d+,(\d+)\]<std(?:out|err)>: ?")
+
+
+class Output:
+    """Follows the streams of an mpirun; `has_started` says whether a rank has run.
+
+    Args:
+        on_start: Called once, when the first one has.
+    """
+
+    def __init__(self, on_start: Callable[[], None]) -> None:
+        self.has_started = False
+        self._on_start = on_start
+        self._threads: list[threading.Thread] = []
+
+    def follow(self, stream: IO[bytes], target: IO[str]) -> None:
+        """Starts to pass the lines of a stream on."""
+        thread = threading.Thread(target=self._pump, args=(stream, target), daemon=True)
+        thread.start()
+        self._threads.append(thread)
+
+    def wait(self) -> None:
+        """Returns when the streams have ended."""
+        for thread in self._threads:
+            thread.join()
+
+    def _pump(self, stream: IO[bytes], target: IO[str]) -> None:
+        for line in stream:
+            shown = self._shown(line.decode(errors="replace"))
+            if shown is not None:
+                target.write(shown)
+                target.flush()
+
+    def _shown(self, line: str) -> str | None:
+        """Returns a line as it is shown: ``[rank] text``; words of mpirun itself stay as they are."""
+        tag = _TAG.match(line)
+        if tag is None:
+            return line
+        text = line[tag.end() :]
+        if text.rstrip("\r\n") == STARTED:
+            if not self.has_started:
+                self.has_started = True
+                self._on_start()
+            return None
+        return f"[{tag[1]}] {text}"

@@ -1,0 +1,92 @@
+"""Runs a script as one rank of a job that the launcher started; imports nothing but Python's own library.
+
+Options that the launcher knows are put in front of the script's own arguments, for every option that a parser of the
+script (``argparse``) has. Signals that mpirun keeps to itself come as others and are turned back.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import runpy
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+VARIABLE = "VARUNA_LAUNCH"
+"""Holds what all ranks get, as JSON."""
+STARTED = "\x1estarted"
+"""Tells the launcher that a rank runs; it shows no such line."""
+STAND_INS = {signal.SIGTERM: signal.SIGVTALRM, signal.SIGINT: signal.SIGURG}
+"""What mpirun forwards in place of what it would end the job for."""
+
+
+def options_of(launch: Mapping[str, Any], rank: int, local_rank: int) -> dict[str, str]:
+    """Returns the launcher's options of one rank, by name.
+
+    Args:
+        launch: ``batch_size``, ``chunk_size``, ``resume_step`` (None: not known) and ``grid``, the ranks of each stage
+            (None: still to be found).
+        rank: This rank.
+        local_rank: Its number on its host.
+    """
+    grid: list[list[int]] | None = launch["grid"]
+    found: dict[str, Any] = {"rank": rank, "local_rank": local_rank, "chunk_size": launch["chunk_size"] or 0}
+    found["stage_to_rank_map"] = "auto" if grid is None else ";".join(",".join(map(str, ranks)) for ranks in grid)
+    if launch["batch_size"] is not None:
+        found["batch_size"] = _share(launch["batch_size"], grid, rank)
+    if launch["resume_step"] is not None:
+        found["resume_step"] = launch["resume_step"]
+    return {name: str(value) for name, value in found.items()}
+
+
+def _share(batch_size: int, grid: Sequence[Sequence[int]] | None, rank: int) -> int:
+    """Returns the samples of a rank's replica; the first replicas have one more where the batch does not divide."""
+    if grid is None:
+        return batch_size
+    replica = next(ranks.index(rank) for ranks in grid if rank in ranks)
+    return batch_size // len(grid[0]) + (replica < batch_size % len(grid[0]))
+
+
+def known_to(parser: argparse.ArgumentParser, options: Mapping[str, str]) -> list[str]:
+    """Returns the options that a parser has, spelled as it spells them."""
+    names = parser._option_string_actions
+    spelled = {name: (f"--{name}", f"--{name.replace('_', '-')}") for name in options}
+    taken = {name: next((each for each in ways if each in names), "") for name, ways in spelled.items()}
+    return [f"{taken[name]}={value}" for name, value in options.items() if taken[name]]
+
+
+def _give_options(options: Mapping[str, str]) -> None:
+    """Lets every parser of the script that reads the command line find the launcher's options there."""
+    parse: Any = argparse.ArgumentParser.parse_known_args
+
+    def parse_with_options(self: argparse.ArgumentParser, args: Any = None, namespace: Any = None) -> Any:
+        given = [*known_to(self, options), *sys.argv[1:]] if args is None else args
+        return parse(self, given, namespace)
+
+    argparse.ArgumentParser.parse_known_args = parse_with_options  # type: ignore[method-assign]
+
+
+def _turn_back(number: int, frame: object) -> None:
+    meant = next(each for each, stand_in in STAND_INS.items() if stand_in == number)
+    os.kill(os.getpid(), meant)
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Runs a script with its arguments."""
+    rank, local = (int(os.environ[f"OMPI_COMM_WORLD_{name}"]) for name in ("RANK", "LOCAL_RANK"))
+    for stand_in in STAND_INS.values():
+        signal.signal(stand_in, _turn_back)
+    sys.stderr.write(STARTED + "\n")
+    sys.stderr.flush()
+    _give_options(options_of(json.loads(os.environ[VARIABLE]), rank, local))
+    script = arguments[0]
+    sys.argv[:] = list(arguments)
+    sys.path[0] = os.path.dirname(os.path.abspath(script))
+    runpy.run_path(script, run_name="__main__")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
