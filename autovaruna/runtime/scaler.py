@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from functools import wraps
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -86,7 +88,7 @@ class LossScale:
         if factor in self._seen or len(self._seen) >= _MOST_SEARCHES or self._optimizer is None:
             return
         self._seen.add(factor)
-        found = [each for each in gc.get_objects() if issubclass(type(each), GradScaler) and each.is_enabled()]
+        found = [scaler for scaler in list(_scalers) if scaler.is_enabled()]
         for scaler in found:
             self._join(scaler)
         self._scaler = found[0] if len(found) == 1 else None
@@ -125,3 +127,22 @@ class LossScale:
             for flag in own.values():
                 flag.fill_(1.0)
         return own
+
+
+_scalers: WeakSet[GradScaler] = WeakSet()
+"""Every GradScaler of the program: those that are there now, and those to come.
+
+The list of all objects is asked for once, while this module is imported: as long as it is there, a tuple that another
+thread is filling cannot grow.
+"""
+_scalers.update(each for each in gc.get_objects() if issubclass(type(each), GradScaler))
+_initialise = GradScaler.__init__
+
+
+@wraps(_initialise)
+def _noted(scaler: GradScaler, *args: Any, **kwargs: Any) -> None:
+    _initialise(scaler, *args, **kwargs)
+    _scalers.add(scaler)
+
+
+GradScaler.__init__ = _noted  # type: ignore[method-assign, assignment]
