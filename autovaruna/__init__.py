@@ -23,6 +23,8 @@ from autovaruna.errors import (
 )
 
 if _TYPE_CHECKING:
+    from autovaruna.checkpoint.load import CheckpointInfo
+    from autovaruna.checkpoint.plain import load_checkpoint
     from autovaruna.graph.cutpoint import CutPoint
     from autovaruna.parallel.ranks import barrier, get_rank, get_world_size
     from autovaruna.parallel.wrapper import AutoVaruna
@@ -33,6 +35,7 @@ __all__ = [
     "AutoVaruna",
     "AutoVarunaError",
     "CheckpointError",
+    "CheckpointInfo",
     "ConfigError",
     "CutPoint",
     "DeploymentError",
@@ -47,14 +50,17 @@ __all__ = [
     "barrier",
     "get_rank",
     "get_world_size",
+    "load_checkpoint",
 ]
 
 _HOMES = {
     "AutoVaruna": "autovaruna.parallel.wrapper",
+    "CheckpointInfo": "autovaruna.checkpoint.load",
     "CutPoint": "autovaruna.graph.cutpoint",
     "barrier": "autovaruna.parallel.ranks",
     "get_rank": "autovaruna.parallel.ranks",
     "get_world_size": "autovaruna.parallel.ranks",
+    "load_checkpoint": "autovaruna.checkpoint.plain",
 }
 
 

@@ -1,0 +1,107 @@
+"""Trains, saves, and goes on from what was saved, on ranks that are threads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from autovaruna import AutoVaruna, CheckpointInfo
+from tests.catalogue import Batch, Case
+from tests.parallel.training import Setup, merge, on_ranks, pipeline, train_rank
+from tests.reference import MakeOptimizer, Record, adamw, sgd
+
+SETUPS = {
+    "1x1": Setup(),
+    "2 stages": pipeline(2),
+    "2 replicas": Setup(((0, 1),)),
+    "3 stages": pipeline(3),
+    "2x2": Setup(((0, 1), (2, 3))),
+    "unequal": Setup(((0,), (1, 2))),
+}
+NUM_STEPS = 3
+
+
+def foreach(parameters: Any) -> torch.optim.Optimizer:
+    """Makes AdamW that works on lists of tensors."""
+    return torch.optim.AdamW(parameters, lr=1e-3, eps=1e-4, foreach=True)
+
+
+def fused(parameters: Any) -> torch.optim.Optimizer:
+    """Makes AdamW in one kernel."""
+    return torch.optim.AdamW(parameters, lr=1e-3, eps=1e-4, fused=True)
+
+
+def adafactor(parameters: Any) -> torch.optim.Optimizer:
+    """Makes Adafactor, whose state of a matrix is a row and a column."""
+    return torch.optim.Adafactor(parameters, lr=1e-2)
+
+
+OPTIMIZERS: dict[str, MakeOptimizer] = {
+    "sgd": sgd,
+    "adamw": adamw,
+    "adamw foreach": foreach,
+    "adamw fused": fused,
+    "adafactor": adafactor,
+}
+
+
+def batches(case: Case) -> list[Batch]:
+    """Returns the global batches of a run."""
+    return [case.batch(7, step) for step in range(2 * NUM_STEPS)]
+
+
+def is_of_one_replica(setup: Setup) -> bool:
+    """Says whether every stage has one rank, so that nothing is summed over replicas."""
+    return all(len(ranks) == 1 for ranks in setup.stage_ranks)
+
+
+def save_halfway(case: Case, setup: Setup, make: MakeOptimizer, root: Path, **options: Any) -> None:
+    """Trains for `NUM_STEPS` and saves."""
+
+    def run(model: AutoVaruna, optimizer: torch.optim.Optimizer, rank: int) -> None:
+        train_rank(case, model, optimizer, batches(case)[:NUM_STEPS])
+        model.save_checkpoint(root, step=NUM_STEPS, data_position={"batch": NUM_STEPS}, **options)
+        model.wait_checkpoint()
+
+    on_ranks(setup, case.model(), run, make, token=token_of(case))
+
+
+def go_on(case: Case, setup: Setup, make: MakeOptimizer, root: Path, steps_before: int = 0) -> Record:
+    """Loads into another model, perhaps after steps of its own, and trains for the rest."""
+
+    def run(model: AutoVaruna, optimizer: torch.optim.Optimizer, rank: int) -> Record:
+        train_rank(case, model, optimizer, [case.batch(7, 99)] * steps_before)
+        info = model.load_checkpoint(root)
+        assert isinstance(info, CheckpointInfo) and (info.step, info.data_position) == (3, {"batch": 3})
+        return train_rank(case, model, optimizer, batches(case)[NUM_STEPS:])
+
+    return state_of(merge(on_ranks(setup, case.model(seed=1), run, make, token=token_of(case))))
+
+
+def uninterrupted(case: Case, setup: Setup, make: MakeOptimizer) -> Record:
+    """Trains for all steps without a break; the record has the losses of the second half."""
+
+    def run(model: AutoVaruna, optimizer: torch.optim.Optimizer, rank: int) -> Record:
+        return train_rank(case, model, optimizer, batches(case))
+
+    record = state_of(merge(on_ranks(setup, case.model(), run, make, token=token_of(case))))
+    return replace(record, losses=record.losses[NUM_STEPS:])
+
+
+def state_of(record: Record) -> Record:
+    """Returns a record without its gradients."""
+    return replace(record, gradients=[])
+
+
+def token_of(case: Case) -> tuple[str, bool]:
+    """Returns what equal models share their graphs by."""
+    return case.name, case.has_dropout
+
+
+def files_of(path: Path) -> Sequence[Path]:
+    """Returns the files of a checkpoint."""
+    return sorted(each for each in path.iterdir() if each.is_file())
