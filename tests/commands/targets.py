@@ -1,0 +1,39 @@
+"""Holds functions that a user may name on the command line, good ones and bad ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tests.profiler.models import WIDTH, Mlp
+
+
+def mlp() -> tuple[nn.Module, tuple[Tensor, ...], dict[str, Any]]:
+    """A small model that holds numbers."""
+    return Mlp(6), (torch.zeros(4, WIDTH),), {}
+
+
+def mlp_on_meta() -> tuple[nn.Module, tuple[Tensor, ...], dict[str, Any]]:
+    """A larger model without numbers."""
+    with torch.device("meta"):
+        return Mlp(12, 512), (torch.zeros(4, 512),), {}
+
+
+def fails() -> None:
+    """Raises."""
+    raise RuntimeError("no data here")
+
+
+def returns_a_model_alone() -> nn.Module:
+    """Forgets the call."""
+    return Mlp(2)
+
+
+def returns_other_things() -> tuple[int, int, int]:
+    """Returns three things that are nothing."""
+    return 1, 2, 3
+
+
+not_a_function = 5

@@ -1,0 +1,222 @@
+"""Holds the plan command: without any rank it makes a plan, shows it, and saves what a run can load."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from autovaruna import AutoVaruna
+from autovaruna.__main__ import main
+from autovaruna.commands.planning import make_optimizer
+from autovaruna.commands.report import timeline
+from autovaruna.planner.deployment import load
+from autovaruna.profiler.profile_file import load_profile
+from tests.commands import targets
+
+HERE = "tests.commands.targets"
+CPU_FILE = """
+name = "cpu, 1 threads"
+kind = "cpu"
+memory = "8GiB"
+[compute]
+float32 = 5e10
+[memory_bandwidth]
+bytes_per_second = 1e10
+[local_link]
+bytes_per_second = 1e10
+[remote_link]
+bytes_per_second = 1e9
+[all_reduce]
+local_bytes_per_second = 5e9
+remote_bytes_per_second = 1e9
+"""
+
+
+@pytest.fixture
+def device(tmp_path: Path) -> str:
+    path = tmp_path / "mine.toml"
+    path.write_text(CPU_FILE)
+    return str(path)
+
+
+def plan(*arguments: str) -> int:
+    return main(["plan", *arguments])
+
+
+def test_a_plan_without_a_rank_is_shown_and_saved(tmp_path: Path, capsys: Any, device: str) -> None:
+    output, picture = tmp_path / "plan.json", tmp_path / "step.png"
+    arguments = ["--ranks", "8", "--ranks-per-host", "4", "--device", device, "--num-stages", "2"]
+    assert plan(f"{HERE}:mlp_on_meta", *arguments, "-o", str(output), "--plot", str(picture)) == 0
+    printed = capsys.readouterr()
+    assert "2 stages" in printed.out and "(roofline)" in printed.out
+    assert "predicted step" in printed.out and "proven bound" in printed.out
+    assert "rank 0 |" in printed.out and "> forward" in printed.out
+    assert "nothing was measured" in printed.out and not printed.err
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    deployment = load(output)
+    assert not deployment.plan.is_measured and deployment.plan.num_stages == 2
+    assert deployment.fingerprint.hosts == (4, 4) and deployment.fingerprint.device == "cpu, 1 threads"
+    assert set(deployment.fingerprint.memory_bytes) == {8 * 2**30 * 0.9}
+    assert main(["show", str(output)]) == 0
+    assert "nothing was measured" in capsys.readouterr().out
+
+
+def test_a_profile_takes_the_place_of_the_prediction(tmp_path: Path, capsys: Any, device: str) -> None:
+    file, output = str(tmp_path / "profile.json"), tmp_path / "plan.json"
+    sizes = ["--micro-batch-sizes", "1,2", "--profile-iterations", "1"]
+    assert main(["measure", f"{HERE}:mlp", "-o", file, *sizes]) == 0
+    assert load_profile(file).is_measured and load_profile(file).micro_batch_sizes == (1, 2)
+    assert plan(f"{HERE}:mlp", "--ranks", "2", "--device", device, "--profile", file, "-o", str(output)) == 0
+    assert "roofline" not in capsys.readouterr().out
+    assert load(output).plan.is_measured
+    assert plan(f"{HERE}:mlp_on_meta", "--ranks", "2", "--device", device, "--profile", file) == 1
+    assert "measure this model" in capsys.readouterr().err
+
+
+def test_without_a_device_this_machine_is_measured_and_links_are_assumed(capsys: Any) -> None:
+    assert plan(f"{HERE}:mlp", "--ranks", "2", "--profile-iterations", "1") == 0
+    printed = capsys.readouterr().out
+    assert "links are assumed" in printed and "roofline" not in printed
+
+
+def test_a_run_loads_the_plan_that_was_made_without_it(tmp_path: Path, device: str, caplog: Any) -> None:
+    """The device, the memory limit, the settings and the batch are those of the run."""
+    output = tmp_path / "plan.json"
+    more = ["--memory", "1GiB", "--optimizer", "sgd", "--num-micro-batches", "2", "--recompute", "all"]
+    assert plan(f"{HERE}:mlp", "--ranks", "1", "--device", device, *more, "-o", str(output)) == 0
+    model, args, kwargs = targets.mlp()
+    wrapped = AutoVaruna(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        deployment_file=str(output),
+        load_deployment=True,
+        memory_limit_bytes="1GiB",
+        num_micro_batches=2,
+        recompute="all",
+    )
+    with caplog.at_level("INFO"):
+        wrapped(*args, **kwargs).backward()
+    assert f"using the saved deployment {output}" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("target", "said"),
+    [
+        ("nothing", "Expected MODULE:FUNCTION"),
+        ("no.such.module:build", "cannot be imported: ModuleNotFoundError"),
+        ("no/such/file.py:build", "does not exist"),
+        (f"{HERE}:no_function", "has no function 'no_function'"),
+        (f"{HERE}:not_a_function", "has no function 'not_a_function'"),
+        (f"{HERE}:fails", "RuntimeError: no data here at"),
+        (f"{HERE}:returns_a_model_alone", "returned (Mlp)"),
+        (f"{HERE}:returns_other_things", "returned (int, int, int)"),
+    ],
+)
+def test_what_cannot_be_planned_says_why(target: str, said: str, capsys: Any) -> None:
+    for command in (["plan", target, "--ranks", "2"], ["measure", target]):
+        assert main(command) == 1
+        error = capsys.readouterr().err
+        assert said in error and "returns (model, args, kwargs)" in error
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--ranks", "0"], "--ranks is 0"),
+        (["--ranks", "2", "--device", "h10"], "did you mean h100?"),
+        (["--ranks", "2", "--num-stages", "two"], "--num-stages is 'two'; expected a whole number"),
+        (["--ranks", "2", "--recompute", "some"], "expected one of"),
+        (["--ranks", "2", "--memory", "much"], "expected a number of bytes"),
+        (["--ranks", "2", "--optimizer", "magic"], "expected none, "),
+        (["--ranks", "2", "--optimizer", "sgd:speed=1"], "cannot be made"),
+        (["--ranks", "2", "--profile", "/no/such/file"], "cannot be read"),
+        (["--ranks", "2", "--num-stages", "3", "--device", "h100"], "3 ranks are needed"),
+        (["--ranks", "2", "--memory", "1KB", "--device", "h100"], "no plan fits into memory"),
+        (["--ranks", "2", "--device", "h100", "-o", "/proc/no/plan.json"], "cannot be written"),
+        (["--ranks", "2", "--device", "h100", "--plot", "step.nothing"], "cannot draw"),
+    ],
+)
+def test_an_option_that_cannot_be_used_says_why(arguments: list[str], said: str, capsys: Any) -> None:
+    assert plan(f"{HERE}:mlp", *arguments) == 1
+    assert said in capsys.readouterr().err
+
+
+def test_a_wrong_usage_ends_with_status_2() -> None:
+    for arguments in (["plan"], ["plan", "x:y"], ["plan", "x:y", "--ranks", "many"], ["measure"], ["fly"]):
+        with pytest.raises(SystemExit) as caught:
+            main(arguments)
+        assert caught.value.code == 2
+
+
+def test_without_matplotlib_a_picture_says_what_to_install(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else find_spec(name))
+    assert plan(f"{HERE}:mlp", "--ranks", "2", "--device", "h100", "--plot", "x.png") == 1
+    assert "pip install 'autovaruna[plot]'" in capsys.readouterr().err
+
+
+def test_a_damaged_profile_is_named(tmp_path: Path, capsys: Any) -> None:
+    file = tmp_path / "profile.json"
+    assert main(["measure", f"{HERE}:mlp", "-o", str(file), "--profile-iterations", "1"]) == 0
+    good = json.loads(file.read_text())
+    for damaged in ("{", "[]", {**good, "format_version": 9}, {**good, "costs": []}, {"format_version": 1}):
+        file.write_text(damaged if isinstance(damaged, str) else json.dumps(damaged))
+        assert plan(f"{HERE}:mlp", "--ranks", "2", "--profile", str(file)) == 1
+        assert str(file) in capsys.readouterr().err
+
+
+def test_a_file_is_found_from_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """Its neighbours can be imported, as when it is run."""
+    (tmp_path / "neighbour_of_build.py").write_text("from tests.commands.targets import mlp")
+    (tmp_path / "my_build.py").write_text("from neighbour_of_build import mlp\n\ndef build():\n    return mlp()\n")
+    monkeypatch.chdir("/")
+    assert plan(f"{tmp_path / 'my_build.py'}:build", "--ranks", "2", "--device", "a100.toml") == 0
+    assert "NVIDIA A100" in capsys.readouterr().out
+
+
+def test_a_device_file_with_a_mistake_names_it(tmp_path: Path, device: str, capsys: Any) -> None:
+    for old, new, said in (
+        ("float32 = 5e10", "float32 = -1", "compute.float32 is -1"),
+        ("float32 = 5e10", "float31 = 5e10", "compute.float31 is unknown; did you mean float32?"),
+        ('memory = "8GiB"', 'memory = "much"', "memory is 'much'"),
+        ('memory = "8GiB"', "", "does not say its memory"),
+        ("[local_link]", "[local_links]", "local_links is unknown"),
+        ("[memory_bandwidth]\nbytes_per_second = 1e10", "", "memory_bandwidth.bytes_per_second is missing"),
+        ('kind = "cpu"', 'kind = "abacus"', "expected cpu or cuda"),
+        ("[compute]", "[compute", "not TOML"),
+    ):
+        assert old in CPU_FILE
+        Path(device).write_text(CPU_FILE.replace(old, new))
+        assert plan(f"{HERE}:mlp", "--ranks", "2", "--device", device) == 1
+        error = capsys.readouterr().err
+        assert said in error and device in error
+
+
+@pytest.mark.parametrize("text", ["adamw", "SGD:momentum=0.9,nesterov=true", "Adafactor", "rmsprop"])
+def test_optimizers_go_by_their_names(text: str) -> None:
+    made = make_optimizer(text)
+    assert made is not None and type(made).__name__.lower() == text.partition(":")[0].lower()
+    assert make_optimizer("none") is None
+
+
+def test_of_many_ranks_some_are_drawn() -> None:
+    drawing = "\n".join([*(f"row {rank}" for rank in range(40)), "legend"])
+    assert timeline(drawing, [0, 7], 40).splitlines()[:3] == ["row 0", "row 7", "legend"]
+    assert "2 of 40 ranks" in timeline(drawing, [0, 7], 40)
+
+
+def test_gpt3_is_planned_for_many_ranks(tmp_path: Path, capsys: Any) -> None:
+    """Four layers of it: all of it is what the benchmark plans."""
+    example = Path(__file__).parents[2] / "examples" / "gpt3.py"
+    script = tmp_path / "small_gpt3.py"
+    script.write_text(f"import sys\nsys.path.insert(0, {os.fspath(example.parent)!r})\nimport gpt3\n")
+    script.write_text(script.read_text() + "\ndef build():\n    return gpt3.build(num_layers=4)\n")
+    arguments = ["--ranks", "64", "--ranks-per-host", "8", "--device", "h100", "--batch-size", "128"]
+    assert plan(f"{script}:build", *arguments) == 0
+    assert "of 64 ranks are drawn" in capsys.readouterr().out
