@@ -14,7 +14,7 @@ from autovaruna.planner.partition.resources import resources_of
 
 _log = logging.getLogger(__name__)
 _NEAR = 0.004
-_COMPUTE_STEPS = 40
+_COARSE = 0.001
 
 
 def close_in(
@@ -32,7 +32,7 @@ def close_in(
     Returns:
         Whether the search was begun.
     """
-    levels = list_downsets(graph, max_downsets)
+    levels = list_downsets(graph, max_downsets, bounds.deadline)
     if levels is None:
         return False
     num_downsets = count(levels)
@@ -88,7 +88,7 @@ class _Search:
         low, high = max(self.low, max(self._graph.seconds, default=0.0)), self.high
         if self._reach.may_exist(low):
             return low
-        for _ in range(_COMPUTE_STEPS):
+        while high - low > _COARSE * high and not self._bounds.is_late:
             middle = (low + high) / 2
             low, high = (low, middle) if self._reach.may_exist(middle) else (middle, high)
         return low

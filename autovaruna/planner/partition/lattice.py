@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
+import time
 from dataclasses import dataclass
 
 import numpy as np
 
 from autovaruna.planner.partition.blocks import BlockGraph, bits
 from autovaruna.planner.partition.words import Bools, Floats, Ints, Words, expand, flatten, has, pack
+
+_MOST_BYTES = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,14 +66,24 @@ class _Tables:
         self.sources = pack([sum(1 << block for block in range(size) if not needs[block])], size)
 
 
-def list_downsets(graph: BlockGraph, limit: int) -> list[Level] | None:
-    """Lists the downsets level by level, or returns ``None`` when there are more than `limit`."""
+def list_downsets(graph: BlockGraph, limit: int, deadline: float = math.inf) -> list[Level] | None:
+    """Lists the downsets level by level.
+
+    Args:
+        graph: the blocks.
+        limit: how many downsets are too many.
+        deadline: when to give up, on ``time.monotonic``'s clock.
+
+    Returns:
+        The levels, from the empty downset up; ``None`` if there are too many, they would take too much memory, or time
+        was over.
+    """
     tables = _Tables(graph)
     downsets = np.zeros((1, tables.own.shape[1]), dtype=np.uint64)
     ready, keys = tables.sources, np.zeros(1, dtype=np.uint64)
     open_nets, border = np.zeros((1, tables.net_words), dtype=np.uint64), np.zeros(1)
     levels: list[Level] = []
-    total = 1
+    total, num_bytes = 1, 0
     for _ in range(len(graph)):
         source, block = _steps(ready, len(graph))
         first = np.searchsorted(source, np.arange(len(downsets) + 1))
@@ -77,7 +91,8 @@ def list_downsets(graph: BlockGraph, limit: int) -> list[Level] | None:
         keys, one, target = np.unique(target_keys, return_index=True, return_inverse=True)
         levels.append(Level(downsets, open_nets, border, first, block, target))
         total += len(keys)
-        if total > limit:
+        num_bytes += sum(part.nbytes for part in (downsets, open_nets, border, first, block, target))
+        if total > limit or num_bytes > _MOST_BYTES or time.monotonic() > deadline:
             return None
         grown = downsets[source] | tables.own[block]
         assert np.array_equal(grown[one][target], grown), "two downsets share a key"

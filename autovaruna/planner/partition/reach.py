@@ -9,7 +9,9 @@ of them at least. The same sum bounds the devices before E.
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
 import time
 from dataclasses import dataclass
 
@@ -20,10 +22,11 @@ from autovaruna.planner.partition.cuts import Cuts
 from autovaruna.planner.partition.lattice import Level
 from autovaruna.planner.partition.remaining import remaining_after
 from autovaruna.planner.partition.resources import Resources
-from autovaruna.planner.partition.words import Bools, Floats, Ints, pack, unpack
+from autovaruna.planner.partition.words import Bools, Floats, Ints, Words, pack, unpack
 
 Chain = tuple[int, ...]
 _NO_CUT = -1
+_ONE = np.uint64(1)
 _ROUNDING = 1e-12
 
 
@@ -46,9 +49,8 @@ class Reach:
     def __init__(self, graph: BlockGraph, levels: list[Level], resources: Resources, num_devices: int) -> None:
         self._levels, self._resources, self._num_devices = levels, resources, num_devices
         self._cuts = Cuts(levels, resources)
-        self._nets = [
-            (seconds, pack([net], len(graph))[0] if net.bit_count() > 2 else None) for net, seconds in graph.nets
-        ]
+        wide = [net if net.bit_count() > 2 else 0 for net, _ in graph.nets]
+        self._nets = [(seconds, _words_of(net, len(graph))) for net, (_, seconds) in zip(wide, graph.nets, strict=True)]
 
     def may_exist(self, load: float) -> bool:
         """Tells whether compute alone leaves room for a chain with no load above `load`."""
@@ -104,7 +106,8 @@ class Reach:
         rest = cuts.use[:, -1:] - cuts.use + crossing
         before_fits: Bools = np.logical_and.reduce(cuts.use + crossing <= device * room, axis=0)
         if after == 0:
-            return before_fits & (np.arange(len(cuts)) == len(cuts) - 1)
+            is_everything: Bools = np.arange(len(cuts)) == len(cuts) - 1
+            return before_fits & is_everything
         after_fits: Bools = np.logical_and.reduce(rest <= after * room, axis=0)
         return before_fits & after_fits
 
@@ -134,16 +137,15 @@ class Reach:
         These are the nets open at an end of it, but for those open at both without a block in between.
         """
         table = self._cuts
-        held = table.downsets[ends] & ~table.downsets[start]
-        opened = table.open_nets[ends]
+        held = (table.downsets[ends] & ~table.downsets[start]).T.copy()
+        opened = table.open_nets[ends].T.copy()
         seconds: Floats = table.border[ends] + table.border[start]
         for net in bits(unpack(table.open_nets[start])):
-            cost, blocks = self._nets[net]
-            at_both = (opened[:, net >> 6] >> np.uint64(net & 63) & np.uint64(1)).astype(np.float64)
-            if blocks is None:
-                seconds -= 2.0 * cost * at_both
-            else:
-                seconds -= cost * at_both * (2.0 - (held & blocks).any(axis=1))
+            cost, words = self._nets[net]
+            at_both = (opened[net >> 6] & _ONE << np.uint64(net & 63)) != 0
+            seconds -= 2.0 * cost * at_both
+            if words:
+                seconds += cost * (at_both & _holds_any(held, words))
         return seconds
 
     def _chain(self, came_from: Ints) -> tuple[int, ...]:
@@ -154,6 +156,18 @@ class Reach:
             chain.append(unpack(self._cuts.downsets[cut]))
             cut = int(came_from[cut])
         return tuple(reversed(chain))
+
+
+def _words_of(blocks: int, size: int) -> tuple[tuple[int, np.uint64], ...]:
+    """Returns the words of a set that are not empty: (position, word)."""
+    return tuple((position, word) for position, word in enumerate(pack([blocks], size)[0]) if word)
+
+
+def _holds_any(sets: Words, words: tuple[tuple[int, np.uint64], ...]) -> Bools:
+    """Tells which sets, shape (words, sets), hold any element of another one."""
+    common = functools.reduce(operator.or_, (sets[position] & word for position, word in words))
+    holds: Bools = common != 0
+    return holds
 
 
 class _Search:

@@ -19,6 +19,7 @@ from autovaruna.planner.partition.refine import refine
 from autovaruna.planner.partition.resources import resources_of
 
 _SMALL, _LARGE = 20_000, 200_000
+_SHARE_TO_REFINE = 0.2
 _NEGLIGIBLE = 1e-6
 
 
@@ -65,8 +66,9 @@ def _search(graph: BlockGraph, bounds: Bounds, max_downsets: int) -> None:
     """Searches without loose blocks where that is enough; else around the best plan, and then everything."""
     if _search_without_loose(graph, bounds, max_downsets) or bounds.is_late:
         return
-    if list_downsets(graph, _LARGE) is None:
-        refine(graph, bounds, _SMALL)
+    if list_downsets(graph, _LARGE, bounds.deadline) is None:
+        now = time.monotonic()
+        refine(graph, bounds, _SMALL, now + _SHARE_TO_REFINE * (bounds.deadline - now))
     if not bounds.is_closed and not close_in(graph, bounds, "all downsets were searched", max_downsets):
         refine(graph, bounds, _LARGE)
 
