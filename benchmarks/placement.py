@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 import random
 import sys
 import time
@@ -34,14 +35,16 @@ def main(arguments: list[str] | None = None) -> int:
     splits: dict[str, Devices] = {}
     all_valid = True
     print(f"{'workload':<32} {'k':>3} {'objective':>12} {'lower bound':>12} {'gap %':>8} {'seconds':>8}  valid")
-    read = {Path(path).stem: json.loads(Path(path).read_text()) for path in options.files}
-    for name, workload in (read or {"made_up_branches": _branches(4, 12)}).items():
-        num_devices = options.devices or int(workload["maxFPGAs"])
+    for path in options.files or [None]:
+        name = Path(path).stem if path else "made_up_branches"
+        num_devices = options.devices or 0
         begin = time.perf_counter()
         try:
+            workload = read(Path(path)) if path else _branches(4, 12)
+            num_devices = num_devices or int(workload["maxFPGAs"])
             found = partition(_problem(workload), num_devices, max_seconds=options.seconds)
         except PlanError as error:
-            print(f"{name:<32} {num_devices:>3} {error}")
+            print(f"{name:<32} {num_devices:>3} {error}", flush=True)
             all_valid = False
             continue
         seconds = time.perf_counter() - begin
@@ -52,6 +55,50 @@ def main(arguments: list[str] | None = None) -> int:
     if options.output:
         Path(options.output).write_text(json.dumps(splits, indent=1) + "\n")
     return 0 if all_valid else 1
+
+
+def read(path: Path) -> Workload:
+    """Reads a workload.
+
+    Raises:
+        PlanError: the file cannot be read, lacks something, or has forward edges that lead in a circle.
+    """
+    try:
+        workload = json.loads(path.read_text())
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise PlanError(f"{path} cannot be read as JSON: {error}; give the file of a workload") from error
+    _check_keys(
+        path, "the workload", workload, {"maxFPGAs": int, "maxSizePerFPGA": float, "nodes": list, "edges": list}
+    )
+    for node in workload["nodes"]:
+        _check_keys(path, "a node", node, {"id": object, "fpgaLatency": float, "size": float})
+    for edge in workload["edges"]:
+        _check_keys(path, "an edge", edge, {"sourceId": object, "destId": object, "cost": float})
+    _check_order(path, workload)
+    return dict(workload)
+
+
+def _check_keys(path: Path, what: str, record: Any, kinds: dict[str, type]) -> None:
+    if not isinstance(record, dict):
+        raise PlanError(f"{path}: {what} is {str(record)[:80]!r}; expected an object with {', '.join(kinds)}")
+    for key, kind in kinds.items():
+        if key not in record:
+            raise PlanError(f"{path}: {what} has no {key!r}: {str(record)[:80]}; expected {', '.join(kinds)}")
+        expected = (int, float) if kind in (int, float) else kind
+        if not isinstance(record[key], expected) or (kind is float and not math.isfinite(record[key])):
+            raise PlanError(f"{path}: {what} has {key}={str(record[key])[:80]!r}; expected a finite {kind.__name__}")
+
+
+def _check_order(path: Path, workload: Workload) -> None:
+    is_backward = {str(node["id"]): bool(node.get("isBackwardNode", False)) for node in workload["nodes"]}
+    pairs = [(str(edge["sourceId"]), str(edge["destId"])) for edge in workload["edges"]]
+    unknown = [pair for pair in pairs if not set(pair) <= is_backward.keys()]
+    if unknown:
+        raise PlanError(f"{path}: edge {unknown[0]} ends at an id that no node has; add the node or drop the edge")
+    order = nx.DiGraph([pair for pair in pairs if not any(is_backward[name] for name in pair)])
+    if not nx.is_directed_acyclic_graph(order):
+        circle = " -> ".join(source for source, _ in nx.find_cycle(order))
+        raise PlanError(f"{path}: forward edges lead in a circle: {circle}; drop one of them")
 
 
 def check(workload: Workload, devices: Devices, num_devices: int, objective: float) -> list[str]:

@@ -62,6 +62,10 @@ def test_too_many_downsets_are_not_listed() -> None:
     assert list_downsets(build_blocks(forward_problem(*branches(3, 4))), 126) is None
 
 
+def test_a_listing_ends_in_time() -> None:
+    assert list_downsets(build_blocks(forward_problem(*branches(3, 4))), 1000, deadline=0.0) is None
+
+
 def test_sets_of_more_than_a_word_keep_their_elements() -> None:
     masks = [0, 1, 1 << 63 | 1 << 64, (1 << 130) - 1]
     rows = pack(masks, 130)

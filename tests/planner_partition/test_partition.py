@@ -139,6 +139,19 @@ def test_loose_nodes_do_not_multiply_downsets(num_devices: int) -> None:
     assert found.num_downsets < 100_000
 
 
+def test_crossings_that_cost_as_much_as_compute_are_solved() -> None:
+    """Three parallel chains between two nodes, again and again, as in attention: a cut inside costs thrice."""
+    shape = branches(3, 3)
+    size, edges = 8 * (shape[0] - 1) + 1, []
+    for at in range(0, size - 1, shape[0] - 1):
+        edges += [(at + a, at + b) for a, b in shape[1]]
+    for num_devices in (3, 6):
+        problem = forward_problem(size, edges, seed=5, crossing=3.0)
+        found = partition(problem, num_devices)
+        _assert_valid(problem, found)
+        assert found.gap == 0.0
+
+
 def test_loose_nodes_do_not_hide_that_nothing_fits() -> None:
     chain = training_problem(3, [(0, 1), (1, 2)])
     nodes = tuple(replace(node, num_bytes=6) for node in chain.nodes)

@@ -61,6 +61,61 @@ def test_devices_option_and_what_does_not_fit(
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
+        ({"nodes": None}, "has nodes='None'; expected a finite list"),
+        ({"maxFPGAs": "six"}, "has maxFPGAs='six'; expected a finite int"),
+        ({"nodes": [{"id": 1, "size": 4.0}]}, "a node has no 'fpgaLatency'"),
+        (
+            {"nodes": [{"id": 1, "fpgaLatency": float("nan"), "size": 4.0}]},
+            "fpgaLatency='nan'; expected a finite float",
+        ),
+        ({"nodes": [{"id": 1, "fpgaLatency": -1.0, "size": 4.0}], "edges": []}, "seconds=-1.0"),
+        ({"edges": [[1, 2]]}, "an edge is '[1, 2]'; expected an object"),
+        ({"edges": [{"sourceId": 1, "destId": 99, "cost": 0.5}]}, "('1', '99') ends at an id that no node has"),
+        ({"edges": [{"sourceId": a, "destId": b, "cost": 0.5} for a, b in ((1, 2), (2, 3), (3, 1))]}, "in a circle: "),
+        ({"maxSizePerFPGA": 7.0}, "take 8 bytes and a device holds 7: 1 bytes are missing"),
+        ({"maxFPGAs": 0}, "num_devices=0; expected at least 1"),
+    ],
+)
+def test_damaged_workloads_are_named_and_the_others_go_on(
+    placement: ModuleType,
+    workload: dict[str, Any],
+    changed: dict[str, Any],
+    words: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    damaged, whole = tmp_path / "damaged.json", tmp_path / "whole.json"
+    damaged.write_text(json.dumps(workload | {"maxFPGAs": 7} | changed))
+    whole.write_text(json.dumps(workload))
+    assert placement.main([str(damaged), str(whole)]) == 1
+    first, second = capsys.readouterr().out.splitlines()[1:]
+    assert words in first
+    assert second.endswith("valid")
+
+
+def test_what_is_no_workload_at_all_is_named(
+    placement: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "cut.json").write_text('{"nodes": [')
+    assert placement.main([str(tmp_path / "cut.json"), str(tmp_path / "none.json")]) == 1
+    lines = capsys.readouterr().out.splitlines()[1:]
+    assert len(lines) == 2 and all("cannot be read as JSON" in line for line in lines)
+
+
+def test_more_devices_than_nodes_and_the_same_split_each_time(
+    placement: ModuleType, workload: dict[str, Any], tmp_path: Path
+) -> None:
+    file, written = tmp_path / "three.json", []
+    file.write_text(json.dumps(workload))
+    for output in (tmp_path / "a.json", tmp_path / "b.json"):
+        assert placement.main([str(file), "--devices", "50", "--output", str(output)]) == 0
+        written.append(output.read_text())
+    assert written[0] == written[1]
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
         ({"6": 1}, "colour class 1 is on devices"),
         ({"7": 2}, "not every node has one of 2 devices"),
         ({"1": 1, "6": 1, "2": 0, "5": 0, "3": 1, "4": 1}, "no chain of downsets"),
