@@ -6,10 +6,10 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from autovaruna.commands import config, measure, plan, show
+from autovaruna.commands import config, measure, plan, show, trace
 from autovaruna.errors import AutoVarunaError
 
-_COMMANDS = {"config": config, "show": show, "measure": measure, "plan": plan}
+_COMMANDS = {"config": config, "show": show, "measure": measure, "plan": plan, "trace": trace}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

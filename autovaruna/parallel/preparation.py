@@ -100,8 +100,9 @@ class Preparation:
         """Starts the trace of every step, if it is asked for. Collective."""
         if not self._settings.trace_events:
             return None
-        predicted = replay(pipeline_of(self.plan, self._traced.graph), self.schedule)
-        return EventTrace(self._settings.trace_events_file, self._world, predicted.events)
+        pipeline = pipeline_of(self.plan, self._traced.graph)
+        predicted = replay(pipeline, self.schedule)
+        return EventTrace(self._settings.trace_events_file, self._world, predicted, pipeline.edges)
 
     def _dump_graph(self) -> None:
         """Writes the traced graph as JSON, if it is asked for."""

@@ -3,78 +3,170 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
-from typing import Any
 
+from autovaruna.runtime.clock import offset_to_first
+from autovaruna.runtime.lost import Ends, Span, account, table
 from autovaruna.runtime.world import World
-from autovaruna.schedule import Event, Instruction
+from autovaruna.schedule import Simulation
+from autovaruna.schedule.instruction import Instruction, Kind
+from autovaruna.schedule.pipeline import Edge
 
-Span = tuple[str, float, float]
-"""An instruction, and the seconds of its begin and end on the common clock."""
+logger = logging.getLogger(__name__)
 
 _MEASURED, _PREDICTED = 0, 1
+_STEPS_ONE_BY_ONE = 32
+_STEPS_TOGETHER = 8
+_SHORT_WAIT_SECONDS = 5e-6
+Step = tuple[list[Span], Ends]
 
 
 @dataclass
 class Recorder:
-    """Notes the begin and end of instructions on this rank; the clock of every rank starts at a common barrier."""
+    """Notes the begin and end of instructions on this rank, on the clock of rank 0.
 
-    origin: float = 0.0
+    Args:
+        offset: What to add to this rank's clock.
+    """
+
+    offset: float = 0.0
     spans: list[Span] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)
 
-    def note(self, instruction: Instruction, begin: float, end: float) -> None:
+    def note(self, instruction: Instruction, begin: float, end: float, waited_seconds: float) -> None:
         """Notes an instruction; `begin` and `end` are readings of `perf_counter`."""
-        self.spans.append((str(instruction), begin - self.origin, end - self.origin))
+        begin += self.offset
+        self.spans.append((str(instruction), begin, begin + waited_seconds, end + self.offset))
+
+    def end_step(self) -> None:
+        """Notes that a step has ended."""
+        last = self.spans[-1][3] if self.spans else 0.0
+        self.steps.append((self.spans, (last, perf_counter() + self.offset)))
+        self.spans = []
 
 
 class EventTrace:
-    """Collects the spans of all ranks after each step, and appends them to a file on rank 0.
+    """Collects the spans of all ranks after each step, later after every few, and appends them to a file on rank 0.
 
     The file is a JSON array that is left open at its end, which trace viewers accept; so a run that is killed leaves
-    a trace of all steps before.
+    a trace of the steps before. After steps 2, 4, 8, ... a table in the log says where the time of the step went.
 
     Args:
         path: The file.
         world: The ranks.
         predicted: The simulated step.
+        edges: What stages send each other.
     """
 
-    def __init__(self, path: str, world: World, predicted: Sequence[Event]) -> None:
+    def __init__(self, path: str, world: World, predicted: Simulation, edges: Sequence[Edge]) -> None:
         self._path = Path(path)
         self._world = world
         self._predicted = predicted
+        self._num_steps = self._num_written = 0
         world.barrier("starting the trace")
-        self.recorder = Recorder(perf_counter())
+        self.recorder = Recorder(offset_to_first(world))
+        self._awaited = awaited_by(predicted, edges) if world.rank == 0 else {}
         if world.rank == 0:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            names = [_process_name(_MEASURED, "measured"), _process_name(_PREDICTED, "predicted")]
-            self._path.write_text("[\n" + "".join(json.dumps(name) + ",\n" for name in names), encoding="utf-8")
+            self._path.write_text("[\n" + "".join(_head(predicted)), encoding="utf-8")
 
     def write_step(self) -> None:
-        """Appends what was recorded since the last time. Collective."""
-        spans, self.recorder.spans = self.recorder.spans, []
-        known = self._world.gather_objects(spans, "writing the trace")
+        """Ends a step; appends what was recorded, if it is time to. Collective."""
+        self.recorder.end_step()
+        self._num_steps += 1
+        if self._num_steps > _STEPS_ONE_BY_ONE and self._num_steps % _STEPS_TOGETHER:
+            return
+        steps, self.recorder.steps = self.recorder.steps, []
+        known = self._world.gather_objects(steps, "writing the trace")
         if self._world.rank != 0:
             return
-        start = min((begin for each in known for _, begin, _ in each), default=0.0)
-        rows = [_row(_MEASURED, rank, span) for rank, each in enumerate(known) for span in each]
-        rows += [
-            _row(
-                _PREDICTED, event.rank, (str(event.instruction), start + event.start_seconds, start + event.end_seconds)
-            )
-            for event in self._predicted
-        ]
         with self._path.open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps(row) + ",\n" for row in rows)
+            for step in zip(*known, strict=True):
+                self._num_written += 1
+                file.writelines(self._rows(step))
+                if self._num_written > 1 and self._num_written & (self._num_written - 1) == 0:
+                    self._report(step)
+
+    def _rows(self, step: Sequence[Step]) -> list[str]:
+        """Returns the lines of one step: measured, predicted from its begin on, and messages."""
+        rows: list[str] = []
+        places: dict[str, tuple[int, float, float]] = {}
+        number = self._num_written
+        for rank, (spans, (last, end)) in enumerate(step):
+            for name, begin, ready, done in spans:
+                places[name] = rank, ready, done
+                rows.append(_row(_MEASURED, rank, name, ready, done, number))
+                if ready - begin > _SHORT_WAIT_SECONDS:
+                    rows.append(_row(_MEASURED, rank, "wait", begin, ready, number))
+            if spans:
+                rows.append(_row(_MEASURED, rank, "all-reduce, loss", last, end, number))
+        start = min((spans[0][1] for spans, _ in step if spans), default=0.0)
+        for event in self._predicted.events:
+            begin, done = start + event.start_seconds, start + event.end_seconds
+            rows.append(_row(_PREDICTED, event.rank, str(event.instruction), begin, done, number))
+        for reduction in self._predicted.reductions:
+            begin, done = start + reduction.start_seconds, start + reduction.end_seconds
+            rows += [_row(_PREDICTED, rank, "all-reduce", begin, done, number) for rank in reduction.ranks]
+        return rows + self._flows(places)
+
+    def _flows(self, places: dict[str, tuple[int, float, float]]) -> list[str]:
+        """Returns an arrow for each message between ranks."""
+        rows = []
+        for name, senders in self._awaited.items():
+            for sender in senders:
+                if name in places and sender in places and places[name][0] != places[sender][0]:
+                    arrow = f"{self._num_written}/{sender}/{name}"
+                    left = min(places[sender][2], places[name][1])  # it leaves a little before its instruction ends
+                    rows.append(_arrow("s", places[sender][0], left, arrow))
+                    rows.append(_arrow("f", places[name][0], places[name][1], arrow))
+        return rows
+
+    def _report(self, step: Sequence[Step]) -> None:
+        seconds, lost = account([spans for spans, _ in step], [ends for _, ends in step], self._awaited)
+        text = table(seconds, self._predicted.step_seconds - max(self._predicted.optimizer_seconds, default=0.0), lost)
+        logger.info("step %d: %s", self._num_written, text)
 
 
-def _process_name(process: int, name: str) -> dict[str, Any]:
-    return {"ph": "M", "name": "process_name", "pid": process, "args": {"name": name}}
+def awaited_by(predicted: Simulation, edges: Sequence[Edge]) -> dict[str, list[str]]:
+    """Returns, for each instruction that waits for messages, the instructions that send them."""
+    awaited: dict[str, list[str]] = {}
+    for row in predicted.schedule:
+        for step in row:
+            if step.kind is Kind.FORWARD:
+                senders = [edge.source for edge in edges if edge.destination == step.stage]
+            else:
+                senders = [edge.destination for edge in edges if edge.source == step.stage and edge.needs_gradient]
+            if senders and step.kind is not Kind.RECOMPUTE:
+                awaited[str(step)] = [str(Instruction(stage, step.kind, step.micro_batch)) for stage in senders]
+    return awaited
 
 
-def _row(process: int, rank: int, span: Span) -> dict[str, Any]:
-    name, begin, end = span
-    return {"ph": "X", "name": name, "pid": process, "tid": rank, "ts": begin * 1e6, "dur": (end - begin) * 1e6}
+def _head(predicted: Simulation) -> list[str]:
+    """Returns the lines that name the rows."""
+    rows = []
+    for process, name in ((_MEASURED, "measured"), (_PREDICTED, "predicted")):
+        rows.append({"ph": "M", "name": "process_name", "pid": process, "args": {"name": name}})
+        for rank in range(len(predicted.acts)):
+            rows.append(
+                {"ph": "M", "name": "thread_name", "pid": process, "tid": rank, "args": {"name": f"rank {rank}"}}
+            )
+    return [json.dumps(row) + ",\n" for row in rows]
+
+
+def _row(process: int, rank: int, name: str, begin: float, end: float, step: int) -> str:
+    return (
+        f'{{"ph":"X","name":"{name}","pid":{process},"tid":{rank},"ts":{begin * 1e6:.3f},'
+        f'"dur":{(end - begin) * 1e6:.3f},"args":{{"step":{step}}}}},\n'
+    )
+
+
+def _arrow(phase: str, rank: int, at: float, name: str) -> str:
+    binding = ',"bp":"e"' if phase == "f" else ""
+    return (
+        f'{{"ph":"{phase}","name":"message","cat":"message","id":"{name}","pid":{_MEASURED},"tid":{rank},'
+        f'"ts":{at * 1e6:.3f}{binding}}},\n'
+    )

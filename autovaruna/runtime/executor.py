@@ -155,10 +155,10 @@ class Executor:
             posted = self._post_ahead(program, position, posted)
             part = self._job.batch.micro_batches[instruction.micro_batch]
             self._instruction = instruction
-            begin = perf_counter()
+            begin, waited = perf_counter(), self._mail.waited_seconds
             _METHODS[instruction.kind](self, self._stages[instruction.stage], part)
             if self._recorder is not None:
-                self._recorder.note(instruction, begin, perf_counter())
+                self._recorder.note(instruction, begin, perf_counter(), self._mail.waited_seconds - waited)
             if last.get(instruction.stage) == position:
                 self.stage_ended(instruction.stage)
             self._world.progress()

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
+from time import perf_counter
 
 import torch
 from torch import Tensor
@@ -53,7 +54,7 @@ class Mail:
         device: Where received tensors live.
 
     `kinds` is where senders and receivers keep the kinds that they have made. `num_posted_bytes` is the memory of
-    receives that are posted and not taken.
+    receives that are posted and not taken; `waited_seconds` is how long this rank has waited for messages in all.
     """
 
     def __init__(self, world: World, device: torch.device) -> None:
@@ -61,6 +62,7 @@ class Mail:
         self._device = device
         self.kinds: dict[Hashable, Kind] = {}
         self.num_posted_bytes = 0
+        self.waited_seconds = 0.0
         self._layouts: dict[Kind, Layouts] = {}
         self._local: dict[Route, deque[TensorList]] = {}
         self._posted: dict[Route, deque[tuple[Layouts, list[Tensor], Pending]]] = {}
@@ -108,7 +110,10 @@ class Mail:
                 self._layouts[kind] = self._world.receive_object(route.source, route.tag)
             self._post_known(route)
         layouts, buffers, pending = self._posted[route].popleft()
-        pending.wait()
+        if not pending.is_done():
+            begin = perf_counter()
+            pending.wait()
+            self.waited_seconds += perf_counter() - begin
         self.num_posted_bytes -= sum(buffer.nbytes for buffer in buffers)
         filled = iter(buffers)
         return [None if layout is None else layout.unpack(next(filled)) for layout in layouts]

@@ -1,0 +1,124 @@
+"""Shows a trace that a run with trace_events wrote: steps measured and predicted, as a table or a picture."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from rich.table import Table
+
+from autovaruna.commands.plot import check_plot
+from autovaruna.commands.printing import show
+from autovaruna.errors import ConfigError
+
+HELP = "show the trace of a run: steps as measured and as predicted"
+_PROCESSES = ("measured", "predicted")
+_COLOURS = {"F": "#4c78a8", "R": "#f2cf5b", "B": "#54a24b", "a": "#b279a2", "w": "#e8e8e8"}
+_NAMES = {"F": "forward", "R": "recompute", "B": "backward", "a": "all-reduce, loss", "w": "wait for a message"}
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A row's stretch of time: the first letter of `kind` is that of the instruction, or of `wait`, `all-reduce`."""
+
+    process: int
+    rank: int
+    kind: str
+    step: int
+    start_seconds: float
+    seconds: float
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the options."""
+    parser.add_argument("file", metavar="FILE", help="the trace (setting trace_events_file)")
+    parser.add_argument("--step", type=int, default=0, metavar="n", help="the step to draw (default: the last)")
+    parser.add_argument("--plot", default="", metavar="FILE", help="draw a step into this file (png, pdf, svg)")
+
+
+def run(options: argparse.Namespace) -> None:
+    """Prints the table, and draws the picture if one is wanted.
+
+    Raises:
+        ConfigError: the file is no trace, or has no such step.
+    """
+    if options.plot:
+        check_plot()
+    bars = read_bars(Path(options.file))
+    steps = sorted({bar.step for bar in bars})
+    chosen = options.step or steps[-1]
+    if chosen not in steps:
+        raise ConfigError(f"--step is {chosen}; {options.file} has steps {steps[0]} to {steps[-1]}")
+    show(summary(bars))
+    if options.plot:
+        draw([bar for bar in bars if bar.step == chosen], options.plot)
+
+
+def read_bars(path: Path) -> list[Bar]:
+    """Reads the instructions of a trace, which may have been cut off while it was written."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()[1:]
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
+    bars = []
+    for place, line in enumerate(lines, 2):
+        try:
+            event: dict[str, Any] = json.loads(line.rstrip(" ,]"))
+            if event["ph"] == "X":
+                bars.append(_bar(event))
+        except (ValueError, KeyError, TypeError) as error:
+            if place <= len(lines):
+                raise ConfigError(f"line {place} of {path} is not of a trace that AutoVaruna wrote: {error}") from error
+    if not bars:
+        raise ConfigError(f"{path} has no step; expected the trace of a run with trace_events=true")
+    return bars
+
+
+def _bar(event: dict[str, Any]) -> Bar:
+    kind = event["name"].lstrip("0123456789")[0]
+    place = event["pid"], event["tid"], kind, event["args"]["step"]
+    return Bar(*place, event["ts"] * 1e-6, event["dur"] * 1e-6)
+
+
+def summary(bars: list[Bar]) -> Table:
+    """Returns the median seconds of each kind of work on each rank, measured beside predicted."""
+    seconds: dict[tuple[int, str, int], list[float]] = defaultdict(list)
+    for bar in bars:
+        seconds[bar.rank, bar.kind, bar.process].append(bar.seconds)
+    caption = "median milliseconds of one, over all steps"
+    table = Table("rank", "what", "times a step", *(f"{name} ms" for name in _PROCESSES), caption=caption)
+    num_steps = len({bar.step for bar in bars})
+    for rank, kind in sorted({(rank, kind) for rank, kind, _ in seconds}):
+        found = [seconds.get((rank, kind, process), []) for process in (0, 1)]
+        cells = (f"{1e3 * median(each):.3f}" if each else "" for each in found)
+        table.add_row(str(rank), _NAMES.get(kind, kind), f"{len(found[0]) / num_steps:.1f}", *cells)
+    return table
+
+
+def draw(bars: list[Bar], path: str) -> None:
+    """Draws one step: for each rank a row as measured and one as predicted, time to the right."""
+    from matplotlib.figure import Figure
+
+    places = sorted({(bar.rank, bar.process) for bar in bars})
+    figure = Figure(figsize=(12, 1.2 + 0.35 * len(places)), layout="constrained")
+    axes: Any = figure.subplots()
+    start = min(bar.start_seconds for bar in bars)
+    for row, place in enumerate(places):
+        for kind, colour in _COLOURS.items():
+            mine = [bar for bar in bars if (bar.rank, bar.process) == place and bar.kind == kind]
+            spans = [(bar.start_seconds - start, bar.seconds) for bar in mine]
+            axes.broken_barh(spans, (row - 0.4, 0.8), color=colour, edgecolor="white", linewidth=0.3)
+    for kind, colour in _COLOURS.items():
+        axes.barh(0, 0, color=colour, label=_NAMES[kind])
+    axes.set(xlabel="seconds", ylim=(len(places) - 0.5, -0.5), xlim=(0, None))
+    axes.set_yticks(range(len(places)), [f"rank {rank} {_PROCESSES[process]}" for rank, process in places])
+    figure.legend(loc="outside upper center", ncols=len(_COLOURS), frameon=False)
+    try:
+        figure.savefig(path, dpi=150)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--plot cannot draw {path}: {error}") from error
