@@ -31,6 +31,7 @@ from autovaruna.varuna.evaluation import mean_loss
 from autovaruna.varuna.find import find_grid
 from autovaruna.varuna.loss_scale import StepScale
 from autovaruna.varuna.ranks import device_of, local_rank_of
+from autovaruna.varuna.requests import Requests
 from autovaruna.varuna.shared_weights import tie
 from autovaruna.varuna.stage_map import Grid, StageMap, read_map
 
@@ -99,6 +100,7 @@ class Varuna(nn.Module):
         self.optimizer: torch.optim.Optimizer | None = None
         self._scale = StepScale(self.device) if fp16 else None
         self._has_stepped = False
+        self._requests = Requests(self.world)
         settings = {
             "optimizer_bytes_factor": 2.0,  # the optimizer comes later; AdamW's is as large as any
             "cutpoints": "ignore" if auto_partitioned else "only",
@@ -155,6 +157,12 @@ class Varuna(nn.Module):
         assert plan is not None
         return self._chunk_size or math.ceil(self.global_batch_size / plan.num_micro_batches)
 
+    @property
+    def samples(self) -> slice:
+        """Which samples of a global batch this rank's replica passes to `step`."""
+        sizes = [share_of_replica(self.global_batch_size, r, self.data_depth) for r in range(self.rank_within_stage)]
+        return slice(sum(sizes), sum(sizes) + self.batch_size)
+
     def set_optimizer(
         self,
         optimizer: torch.optim.Optimizer,
@@ -177,6 +185,7 @@ class Varuna(nn.Module):
         if self._scale is not None:
             self._scale.configure(loss_scale, init_loss_scale, min_loss_scale)
         self.optimizer = optimizer
+        self._requests.take_over()
         optimizer.register_step_post_hook(lambda *_: setattr(self, "_has_stepped", True))
 
     def get_loss_scale(self) -> float | None:
@@ -194,7 +203,8 @@ class Varuna(nn.Module):
     def step(self, inputs: Mapping[str, Any], clip_grad_max_norm: float | None = None) -> tuple[float, bool]:
         """Runs forward and backward of one global batch and leaves its gradients in ``.grad``. Collective.
 
-        Gradients that an optimizer's step has used are dropped first; others are added to.
+        Gradients that an optimizer's step has used are dropped first; others are added to. A handler of SIGUSR1 runs at
+        the start of a step, the same one on every rank, so that it may write a checkpoint and exit.
 
         Args:
             inputs: Keyword arguments of the model: this replica's samples, the same on all its ranks.
@@ -212,6 +222,7 @@ class Varuna(nn.Module):
             raise OrderError(
                 "step() needs an optimizer: make it from parameters(), then call set_optimizer(optimizer)."
             )
+        self._requests.answer()
         batch = on_device(check_inputs(inputs, "step() got"), self.device)
         if self._has_stepped:
             self.zero_grad()
@@ -306,7 +317,8 @@ class Varuna(nn.Module):
                 raise
             logger.warning("loading the newest complete checkpoint: %s", error)
             found = self.model.load_checkpoint(global_store, step="latest", scaler=scaler)
-        self.iteration = int(found.extra.get("iteration", found.step))
+        known = found.extra if isinstance(found.extra, Mapping) else {}
+        self.iteration = int(known.get("iteration", found.step or 0))
 
     def train(self, mode: bool = True) -> Varuna:
         """Sets training mode on the model."""
