@@ -13,7 +13,7 @@ from autovaruna.planner.partition.reach import Reach
 from autovaruna.planner.partition.resources import resources_of
 
 _log = logging.getLogger(__name__)
-_NEAR = 0.004
+_NEAR = 0.01
 _COARSE = 0.001
 
 
@@ -61,10 +61,12 @@ class _Search:
             return
         if not self._is_closed:
             self._raise(self._compute_bound())
+        may_be_best = True  # a limit that only the plan found so far keeps is tried once, before halving goes on
         while not self._is_closed and not self._bounds.is_late:
-            top = self.high * (1.0 - self._bounds.tolerance)
-            is_near = self.high - self.low <= _NEAR * self.high
-            self._try(top if is_near else (self.low + top) / 2, top)
+            top, before = self.high * (1.0 - self._bounds.tolerance), self.high
+            tries_top = may_be_best and self.high - self.low <= _NEAR * self.high
+            self._try(top if tries_top else (self.low + top) / 2, top)
+            may_be_best = not tries_top or self.high == before
 
     @property
     def _is_closed(self) -> bool:
