@@ -144,6 +144,11 @@ class Settings:
     device: str = _setting(
         TEXT, "auto", "Device of a rank, as torch names it; auto: a GPU of its own, if there is one."
     )
+    channel: Literal["auto", "mpi", "nccl", "gloo"] = _setting(
+        choice("auto", "mpi", "nccl", "gloo"),
+        "auto",
+        "What carries tensors between ranks; auto: NCCL if each rank has a GPU of its own, else MPI; gloo: for tests.",
+    )
     progress: bool = _setting(BOOLEAN, True, "Whether rank 0 shows a progress bar while it measures.")
     show_settings: bool = _setting(BOOLEAN, False, "Whether each setting is logged at the start.", "show_config_items")
 

@@ -24,6 +24,7 @@ from autovaruna.parallel.traces import Traces
 from autovaruna.parallel.weights import micro_batch_weights
 from autovaruna.planner.records import Plan
 from autovaruna.runtime.batch import GlobalBatch, cut_batch, weigh
+from autovaruna.runtime.channel_choice import open_channel
 from autovaruna.runtime.environment import promise
 from autovaruna.runtime.norm import clip_grad_norm
 from autovaruna.runtime.placement import OwnedState
@@ -151,6 +152,7 @@ class AutoVaruna(StatefulModule):
         plan, assignment, placement = preparation.plan, preparation.assignment, preparation.placement
         seed = preparation.seed if self._persistence.seed is None else self._persistence.seed
         given = self._persistence.given(self._subject())
+        open_channel(self.settings.channel, plan, self.world, preparation.device)
         self._state.distribute(placement, self.world, preparation.device, seed, given)
         if self._cut_optimizer is not None:
             held = {name: parameter for name, parameter in self._state.parameters().items() if not parameter.is_meta}

@@ -10,9 +10,9 @@ import pickle
 import time
 from abc import abstractmethod
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -24,9 +24,15 @@ from autovaruna.runtime.reduction import GROUP_CHANNEL, Group, broadcast_in_tree
 from autovaruna.runtime.staging import check_dense, empty_on_host, flat, to_host
 from autovaruna.runtime.world import Done, Pending, World
 
+if TYPE_CHECKING:
+    from autovaruna.runtime.channel import TorchChannel
+
 TENSOR_CHANNEL = 0
 OBJECT_CHANNEL = 1
-CHANNELS = (TENSOR_CHANNEL, OBJECT_CHANNEL, GROUP_CHANNEL)
+HEADER_CHANNEL = 3
+CARRIER_CHANNEL = 4
+"""Not of the transport: tensors that `TorchChannel` carries."""
+CHANNELS = (TENSOR_CHANNEL, OBJECT_CHANNEL, GROUP_CHANNEL, HEADER_CHANNEL)
 MAX_PART_BYTES = 1 << 30
 SENDS_AT_ONCE = 16
 REPORT_SECONDS = 0.5
@@ -44,7 +50,8 @@ class ConnectedWorld(World):
         self._answers: deque[Answer] = deque()
         self._failure: Failure | None = None
         self._give_up: Callable[[], NoReturn] | None = None
-        self._sends: deque[Message] = deque()
+        self._sends: deque[Pending] = deque()
+        self._carrier: TorchChannel | None = None
         self._receives: set[Pending] = set()
         self._groups: dict[tuple[int, ...], Group] = {}
 
@@ -101,16 +108,54 @@ class ConnectedWorld(World):
 
     def send(self, tensors: Sequence[Tensor], destination: int, tag: int) -> Pending:
         """Starts to send tensors."""
-        return self.post_sends([to_host(tensor) for tensor in tensors], destination, TENSOR_CHANNEL, tag)
+        if self._carrier is not None and self._carrier.sends_to(destination):
+            there = [tensor.detach().to(self._carrier.device) for tensor in tensors]
+            return self.post_sends(there, destination, CARRIER_CHANNEL, tag)
+        return self.post_sends([self.reachable(tensor) for tensor in tensors], destination, TENSOR_CHANNEL, tag)
 
     def receive(self, buffers: Sequence[Tensor], source: int, tag: int) -> Pending:
         """Posts the receive of tensors."""
-        staged = [(buffer, empty_on_host(buffer)) for buffer in buffers if buffer.device.type != "cpu"]
-        if not staged:
-            return self.post_receives(buffers, source, TENSOR_CHANNEL, tag)
-        host_of = {id(buffer): host for buffer, host in staged}
-        hosts = [host_of.get(id(buffer), buffer) for buffer in buffers]
-        return self.post_receives(hosts, source, TENSOR_CHANNEL, tag, lambda: copy_all(staged))
+        is_carried = self._carrier is not None and self._carrier.receives_from(source)
+        posted = [self._landing(buffer, is_carried) for buffer in buffers]
+        staged = [(buffer, other) for buffer, other in zip(buffers, posted, strict=True) if other is not buffer]
+        channel = CARRIER_CHANNEL if is_carried else TENSOR_CHANNEL
+        return self.post_receives(posted, source, channel, tag, (lambda: copy_all(staged)) if staged else None)
+
+    def _landing(self, buffer: Tensor, is_carried: bool) -> Tensor:
+        """Returns the memory that is received into: that of `buffer` itself, if the way leads to its device."""
+        if not is_carried:
+            return self.landing(buffer)
+        assert self._carrier is not None
+        if buffer.device.type == self._carrier.device.type:
+            return buffer
+        return torch.empty_strided(buffer.size(), buffer.stride(), dtype=buffer.dtype, device=self._carrier.device)
+
+    def reachable(self, tensor: Tensor) -> Tensor:
+        """Returns a tensor where the transport can send it from: on the host."""
+        return to_host(tensor)
+
+    def landing(self, buffer: Tensor) -> Tensor:
+        """Returns memory into which the transport can receive what is meant for `buffer`."""
+        return buffer if buffer.device.type == "cpu" else empty_on_host(buffer)
+
+    def open_channel(
+        self, backend: str, device: torch.device, pairs: Iterable[tuple[int, int]], groups: Iterable[tuple[int, ...]]
+    ) -> None:
+        """Sends tensors through torch.distributed from now on. Collective.
+
+        Args:
+            backend: ``nccl`` or ``gloo``.
+            device: Where this rank's tensors are.
+            pairs: (sender, receiver) of messages, over all ranks; others go the old way.
+            groups: The ranks of sums.
+        """
+        from autovaruna.runtime.channel import TorchChannel  # imports torch.distributed
+
+        self._carrier = TorchChannel(self, backend, device, pairs, groups)
+
+    def keep(self, pending: Pending) -> None:
+        """Keeps what is on its way until it has left."""
+        self._sends.append(pending)
 
     def send_object(self, value: object, destination: int, tag: int) -> Pending:
         """Starts to send an object, as its length and its pickle."""
@@ -159,11 +204,17 @@ class ConnectedWorld(World):
 
     def send_parts(self, tensors: Sequence[Tensor], destination: int, channel: int, tag: int) -> list[Pending]:
         """Starts to send host tensors, each in parts of at most 1 GiB."""
-        return [self.post_send(part, destination, channel, tag) for tensor in tensors for part in split(tensor)]
+        parts = (part for tensor in tensors for part in split(tensor))
+        if channel == CARRIER_CHANNEL and self._carrier is not None:
+            return [self._carrier.post_send(part, destination, tag) for part in parts]
+        return [self.post_send(part, destination, channel, tag) for part in parts]
 
     def receive_parts(self, tensors: Sequence[Tensor], source: int, channel: int, tag: int) -> list[Pending]:
         """Posts the receives of the same parts."""
-        return [self.post_receive(part, source, channel, tag) for tensor in tensors for part in split(tensor)]
+        parts = (part for tensor in tensors for part in split(tensor))
+        if channel == CARRIER_CHANNEL and self._carrier is not None:
+            return [self._carrier.post_receive(part, source, tag) for part in parts]
+        return [self.post_receive(part, source, channel, tag) for part in parts]
 
     def count(self, event: Event, num_times: int = 1) -> int:
         """Counts an act of this rank's script, which others may wait for; returns how often it has happened.
@@ -188,8 +239,13 @@ class ConnectedWorld(World):
     def start_all_reduce(self, tensor: Tensor, ranks: tuple[int, ...]) -> Pending:
         """Starts to overwrite `tensor` with its sum over `ranks`."""
         check_dense(tensor)
-        group = self._group(ranks)
-        return Done() if len(ranks) == 1 or tensor.numel() == 0 else group.start(tensor)
+        if len(ranks) == 1 or tensor.numel() == 0:
+            return Done()
+        if self._carrier is not None and tensor.device.type == self._carrier.device.type:
+            carried = self._carrier.start_all_reduce(tensor, ranks)
+            if carried is not None:
+                return carried
+        return self._group(ranks).start(tensor)
 
     def _group(self, ranks: tuple[int, ...]) -> Group:
         if ranks not in self._groups:
@@ -204,6 +260,8 @@ class ConnectedWorld(World):
     def progress(self) -> None:
         """Lets messages and reductions advance; forgets finished sends."""
         self._forget_sends()
+        if self._carrier is not None:
+            self._carrier.advance()
         self._advance_groups()
         self.listen()
         self._raise_failure()

@@ -5,6 +5,7 @@ This module imports MPI, which starts it; only `environment.get_world` imports t
 
 from __future__ import annotations
 
+import ctypes
 import os
 import pickle
 import sys
@@ -14,6 +15,7 @@ from collections import deque
 from typing import NoReturn
 
 import mpi4py
+import torch
 from torch import Tensor
 
 from autovaruna.errors import RankError
@@ -71,6 +73,7 @@ class MpiWorld(ConnectedWorld):
         self._notices: deque[MPI.Request] = deque()
         self._hub = Hub(self.num_ranks, self._answer) if self.rank == 0 else None
         self._is_crowded = True
+        self._is_cuda_aware = is_cuda_aware()
         self.hosts = tuple(self.gather_objects(MPI.Get_processor_name(), "start"))
 
     def set_cores(self, num_cores: int, num_ranks: int) -> None:
@@ -86,6 +89,20 @@ class MpiWorld(ConnectedWorld):
         """Starts to receive into the memory of a dense host tensor."""
         request = self._channels[channel].Irecv(memory_of(tensor), source, tag)
         return Part(request, tensor, self._status)
+
+    def reachable(self, tensor: Tensor) -> Tensor:
+        """Returns a tensor where MPI can send it from: a GPU's own memory, if this MPI reaches it."""
+        if not (tensor.is_cuda and self._is_cuda_aware):
+            return super().reachable(tensor)
+        torch.cuda.current_stream(tensor.device).synchronize()  # MPI knows no streams
+        return tensor.detach()
+
+    def landing(self, buffer: Tensor) -> Tensor:
+        """Returns memory that MPI can receive into: a GPU's own, if this MPI reaches it."""
+        if not (buffer.is_cuda and self._is_cuda_aware):
+            return super().landing(buffer)
+        torch.cuda.current_stream(buffer.device).synchronize()  # an earlier owner of the memory may still be read
+        return buffer
 
     def tell(self, notice: Notice) -> None:
         """Carries a notice to the hub."""
@@ -155,6 +172,12 @@ class MpiWorld(ConnectedWorld):
         self.leave()
         if self._owns_mpi and not MPI.Is_finalized():
             MPI.Finalize()
+
+
+def is_cuda_aware() -> bool:
+    """Says whether this MPI reads and writes the memory of GPUs; Open MPI and MPICH say so by an extension."""
+    query = getattr(ctypes.CDLL(MPI.__file__), "MPIX_Query_cuda_support", None)
+    return query is not None and torch.cuda.is_available() and bool(query())
 
 
 def num_bytes(tensor: Tensor) -> int:
