@@ -77,6 +77,39 @@ def extract(traced: TracedModel, nodes: Iterable[str], outputs: Sequence[str], *
     return _Extraction(traced, set(nodes), {} if is_bare else traced.repeated).run(outputs)
 
 
+def reads(traced: TracedModel, nodes: Iterable[str], outputs: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Returns the values and the inputs that a piece would get as arguments, by name, without making the piece.
+
+    Args:
+        traced: The traced model.
+        nodes: As for `extract`.
+        outputs: As for `extract`.
+    """
+    wanted = _wanted(traced, nodes, traced.repeated, outputs)
+    inside = {node.name for node in wanted}
+    sources = [source for node in wanted for source in node.all_input_nodes] + [traced.nodes[name] for name in outputs]
+    outside = dict.fromkeys(source for source in sources if source.name not in inside and source.op != "get_attr")
+    inputs = [node.name for node in outside if node.op == "placeholder"]
+    values = [node.name for node in outside if node.op != "placeholder" and not traced.sizes.is_size(node)]
+    return values, inputs
+
+
+def _wanted(
+    traced: TracedModel, nodes: Iterable[str], repeated: Mapping[str, tuple[str, ...]], outputs: Sequence[str]
+) -> list[fx.Node]:
+    """Returns the nodes of a piece and the repeated ones that it needs, in execution order."""
+    wanted = set(nodes)
+    waiting = [traced.nodes[name] for name in outputs if name in repeated]
+    waiting += [source for name in wanted for source in traced.nodes[name].all_input_nodes]
+    while waiting:
+        node = waiting.pop()
+        if node.name in repeated and node.name not in wanted:
+            together = repeated[node.name]
+            wanted.update(together)
+            waiting += [source for name in together for source in traced.nodes[name].all_input_nodes]
+    return [traced.nodes[name] for name in sorted(wanted, key=traced.places.__getitem__)]
+
+
 class _Extraction:
     def __init__(self, traced: TracedModel, inside: set[str], repeated: Mapping[str, tuple[str, ...]]) -> None:
         self.traced = traced
@@ -89,7 +122,7 @@ class _Extraction:
 
     def run(self, outputs: Sequence[str]) -> Piece:
         switch = Switch(self.graph)
-        for node in self._wanted(outputs):
+        for node in _wanted(self.traced, self.inside, self.repeated, outputs):
             switch.to(precision_of(node))
             self.copies[node.name] = self._copy(node)
         switch.to(())
@@ -97,19 +130,6 @@ class _Extraction:
         self._arguments_first()
         module = fx.GraphModule(self.regions, self.graph)
         return Piece(module, tuple(self.arguments), tuple(outputs))
-
-    def _wanted(self, outputs: Sequence[str]) -> list[fx.Node]:
-        """Returns the nodes of the piece and the repeated ones that it needs, in execution order."""
-        wanted = set(self.inside)
-        waiting = [self.traced.nodes[name] for name in outputs if name in self.repeated]
-        waiting += [source for name in self.inside for source in self.traced.nodes[name].all_input_nodes]
-        while waiting:
-            node = waiting.pop()
-            if node.name in self.repeated and node.name not in wanted:
-                together = self.repeated[node.name]
-                wanted.update(together)
-                waiting += [source for name in together for source in self.traced.nodes[name].all_input_nodes]
-        return [node for node in self.traced.module.graph.nodes if node.name in wanted]
 
     def _copy(self, node: fx.Node) -> fx.Node:
         block = self.traced.block_of.get(node.name, -1)
@@ -157,10 +177,8 @@ class _Extraction:
         fact = self.traced.facts[user.name]
         if not fact.needs_gradient or (fact.makes | fact.writes) & storages:
             return False
-        place = self.traced.places[user.name]
-        return any(
-            other.writes & storages and self.traced.places[name] > place for name, other in self.traced.facts.items()
-        )
+        last = max(self.traced.last_write.get(storage, -1) for storage in storages)
+        return last > self.traced.places[user.name]
 
     def _argument(self, argument: Argument) -> fx.Node:
         if argument not in self.arguments:

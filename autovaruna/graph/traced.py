@@ -92,6 +92,11 @@ class TracedModel:
         return {name: place for place, name in enumerate(self.nodes)}
 
     @cached_property
+    def last_write(self) -> dict[int, int]:
+        """Position of the last node that changes each storage."""
+        return {storage: self.places[name] for name, fact in self.facts.items() for storage in fact.writes}
+
+    @cached_property
     def block_of(self) -> dict[str, int]:
         """Block of each node that is in one."""
         return {name: block.index for block in self.graph.blocks for name in block.nodes}

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
-from autovaruna.graph.extract import Piece, Source, extract
+from autovaruna.graph.extract import Piece, extract, reads
 from autovaruna.graph.traced import TracedModel
 from autovaruna.stage.assignment import Assignment
 
@@ -34,20 +35,27 @@ class StagePart:
     """One stage of a split.
 
     Attributes:
+        traced: the graph that it is a part of.
         index: which stage.
-        piece: its operations.
+        nodes: names of its operations.
         inputs: names of the caller's tensors that it gets straight from the caller.
         outputs: positions of the model's outputs that it makes, with the name of the node.
         arriving: edges from earlier stages.
         leaving: edges to later stages.
     """
 
+    traced: TracedModel
     index: int
-    piece: Piece
+    nodes: tuple[str, ...]
     inputs: tuple[str, ...]
     outputs: tuple[tuple[int, str], ...]
     arriving: tuple[Edge, ...]
     leaving: tuple[Edge, ...]
+
+    @cached_property
+    def piece(self) -> Piece:
+        """The operations, as a callable; made on the ranks that run them."""
+        return extract(self.traced, self.nodes, _returned(self.outputs, self.leaving))
 
 
 @dataclass(frozen=True)
@@ -77,6 +85,10 @@ class _Splitter:
         self.stage_of = assignment.stage_of
         self.assignment = assignment
         self.stages = range(assignment.num_stages)
+        self.nodes: tuple[list[str], ...] = tuple([] for _ in self.stages)
+        for name, stage in self.stage_of.items():
+            self.nodes[stage].append(name)
+        self.relayed_inputs = _relayed_inputs(traced)
         self.users = self._users()
         self.output_stage = [self._stage_of_output(spec.node) for spec in traced.outputs]
 
@@ -84,25 +96,17 @@ class _Splitter:
         routes = {name: self._route(name) for name in self.users}
         edges = self._edges(routes)
         parts = tuple(self._part(stage, edges) for stage in self.stages)
-        first = {name: route[0] for name, route in routes.items() if name in self._relayed_inputs()}
+        first = {name: route[0] for name, route in routes.items() if name in self.relayed_inputs}
         return Split(self.traced, self.assignment, parts, edges, first)
 
     def _users(self) -> dict[str, set[int]]:
         """Returns the stages that use each value and each input with a gradient, as arguments of their pieces."""
         found: dict[str, set[int]] = {}
         for stage in self.stages:
-            piece = extract(self.traced, self._nodes(stage), self._own_outputs(stage))
-            for name in [*piece.named(Source.VALUE), *self._relayed(piece.named(Source.INPUT))]:
+            values, inputs = reads(self.traced, self.nodes[stage], self._own_outputs(stage))
+            for name in [*values, *(name for name in inputs if name in self.relayed_inputs)]:
                 found.setdefault(name, set()).add(stage)
         return found
-
-    def _relayed(self, inputs: Iterable[str]) -> list[str]:
-        relayed = self._relayed_inputs()
-        return [name for name in inputs if name in relayed]
-
-    def _relayed_inputs(self) -> set[str]:
-        """Inputs that need a gradient travel like values, so that their gradients are summed in order, too."""
-        return {name for name, spec in self.traced.inputs.items() if spec.needs_gradient}
 
     def _route(self, name: str) -> list[int]:
         """Returns the stages that hold a value, in the order in which it passes through them."""
@@ -130,17 +134,13 @@ class _Splitter:
         outputs = tuple(
             (place, spec.node) for place, spec in enumerate(self.traced.outputs) if self.output_stage[place] == stage
         )
-        returned = dict.fromkeys([*(name for _, name in outputs), *(name for edge in leaving for name in edge.values)])
-        piece = extract(self.traced, self._nodes(stage), tuple(returned))
+        _, read = reads(self.traced, self.nodes[stage], _returned(outputs, leaving))
         arrived = {name for edge in arriving for name in edge.values}
-        inputs = tuple(name for name in piece.named(Source.INPUT) if name not in arrived)
-        return StagePart(stage, piece, inputs, outputs, arriving, leaving)
+        inputs = tuple(name for name in read if name not in arrived)
+        return StagePart(self.traced, stage, tuple(self.nodes[stage]), inputs, outputs, arriving, leaving)
 
     def _needs_gradient(self, name: str) -> bool:
         return self.traced.facts[name].needs_gradient
-
-    def _nodes(self, stage: int) -> list[str]:
-        return [name for name, its in self.stage_of.items() if its == stage]
 
     def _own_outputs(self, stage: int) -> list[str]:
         return [
@@ -156,3 +156,14 @@ class _Splitter:
         """An output that later stages use leaves from the last of them: its own gradient is then added first."""
         stages: set[int] = {self.stage_of.get(name, self.stages[-1]), *self.users.get(name, ())}
         return max(stages)
+
+
+def _relayed_inputs(traced: TracedModel) -> set[str]:
+    """Returns the inputs that travel like values: those with a gradient, so that it is summed in order, too."""
+    return {name for name, spec in traced.inputs.items() if spec.needs_gradient}
+
+
+def _returned(outputs: Iterable[tuple[int, str]], leaving: Iterable[Edge]) -> tuple[str, ...]:
+    """Returns the names of what a stage's piece returns."""
+    sent = (name for edge in leaving for name in edge.values)
+    return tuple(dict.fromkeys([*(name for _, name in outputs), *sent]))
