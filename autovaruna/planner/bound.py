@@ -25,7 +25,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property
 
 import numpy as np
 
@@ -39,6 +39,7 @@ from autovaruna.planner.waits import waits_of
 _ROUNDING = 1e-9
 _PRECISION = 1e-5
 _FEW_RANKS = 16
+_ROWS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +71,7 @@ class StepBound:
         self.is_exact = problem.constraints.has_fixed_places or is_whole
         self.speeds = sorted(self.cluster.speeds, reverse=True)
         self._read_waits()
-        self._ways = [self._way(again) for again in sized.recompute_choices]
-        self._optimizer = self._inner(sized.optimizer_seconds / self.speeds[0])
-        self._seconds_with = lru_cache(maxsize=_FEW_RANKS)(self._stage_seconds)
+        self._known: dict[int, Array] = {}
         self.is_shared = len({r for ranks in self.constraints.stage_ranks for r in ranks}) < sum(
             len(ranks) for ranks in self.constraints.stage_ranks
         )
@@ -80,7 +79,9 @@ class StepBound:
     def seconds(self, upper: float) -> float:
         """Returns a proven bound, `upper` at most: nothing is gained by proving more than the best plan takes."""
         low = min(self.work_bound(), upper)
-        if not self.is_shared:
+        if low < upper and not self.is_shared and not self._is_loosely_possible(upper * (1.0 - _PRECISION)):
+            low = upper * (1.0 - _PRECISION)
+        elif low < upper and not self.is_shared:
             low = max(low, min(self._stage_bound(low, upper), upper))
         return low * (1.0 - _ROUNDING)
 
@@ -110,6 +111,43 @@ class StepBound:
         constraints = self.constraints
         stages = constraints.num_stages or (len(constraints.cuts) + 1 if constraints.cuts else 0)
         return _fewest(need, stages if self.is_exact else 0) <= self.num_ranks
+
+    def _is_loosely_possible(self, seconds: float) -> bool:
+        """Returns whether there is room for a plan if memory and messages are set aside: quick, and often enough."""
+        constraints = self.constraints
+        if not self.is_exact or constraints.num_replicas or constraints.stage_ranks:
+            return True
+        sized, count = self.sized, self.num_micro_batches
+        ends = np.append(0.0, np.cumsum(sized.step_seconds))[sized.tables.positions] / self.speeds[0]
+        seconds_per_byte = sized.rings.cost(2, is_local=True)[1] if sized.problem.needs_gradient else 0.0
+        best = np.zeros(len(ends))
+        for last in range(len(ends) - 1, 0, -_ROWS):
+            rows = slice(max(last - _ROWS, 0), last)
+            work = ends[None, rows.start :] - ends[rows, None] + sized.overhead_seconds
+            spare = seconds - self._before[rows, None] - self._after[rows, None]
+            reduce = seconds_per_byte * sized.tables.trained_bytes[rows, rows.start :]
+            reduced = np.minimum(spare, seconds - self._before[rows, None] - reduce)
+            with np.errstate(divide="ignore", invalid="ignore"):
+                share = np.floor(np.where(work > 0, reduced / work + _ROUNDING, np.inf))
+                several = np.where(share >= 1, np.maximum(np.ceil(count / share), 2.0), np.inf)
+            need = np.where(count * work <= spare * (1 + _ROUNDING), 1.0, several)
+            for i in range(rows.stop - 1, rows.start - 1, -1):
+                row = need[i - rows.start, i + 1 - rows.start :]
+                best[i] = (row + best[i + 1 :]).min()
+        return bool(best[0] <= self.num_ranks)
+
+    @cached_property
+    def _ways(self) -> list[_Way]:
+        return [self._way(again) for again in self.sized.recompute_choices]
+
+    @cached_property
+    def _optimizer(self) -> Array:
+        return self._inner(self.sized.optimizer_seconds / self.speeds[0])
+
+    def _seconds_with(self, replicas: int) -> Array:
+        if replicas not in self._known:
+            self._known[replicas] = self._stage_seconds(replicas)
+        return self._known[replicas]
 
     def _ranks_needed(self, seconds: float) -> Array:
         """Returns the fewest replicas of each range that finish in time, infinite if none do."""
