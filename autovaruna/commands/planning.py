@@ -19,6 +19,7 @@ from autovaruna.parallel.machine import host_memory, optimizer_factor
 from autovaruna.parallel.problem import SHAPING, constraints_of, needs_gradient, sizes_to_measure
 from autovaruna.parallel.saved import GLOBAL_BATCH
 from autovaruna.planner import Plan, Problem, make_plan
+from autovaruna.planner.choices import Choice, plan_choices
 from autovaruna.planner.deployment import Deployment, deployment_of
 from autovaruna.planner.fingerprint import Fingerprint, host_counts
 from autovaruna.planner.records import UNKNOWN_LINK
@@ -110,6 +111,12 @@ class Planning:
         with status_bar() as progress:
             plan = make_plan(self.problem, progress)
         return replace(plan, is_measured=self.profile.is_measured)
+
+    @cached_property
+    def choices(self) -> list[Choice]:
+        """All sensible choices, fastest first."""
+        with status_bar() as progress:
+            return plan_choices(self.problem, progress=progress)
 
     @cached_property
     def deployment(self) -> Deployment:

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
+
+from rich import box
+from rich.table import Table
 
 from autovaruna.commands.planning import Planning
 from autovaruna.commands.plot import check_plot, plot
 from autovaruna.commands.printing import show
 from autovaruna.planner import explain, pipeline_of, plan_table, policy_of
+from autovaruna.planner.choices import Choice
 from autovaruna.planner.deployment import save
+from autovaruna.planner.infeasible import readable
 from autovaruna.planner.records import Plan
+from autovaruna.planner.table import seconds
 from autovaruna.schedule import simulate
 from autovaruna.schedule.timeline import render
 
@@ -24,6 +31,8 @@ def report(planning: Planning, options: argparse.Namespace) -> None:
     """
     if options.plot:
         check_plot()
+    if options.table:
+        show(choices_table(planning.choices))
     graph, plan = planning.traced.graph, planning.plan
     table = plan_table(plan, graph)
     if not plan.is_measured:
@@ -41,6 +50,26 @@ def report(planning: Planning, options: argparse.Namespace) -> None:
     if options.output:
         save(options.output, planning.deployment)
         show(f"saved {options.output}")
+
+
+def choices_table(choices: Sequence[Choice]) -> Table:
+    """Returns choices as a table, in their order."""
+    table = Table(title="choices, fastest first", box=box.SIMPLE_HEAD)
+    for name in ("stages", "replicas", "micro-batch", "micro-batches", "step", "samples/s", "memory", "recompute"):
+        table.add_column(name, justify="right")
+    for choice in choices:
+        stages = choice.plan.stages
+        table.add_row(
+            str(choice.num_stages),
+            str(choice.num_replicas),
+            str(choice.micro_batch_size),
+            str(choice.plan.num_micro_batches),
+            seconds(choice.step_seconds),
+            f"{choice.samples_per_second:.4g}",
+            readable(choice.memory_bytes),
+            f"{sum(stage.needs_recompute for stage in stages)} of {len(stages)}",
+        )
+    return table
 
 
 def shown_ranks(plan: Plan) -> list[int]:

@@ -205,6 +205,13 @@ def test_optimizers_go_by_their_names(text: str) -> None:
     assert make_optimizer("none") is None
 
 
+def test_the_table_lists_choices_fastest_first(capsys: Any, device: str) -> None:
+    assert plan(f"{HERE}:mlp", "--ranks", "2", "--device", device, "--table") == 0
+    rows = capsys.readouterr().out.partition("predicted")[0].splitlines()
+    assert "choices, fastest first" in rows[0]
+    assert {row.split()[0] for row in rows[3:] if row.split()} >= {"1", "2"}
+
+
 def test_of_many_ranks_some_are_drawn() -> None:
     drawing = "\n".join([*(f"row {rank}" for rank in range(40)), "legend"])
     assert timeline(drawing, [0, 7], 40).splitlines()[:3] == ["row 0", "row 7", "legend"]
