@@ -87,20 +87,24 @@ def read_manifest(folder: Path) -> Manifest:
     """
     path = folder / MANIFEST
     try:
-        content = json.loads(path.read_bytes())
-        known = content.pop("checksum")
-        is_intact = known == _own_checksum(content)
+        text = path.read_bytes()
+        content = json.loads(text)
+        version = content["format_version"], content["chunk_bytes"]
+        if version == (FORMAT_VERSION, CHUNK_BYTES):
+            files = {
+                name: FileRecord(each["size"], tuple(each["checksums"])) for name, each in content["files"].items()
+            }
+            manifest = Manifest(content["step"], files)
+            if manifest.to_json().encode() == text:
+                return manifest
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {error}.") from error
-    if not is_intact:
-        raise CheckpointError(f"{path} is damaged: its checksum is {_own_checksum(content)}, expected {known}.")
-    if content["format_version"] != FORMAT_VERSION or content["chunk_bytes"] != CHUNK_BYTES:
+    if content.pop("checksum", None) == _own_checksum(content) and version != (FORMAT_VERSION, CHUNK_BYTES):
         raise CheckpointError(
-            f"{path} has format_version {content['format_version']}; expected {FORMAT_VERSION}. Load it with the "
-            "version of autovaruna that wrote it."
+            f"{path} has format_version {version[0]}; expected {FORMAT_VERSION}. Load it with the version of "
+            "autovaruna that wrote it."
         )
-    files = {name: FileRecord(given["size"], tuple(given["checksums"])) for name, given in content["files"].items()}
-    return Manifest(content["step"], files)
+    raise CheckpointError(f"{path} is damaged: it does not have the checksum that it tells of.")
 
 
 def _own_checksum(content: Mapping[str, Any]) -> str:

@@ -74,13 +74,14 @@ class Report:
         return Report(files, given["weight_map"], given["num_bytes"], given["documents"])
 
 
-def write_part(part: Part, folder: Path, tempdir: str | None) -> Report:
+def write_part(part: Part, folder: Path, tempdir: str | None, in_background: bool = False) -> Report:
     """Writes the files of a rank to the disk.
 
     Args:
         part: What it writes.
         folder: Where the checkpoint grows.
         tempdir: A local folder where files are written first; None: straight to `folder`.
+        in_background: Whether this thread does it all.
 
     Raises:
         CheckpointError: a file cannot be written.
@@ -88,7 +89,7 @@ def write_part(part: Part, folder: Path, tempdir: str | None) -> Report:
     records = {}
     for name, tensors in part.files().items():
         try:
-            records[name] = _write_file(folder / name, tensors, tempdir)
+            records[name] = _write_file(folder / name, tensors, tempdir, in_background)
         except OSError as error:
             raise cannot_write(folder / name, error) from error
     return Report(
@@ -99,12 +100,12 @@ def write_part(part: Part, folder: Path, tempdir: str | None) -> Report:
     )
 
 
-def _write_file(path: Path, tensors: Mapping[str, Tensor], tempdir: str | None) -> FileRecord:
+def _write_file(path: Path, tensors: Mapping[str, Tensor], tempdir: str | None, in_background: bool) -> FileRecord:
     layout = lay_out(tensors, METADATA)
     if tempdir is None:
-        return FileRecord(layout.num_bytes, write(path, layout))
+        return FileRecord(layout.num_bytes, write(path, layout, in_background=in_background))
     with tempfile.TemporaryDirectory(prefix="autovaruna-", dir=tempdir) as local:
-        checksums = write(Path(local) / path.name, layout, syncs=False)
+        checksums = write(Path(local) / path.name, layout, False, in_background)
         shutil.copyfile(Path(local) / path.name, path)
         with open(path, "rb+") as copied:
             os.fsync(copied.fileno())

@@ -166,7 +166,7 @@ class Saver:
             partial,
             self._world.rank,
             self._world.num_ranks,
-            lambda: write_part(_filled(part, snapshot), partial, way.tempdir),
+            lambda: write_part(_filled(part, snapshot), partial, way.tempdir, in_background=True),
             lambda reports: commit(partial, content.step, reports, extra_files, way.keep),
         )
 

@@ -130,8 +130,15 @@ def lay_out(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Layou
     return Layout(tuple(parts), start + end)
 
 
-def write(path: Path, layout: Layout, syncs: bool = True) -> tuple[str, ...]:
+def write(path: Path, layout: Layout, syncs: bool = True, in_background: bool = False) -> tuple[str, ...]:
     """Writes a file, and returns the checksum of each of its chunks.
+
+    Args:
+        path: The file.
+        layout: What is in it.
+        syncs: Whether it must be on the disk before this returns.
+        in_background: Whether this thread does it all: at the end of a program no other can be started, and before
+            it the cores are the training's.
 
     Raises:
         OSError: it cannot be written.
@@ -152,8 +159,12 @@ def write(path: Path, layout: Layout, syncs: bool = True) -> tuple[str, ...]:
 
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
     try:
-        with ThreadPoolExecutor(2) as pool:
-            found = tuple(pool.map(write_chunk, range(num_chunks(layout.num_bytes))))
+        chunks = range(num_chunks(layout.num_bytes))
+        if in_background:
+            found = tuple(map(write_chunk, chunks))
+        else:
+            with ThreadPoolExecutor(2) as pool:
+                found = tuple(pool.map(write_chunk, chunks))
         if syncs:
             os.fsync(descriptor)
         return found

@@ -1,0 +1,133 @@
+"""Holds that nothing damaged is ever loaded: the newest intact checkpoint is, or an error says what is wrong."""
+
+from __future__ import annotations
+
+import logging
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from autovaruna import AutoVaruna, CheckpointError, load_checkpoint
+from autovaruna.checkpoint.checksum import CHUNK_BYTES, checksum
+from tests.checkpoint.runs import files_of
+
+
+def trained(seed: int = 0, width: int = 16) -> AutoVaruna:
+    """Returns a small model after one step."""
+    torch.manual_seed(seed)
+    net = nn.Sequential(nn.Linear(4, width), nn.Linear(width, 1))
+    model = AutoVaruna(net, torch.optim.Adam(net.parameters()))
+    step(model)
+    return model
+
+
+def step(model: AutoVaruna) -> None:
+    model(torch.ones(2, 4)).sum().backward()
+    assert model._optimizer is not None
+    model._optimizer.step()
+
+
+def snapshot(model: AutoVaruna) -> list[torch.Tensor]:
+    return [value.clone() for value in model.state_dict().values()]
+
+
+def is_same(model: AutoVaruna, expected: list[torch.Tensor]) -> bool:
+    return all(map(torch.equal, model.state_dict().values(), expected))
+
+
+def flip(file: Path, bit: int) -> None:
+    """Flips one bit of a file."""
+    data = bytearray(file.read_bytes())
+    data[bit // 8] ^= 1 << bit % 8
+    file.write_bytes(data)
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> tuple[Path, list[torch.Tensor]]:
+    """Returns a folder with the checkpoints of two steps, and the weights of the first."""
+    model = trained()
+    model.save_checkpoint(tmp_path, step=1, extra={"a": torch.ones(3)})
+    first = snapshot(model)
+    step(model)
+    model.save_checkpoint(tmp_path, step=2, extra={"a": torch.ones(3)})
+    return tmp_path, first
+
+
+def test_a_flipped_bit_in_any_file_is_found(
+    two: tuple[Path, list[torch.Tensor]], caplog: pytest.LogCaptureFixture
+) -> None:
+    root, first = two
+    draw = random.Random(0)
+    for file in files_of(root / "step-00000002"):
+        intact = file.read_bytes()
+        for bit in [0, 8 * len(intact) - 1, *(draw.randrange(8 * len(intact)) for _ in range(4))]:
+            flip(file, bit)
+            model = trained(seed=3)
+            before = snapshot(model)
+            with pytest.raises(CheckpointError, match=file.name):
+                model.load_checkpoint(root, step=2)
+            assert is_same(model, before)
+            caplog.clear()
+            with caplog.at_level(logging.WARNING):
+                assert model.load_checkpoint(root).step == 1
+            assert is_same(model, first) and file.name in caplog.text
+            file.write_bytes(intact)
+    assert trained().load_checkpoint(root).step == 2
+
+
+@pytest.mark.parametrize("how", ["cut off", "longer", "missing", "empty"])
+def test_a_file_of_another_size_is_found(how: str, two: tuple[Path, list[torch.Tensor]]) -> None:
+    root, _ = two
+    for file in files_of(root / "step-00000002"):
+        data = file.read_bytes()
+        file.unlink()
+        if how != "missing":
+            file.write_bytes({"cut off": data[:-1], "longer": data + b" ", "empty": b""}[how])
+        assert trained().load_checkpoint(root).step == 1
+        file.write_bytes(data)
+
+
+def test_without_an_intact_one_every_damage_is_told(two: tuple[Path, list[torch.Tensor]]) -> None:
+    root, _ = two
+    for folder in root.iterdir():
+        flip(next(folder.glob("model-*.safetensors")), 4000)
+    with pytest.raises(CheckpointError, match=r"step-00000002.*model.*is damaged.*step-00000001.*model.*is damaged"):
+        load_checkpoint(root, nn.Linear(2, 2))
+
+
+def test_what_is_not_there_is_said(two: tuple[Path, list[torch.Tensor]], tmp_path: Path) -> None:
+    root, _ = two
+    with pytest.raises(CheckpointError, match=r"no checkpoint of step 7 in .*; complete ones are: 1, 2"):
+        load_checkpoint(root, nn.Linear(2, 2), step=7)
+    with pytest.raises(CheckpointError, match="There is no checkpoint in"):
+        load_checkpoint(tmp_path / "nowhere", nn.Linear(2, 2))
+    (tmp_path / "x").mkdir()
+    (tmp_path / "x" / "pytorch_model.bin").touch()
+    with pytest.raises(CheckpointError, match=r"got pytorch_model\.bin.*never read"):
+        load_checkpoint(tmp_path / "x", nn.Linear(2, 2))
+
+
+def test_one_checkpoint_can_be_moved_and_loaded_by_its_own_folder(two: tuple[Path, list[torch.Tensor]]) -> None:
+    root, first = two
+    moved = (root / "step-00000001").rename(root / "kept")
+    model = trained(seed=4)
+    assert model.load_checkpoint(moved).step == 1 and is_same(model, first)
+
+
+def test_each_bit_of_a_chunk_counts_and_so_does_its_place() -> None:
+    data = torch.randint(0, 256, (CHUNK_BYTES // 4 + 5,), dtype=torch.uint8).numpy()
+    known = checksum(data)
+    draw = random.Random(0)
+    for _ in range(50):
+        place, bit = draw.randrange(len(data)), draw.randrange(8)
+        data[place] ^= 1 << bit
+        assert checksum(data) != known
+        data[place] ^= 1 << bit
+    for size in (8, 4096, 256 << 10):
+        data[:size], data[3 * size : 4 * size] = data[3 * size : 4 * size].copy(), data[:size].copy()
+        assert checksum(data) != known
+        data[:size], data[3 * size : 4 * size] = data[3 * size : 4 * size].copy(), data[:size].copy()
+    assert checksum(data) == known

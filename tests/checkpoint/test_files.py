@@ -1,0 +1,197 @@
+"""Holds what the files are: weights that any tool of Hugging Face reads, state without pickle, values given back."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+
+from autovaruna import AutoVaruna, CheckpointError, load_checkpoint
+from autovaruna.checkpoint.document import decode, encode
+from autovaruna.checkpoint.tensor_file import NAMES, lay_out, read_header, write
+from tests.catalogue import CASES
+from tests.checkpoint.runs import OPTIMIZERS, SETUPS, save_halfway
+
+
+def saved_gpt2(root: Path, **options: Any) -> Path:
+    """Returns a checkpoint of a GPT-2 in two stages."""
+    pytest.importorskip("transformers")
+    save_halfway(CASES["gpt2"], SETUPS["unequal"], OPTIMIZERS["adamw"], root, **options)
+    return root / "step-00000003"
+
+
+def test_transformers_reads_the_folder(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    folder = saved_gpt2(tmp_path)
+    theirs = transformers.GPT2LMHeadModel.from_pretrained(folder)
+    ours = CASES["gpt2"].model(seed=2)
+    load_checkpoint(tmp_path, ours)
+    expected = ours.state_dict()
+    for name, value in theirs.state_dict().items():
+        assert torch.equal(value, expected[name]), name
+    assert theirs.lm_head.weight is theirs.transformer.wte.weight
+
+
+def test_the_index_tells_of_each_weight_once(tmp_path: Path) -> None:
+    folder = saved_gpt2(tmp_path)
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    sizes = {}
+    for name in {*index["weight_map"].values()}:
+        for key, value in safetensors.torch.load_file(folder / name).items():
+            sizes[key] = value.numel() * value.element_size()
+            assert index["weight_map"][key] == name
+    assert sizes.keys() == index["weight_map"].keys()
+    assert index["metadata"]["total_size"] == sum(sizes.values())
+    assert "lm_head.weight" not in sizes and "transformer.wte.weight" in sizes
+
+
+def test_replicas_share_the_writing(tmp_path: Path) -> None:
+    shared, alone = saved_gpt2(tmp_path / "a"), saved_gpt2(tmp_path / "b", shard=False)
+    sizes = [each.stat().st_size for each in sorted(shared.glob("model-*-of-00003.safetensors"))]
+    assert len(sizes) == 3 and max(sizes[1:]) < 1.6 * min(sizes[1:])
+    assert len(list(alone.glob("model-*-of-00002.safetensors"))) == 2
+
+
+def test_no_file_is_a_pickle(tmp_path: Path) -> None:
+    for file in saved_gpt2(tmp_path).iterdir():
+        if file.suffix == ".safetensors":
+            safetensors.torch.load_file(file)
+        else:
+            json.loads(file.read_text())
+
+
+def test_plain_pytorch_goes_on_with_its_dropout(tmp_path: Path) -> None:
+    case = CASES["dropout"]
+
+    def steps(model: Any, optimizer: torch.optim.Optimizer, first: int) -> list[float]:
+        losses = []
+        for step in range(first, first + 2):
+            batch = case.batch(7, step)
+            loss = case.loss_of(model(*batch[0], **batch[1]), batch)
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    plain, other = case.model(), case.model(1)
+    optimizer, its_optimizer = OPTIMIZERS["adamw"](plain.parameters()), OPTIMIZERS["adamw"](other.parameters())
+    wrapped = AutoVaruna(plain, optimizer)
+    schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, [1, 3], 0.5)
+    steps(wrapped, optimizer, 0)
+    schedule.step()
+    wrapped.save_checkpoint(tmp_path, step=2, lr_scheduler=schedule)
+    expected = steps(wrapped, optimizer, 2)
+    its_schedule = torch.optim.lr_scheduler.MultiStepLR(its_optimizer, [1, 3], 0.5)
+    load_checkpoint(tmp_path, other, its_optimizer, lr_scheduler=its_schedule)
+    assert its_optimizer.param_groups[0]["lr"] == 0.5e-3 and its_schedule.last_epoch == 1
+    assert steps(other, its_optimizer, 2) == expected
+
+
+def tied_net() -> nn.Module:
+    net = nn.Sequential(nn.Embedding(11, 4), nn.Linear(4, 4), nn.Linear(4, 11, bias=False))
+    net[2].weight = net[0].weight  # type: ignore[assignment]
+    return net
+
+
+@pytest.mark.parametrize("kind", ["state_dict", "save_model", "folder"])
+def test_loads_what_others_wrote(kind: str, tmp_path: Path) -> None:
+    net, other = tied_net(), tied_net()
+    path = tmp_path / "model.safetensors"
+    if kind == "state_dict":
+        safetensors.torch.save_file({name: value.clone() for name, value in net.state_dict().items()}, path)
+    else:
+        safetensors.torch.save_model(net, str(path))
+    info = load_checkpoint(tmp_path if kind == "folder" else path, other)
+    assert info.step is None
+    assert all(torch.equal(value, net.state_dict()[name]) for name, value in other.state_dict().items())
+
+
+def test_what_does_not_fit_is_listed_and_nothing_changes(tmp_path: Path) -> None:
+    state = {"0.weight": torch.ones(3, 2), "0.bias": torch.ones(2, dtype=torch.float64), "more": torch.ones(1)}
+    safetensors.torch.save_file(state, tmp_path / "x.safetensors")
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    before = {name: value.clone() for name, value in net.state_dict().items()}
+    with pytest.raises(CheckpointError) as caught:
+        load_checkpoint(tmp_path / "x.safetensors", net)
+    for words in ("0.weight has shape (3, 2)", "torch.float64", "missing: 1.weight, 1.bias", "not expected: more"):
+        assert words in str(caught.value)
+    assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
+
+
+def test_another_optimizer_is_refused(tmp_path: Path) -> None:
+    net = nn.Linear(2, 2)
+    AutoVaruna(net, torch.optim.SGD(net.parameters())).save_checkpoint(tmp_path, step=0)
+    with pytest.raises(CheckpointError, match="the optimizer is SGD, expected Adam"):
+        load_checkpoint(tmp_path, net, torch.optim.Adam(net.parameters()))
+    groups = [{"params": [parameter]} for parameter in net.parameters()]
+    with pytest.raises(CheckpointError, match=r"groups of \[2\] parameters, expected \[1, 1\]"):
+        load_checkpoint(tmp_path, net, torch.optim.SGD(groups))
+
+
+def test_state_of_another_precision_keeps_its_digits(tmp_path: Path) -> None:
+    net = nn.Linear(4, 4).bfloat16()
+    optimizer = torch.optim.Adam(net.parameters())
+    net(torch.ones(1, 4, dtype=torch.bfloat16)).sum().backward()
+    optimizer.step()
+    optimizer.state[net.weight]["exp_avg"] = torch.randn(4, 4)
+    AutoVaruna(net, optimizer).save_checkpoint(tmp_path, step=0)
+    other = nn.Linear(4, 4).bfloat16()
+    its = torch.optim.Adam(other.parameters())
+    load_checkpoint(tmp_path, other, its)
+    assert torch.equal(its.state[other.weight]["exp_avg"], optimizer.state[net.weight]["exp_avg"])
+
+
+VALUES: dict[str, Any] = {
+    "nested": {"a": [1, 2.5, None, True, "text", (1, (2,))], "b": {3: "three", (1, 2): "pair", "$x": 1}},
+    "floats": [float("inf"), float("-inf"), 0.1, -0.0],
+    "tensors": {"a": [torch.arange(3), {"b": torch.ones(2, 2, dtype=torch.bfloat16)}]},
+    "bytes": b"\x00\xff",
+    "large": 2**70,
+    "generator": torch.Generator().get_state(),
+    "numpy": np.random.RandomState(0).get_state(),
+    "dtype": [torch.float16, torch.device("cpu")],
+}
+
+
+def same(got: Any, expected: Any) -> bool:
+    if isinstance(expected, Tensor):
+        return torch.equal(got, expected) and got.dtype == expected.dtype
+    if isinstance(expected, np.ndarray):
+        return bool(np.array_equal(got, expected))
+    if isinstance(expected, dict):
+        return got.keys() == expected.keys() and all(same(got[key], value) for key, value in expected.items())
+    if isinstance(expected, list | tuple):
+        return type(got) is type(expected) and len(got) == len(expected) and all(map(same, got, expected))
+    return type(got) is type(expected) and got == expected
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_values_come_back(name: str) -> None:
+    tensors: dict[str, Tensor] = {}
+    text = json.dumps(encode(VALUES[name], "extra", tensors), allow_nan=False)
+    assert same(decode(json.loads(text), tensors.__getitem__), VALUES[name])
+
+
+def test_what_cannot_be_kept_is_refused_by_its_path(tmp_path: Path) -> None:
+    model = AutoVaruna(nn.Linear(2, 2))
+    with pytest.raises(CheckpointError, match=r"extra\.a\.1\.b is .* of type object"):
+        model.save_checkpoint(tmp_path, step=0, extra={"a": [0, {"b": object()}]})
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("dtype", NAMES)
+def test_the_library_safetensors_reads_each_dtype(dtype: torch.dtype, tmp_path: Path) -> None:
+    tensors = {"a": torch.arange(6).reshape(2, 3).to(dtype), "b": torch.zeros(()).to(dtype), "c": torch.empty(0, 2)}
+    write(tmp_path / "x", lay_out(tensors, {"format": "pt"}))
+    found = safetensors.torch.load_file(tmp_path / "x")
+    assert all(torch.equal(found[name].to(torch.complex64), tensors[name].to(torch.complex64)) for name in tensors)
+    assert {name: entry.shape for name, entry in read_header(tmp_path / "x")[0].items()} == {
+        name: tuple(value.shape) for name, value in tensors.items()
+    }

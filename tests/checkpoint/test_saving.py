@@ -1,0 +1,261 @@
+"""Holds that a save that fails, or is killed, leaves the earlier checkpoints as they were, and says so everywhere."""
+
+from __future__ import annotations
+
+import errno
+import multiprocessing
+import os
+import random
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from autovaruna import AutoVaruna, CheckpointError, OrderError
+from autovaruna.checkpoint import background, commit, manifest, part, snapshot, tensor_file
+from tests.catalogue import CASES
+from tests.checkpoint.test_damage import is_same, trained
+from tests.checkpoint.test_damage import snapshot as weights_of
+from tests.checkpoint.test_damage import step as train
+from tests.parallel.training import Setup, on_ranks, pipeline
+from tests.reference import adamw
+
+ROOT = Path(__file__).parents[2]
+NUM_KILLS = int(os.environ.get("AUTOVARUNA_TEST_KILLS", "6"))
+
+
+def save_forever(root: Path, told: Any) -> None:
+    """Saves one checkpoint after another, whose weights are the number of the step."""
+    torch.set_num_threads(1)
+    net = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4)))
+    model = AutoVaruna(net, torch.optim.Adam(net.parameters()))
+    for step in range(1, 10**6):
+        with torch.no_grad():
+            for parameter in net.parameters():
+                parameter.fill_(step)
+        model.save_checkpoint(root, step=step, keep=2, background=step % 2 == 0, extra={"step": step})
+        told.value = step
+
+
+def test_killed_at_any_moment_the_newest_complete_one_loads(tmp_path: Path) -> None:
+    draw = random.Random(0)
+    context = multiprocessing.get_context("fork")
+    net = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4)))
+    model = AutoVaruna(net)
+    for kill in range(NUM_KILLS):
+        told = context.Value("l", 0)
+        root = tmp_path / str(kill)
+        process = context.Process(target=save_forever, args=(root, told))
+        process.start()
+        while told.value < 2:
+            time.sleep(0.001)
+        time.sleep(draw.random() * 0.1)
+        process.kill()
+        process.join()
+        info = model.load_checkpoint(root)
+        assert info.step is not None and info.step >= told.value - 1
+        assert info.extra == {"step": info.step}
+        assert all((parameter == info.step).all() for parameter in net.parameters())
+        for each in root.glob("step-*"):
+            model.load_checkpoint(each)
+
+
+def run_script(script: str, root: Path) -> subprocess.CompletedProcess[str]:
+    """Runs a program that saves in a folder."""
+    command = [sys.executable, "-c", script, str(root)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+
+
+def full_disk(monkeypatch: pytest.MonkeyPatch, after: int) -> None:
+    """Lets the n-th write fail, and all after it, as on a full disk."""
+    count = [0]
+
+    def failing(real: Any) -> Any:
+        def write(*args: Any, **kwargs: Any) -> Any:
+            count[0] += 1
+            if count[0] > after:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return real(*args, **kwargs)
+
+        return write
+
+    monkeypatch.setattr(tensor_file, "write_at", failing(tensor_file.write_at))
+    for module in (commit, background):
+        monkeypatch.setattr(module, "write_synced", failing(manifest.write_synced))
+
+
+@pytest.mark.parametrize("is_background", [False, True])
+@pytest.mark.parametrize("after", range(6))
+def test_on_a_full_disk_all_ranks_hear_of_it_and_the_older_one_stays(
+    after: int, is_background: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = CASES["chain"]
+    barrier = threading.Barrier(2)
+
+    def run(model: AutoVaruna, optimizer: torch.optim.Optimizer, rank: int) -> None:
+        model(**case.batch(7, 0)[1]).backward()
+        optimizer.step()
+        model.save_checkpoint(tmp_path, step=1)
+        expected = model.state_dict()
+        barrier.wait()
+        if rank == 0:
+            full_disk(monkeypatch, after)
+        barrier.wait()
+        with pytest.raises(CheckpointError, match="No space left"):
+            model.save_checkpoint(tmp_path, step=2, background=is_background)
+            model.wait_checkpoint()
+        barrier.wait()
+        assert [each.name for each in tmp_path.iterdir()] == ["step-00000001"]
+        assert model.load_checkpoint(tmp_path).step == 1
+        assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
+
+    on_ranks(pipeline(2), case.model(), run, adamw, token=(case.name, False))
+
+
+def test_a_real_limit_of_the_size_of_files_is_told(tmp_path: Path) -> None:
+    script = (
+        "import resource, signal, sys, torch; from autovaruna import AutoVaruna, CheckpointError\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "model = AutoVaruna(torch.nn.Linear(300, 300))\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))\n"
+        "try: model.save_checkpoint(sys.argv[1], step=1)\n"
+        "except CheckpointError as error: print(error)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert "cannot be written: File too large" in done.stdout, done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_cannot_be_written_to_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match="cannot be written: "):
+        trained().save_checkpoint(tmp_path / "file" / "x", step=1)
+
+
+def test_old_ones_go_when_the_new_one_is_complete(tmp_path: Path) -> None:
+    model = trained()
+    for step in (1, 5, 3):
+        model.save_checkpoint(tmp_path, step=step, keep=2)
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["step-00000003", "step-00000005"]
+    (tmp_path / ".step-00000009.0123abcd").mkdir()
+    model.save_checkpoint(tmp_path, step=6, keep=1)
+    assert [each.name for each in tmp_path.iterdir()] == ["step-00000006"]
+
+
+def test_the_same_step_again_replaces_it(tmp_path: Path) -> None:
+    model = trained()
+    model.save_checkpoint(tmp_path, step=1, extra="first")
+    train(model)
+    model.save_checkpoint(tmp_path, step=1, extra="second")
+    expected = weights_of(model)
+    train(model)
+    assert len(list(tmp_path.iterdir())) == 1
+    assert model.load_checkpoint(tmp_path, step=1).extra == "second" and is_same(model, expected)
+
+
+def test_files_are_written_to_the_temporary_folder_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written = []
+    real = part.write
+    monkeypatch.setattr(
+        part, "write", lambda path, *args, **kwargs: written.append(path) or real(path, *args, **kwargs)
+    )
+    (tmp_path / "local").mkdir()
+    model = trained()
+    model.save_checkpoint(tmp_path / "far", step=1, tempdir=str(tmp_path / "local"), background=True)
+    model.wait_checkpoint()
+    assert written and all(path.is_relative_to(tmp_path / "local") for path in written)
+    assert not list((tmp_path / "local").iterdir())
+    assert trained(seed=5).load_checkpoint(tmp_path / "far").step == 1
+
+
+def test_in_the_background_steps_do_not_reach_into_the_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = snapshot._copy
+    monkeypatch.setattr(snapshot, "_copy", lambda tensor: time.sleep(0.01) or real(tensor))
+    model = trained()
+    expected = weights_of(model)
+    model.save_checkpoint(tmp_path, step=1, background=True)
+    for _ in range(3):
+        train(model)
+    model.wait_checkpoint()
+    other = trained(seed=1)
+    other.load_checkpoint(tmp_path)
+    assert is_same(other, expected)
+
+
+def test_two_in_a_row_in_the_background(tmp_path: Path) -> None:
+    model = trained()
+    for step in (1, 2, 3):
+        model.save_checkpoint(tmp_path, step=step, background=True)
+        train(model)
+    assert model.load_checkpoint(tmp_path).step == 3
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_another_change_during_the_copy_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = snapshot._copy
+    monkeypatch.setattr(snapshot, "_copy", lambda tensor: time.sleep(0.05) or real(tensor))
+    model = trained()
+    model.save_checkpoint(tmp_path, step=1, background=True)
+    with torch.no_grad():
+        next(iter(model.parameters())).add_(1)
+    with pytest.raises(CheckpointError, match=r"0\.weight changed while it was copied"):
+        model.wait_checkpoint()
+
+
+def test_what_failed_in_the_background_is_raised_by_the_next_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = trained()
+    full_disk(monkeypatch, 0)
+    model.save_checkpoint(tmp_path, step=1, background=True)
+    with pytest.raises(CheckpointError, match=r"in the background failed: .*No space left"):
+        for _ in range(500):
+            model(torch.ones(2, 4))
+            time.sleep(0.01)
+    model(torch.ones(2, 4))
+
+
+@pytest.mark.parametrize("is_full", [False, True])
+def test_the_end_of_the_program_waits_and_tells(is_full: bool, tmp_path: Path) -> None:
+    script = (
+        "import sys, torch; from autovaruna import AutoVaruna\n"
+        "from autovaruna.checkpoint import tensor_file\n"
+        "real = tensor_file.write_at\n"
+        "def slow(*args):\n"
+        "    import time; time.sleep(0.5)\n"
+        f"    if {is_full}: raise OSError(28, 'No space left on device')\n"
+        "    real(*args)\n"
+        "tensor_file.write_at = slow\n"
+        "AutoVaruna(torch.nn.Linear(3, 3)).save_checkpoint(sys.argv[1], step=1, background=True)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    if is_full:
+        assert done.returncode != 0 and "No space left on device" in done.stderr
+        assert not list(tmp_path.iterdir())
+    else:
+        assert done.returncode == 0, done.stderr
+        assert [each.name for each in tmp_path.iterdir()] == ["step-00000001"]
+
+
+def test_between_a_load_and_the_first_call_there_is_nothing_to_save(tmp_path: Path) -> None:
+    case = CASES["chain"]
+    trained_model = case.model()
+    AutoVaruna(trained_model).save_checkpoint(tmp_path, step=1)
+
+    def run(model: AutoVaruna, optimizer: torch.optim.Optimizer, rank: int) -> None:
+        model.load_checkpoint(tmp_path)
+        assert all(map(torch.equal, model.state_dict().values(), trained_model.state_dict().values()))
+        with pytest.raises(OrderError, match="Call the model first"):
+            model.save_checkpoint(tmp_path, step=2)
+
+    on_ranks(Setup(((0, 1),)), case.model(1), run, adamw, token=(case.name, False))
