@@ -1,0 +1,111 @@
+"""A model with cut points, its batches, and training it with `Varuna` on ranks that are threads."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from autovaruna.runtime.in_process import InProcessWorld, run_ranks
+from autovaruna.varuna import CutPoint, Varuna
+
+WORDS, WIDTH, LAYERS = 40, 12, 4
+QUIET: dict[str, Any] = {
+    "from_cache": False,
+    "save_deployment": False,
+    "progress": False,
+    "profile_iterations": 1,
+    "seed": 5,
+}
+
+
+class Net(nn.Module):
+    """Layers with a cut point after each; the head may be tied to the embedding by name."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(WORDS, WIDTH)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
+        self.cutpoints = nn.ModuleList(CutPoint() for _ in range(LAYERS))
+        self.dropout = nn.Dropout(dropout)
+        self.head = nn.Linear(WIDTH, WORDS, bias=False)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        hidden = self.embedding(x)
+        for layer, cutpoint in zip(self.layers, self.cutpoints, strict=True):
+            hidden = cutpoint(hidden + self.dropout(torch.tanh(layer(hidden))))
+        return F.cross_entropy(self.head(hidden).flatten(0, 1), y.flatten())
+
+
+def batch(size: int, step: int = 0, device: Any = None) -> dict[str, Tensor]:
+    """Returns a batch that depends on size and step alone."""
+    x = torch.randint(WORDS, (size, 5), generator=torch.Generator().manual_seed(step))
+    return {"x": x, "y": (3 * x + 1) % WORDS}
+
+
+def net(dropout: float = 0.0) -> Net:
+    """Returns the model with the weights of seed 0."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return Net(dropout)
+
+
+def wrap(stage_map: Any, batch_size: int = 6, chunk_size: int | None = 2, **options: Any) -> Varuna:
+    """Wraps the model on this rank and gives it an optimizer."""
+    model = options.pop("model", None)
+    wrapped = Varuna(
+        model if model is not None else net(options.pop("dropout", 0.0)),
+        stage_map,
+        batch,
+        batch_size,
+        chunk_size,
+        **{"device": "cpu", **QUIET, **options},
+    )
+    wrapped.set_optimizer(torch.optim.AdamW(wrapped.parameters(), lr=1e-2))
+    return wrapped
+
+
+def steps(model: Varuna, numbers: range, max_norm: float | None = None) -> list[float]:
+    """Trains some steps as a script does; returns the losses."""
+    losses = []
+    for step in numbers:
+        whole = batch(model.global_batch_size, step)
+        loss, overflow = model.step({name: t[model.samples] for name, t in whole.items()}, max_norm)
+        if not overflow:
+            model.optimizer.step()
+        losses.append(loss)
+    return losses
+
+
+def plain_steps(model: nn.Module, batch_size: int, numbers: range, max_norm: float | None = None) -> list[float]:
+    """Trains the same with plain PyTorch, in place."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for step in numbers:
+        optimizer.zero_grad()
+        loss = model(**batch(batch_size, step))
+        loss.backward()
+        if max_norm is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def on_ranks(num_ranks: int, run: Callable[[InProcessWorld], Any], timeout: float = 100.0) -> list[Any]:
+    """Runs a function on ranks that are threads; returns the results by rank."""
+    return run_ranks(num_ranks, run, timeout)
+
+
+def copy_of(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Returns copies of a state's tensors."""
+    return copy.deepcopy(state)
+
+
+def close(got: list[float], expected: list[float], rtol: float = 1e-5) -> bool:
+    """Whether losses agree."""
+    return len(got) == len(expected) and all(abs(a - b) <= rtol * abs(b) for a, b in zip(got, expected, strict=True))

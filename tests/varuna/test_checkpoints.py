@@ -1,0 +1,54 @@
+"""Checkpoints of Varuna's interface: written on one grid, loaded on another, dropout and all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autovaruna.errors import CheckpointError
+from tests.varuna.scripts import close, on_ranks, steps, wrap
+
+GRIDS = {"one": (1, None), "two stages": (2, "0;1"), "grid": (4, "0,2;1,3"), "three stages": (3, "0;1;2")}
+
+
+def run(grid: str, first: int, last: int, folder: Path | None = None, **how: Any) -> list[Any]:
+    """Trains from a step to another, loads before if that is not the first, and saves after if there is a folder."""
+    num_ranks, stage_map = GRIDS[grid]
+
+    def script(world: Any) -> Any:
+        dropout = how.get("dropout", 0.0)
+        model = wrap(stage_map, 8, None, num_micro_batches=4, dropout=dropout, fp16=how.get("fp16", False))
+        if first:
+            model.load_checkpoint(folder, first)
+        assert model.iteration == first
+        losses = steps(model, range(first, last))
+        if folder is not None and not first:
+            model.checkpoint(folder, tempdir=how.get("tempdir"), shard=how.get("shard", False), on_demand=True)
+        return losses, model.get_loss_scale()
+
+    return on_ranks(num_ranks, script)
+
+
+@pytest.mark.parametrize(
+    ("source", "target"), [("two stages", "grid"), ("grid", "three stages"), ("one", "two stages")]
+)
+def test_a_run_goes_on_on_any_other_grid(source: str, target: str, tmp_path: Path) -> None:
+    whole = run("one", 0, 4)[0][0]
+    begun = run(source, 0, 2, tmp_path / "store", tempdir=str(tmp_path), shard=True)[0][0]
+    assert close(begun + run(target, 2, 4, tmp_path / "store")[0][0], whole)
+
+
+def test_the_loss_scale_goes_on(tmp_path: Path) -> None:
+    saved = run("two stages", 0, 2, tmp_path / "store", fp16=True)[0][1]
+    assert run("one", 2, 2, tmp_path / "store", fp16=True)[0][1] == saved < 2**20
+
+
+def test_a_checkpoint_that_is_not_there_is_an_error_or_the_newest_is_loaded(tmp_path: Path) -> None:
+    run("one", 0, 1, tmp_path)
+    model = wrap(None)
+    with pytest.raises(CheckpointError):
+        model.load_checkpoint(tmp_path, 5)
+    model.load_checkpoint(tmp_path, 5, check_complete=False)
+    assert model.iteration == 1

@@ -1,0 +1,198 @@
+"""Cut points: found wherever they are in a model, never seen by the numbers, and heeded as the user asks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autovaruna import CutPoint
+from autovaruna.errors import InputError, PlanError, TraceError
+from autovaruna.graph.call import describe
+from autovaruna.graph.records import CutMark, Graph
+from autovaruna.graph.traced import TracedModel, trace
+from autovaruna.planner import Constraints, make_plan
+from autovaruna.planner.cuts import resolve_cut
+from autovaruna.planner.marks import PREFER_MARGIN
+from autovaruna.planner.problem import Problem
+from autovaruna.profiler.records import BlockCost, Profile
+from tests.planner.cases import make_cluster, make_graph
+from tests.varuna.scripts import net
+
+
+def traced(model: nn.Module, *args: Tensor) -> TracedModel:
+    """Traces a call."""
+    return trace(model, describe(model, args or (torch.randn(6, 8),), {})[1], torch.device("cpu"))
+
+
+def marks(model: nn.Module, *args: Tensor) -> dict[str, CutMark]:
+    """Returns the cut points of a model by path."""
+    return {mark.name: mark for mark in traced(model, *args).graph.cut_marks}
+
+
+class Model(nn.Module):
+    """Takes a function of its own layers, cut points and input."""
+
+    def __init__(self, act: Any, **modules: Any) -> None:
+        super().__init__()
+        self.act = act
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+        for name, module in modules.items():
+            setattr(self, name, module)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(self, x).square().mean()
+
+
+def between(m: Any, x: Tensor) -> Tensor:
+    return m.second(m.cut(m.first(x)))
+
+
+def test_one_process_gets_its_tensor_back_as_it_is() -> None:
+    x = torch.randn(3)
+    assert CutPoint()(x) is x
+    with pytest.raises(InputError, match="takes one tensor"):
+        CutPoint()((x, x))
+
+
+def test_it_leaves_no_trace_in_the_graph() -> None:
+    with_cut, without = (traced(Model(between, cut=each)) for each in (CutPoint(), nn.Identity()))
+    assert str(with_cut.module.graph) == str(without.module.graph)
+    assert with_cut.graph.fingerprint != without.graph.fingerprint
+
+
+def test_a_cut_starts_with_what_uses_the_tensor() -> None:
+    model = traced(Model(between, cut=CutPoint()))
+    mark = model.graph.cut_marks[0]
+    assert (mark.name, mark.reason) == ("cut", "")
+    assert model.graph.blocks[mark.block].module == "second"
+    assert resolve_cut(model.graph, "cut") == mark.block
+
+
+@pytest.mark.parametrize(
+    ("modules", "name"),
+    [
+        ({"cuts": nn.ModuleList([CutPoint()])}, "cuts.0"),
+        ({"cuts": [CutPoint()]}, "cuts.0"),
+        ({"cuts": {0: CutPoint()}}, "cuts.0"),
+        ({"cuts": nn.Sequential(nn.Sequential(nn.Tanh(), CutPoint()))}, "cuts.0.1"),
+    ],
+    ids=["ModuleList", "list", "dict", "nested"],
+)
+def test_it_is_found_wherever_it_is(modules: dict[str, Any], name: str) -> None:
+    assert marks(Model(lambda m, x: m.second(m.cuts[0](m.first(x))), **modules))[name].block > 0
+
+
+def test_a_branch_that_is_not_taken_has_no_cut_point() -> None:
+    def act(m: Any, x: Tensor) -> Tensor:
+        return m.second(m.one(m.first(x)) if x.dim() == 2 else m.other(m.first(x)))
+
+    assert list(marks(Model(act, one=CutPoint(), other=CutPoint()))) == ["one"]
+
+
+def test_a_loop_has_one_for_each_turn() -> None:
+    tokens = torch.zeros(6, 5, dtype=torch.long)
+    found = marks(net(), tokens, tokens)
+    assert list(found) == [f"cutpoints.{place}" for place in range(4)]
+    blocks = [mark.block for mark in found.values()]
+    assert blocks == sorted(set(blocks)) and all(blocks)
+
+
+def test_one_used_twice_is_named() -> None:
+    with pytest.raises(TraceError, match=r"CutPoint cut is used 2 times"):
+        traced(Model(lambda m, x: m.cut(m.second(m.cut(m.first(x)))), cut=CutPoint()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int32, torch.bool, torch.complex64])
+def test_its_tensor_has_any_dtype_and_shape(dtype: torch.dtype) -> None:
+    def act(m: Any, x: Tensor) -> Tensor:
+        made = m.first(x)
+        flags = m.cut(made.detach().mul(9).to(dtype).t().unsqueeze(0))
+        return m.second(made) * flags.real.float().sum() if dtype.is_complex else m.second(made) * flags.float().sum()
+
+    assert marks(Model(act, cut=CutPoint()))["cut"].name == "cut"
+
+
+def test_strides_are_those_of_the_tensor() -> None:
+    """A reshape after a cut point must be the copy that eager mode makes, not a view that it cannot make."""
+
+    def act(m: Any, x: Tensor) -> Tensor:
+        return m.second(m.cut(m.first(x).unsqueeze(1).expand(-1, 3, -1)).reshape(-1, 8))
+
+    model = traced(Model(act, cut=CutPoint()))
+    x = torch.randn(6, 8)
+    model.module.load_state_dict({}, strict=False)
+    assert model.graph.cut_marks[0].block > 0 and Model(act, cut=CutPoint())(x).isfinite()
+
+
+@pytest.mark.parametrize(
+    ("act", "reason"),
+    [
+        (lambda m, x: m.second(m.first(m.cut(x))), "nothing of the model lies before it"),
+        (lambda m, x: m.cut(m.second(m.first(x)).square().mean()), None),
+        (lambda m, x: m.second(torch.relu_(m.cut(m.first(x)))), "changed in place"),
+    ],
+    ids=["first", "in between", "in place"],
+)
+def test_one_that_cannot_be_a_cut_says_why(act: Any, reason: str | None) -> None:
+    mark = marks(Model(act, cut=CutPoint()))["cut"]
+    assert (mark.block > 0) == (reason is None) and (reason or "") in mark.reason
+
+
+def test_one_in_a_region_says_so() -> None:
+    def act(m: Any, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            inner = m.cut(m.first(x))
+        return m.second(x) + inner
+
+    assert "region" in marks(Model(act, cut=CutPoint()))["cut"].reason
+
+
+def problem_of(num_blocks: int, num_ranks: int) -> Problem:
+    """Returns equal blocks of 10 ms forward and 20 ms backward, one sample a micro-batch."""
+    graph = make_graph(num_blocks)
+    costs = (BlockCost(0.01, 0.02, 1000.0, 500.0),) * num_blocks
+    constraints = Constraints(num_micro_batches=16)
+    return Problem(graph, Profile(graph.fingerprint, "test", (1,), (costs,)), make_cluster(num_ranks), 16,
+                   constraints=constraints)  # fmt: skip
+
+
+def marked(problem: Any, blocks: dict[str, int], **constraints: Any) -> Any:
+    """Returns a problem whose graph has cut points."""
+    cut_marks = tuple(CutMark(name, block, "" if block > 0 else "it is broken") for name, block in blocks.items())
+    graph: Graph = replace(problem.graph, cut_marks=cut_marks)
+    return replace(problem, graph=graph, constraints=replace(problem.constraints, **constraints))
+
+
+def starts(plan: Any) -> list[int]:
+    return [stage.blocks[0] for stage in plan.stages]
+
+
+def test_only_cuts_at_cut_points_alone() -> None:
+    problem = marked(problem_of(8, 2), {"a": 2, "b": 6}, cutpoints="only", num_stages=2)
+    assert starts(make_plan(problem))[1] in (2, 6)
+    ignored = replace(problem, constraints=replace(problem.constraints, cutpoints="ignore"))
+    assert starts(make_plan(ignored)) == [0, 4]
+
+
+def test_prefer_cuts_there_unless_elsewhere_is_better_by_the_margin() -> None:
+    far = marked(problem_of(8, 2), {"a": 2}, cutpoints="prefer", num_stages=2)
+    assert starts(make_plan(far)) == [0, 4]
+    near = marked(problem_of(100, 2), {"a": 51}, cutpoints="prefer", num_stages=2)
+    assert starts(make_plan(near)) == [0, 51] and PREFER_MARGIN > 0.02
+
+
+def test_prefer_cuts_elsewhere_where_cut_points_are_too_few() -> None:
+    problem = marked(problem_of(9, 3), {"a": 3}, cutpoints="prefer", num_stages=3)
+    assert starts(make_plan(problem)) == [0, 3, 6]
+
+
+def test_only_names_the_cut_points_that_are_none(caplog: pytest.LogCaptureFixture) -> None:
+    problem = marked(problem_of(8, 3), {"a": 2, "b": -1}, cutpoints="only", num_stages=3)
+    with pytest.raises(PlanError, match=r"allows 2.*b is none: it is broken"):
+        make_plan(problem)
+    assert "the CutPoint b cannot be a cut: it is broken" in caplog.text
+    assert Constraints(cutpoints="only").has_fixed_places

@@ -1,0 +1,118 @@
+"""float16 with a scaled loss: an overflow on one rank is known to all, which skip the step together."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from autovaruna.errors import InputError
+from autovaruna.varuna.loss_scale import GROWTH_INTERVAL, StepScale
+from tests.varuna.scripts import batch, net, on_ranks, steps, wrap
+
+
+def plain_half(scale: float) -> list[float]:
+    """Trains three steps in float16 with plain PyTorch."""
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for step in range(3):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", dtype=torch.float16):
+            loss = model(**batch(6, step))
+        (loss * scale).backward()
+        torch._foreach_mul_([parameter.grad for parameter in model.parameters()], 1 / scale)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def test_losses_are_those_of_float16_autocast() -> None:
+    def script(world: Any) -> Any:
+        model = wrap("0,2;1,3", fp16=True)
+        model.set_optimizer(model.optimizer, init_loss_scale=2.0**10)
+        return steps(model, range(3), 0.5), model.get_loss_scale()
+
+    expected = plain_half(2.0**10)
+    for losses, scale in on_ranks(4, script):
+        assert scale == 2.0**10
+        torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected), rtol=5e-3, atol=0.0)
+
+
+def test_an_overflow_is_skipped_on_all_ranks_at_once() -> None:
+    def script(world: Any) -> Any:
+        model = wrap("0,2;1,3", fp16=True)
+        model.set_optimizer(model.optimizer, init_loss_scale=2.0**30)
+        before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        inputs = {name: tensor[model.samples] for name, tensor in batch(6).items()}
+        found, scales = [], []
+        for _ in range(3):
+            found.append(model.step(inputs)[1])
+            scales.append(model.get_loss_scale())
+            model.optimizer.step()  # changes nothing: there are no gradients
+        after = model.state_dict()
+        return found, scales, all(torch.equal(before[name], after[name]) for name in before)
+
+    for found, scales, is_same in on_ranks(4, script):
+        assert found == [True] * 3 and scales == [2.0**29, 2.0**28, 2.0**27] and is_same
+
+
+def test_a_nan_on_one_rank_alone_is_an_overflow_on_all() -> None:
+    def script(world: Any) -> Any:
+        model = wrap("0;1", fp16=True)
+        model.set_optimizer(model.optimizer, init_loss_scale=4.0)
+        own = next(iter(model.parameters()))
+        if world.rank == 1:
+            own.register_hook(lambda gradient: gradient * float("nan"))
+        _, overflow = model.step(batch(6))
+        return overflow, model.get_loss_scale(), own.grad
+
+    assert on_ranks(2, script) == [(True, 2.0, None)] * 2
+
+
+def test_gradients_that_add_up_are_unscaled_once() -> None:
+    def script(world: Any) -> Any:
+        model = wrap(None, fp16=True)
+        model.set_optimizer(model.optimizer, init_loss_scale=2.0**8)
+        for _ in range(2):
+            model.step(batch(6))
+        return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+    plain = net()
+    with torch.autocast("cpu", dtype=torch.float16):
+        for _ in range(2):
+            plain(**batch(6)).backward()
+    for name, gradient in on_ranks(1, script)[0].items():
+        torch.testing.assert_close(gradient, dict(plain.named_parameters())[name].grad, rtol=2e-2, atol=1e-3)
+
+
+def scale_of(*arguments: Any) -> StepScale:
+    scale = StepScale(torch.device("cpu"))
+    scale.configure(*arguments)
+    return scale
+
+
+def test_the_scale_halves_down_to_the_least_and_doubles_after_many_good_steps() -> None:
+    scale = scale_of("dynamic", 8.0, 3.0)
+    values = []
+    for has_overflow in (True, True, True):
+        scale.update(has_overflow)
+        values.append(scale.value)
+    assert values == [4.0, 3.0, 3.0]
+    for _ in range(GROWTH_INTERVAL):
+        scale.update(False)
+    assert scale.value == 6.0
+
+
+def test_a_fixed_scale_stays() -> None:
+    scale = scale_of(128.0, 8.0, 1.0)
+    scale.update(True)
+    assert scale.value == 128.0
+
+
+@pytest.mark.parametrize("arguments", [("static", 1.0, 1.0), (-1.0, 1.0, 1.0), ("dynamic", 0.0, 1.0), (True, 1.0, 1.0)])
+def test_other_scales_are_refused(arguments: Any) -> None:
+    with pytest.raises(InputError, match="scale"):
+        scale_of(*arguments)

@@ -1,0 +1,218 @@
+"""Scripts in Varuna's style on any grid, held to plain PyTorch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from autovaruna.errors import AutoVarunaError, InputError, OrderError
+from autovaruna.varuna import Varuna
+from tests.varuna.scripts import batch, close, net, on_ranks, plain_steps, steps, wrap
+
+GRIDS = {
+    "one": (1, None),
+    "two stages": (2, "0;1"),
+    "two replicas": (2, {0: [0, 1]}),
+    "grid": (4, "0,2;1,3;"),
+    "three stages": (3, [[0], [1], [2]]),
+    "backwards": (4, {1: [0, 1], 0: [3, 2]}),
+}
+
+
+@pytest.mark.parametrize("grid", GRIDS)
+def test_a_script_has_the_losses_of_plain_pytorch(grid: str) -> None:
+    num_ranks, stage_map = GRIDS[grid]
+    of_ranks = on_ranks(num_ranks, lambda world: steps(wrap(stage_map, 7), range(3), max_norm=0.5))
+    expected = plain_steps(net(), 7, range(3), max_norm=0.5)
+    assert all(losses == of_ranks[0] for losses in of_ranks) and close(of_ranks[0], expected)
+
+
+def test_a_map_and_micro_batches_that_are_not_given_are_found() -> None:
+    def script(world: Any) -> Any:
+        model = wrap(None, 8, None)
+        return model.stage_to_rank_map, model.micro_batch_size, steps(model, range(2))
+
+    for grid, size, losses in on_ranks(2, script):
+        assert sorted(rank for ranks in grid.values() for rank in ranks) == [0, 1] and 1 <= size <= 8
+        assert close(losses, plain_steps(net(), 8, range(2)))
+
+
+def test_stages_start_at_cut_points_unless_the_model_is_partitioned_for_the_user() -> None:
+    def starts(auto: bool) -> Any:
+        def script(world: Any) -> Any:
+            model = wrap("0;1", auto_partitioned=auto)
+            graph = model.model._preparation._traced.graph
+            return [stage.blocks[0] for stage in model.model.plan.stages[1:]], [m.block for m in graph.cut_marks]
+
+        return on_ranks(2, script)[0]
+
+    found, allowed = starts(False)
+    assert set(found) <= set(allowed)
+    assert len(starts(True)[0]) == 1
+
+
+def test_no_micro_batch_is_larger_than_the_chunk() -> None:
+    def script(world: Any) -> int:
+        return wrap("0,2;1,3", 10, 2).model.plan.num_micro_batches
+
+    assert on_ranks(4, script) == [6] * 4  # five samples a replica: 2, 2 and 1
+
+
+def test_a_script_may_leave_zero_grad_out_or_call_it() -> None:
+    def script(world: Any) -> Any:
+        model = wrap(None)
+        first = steps(model, range(2))
+        model.zero_grad()
+        return first + steps(model, range(2, 4))
+
+    assert close(on_ranks(1, script)[0], plain_steps(net(), 6, range(4)))
+
+
+def test_steps_without_an_optimizer_step_add_up() -> None:
+    def script(world: Any) -> Any:
+        model = wrap("0;1")
+        for step in range(2):
+            model.step(batch(6, step))
+        return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+    expected = net()
+    for step in range(2):
+        expected(**batch(6, step)).backward()
+    found = {name: grad for of_rank in on_ranks(2, script) for name, grad in of_rank.items()}
+    for name, parameter in expected.named_parameters():
+        torch.testing.assert_close(found[name], parameter.grad, rtol=1e-5, atol=1e-7)
+
+
+PAIRS = [
+    ("embedding.weight", "head.weight"),
+    ("layers.0.weight", "layers.3.weight"),
+    ("layers.3.weight", "layers.1.weight"),
+]
+
+
+@pytest.mark.parametrize("grid", ["one", "two stages", "three stages", "grid"])
+def test_any_number_of_pairs_is_tied(grid: str) -> None:
+    num_ranks, stage_map = GRIDS[grid]
+
+    def script(world: Any) -> Any:
+        model = wrap(stage_map, shared_weights=PAIRS)
+        return steps(model, range(3), 0.5), model.state_dict()
+
+    plain = net()
+    plain.head.weight = plain.embedding.weight
+    plain.layers[3].weight = plain.layers[1].weight = plain.layers[0].weight
+    expected = plain_steps(plain, 6, range(3), 0.5)
+    for losses, state in on_ranks(num_ranks, script):
+        assert close(losses, expected)
+        assert all(torch.equal(state[first], state[second]) for first, second in PAIRS)
+
+
+@pytest.mark.parametrize(
+    ("pairs", "words"),
+    [
+        ([("embedding.weight", "head.wait")], "no parameter of Net; did you mean head.weight"),
+        ([("embedding.weight", "layers.0.weight")], "one shape and dtype"),
+        (["embedding.weight"], "pairs of parameter names"),
+    ],
+)
+def test_pairs_that_cannot_be_tied_are_named(pairs: Any, words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        wrap(None, shared_weights=pairs)
+
+
+def test_evaluation_is_the_mean_over_all_samples_in_eval_mode() -> None:
+    def script(world: Any) -> Any:
+        model = wrap("0,2;1,3", 6, dropout=0.5)
+        whole = batch(9, 7)
+        rows = slice(0, 5) if model.rank_within_stage == 0 else slice(5, 9)
+        mine = {name: tensor[rows] for name, tensor in whole.items()}
+        found = [model.evaluate(mine), model.evaluate(mine, batch_size=2), model.evaluate(mine, batch_size=100)]
+        return found, model.training, model.model.module.training
+
+    expected = net().eval()(**batch(9, 7)).item()
+    for found, *modes in on_ranks(4, script):
+        assert close(found, [expected] * 3) and modes == [True, True]
+
+
+def test_the_optimizer_comes_after_wrapping() -> None:
+    def script(world: Any) -> None:
+        model = net()
+        early = torch.optim.SGD(model.parameters(), lr=0.1)
+        wrapped = Varuna(model, "0;1", batch, 6, 2, device="cpu", save_deployment=False, load_deployment=False)
+        with pytest.raises(OrderError, match="set_optimizer"):
+            wrapped.step(batch(6))
+        with pytest.raises(AutoVarunaError, match="made after wrapping"):
+            wrapped.set_optimizer(early)
+
+    on_ranks(2, script)
+
+
+def test_a_rank_holds_its_stages_alone() -> None:
+    def script(world: Any) -> Any:
+        model = wrap("0;1")
+        return {name for name, _ in model.named_parameters()}, len(list(model.parameters()))
+
+    (first, _), (second, _) = on_ranks(2, script)
+    assert not first & second and first | second == dict(net().named_parameters()).keys()
+
+
+def test_the_state_is_that_of_the_whole_model() -> None:
+    def script(world: Any) -> Any:
+        model = wrap("0;1")
+        steps(model, range(1))
+        saved = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        steps(model, range(1, 2))
+        model.load_state_dict(saved)
+        return saved, model.state_dict()
+
+    for saved, loaded in on_ranks(2, script):
+        assert list(saved) == list(net().state_dict())
+        assert all(torch.equal(saved[name], loaded[name]) for name in saved)
+
+
+class Scores(nn.Module):
+    """Returns what is no loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(5, 3)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return self.layer(x.float())
+
+
+@pytest.mark.parametrize(
+    ("act", "words"),
+    [
+        (lambda: wrap("0;1;2"), "got rank 1"),
+        (lambda: wrap("0;a"), "expected the ranks of each stage"),
+        (lambda: wrap(None, 0), "batch_size is 0"),
+        (lambda: wrap(None, 6, -1), "chunk_size is -1"),
+        (lambda: wrap(None).step([1]), "expected a dictionary"),
+        (lambda: wrap(None, model=Scores()).step(batch(6)), "returns its loss"),
+        (lambda: wrap(None).to(torch.float64), "split"),
+        (lambda: wrap(None, device="nowhere"), "device"),
+    ],
+)
+def test_what_cannot_be_used_is_named(act: Any, words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        act()
+
+
+@pytest.mark.parametrize(
+    ("stage_map", "words"), [("0;0", "rank twice"), ("0,1", "rank 2 is in no"), ("0,1;2", "as many")]
+)
+def test_a_map_gives_each_rank_one_place(stage_map: str, words: str) -> None:
+    def script(world: Any) -> None:
+        with pytest.raises(InputError, match=words):
+            wrap(stage_map)
+
+    on_ranks(3, script)
+
+
+def test_a_call_is_refused() -> None:
+    with pytest.raises(OrderError, match="step"):
+        wrap(None)(**batch(6))
