@@ -149,6 +149,11 @@ class Settings:
         "auto",
         "What carries tensors between ranks; auto: NCCL if each rank has a GPU of its own, else MPI; gloo: for tests.",
     )
+    compile_stages: bool | Literal["inductor", "aot_eager", "eager"] = _setting(
+        either(BOOLEAN, choice("inductor", "aot_eager", "eager")),
+        False,
+        "Whether stages go through torch.compile, by its own backend or a named one.",
+    )
     progress: bool = _setting(BOOLEAN, True, "Whether rank 0 shows a progress bar while it measures.")
     show_settings: bool = _setting(BOOLEAN, False, "Whether each setting is logged at the start.", "show_config_items")
 

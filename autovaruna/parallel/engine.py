@@ -32,8 +32,9 @@ from autovaruna.runtime.world import World
 from autovaruna.schedule.instruction import Instruction, Kind, Schedule
 from autovaruna.settings import Settings
 from autovaruna.stage.assignment import Assignment, carry_over
+from autovaruna.stage.compiled import CompiledPiece
 from autovaruna.stage.module import StageModule
-from autovaruna.stage.split import Split, split
+from autovaruna.stage.split import Split, StagePart, split
 
 
 @dataclass(frozen=True)
@@ -208,7 +209,10 @@ class Engine:
                 return numbers[name, batch_size]
 
             constants = {name: tensor.to(self._device) for name, tensor in traced.constants.items()}
-            stages = {part.index: StageModule(part, parameters, buffers, constants, size_of) for part in mine}
+            stages = {
+                part.index: StageModule(part, parameters, buffers, constants, size_of, self._compiled(part, traced))
+                for part in mine
+            }
             gradients = GradientBook(
                 GradientSum(parts, self.plan, self._world, parameters), list(stages.values()), self._world
             )
@@ -218,6 +222,13 @@ class Engine:
             if not stage.is_bound():
                 stage.bind()
         return prepared
+
+    def _compiled(self, part: StagePart, traced: TracedModel) -> CompiledPiece | None:
+        """Returns what runs a stage if stages are compiled."""
+        backend = self._settings.compile_stages
+        if backend is False:
+            return None
+        return CompiledPiece(part.piece, traced, "inductor" if backend is True else backend)
 
     def _learn_holders(self, traced: TracedModel, assignment: Assignment) -> None:
         """Notes who holds the buffers that this graph changes and earlier ones (of eval mode, say) did not."""

@@ -6,7 +6,7 @@ memory and collects the gradient of a step outside ``.grad``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -28,6 +28,7 @@ class StageModule:
         buffers: Its buffers by first name.
         constants: Other tensors of the graph.
         size_of: Evaluates a size node for a micro-batch.
+        run: Runs the piece on its arguments; None: its module does.
     """
 
     def __init__(
@@ -37,8 +38,10 @@ class StageModule:
         buffers: Mapping[str, Tensor],
         constants: Mapping[str, Tensor],
         size_of: Callable[[str, int], Any],
+        run: Callable[..., Sequence[Tensor]] | None = None,
     ) -> None:
         self.part = part
+        self._run = part.piece.module if run is None else run
         self.leaves: dict[ParameterUse, Tensor] = {}
         self._parameters = parameters
         self._buffers = buffers
@@ -80,7 +83,7 @@ class StageModule:
             for argument, bound in self._bound
         ]
         piece = self.part.piece
-        return dict(zip(piece.outputs, piece.module(*arguments), strict=True))
+        return dict(zip(piece.outputs, self._run(*arguments), strict=True))
 
     def _dynamic(
         self, argument: Argument, tensors: Mapping[str, Tensor], micro_batch_size: int, stream: RandomStream

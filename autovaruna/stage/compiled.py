@@ -1,0 +1,176 @@
+"""Runs a piece through torch.compile, with one compilation for all batch sizes and with random numbers as they were.
+
+Random operations draw what they draw without torch.compile, outside of what it compiles: a mask depends on (seed,
+step, micro-batch, node) alone, but for the order of memory, which is put back to what it is without torch.compile.
+Autocast is switched outside, too; the compiled parts see it as it is around them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from autovaruna.graph.extract import Argument, Piece, Source
+from autovaruna.graph.random import RandomStream, draw
+from autovaruna.graph.traced import TracedModel
+
+_ENTER, _EXIT = torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast
+
+Order = tuple[int, ...] | None
+"""The dimensions of a tensor from the slowest in memory to the fastest; None: it has no such order."""
+
+
+class CompiledPiece:
+    """A piece that torch.compile has been given.
+
+    Args:
+        piece: The piece.
+        traced: The graph that it is of; it says which dimensions follow from the batch size.
+        backend: The backend of torch.compile.
+    """
+
+    def __init__(self, piece: Piece, traced: TracedModel, backend: str) -> None:
+        self._piece = piece
+        self._around = _Around()
+        module = _prepared(piece.module, self._around)
+        self._run = torch.compile(module, backend=backend, dynamic=True)
+        self._free = [_free_dimensions(argument, traced) for argument in piece.arguments]
+
+    def __call__(self, *arguments: Any) -> Sequence[Tensor]:
+        """Runs the piece; compiles it at the first call, after a run that is not compiled if it is random."""
+        if self._around.orders is None:
+            self._around.orders = _learn_orders(self._piece, arguments)
+        given: list[Any] = []
+        for argument, free in zip(arguments, self._free, strict=True):
+            if isinstance(argument, RandomStream):
+                self._around.stream = argument
+                given.append(None)
+                continue
+            if isinstance(argument, Tensor):
+                _mark(argument, free)
+            given.append(argument)
+        return self._run(*given)  # type: ignore[no-any-return]
+
+
+class _Around:
+    """What a piece needs that torch.compile must not see: it would compile again for each other object."""
+
+    def __init__(self) -> None:
+        self.stream: RandomStream | None = None
+        self.orders: dict[int, tuple[Order, ...]] | None = None
+        self.entered: list[Any] = []
+
+    def draw(self, nothing: None, node: int, operation: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Runs a random operation on arguments in their own order of memory."""
+        assert self.stream is not None and self.orders is not None
+        ordered = [_ordered(arg, order) for arg, order in zip(args, self.orders[node], strict=True)]
+        return self.stream.draw(node, operation, *ordered, **kwargs)
+
+    def enter(self, *autocast: Any) -> None:
+        """Enters autocast."""
+        self.entered.append(_ENTER(*autocast))  # type: ignore[no-untyped-call]
+
+    def leave(self, nothing: None) -> None:
+        """Leaves the autocast entered last."""
+        _EXIT(self.entered.pop())  # type: ignore[no-untyped-call]
+
+
+def _prepared(module: fx.GraphModule, around: _Around) -> fx.GraphModule:
+    """Returns a copy of a module whose random operations and switches of autocast stay out of compilation."""
+    outside: dict[Any, Callable[..., Any]] = {
+        draw: _not_compiled(around.draw),
+        _ENTER: _not_compiled(around.enter),
+        _EXIT: _not_compiled(around.leave),
+    }
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(module.graph, {}))
+    for node in list(graph.nodes):
+        if node.op == "call_function" and node.target in outside:
+            node.target = outside[node.target]
+        elif node.target is torch.ops.higher_order.wrap_with_set_grad_enabled:
+            _keep_out(module, node)
+    return fx.GraphModule(module, graph)
+
+
+def _not_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compiler.disable(function)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _keep_out(module: fx.GraphModule, node: fx.Node) -> None:
+    """Keeps a region without gradients out of compilation, which refuses the switches of autocast in it."""
+    is_enabled, holder, *arguments = node.args
+    assert isinstance(holder, fx.Node)
+    region = module.get_submodule(str(holder.target))
+
+    def run(*given: Any) -> Any:
+        with torch.set_grad_enabled(bool(is_enabled)):
+            return region(*given)
+
+    node.target = _not_compiled(run)
+    node.args = tuple(arguments)
+    if not holder.users:
+        node.graph.erase_node(holder)
+
+
+class _Learner:
+    """Notes the order of memory of what random operations get, by node, and lets them run."""
+
+    def __init__(self, stream: RandomStream) -> None:
+        self.stream = stream
+        self.orders: dict[int, tuple[Order, ...]] = {}
+
+    def draw(self, node: int, operation: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Runs a random operation."""
+        self.orders[node] = tuple(map(_order, args))
+        return self.stream.draw(node, operation, *args, **kwargs)
+
+
+def _learn_orders(piece: Piece, arguments: Sequence[Any]) -> dict[int, tuple[Order, ...]]:
+    """Runs a piece without compiling it, on copies of what it may change; kernels differ in the order they choose."""
+    stream = next((argument for argument in arguments if isinstance(argument, RandomStream)), None)
+    if stream is None:
+        return {}
+    learner = _Learner(stream)
+    copies = [
+        learner if argument is stream else argument.clone() if isinstance(argument, Tensor) else argument
+        for argument in arguments
+    ]
+    with torch.no_grad():
+        piece.module(*copies)
+    return learner.orders
+
+
+def _order(value: Any) -> Order:
+    """Returns the order of memory of a dense tensor; None: it is not one."""
+    if not isinstance(value, Tensor):
+        return None
+    strides = value.stride()
+    order = tuple(sorted(range(value.dim()), key=lambda place: -strides[place]))
+    return order if value.permute(order).is_contiguous() else None
+
+
+def _ordered(value: Any, order: Order) -> Any:
+    """Returns a tensor of the same numbers whose memory is in an order."""
+    if order is None or value.permute(order).is_contiguous():
+        return value
+    back = [order.index(place) for place in range(len(order))]
+    return value.permute(order).contiguous().permute(back)
+
+
+def _free_dimensions(argument: Argument, traced: TracedModel) -> frozenset[int]:
+    """Returns the dimensions of a tensor argument that follow from the batch size."""
+    if argument.source not in (Source.INPUT, Source.VALUE):
+        return frozenset()
+    value = traced.nodes[argument.name].meta["val"]
+    return frozenset(place for place, length in enumerate(value.shape) if isinstance(length, torch.SymInt))
+
+
+def _mark(tensor: Tensor, free: frozenset[int]) -> None:
+    """Says which dimensions of a tensor never change."""
+    if not hasattr(tensor, "_dynamo_static_indices"):
+        for place in range(tensor.dim()):
+            if place not in free:
+                torch._dynamo.mark_static(tensor, place)
