@@ -1,0 +1,173 @@
+"""Defines a pipeline of stages whose arithmetic and whose messages can be chosen: what a benchmark sweeps over."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What every stage does with a micro-batch.
+
+    Attributes:
+        num_rows: samples in it.
+        width: numbers in a sample, within a stage.
+        num_layers: layers of a stage.
+        message_width: numbers of a sample that go from stage to stage.
+    """
+
+    num_rows: int
+    width: int
+    num_layers: int
+    message_width: int
+
+
+class Stage(nn.Module):
+    """Widens or narrows what comes in, works on it, and brings what leaves to the size of a message."""
+
+    def __init__(self, shape: Shape, is_last: bool) -> None:
+        super().__init__()
+        self.shape = shape
+        self.is_last = is_last
+        self.layers = nn.ModuleList(nn.Linear(shape.width, shape.width) for _ in range(shape.num_layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = resize(x, self.shape.width)
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x if self.is_last else resize(x, self.shape.message_width)
+
+
+def resize(x: Tensor, width: int) -> Tensor:
+    """Returns (rows, width): the first columns of `x`, or `x` again and again."""
+    if x.shape[1] < width:
+        return x.repeat(1, -(-width // x.shape[1]))[:, :width]
+    return x[:, :width].contiguous() if x.shape[1] > width else x
+
+
+def squared(scores: Tensor, targets: Tensor) -> Tensor:
+    """Returns the loss of a micro-batch."""
+    return F.mse_loss(scores, targets)
+
+
+class Chain(nn.Module):
+    """The stages one after another, and the loss."""
+
+    def __init__(self, shape: Shape, num_stages: int) -> None:
+        super().__init__()
+        self.stages = nn.ModuleList(Stage(shape, i == num_stages - 1) for i in range(num_stages))
+
+    def forward(self, x: Tensor, targets: Tensor) -> Tensor:
+        for stage in self.stages:
+            x = stage(x)
+        return squared(x, targets)
+
+
+def cuts_of(num_stages: int) -> list[str]:
+    """Returns the modules at which a new stage starts."""
+    return [f"stages.{i}" for i in range(1, num_stages)]
+
+
+def batch_of(shape: Shape, num_micro_batches: int) -> tuple[Tensor, Tensor]:
+    """Draws a batch: what goes in and what should come out."""
+    size = shape.num_rows * num_micro_batches, shape.width
+    chance = torch.Generator().manual_seed(0)
+    return torch.randn(size, generator=chance), torch.randn(size, generator=chance)
+
+
+def shape_for(seconds: float, message_bytes: int) -> Shape:
+    """Returns a shape whose forward and backward take about `seconds` on this machine, on one thread."""
+    if seconds < 5e-4:
+        num_rows, width = 16, 64
+    elif seconds < 5e-3:
+        num_rows, width = 64, 256
+    else:
+        num_rows, width = 256, 256
+    trial = Stage(Shape(num_rows, width, 4, width), is_last=True)
+    x = torch.randn(num_rows, width)
+    per_layer = seconds_of_stage(trial, x, 20) / 4
+    return Shape(num_rows, width, max(1, round(seconds / per_layer)), max(1, message_bytes // (4 * num_rows)))
+
+
+def bound_of(chain: Chain, batch: tuple[Tensor, Tensor], num_micro_batches: int) -> float:
+    """Returns the seconds of a step that no pipeline can beat, one stage a rank; every rank takes part.
+
+    Each rank times its own stage while the others do the same: they share memory and caches as in a step.
+    """
+    from peers import COMM  # starts MPI
+
+    rank, num_stages = COMM.Get_rank(), len(chain.stages)
+    stage, is_last, shape = chain.stages[rank], rank == num_stages - 1, chain.stages[0].shape
+    width = shape.width if rank == 0 else shape.message_width
+    x = torch.randn(shape.num_rows, width, requires_grad=rank > 0)
+    target = batch[1][: shape.num_rows]
+    gradient = None if is_last else torch.ones_like(stage(x))
+
+    def work() -> None:
+        out = stage(x)
+        (squared(out, target) if is_last else out).backward(gradient)
+
+    def all_work() -> None:
+        for _ in range(num_micro_batches):
+            work()
+
+    found = []
+    for _ in range(9):
+        COMM.Barrier()
+        found.append(clocked(all_work) / num_micro_batches)
+    optimizer = torch.optim.SGD(stage.parameters(), lr=0.0)
+    update = median(clocked(optimizer.step) for _ in range(9))
+    optimizer.zero_grad()
+    message = message_seconds(shape.num_rows * shape.message_width) if num_stages > 1 else 0.0
+    each = COMM.allgather((median(found[2:]), update))
+    before = 0.0
+    bounds = []
+    for seconds, update in each:
+        bounds.append(before + num_micro_batches * seconds + update)
+        before += seconds + 2 * message
+    return max(bounds)
+
+
+def message_seconds(num_floats: int) -> float:
+    """Returns the seconds of a message between ranks 0 and 1; every rank takes part."""
+    from peers import COMM
+
+    rank, seconds = COMM.Get_rank(), []
+    out, back = torch.zeros(num_floats).numpy(), torch.zeros(num_floats).numpy()
+    for _ in range(9):
+        COMM.Barrier()
+        begin = time.perf_counter()
+        if rank == 0:
+            COMM.Send(out, 1)
+            COMM.Recv(back, 1)
+        elif rank == 1:
+            COMM.Recv(back, 0)
+            COMM.Send(out, 0)
+        seconds.append((time.perf_counter() - begin) / 2)
+    return float(COMM.bcast(median(seconds[2:])))
+
+
+def seconds_of_stage(stage: nn.Module, x: Tensor, num_times: int) -> float:
+    """Returns the median seconds of a forward and a backward."""
+    x = x.detach().requires_grad_()
+    out = stage(x)
+    gradient = torch.ones_like(out)
+
+    def work() -> None:
+        stage(x).backward(gradient)
+
+    return median(clocked(work) for _ in range(num_times))
+
+
+def clocked(work: Callable[[], object]) -> float:
+    """Calls `work` and returns its seconds."""
+    begin = time.perf_counter()
+    work()
+    return time.perf_counter() - begin
