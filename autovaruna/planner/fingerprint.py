@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,7 +35,7 @@ class Fingerprint:
 
 def host_counts(hosts: tuple[str, ...]) -> tuple[int, ...]:
     """Returns how many ranks each host has, in the order of the first rank of each."""
-    return tuple(hosts.count(host) for host in dict.fromkeys(hosts))
+    return tuple(Counter(hosts).values())
 
 
 def differences(saved: Fingerprint, now: Fingerprint) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 from rich import box
 from rich.table import Table
@@ -13,6 +14,7 @@ from autovaruna.planner.pipeline import pipeline_of, policy_of
 from autovaruna.planner.records import Plan, StagePlan
 from autovaruna.schedule import LostTime, simulate
 
+_FEWEST_BY = 3
 _COLUMNS = (
     ("stage", "right"),
     ("ranks", "left"),
@@ -77,7 +79,10 @@ def seconds(value: float) -> str:
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
-    """Returns ranks in short: ``0-3, 6``."""
+    """Returns ranks in short: ``0-3, 6``, and ``0-96 by 32`` for those that lie apart evenly."""
+    steps = {other - rank for rank, other in pairwise(ranks)}
+    if len(ranks) > _FEWEST_BY and len(steps) == 1 and min(steps) > 1:
+        return f"{ranks[0]}-{ranks[-1]} by {steps.pop()}"
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and rank == runs[-1][-1] + 1:

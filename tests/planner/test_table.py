@@ -53,3 +53,5 @@ def test_units() -> None:
     assert [seconds(value) for value in (2.5, 0.0123, 4e-6)] == ["2.5 s", "12.3 ms", "4 us"]
     assert [readable(value) for value in (512, 2048, 3 * 2**30)] == ["512 bytes", "2 KiB", "3 GiB"]
     assert ranks_text((0, 1, 2, 3, 6)) == "0-3, 6"
+    assert ranks_text(tuple(range(3, 1024, 35))) == "3-1018 by 35"
+    assert ranks_text((0, 4)) == "0, 4"
