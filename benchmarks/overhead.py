@@ -50,7 +50,9 @@ def make_plain(net: nn.Module, batch: tuple[Tensor, Tensor], num_micro_batches: 
 def make_ours(net: nn.Module, batch: tuple[Tensor, Tensor], **settings: Any) -> Callable[[], object]:
     """Returns a step of AutoVaruna."""
     optimizer = torch.optim.AdamW(net.parameters())
-    model = AutoVaruna(net, optimizer, load_deployment=False, save_deployment=False, progress=False, **settings)
+    model = AutoVaruna(
+        net, optimizer, load_deployment=False, save_deployment=False, progress=False, profile_cache=False, **settings
+    )
 
     def step() -> float:
         loss = model(*batch)
