@@ -103,7 +103,7 @@ class Simulation:
         reduce = self._reduce_wait(rank, acts[-1][1] if acts else 0.0)
         optimizer = self.optimizer_seconds[rank]
         idle = self.step_seconds - work - messages - reduce - overhead - optimizer
-        imbalance = min(max(idle, 0.0), max(self._busy_seconds) - self._busy_seconds[rank])
+        imbalance = min(max(idle, 0.0), self._most_busy_seconds - self._busy_seconds[rank])
         return LostTime(work, messages, reduce, overhead, optimizer, imbalance, idle - imbalance)
 
     @cached_property
@@ -111,8 +111,21 @@ class Simulation:
         """The seconds of all instructions of each rank."""
         return [sum(end - start for start, end, *_ in acts) for acts in self.acts]
 
+    @cached_property
+    def _most_busy_seconds(self) -> float:
+        return max(self._busy_seconds)
+
+    @cached_property
+    def _reductions_of(self) -> dict[int, list[Reduction]]:
+        """The all-reduces that each rank takes part in."""
+        found: dict[int, list[Reduction]] = {}
+        for reduction in self.reductions:
+            for rank in reduction.ranks:
+                found.setdefault(rank, []).append(reduction)
+        return found
+
     def _reduce_wait(self, rank: int, idle_from: float) -> float:
-        mine = [reduction for reduction in self.reductions if rank in reduction.ranks]
+        mine = self._reductions_of.get(rank, [])
         return sum(max(0.0, r.end_seconds - max(idle_from, r.start_seconds)) for r in mine)
 
 
