@@ -91,7 +91,8 @@ def our_step(model: nn.Module, batch: Batch, **settings: object) -> Callable[[],
     from autovaruna import AutoVaruna
 
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    given = {"inputs": "replicated", "load_deployment": False, "save_deployment": False, "progress": False, **settings}
+    quiet = {"load_deployment": False, "save_deployment": False, "progress": False, "profile_cache": False}
+    given = {"inputs": "replicated", **quiet, **settings}
     wrapped = AutoVaruna(model, optimizer, **given)
 
     def step() -> float:
