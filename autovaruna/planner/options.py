@@ -19,7 +19,7 @@ MAX_SEGMENTS_OF_MANY_RANKS = 1000
 _MAX_COUNTS = 32
 MAX_UNITS = 12
 """With more ranks than this, not every replica count is tried for every stage."""
-_MAX_STAGES = 128
+_MAX_STAGES = 2048
 
 
 def cut_positions(problem: Problem) -> list[int]:

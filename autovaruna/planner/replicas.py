@@ -69,41 +69,45 @@ class ReplicaSearch:
     def chains(self) -> list[Chain]:
         """Returns the best split for each number of stages and of ranks that has one."""
         num_ranks, n = len(self.speeds), self.sized.tables.num_segments
-        empty = np.full((self.max_stages + 1, n + 1), np.inf)
-        empty[0, n] = 0.0
-        best: dict[int, Array] = {0: empty}
+        empty = np.full(n + 1, np.inf)
+        empty[n] = 0.0
+        best: dict[int, dict[int, Array]] = {0: {0: empty}}
         choices: dict[tuple[int, int], tuple[Array, Array]] = {}
         for used in range(1, num_ranks + 1):
             for replicas in self.choices:
                 if used - replicas in best:
                     self._extend(best, choices, used, replicas)
         found = [
-            self._chain(choices, used, stages, float(table[stages, 0]))
-            for used, table in best.items()
-            for stages in range(1, self.max_stages + 1)
-            if np.isfinite(table[stages, 0])
+            self._chain(choices, used, stages, float(row[0]))
+            for used, rows in best.items()
+            for stages, row in rows.items()
+            if stages and np.isfinite(row[0])
         ]
         return sorted(found, key=lambda chain: (chain.seconds, sum(chain.replicas)))
 
     def _extend(
-        self, best: dict[int, Array], choices: dict[tuple[int, int], tuple[Array, Array]], used: int, replicas: int
+        self,
+        best: dict[int, dict[int, Array]],
+        choices: dict[tuple[int, int], tuple[Array, Array]],
+        used: int,
+        replicas: int,
     ) -> None:
         """Puts a stage of so many replicas before every split that uses the remaining ranks."""
         costs, rest = self._costs(used, replicas), best[used - replicas]
         n, width = self.sized.tables.num_segments, self.ends.shape[1]
-        if used not in best:
-            best[used] = np.full_like(rest, np.inf)
-        for stages in range(1, self.max_stages + 1):
-            if not np.isfinite(rest[stages - 1]).any():
-                continue
+        rows = best.setdefault(used, {})
+        for stages in [stages + 1 for stages in rest if stages < self.max_stages]:
             padded = np.concatenate([rest[stages - 1][1:], np.full(width, np.inf)])
             totals = np.maximum(costs, np.lib.stride_tricks.sliding_window_view(padded, width)[: n + 1])
             columns = totals.argmin(axis=1)
             values = totals[np.arange(n + 1), columns]
-            is_better = values < best[used][stages]
-            best[used][stages][is_better] = values[is_better]
+            row = rows.setdefault(stages, np.full(n + 1, np.inf))
+            is_better = values < row
+            row[is_better] = values[is_better]
             counts, stops = choices.setdefault((used, stages), (np.zeros(n + 1), np.zeros(n + 1)))
             counts[is_better], stops[is_better] = replicas, (np.arange(n + 1) + 1 + columns)[is_better]
+        if not any(np.isfinite(row).any() for row in rows.values()):
+            del best[used]
 
     def _costs(self, used: int, replicas: int) -> Array:
         first = len(self.speeds) - used

@@ -1,0 +1,64 @@
+"""Problems without a plan say what is missing: bytes, the stage, the largest block, what would make it fit."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from autovaruna.errors import PlanError
+from autovaruna.planner.problem import Problem
+from autovaruna.planner.search import make_plan
+from tests.planner.cases import make_problem
+
+UNITS = {"bytes": 1.0, "KiB": 2.0**10, "MiB": 2.0**20}
+
+
+def complaint(problem: Problem) -> str:
+    with pytest.raises(PlanError) as caught:
+        make_plan(problem)
+    return str(caught.value)
+
+
+def amounts(message: str, words: str) -> float:
+    number, unit = re.search(words + r" ([\d.]+) (bytes|KiB|MiB)", message).groups()  # type: ignore[union-attr]
+    return float(number) * UNITS[unit]
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"cuts": ("layers.1",), "num_replicas": 2}, ["into 2 stages", "drop num_stages, num_replicas"]),
+        ({"recompute": "none"}, ["allow recompute", "use more ranks"]),
+        ({"stage_ranks": ((0,), (1,), (0,), (1,))}, [" and stage ", "fewer of the stages"]),
+        ({"num_stages": 2, "in_flight": 8, "recompute": "none"}, ["lower in_flight", "allow recompute"]),
+        ({"schedule": "gpipe", "recompute": "none"}, ["gpipe holds all"]),
+        ({"max_micro_batches": 2}, ["smaller micro-batches"]),
+    ],
+)
+def test_settings_that_are_in_the_way_are_named(settings: dict[str, Any], words: list[str]) -> None:
+    message = complaint(make_problem(12, 4, 16, memory_bytes=7.5e5 if "stage_ranks" in settings else 5e5, **settings))
+    assert amounts(message, "micro-batches needs") > amounts(message, r"rank \d+ has")
+    assert all(word in message for word in ["are missing", "The largest block is layers.", *words])
+
+
+def test_a_block_that_no_rank_can_hold() -> None:
+    message = complaint(make_problem(4, 4, 8, memory_bytes=2e5))
+    assert "make its largest block smaller" in message
+    assert "use more ranks" not in message
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_bytes_it_asks_for_are_enough(seed: int) -> None:
+    problem = make_problem(14, 3, 6, seed, memory_bytes=4e5)
+    enough = amounts(complaint(problem), "give each rank") * 1.01
+    make_plan(replace(problem, cluster=replace(problem.cluster, memory_bytes=(enough,) * 3)))
+
+
+def test_the_rank_with_too_little_is_named() -> None:
+    problem = make_problem(10, 3, 6, num_stages=3, num_replicas=1)
+    message = complaint(replace(problem, cluster=replace(problem.cluster, memory_bytes=(2e6, 1e4, 2e6))))
+    assert "rank 1 has 9.77 KiB" in message
+    assert "give rank 1" in message
