@@ -88,12 +88,13 @@ class AutoConfig:
 
         Args:
             stages: Number of stages.
-            micro_batch_size: Samples of a micro-batch; 0: the best.
+            micro_batch_size: Samples of a micro-batch; 0: `chunk_size`, or the best.
 
         Raises:
             PlanError: it does not fit; says what is missing.
         """
-        return choice_at(self._measured, replace(self._wishes, chunk_size=micro_batch_size), stages)
+        size = micro_batch_size or self._wishes.chunk_size
+        return choice_at(self._measured, replace(self._wishes, chunk_size=size), stages)
 
 
 def cluster_for(known: Cluster, num_ranks: int, gpus_per_node: int, memory_bytes: float | None) -> Cluster:
