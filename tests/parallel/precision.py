@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from torch.utils import _pytree as pytree
 from autovaruna import AutoVaruna
 from tests.catalogue import Batch, Case
 from tests.parallel.training import Setup, gradients_of, merge, on_ranks, with_state
-from tests.reference import Record, buffers_of, sgd, weights_of
+from tests.reference import MakeOptimizer, Record, buffers_of, sgd, weights_of
 
 
 @dataclass(frozen=True)
@@ -47,8 +46,11 @@ class Way:
         """Returns a model, or a batch, in the dtype of the weights."""
         if isinstance(given, nn.Module):
             return given.to(self.weights)
-        is_number = lambda leaf: isinstance(leaf, Tensor) and leaf.is_floating_point()  # noqa: E731
-        return pytree.tree_map(lambda leaf: leaf.to(self.weights) if is_number(leaf) else leaf, given)
+
+        def convert(leaf: Any) -> Any:
+            return leaf.to(self.weights) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+
+        return pytree.tree_map(convert, given)
 
 
 WAYS = {
@@ -68,9 +70,10 @@ class Trained:
     scales: list[float]
 
 
-def train_in(way: Way, case: Case, setup: Setup, batches: Sequence[Batch], model: nn.Module | None = None) -> Trained:
+def train_in(
+    way: Way, case: Case, setup: Setup, batches: Sequence[Batch], make_optimizer: MakeOptimizer = sgd
+) -> Trained:
     """Trains with AutoVaruna on ranks that are threads."""
-    model = way.cast(case.model() if model is None else copy.deepcopy(model))
 
     def wrap(*given: Any, **settings: Any) -> AutoVaruna:
         return AutoVaruna(*given, scaler=way.scaler(), **settings)
@@ -79,15 +82,17 @@ def train_in(way: Way, case: Case, setup: Setup, batches: Sequence[Batch], model
         record, scales = loop(way, case, wrapped, optimizer, wrapped._scaler, batches)
         return Trained(with_state(record, wrapped), scales)
 
-    results = on_ranks(setup, model, run, wrap=wrap, token=(case.name, case.has_dropout, str(way)))
+    results = on_ranks(
+        setup, way.cast(case.model()), run, make_optimizer, wrap=wrap, token=(case.name, case.has_dropout, str(way))
+    )
     assert all(each.scales == results[0].scales for each in results), "scales differ between ranks"
     return Trained(merge([each.record for each in results]), results[0].scales)
 
 
-def plain_in(way: Way, case: Case, batches: Sequence[Batch], model: nn.Module | None = None) -> Trained:
+def plain_in(way: Way, case: Case, batches: Sequence[Batch], make_optimizer: MakeOptimizer = sgd) -> Trained:
     """Trains with plain PyTorch."""
-    model = way.cast(case.model() if model is None else copy.deepcopy(model))
-    record, scales = loop(way, case, model, sgd(model.parameters()), way.scaler(), batches)
+    model = way.cast(case.model())
+    record, scales = loop(way, case, model, make_optimizer(model.parameters()), way.scaler(), batches)
     record.weights, record.buffers = weights_of(model), buffers_of(model)
     return Trained(record, scales)
 
@@ -107,7 +112,7 @@ def loop(
         if way.max_norm:
             scaler.unscale_(optimizer)
             clip(way.max_norm)
-        record.gradients.append(gradients_of(model))
+        record.gradients.append({name: each.nan_to_num() for name, each in gradients_of(model).items()})
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()

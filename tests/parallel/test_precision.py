@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-import pytest
+from typing import Any
 
-from tests.catalogue import Case
+import pytest
+import torch
+from torch import Tensor
+
+from tests.catalogue import CASES, Batch, Case
 from tests.catalogue.small import words
 from tests.parallel.precision import WAYS, Mixed, Trained, plain_in, train_in
-from tests.parallel.training import pipeline
-from tests.reference import bit_equal
+from tests.parallel.training import Setup, on_ranks, pipeline
+from tests.reference import bit_equal, compare
 
 MIXED = Case("mixed", Mixed, words, has_dropout=True, has_batch_norm=True)
 SURE = Case("mixed_sure", lambda: Mixed(0.0), words, has_batch_norm=True)
@@ -28,7 +32,8 @@ def one_stage(way: str) -> Trained:
     return _one_stage[way]
 
 
-def batches(num: int = 3) -> list:
+def batches(num: int = 3) -> list[Batch]:
+    """Returns uneven batches."""
     return [MIXED.batch(7, step) for step in range(num)]
 
 
@@ -46,3 +51,37 @@ def test_one_micro_batch_gives_the_bits_of_plain_pytorch(way: str) -> None:
     expected = plain_in(WAYS[way], SURE, batches())
     bit_equal(found.record, expected.record)
     assert found.scales == expected.scales
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_replicas_change_the_order_of_a_sum_alone(way: str) -> None:
+    found = train_in(WAYS[way], CASES["chain"], Setup(((0, 1), (2, 3, 4))), [CASES["chain"].batch(7, 0)])
+    expected = train_in(WAYS[way], CASES["chain"], pipeline(1), [CASES["chain"].batch(7, 0)])
+    compare(found.record, expected.record, rtol=2e-2 if way == "bfloat16" else 1e-5)
+
+
+def test_each_call_has_a_precision_of_its_own() -> None:
+    """Trains in bfloat16, evaluates in float32, and trains on; outputs have the dtype that plain PyTorch gives them."""
+    case = CASES["returned_scores"]
+    batch = case.batch(7, 0)
+
+    def run(model: Any, optimizer: Any, rank: int) -> list[Tensor]:
+        return calls(model, batch)
+
+    expected = calls(case.model(), batch)
+    for found in on_ranks(pipeline(2, num_micro_batches=1), case.model(), run):
+        assert [each.dtype for each in found] == [torch.bfloat16, torch.float32, torch.bfloat16]
+        assert all(torch.equal(got, want) for got, want in zip(found, expected, strict=True))
+
+
+def calls(model: Any, batch: Batch) -> list[Tensor]:
+    """Returns outputs in several precisions."""
+    bfloat16 = torch.autocast("cpu", dtype=torch.bfloat16)
+    outputs = []
+    for around in (bfloat16, torch.no_grad(), bfloat16):
+        with around:
+            outputs.append(model(*batch[0], **batch[1]))
+        if outputs[-1].requires_grad:
+            outputs[-1].sum().backward()
+    assert all(parameter.grad.dtype is torch.float32 for parameter in model.parameters())
+    return [each.detach() for each in outputs]
