@@ -112,17 +112,21 @@ class AllReduce(Pending):
 
     def is_done(self) -> bool:
         """Says whether every piece is summed, letting the group advance."""
-        if self.pieces and not self.pieces[-1].is_finished:
+        if not self.pieces:
+            return True
+        if not self._is_summed():
             self.group.advance()
-            if not self.pieces[-1].is_finished:
+            if not self._is_summed():
                 return False
-        self._publish()
+        if self.host is not self.tensor:
+            self.tensor.detach().copy_(self.host)
         return True
 
-    def _publish(self) -> None:
-        if self.pieces and self.host is not self.tensor:
-            self.tensor.detach().copy_(self.host)
-        self.pieces = []
+    def _is_summed(self) -> bool:
+        """Says whether every piece is: a small last one, exchanged once, may overtake the second exchange of others."""
+        while self.pieces and self.pieces[-1].is_finished:
+            self.pieces.pop()
+        return not self.pieces
 
     def wait(self) -> None:
         """Blocks until every piece is summed."""

@@ -8,6 +8,8 @@ import torch
 from autovaruna.errors import RankError
 from autovaruna.runtime.environment import get_world
 from autovaruna.runtime.in_process import InProcessWorld, run_ranks
+from autovaruna.runtime.reduction import GROUP_CHANNEL
+from autovaruna.runtime.world import Pending
 from tests.runtime.world_laws import LAWS
 
 pytestmark = pytest.mark.timeout(30)
@@ -17,6 +19,39 @@ pytestmark = pytest.mark.timeout(30)
 @pytest.mark.parametrize("law", LAWS)
 def test_law(law: str, num_ranks: int) -> None:
     run_ranks(num_ranks, LAWS[law], timeout_seconds=20)
+
+
+class Late(Pending):
+    """A message that comes a while after it came."""
+
+    def __init__(self, pending: Pending) -> None:
+        self.pending = pending
+        self.due = time.monotonic() + 0.1
+
+    def is_done(self) -> bool:
+        return time.monotonic() > self.due and self.pending.is_done()
+
+    def wait(self) -> None:
+        while not self.is_done():
+            time.sleep(1e-3)
+
+
+def test_a_sum_is_done_when_all_its_pieces_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tensor of 2 MiB and a bit: the bit is exchanged once, and came before the second exchange of the rest."""
+    post_receive = InProcessWorld.post_receive
+
+    def post(self: InProcessWorld, tensor: torch.Tensor, source: int, channel: int, tag: int) -> Pending:
+        pending = post_receive(self, tensor, source, channel, tag)
+        return Late(pending) if channel == GROUP_CHANNEL and tag % 4 == 1 else pending
+
+    monkeypatch.setattr(InProcessWorld, "post_receive", post)
+
+    def run(world: InProcessWorld) -> bool:
+        tensor = torch.full(((2 << 18) + 100,), float(1 + world.rank))
+        world.all_reduce(tensor, (0, 1))
+        return bool((tensor == 3).all())
+
+    assert run_ranks(2, run) == [True, True]
 
 
 def test_results_come_by_rank() -> None:
