@@ -2,20 +2,34 @@
 
 from __future__ import annotations
 
+import ctypes
+import logging
 import os
 from collections import Counter
-from typing import Any
+from statistics import fmean, median_low
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from autovaruna.errors import PlanError
 from autovaruna.graph.random import untouched_generator
-from autovaruna.profiler.records import Cluster
+from autovaruna.profiler.optimizer import measure_step, state_factor
+from autovaruna.profiler.records import Cluster, OptimizerCost
 from autovaruna.profiler.speed import measure_speed
-from autovaruna.runtime.links import measure_links
+from autovaruna.profiler.timing import call_seconds
+from autovaruna.runtime.links import measure_all_reduce_latency, measure_links
 from autovaruna.runtime.world import World
 from autovaruna.settings import Settings
+
+logger = logging.getLogger(__name__)
+_CALLS_OF_AN_INSTRUCTION = 10.0
+"""What the executor adds to an instruction, counted in calls of an empty piece; found from steps of tiny models."""
+_PROCESS_BYTES = 64 << 20
+"""What a process holds on the CPU beside tensors, once it has traced and split a model: code pages, graphs, the
+libraries' workspaces, holes of the heap between small objects. Found from resident sets of steps."""
+_HEAP_SHARE = 0.25
+"""What the C library's heap needs on the CPU on top of tensors that come and go, found in the same way: an aligned
+block does not fit into the hole that one of the same size has left."""
 
 
 def find_device(model: nn.Module, settings: Settings) -> torch.device:
@@ -50,16 +64,24 @@ def host_memory() -> float:
 def describe_cluster(world: World, device: torch.device, settings: Settings) -> Cluster:
     """Measures links and speeds. Collective."""
     local, remote, all_reduce = measure_links(world)
-    mine = (rank_memory(world, device, settings), measure_speed(device))
-    known = world.gather_objects(mine, "measuring speeds")
-    seconds = [each for _, each in known]
+    latency = measure_all_reduce_latency(world)
+    overhead = _CALLS_OF_AN_INSTRUCTION * fmean(call_seconds(1, device))
+    known = world.gather_objects(
+        (rank_memory(world, device, settings), measure_speed(device), overhead), "measuring speeds"
+    )
+    seconds = [each for _, each, _ in known]
+    is_host = device.type == "cpu"
     return Cluster(
         hosts=world.hosts,
-        memory_bytes=tuple(memory for memory, _ in known),
+        memory_bytes=tuple(memory for memory, _, _ in known),
         speeds=tuple(_relative_speed(each, seconds) for each in seconds),
         local_link=local,
         remote_link=remote,
         all_reduce_bytes_per_second=all_reduce,
+        all_reduce_latency_seconds=latency,
+        overhead_seconds=median_low(each for _, _, each in known),
+        process_bytes=_PROCESS_BYTES if is_host else 0.0,
+        heap_share=_HEAP_SHARE if is_host else 0.0,
     )
 
 
@@ -80,26 +102,36 @@ def optimizer_factor(optimizer: torch.optim.Optimizer | None, settings: Settings
         return float(settings.optimizer_bytes_factor)
     if optimizer is None:
         return 0.0
-    trial = nn.Parameter(torch.zeros(64, 64))
-    options = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
     try:
         with untouched_generator(torch.device("cpu")):
-            copy = type(optimizer)([{"params": [trial], **options}], **_arguments(optimizer))
-            trial.grad = torch.ones_like(trial)
-            copy.step()
+            return state_factor(optimizer)
     except Exception as error:
         raise PlanError(
             f"Cannot find out how much state {type(optimizer).__name__} keeps: {error}. Pass optimizer_bytes_factor, "
             "the bytes of its state for each byte of parameters (2 for Adam in the parameters' own dtype)."
         ) from error
-    state = sum(_num_bytes(value) for value in copy.state.get(trial, {}).values())
-    return state / _num_bytes(trial)
 
 
-def _arguments(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Returns what the class needs besides the options of a group: nothing but a required learning rate."""
-    return {"lr": optimizer.defaults["lr"]} if "lr" in optimizer.defaults else {}
+def optimizer_cost(optimizer: torch.optim.Optimizer | None, world: World, device: torch.device) -> OptimizerCost:
+    """Measures what a step of the optimizer takes, on all ranks at once; nothing if there is none. Collective.
+
+    An optimizer whose state the user has declared, because it cannot be tried out, counts as taking no time.
+    """
+    mine = OptimizerCost()
+    if optimizer is not None:
+        try:
+            with untouched_generator(device):
+                mine = measure_step(optimizer, device)
+        except Exception as error:
+            logger.info("the step of %s cannot be tried out, and is left out: %s", type(optimizer).__name__, error)
+    known = world.gather_objects(mine, "measuring the optimizer")
+    return OptimizerCost(
+        median_low(cost.seconds_per_parameter for cost in known), median_low(cost.seconds_per_byte for cost in known)
+    )
 
 
-def _num_bytes(value: object) -> int:
-    return value.numel() * value.element_size() if isinstance(value, Tensor) else 0
+def give_back_freed_memory() -> None:
+    """Gives memory that tracing and measuring have freed back to the system, where the C library can."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)

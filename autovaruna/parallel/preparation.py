@@ -17,7 +17,7 @@ from torch import nn
 
 from autovaruna.graph.traced import TracedModel
 from autovaruna.parallel.calls import SharedCall
-from autovaruna.parallel.machine import describe_cluster, optimizer_factor, rank_memory
+from autovaruna.parallel.machine import describe_cluster, optimizer_cost, optimizer_factor, rank_memory
 from autovaruna.parallel.problem import SHAPING, constraints_of, needs_gradient, sizes_to_measure
 from autovaruna.parallel.saved import GLOBAL_BATCH, read_plan
 from autovaruna.planner import Plan, Problem, make_plan, pipeline_of, schedule_of
@@ -28,7 +28,7 @@ from autovaruna.profiler.environment import cache_of
 from autovaruna.profiler.measure import Key, PartCost, lasting_keys, measure, merge
 from autovaruna.profiler.profile import device_name, to_profile
 from autovaruna.profiler.progress import progress_bar
-from autovaruna.profiler.records import Cluster, Profile
+from autovaruna.profiler.records import Cluster, OptimizerCost, Profile
 from autovaruna.runtime.events import EventTrace
 from autovaruna.runtime.placement import Placement, placement_of
 from autovaruna.runtime.world import World
@@ -163,11 +163,12 @@ class Preparation:
         """Measures, searches, and saves the deployment. Collective; rank 0 searches for all."""
         profile = self._measure()
         cluster = describe_cluster(self._world, self.device, self._settings)
+        step = optimizer_cost(self._optimizer, self._world, self.device)
         plan: Plan | None = None
         error: Exception | None = None
         if self._world.rank == 0:
             try:
-                plan = make_plan(self._problem(profile, cluster))
+                plan = make_plan(self._problem(profile, cluster, step))
             except Exception as caught:
                 error = caught
         self._world.agree(error, "planning")
@@ -225,13 +226,14 @@ class Preparation:
         """Every mini-batch is at least one micro-batch."""
         return len(self._shared.groups)
 
-    def _problem(self, profile: Profile, cluster: Cluster) -> Problem:
+    def _problem(self, profile: Profile, cluster: Cluster, step: OptimizerCost) -> Problem:
         return Problem(
             graph=self._traced.graph,
             profile=profile,
             cluster=cluster,
             global_batch_size=self._global_batch_size,
             optimizer_bytes_factor=float(self._fingerprint.settings["optimizer_bytes_factor"]),
+            optimizer_cost=step,
             needs_gradient=needs_gradient(self._traced),
             min_micro_batches_for_inputs=self._fewest_micro_batches,
             constraints=constraints_of(self._settings, self._traced, self._fewest_micro_batches),

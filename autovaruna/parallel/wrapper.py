@@ -16,7 +16,7 @@ from autovaruna.errors import InputError, RankError
 from autovaruna.graph.call import describe, mode_of
 from autovaruna.parallel.calls import SharedCall, compare_settings, input_groups, share_call
 from autovaruna.parallel.engine import Engine
-from autovaruna.parallel.machine import find_device
+from autovaruna.parallel.machine import find_device, give_back_freed_memory
 from autovaruna.parallel.modes import as_in_training
 from autovaruna.parallel.preparation import Preparation
 from autovaruna.parallel.stateful import StatefulModule
@@ -171,6 +171,7 @@ class AutoVaruna(StatefulModule):
             preparation.event_trace(),
         )
         self._engine.is_synchronising = self._is_synchronising
+        give_back_freed_memory()
         self._persistence.fill(self._subject())
         return self._engine
 

@@ -54,16 +54,19 @@ class MemoryModel:
     Attributes:
         optimizer_bytes_factor: bytes of optimizer state for each byte of a trained parameter.
         needs_gradient: False if only forwards run.
+        process_bytes: what a rank holds beside tensors.
+        heap_share: what the allocator needs on top of each byte of tensors that come and go.
     """
 
     optimizer_bytes_factor: float
     needs_gradient: bool = True
+    process_bytes: float = 0.0
+    heap_share: float = 0.0
 
     def fixed(self, held: Holdings[Bytes]) -> Bytes:
         """Returns the bytes that are there whether or not a step runs: state, gradients, optimizer."""
-        if not self.needs_gradient:
-            return held.parameters + held.buffers
-        return held.parameters + held.trained * (1.0 + self.optimizer_bytes_factor) + held.tied + held.buffers
+        state = held.parameters + held.buffers + self.process_bytes
+        return state + held.trained * (1.0 + self.optimizer_bytes_factor) + held.tied if self.needs_gradient else state
 
     def per_micro_batch(self, held: Holdings[Bytes], needs_recompute: bool) -> Bytes:
         """Returns the bytes of each micro-batch in flight.
@@ -72,17 +75,16 @@ class MemoryModel:
         """
         if not self.needs_gradient:
             return held.inputs * 0.0
-        if needs_recompute:
-            return held.received + held.inputs
-        return held.saved + held.inputs + held.received + held.sent
+        kept = held.received + held.inputs
+        return (kept if needs_recompute else kept + held.saved + held.sent) * (1.0 + self.heap_share)
 
     def passing(self, held: Holdings[Bytes], needs_recompute: bool) -> Bytes:
         """Returns the bytes of the micro-batch at work, and of messages on their way."""
-        messages = held.received + held.work
+        passing = held.received + held.work
         if not self.needs_gradient:
-            return messages + held.inputs + held.sent
-        messages = messages + held.gradients_received + held.gradients_sent
-        return messages + held.saved + held.sent if needs_recompute else messages
+            return (passing + held.inputs + held.sent) * (1.0 + self.heap_share)
+        passing = passing + held.gradients_received + held.gradients_sent
+        return (passing + held.saved + held.sent if needs_recompute else passing) * (1.0 + self.heap_share)
 
     def total(self, held: Holdings[Bytes], in_flight: int, needs_recompute: bool) -> Bytes:
         """Returns the peak on one replica with `in_flight` forwards not yet backwarded."""

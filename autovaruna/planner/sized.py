@@ -58,7 +58,10 @@ class Sized:
     @cached_property
     def model(self) -> MemoryModel:
         """The rules of memory."""
-        return MemoryModel(self.problem.optimizer_bytes_factor, self.problem.needs_gradient)
+        problem, cluster = self.problem, self.problem.cluster
+        return MemoryModel(
+            problem.optimizer_bytes_factor, problem.needs_gradient, cluster.process_bytes, cluster.heap_share
+        )
 
     @cached_property
     def rings(self) -> Rings:

@@ -74,6 +74,8 @@ class Cluster:
             rank: ``2 (n - 1) / n`` times those of the tensor.
         all_reduce_latency_seconds: what an all-reduce takes for each rank that takes part, whatever its bytes.
         overhead_seconds: what the executor adds to each instruction.
+        process_bytes: what a rank holds beside tensors, over a process that has not traced a model.
+        heap_share: what the allocator needs on top of each byte of tensors that come and go in a step.
     """
 
     hosts: tuple[str, ...]
@@ -84,6 +86,8 @@ class Cluster:
     all_reduce_bytes_per_second: float
     all_reduce_latency_seconds: float = 0.0
     overhead_seconds: float = 0.0
+    process_bytes: float = 0.0
+    heap_share: float = 0.0
     format_version: int = FORMAT_VERSION
 
     @property

@@ -115,6 +115,15 @@ def measure_all_reduce(world: World) -> float:
     return float(sent_bytes / max(world.gather_objects(seconds, "measuring links: all-reduce")))
 
 
+def measure_all_reduce_latency(world: World) -> float:
+    """Returns the seconds of an all-reduce of next to nothing over all ranks, for each rank. Collective."""
+    if world.num_ranks == 1:
+        return 0.0
+    tensor, ranks = torch.zeros(SMALL_BYTES // 4, device="cpu"), tuple(range(world.num_ranks))
+    seconds = median_seconds([lambda: world.all_reduce(tensor, ranks)], SMALL_TIMES)
+    return float(max(world.gather_objects(seconds, "measuring links: all-reduce"))) / world.num_ranks
+
+
 def median_seconds(acts: tuple[Callable[[], None], ...] | list[Callable[[], None]], num_times: int) -> float:
     """Returns the median seconds of all `acts`, after two rounds that do not count."""
     seconds = []

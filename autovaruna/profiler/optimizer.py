@@ -1,0 +1,104 @@
+"""Tries an optimizer out on tensors of its own: the state it keeps, what a step needs on top, and what it takes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autovaruna.profiler.records import OptimizerCost
+
+_SMALL, _LARGE = (16, 16), (1024, 1024)
+_NUM_SMALL, _NUM_LARGE = 8, 2
+_NUM_STEPS = 3
+_MOST_ELEMENTS = 1 << 16
+"""A larger tensor is tried out as a smaller one of about the same shape."""
+
+Options = dict[str, Any]
+
+
+def state_factor(optimizer: torch.optim.Optimizer) -> float:
+    """Returns the bytes of state for each byte of a trained parameter, over the shapes that the optimizer has.
+
+    Each shape of each group is tried out once, with the group's options.
+    """
+    parameter_bytes, state_bytes = 0.0, 0.0
+    for group in optimizer.param_groups:
+        factors: dict[tuple[torch.Size, torch.dtype], float] = {}
+        for parameter in group["params"]:
+            if parameter.requires_grad and parameter.numel():
+                key = parameter.shape, parameter.dtype
+                if key not in factors:
+                    factors[key] = _state_factor_of(optimizer, _options(group), *key)
+                parameter_bytes += parameter.nbytes
+                state_bytes += factors[key] * parameter.nbytes
+    return state_bytes / parameter_bytes if parameter_bytes else 0.0
+
+
+def measure_step(optimizer: torch.optim.Optimizer, device: torch.device) -> OptimizerCost:
+    """Times steps over many small tensors and over few large ones, with the options of the greatest group."""
+    group = max(optimizer.param_groups, key=lambda each: sum(parameter.numel() for parameter in each["params"]))
+    dtype = next((parameter.dtype for parameter in group["params"]), torch.float32)
+    small, large = (
+        _step_seconds(optimizer, _options(group), [_trial(shape, dtype, device) for _ in range(count)])
+        for shape, count in ((_SMALL, _NUM_SMALL), (_LARGE, _NUM_LARGE))
+    )
+    each = small / _NUM_SMALL
+    num_bytes = _NUM_LARGE * math.prod(_LARGE) * dtype.itemsize
+    return OptimizerCost(each, max(0.0, large - each * _NUM_LARGE) / num_bytes)
+
+
+def _state_factor_of(
+    optimizer: torch.optim.Optimizer, options: Options, shape: torch.Size, dtype: torch.dtype
+) -> float:
+    trial = _trial(_shrunk(shape), dtype, torch.device("cpu"))
+    copy = _copy(optimizer, options, [trial])
+    copy.step()
+    return sum(map(_num_bytes, copy.state.get(trial, {}).values())) / trial.nbytes
+
+
+def _shrunk(shape: Iterable[int]) -> tuple[int, ...]:
+    """Halves the longest dimension until there are few elements."""
+    sizes = list(shape)
+    while math.prod(sizes) > _MOST_ELEMENTS:
+        longest = sizes.index(max(sizes))
+        sizes[longest] = (sizes[longest] + 1) // 2
+    return tuple(sizes)
+
+
+def _step_seconds(optimizer: torch.optim.Optimizer, options: Options, trials: list[nn.Parameter]) -> float:
+    copy = _copy(optimizer, options, trials)
+    copy.step()
+    return min(_seconds(copy, trials[0].device) for _ in range(_NUM_STEPS))
+
+
+def _seconds(optimizer: torch.optim.Optimizer, device: torch.device) -> float:
+    started = perf_counter()
+    optimizer.step()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return perf_counter() - started
+
+
+def _copy(optimizer: torch.optim.Optimizer, options: Options, trials: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """Returns an optimizer of the same class and options with other parameters."""
+    needed = {"lr": optimizer.defaults["lr"]} if "lr" in optimizer.defaults else {}  # some classes require it
+    return type(optimizer)([{"params": trials, **options}], **needed)
+
+
+def _options(group: dict[str, Any]) -> Options:
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
+def _trial(shape: Iterable[int], dtype: torch.dtype, device: torch.device) -> nn.Parameter:
+    trial = nn.Parameter(torch.full(tuple(shape), 0.5, dtype=dtype, device=device))
+    trial.grad = torch.full_like(trial, 1e-3)
+    return trial
+
+
+def _num_bytes(value: object) -> int:
+    return value.nbytes if isinstance(value, Tensor) else 0

@@ -1,0 +1,65 @@
+"""Holds what is found out of optimizers by trying them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autovaruna.profiler.optimizer import measure_step, state_factor
+from tests.profiler.models import CPU
+
+
+def kept_factor(optimizer: torch.optim.Optimizer) -> float:
+    """Returns the bytes of state after a real step for each byte of parameters."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    state = [value for each in optimizer.state.values() for value in each.values() if isinstance(value, Tensor)]
+    return float(sum(value.nbytes for value in state) / sum(parameter.nbytes for parameter in parameters))
+
+
+def two_groups(model: nn.Module) -> list[dict[str, Any]]:
+    """Returns matrices, with momentum, and vectors, without."""
+    matrices, vectors = ([p for p in model.parameters() if p.dim() == dim] for dim in (2, 1))
+    return [{"params": matrices, "momentum": 0.9}, {"params": vectors}]
+
+
+MAKERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+    "sgd": lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+    "momentum": lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
+    "adamw": lambda model: torch.optim.AdamW(model.parameters()),
+    "amsgrad": lambda model: torch.optim.Adam(model.parameters(), amsgrad=True, foreach=True),
+    "factored": lambda model: torch.optim.Adafactor(model.parameters()),
+    "one group in two": lambda model: torch.optim.SGD(two_groups(model), lr=0.1),
+}
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_state_is_what_a_real_step_keeps(name: str) -> None:
+    """Shapes, groups and factored state count as they are."""
+    model = nn.Sequential(nn.Linear(96, 200), nn.Linear(200, 8))
+    found = state_factor(MAKERS[name](model))
+    assert found == pytest.approx(kept_factor(MAKERS[name](model)), abs=1e-9)
+
+
+def test_the_users_optimizer_is_not_touched() -> None:
+    """Neither numbers nor state nor groups change."""
+    model = nn.Linear(8, 8)
+    optimizer = torch.optim.AdamW(model.parameters())
+    before = model.weight.clone()
+    state_factor(optimizer)
+    measure_step(optimizer, CPU)
+    assert torch.equal(model.weight, before) and not optimizer.state
+    assert [len(group["params"]) for group in optimizer.param_groups] == [2]
+
+
+def test_a_step_that_does_more_takes_longer() -> None:
+    """AdamW reads and writes several times what plain SGD does."""
+    model = nn.Linear(8, 8)
+    plain, adam = (measure_step(MAKERS[name](model), CPU) for name in ("sgd", "adamw"))
+    assert 0 < plain.seconds(10, 1e7) < adam.seconds(10, 1e7)
