@@ -22,6 +22,11 @@ def run(name: str, num_ranks: int, directory: Path) -> str:
         if MPIRUN is None:
             pytest.skip("mpirun is not there")
         command = [MPIRUN, "-np", str(num_ranks), "--oversubscribe", "--bind-to", "none", *command]
+    return start(command, directory)
+
+
+def start(command: list[str], directory: Path) -> str:
+    """Runs a command in a directory and returns what it printed."""
     path = os.pathsep.join([str(EXAMPLES.parent), os.environ.get("PYTHONPATH", "")])
     result = subprocess.run(
         command,
@@ -39,6 +44,28 @@ def run(name: str, num_ranks: int, directory: Path) -> str:
 @pytest.mark.parametrize("name", ["tutorial", "train_digits", "finetune_hf"])
 def test_an_example_holds_its_own_assertions(name: str, num_ranks: int, tmp_path: Path) -> None:
     assert run(name, num_ranks, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["varuna_gpt", "varuna_bert"])
+def test_an_example_in_varuna_s_style_runs_on_one_process(name: str, tmp_path: Path) -> None:
+    assert run(name, 1, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "arguments"),
+    [
+        ("varuna_gpt", ["--gpus_per_node", "4", "--batch_size", "10", "--nstages", "2", "--chunk_size", "2"], []),
+        ("varuna_bert", ["--gpus_per_node", "2", "--batch_size", "12", "--nstages", "2"], ["--fp16"]),
+    ],
+)
+def test_an_example_in_varuna_s_style_runs_under_the_launcher(
+    name: str, options: list[str], arguments: list[str], tmp_path: Path
+) -> None:
+    if MPIRUN is None:
+        pytest.skip("mpirun is not there")
+    (tmp_path / "machines").write_text("localhost\n")
+    launcher = [sys.executable, "-m", "autovaruna.run_varuna", "--machine_list", "machines", *options]
+    assert "[0]" in start([*launcher, str(EXAMPLES / f"{name}.py"), *arguments], tmp_path)
 
 
 def test_three_ranks_run_the_tutorial(tmp_path: Path) -> None:
