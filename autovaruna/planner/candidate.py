@@ -9,12 +9,12 @@ from functools import lru_cache
 
 import numpy as np
 
-from autovaruna.planner.costs import Array
+from autovaruna.planner.costs import Array, costs_at
 from autovaruna.planner.memory import Holdings
 from autovaruna.planner.pipeline import pipeline_of, policy_of
 from autovaruna.planner.problem import Problem
 from autovaruna.planner.ranges import RangeTables
-from autovaruna.planner.records import Plan, StagePlan
+from autovaruna.planner.records import BlockBytes, Plan, StagePlan
 from autovaruna.planner.sized import Sized
 from autovaruna.profiler.records import LinkCost
 from autovaruna.schedule import Pipeline, Policy, latency_depth, lower_bound, simulate, textbook_depth
@@ -128,6 +128,13 @@ class Planner:
         """Returns the plan with its predicted seconds, with the links of every rank."""
         simulation = simulate(self.pipeline(plan), policy_of(plan.schedule))
         return replace(plan, predicted_seconds=simulation.step_seconds)
+
+    def with_block_bytes(self, plan: Plan) -> Plan:
+        """Returns the plan with the bytes of each block that its memory was predicted from."""
+        size = math.ceil(plan.micro_batch_size - 1e-9)
+        costs = costs_at(self.problem.profile, size)
+        known = BlockBytes(size, tuple(costs.saved_bytes.tolist()), tuple(costs.work_bytes.tolist()))
+        return replace(plan, block_bytes=known)
 
     def _options(self, sized: Sized, candidate: Candidate) -> list[_Option]:
         counts = [len(ranks) for ranks in candidate.ranks]

@@ -16,9 +16,10 @@ from typing import Any
 from autovaruna.errors import DeploymentError, PlanError
 from autovaruna.graph.records import Graph
 from autovaruna.planner.cuts import resolve_cuts, stage_blocks
+from autovaruna.planner.edited import memory_complaint
 from autovaruna.planner.fields import Fields
 from autovaruna.planner.fingerprint import Fingerprint
-from autovaruna.planner.records import Plan, StagePlan
+from autovaruna.planner.records import BlockBytes, Plan, StagePlan
 from autovaruna.profiler.records import LinkCost
 from autovaruna.schedule import POLICIES
 
@@ -95,7 +96,7 @@ def plan_from(deployment: Deployment, graph: Graph) -> Plan:
     """Returns the plan of a deployment for a graph.
 
     Raises:
-        DeploymentError: if a cut names nothing in the graph, or the stages cannot be.
+        DeploymentError: if a cut names nothing in the graph, the stages cannot be, or do not fit into memory.
     """
     plan = deployment.plan
     try:
@@ -104,7 +105,11 @@ def plan_from(deployment: Deployment, graph: Graph) -> Plan:
         raise DeploymentError(f"it does not fit the model: {error}") from error
     blocks = stage_blocks(starts, len(graph.blocks))
     stages = (replace(stage, blocks=own) for stage, own in zip(plan.stages, blocks, strict=True))
-    return replace(plan, stages=tuple(stages))
+    plan = replace(plan, stages=tuple(stages))
+    complaint = memory_complaint(plan, deployment.fingerprint, graph)
+    if complaint:
+        raise DeploymentError(f"it does not fit into memory: {complaint}")
+    return plan
 
 
 def _to_json(deployment: Deployment) -> dict[str, Any]:
@@ -122,6 +127,7 @@ def _to_json(deployment: Deployment) -> dict[str, Any]:
             "local_link": asdict(plan.local_link),
             "remote_link": asdict(plan.remote_link),
             "overhead_seconds": plan.overhead_seconds,
+            **({"block_bytes": asdict(plan.block_bytes)} if plan.block_bytes else {}),
         },
         "valid_for": asdict(valid_for)
         | {
@@ -180,6 +186,7 @@ def _from_json(fields: Fields) -> Deployment:
         remote_link=_link(predicted.inside("remote_link")),
         host_of=_host_of(valid_for, fingerprint.num_ranks),
         overhead_seconds=predicted.amount("overhead_seconds", missing=0.0),
+        block_bytes=_block_bytes(predicted.inside("block_bytes")) if "block_bytes" in predicted.content else None,
         needs_gradient=valid_for.get("needs_gradient", bool),
         is_measured=predicted.content.get("is_measured", True) is not False,
     )
@@ -201,6 +208,11 @@ def _stage_from_json(fields: Fields, num_ranks: int) -> StagePlan:
         **{name: predicted.amount(name) for name in _PREDICTED},
         **{name: predicted.amount(name, missing=0.0) for name in _PREDICTED_SINCE},
     )
+
+
+def _block_bytes(fields: Fields) -> BlockBytes:
+    saved, work = (fields.amounts(name, is_positive=False) for name in ("saved_bytes", "work_bytes"))
+    return BlockBytes(fields.at_least("micro_batch_size", 1), saved, work)
 
 
 def _host_of(fields: Fields, num_ranks: int) -> tuple[int, ...]:

@@ -66,9 +66,9 @@ class Fields:
             return missing
         return self._checked_amount(key, self.get(key, float), is_positive)
 
-    def amounts(self, key: str) -> tuple[float, ...]:
-        """Returns a list of finite numbers above zero."""
-        return tuple(self._checked_amount(key, value, True) for value in self.get(key, list))
+    def amounts(self, key: str, *, is_positive: bool = True) -> tuple[float, ...]:
+        """Returns a list of finite numbers above zero, or not below."""
+        return tuple(self._checked_amount(key, value, is_positive) for value in self.get(key, list))
 
     def _checked_amount(self, key: str, value: Any, is_positive: bool) -> float:
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -44,6 +44,15 @@ class StagePlan:
 
 
 @dataclass(frozen=True, slots=True)
+class BlockBytes:
+    """What each block saves for backward and needs on top while it runs, for a micro-batch of so many samples."""
+
+    micro_batch_size: int
+    saved_bytes: tuple[float, ...]
+    work_bytes: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """A complete plan of a step.
 
@@ -51,7 +60,8 @@ class Plan:
     searched kind, and `bound_proof` says in one sentence how it was proved. The links, `host_of` (a host number for
     each rank; empty: one host) and `overhead_seconds` (of the executor, for each instruction) are those that the
     prediction was made with: with them the plan alone gives the schedule, the same one on every rank. `is_measured` is
-    False if the costs came from a roofline.
+    False if the costs came from a roofline. `block_bytes` is what memory was predicted from, so that a plan edited by
+    hand can be checked.
     """
 
     stages: tuple[StagePlan, ...]
@@ -68,6 +78,7 @@ class Plan:
     overhead_seconds: float = 0.0
     needs_gradient: bool = True
     is_measured: bool = True
+    block_bytes: BlockBytes | None = None
     format_version: int = FORMAT_VERSION
 
     @property

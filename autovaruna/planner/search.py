@@ -92,7 +92,7 @@ class _Search:
         if self.best is None:
             raise PlanError(explain_infeasible(self.problem, self.tables, self.counts))
         self.progress("proving how good the plan is", 1.0)
-        return self._with_bound(self.planner.predict_whole(self.best))
+        return self._with_bound(self.planner.with_block_bytes(self.planner.predict_whole(self.best)))
 
     def _try(self, candidate: Candidate, below: float) -> float:
         """Simulates a candidate in every variant; returns its least seconds, infinite if they are not below `below`."""

@@ -78,6 +78,24 @@ def test_edited_by_hand(saved: tuple[Path, Deployment], problem: Problem) -> Non
     assert (plan.num_micro_batches, plan.micro_batch_size) == (6, 2.0)
 
 
+@pytest.mark.parametrize(
+    "change",
+    [{"in_flight": 500}, {"cut": "layers.0.part1"}, {"ranks": [0, 1]}],
+    ids=["depth", "cut", "two stages on one rank"],
+)
+def test_edits_that_do_not_fit_into_memory_are_refused(change: dict[str, Any], tmp_path: Path) -> None:
+    problem = make_problem(8, 3, 12, num_stages=3, skips=2, recompute="none")
+    plan = make_plan(problem)
+    limit = max(stage.memory_bytes for stage in plan.stages) * 1.01
+    valid = replace(VALID, memory_bytes=(limit,) * 3, settings={"optimizer_bytes_factor": 2.0})
+    path = tmp_path / "deployment.json"
+    save(path, deployment_of(plan, problem.graph, valid))
+    assert plan_from(load(path), problem.graph) == plan
+    edit(path, lambda content: content["stages"][1].update(change))
+    with pytest.raises(DeploymentError, match=r"does not fit into memory: rank \d has .* need .*: move a cut"):
+        plan_from(load(path), problem.graph)
+
+
 @pytest.mark.parametrize("cut", ["layrs.2", "", "layers.99"])
 def test_nonsense_cuts_name_the_nearest(saved: tuple[Path, Deployment], problem: Problem, cut: str) -> None:
     path, _ = saved

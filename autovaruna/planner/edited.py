@@ -1,0 +1,40 @@
+"""Checks the memory of a plan that a person may have edited, without a profile."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from autovaruna.graph.records import Graph
+from autovaruna.planner.costs import Costs
+from autovaruna.planner.fingerprint import Fingerprint
+from autovaruna.planner.infeasible import readable
+from autovaruna.planner.memory import MemoryModel, holdings_of_stage
+from autovaruna.planner.records import Plan
+
+_ROUNDING = 1e-6
+
+
+def memory_complaint(plan: Plan, valid_for: Fingerprint, graph: Graph) -> str:
+    """Returns which rank has too little memory for its stages; empty if all fit, or the plan does not say enough."""
+    known = plan.block_bytes
+    if known is None or len(known.saved_bytes) != len(graph.blocks) or len(valid_for.memory_bytes) != plan.num_ranks:
+        return ""
+    size = math.ceil(plan.micro_batch_size - 1e-9)
+    saved, work = (np.array(each) * (size / known.micro_batch_size) for each in (known.saved_bytes, known.work_bytes))
+    costs = Costs(float(size), np.zeros_like(saved), np.zeros_like(saved), saved, work)
+    model = MemoryModel(float(valid_for.settings.get("optimizer_bytes_factor", 0.0)), plan.needs_gradient)
+    used = [0.0] * plan.num_ranks
+    for stage in plan.stages:
+        num_bytes = model.total(holdings_of_stage(graph, costs, stage.blocks), stage.in_flight, stage.needs_recompute)
+        for rank in stage.ranks:
+            used[rank] += num_bytes
+    for rank, limit in enumerate(valid_for.memory_bytes):
+        if used[rank] > limit * (1 + _ROUNDING):
+            stages = [str(number) for number, stage in enumerate(plan.stages) if rank in stage.ranks]
+            return (
+                f"rank {rank} has {readable(limit)}, but its stages ({', '.join(stages)}) need {readable(used[rank])}: "
+                "move a cut, lower in_flight, let them recompute, or give the rank fewer stages"
+            )
+    return ""
