@@ -57,23 +57,23 @@ def stop(number: int, frame: Any) -> None:
 
 torch.manual_seed(0)
 text, plain = library_text(), CutGPT()
-model = Varuna(copy.deepcopy(plain), args.stage_to_rank_map, get_batch, BATCH_SIZE, args.chunk_size, local_rank=args.local_rank)
+model = Varuna(
+    copy.deepcopy(plain), args.stage_to_rank_map, get_batch, BATCH_SIZE, args.chunk_size, local_rank=args.local_rank
+)
 optimizer, plain_optimizer = (torch.optim.AdamW(each.parameters(), lr=3e-3) for each in (model, plain))
 model.set_optimizer(optimizer)
 signal.signal(signal.SIGUSR1, stop)
 if args.resume_step is not None:
     model.load_checkpoint(args.store, args.resume_step)
-for step in range(model.iteration, NUM_STEPS):
+for step in range(NUM_STEPS):
     batch = get_batch(BATCH_SIZE, step=step)
-    loss, overflow = model.step({name: t[model.samples] for name, t in batch.items()}, clip_grad_max_norm=1.0)
-    if not overflow:
-        optimizer.step()
-    print(f"step {step}: loss {loss:.4f}", flush=True) if args.rank == 0 else None
-    if args.resume_step is None:  # the same with plain PyTorch, to show that it is the same
-        plain_optimizer.zero_grad()
-        expected = plain(**batch)
-        expected.backward()
-        nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
-        plain_optimizer.step()
+    plain_optimizer.zero_grad()
+    (expected := plain(**batch)).backward()  # with plain PyTorch, to show that it is the same
+    nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+    plain_optimizer.step()
+    if step >= model.iteration:
+        loss, overflow = model.step({name: t[model.samples] for name, t in batch.items()}, clip_grad_max_norm=1.0)
+        optimizer.step() if not overflow else None
+        print(f"step {step}: loss {loss:.4f}", flush=True) if args.rank == 0 else None
         assert abs(loss - expected.item()) <= 1e-5 * expected.item(), f"{loss} is not {expected.item()}"
 assert loss < 4.5, "the model did not learn"

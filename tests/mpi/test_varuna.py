@@ -1,0 +1,135 @@
+"""The launcher with real ranks: a script in Varuna's style, stopped by SIGUSR1 and gone on with; statuses; signals."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.mpi.launch import QUIET, ROOT, find_mpirun, run_group
+
+GPT = str(ROOT / "examples" / "varuna_gpt.py")
+TIMEOUT = 110
+
+
+def command(folder: Path, *words: str, machine: str = "localhost") -> list[str]:
+    """Returns a call of the launcher from a folder."""
+    find_mpirun()
+    (folder / "machines").write_text(machine + "\n")
+    return [
+        *(sys.executable, "-m", "autovaruna.run_varuna", "--machine_list", str(folder / "machines")),
+        *("--code_dir", str(folder), "--no_morphing", *words),
+    ]
+
+
+def environment(folder: Path) -> dict[str, str]:
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    return {**os.environ, **QUIET, "AUTOVARUNA_CONF_DIR": str(folder), "PYTHONPATH": path}
+
+
+def launch(folder: Path, *words: str, machine: str = "localhost") -> subprocess.CompletedProcess[str]:
+    return run_group(command(folder, *words, machine=machine), TIMEOUT, environment(folder))
+
+
+def losses(text: str) -> dict[int, float]:
+    """Returns the losses that a run printed, by step."""
+    return {int(step): float(loss) for step, loss in re.findall(r"^\[0\] step (\d+): loss ([\d.]+)$", text, re.M)}
+
+
+@contextmanager
+def running(folder: Path, *words: str) -> Iterator[subprocess.Popen[str]]:
+    """Starts a job; ends it with the context."""
+    process = subprocess.Popen(
+        command(folder, *words), env=environment(folder), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            process.wait(TIMEOUT)
+
+
+def read_until(process: subprocess.Popen[str], words: str, count: int = 1) -> str:
+    """Returns what a job printed up to the line with some words, for the count-th time."""
+    text = ""
+    assert process.stdout is not None
+    for line in process.stdout:
+        text += line
+        count -= words in line
+        if not count:
+            return text
+    raise AssertionError(f"{words!r} did not come:\n{text}")
+
+
+def test_a_run_that_sigusr1_stops_goes_on_on_other_ranks(tmp_path: Path) -> None:
+    """The script holds each of its losses to plain PyTorch, also those after it has gone on."""
+    with running(tmp_path, "--gpus_per_node", "2", "--batch_size", "10", "--nstages", "2", GPT) as process:
+        text = read_until(process, "step 2:")
+        process.send_signal(signal.SIGUSR1)
+        rest, _ = process.communicate(timeout=TIMEOUT)
+    assert process.returncode == 0, text + rest
+    begun = losses(text + rest)
+    last = max(begun) + 1
+    words = ("--gpus_per_node", "1", "--batch_size", "10", "--nstages", "1", "--resume_step", str(last), GPT)
+    done = launch(tmp_path, *words)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert sorted([*begun, *losses(done.stdout)]) == list(range(12))
+
+
+SCRIPT = """
+import argparse, os, signal, sys, time
+parser = argparse.ArgumentParser()
+parser.add_argument("--rank", type=int)
+parser.add_argument("--act", default="")
+args = parser.parse_args()
+signal.signal(signal.SIGTERM, lambda *_: (print("asked to end", flush=True), sys.exit(9)))
+print("up as", args.rank, os.environ.get("COLOUR"), os.getcwd(), flush=True)
+if args.act == "exit" and args.rank == 1:
+    sys.exit(5)
+if args.act == "kill" and args.rank == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+if args.act:
+    time.sleep(60)
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> str:
+    """The name of a script in the code directory."""
+    (tmp_path / "job.py").write_text(SCRIPT)
+    return "job.py"
+
+
+def test_ranks_run_in_the_directory_with_the_variables_on_a_machine_by_its_name(tmp_path: Path, script: str) -> None:
+    (tmp_path / "env").write_text("COLOUR=blue\n")
+    words = ("--gpus_per_node", "2", "--env_file", str(tmp_path / "env"), script)
+    done = launch(tmp_path, *words, machine=socket.gethostname())
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert sorted(done.stdout.splitlines()) == [f"[{rank}] up as {rank} blue {tmp_path}" for rank in range(2)]
+
+
+@pytest.mark.parametrize(("act", "status"), [("exit", 5), ("kill", 128 + 9)])
+def test_the_status_is_the_job_s(act: str, status: int, tmp_path: Path, script: str) -> None:
+    assert launch(tmp_path, "--gpus_per_node", "2", script, "--act", act).returncode == status
+
+
+def test_a_request_to_end_reaches_every_rank(tmp_path: Path, script: str) -> None:
+    with running(tmp_path, "--gpus_per_node", "2", script, "--act", "wait") as process:
+        read_until(process, "up as", 2)
+        process.send_signal(signal.SIGTERM)
+        rest, _ = process.communicate(timeout=TIMEOUT)
+    assert process.returncode == 9 and rest.count("asked to end") == 2
+
+
+def test_a_machine_that_cannot_be_reached_is_named(tmp_path: Path, script: str) -> None:
+    done = launch(tmp_path, "--gpus_per_node", "1", script, machine="no.such.machine.invalid")
+    assert done.returncode != 0 and "no rank has started" in done.stderr and "no.such.machine.invalid" in done.stderr
