@@ -11,7 +11,7 @@ import gc
 from collections.abc import Callable
 from functools import wraps
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakSet, ref
 
 import torch
 from torch import Tensor
@@ -41,7 +41,7 @@ class LossScale:
         if scaler is not None and not isinstance(scaler, GradScaler):
             raise InputError(f"scaler is a {type(scaler).__name__}; expected a torch.amp.GradScaler.")
         self._optimizer = optimizer
-        self._scaler = scaler
+        self._known: ref[GradScaler] | None = None
         self._world = world
         self._is_ambiguous = False
         self._joined: set[int] = set()
@@ -49,6 +49,7 @@ class LossScale:
         self._last = 1.0
         if scaler is not None:
             self._join(scaler)
+            self._known = ref(scaler)
 
     def before(self, is_half: bool) -> float:
         """Returns the factor to go backward with.
@@ -63,8 +64,9 @@ class LossScale:
         """
         if self._scaler is None and not self._seen:
             self._search(1.0)
-        if self._scaler is not None:
-            return float(self._scaler.get_scale()) or 1.0
+        scaler = self._scaler
+        if scaler is not None:
+            return float(scaler.get_scale()) or 1.0
         if is_half and self._is_ambiguous:
             raise InputError(
                 "The model has float16 gradients, and the program has several GradScalers: which one scales the loss? "
@@ -75,7 +77,13 @@ class LossScale:
     @property
     def words(self) -> str:
         """The scaler's scale, the same on every rank."""
-        return "none" if self._scaler is None else f"{self._scaler.get_scale():g}"
+        scaler = self._scaler
+        return "none" if scaler is None else f"{scaler.get_scale():g}"
+
+    @property
+    def _scaler(self) -> GradScaler | None:
+        """The loop's scaler, which lives as long as the loop keeps it."""
+        return None if self._known is None else self._known()
 
     def after(self, factor: float) -> None:
         """Hears of the factor that the loop has applied."""
@@ -88,10 +96,12 @@ class LossScale:
         if factor in self._seen or len(self._seen) >= _MOST_SEARCHES or self._optimizer is None:
             return
         self._seen.add(factor)
-        found = [scaler for scaler in list(_scalers) if scaler.is_enabled()]
+        if len(_enabled()) > 1:
+            gc.collect()  # one of an earlier run may only wait for this
+        found = _enabled()
         for scaler in found:
             self._join(scaler)
-        self._scaler = found[0] if len(found) == 1 else None
+        self._known = ref(found[0]) if len(found) == 1 else None
         self._is_ambiguous = len(found) > 1
 
     def _join(self, scaler: GradScaler) -> None:
@@ -100,13 +110,14 @@ class LossScale:
             return
         self._joined.add(id(scaler))
         unscale: Unscale = scaler._unscale_grads_
+        known = ref(scaler)
 
         def unscale_everywhere(
             optimizer: Optimizer, inverse: Tensor, found: Tensor, allow_fp16: bool
         ) -> dict[torch.device, Tensor]:
             if optimizer is not self._optimizer:
                 return unscale(optimizer, inverse, found, allow_fp16)
-            self._scaler = scaler
+            self._known = known
             return self._share(lambda: unscale(optimizer, inverse, found, allow_fp16), found)
 
         scaler._unscale_grads_ = unscale_everywhere  # type: ignore[method-assign, assignment]
@@ -146,3 +157,7 @@ def _noted(scaler: GradScaler, *args: Any, **kwargs: Any) -> None:
 
 
 GradScaler.__init__ = _noted  # type: ignore[method-assign, assignment]
+
+
+def _enabled() -> list[GradScaler]:
+    return [scaler for scaler in list(_scalers) if scaler.is_enabled()]
