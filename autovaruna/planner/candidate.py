@@ -22,6 +22,7 @@ from autovaruna.schedule import Pipeline, Policy, latency_depth, lower_bound, si
 _ACTS_OF_A_BOUND = 50
 """What a bound costs, for each stage, counted in acts of the simulator."""
 _ACTS_OF_A_SHORT_STEP = 20_000
+_ACTS_OF_A_WHOLE_STEP = 1_000_000
 _SECONDS_OF_AN_ACT = 4e-6
 DEPTHS = {"textbook": textbook_depth, "latency": latency_depth}
 
@@ -64,6 +65,11 @@ class Planner:
     def spent_seconds(self) -> float:
         """What simulations took so far, counted, not measured, so that it is the same everywhere."""
         return self.num_acts * _SECONDS_OF_AN_ACT
+
+    def step_costs(self, candidate: Candidate) -> float:
+        """Returns what the simulation of a candidate takes at least, counted as `spent_seconds` is."""
+        parts = math.gcd(*(len(ranks) for ranks in candidate.ranks))
+        return 2 * candidate.num_micro_batches / parts * len(candidate.ranks) * _SECONDS_OF_AN_ACT
 
     def build(self, candidate: Candidate) -> Plan | None:
         """Returns the plan of a candidate without a prediction, or None if it does not fit into memory."""
@@ -125,8 +131,8 @@ class Planner:
         return simulation.step_seconds
 
     def predict_whole(self, plan: Plan) -> Plan:
-        """Returns the plan with its predicted seconds, with the links of every rank."""
-        simulation = simulate(self.pipeline(plan), policy_of(plan.schedule))
+        """Returns the plan with its predicted seconds, with the links of every rank, unless there are very many."""
+        simulation = simulate(short_enough(self.pipeline(plan)), policy_of(plan.schedule))
         return replace(plan, predicted_seconds=simulation.step_seconds)
 
     def with_block_bytes(self, plan: Plan) -> Plan:
@@ -235,6 +241,12 @@ class Planner:
                 for stage in stages:
                     seconds[stage] += sized.rings.seconds(ranks, parameter.num_bytes)
         return seconds
+
+
+def short_enough(pipeline: Pipeline) -> Pipeline:
+    """Returns the pipeline, or, if it has too many instructions to simulate all, the part that takes longest."""
+    num_acts = 3 * pipeline.num_micro_batches * pipeline.num_stages
+    return pipeline if num_acts <= _ACTS_OF_A_WHOLE_STEP else fold(pipeline)
 
 
 def fold(pipeline: Pipeline) -> Pipeline:

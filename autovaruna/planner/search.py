@@ -192,6 +192,9 @@ class _Search:
         for k, candidate in enumerate(starts):
             self.progress("improving plans", k / len(starts))
             limit = self.planner.spent_seconds + _CLIMB_SECONDS / len(starts)
+            if self.planner.spent_seconds + self.planner.step_costs(candidate) > limit:
+                self.was_cut_short = True
+                break
 
             def has_time(limit: float = limit) -> bool:
                 is_late = self.planner.spent_seconds > limit

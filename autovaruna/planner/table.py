@@ -9,6 +9,7 @@ from rich import box
 from rich.table import Table
 
 from autovaruna.graph.records import Graph
+from autovaruna.planner.candidate import short_enough
 from autovaruna.planner.infeasible import readable
 from autovaruna.planner.pipeline import pipeline_of, policy_of
 from autovaruna.planner.records import Plan, StagePlan
@@ -41,7 +42,7 @@ def plan_table(plan: Plan, graph: Graph) -> Table:
 
 def explain(plan: Plan, graph: Graph) -> str:
     """Returns lines that say what the plan is predicted to cost, how good that is, and where time is lost."""
-    lost = simulate(pipeline_of(plan, graph), policy_of(plan.schedule)).lost
+    lost = simulate(short_enough(pipeline_of(plan, graph)), policy_of(plan.schedule)).lost
     used = sorted({rank for stage in plan.stages for rank in stage.ranks})
     step = plan.predicted_seconds or 1.0
     lines = [f"predicted step  {seconds(plan.predicted_seconds)}"]
@@ -49,7 +50,7 @@ def explain(plan: Plan, graph: Graph) -> str:
         lines.append(f"proven bound    {seconds(plan.bound_seconds)}: at most {plan.gap:.1%} above the best plan")
     if len(used) < plan.num_ranks:
         lines.append(f"ranks used      {len(used)} of {plan.num_ranks}: more are not faster, or were not asked for")
-    for name, parts in _parts([lost[rank] for rank in used]):
+    for name, parts in _parts([lost[rank] for rank in used] if len(lost) == plan.num_ranks else lost):
         mean = sum(parts) / len(parts)
         if max(parts) > 0:
             spread = f"{min(parts) / step:.1%} to {max(parts) / step:.1%}"
