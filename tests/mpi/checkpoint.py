@@ -1,0 +1,130 @@
+"""Loads and saves checkpoints; run on several ranks by `test_checkpoint.py`."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from autovaruna import AutoVaruna
+from autovaruna.checkpoint import tensor_file
+
+QUIET = {"load_deployment": False, "save_deployment": False, "profile_iterations": 1, "seed": 1}
+
+
+def gpt2(num_layers: int, width: int) -> nn.Module:
+    """Makes a GPT-2 without dropout."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(
+        n_layer=num_layers, n_embd=width, n_head=4, vocab_size=512, n_positions=32, resid_pdrop=0, embd_pdrop=0,
+        attn_pdrop=0, use_cache=False,
+    )  # fmt: skip
+    return GPT2LMHeadModel(config)
+
+
+def two_stages(net: nn.Module) -> AutoVaruna:
+    """Wraps a model that is to be evaluated in two stages."""
+    return AutoVaruna(net, num_stages=2, num_micro_batches=2, inputs="replicated", **QUIET).eval()
+
+
+def call(model: nn.Module) -> float:
+    """Returns the loss of a batch."""
+    tokens = torch.arange(64).reshape(4, 16)
+    with torch.no_grad():
+        return float(model(input_ids=tokens, labels=tokens).loss.item())
+
+
+def resident_bytes() -> int:
+    """Returns the memory of this process that is not shared with files."""
+    memory = psutil.Process().memory_info()
+    return memory.rss - memory.shared
+
+
+def load_on_meta(folder: str, num_layers: int, width: int) -> tuple[float, int, int]:
+    """Builds a model on ``meta``, loads it in two stages and calls it.
+
+    Returns:
+        The loss, the peak of memory that came on top while it was loaded, and the bytes of the whole model.
+    """
+    call(two_stages(gpt2(2, 32)))  # what the first call of any model brings into memory is not counted
+    with torch.device("meta"):
+        net = gpt2(num_layers, width)
+    whole = sum(parameter.numel() * parameter.element_size() for parameter in net.parameters())
+    model = two_stages(net)
+    before, peak, is_over = resident_bytes(), [0], threading.Event()
+
+    def watch() -> None:
+        while not is_over.wait(0.002):
+            peak[0] = max(peak[0], resident_bytes())
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    model.load_checkpoint(folder)
+    loss = call(model)
+    is_over.set()
+    thread.join()
+    return loss, peak[0] - before, whole
+
+
+class Net(nn.Module):
+    """Has enough layers for three stages, dropout, and a buffer that changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.2), nn.ReLU()) for _ in range(4)))
+        self.norm = nn.BatchNorm1d(16)
+        self.last = nn.Linear(16, 4)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(self.last(self.norm(self.body(x))), y)
+
+
+def train(root: str, num_stages: int, loads: bool, num_steps: int, fails: bool = False) -> list[float]:
+    """Trains, from a checkpoint or from the start, saves in the background after three steps; returns the losses."""
+    torch.manual_seed(3)
+    net = Net()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+    model = AutoVaruna(net, optimizer, num_stages=num_stages, num_micro_batches=2, inputs="replicated", **QUIET)
+    first = 0
+    if loads:
+        info = model.load_checkpoint(root)
+        assert info.step is not None and info.extra == {"note": "from rank 0"}
+        first = info.step
+    if fails and model.world.rank == 1:
+
+        def full(*args: object) -> None:
+            time.sleep(0.1)
+            raise OSError(28, "No space left on device")
+
+        tensor_file.write_at = full
+    losses = []
+    for step in range(first, first + num_steps):
+        generator = torch.Generator().manual_seed(step)
+        loss = model(torch.randn(8, 16, generator=generator), torch.arange(8) % 4)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        if step == 2:
+            note = "from rank 0" if model.world.rank == 0 else "from another"
+            model.save_checkpoint(root, step=3, extra={"note": note}, background=True)
+    return losses
+
+
+def fail(root: str) -> tuple[str, list[str]]:
+    """Trains while rank 1 has no room for its part; returns what a rank heard, and what is left in the folder."""
+    from autovaruna import CheckpointError, barrier
+
+    heard = ""
+    try:
+        train(root, 2, False, 200, fails=True)
+    except CheckpointError as error:
+        heard = str(error)
+    barrier()
+    return heard, [each.name for each in Path(root).iterdir() if "step-" in each.name]
