@@ -219,11 +219,11 @@ def test_of_many_ranks_some_are_drawn() -> None:
 
 
 def test_gpt3_is_planned_for_many_ranks(tmp_path: Path, capsys: Any) -> None:
-    """Four layers of it: all of it is what the benchmark plans."""
+    """Two layers of it: all of it is what the benchmark plans."""
     example = Path(__file__).parents[2] / "examples" / "gpt3.py"
     script = tmp_path / "small_gpt3.py"
     script.write_text(f"import sys\nsys.path.insert(0, {os.fspath(example.parent)!r})\nimport gpt3\n")
-    script.write_text(script.read_text() + "\ndef build():\n    return gpt3.build(num_layers=4)\n")
-    arguments = ["--ranks", "64", "--ranks-per-host", "8", "--device", "h100", "--batch-size", "128"]
+    script.write_text(script.read_text() + "\ndef build():\n    return gpt3.build(num_layers=2)\n")
+    arguments = ["--ranks", "32", "--ranks-per-host", "8", "--device", "h100", "--batch-size", "32"]
     assert plan(f"{script}:build", *arguments) == 0
-    assert "of 64 ranks are drawn" in capsys.readouterr().out
+    assert "of 32 ranks are drawn" in capsys.readouterr().out

@@ -89,7 +89,7 @@ def test_a_second_model_with_the_same_blocks_measures_nothing() -> None:
 
     class Other(Mlp):
         def __init__(self) -> None:
-            super().__init__(30)
+            super().__init__(14)
             self.renamed = self.layers
             del self.layers
 
@@ -98,10 +98,10 @@ def test_a_second_model_with_the_same_blocks_measures_nothing() -> None:
                 x = torch.relu(layer(x))
             return x.square().mean()
 
-    known = measured(Mlp(30), {}, torch.zeros(3, WIDTH))
-    assert known and not measured(Mlp(30), known, torch.zeros(5, WIDTH))
+    known = measured(Mlp(14), {}, torch.zeros(3, WIDTH))
+    assert known and not measured(Mlp(14), known, torch.zeros(5, WIDTH))
     assert not measured(Other(), known, torch.zeros(3, WIDTH))
-    assert not measured(Mlp(60), known, torch.zeros(3, WIDTH)).keys() - layers_of(Mlp(60))
+    assert not measured(Mlp(28), known, torch.zeros(3, WIDTH)).keys() - layers_of(Mlp(28))
 
 
 def layers_of(model: nn.Module) -> set[Key]:
