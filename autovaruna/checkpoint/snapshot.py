@@ -51,7 +51,7 @@ class Snapshot:
         if changed:
             raise CheckpointError(
                 f"{', '.join(changed[:3])} changed while it was copied in the background: got a change by something "
-                "other than the optimizer's step. Call wait_snapshot() before it, or save with background=False."
+                "other than the optimizer's step. Call wait_checkpoint() before it, or save with background=False."
             )
         copies, self._copies = self._copies, {}
         return copies
