@@ -32,8 +32,9 @@ check: $(STAMP)
 	$(BIN)/mypy --strict autovaruna
 	$(BIN)/python -m pytest -q tests/test_layers.py
 
+# Under ten minutes; python benchmarks/run_all.py --full runs all settings.
 bench: $(STAMP)
-	for script in benchmarks/*.py; do $(MPI_ENV) $(BIN)/python $$script || exit 1; done
+	$(MPI_ENV) $(BIN)/python benchmarks/run_all.py
 
 $(STAMP): setup.py constraints.txt
 	@test -n "$(PYTHON)" || { echo "No usable python: one of $(CANDIDATES), 3.10 or newer, with venv and" \
