@@ -27,7 +27,7 @@ mpi4py.rc.initialize = False
 from mpi4py import MPI  # noqa: E402
 
 SPIN_SECONDS = 1e-3
-YIELD_SECONDS = 20e-3
+YIELD_SECONDS = 3e-3
 SECOND_HAND_SECONDS = 0.7
 LATER_RANK_SECONDS = 0.3
 
