@@ -144,6 +144,11 @@ class Settings:
     device: str = _setting(
         TEXT, "auto", "Device of a rank, as torch names it; auto: a GPU of its own, if there is one."
     )
+    offload: bool = _setting(
+        BOOLEAN,
+        False,
+        "Whether stages that recompute keep what they received in the host's memory until then; for GPUs.",
+    )
     channel: Literal["auto", "mpi", "nccl", "gloo"] = _setting(
         choice("auto", "mpi", "nccl", "gloo"),
         "auto",

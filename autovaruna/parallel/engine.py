@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -35,6 +36,8 @@ from autovaruna.stage.assignment import Assignment, carry_over
 from autovaruna.stage.compiled import CompiledPiece
 from autovaruna.stage.module import StageModule
 from autovaruna.stage.split import Split, StagePart, split
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -87,6 +90,8 @@ class Engine:
             instruction.stage for rank in schedule for instruction in rank if instruction.kind is Kind.RECOMPUTE
         )
         self._settings = settings
+        if settings.offload and device.type != "cuda" and world.rank == 0:
+            logger.info("offload=True changes nothing on %s, whose memory is the host's", device.type)
         self._world = world
         self._device = device
         self.seed = seed
@@ -127,6 +132,7 @@ class Engine:
             graph_key=traced.key,
             is_sum=self._settings.reduction == "sum",
             recomputing=self._recomputing,
+            offload=self._settings.offload,
         )
         inputs = dict(zip(traced.inputs, shared.tensors, strict=True))
         recorder = self._trace.recorder if self._trace else None

@@ -19,6 +19,7 @@ from autovaruna.runtime.arrival import arrive, go_backward
 from autovaruna.runtime.batch import GlobalBatch, MicroBatch
 from autovaruna.runtime.events import Recorder
 from autovaruna.runtime.mail import Mail
+from autovaruna.runtime.offload import Stash
 from autovaruna.runtime.traffic import Traffic
 from autovaruna.runtime.world import Pending, World
 from autovaruna.schedule.instruction import Instruction, Kind
@@ -40,6 +41,7 @@ class _InFlight:
     returned: dict[str, Tensor] = field(default_factory=dict)
     gradients: dict[str, Tensor] = field(default_factory=dict)
     buffers: dict[str, Tensor] = field(default_factory=dict)
+    stash: Stash | None = None
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,7 @@ class Job:
         graph_key: digest of the graph.
         is_sum: whether losses are added rather than averaged.
         recomputing: stages that run forward again before backward.
+        offload: whether what they keep for that is on the host meanwhile.
     """
 
     split: Split
@@ -66,6 +69,7 @@ class Job:
     graph_key: str
     is_sum: bool
     recomputing: frozenset[int]
+    offload: bool = False
 
     def rank_weight(self, rank: int) -> float:
         """Returns the weight of a rank's own loss in that of the global batch: its share of samples, or one."""
@@ -208,7 +212,10 @@ class Executor:
         for place, name in stage.part.outputs:
             self.outputs[place, part.index] = returned[name].detach()
         if keeps_graph:
-            state.returned, state.tensors = returned, {}
+            state.returned = returned
+        elif self._job.needs_gradient:
+            state.stash = Stash(state.tensors, is_offloaded=self._job.offload)
+        state.tensors = {}
         if self._job.needs_gradient:
             self._in_flight[stage.index, part.index] = state
 
@@ -218,7 +225,10 @@ class Executor:
         buffers = stage.changed_buffers(self._job.split.traced.changed_buffers)
         now = {name: buffer.clone() for name, buffer in buffers.items()}
         _overwrite(buffers, state.buffers)
+        assert state.stash is not None, "a stage that recomputes has kept what it received"
+        state.tensors = state.stash.take()
         state.returned = self._run_stage(stage, part, state, keeps_graph=True)
+        state.tensors = {}
         _overwrite(buffers, now)
 
     def _backward(self, stage: StageModule, part: MicroBatch) -> None:
