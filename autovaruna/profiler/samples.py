@@ -64,7 +64,8 @@ class Samples:
     def _parameter(self, name: str) -> Tensor:
         """Returns a parameter in the steady state of a step: its gradient is there and is added to."""
         parameter = self.model.get_parameter(name)
-        made = self._random_like(parameter).requires_grad_(parameter.requires_grad)
+        random = self._random_like(parameter).detach()  # autocast keeps no copies of views, which this is no more
+        made = random.requires_grad_(parameter.requires_grad)
         if made.requires_grad:
             made.grad = torch.zeros_like(made)
         return made
