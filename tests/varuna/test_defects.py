@@ -26,8 +26,10 @@ def test_masks_of_dropout_neither_change_in_recompute_nor_repeat() -> None:
 
         return on_ranks(2, run)
 
-    for (losses, gradients), (again, expected) in zip(script("all"), script("none"), strict=True):
-        assert losses == again and all(torch.equal(gradients[name], expected[name]) for name in gradients)
+    recomputed, kept = script("all"), script("none")
+    assert recomputed[0][0] == kept[0][0]
+    found, expected = ({n: g for _, own in each for n, g in own.items()} for each in (recomputed, kept))
+    assert all(torch.equal(found[name], expected[name]) for name in dict(net().named_parameters()))
     repeated = on_ranks(2, lambda world: mask_of_each_micro_batch(wrap("0;1", 6, 1, model=Dropping())))
     assert len({round(loss, 6) for loss in repeated[0]}) > 1
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,12 @@ import pytest
 import torch
 
 from autovaruna.errors import InputError, MeasureError, PlanError
+from autovaruna.graph.records import CutMark
 from autovaruna.profiler import measure as measuring
 from autovaruna.varuna import AutoConfig, Profiler
+from autovaruna.varuna.profile_folder import Facts, ProfileFolder
 from autovaruna.varuna.stage_map import grid_of, map_text
+from tests.planner.cases import make_cluster, make_graph, make_profile
 from tests.varuna.scripts import LAYERS, batch, net, on_ranks
 
 
@@ -75,12 +79,20 @@ def test_the_fastest_is_found_for_other_numbers_of_ranks(folder: Path) -> None:
     assert set(config.batch_times) == set(range(1, LAYERS + 2))
 
 
-def test_memory_is_a_limit(folder: Path) -> None:
+def test_memory_is_a_limit(tmp_path: Path) -> None:
     """Varuna's check can reject nothing."""
-    most = AutoConfig(4, 8, folder).info(1).memory_bytes
-    assert 1 not in AutoConfig(4, 8, folder, memory_bytes=0.7 * most).batch_times
+    graph = make_graph(8)
+    parameters = tuple(replace(each, num_bytes=2**30) for each in graph.parameters)
+    graph = replace(graph, parameters=parameters, cut_marks=tuple(CutMark(f"cut{k}", k) for k in range(1, 8)))
+    written = ProfileFolder(tmp_path)
+    written.write(graph, make_cluster(2), Facts(4, 2.0))
+    written.write_costs(make_profile(graph))
+    assert 1 in AutoConfig(4, 8, tmp_path).batch_times
+    found = AutoConfig(4, 8, tmp_path, memory_bytes=20 * 2**30)  # weights, gradients and AdamW's state: 32 GiB
+    assert set(found.batch_times) == {2, 3, 4}
+    assert all(choice.memory_bytes <= 20 * 2**30 for choice in found.choices)
     with pytest.raises(PlanError, match="missing"):
-        AutoConfig(4, 8, folder, memory_bytes=100).get_min()
+        AutoConfig(4, 8, tmp_path, memory_bytes=2**30).get_min()
 
 
 def test_a_chunk_size_is_kept(folder: Path) -> None:
