@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -33,12 +33,13 @@ from autovaruna.varuna.loss_scale import StepScale
 from autovaruna.varuna.ranks import device_of, local_rank_of
 from autovaruna.varuna.requests import Requests
 from autovaruna.varuna.shared_weights import tie
+from autovaruna.varuna.split_module import SplitModule
 from autovaruna.varuna.stage_map import Grid, StageMap, read_map
 
 logger = logging.getLogger(__name__)
 
 
-class Varuna(nn.Module):
+class Varuna(SplitModule):
     """Trains a model with cut points on a grid of stages and replicas; one step is one call of `step`.
 
     Wrapping plans and splits the model. The optimizer is made afterwards, from ``parameters()`` of this rank's stages,
@@ -62,8 +63,6 @@ class Varuna(nn.Module):
         InputError: an argument cannot be used; says which.
         PlanError: the model cannot be cut so.
     """
-
-    model: AutoVaruna
 
     def __init__(
         self,
@@ -319,46 +318,6 @@ class Varuna(nn.Module):
             found = self.model.load_checkpoint(global_store, step="latest", scaler=scaler)
         known = found.extra if isinstance(found.extra, Mapping) else {}
         self.iteration = int(known.get("iteration", found.step or 0))
-
-    def train(self, mode: bool = True) -> Varuna:
-        """Sets training mode on the model."""
-        self.training = mode
-        if "model" in self.__dict__:
-            self.model.train(mode)
-        return self
-
-    def to(self, *args: Any, **kwargs: Any) -> Varuna:
-        """Stays where the model is: wrapping has put it there.
-
-        Raises:
-            InputError: another device or a dtype is asked for.
-        """
-        device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
-        if dtype is not None or (device is not None and torch.empty(0, device=device).device != self.device):
-            raise InputError(
-                f"The model is split and on {self.device}: got to({device or dtype}). Pass device= to Varuna."
-            )
-        return self
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """Returns the whole model's state under its own names, on every rank. Collective."""
-        return self.model.state_dict(*args, **kwargs)
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Loads a whole model's state, of which this rank takes its part."""
-        return self.model.load_state_dict(state_dict, strict, assign)
-
-    def named_parameters(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yields the parameters that this rank holds, under the model's own names."""
-        yield from self.model.named_parameters(prefix, recurse, remove_duplicate)
-
-    def named_buffers(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, Tensor]]:
-        """Yields the buffers of the model, under its own names."""
-        yield from self.model.named_buffers(prefix, recurse, remove_duplicate)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops the gradients of this rank."""
