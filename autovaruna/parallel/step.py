@@ -79,13 +79,14 @@ class Step:
             self.executor.stage_ended = self.gradients.begin(self.exchange.origin)
         self.executor.run(self.program(tuple(Kind)))
         wanted = {place: spec for place, spec in self.specs.items() if self.delivers_all or place == loss}
-        outputs = self.collector.collect(wanted)
+        self.collector.send(wanted)
         own = self.gradients.take()
         inputs = self.exchange.input_gradients()
         if not self.is_synchronising:
             self.gradients.keeps_back()
         totals = self.gradients.total(own, self.exchange.origin) if self.is_synchronising else {}
         kept = self.take_kept() if self.is_synchronising else {}
+        outputs = self.collector.take(wanted)  # last: they have come while gradients were summed
 
         def finish(gradients: Gradients) -> Gradients:
             by_place = dict(zip(wanted, gradients, strict=True))

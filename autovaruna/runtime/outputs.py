@@ -42,15 +42,23 @@ class OutputCollector:
         self._stage = {place: stage.index for stage in job.split.stages for place, _ in stage.outputs}
 
     def collect(self, places: Mapping[int, OutputSpec]) -> dict[int, Tensor]:
-        """Returns the outputs of `places` for this rank's mini-batch.
+        """Returns the outputs of `places` for this rank's mini-batch."""
+        self.send(places)
+        return self.take(places)
 
-        A rank that passed no samples gets an empty tensor of samples.
-        """
+    def send(self, places: Mapping[int, OutputSpec]) -> None:
+        """Starts to send what this rank's stages made to the ranks that get it; never blocks."""
         for place, spec in places.items():
             if spec.kind is OutputKind.SAMPLES:
                 self._send_samples(place)
             else:
                 self._send_numbers(place, spec)
+
+    def take(self, places: Mapping[int, OutputSpec]) -> dict[int, Tensor]:
+        """Returns the outputs of `places`, once every rank has sent its part.
+
+        A rank that passed no samples gets an empty tensor of samples.
+        """
         return {
             place: self._samples(place, spec) if spec.kind is OutputKind.SAMPLES else self._number(place, spec)
             for place, spec in places.items()
