@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from autovaruna.errors import AutoVarunaError, InputError, OrderError
+from autovaruna.config import resolve
+from autovaruna.errors import AutoVarunaError, ConfigError, InputError, OrderError
 from autovaruna.varuna import Varuna
 from tests.varuna.scripts import batch, close, net, on_ranks, plain_steps, steps, wrap
 
@@ -211,6 +212,12 @@ def test_a_map_gives_each_rank_one_place(stage_map: str, words: str) -> None:
             wrap(stage_map)
 
     on_ranks(3, script)
+
+
+@pytest.mark.parametrize("stage_ranks", [[], [[0, 1], [2]], [[0, 1], [1, 0]]])
+def test_inputs_of_replicas_need_replicas_that_are_apart(stage_ranks: Any) -> None:
+    with pytest.raises(ConfigError, match=r"inputs = 'per_replica'.*contradict"):
+        resolve({"inputs": "per_replica", "stage_ranks": stage_ranks})
 
 
 def test_a_call_is_refused() -> None:
