@@ -7,6 +7,7 @@ in-flight depth. Predicted numbers stand beside them and are only used to order 
 from __future__ import annotations
 
 import json
+import math
 import os
 import tempfile
 from dataclasses import asdict, dataclass, replace
@@ -124,8 +125,8 @@ def _to_json(deployment: Deployment) -> dict[str, Any]:
             "bound_seconds": plan.bound_seconds,
             "is_measured": plan.is_measured,
             "bound_proof": plan.bound_proof,
-            "local_link": asdict(plan.local_link),
-            "remote_link": asdict(plan.remote_link),
+            "local_link": _link_to_json(plan.local_link),
+            "remote_link": _link_to_json(plan.remote_link),
             "overhead_seconds": plan.overhead_seconds,
             **({"block_bytes": asdict(plan.block_bytes)} if plan.block_bytes else {}),
         },
@@ -234,5 +235,12 @@ def _fingerprint(fields: Fields) -> Fingerprint:
     )
 
 
+def _link_to_json(link: LinkCost) -> dict[str, float | None]:
+    """Returns a link as JSON, which has no infinite numbers: a single rank's link has null bytes a second."""
+    return {**asdict(link), "bytes_per_second": None if math.isinf(link.bytes_per_second) else link.bytes_per_second}
+
+
 def _link(fields: Fields) -> LinkCost:
+    if "bytes_per_second" in fields.content and fields.content["bytes_per_second"] is None:
+        return LinkCost(fields.amount("latency_seconds"), math.inf)
     return LinkCost(fields.amount("latency_seconds"), fields.amount("bytes_per_second", is_positive=True))
