@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from autovaruna.errors import InputError
 
@@ -32,10 +33,13 @@ class GlobalBatch:
 
     micro_batches: dict[int, MicroBatch]
     groups: tuple[tuple[int, ...], ...]
+    _owned: dict[int, list[MicroBatch]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def owned_by(self, rank: int) -> list[MicroBatch]:
         """Returns the micro-batches whose outputs belong to a rank, in the order of its mini-batch."""
-        return [part for part in self.micro_batches.values() if self.has(rank, part)]
+        if rank not in self._owned:
+            self._owned[rank] = [part for part in self.micro_batches.values() if self.has(rank, part)]
+        return self._owned[rank]
 
     def has(self, rank: int, micro_batch: MicroBatch) -> bool:
         """Whether a micro-batch is a part of what a rank passed."""
@@ -45,7 +49,12 @@ class GlobalBatch:
         """Returns the ranks that passed a micro-batch and get its outputs."""
         return self.groups[micro_batch.index % len(self.groups)]
 
-    @property
+    def num_samples_of(self, rank: int) -> int:
+        """Returns the samples that a rank passed: the end of its last micro-batch."""
+        mine = self.owned_by(rank)
+        return mine[-1].start + mine[-1].size if mine else 0
+
+    @cached_property
     def num_samples(self) -> int:
         """Samples in the global batch."""
         return sum(part.size for part in self.micro_batches.values())

@@ -91,8 +91,7 @@ class GradientExchange:
         gradient = self._gradients[place]
         if gradient is None:
             return None
-        mine = self._job.batch.owned_by(self._world.rank)
-        num_rows = gradient.shape[spec.dimension] // sum(other.size for other in mine)
+        num_rows = gradient.shape[spec.dimension] // self._job.batch.num_samples_of(self._world.rank)
         rows = gradient.narrow(spec.dimension, part.start * num_rows, part.size * num_rows)
         weight = self._job.rank_weight(self._world.rank)
         return rows.contiguous() if weight == 1.0 else (rows * weight).contiguous()

@@ -75,7 +75,7 @@ class Job:
         """Returns the weight of a rank's own loss in that of the global batch: its share of samples, or one."""
         if self.is_sum:
             return 1.0
-        return sum(part.size for part in self.batch.owned_by(rank)) / self.batch.num_samples
+        return self.batch.num_samples_of(rank) / self.batch.num_samples
 
     def rank_of(self, stage: int, micro_batch: int) -> int:
         """Returns the rank that runs a micro-batch at a stage."""
