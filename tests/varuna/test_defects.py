@@ -147,3 +147,14 @@ def deeper() -> Any:
     nn.init.eye_(model.layers[-1].weight)
     model.cutpoints.append(CutPoint())
     return model
+
+
+def test_a_single_rank_s_deployment_is_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A rank alone has links that cost nothing, which JSON cannot say as a number."""
+    monkeypatch.chdir(tmp_path)
+    caplog.set_level("INFO", "autovaruna")
+    for _ in range(2):
+        steps(wrap(None, from_cache=True, save_deployment=True, load_deployment="auto"), range(1))
+    assert "using the saved deployment" in caplog.text and not list(tmp_path.glob("*.damaged"))
