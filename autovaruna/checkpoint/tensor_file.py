@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,6 +44,8 @@ NAMES = {
 """What safetensors calls the dtypes that it has."""
 DTYPES = {name: dtype for dtype, name in NAMES.items()}
 _MAX_HEADER_BYTES = 1 << 30
+FLUSH_CHUNKS = 8
+"""After so many chunks the disk is set to work, beside those that follow."""
 
 
 @dataclass(frozen=True)
@@ -160,16 +162,26 @@ def write(path: Path, layout: Layout, syncs: bool = True, in_background: bool = 
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
     try:
         chunks = range(num_chunks(layout.num_bytes))
-        if in_background:
-            found = tuple(map(write_chunk, chunks))
-        else:
-            with ThreadPoolExecutor(2) as pool:
-                found = tuple(pool.map(write_chunk, chunks))
+        found = list(map(write_chunk, chunks)) if in_background else _in_threads(write_chunk, chunks, descriptor)
         if syncs:
             os.fsync(descriptor)
-        return found
+        return tuple(found)
     finally:
         os.close(descriptor)
+
+
+def _in_threads(write_chunk: Callable[[int], str], chunks: Sequence[int], descriptor: int) -> list[str]:
+    """Writes chunks in threads, while another one brings those before them to the disk; returns their checksums."""
+    found = []
+    with ThreadPoolExecutor(2) as pool, ThreadPoolExecutor(1) as flusher:
+        flushes = []
+        for chunk, own in enumerate(pool.map(write_chunk, chunks), 1):
+            found.append(own)
+            if chunk % FLUSH_CHUNKS == 0:
+                flushes.append(flusher.submit(os.fdatasync, descriptor))
+        for flush in flushes:
+            flush.result()  # the system tells of an error of the disk once, to whoever asks first
+    return found
 
 
 def write_at(descriptor: int, data: Bytes, offset: int) -> None:
