@@ -99,7 +99,11 @@ class _Search:
         if candidate in self.seen:
             return self.seen[candidate]
         found, bounds = float("inf"), dict[tuple[bool, ...], float]()
+        is_long = self.planner.step_costs(candidate) > _SPLIT_SECONDS / 2
         for plan in self._plans(candidate):
+            if is_long and found < float("inf"):
+                self.was_cut_short = True
+                break
             recomputed = tuple(stage.needs_recompute for stage in plan.stages)
             if recomputed not in bounds:
                 bounds[recomputed] = self.planner.bound(plan)  # It knows nothing of depths and schedules.
