@@ -24,10 +24,10 @@ from autovaruna.settings import Settings
 logger = logging.getLogger(__name__)
 _CALLS_OF_AN_INSTRUCTION = 10.0
 """What the executor adds to an instruction, counted in calls of an empty piece; found from steps of tiny models."""
-_PROCESS_BYTES = 64 << 20
+_PROCESS_BYTES = 40 << 20
 """What a process holds on the CPU beside tensors, once it has traced and split a model: code pages, graphs, the
 libraries' workspaces, holes of the heap between small objects. Found from resident sets of steps."""
-_HEAP_SHARE = 0.25
+_HEAP_SHARE = 0.3
 """What the C library's heap needs on the CPU on top of tensors that come and go, found in the same way: an aligned
 block does not fit into the hole that one of the same size has left."""
 

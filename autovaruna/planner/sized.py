@@ -57,11 +57,10 @@ class Sized:
 
     @cached_property
     def model(self) -> MemoryModel:
-        """The rules of memory."""
+        """The rules of memory. With a micro-batch a rank the heap has no holes: nothing is freed beside others."""
         problem, cluster = self.problem, self.problem.cluster
-        return MemoryModel(
-            problem.optimizer_bytes_factor, problem.needs_gradient, cluster.process_bytes, cluster.heap_share
-        )
+        heap_share = cluster.heap_share if self.num_micro_batches > cluster.num_ranks else 0.0
+        return MemoryModel(problem.optimizer_bytes_factor, problem.needs_gradient, cluster.process_bytes, heap_share)
 
     @cached_property
     def rings(self) -> Rings:
