@@ -24,6 +24,8 @@ from autovaruna.settings import Settings
 logger = logging.getLogger(__name__)
 _CALLS_OF_AN_INSTRUCTION = 10.0
 """What the executor adds to an instruction, counted in calls of an empty piece; found from steps of tiny models."""
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_LARGEST_KEPT_BYTES = 32 << 20
 _PROCESS_BYTES = 40 << 20
 """What a process holds on the CPU beside tensors, once it has traced and split a model: code pages, graphs, the
 libraries' workspaces, holes of the heap between small objects. Found from resident sets of steps."""
@@ -128,6 +130,18 @@ def optimizer_cost(optimizer: torch.optim.Optimizer | None, world: World, device
     return OptimizerCost(
         median_low(cost.seconds_per_parameter for cost in known), median_low(cost.seconds_per_byte for cost in known)
     )
+
+
+def keep_freed_memory() -> None:
+    """Lets the C library keep what tensors free, where it can: a step asks for the same memory as the one before it.
+
+    Giving it back and getting it again, page by page, takes up to a sixth of a step. What the user has set counts.
+    """
+    is_set = any(name.startswith("MALLOC_") for name in os.environ) or "malloc" in os.environ.get("GLIBC_TUNABLES", "")
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None and not is_set:
+        mallopt(_M_MMAP_THRESHOLD, _LARGEST_KEPT_BYTES)
+        mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
 
 
 def give_back_freed_memory() -> None:

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from autovaruna.profiler.records import OptimizerCost
 
 _SMALL, _LARGE = (16, 16), (1024, 1024)
-_NUM_SMALL, _NUM_LARGE = 8, 2
-_NUM_STEPS = 3
+_NUM_SMALL, _NUM_LARGE = 8, 8
+_NUM_STEPS = 2
 _MOST_ELEMENTS = 1 << 16
 """A larger tensor is tried out as a smaller one of about the same shape."""
 
@@ -40,7 +40,7 @@ def state_factor(optimizer: torch.optim.Optimizer) -> float:
 
 
 def measure_step(optimizer: torch.optim.Optimizer, device: torch.device) -> OptimizerCost:
-    """Times steps over many small tensors and over few large ones, with the options of the greatest group."""
+    """Times steps over small tensors and over more large ones than a cache holds, with the greatest group's options."""
     group = max(optimizer.param_groups, key=lambda each: sum(parameter.numel() for parameter in each["params"]))
     dtype = next((parameter.dtype for parameter in group["params"]), torch.float32)
     small, large = (

@@ -17,7 +17,7 @@ from autovaruna.runtime.world import World
 TAG = (1 << 20) - 1
 SMALL_BYTES, SMALL_TIMES = 256, 30
 LARGE_BYTES, LARGE_TIMES = 1 << 20, 10
-REDUCED_BYTES, REDUCED_TIMES = 4 << 20, 5
+REDUCED_BYTES, REDUCED_TIMES = 32 << 20, 2
 NUM_ATTEMPTS = 3
 
 Pair = tuple[int, int]
