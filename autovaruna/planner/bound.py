@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -33,7 +34,7 @@ from autovaruna.planner.chain import partition_chain
 from autovaruna.planner.costs import Array
 from autovaruna.planner.memory import forbid_empty
 from autovaruna.planner.sized import Sized
-from autovaruna.planner.waits import waits_of
+from autovaruna.planner.waits import Waits, waits_of
 
 # Times of the simulator are rounded to 2**-40 s; the bound stays below by more than all roundings together.
 _ROUNDING = 1e-9
@@ -59,9 +60,15 @@ class _Way:
 
 
 class StepBound:
-    """The bound for one number of micro-batches."""
+    """The bound for one number of micro-batches.
 
-    def __init__(self, sized: Sized) -> None:
+    Args:
+        sized: the problem at M micro-batches.
+        ranks: if given, what `stage_seconds` says holds for a stage on just these, in whatever order.
+        waits: what `waits_of` says, if that is known.
+    """
+
+    def __init__(self, sized: Sized, ranks: Sequence[int] = (), waits: Waits | None = None) -> None:
         self.sized = sized
         problem = sized.problem
         self.constraints, self.cluster = problem.constraints, problem.cluster
@@ -69,8 +76,11 @@ class StepBound:
         self.num_micro_batches = sized.num_micro_batches
         is_whole = sized.tables.num_segments == len(problem.graph.blocks)
         self.is_exact = problem.constraints.has_fixed_places or is_whole
-        self.speeds = sorted(self.cluster.speeds, reverse=True)
-        self._read_waits()
+        self.ranks = ranks or range(self.num_ranks)
+        self.speeds = sorted((self.cluster.speeds[rank] for rank in self.ranks), reverse=True)
+        self.limit_bytes = (min if ranks else max)(self.cluster.memory_bytes[rank] for rank in self.ranks)
+        self.hosts = Counter(self.cluster.hosts[rank] for rank in self.ranks)
+        self._read_waits(waits or waits_of(sized))
         self._known: dict[int, Array] = {}
         self.is_shared = len({r for ranks in self.constraints.stage_ranks for r in ranks}) < sum(
             len(ranks) for ranks in self.constraints.stage_ranks
@@ -146,7 +156,7 @@ class StepBound:
 
     def _seconds_with(self, replicas: int) -> Array:
         if replicas not in self._known:
-            self._known[replicas] = self._stage_seconds(replicas)
+            self._known[replicas] = self.stage_seconds(replicas)
         return self._known[replicas]
 
     def _ranks_needed(self, seconds: float) -> Array:
@@ -180,7 +190,7 @@ class StepBound:
             within = np.minimum(within, np.where(way.depth > 0, np.maximum(way.depth, both), 0.0))
         return np.asarray(np.where(np.isfinite(way.work), np.minimum(share, within), 0.0))
 
-    def _stage_seconds(self, replicas: int) -> Array:
+    def stage_seconds(self, replicas: int) -> Array:
         """Returns the least seconds to the end of the step of each range on so many replicas."""
         share = -(-self.num_micro_batches // replicas)
         best = np.minimum.reduce([self._work_seconds(way, share, replicas) for way in self._ways])
@@ -192,15 +202,25 @@ class StepBound:
         with np.errstate(divide="ignore", invalid="ignore"):
             rounds = np.where(way.depth > 0, np.ceil(share / way.depth), np.inf)
         rounds = np.maximum(rounds, 1.0)
-        slowest = self.speeds[0] / self.speeds[min(replicas, self.num_ranks) - 1]
-        busy = max(float(share), self.num_micro_batches // replicas * slowest)
         round_trip = way.work - way.again + np.maximum(way.trip, way.again)
-        seconds = np.maximum(busy * way.work, rounds * round_trip)
+        seconds = np.maximum(self._busy_seconds(way, replicas), rounds * round_trip)
         with np.errstate(invalid="ignore"):
             both = (share + 1 - way.depth) * way.work - 2 * way.again + 2 * way.trip
         seconds = np.where(way.depth < share, np.maximum(seconds, both), seconds)
         room = way.depth >= (share if self.constraints.schedule == "gpipe" else 1)
         return np.where(room, seconds, np.inf)
+
+    def _busy_seconds(self, way: _Way, replicas: int) -> Array:
+        """Returns the least seconds that the busiest or slowest replica works, on the fastest ranks.
+
+        Replicas with a micro-batch more are charged to faster ranks: the other way round, the greatest is no less.
+        """
+        count, fastest = self.num_micro_batches, self.speeds[0]
+        shares = (-(-(count - k) // replicas) for k in range(min(replicas, count)))
+        loads = set(zip(shares, (fastest / speed for speed in self.speeds[:replicas]), strict=False))
+        overhead = self.sized.overhead_seconds + self.cluster.overhead_seconds
+        busy = [share * np.maximum(way.work * slower - overhead * (slower - 1.0), way.work) for share, slower in loads]
+        return np.asarray(np.maximum.reduce(busy), dtype=np.float64)
 
     def _line_seconds(self, replicas: int) -> Array:
         """Returns the seconds that messages of a range take on its busiest line, and the work on one of them.
@@ -215,9 +235,11 @@ class StepBound:
 
     def _reduce_tail(self, replicas: int) -> Array:
         """Returns the least seconds from a range's last backward to the end of the step."""
-        most = max(Counter(self.cluster.hosts).values())
-        reduce = self._inner(self.sized.reduce_seconds(replicas, is_local=replicas <= most))
-        return np.maximum(self._after[:, None], reduce + self._optimizer)
+        is_local = replicas <= max(self.hosts.values())
+        reduce = self._inner(self.sized.reduce_seconds(replicas, is_local=is_local))
+        slowest = self.speeds[0] / self.speeds[min(replicas, len(self.speeds)) - 1]
+        optimizer = self._optimizer * np.where(reduce > 0, slowest, 1.0)  # An all-reduce ends on all its ranks at once.
+        return np.maximum(self._after[:, None], reduce + optimizer)
 
     def _way(self, needs_recompute: bool) -> _Way:
         sized, speed = self.sized, self.speeds[0]
@@ -237,7 +259,7 @@ class StepBound:
         if not self.is_exact:
             return np.full_like(fixed, np.inf)
         with np.errstate(divide="ignore", invalid="ignore"):
-            room = max(self.cluster.memory_bytes) - fixed
+            room = self.limit_bytes - fixed
             depth = np.floor(np.where(each > 0, room / each * (1 + _ROUNDING), np.where(room >= 0, np.inf, 0.0)))
         if self.sized.problem.needs_gradient and self.constraints.in_flight:
             depth = np.where(depth > 0, np.minimum(depth, self.constraints.in_flight), depth)
@@ -251,9 +273,9 @@ class StepBound:
         inner[:-1] = np.where(np.isfinite(table[1:]), table[1:], 0.0)
         return forbid_empty(inner)
 
-    def _read_waits(self) -> None:
+    def _read_waits(self, waits: Waits) -> None:
         """Takes the waits at the positions of cuts; where a cut may lie beside them, the least from there on."""
-        waits, positions = waits_of(self.sized), self.sized.tables.positions
+        positions = self.sized.tables.positions
         if self.is_exact:
             self._before, self._after = waits.before[positions], waits.after[positions]
             self._trip = waits.trip[positions]

@@ -21,6 +21,7 @@ from autovaruna.schedule import Pipeline, Policy, latency_depth, lower_bound, si
 
 _ACTS_OF_A_BOUND = 50
 """What a bound costs, for each stage, counted in acts of the simulator."""
+_ACTS_OF_A_CANDIDATE = 100
 _ACTS_OF_A_SHORT_STEP = 20_000
 _ACTS_OF_A_WHOLE_STEP = 1_000_000
 _SECONDS_OF_AN_ACT = 4e-6
@@ -65,6 +66,11 @@ class Planner:
     def spent_seconds(self) -> float:
         """What simulations took so far, counted, not measured, so that it is the same everywhere."""
         return self.num_acts * _SECONDS_OF_AN_ACT
+
+    def count_candidate(self) -> float:
+        """Counts a candidate that is looked at, and returns `spent_seconds`."""
+        self.num_acts += _ACTS_OF_A_CANDIDATE
+        return self.spent_seconds
 
     def step_costs(self, candidate: Candidate) -> float:
         """Returns what the simulation of a candidate takes at least, counted as `spent_seconds` is."""

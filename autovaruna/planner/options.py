@@ -111,7 +111,7 @@ def variants(problem: Problem, num_stages: int) -> list[tuple[str, str]]:
         is_full = constraints.schedule == "gpipe"
         return [(depth, constraints.schedule) for depth in (depths[:1] if is_full else depths)]
     pairs = [(depth, "1f1b") for depth in depths]
-    if num_stages > 1 and constraints.recompute != "none" and problem.needs_gradient:
+    if num_stages > 1 and problem.needs_gradient:
         pairs += [(depth, "varuna") for depth in depths]
     if num_stages > 1 and not constraints.in_flight:
         pairs.append(("textbook", "gpipe"))

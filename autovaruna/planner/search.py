@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from heapq import merge
 from itertools import combinations
 from math import comb
 
@@ -14,6 +15,7 @@ from autovaruna.errors import PlanError
 from autovaruna.planner.bound import StepBound
 from autovaruna.planner.candidate import Candidate, Planner
 from autovaruna.planner.climb import climb
+from autovaruna.planner.groups import GroupSearch, is_small
 from autovaruna.planner.infeasible import explain_infeasible
 from autovaruna.planner.marks import plan_with_marks
 from autovaruna.planner.options import (
@@ -24,7 +26,6 @@ from autovaruna.planner.options import (
     variants,
     zoomed_positions,
 )
-from autovaruna.planner.placing import classes_of, layouts, rank_orders
 from autovaruna.planner.problem import Problem, check_problem
 from autovaruna.planner.ranges import RangeTables
 from autovaruna.planner.records import Plan
@@ -36,11 +37,13 @@ Progress = Callable[[str, float], None]
 """Is told what is being done and the share of it that is done (0 to 1)."""
 
 _SMALL = 3000
-_SPLIT_SECONDS, _CLIMB_SECONDS = 2.0, 2.0
+_SPLIT_SECONDS, _CLIMB_SECONDS, _REST_SECONDS = 2.0, 2.0, 2.0
 """What simulations may take, by the count of `Planner.spent_seconds`, so that a search ends alike on every machine."""
 _STARTS = 4
 _NEAR, _NEAR_OF_FEW_RANKS = 1.03, 1.1
 _REACHED = 0.999
+_PROVEN = 0.998
+"""No plan that a finished search left out takes less than this share of the best one's seconds."""
 
 
 def make_plan(problem: Problem, progress: Progress | None = None) -> Plan:
@@ -77,18 +80,21 @@ class _Search:
         self.forced_stages = len(problem.constraints.stage_ranks) or problem.constraints.num_stages
         if problem.constraints.cuts:
             self.forced_stages = len(problem.constraints.cuts) + 1
+        self.is_small = is_small(problem, self.tables.num_segments)
         self.best: Plan | None = None
         self.ranked: dict[Candidate, float] = {}
         self.seen: dict[Candidate, float] = {}
-        self.was_cut_short = False
+        self.groups: dict[int, GroupSearch] = {}
+        self.was_cut_short = self.is_complete = False
 
     def run(self) -> Plan:
-        if self._num_candidates() <= _SMALL:
-            self._try_all(self._all_candidates(), "trying all plans")
+        if self.problem.constraints.stage_ranks and self._num_cuts() <= _SMALL:
+            self._try_all(self._all_cuts(), "trying all cuts")
         else:
             self._try_promising()
             self._climb()
             self._zoom()
+            self._try_rest()
         if self.best is None:
             raise PlanError(explain_infeasible(self.problem, self.tables, self.counts))
         self.progress("proving how good the plan is", 1.0)
@@ -124,7 +130,7 @@ class _Search:
 
     def _plans(self, candidate: Candidate) -> Iterator[Plan]:
         """Yields the plans of a candidate that fit into memory, in every variant worth a simulation."""
-        is_free = self.problem.constraints.schedule == "auto"
+        is_free = self.problem.constraints.schedule == "auto" and not self.is_small
         for depth, schedule in variants(self.problem, len(candidate.starts)):
             plan = self.planner.build(replace(candidate, depth=depth, schedule=schedule))
             is_like_1f1b = is_free and schedule == "varuna" and plan and not any(s.needs_recompute for s in plan.stages)
@@ -217,38 +223,30 @@ class _Search:
 
     # The candidates.
 
-    def _num_candidates(self) -> int:
-        segments, num_ranks = self.tables.num_segments, self.problem.cluster.num_ranks
-        if len(set(classes_of(self.problem.cluster))) > 1 and not self.problem.constraints.stage_ranks:
-            return _SMALL + 1
-        stages = [self.forced_stages] if self.forced_stages else range(1, min(segments, num_ranks) + 1)
-        is_forced = self.problem.constraints.stage_ranks or self.problem.constraints.num_replicas
-        total = 0
-        for s in stages:
-            total += comb(segments - 1, s - 1) * (1 if is_forced else comb(num_ranks, s)) * len(self.counts)
-            if total > _SMALL:
-                break
-        return total
+    def _num_cuts(self) -> int:
+        return comb(self.tables.num_segments - 1, self.forced_stages - 1) * len(self.counts)
 
-    def _all_candidates(self) -> Iterator[Candidate]:
-        stages = [self.forced_stages] if self.forced_stages else range(1, self.max_stages + 1)
+    def _all_cuts(self) -> Iterator[Candidate]:
         for count in self.counts:
-            for num_stages in stages:
-                for ranks in self._all_ranks(num_stages):
-                    for inner in combinations(range(1, self.tables.num_segments), num_stages - 1):
-                        yield Candidate((0, *inner), ranks, count)
+            for inner in combinations(range(1, self.tables.num_segments), self.forced_stages - 1):
+                yield Candidate((0, *inner), self.problem.constraints.stage_ranks, count)
 
-    def _all_ranks(self, num_stages: int) -> Iterator[tuple[tuple[int, ...], ...]]:
-        constraints = self.problem.constraints
-        order = rank_orders(self.problem)[0]
-        if constraints.stage_ranks:
-            yield constraints.stage_ranks
-        elif constraints.num_replicas:
-            yield from layouts(self.problem, order, (constraints.num_replicas,) * num_stages)
-        else:
-            for ends in combinations(range(1, len(order) + 1), num_stages):
-                replicas = [end - before for before, end in zip((0, *ends), ends, strict=False)]
-                yield from layouts(self.problem, order, replicas)
+    def _try_rest(self) -> None:
+        """Tries all plans of a small problem whose bound leaves room for something better, the least bound first."""
+        if not self.is_small:
+            return
+        self.groups = {count: GroupSearch(self.planner.sized(count), self.forced_stages) for count in self.counts}
+        limit, first = self.planner.spent_seconds + _REST_SECONDS, self._least_seconds
+        open_counts = [each for each in self.groups.values() if each.least_seconds < first * _PROVEN]
+        for seconds, candidate in merge(*(each.in_order() for each in open_counts), key=lambda pair: pair[0]):
+            if seconds >= self._least_seconds * _PROVEN:
+                break
+            spent = self.planner.count_candidate()
+            if spent > limit:
+                return
+            self.progress("trying all other plans", 1.0 - (limit - spent) / _REST_SECONDS)
+            self._try(candidate, self._least_seconds * _PROVEN)
+        self.is_complete = True
 
     def _zoom(self) -> None:
         """Lets the cuts of the best plan move between the segments of a large graph."""
@@ -270,13 +268,19 @@ class _Search:
     def _with_bound(self, plan: Plan) -> Plan:
         lowest = plan.predicted_seconds
         for count in sorted(self.counts, key=lambda count: abs(count - plan.num_micro_batches)):
-            lowest = min(lowest, StepBound(self.planner.sized(count)).seconds(lowest))
+            lowest = min(lowest, max(StepBound(self.planner.sized(count)).seconds(lowest), self._group_bound(count)))
         low, high = self.counts[0], self.counts[-1]
         proof = (
             f"for {len(self.counts)} numbers of micro-batches from {low} to {high}, no cuts and replicas let every "
             "stage end in less: wait before its first forward, its micro-batches, then all-reduce or wait after its "
             "last backward; nor is the total work over all ranks less"
         )
-        if self.was_cut_short:
+        if self.is_complete:
+            proof += f"; and every plan that these leave was simulated: none takes less than {_PROVEN:.1%} of this one"
+        elif self.was_cut_short:
             proof += "; the search ended early, by its limit of simulations, so that better plans may be left"
         return replace(plan, bound_seconds=lowest, bound_proof=proof)
+
+    def _group_bound(self, num_micro_batches: int) -> float:
+        """Returns what the groups of uneven ranks prove; 0 if the problem is too large for that."""
+        return self.groups[num_micro_batches].least_seconds if self.groups else 0.0

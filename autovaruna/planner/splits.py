@@ -9,6 +9,7 @@ import numpy as np
 
 from autovaruna.planner.candidate import Candidate, Planner
 from autovaruna.planner.chain import partition_chain
+from autovaruna.planner.groups import is_small
 from autovaruna.planner.options import MAX_UNITS, spread
 from autovaruna.planner.placing import Ranks, layouts, rank_orders
 from autovaruna.planner.replicas import ReplicaSearch, fills_at, share_of
@@ -19,7 +20,7 @@ Split = tuple[float, Candidate]
 
 _WIDEST = 4.0
 _CELLS = 10**8
-"""With few enough cells of the dynamic program every order of the ranks is tried."""
+"""With few enough cells of the dynamic program every order of the ranks is tried, unless all plans are tried later."""
 
 
 class Splitter:
@@ -38,7 +39,8 @@ class Splitter:
         self.num_ranks = self.problem.cluster.num_ranks
         self.has_many_ranks = self.num_ranks > MAX_UNITS
         cells = (self.num_ranks * self.planner.tables.num_segments) ** 2 * num_counts
-        self.orders = rank_orders(self.problem, 0 if self.has_many_ranks else _CELLS // cells)
+        has_few_orders = self.has_many_ranks or is_small(self.problem, self.planner.tables.num_segments)
+        self.orders = rank_orders(self.problem, 0 if has_few_orders else _CELLS // cells)
 
     def splits(self, count: int) -> Iterator[Split]:
         """Yields the best split of each number of stages and ranks."""

@@ -15,12 +15,13 @@ from tests.planner.brute import every_plan, small_problem
 from tests.planner.cases import make_problem
 
 
-@pytest.mark.parametrize("small", [search_module._SMALL, 0], ids=["all", "best-first"])
+@pytest.mark.parametrize("is_small", [True, False], ids=["all", "best-first"])
 @pytest.mark.parametrize("seed", range(60))
 def test_no_plan_is_better_by_a_hundredth_and_none_beats_the_bound(
-    seed: int, small: int, monkeypatch: pytest.MonkeyPatch
+    seed: int, is_small: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(search_module, "_SMALL", small)
+    if not is_small:
+        monkeypatch.setattr(search_module, "is_small", lambda problem, num_segments: False)
     problem = small_problem(seed)
     best = min((plan.predicted_seconds for plan in every_plan(problem)), default=None)
     if best is None:
@@ -31,6 +32,7 @@ def test_no_plan_is_better_by_a_hundredth_and_none_beats_the_bound(
     assert plan.predicted_seconds <= best * 1.01
     assert 0 < plan.bound_seconds <= best
     assert plan.gap >= 0
+    assert ("every plan that these leave was simulated" in plan.bound_proof) == is_small
 
 
 @pytest.mark.parametrize("seed", range(10))
