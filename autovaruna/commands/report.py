@@ -12,12 +12,13 @@ from autovaruna.commands.planning import Planning
 from autovaruna.commands.plot import check_plot, plot
 from autovaruna.commands.printing import show
 from autovaruna.planner import explain, pipeline_of, plan_table, policy_of
+from autovaruna.planner.candidate import short_enough
 from autovaruna.planner.choices import Choice
 from autovaruna.planner.deployment import save
 from autovaruna.planner.infeasible import readable
 from autovaruna.planner.records import Plan
 from autovaruna.planner.table import seconds
-from autovaruna.schedule import simulate
+from autovaruna.schedule import Pipeline, simulate
 from autovaruna.schedule.timeline import render
 
 _MOST_ROWS = 24
@@ -39,9 +40,10 @@ def report(planning: Planning, options: argparse.Namespace) -> None:
         table.title = f"{table.title} (roofline)"
     show(table)
     show(explain(plan, graph))
-    simulation = simulate(pipeline_of(plan, graph), policy_of(plan.schedule))
-    rows = shown_ranks(plan)
-    show("\n" + timeline(render(simulation), rows, plan.num_ranks))
+    pipeline = short_enough(pipeline_of(plan, graph))
+    simulation = simulate(pipeline, policy_of(plan.schedule))
+    rows = shown_ranks(pipeline)
+    show("\n" + timeline(render(simulation), rows, plan.num_ranks, _names(plan, pipeline)))
     for assumption in planning.assumptions:
         show(f"note: {assumption}")
     if options.plot:
@@ -72,7 +74,7 @@ def choices_table(choices: Sequence[Choice]) -> Table:
     return table
 
 
-def shown_ranks(plan: Plan) -> list[int]:
+def shown_ranks(plan: Plan | Pipeline) -> list[int]:
     """Returns the ranks to draw: all, or of many the first replica of each stage, or of some stages."""
     used = sorted({rank for stage in plan.stages for rank in stage.ranks})
     if len(used) <= _MOST_ROWS:
@@ -83,10 +85,31 @@ def shown_ranks(plan: Plan) -> list[int]:
     return [firsts[round(k * (len(firsts) - 1) / (_MOST_ROWS - 1))] for k in range(_MOST_ROWS)]
 
 
-def timeline(drawing: str, ranks: list[int], num_ranks: int) -> str:
-    """Returns the rows of some ranks of a drawing, with its legend, and what was left out."""
+def timeline(drawing: str, rows: Sequence[int], num_ranks: int, names: Sequence[int] = ()) -> str:
+    """Returns some rows of a drawing, with its legend, and what was left out.
+
+    Args:
+        drawing: with a row for each simulated rank.
+        rows: those to keep.
+        num_ranks: of the plan.
+        names: the rank that each row of the drawing is about; empty: all in their order.
+    """
     lines = drawing.splitlines()
-    kept = [lines[rank] for rank in ranks] + lines[num_ranks:]
-    if len(ranks) < num_ranks:
-        kept.append(f"{len(ranks)} of {num_ranks} ranks are drawn: the first replicas of stages")
+    kept = [_named(lines[row], names[row] if names else row, max(names, default=0)) for row in rows]
+    kept += lines[len(names) or num_ranks :]
+    if len(rows) < num_ranks:
+        kept.append(f"{len(rows)} of {num_ranks} ranks are drawn: the first replicas of stages")
     return "\n".join(kept)
+
+
+def _named(line: str, rank: int, greatest: int) -> str:
+    """Returns a row of a drawing with the rank's own name."""
+    return f"{f'rank {rank}':<{len(f'rank {greatest}')}} |{line.split('|', 1)[1]}" if greatest else line
+
+
+def _names(plan: Plan, pipeline: Pipeline) -> list[int]:
+    """Returns the plan's rank for each rank of a pipeline that is made of every n-th replica; empty: it is all."""
+    if pipeline.num_ranks == plan.num_ranks:
+        return []
+    parts = len(plan.stages[0].ranks) // len(pipeline.stages[0].ranks)
+    return [rank for stage in plan.stages for rank in stage.ranks[::parts]]

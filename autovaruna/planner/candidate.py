@@ -10,6 +10,7 @@ from functools import lru_cache
 import numpy as np
 
 from autovaruna.planner.costs import Array, costs_at
+from autovaruna.planner.cycles import cycle_seconds, is_plain
 from autovaruna.planner.memory import Holdings
 from autovaruna.planner.pipeline import pipeline_of, policy_of
 from autovaruna.planner.problem import Problem
@@ -22,6 +23,7 @@ from autovaruna.schedule import Pipeline, Policy, latency_depth, lower_bound, si
 _ACTS_OF_A_BOUND = 50
 """What a bound costs, for each stage, counted in acts of the simulator."""
 _ACTS_OF_A_CANDIDATE = 100
+_ACTS_OF_A_CYCLE, _ACTS_OF_A_PLAIN_STEP = 10, 40_000
 _ACTS_OF_A_SHORT_STEP = 20_000
 _ACTS_OF_A_WHOLE_STEP = 1_000_000
 _SECONDS_OF_AN_ACT = 4e-6
@@ -75,7 +77,10 @@ class Planner:
     def step_costs(self, candidate: Candidate) -> float:
         """Returns what the simulation of a candidate takes at least, counted as `spent_seconds` is."""
         parts = math.gcd(*(len(ranks) for ranks in candidate.ranks))
-        return 2 * candidate.num_micro_batches / parts * len(candidate.ranks) * _SECONDS_OF_AN_ACT
+        count = candidate.num_micro_batches / parts
+        num_acts = 2 * count * len(candidate.ranks)
+        is_quick = num_acts > _ACTS_OF_A_PLAIN_STEP and all(len(ranks) == parts for ranks in candidate.ranks)
+        return (_ACTS_OF_A_CYCLE * count if is_quick else num_acts) * _SECONDS_OF_AN_ACT
 
     def build(self, candidate: Candidate) -> Plan | None:
         """Returns the plan of a candidate without a prediction, or None if it does not fit into memory."""
@@ -117,12 +122,18 @@ class Planner:
         return replace(plan, predicted_seconds=seconds) if seconds < below else None
 
     def _step_seconds(self, pipeline: Pipeline, policy: Policy) -> float:
-        """Simulates a step; of a long one two shorter ones that end alike, since its middle repeats itself."""
+        """Simulates a step; of a long one two shorter ones that end alike, since its middle repeats itself.
+
+        Where even these are long, and the order of instructions is plain, that order alone says the seconds.
+        """
         counts = [stage.num_replicas for stage in pipeline.stages]
         period, warm = math.lcm(*counts), (3 if max(counts) == 1 else 8) * sum(counts)
         repeats = (pipeline.num_micro_batches - warm) // period
         extra = -(-(1 if max(counts) == 1 else 4) * sum(counts) // period)
         if repeats <= 3 * extra or 2 * pipeline.num_micro_batches * len(counts) <= _ACTS_OF_A_SHORT_STEP:
+            if 2 * pipeline.num_micro_batches * len(counts) > _ACTS_OF_A_PLAIN_STEP and is_plain(pipeline, policy):
+                self.num_acts += _ACTS_OF_A_CYCLE * pipeline.num_micro_batches
+                return cycle_seconds(pipeline)
             return self._simulate(pipeline, policy)
         short = pipeline.num_micro_batches - repeats * period
         once, more = (
@@ -145,8 +156,9 @@ class Planner:
         """Returns the plan with the bytes of each block that its memory was predicted from."""
         size = math.ceil(plan.micro_batch_size - 1e-9)
         costs = costs_at(self.problem.profile, size)
-        known = BlockBytes(size, tuple(costs.saved_bytes.tolist()), tuple(costs.work_bytes.tolist()))
-        return replace(plan, block_bytes=known)
+        saved, work = tuple(costs.saved_bytes.tolist()), tuple(costs.work_bytes.tolist())
+        model = self.sized(plan.num_micro_batches).model
+        return replace(plan, block_bytes=BlockBytes(size, saved, work, model.process_bytes, model.heap_share))
 
     def _options(self, sized: Sized, candidate: Candidate) -> list[_Option]:
         counts = [len(ranks) for ranks in candidate.ranks]
@@ -172,11 +184,21 @@ class Planner:
             return self._fit_together(sized, list(options))
         fitted: list[_Option] = []
         for option in options:
-            alone = self._fit_together(sized, [option])
+            alone = self._fit_alone(sized, option)
             if alone is None:
                 return None
-            fitted += alone
+            fitted.append(alone)
         return fitted
+
+    def _fit_alone(self, sized: Sized, option: _Option) -> _Option | None:
+        """Fits a stage whose ranks have no other."""
+        limit = min(self.problem.cluster.memory_bytes[rank] for rank in option.ranks)
+        while _bytes(sized, option) > limit:
+            saving = self._saving(sized, option)
+            if saving is None:
+                return None
+            option = saving[2]
+        return option
 
     def _fit_together(self, sized: Sized, options: list[_Option]) -> list[_Option] | None:
         """Fits stages that share ranks."""

@@ -216,6 +216,8 @@ def test_of_many_ranks_some_are_drawn() -> None:
     drawing = "\n".join([*(f"row {rank}" for rank in range(40)), "legend"])
     assert timeline(drawing, [0, 7], 40).splitlines()[:3] == ["row 0", "row 7", "legend"]
     assert "2 of 40 ranks" in timeline(drawing, [0, 7], 40)
+    part = timeline("rank 0 |0F0|\nrank 1 |1F0|\nlegend", [0, 1], 40, [0, 12]).splitlines()
+    assert part[:3] == ["rank 0  |0F0|", "rank 12 |1F0|", "legend"]
 
 
 def test_gpt3_is_planned_for_many_ranks(tmp_path: Path, capsys: Any) -> None:
