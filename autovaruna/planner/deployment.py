@@ -213,7 +213,8 @@ def _stage_from_json(fields: Fields, num_ranks: int) -> StagePlan:
 
 def _block_bytes(fields: Fields) -> BlockBytes:
     saved, work = (fields.amounts(name, is_positive=False) for name in ("saved_bytes", "work_bytes"))
-    return BlockBytes(fields.at_least("micro_batch_size", 1), saved, work)
+    process_bytes, heap_share = (fields.amount(name, missing=0.0) for name in ("process_bytes", "heap_share"))
+    return BlockBytes(fields.at_least("micro_batch_size", 1), saved, work, process_bytes, heap_share)
 
 
 def _host_of(fields: Fields, num_ranks: int) -> tuple[int, ...]:

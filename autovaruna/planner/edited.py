@@ -19,12 +19,15 @@ _ROUNDING = 1e-6
 def memory_complaint(plan: Plan, valid_for: Fingerprint, graph: Graph) -> str:
     """Returns which rank has too little memory for its stages; empty if all fit, or the plan does not say enough."""
     known = plan.block_bytes
-    if known is None or len(known.saved_bytes) != len(graph.blocks) or len(valid_for.memory_bytes) != plan.num_ranks:
+    if known is None or len(valid_for.memory_bytes) != plan.num_ranks:
+        return ""
+    if not len(known.saved_bytes) == len(known.work_bytes) == len(graph.blocks):
         return ""
     size = math.ceil(plan.micro_batch_size - 1e-9)
     saved, work = (np.array(each) * (size / known.micro_batch_size) for each in (known.saved_bytes, known.work_bytes))
     costs = Costs(float(size), np.zeros_like(saved), np.zeros_like(saved), saved, work)
-    model = MemoryModel(float(valid_for.settings.get("optimizer_bytes_factor", 0.0)), plan.needs_gradient)
+    factor = float(valid_for.settings.get("optimizer_bytes_factor", 0.0))
+    model = MemoryModel(factor, plan.needs_gradient, known.process_bytes, known.heap_share)
     used = [0.0] * plan.num_ranks
     for stage in plan.stages:
         num_bytes = model.total(holdings_of_stage(graph, costs, stage.blocks), stage.in_flight, stage.needs_recompute)

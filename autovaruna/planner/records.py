@@ -45,11 +45,16 @@ class StagePlan:
 
 @dataclass(frozen=True, slots=True)
 class BlockBytes:
-    """What each block saves for backward and needs on top while it runs, for a micro-batch of so many samples."""
+    """What each block saves for backward and needs on top while it runs, for a micro-batch of so many samples.
+
+    `process_bytes` and `heap_share` are those of the `Cluster` that the plan was made for.
+    """
 
     micro_batch_size: int
     saved_bytes: tuple[float, ...]
     work_bytes: tuple[float, ...]
+    process_bytes: float = 0.0
+    heap_share: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""The same numbers from any number of ranks and stages, under mpirun: issue 2, "Numbers"."""
+"""The same numbers from any number of ranks and stages, under mpirun."""
 
 from __future__ import annotations
 

@@ -20,11 +20,11 @@ pytestmark = pytest.mark.timeout(120)
 
 @pytest.mark.parametrize("name", ["mlp, 1f1b", "mlp, whole batch"])
 def test_predicted_memory_is_the_resident_set(name: str, tmp_path: Path) -> None:
-    """Bytes are within 10 %; of seconds, which depend on who else is on the machine, only the order is held."""
+    """Bytes are within 15 %, as heaps differ; of seconds, which depend on who else runs, only the order is held."""
     place = next(place for place, setting in enumerate(SETTINGS) if setting.name == name)
     output = tmp_path / "found.json"
     arguments = (f"--rank={place}", "--steps=3", f"--output={output}")
     mpirun(2, ROOT / "benchmarks" / "prediction.py", *arguments, timeout=100, env={"PYTHONPATH": str(ROOT)})
     found = Found(**json.loads(output.read_text(encoding="utf-8")))
-    assert found.predicted_bytes == pytest.approx(found.measured_bytes, rel=0.1)
+    assert found.predicted_bytes == pytest.approx(found.measured_bytes, rel=0.15)
     assert 0.1 < found.predicted_seconds / median(found.measured_seconds) < 10

@@ -1,4 +1,4 @@
-"""State under the model's own names, before and after the first step, at any number of ranks: issue 2, 7."""
+"""State under the model's own names, before and after the first step, at any number of ranks."""
 
 from __future__ import annotations
 
