@@ -26,7 +26,7 @@ _ACTS_OF_A_CANDIDATE = 100
 _ACTS_OF_A_CYCLE, _ACTS_OF_A_PLAIN_STEP = 10, 40_000
 _ACTS_OF_A_SHORT_STEP = 20_000
 _ACTS_OF_A_WHOLE_STEP = 1_000_000
-_SECONDS_OF_AN_ACT = 4e-6
+SECONDS_OF_AN_ACT = 4e-6
 DEPTHS = {"textbook": textbook_depth, "latency": latency_depth}
 
 
@@ -67,7 +67,7 @@ class Planner:
     @property
     def spent_seconds(self) -> float:
         """What simulations took so far, counted, not measured, so that it is the same everywhere."""
-        return self.num_acts * _SECONDS_OF_AN_ACT
+        return self.num_acts * SECONDS_OF_AN_ACT
 
     def count_candidate(self) -> float:
         """Counts a candidate that is looked at, and returns `spent_seconds`."""
@@ -80,7 +80,7 @@ class Planner:
         count = candidate.num_micro_batches / parts
         num_acts = 2 * count * len(candidate.ranks)
         is_quick = num_acts > _ACTS_OF_A_PLAIN_STEP and all(len(ranks) == parts for ranks in candidate.ranks)
-        return (_ACTS_OF_A_CYCLE * count if is_quick else num_acts) * _SECONDS_OF_AN_ACT
+        return (_ACTS_OF_A_CYCLE * count if is_quick else num_acts) * SECONDS_OF_AN_ACT
 
     def build(self, candidate: Candidate) -> Plan | None:
         """Returns the plan of a candidate without a prediction, or None if it does not fit into memory."""

@@ -13,7 +13,7 @@ import numpy as np
 
 from autovaruna.errors import PlanError
 from autovaruna.planner.bound import StepBound
-from autovaruna.planner.candidate import Candidate, Planner
+from autovaruna.planner.candidate import SECONDS_OF_AN_ACT, Candidate, Planner
 from autovaruna.planner.climb import climb
 from autovaruna.planner.groups import GroupSearch, is_small
 from autovaruna.planner.infeasible import explain_infeasible
@@ -39,6 +39,7 @@ Progress = Callable[[str, float], None]
 _SMALL = 3000
 _SPLIT_SECONDS, _CLIMB_SECONDS, _REST_SECONDS = 2.0, 2.0, 2.0
 """What simulations may take, by the count of `Planner.spent_seconds`, so that a search ends alike on every machine."""
+_LONG_SECONDS = 0.2
 _STARTS = 4
 _NEAR, _NEAR_OF_FEW_RANKS = 1.03, 1.1
 _REACHED = 0.999
@@ -105,7 +106,7 @@ class _Search:
         if candidate in self.seen:
             return self.seen[candidate]
         found, bounds = float("inf"), dict[tuple[bool, ...], float]()
-        is_long = self.planner.step_costs(candidate) > _SPLIT_SECONDS / 2
+        is_long = self._is_long(candidate)
         for plan in self._plans(candidate):
             if is_long and found < float("inf"):
                 self.was_cut_short = True
@@ -157,14 +158,30 @@ class _Search:
     def _try_many(self, splitter: Splitter) -> None:
         """Goes through (stages, micro-batches) in the order of what even splits take, till none can be better."""
         pairs = splitter.even_splits(self.counts)
+        if _simulation_seconds(*pairs[0][1:], splitter.replicas(pairs[0][1])) > _LONG_SECONDS:
+            pairs = _varied(pairs)
         for k, (seconds, num_stages, count) in enumerate(pairs):
             self.progress("splitting the model", k / len(pairs))
             if self._is_over(seconds, _SPLIT_SECONDS):
+                if seconds >= self._least_seconds:
+                    continue  # The order may be another than that of the seconds.
                 break
-            for _, candidate in splitter.equal_replicas(num_stages, count):
+            for candidate in self._few_if_long([each for _, each in splitter.equal_replicas(num_stages, count)]):
                 self._try(candidate, self._least_seconds * _NEAR)
         for count in sorted({candidate.num_micro_batches for candidate in self._best_few()}):
             self._try_best_first(splitter.unequal_replicas(count), "trying unequal replicas")
+
+    def _few_if_long(self, candidates: list[Candidate]) -> list[Candidate]:
+        """Returns the candidates, or, if their simulations are long, the one whose stages have the least bound."""
+        if len(candidates) < 2 or not self._is_long(candidates[0]):
+            return candidates
+        plans = [(candidate, self.planner.build(candidate)) for candidate in candidates]
+        bounds = {candidate: self.planner.bound(plan) for candidate, plan in plans if plan}
+        return [min(bounds, key=bounds.__getitem__)] if bounds else []
+
+    def _is_long(self, candidate: Candidate) -> bool:
+        replicas = min(len(ranks) for ranks in candidate.ranks)
+        return _simulation_seconds(len(candidate.starts), candidate.num_micro_batches, replicas) > _LONG_SECONDS
 
     def _try_best_first(self, promising: Iterable[tuple[float, Candidate]], what: str) -> None:
         ordered = sorted(promising, key=lambda pair: pair[0])
@@ -284,3 +301,18 @@ class _Search:
     def _group_bound(self, num_micro_batches: int) -> float:
         """Returns what the groups of uneven ranks prove; 0 if the problem is too large for that."""
         return self.groups[num_micro_batches].least_seconds if self.groups else 0.0
+
+
+def _simulation_seconds(num_stages: int, num_micro_batches: int, num_replicas: int) -> float:
+    """Returns about what a simulation of one replica of each stage takes."""
+    return 2 * num_micro_batches / num_replicas * num_stages * SECONDS_OF_AN_ACT
+
+
+def _varied(pairs: Iterable[tuple[float, int, int]]) -> list[tuple[float, int, int]]:
+    """Returns (seconds, stages, M) so that each number of stages comes once before any comes twice."""
+    turns: dict[int, int] = {}
+    keyed = []
+    for pair in sorted(pairs):
+        turns[pair[1]] = turns.get(pair[1], -1) + 1
+        keyed.append((turns[pair[1]], pair))
+    return [pair for _, pair in sorted(keyed)]
