@@ -45,13 +45,9 @@ def find_device(model: nn.Module, settings: Settings) -> torch.device:
 
 
 def rank_memory(world: World, device: torch.device, settings: Settings) -> float:
-    """Returns the bytes that this rank may use: the setting, or its share of what the device has, less the margin.
-
-    The setting is for what the model brings; what the process holds beside it comes on top.
-    """
-    if settings.memory_limit_bytes:
-        return settings.memory_limit_bytes * (1.0 - settings.memory_margin) + _process_bytes(device)
-    return _device_memory(world, device) * (1.0 - settings.memory_margin)
+    """Returns the bytes that this rank may use: the setting, or its share of what the device has, less the margin."""
+    total = float(settings.memory_limit_bytes) or _device_memory(world, device)
+    return total * (1.0 - settings.memory_margin)
 
 
 def _process_bytes(device: torch.device) -> float:
@@ -72,13 +68,15 @@ def host_memory() -> float:
 
 
 def describe_cluster(world: World, device: torch.device, settings: Settings) -> Cluster:
-    """Measures links and speeds. Collective."""
+    """Measures links and speeds. Collective.
+
+    A memory limit that the user sets is for what the model brings: what a process holds beside it comes on top.
+    """
     local, remote, all_reduce = measure_links(world)
     latency = measure_all_reduce_latency(world)
     overhead = _CALLS_OF_AN_INSTRUCTION * fmean(call_seconds(1, device))
-    known = world.gather_objects(
-        (rank_memory(world, device, settings), measure_speed(device), overhead), "measuring speeds"
-    )
+    memory = rank_memory(world, device, settings) + (_process_bytes(device) if settings.memory_limit_bytes else 0.0)
+    known = world.gather_objects((memory, measure_speed(device), overhead), "measuring speeds")
     seconds = [each for _, each, _ in known]
     is_host = device.type == "cpu"
     return Cluster(

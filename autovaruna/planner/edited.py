@@ -34,7 +34,7 @@ def memory_complaint(plan: Plan, valid_for: Fingerprint, graph: Graph) -> str:
         for rank in stage.ranks:
             used[rank] += num_bytes
     for rank, limit in enumerate(valid_for.memory_bytes):
-        if used[rank] > limit * (1 + _ROUNDING):
+        if used[rank] > (limit + known.process_bytes) * (1 + _ROUNDING):  # a limit is for what the model brings
             stages = [str(number) for number, stage in enumerate(plan.stages) if rank in stage.ranks]
             return (
                 f"rank {rank} has {readable(limit)}, but its stages ({', '.join(stages)}) need {readable(used[rank])}: "
