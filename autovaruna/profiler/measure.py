@@ -109,7 +109,8 @@ def _measure_one(part: Part, samples: Samples, size: int, iterations: int, allow
         work = make_work(part, samples, size)
         num_bytes = count_bytes(work, samples.device)
         left = allowance - (perf_counter() - started)
-        return PartCost(*time_work(work, iterations, left, samples.device), num_bytes)
+        kept_bytes = num_bytes.inside + sum(made.num_bytes for made in num_bytes.made)
+        return PartCost(*time_work(work, iterations, left, samples.device, kept_bytes), num_bytes)
     except Exception as error:
         raise MeasureError(_explain(part, size, error, failed_at(error, samples.traced.nodes))) from error
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from time import perf_counter
 from typing import Any
 
@@ -12,8 +12,10 @@ from torch import Tensor, nn
 
 from autovaruna.profiler.records import OptimizerCost
 
-_SMALL, _LARGE = (16, 16), (1024, 1024)
-_NUM_SMALL, _NUM_LARGE = 8, 8
+_SMALL, _NUM_SMALL = (16, 16), 8
+_LARGE_BYTES = 32 << 20
+"""Of all large trial tensors together: more than a core's caches hold."""
+_LEAST_BYTES = 1 << 20
 _NUM_STEPS = 2
 _MOST_ELEMENTS = 1 << 16
 """A larger tensor is tried out as a smaller one of about the same shape."""
@@ -40,16 +42,29 @@ def state_factor(optimizer: torch.optim.Optimizer) -> float:
 
 
 def measure_step(optimizer: torch.optim.Optimizer, device: torch.device) -> OptimizerCost:
-    """Times steps over small tensors and over more large ones than a cache holds, with the greatest group's options."""
+    """Times steps over small tensors and over large ones, with the options of the greatest group.
+
+    The large ones are as large as the tensor in which a byte of the group lies on average: temporaries of large tensors
+    are in no cache.
+    """
     group = max(optimizer.param_groups, key=lambda each: sum(parameter.numel() for parameter in each["params"]))
     dtype = next((parameter.dtype for parameter in group["params"]), torch.float32)
+    shape, count = _large(group["params"], dtype)
     small, large = (
-        _step_seconds(optimizer, _options(group), [_trial(shape, dtype, device) for _ in range(count)])
-        for shape, count in ((_SMALL, _NUM_SMALL), (_LARGE, _NUM_LARGE))
+        _step_seconds(optimizer, _options(group), [_trial(trial, dtype, device) for _ in range(times)])
+        for trial, times in ((_SMALL, _NUM_SMALL), (shape, count))
     )
     each = small / _NUM_SMALL
-    num_bytes = _NUM_LARGE * math.prod(_LARGE) * dtype.itemsize
-    return OptimizerCost(each, max(0.0, large - each * _NUM_LARGE) / num_bytes)
+    return OptimizerCost(each, max(0.0, large - each * count) / (count * math.prod(shape) * dtype.itemsize))
+
+
+def _large(parameters: Sequence[nn.Parameter], dtype: torch.dtype) -> tuple[tuple[int, int], int]:
+    """Returns the shape of large trial tensors, and their number."""
+    total = sum(parameter.nbytes for parameter in parameters)
+    typical = sum(parameter.nbytes**2 for parameter in parameters) / total if total else 0.0
+    num_bytes = min(max(typical, _LEAST_BYTES), _LARGE_BYTES)
+    side = math.isqrt(int(num_bytes) // dtype.itemsize)
+    return (side, side), round(_LARGE_BYTES / num_bytes)
 
 
 def _state_factor_of(

@@ -1,14 +1,16 @@
 """Times work: samples long enough for the clock, without what every call costs.
 
-Of the samples the lower quartile counts: what other processes take can only add to a sample, and they take it from some
-blocks and not from others, which would unbalance a plan.
+A sample runs several forwards before their backwards, oldest first, as stages do: a backward that followed its forward
+at once would find in the caches what in a step has left them. Of the samples the median counts.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable
 from functools import lru_cache
+from statistics import median_low
 from time import perf_counter
 
 import torch
@@ -17,6 +19,9 @@ from autovaruna.profiler.work import Work, empty_work
 
 _SAMPLE_SECONDS = 200e-6
 _MOST_REPEATS = 200
+_IN_FLIGHT = 3
+_MOST_CACHED_BYTES = 64 << 20
+"""What a run of more bytes leaves behind is in no cache, however few are in flight."""
 _LEAST_SHARE = 0.1
 """A measured time is never cut below this share of itself, however much of it a call costs."""
 
@@ -24,7 +29,9 @@ Seconds = tuple[float, float]
 """Of one forward and one backward."""
 
 
-def time_work(work: Work, iterations: int, allowance_seconds: float, device: torch.device) -> Seconds:
+def time_work(
+    work: Work, iterations: int, allowance_seconds: float, device: torch.device, kept_bytes: float = 0.0
+) -> Seconds:
     """Times forward and backward.
 
     Args:
@@ -32,11 +39,13 @@ def time_work(work: Work, iterations: int, allowance_seconds: float, device: tor
         iterations: Samples to take.
         allowance_seconds: No further sample is begun after this time; one is taken in any case.
         device: Where it runs.
+        kept_bytes: What a forward keeps for its backward.
 
     Returns:
         Seconds of one forward and of one backward (0 if there is none), without what a call of an empty piece costs.
     """
-    forward, backward = _samples(work, iterations, allowance_seconds, device)
+    in_flight = _IN_FLIGHT if kept_bytes * _IN_FLIGHT <= _MOST_CACHED_BYTES else 1
+    forward, backward = _samples(work, iterations, allowance_seconds, device, in_flight)
     empty_forward, empty_backward = call_seconds(sum(value.requires_grad for value in work.values) or 1, device)
     return _without(forward, empty_forward), _without(backward, empty_backward) if work.needs_gradient else 0.0
 
@@ -44,35 +53,31 @@ def time_work(work: Work, iterations: int, allowance_seconds: float, device: tor
 @lru_cache(maxsize=64)
 def call_seconds(num_values: int, device: torch.device) -> Seconds:
     """Returns the seconds that a call with `num_values` received tensors takes before it does anything."""
-    return _samples(empty_work(num_values, device), 9, 1.0, device)
+    return _samples(empty_work(num_values, device), 9, 1.0, device, 1)
 
 
-def _samples(work: Work, iterations: int, allowance_seconds: float, device: torch.device) -> Seconds:
+def _samples(work: Work, iterations: int, allowance_seconds: float, device: torch.device, in_flight: int) -> Seconds:
     wait = _wait(device)
     started = perf_counter()
     first = _sample(work, 1, wait)
-    repeats = min(_MOST_REPEATS, max(math.ceil(_SAMPLE_SECONDS / max(first[0], 1e-7)), 1))
-    samples = [first] if repeats == 1 and perf_counter() - started > allowance_seconds else []
+    repeats = min(_MOST_REPEATS, max(math.ceil(_SAMPLE_SECONDS / max(first[0], 1e-7)), in_flight))
+    samples = [first] if repeats == in_flight and perf_counter() - started > allowance_seconds else []
     while not samples or (len(samples) < iterations and perf_counter() - started < allowance_seconds):
         samples.append(_sample(work, repeats, wait))
     forwards, backwards = zip(*samples, strict=True)
-    return _lower_quartile(forwards), _lower_quartile(backwards)
-
-
-def _lower_quartile(seconds: Sequence[float]) -> float:
-    return sorted(seconds)[len(seconds) // 4]
+    return median_low(forwards), median_low(backwards)
 
 
 def _sample(work: Work, repeats: int, wait: Callable[[], None]) -> Seconds:
     """Returns the seconds of one forward and one backward out of `repeats`."""
     wait()
     started = perf_counter()
-    runs = [work.forward() for _ in range(repeats)]
+    runs = deque(work.forward() for _ in range(repeats))
     wait()
     middle = perf_counter()
     if work.needs_gradient:
         while runs:
-            work.backward(runs.pop())
+            work.backward(runs.popleft())
         wait()
     return (middle - started) / repeats, (perf_counter() - middle) / repeats
 
