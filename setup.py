@@ -34,6 +34,7 @@ setup(
         "plot": ["matplotlib>=3.8"],
         "test": [
             "mypy",
+            "psutil",
             "pytest",
             "pytest-timeout",
             "pytest-xdist",

@@ -78,7 +78,7 @@ def test_a_step_is_reported_in_the_log(tmp_path: Path, caplog: pytest.LogCapture
     settings = {"trace_events": True, "trace_events_file": str(tmp_path / "events.json")}
     logger = logging.getLogger("autovaruna.runtime")
     logger.addHandler(caplog.handler)
-    level, logger.level = logger.level, logging.INFO
+    level, logger.level = logger.level, logging.DEBUG  # one that no rank has set, which would change it
     try:
         train(CASE, Setup(((0,), (1,)), 2, settings=settings), [CASE.batch(4, 0)] * 2, sgd, [[2, 2]] * 2)
     finally:
