@@ -1,10 +1,11 @@
-"""Lets all ranks do something, and all of them fail if one does."""
+"""Lets all ranks do something that may take long, or one of them for all."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import TypeVar
 
+from autovaruna.runtime.on_all import on_all
 from autovaruna.runtime.world import World
 
 Result = TypeVar("Result")
@@ -15,15 +16,7 @@ def together(world: World, act: Callable[[], Result], what: str) -> Result:
 
     Ranks that have failed wait for those that are still at work, however long.
     """
-    error: Exception | None = None
-    result: Result | None = None
-    try:
-        result = act()
-    except Exception as caught:
-        error = caught
-    world.barrier(what)
-    world.agree(error, what)
-    return result  # type: ignore[return-value]
+    return on_all(world, act, what, waits=True)
 
 
 def on_first(world: World, act: Callable[[], Result], what: str) -> Result:

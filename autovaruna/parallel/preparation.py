@@ -30,6 +30,7 @@ from autovaruna.profiler.profile import device_name, to_profile
 from autovaruna.profiler.progress import progress_bar
 from autovaruna.profiler.records import Cluster, OptimizerCost, Profile
 from autovaruna.runtime.events import EventTrace
+from autovaruna.runtime.on_all import on_all
 from autovaruna.runtime.placement import Placement, placement_of
 from autovaruna.runtime.world import World
 from autovaruna.schedule import Schedule, check, replay
@@ -149,14 +150,11 @@ class Preparation:
         """Returns the plan of the deployment file if it is valid; rank 0 reads it for all."""
         if self._settings.load_deployment is False:
             return None
-        plan: Plan | None = None
-        error: Exception | None = None
-        if self._world.rank == 0:
-            try:
-                plan = read_plan(self._settings, self._fingerprint, self._traced.graph)
-            except Exception as caught:
-                error = caught
-        self._world.agree(error, "loading the deployment")
+
+        def read() -> Plan | None:
+            return read_plan(self._settings, self._fingerprint, self._traced.graph) if self._world.rank == 0 else None
+
+        plan = self._on_all(read, "loading the deployment")
         return self._world.broadcast_object(plan, 0, "sharing the deployment")  # type: ignore[no-any-return]
 
     def _new_plan(self) -> Plan:
@@ -164,14 +162,9 @@ class Preparation:
         profile = self._measure()
         cluster = describe_cluster(self._world, self.device, self._settings)
         step = optimizer_cost(self._optimizer, self._world, self.device)
-        plan: Plan | None = None
-        error: Exception | None = None
-        if self._world.rank == 0:
-            try:
-                plan = make_plan(self._problem(profile, cluster, step))
-            except Exception as caught:
-                error = caught
-        self._world.agree(error, "planning")
+        plan = self._on_all(
+            lambda: make_plan(self._problem(profile, cluster, step)) if self._world.rank == 0 else None, "planning"
+        )
         self.plan = self._world.broadcast_object(plan, 0, "sharing the plan")
         if self._settings.save_deployment:
             self._on_all(self._save_on_first, "saving the deployment")
@@ -241,14 +234,7 @@ class Preparation:
 
     def _on_all(self, act: Callable[[], Result], what: str) -> Result:
         """Does something on every rank; an error on one is an error on all."""
-        error: Exception | None = None
-        result: Result | None = None
-        try:
-            result = act()
-        except Exception as caught:
-            error = caught
-        self._world.agree(error, what)
-        return result  # type: ignore[return-value]
+        return on_all(self._world, act, what)
 
     def _report(self) -> None:
         if self._world.rank == 0 and logger.isEnabledFor(logging.INFO):

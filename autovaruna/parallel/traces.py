@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import nn
 
@@ -10,6 +12,7 @@ from autovaruna.graph.statistics import refuse_single_values
 from autovaruna.graph.traced import TracedModel, trace
 from autovaruna.parallel.calls import SharedCall, differences
 from autovaruna.runtime.batch import GlobalBatch
+from autovaruna.runtime.on_all import on_all
 from autovaruna.runtime.world import World
 from autovaruna.settings import Settings
 
@@ -67,19 +70,16 @@ class Traces:
         return self.latest
 
     def _trace(self, shared: SharedCall, micro_batch_size: int) -> TracedModel:
-        error: Exception | None = None
-        try:
-            traced = trace(
-                self._model,
-                shared.call,
-                self._device,
-                is_dynamic=self._settings.dynamic_batch,
-                micro_batch_size=micro_batch_size,
-                loss_mode=self._settings.loss_mode,
-            )
-        except Exception as caught:
-            error = caught
-        self._world.agree(error, "tracing")
+        act = partial(
+            trace,
+            self._model,
+            shared.call,
+            self._device,
+            is_dynamic=self._settings.dynamic_batch,
+            micro_batch_size=micro_batch_size,
+            loss_mode=self._settings.loss_mode,
+        )
+        traced = on_all(self._world, act, "tracing")
         self._compare(traced)
         return traced
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from autovaruna.errors import InputError
 from autovaruna.parallel.calls import SharedCall
 from autovaruna.runtime.batch import GlobalBatch, MicroBatch
+from autovaruna.runtime.on_all import on_all
 from autovaruna.runtime.world import World
 
 
@@ -28,13 +29,11 @@ def micro_batch_weights(
     """
     if weigh is None:
         return []
-    own: dict[int, float] = {}
-    error: Exception | None = None
-    try:
-        own = {part.index: _weight(weigh, model, shared, part) for part in batch.owned_by(world.rank)}
-    except Exception as caught:
-        error = caught
-    world.agree(error, "weighing micro-batches")
+
+    def weights_of_own() -> dict[int, float]:
+        return {part.index: _weight(weigh, model, shared, part) for part in batch.owned_by(world.rank)}
+
+    own = on_all(world, weights_of_own, "weighing micro-batches")
     known: dict[int, float] = {}
     for found in world.gather_objects(own, "weighing micro-batches"):
         known |= found

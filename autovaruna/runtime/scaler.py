@@ -19,6 +19,7 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from autovaruna.errors import InputError
+from autovaruna.runtime.on_all import on_all
 from autovaruna.runtime.world import World
 
 _MOST_SEARCHES = 8
@@ -124,13 +125,7 @@ class LossScale:
 
     def _share(self, unscale: Callable[[], dict[torch.device, Tensor]], found: Tensor) -> dict[torch.device, Tensor]:
         """Unscales this rank's gradients and returns what overflowed on any rank. Collective."""
-        error: Exception | None = None
-        own: dict[torch.device, Tensor] = {}
-        try:
-            own = unscale()
-        except Exception as caught:
-            error = caught
-        self._world.agree(error, "unscaling gradients")
+        own = on_all(self._world, unscale, "unscaling gradients")
         is_overflow = any(bool(flag.item()) for flag in own.values())
         flags: list[Any] = self._world.gather_objects(is_overflow, "looking for overflow")
         own = own or {found.device: found}  # a rank without gradients takes part, too

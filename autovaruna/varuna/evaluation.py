@@ -12,9 +12,9 @@ from torch import nn
 from autovaruna.errors import InputError
 from autovaruna.graph.call import describe
 from autovaruna.parallel.wrapper import AutoVaruna
+from autovaruna.runtime.on_all import on_all
 from autovaruna.runtime.world import World
 from autovaruna.varuna.batches import Inputs, loss_of, rows_of
-from autovaruna.varuna.measuring import on_all
 
 
 def mean_loss(model: AutoVaruna, inputs: Inputs, batch_size: int, leaders: Sequence[int], world: World) -> float:

@@ -12,10 +12,11 @@ from autovaruna.config import resolve
 from autovaruna.parallel.machine import find_device
 from autovaruna.profiler.environment import cache_of
 from autovaruna.profiler.profile import to_profile
+from autovaruna.runtime.on_all import on_all
 from autovaruna.runtime.world import World
 from autovaruna.varuna.batches import Inputs
 from autovaruna.varuna.grids import Measured, Wishes, choices
-from autovaruna.varuna.measuring import on_all, read_costs, subject_of
+from autovaruna.varuna.measuring import read_costs, subject_of
 from autovaruna.varuna.parts import keys_of
 from autovaruna.varuna.stage_map import Grid, grid_of
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -16,10 +15,9 @@ from autovaruna.parallel.machine import describe_cluster
 from autovaruna.profiler.cache import ProfileCache
 from autovaruna.profiler.measure import Key, PartCost, measure, merge
 from autovaruna.profiler.records import Cluster
+from autovaruna.runtime.on_all import on_all
 from autovaruna.runtime.world import World
 from autovaruna.varuna.batches import Inputs
-
-Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -82,15 +80,3 @@ def read_costs(world: World, caches: Sequence[ProfileCache], keys: Collection[Ke
     found = merge([cache.read(keys) for cache in caches]) if world.rank == 0 else {}
     costs: dict[Key, PartCost] = world.broadcast_object(found, 0, "reading saved measurements")
     return costs
-
-
-def on_all(world: World, act: Callable[[], Result], what: str) -> Result:
-    """Does something on every rank; an error on one is an error on all. Collective."""
-    error: Exception | None = None
-    result: list[Result] = []
-    try:
-        result.append(act())
-    except Exception as caught:
-        error = caught
-    world.agree(error, what)
-    return result[0]

@@ -20,8 +20,9 @@ from autovaruna.profiler.measure import Key, PartCost
 from autovaruna.profiler.profile import to_profile
 from autovaruna.profiler.records import Profile
 from autovaruna.runtime.environment import get_world
+from autovaruna.runtime.on_all import on_all
 from autovaruna.varuna.batches import GetBatch, positive, sample_batch
-from autovaruna.varuna.measuring import Subject, on_all, read_costs, subject_of
+from autovaruna.varuna.measuring import Subject, read_costs, subject_of
 from autovaruna.varuna.parts import keys_between, keys_of
 from autovaruna.varuna.profile_folder import Facts, ProfileFolder
 from autovaruna.varuna.ranks import device_of, local_rank_of
