@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -57,8 +58,22 @@ class SplitModule(nn.Module):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yields the parameters that this rank holds, under the model's own names."""
-        yield from self.model.named_parameters(prefix, recurse, remove_duplicate)
+        """Yields the parameters that this rank holds, under the model's own names.
+
+        Where there are none, as in a stage that is only a loss, it yields one without elements: torch makes no
+        optimizer of nothing.
+        """
+        own = list(self.model.named_parameters(prefix, recurse, remove_duplicate))
+        yield from own or [("no_parameters", self._placeholder)]
+
+    @cached_property
+    def _placeholder(self) -> nn.Parameter:
+        return nn.Parameter(torch.empty(0))
+
+    def _drop_placeholder(self, optimizer: torch.optim.Optimizer) -> None:
+        """Takes what stands for no parameters out of an optimizer."""
+        for group in optimizer.param_groups:
+            group["params"][:] = [each for each in group["params"] if each is not self._placeholder]
 
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True

@@ -180,6 +180,7 @@ class Varuna(SplitModule):
         Raises:
             InputError: the optimizer has other parameters.
         """
+        self._drop_placeholder(optimizer)
         adopt(self.model, optimizer)
         if self._scale is not None:
             self._scale.configure(loss_scale, init_loss_scale, min_loss_scale)
