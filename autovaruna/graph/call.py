@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import inspect
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -64,6 +65,10 @@ class CallSpec:
 
     def key(self) -> str:
         """Returns a digest that is equal for calls that one trace serves, whatever their batch size."""
+        return self._key
+
+    @cached_property
+    def _key(self) -> str:
         text = "\n".join([self.tree.key(), *(spec.key() for spec in self.inputs), self.mode])
         return hashlib.sha256(text.encode()).hexdigest()
 
@@ -97,7 +102,19 @@ def describe(
 
 
 def _input_names(model: nn.Module, paths: Sequence[str]) -> list[str]:
-    parameters = list(inspect.signature(model.forward).parameters.values())
+    forward = model.forward
+    if inspect.ismethod(forward):
+        return list(_names_of_method(forward.__func__, tuple(paths)))
+    return _names_in(list(inspect.signature(forward).parameters.values()), paths)
+
+
+@lru_cache(maxsize=64)
+def _names_of_method(function: Callable[..., Any], paths: tuple[str, ...]) -> tuple[str, ...]:
+    """Returns the names of inputs of a method; a function of the class, which keeps no model alive."""
+    return tuple(_names_in(list(inspect.signature(function).parameters.values())[1:], paths))
+
+
+def _names_in(parameters: Sequence[inspect.Parameter], paths: Sequence[str]) -> list[str]:
     names: list[str] = []
     for path in paths:
         name = _readable(path, parameters)

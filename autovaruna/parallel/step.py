@@ -13,7 +13,6 @@ from torch import Tensor
 
 from autovaruna.errors import InputError
 from autovaruna.graph.outputs import OutputKind, OutputSpec
-from autovaruna.runtime.batch import MicroBatch
 from autovaruna.runtime.exchange import GradientExchange
 from autovaruna.runtime.executor import Executor, Job
 from autovaruna.runtime.gradients import GradientBook
@@ -74,7 +73,8 @@ class Step:
     def whole(self) -> list[Tensor | None]:
         """Runs forwards and backwards for the expected loss gradient; ``backward`` gives the gradients out, scaled."""
         loss = next(place for place, spec in self.specs.items() if spec.kind is OutputKind.LOSS)
-        self.executor.output_gradients = lambda place, part: self._share(part) if place == loss else None
+        shares = {share: self._seed(share) for share in {part.share for part in self.job.batch.micro_batches.values()}}
+        self.executor.output_gradients = lambda place, part: shares[part.share] if place == loss else None
         if self.is_synchronising:
             self.executor.stage_ended = self.gradients.begin(self.exchange.origin)
         self.executor.run(self.program(tuple(Kind)))
@@ -137,11 +137,12 @@ class Step:
         published = publish(list(outputs.values()), carries, list(self.sources.values()), finish)
         return dict(zip(outputs, published, strict=True))
 
-    def _share(self, part: MicroBatch) -> Tensor:
+    def _seed(self, share: float) -> Tensor:
+        """Returns the gradient of a micro-batch's loss that has this share of the whole."""
         loss = self.job.split.traced.loss
         assert loss is not None
         value: Tensor = self.job.split.traced.nodes[loss.node].meta["val"]
-        return torch.full((), part.share * self.factor, dtype=value.dtype, device=value.device)
+        return torch.full((), share * self.factor, dtype=value.dtype, device=value.device)
 
     def _for_sources(
         self, totals: Mapping[str, Tensor], kept: Mapping[str, Tensor], inputs: Mapping[str, Tensor | None]

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import _engine_run_backward
+from torch.autograd import Variable
 
 _root = torch.zeros((), requires_grad=True)
 
@@ -39,7 +39,9 @@ def arrive(tensor: Tensor, gradients: dict[str, Tensor], name: str) -> Tensor:
 
 
 def go_backward(roots: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
-    """Runs backward; as ``torch.autograd.backward``, which takes as long to check shapes as a small stage computes."""
+    """Runs backward as ``torch.autograd.backward``, whose checks take as long as a small stage computes."""
     for root, gradient in zip(roots, gradients, strict=True):
         assert root.shape == gradient.shape, f"gradient of shape {gradient.shape} for a tensor of shape {root.shape}"
-    _engine_run_backward(tuple(roots), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True)
+    Variable._execution_engine.run_backward(
+        tuple(roots), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True
+    )

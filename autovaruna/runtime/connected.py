@@ -174,8 +174,12 @@ class ConnectedWorld(World):
         """Starts to send host tensors."""
         parts = self.send_parts(tensors, destination, channel, tag)
         count = self.count(("sent", destination, channel, tag), len(parts))
-        need = Need(destination, ("received", self.rank, channel, tag), count)
-        message = Message(self, parts, f"for rank {destination} to receive a message (tag {tag})", (need,))
+
+        def waiting() -> tuple[str, tuple[Need, ...]]:
+            need = Need(destination, ("received", self.rank, channel, tag), count)
+            return f"for rank {destination} to receive a message (tag {tag})", (need,)
+
+        message = Message(self, parts, waiting)
         if not message.is_done():
             self._sends.append(message)
         return message
@@ -191,14 +195,17 @@ class ConnectedWorld(World):
         """Posts the receive of host tensors; `finish` runs when they have arrived."""
         parts = self.receive_parts(buffers, source, channel, tag)
         count = self.count(("received", source, channel, tag), len(parts))
-        need = Need(source, ("sent", self.rank, channel, tag), count)
 
-        def finished() -> None:
+        def waiting() -> tuple[str, tuple[Need, ...]]:
+            need = Need(source, ("sent", self.rank, channel, tag), count)
+            return f"for a message of rank {source} (tag {tag})", (need,)
+
+        def finished(message: Message) -> None:
             self._receives.discard(message)
             if finish is not None:
                 finish()
 
-        message = Message(self, parts, f"for a message of rank {source} (tag {tag})", (need,), finished)
+        message = Message(self, parts, waiting, finished)
         self._receives.add(message)
         return message
 

@@ -7,7 +7,7 @@ could differ in the last bit.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -15,11 +15,19 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Shape, strides and dtype of one tensor of a message."""
+    """Shape, strides and dtype of one tensor of a message; `is_dense`: its elements fill memory without holes."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     dtype: torch.dtype
+    is_dense: bool = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "is_dense", self._fills_memory())
+
+    def fits(self, tensor: Tensor) -> bool:
+        """Says whether a tensor has this layout."""
+        return tensor.shape == self.shape and tensor.stride() == self.strides and tensor.dtype is self.dtype
 
     @property
     def _narrow_shape(self) -> tuple[int, ...]:
@@ -27,9 +35,7 @@ class Layout:
         pairs = zip(self.shape, self.strides, strict=True)
         return tuple(min(length, 1) if stride == 0 else length for length, stride in pairs)
 
-    @property
-    def is_dense(self) -> bool:
-        """Whether the elements fill a stretch of memory without holes or overlaps."""
+    def _fills_memory(self) -> bool:
         expected = 1
         for stride, length in sorted(zip(self.strides, self.shape, strict=True)):
             if length > 1:
@@ -62,6 +68,14 @@ class Layout:
 
 
 Layouts = tuple[Layout | None, ...]
+
+
+def fit(layouts: Layouts, tensors: Sequence[Tensor | None]) -> bool:
+    """Says whether a message has these layouts."""
+    return len(layouts) == len(tensors) and all(
+        tensor is None if layout is None else tensor is not None and layout.fits(tensor)
+        for layout, tensor in zip(layouts, tensors, strict=True)
+    )
 
 
 def layouts_of(tensors: Sequence[Tensor | None]) -> Layouts:

@@ -10,12 +10,13 @@ from collections import deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from autovaruna.errors import RankError
-from autovaruna.runtime.layout import Layouts, layouts_of
+from autovaruna.runtime.layout import Layouts, fit, layouts_of
 from autovaruna.runtime.world import Done, Pending, World
 
 TensorList = list[Tensor | None]
@@ -46,6 +47,15 @@ class Kind:
         return self._hash
 
 
+class _Posted(NamedTuple):
+    """A receive that is posted and not taken."""
+
+    layouts: Layouts
+    buffers: list[Tensor]
+    pending: Pending
+    num_bytes: int
+
+
 class Mail:
     """Sends and receives lists of tensors.
 
@@ -65,7 +75,7 @@ class Mail:
         self.waited_seconds = 0.0
         self._layouts: dict[Kind, Layouts] = {}
         self._local: dict[Route, deque[TensorList]] = {}
-        self._posted: dict[Route, deque[tuple[Layouts, list[Tensor], Pending]]] = {}
+        self._posted: dict[Route, deque[_Posted]] = {}
         self._expected: dict[Route, deque[Kind]] = {}
 
     def send(self, tensors: Sequence[Tensor | None], kind: Kind) -> Pending:
@@ -74,15 +84,15 @@ class Mail:
         if route.destination == self._world.rank:
             self._local.setdefault(route, deque()).append(list(tensors))
             return Done()
-        layouts = layouts_of(tensors)
-        known = self._layouts.setdefault(kind, layouts)
-        if known is layouts:
+        layouts = self._layouts.get(kind)
+        if layouts is None:
+            layouts = self._layouts[kind] = layouts_of(tensors)
             self._world.send_object(layouts, route.destination, route.tag)
-        elif known != layouts:
+        elif not fit(layouts, tensors):
             raise RankError(
-                f"The tensors for rank {route.destination} changed their layout within one graph: got {layouts}, "
-                f"expected {known}. An operation of the model chooses its output's layout by the numbers it gets; "
-                "make that output contiguous()."
+                f"The tensors for rank {route.destination} changed their layout within one graph: got "
+                f"{layouts_of(tensors)}, expected {layouts}. An operation of the model chooses its "
+                "output's layout by the numbers it gets; make that output contiguous()."
             )
         packed = [
             layout.pack(t) for layout, t in zip(layouts, tensors, strict=True) if layout is not None and t is not None
@@ -109,14 +119,14 @@ class Mail:
             if kind not in self._layouts:
                 self._layouts[kind] = self._world.receive_object(route.source, route.tag)
             self._post_known(route)
-        layouts, buffers, pending = self._posted[route].popleft()
-        if not pending.is_done():
+        posted = self._posted[route].popleft()
+        if not posted.pending.is_done():
             begin = perf_counter()
-            pending.wait()
+            posted.pending.wait()
             self.waited_seconds += perf_counter() - begin
-        self.num_posted_bytes -= sum(buffer.nbytes for buffer in buffers)
-        filled = iter(buffers)
-        return [None if layout is None else layout.unpack(next(filled)) for layout in layouts]
+        self.num_posted_bytes -= posted.num_bytes
+        filled = iter(posted.buffers)
+        return [None if layout is None else layout.unpack(next(filled)) for layout in posted.layouts]
 
     def _post_known(self, route: Route) -> None:
         """Posts the receives of a route up to the first message whose layouts are not known."""
@@ -127,5 +137,6 @@ class Mail:
     def _post(self, route: Route, layouts: Layouts) -> None:
         buffers = [layout.buffer(self._device) for layout in layouts if layout is not None]
         pending = self._world.receive(buffers, route.source, route.tag) if buffers else Done()
-        self.num_posted_bytes += sum(buffer.nbytes for buffer in buffers)
-        self._posted.setdefault(route, deque()).append((layouts, buffers, pending))
+        num_bytes = sum(buffer.nbytes for buffer in buffers)
+        self.num_posted_bytes += num_bytes
+        self._posted.setdefault(route, deque()).append(_Posted(layouts, buffers, pending, num_bytes))

@@ -19,14 +19,12 @@ class Message(Pending):
         self,
         world: ConnectedWorld,
         parts: list[Pending],
-        words: str,
-        needs: tuple[Need, ...],
-        finish: Callable[[], None] | None = None,
+        waiting: Callable[[], tuple[str, tuple[Need, ...]]],
+        finish: Callable[[Message], None] | None = None,
     ) -> None:
         self.world = world
         self.parts = parts
-        self.words = words
-        self.needs = needs
+        self.waiting = waiting
         self.finish = finish
 
     def is_done(self) -> bool:
@@ -38,14 +36,10 @@ class Message(Pending):
             parts.pop()
         if self.finish is not None:
             finish, self.finish = self.finish, None
-            finish()
+            finish(self)
         return True
 
     def wait(self) -> None:
         """Blocks until every part has arrived or left."""
         if not self.is_done():
             self.world.wait_until(self.is_done, self.waiting)
-
-    def waiting(self) -> tuple[str, tuple[Need, ...]]:
-        """Says in words and for the hub what is missing."""
-        return self.words, self.needs

@@ -228,4 +228,4 @@ def broadcast_in_tree(group: Group, tensor: Tensor, root: int) -> None:
 def finish_broadcast(group: Group, parts: list[Pending], root: int, ranks: list[int]) -> None:
     """Waits for the messages of a broadcast, which need `ranks` to call it."""
     words = f"for a broadcast of rank {root} among ranks {group.ranks}"
-    Message(group.world, parts, words, tuple(group.need(rank) for rank in ranks)).wait()
+    Message(group.world, parts, lambda: (words, tuple(group.need(rank) for rank in ranks))).wait()

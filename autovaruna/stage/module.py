@@ -41,7 +41,7 @@ class StageModule:
         run: Callable[..., Sequence[Tensor]] | None = None,
     ) -> None:
         self.part = part
-        self._run = part.piece.module if run is None else run
+        self._run = part.piece.module.forward if run is None else run
         self.leaves: dict[ParameterUse, Tensor] = {}
         self._parameters = parameters
         self._buffers = buffers
