@@ -63,6 +63,7 @@ def _replica(pipeline: Pipeline, policy: Policy, stage: int, index: int) -> Repl
     ranks = pipeline.stages[stage].ranks
     replica = Replica(ranks[index], stage, index, len(ranks), pipeline.share(stage, index))
     replica.needs_gradients = pipeline.needs_gradients
+    replica.num_later = pipeline.num_stages - 1 - stage
     if pipeline.needs_gradients:
         replica.depth = policy.depth(pipeline, stage, index)
         replica.needs_recompute = policy.recomputes(pipeline, stage)

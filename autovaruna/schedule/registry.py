@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from autovaruna.schedule.policies.gpipe import GPipe
+from autovaruna.schedule.policies.interleaved import Interleaved
 from autovaruna.schedule.policies.one_f_one_b import OneFOneB
 from autovaruna.schedule.policies.varuna import Varuna
 from autovaruna.schedule.policy import Policy
 
-POLICIES: dict[str, Policy] = {policy.name: policy for policy in (GPipe(), OneFOneB(), Varuna())}
+POLICIES: dict[str, Policy] = {policy.name: policy for policy in (GPipe(), OneFOneB(), Varuna(), Interleaved())}

@@ -43,6 +43,7 @@ class Replica:
         rank, stage, index: the index-th replica of the stage.
         stride: the number of replicas; its k-th micro-batch is ``k * stride + index``.
         num_micro_batches: how many are its own.
+        num_later: how many stages follow its own.
         depth: most forwards not yet backwarded; `peak` the most there were.
         forwards, recomputes, backwards: how many of each were started.
         can_forward, can_recompute, can_backward: whether the next one of each may start now.
@@ -50,14 +51,15 @@ class Replica:
     """
 
     __slots__ = (
-        "activations", "backwards", "can_backward", "can_forward", "can_recompute", "depth", "forwards",
-        "gradients", "has_gradient", "index", "needs_gradients", "needs_recompute", "num_micro_batches", "peak", "rank",
+        "activations", "backwards", "can_backward", "can_forward", "can_recompute", "depth", "forwards", "gradients",
+        "has_gradient", "index", "needs_gradients", "needs_recompute", "num_later", "num_micro_batches", "peak", "rank",
         "recomputes", "seconds", "stage", "stride",
     )  # fmt: skip
 
     def __init__(self, rank: int, stage: int, index: int, stride: int, num_micro_batches: int) -> None:
         self.rank, self.stage, self.index, self.stride = rank, stage, index, stride
         self.num_micro_batches = num_micro_batches
+        self.num_later = 0
         self.depth = num_micro_batches
         self.needs_gradients = True
         self.needs_recompute = False

@@ -7,7 +7,7 @@ import inspect
 import pytest
 
 from autovaruna.schedule import POLICIES, draw, simulate
-from tests.schedule.pipelines import chain, deepened
+from tests.schedule.pipelines import chain, deepened, placed
 
 
 def drawing(name: str) -> str:
@@ -17,12 +17,16 @@ def drawing(name: str) -> str:
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_policy_is_its_drawing(name: str) -> None:
-    """Three stages, four micro-batches, one slot an instruction; varuna's drawing recomputes."""
-    pipeline = chain(3, 4, recompute=1.0 if name == "varuna" else None)
-    pipeline = deepened(pipeline) if name == "gpipe" else pipeline
-    assert draw(simulate(pipeline, POLICIES[name]), 1.0) == drawing(name)
+    """Four micro-batches, one slot an instruction; three stages, and four on two ranks for interleaved."""
+    drawn = {
+        "gpipe": deepened(chain(3, 4)),
+        "1f1b": chain(3, 4),
+        "varuna": chain(3, 4, recompute=1.0),
+        "interleaved": placed(chain(4, 4), [(0,), (1,), (0,), (1,)], 2),
+    }
+    assert draw(simulate(drawn[name], POLICIES[name]), 1.0) == drawing(name)
 
 
 def test_registry_names_are_the_policies_own() -> None:
-    assert list(POLICIES) == ["gpipe", "1f1b", "varuna"]
+    assert list(POLICIES) == ["gpipe", "1f1b", "varuna", "interleaved"]
     assert all(policy.name == name for name, policy in POLICIES.items())
