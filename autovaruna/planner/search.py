@@ -13,7 +13,7 @@ import numpy as np
 
 from autovaruna.errors import PlanError
 from autovaruna.planner.bound import StepBound
-from autovaruna.planner.candidate import SECONDS_OF_AN_ACT, Candidate, Planner
+from autovaruna.planner.candidate import Candidate, Planner
 from autovaruna.planner.climb import climb
 from autovaruna.planner.groups import GroupSearch, is_small
 from autovaruna.planner.infeasible import explain_infeasible
@@ -26,6 +26,7 @@ from autovaruna.planner.options import (
     variants,
     zoomed_positions,
 )
+from autovaruna.planner.prediction import SECONDS_OF_AN_ACT
 from autovaruna.planner.problem import Problem, check_problem
 from autovaruna.planner.ranges import RangeTables
 from autovaruna.planner.records import Plan

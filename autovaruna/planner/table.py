@@ -9,9 +9,9 @@ from rich import box
 from rich.table import Table
 
 from autovaruna.graph.records import Graph
-from autovaruna.planner.candidate import short_enough
 from autovaruna.planner.infeasible import readable
 from autovaruna.planner.pipeline import pipeline_of, policy_of
+from autovaruna.planner.prediction import short_enough
 from autovaruna.planner.records import Plan, StagePlan
 from autovaruna.schedule import LostTime, simulate
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from autovaruna.planner import candidate as candidate_module
+from autovaruna.planner import prediction as prediction_module
 from autovaruna.planner.candidate import Candidate, Planner
 from autovaruna.planner.cycles import cycle_seconds, is_plain
 from autovaruna.planner.ranges import RangeTables
@@ -54,13 +54,13 @@ def test_only_where_the_order_can_be_foreseen() -> None:
 
 
 def test_replicas_of_long_plans_are_one_such_pipeline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(candidate_module, "_ACTS_OF_A_PLAIN_STEP", 0)
-    monkeypatch.setattr(candidate_module, "_ACTS_OF_A_SHORT_STEP", 0)
+    monkeypatch.setattr(prediction_module, "_ACTS_OF_A_PLAIN_STEP", 0)
+    monkeypatch.setattr(prediction_module, "_ACTS_OF_A_SHORT_STEP", 0)
     problem = make_problem(8, 8, 64)
     planner = Planner(problem, RangeTables(problem.graph, range(9)))
     plan = planner.build(Candidate((0, 2, 4, 6), tuple((s, s + 4) for s in range(4)), 20))
     assert plan
     predicted = planner.predict(plan)
     assert predicted
-    assert planner.num_acts < 20 * 20
+    assert planner.predictor.num_acts < 20 * 20
     assert predicted.predicted_seconds == pytest.approx(planner.predict_whole(plan).predicted_seconds, rel=2e-2)

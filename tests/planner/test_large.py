@@ -8,10 +8,11 @@ from dataclasses import replace
 
 import pytest
 
-from autovaruna.planner import candidate as candidate_module
 from autovaruna.planner import options
-from autovaruna.planner.candidate import Candidate, Planner, fold
+from autovaruna.planner import prediction as prediction_module
+from autovaruna.planner.candidate import Candidate, Planner
 from autovaruna.planner.pipeline import policy_of
+from autovaruna.planner.prediction import fold
 from autovaruna.planner.ranges import RangeTables
 from autovaruna.planner.search import make_plan
 from autovaruna.schedule import simulate
@@ -35,7 +36,7 @@ def test_a_folded_pipeline_takes_as_long(replicas: tuple[int, ...], count: int) 
 
 @pytest.mark.parametrize("seed", range(8))
 def test_a_long_step_is_predicted_from_shorter_ones(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(candidate_module, "_ACTS_OF_A_SHORT_STEP", 0)
+    monkeypatch.setattr(prediction_module, "_ACTS_OF_A_SHORT_STEP", 0)
     rng = random.Random(seed)
     replicas = [rng.randint(1, 3) for _ in range(3)]
     problem = make_problem(9, sum(replicas), 400, seed)

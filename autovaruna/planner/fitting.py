@@ -1,0 +1,87 @@
+"""Fits stages into the memory of their ranks: recompute first, then a smaller in-flight depth."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from autovaruna.planner.memory import Holdings
+from autovaruna.planner.sized import Sized
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """A stage while its recompute and depth are still open; the depth goes down to `least_in_flight`."""
+
+    held: Holdings[float]
+    ranks: tuple[int, ...]
+    in_flight: int
+    least_in_flight: int
+    needs_recompute: bool
+
+
+def fit(sized: Sized, options: Sequence[Option]) -> list[Option] | None:
+    """Saves memory where a rank has too little; returns None if there is no way."""
+    fitted = list(options)
+    limits = sized.problem.cluster.memory_bytes
+    held: dict[int, list[int]] = {}
+    for stage, option in enumerate(options):
+        for rank in option.ranks:
+            held.setdefault(rank, []).append(stage)
+    tightest: dict[tuple[int, ...], float] = {}
+    for rank, stages in held.items():
+        tightest[tuple(stages)] = min(tightest.get(tuple(stages), limits[rank]), limits[rank])
+    for shared, limit in tightest.items():
+        found = _fit_rank(sized, [fitted[stage] for stage in shared], limit)
+        if found is None:
+            return None
+        for stage, option in zip(shared, found, strict=True):
+            fitted[stage] = option
+    return fitted
+
+
+def bytes_of(sized: Sized, option: Option) -> float:
+    """Returns the peak of a stage on one replica."""
+    return sized.model.total(option.held, option.in_flight, option.needs_recompute)
+
+
+def _fit_rank(sized: Sized, options: list[Option], limit: float) -> list[Option] | None:
+    """Fits the stages of one rank: those recompute that save most by it, then the greatest depths are lowered."""
+    while _total(sized, options) > limit:
+        savings = [_recompute_saving(sized, option) for option in options]
+        most = max(range(len(options)), key=savings.__getitem__)
+        if savings[most] <= 0:
+            return _with_less_in_flight(sized, options, limit)
+        options[most] = replace(options[most], needs_recompute=True)
+    return options
+
+
+def _recompute_saving(sized: Sized, option: Option) -> float:
+    if option.needs_recompute or True not in sized.recompute_choices:
+        return 0.0
+    return bytes_of(sized, option) - bytes_of(sized, replace(option, needs_recompute=True))
+
+
+def _with_less_in_flight(sized: Sized, options: list[Option], limit: float) -> list[Option] | None:
+    """Lowers the depths to the greatest one that fits for all, and lets stages keep one more where there is room."""
+    deepest = max(option.in_flight for option in options)
+    depth = deepest - bisect_left(
+        range(deepest), True, key=lambda less: _total(sized, _lowered(options, deepest - less)) <= limit
+    )
+    if depth == 0:
+        return None
+    fitted = _lowered(options, depth)
+    for k, option in enumerate(options):
+        more = [*fitted[:k], *_lowered([option], depth + 1), *fitted[k + 1 :]]
+        fitted = more if _total(sized, more) <= limit else fitted
+    return fitted
+
+
+def _lowered(options: Iterable[Option], depth: int) -> list[Option]:
+    """Returns the options with a depth no greater than given, as far as it may be lowered."""
+    return [replace(o, in_flight=min(o.in_flight, max(depth, o.least_in_flight))) for o in options]
+
+
+def _total(sized: Sized, options: Iterable[Option]) -> float:
+    return sum(bytes_of(sized, option) for option in options)
