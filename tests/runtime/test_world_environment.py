@@ -5,7 +5,6 @@ import math
 import pytest
 import torch
 
-from autovaruna.errors import MeasureError
 from autovaruna.profiler.records import LinkCost
 from autovaruna.runtime import links
 from autovaruna.runtime.ending import status_of
@@ -60,12 +59,12 @@ def test_a_rank_alone_has_free_links() -> None:
 
 
 def fake_clock(monkeypatch: pytest.MonkeyPatch, num_bad: int) -> None:
-    """Lets a message take 1 us and 1 ns a byte, but for the first `num_bad` large ones of each rank, which take 0."""
+    """Lets a message take 1 us and 1 ns a byte, but for the first `num_bad` large ones of each rank, which take less."""
     bad = [num_bad, num_bad]
 
     def seconds(world: World, peer: int, num_bytes: int, num_times: int) -> float:
         bad[world.rank] -= num_bytes == links.LARGE_BYTES
-        return 0.0 if bad[world.rank] >= 0 and num_bytes == links.LARGE_BYTES else 1e-6 + 1e-9 * num_bytes
+        return 5e-7 if bad[world.rank] >= 0 and num_bytes == links.LARGE_BYTES else 1e-6 + 1e-9 * num_bytes
 
     monkeypatch.setattr(links, "one_way_seconds", seconds)
 
@@ -79,14 +78,14 @@ def test_a_noisy_measurement_is_repeated(monkeypatch: pytest.MonkeyPatch) -> Non
         assert all_reduce > 0
 
 
-def test_a_measurement_that_stays_noisy_fails_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_measurement_that_stays_noisy_is_used_with_a_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     fake_clock(monkeypatch, num_bad=3)
-
-    def run(world: World) -> None:
-        with pytest.raises(MeasureError, match="expected the larger to take longer"):
-            links.measure_links(world)
-
-    run_ranks(2, run)
+    for local, remote, _ in run_ranks(2, links.measure_links):
+        assert local == remote
+        assert 0 < local.latency_seconds <= 1e-6 and 0 < local.bytes_per_second < float("inf")
+    assert "between ranks 0 and 1 a message of 256 bytes took longer" in caplog.text
 
 
 def test_dense_means_no_holes_and_no_overlaps() -> None:
