@@ -59,7 +59,7 @@ def test_a_rank_alone_has_free_links() -> None:
 
 
 def fake_clock(monkeypatch: pytest.MonkeyPatch, num_bad: int) -> None:
-    """Lets a message take 1 us and 1 ns a byte, but for the first `num_bad` large ones of each rank, which take less."""
+    """Lets a message take 1 us and 1 ns a byte, but the first `num_bad` large ones of each rank take less."""
     bad = [num_bad, num_bad]
 
     def seconds(world: World, peer: int, num_bytes: int, num_times: int) -> float:
