@@ -21,6 +21,8 @@ from autovaruna.graph.fixed_size import noted_fixed_sizes
 from autovaruna.graph.guards import check_functions, check_hooks, check_state, plain_state, watched
 from autovaruna.graph.origin import is_users
 from autovaruna.graph.precision import in_precision, noted_precision, switch_in_regions
+from autovaruna.graph.repeats import recalled_repeats
+from autovaruna.graph.stack import short_stacks
 from autovaruna.graph.tree import Tree, flatten
 
 _PREFIX = "model."
@@ -116,12 +118,13 @@ def export(model: nn.Module, call: CallSpec, batch_size: int, is_dynamic: bool, 
         noted_fixed_sizes() as fixing,
         in_precision(call.precision),
         noted_precision(call.precision),
+        short_stacks(),
     ):
         inputs = example_inputs(call, batch_size, mode, device)
         try:
             with warnings.catch_warnings():  # recurrent modules keep their weights twice; torch.export warns of it
                 warnings.filterwarnings("ignore", message="The tensor attribute")
-                program = torch.export.export(flat, (inputs,), dynamic_shapes=(shapes,), strict=False)
+                program = _program(flat, inputs, shapes)
             graph_module = program.module(check_guards=False)
         except (InputError, TraceError):
             raise
@@ -141,6 +144,19 @@ def export(model: nn.Module, call: CallSpec, batch_size: int, is_dynamic: bool, 
     switch_in_regions(graph_module)
     constants = _tidy(graph_module, [spec.name for spec in call.inputs], state)
     return Exported(graph_module, output_trees[-1], constants, is_dynamic, take_markers(graph_module))
+
+
+def _program(flat: _FlatCall, inputs: list[Tensor], shapes: list[Any]) -> torch.export.ExportedProgram:
+    """Runs torch.export; if it fails and something was recalled, runs it again without."""
+    with recalled_repeats() as repeats:
+        try:
+            return torch.export.export(flat, (inputs,), dynamic_shapes=(shapes,), strict=False)
+        except (InputError, TraceError):
+            raise
+        except Exception:
+            if repeats is None or not repeats.num_recalled:
+                raise
+    return torch.export.export(flat, (inputs,), dynamic_shapes=(shapes,), strict=False)
 
 
 def example_inputs(call: CallSpec, batch_size: int, mode: FakeTensorMode, device: torch.device) -> list[Tensor]:

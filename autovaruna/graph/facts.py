@@ -20,6 +20,7 @@ from autovaruna.graph.call import CallSpec
 from autovaruna.graph.export import Exported, example_inputs
 from autovaruna.graph.fake import fake_like
 from autovaruna.graph.precision import in_precision, precision_of
+from autovaruna.graph.recall import Memory
 
 aten = torch.ops.aten
 _RUNNING_STATISTICS: dict[Any, tuple[int, int, int]] = {
@@ -67,7 +68,10 @@ class _Pass(fx.Interpreter):
     module: fx.GraphModule
     attributes: dict[str, Tensor]
     counter: FlopCounterMode
+    mode: FakeTensorMode
+    memory: Memory = field(default_factory=Memory)
     facts: dict[str, Fact] = field(default_factory=dict)
+    num_flops: int = 0
 
     def __post_init__(self) -> None:
         super().__init__(self.module, garbage_collect_values=False)
@@ -76,10 +80,23 @@ class _Pass(fx.Interpreter):
         known = self.attributes.get(str(target))
         return known if known is not None else super().get_attr(target, args, kwargs)
 
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        call = self.memory.take_apart(target, args, kwargs, self.mode, lambda tensor: False)
+        recalled = None if call is None else self.memory.recall(call)
+        if recalled is not None:
+            value, _, self.num_flops = recalled
+            return value
+        before = self.counter.get_total_flops()
+        value = super().call_function(target, args, kwargs)
+        self.num_flops = self.counter.get_total_flops() - before
+        if call is not None:
+            self.memory.note(call, value, lambda _: self.num_flops)
+        return value
+
     def run_node(self, n: fx.Node) -> Any:
         inputs = [leaf for arg in n.all_input_nodes for leaf in _tensors(self.env[arg])]
         versions = [tensor._version for tensor in inputs]
-        before = self.counter.get_total_flops()
+        self.num_flops = 0
         with in_precision(precision_of(n)):
             value = super().run_node(n)
         written = {_storage(t) for t, version in zip(inputs, versions, strict=True) if t._version != version}
@@ -91,7 +108,7 @@ class _Pass(fx.Interpreter):
             writes=frozenset(written | self._statistics(n)),
             makes=frozenset(map(_storage, outputs)),
             is_random=is_random(self.module, n),
-            num_flops=float(self.counter.get_total_flops() - before),
+            num_flops=float(self.num_flops),
         )
         return value
 
@@ -126,7 +143,7 @@ def learn(
         attributes[name] = memo[id(tensor)]
     inputs = example_inputs(call, batch_size, mode, device)
     with mode, flops.counter() as counter:
-        graph_pass = _Pass(exported.module, attributes, counter)
+        graph_pass = _Pass(exported.module, attributes, counter, mode)
         graph_pass.run(*inputs, enable_io_processing=False)
     return graph_pass.facts
 
