@@ -35,7 +35,14 @@ class Settings:
 
     # The plan.
     num_stages: int = _setting(
-        count(), 0, "Stages of the pipeline; 0: the planner decides.", "partition_num", "nstages"
+        count(),
+        0,
+        "Stages of the pipeline, several a rank if there are more than ranks; 0: the planner decides.",
+        "partition_num",
+        "nstages",
+    )
+    max_stages_per_rank: int = _setting(
+        count(), 0, "Most stages the planner may give a rank; 0: as many as pay, up to 4; 1: one stage a rank."
     )
     num_replicas: int = _setting(count(), 0, "Replicas of every stage; 0: the planner decides.", "replica_num")
     num_micro_batches: int = _setting(count(), 0, "Micro-batches of a step; 0: the planner decides.", "pipeline_num")

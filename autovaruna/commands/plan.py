@@ -10,6 +10,7 @@ from autovaruna.errors import ConfigError
 HELP = "plan a model for any number of ranks, none of which has to be there"
 _SETTINGS = (
     "num_stages",
+    "max_stages_per_rank",
     "num_replicas",
     "num_micro_batches",
     "micro_batch_size",

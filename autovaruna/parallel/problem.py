@@ -10,6 +10,7 @@ from autovaruna.settings import Settings
 
 SHAPING = (
     "num_stages",
+    "max_stages_per_rank",
     "num_replicas",
     "num_micro_batches",
     "micro_batch_size",
@@ -45,6 +46,7 @@ def constraints_of(settings: Settings, traced: TracedModel, num_mini_batches: in
     has_loss = traced.loss is not None or not needs_gradient(traced)
     return Constraints(
         num_stages=settings.num_stages,
+        max_stages_per_rank=settings.max_stages_per_rank,
         num_replicas=settings.num_replicas,
         num_micro_batches=settings.num_micro_batches,
         micro_batch_size=settings.micro_batch_size,

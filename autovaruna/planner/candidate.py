@@ -20,7 +20,9 @@ from autovaruna.planner.records import BlockBytes, Plan, StagePlan
 from autovaruna.planner.sized import Sized
 from autovaruna.schedule import Pipeline, latency_depth, simulate, textbook_depth
 
-_ACTS_OF_A_CANDIDATE = 100
+_ACTS_OF_A_CANDIDATE, _ACTS_OF_A_STAGE = 100, 5
+_ACTS_OF_A_FIT = 30
+"""What it takes to fit a stage that shares its ranks with others into their memory."""
 DEPTHS = {"textbook": textbook_depth, "latency": latency_depth}
 
 
@@ -63,6 +65,11 @@ class Planner:
         self.predictor.num_acts += _ACTS_OF_A_CANDIDATE
         return self.spent_seconds
 
+    def count_step(self) -> float:
+        """Counts a stage that is laid down and no more, and returns `spent_seconds`."""
+        self.predictor.num_acts += _ACTS_OF_A_STAGE
+        return self.spent_seconds
+
     def step_costs(self, candidate: Candidate) -> float:
         """Returns what the simulation of a candidate takes at least, counted as `spent_seconds` is."""
         counts = [len(ranks) for ranks in candidate.ranks]
@@ -71,6 +78,8 @@ class Planner:
     def build(self, candidate: Candidate) -> Plan | None:
         """Returns the plan of a candidate without a prediction, or None if it does not fit into memory."""
         sized = self.sized(candidate.num_micro_batches)
+        if candidate.is_interleaved:
+            self.predictor.num_acts += _ACTS_OF_A_FIT * len(candidate.starts)
         options = fit(sized, self._options(sized, candidate))
         if options is None:
             return None

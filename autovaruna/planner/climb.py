@@ -5,44 +5,44 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from autovaruna.planner.candidate import Candidate
+from autovaruna.planner.candidate import Candidate, Planner
 from autovaruna.planner.options import nearby_counts
 from autovaruna.planner.placing import changed_ranks
 from autovaruna.planner.problem import Problem
+from autovaruna.planner.trials import Trials
 
 _STEPS = (8, 4, 2, 1)
 
-Predict = Callable[[Candidate, float], float]
-"""Returns the predicted seconds of a candidate, infinite if they are not below some seconds."""
-Predicate = Callable[[], bool]
-Recut = Callable[[Candidate], Iterator[Candidate]]
+Recut = Callable[[Planner, Candidate], Iterator[Candidate]]
 """Yields a candidate with cuts that suit its ranks."""
 
 
-def climb(
-    problem: Problem,
-    num_segments: int,
-    start: Candidate,
-    seconds: float,
-    predict: Predict,
-    recut: Recut,
-    has_time: Predicate,
-) -> None:
-    """Changes a candidate, predicted to take so many seconds, until no small change makes it better.
+def climb(trials: Trials, start: Candidate, most_seconds: float, recut: Recut) -> bool:
+    """Changes a candidate until no small change makes it better, or simulations took so many seconds.
 
     Cuts move by ever fewer segments; then ranks change places, and after each change that helps cuts move again.
+
+    Returns:
+        False if not even one simulation fits into the seconds.
     """
+    planner = trials.planner
+    problem, num_segments, seconds = planner.problem, planner.tables.num_segments, trials.ranked[start]
+    limit = planner.spent_seconds + most_seconds
+    if planner.spent_seconds + planner.step_costs(start) > limit:
+        trials.was_cut_short = True
+        return False
     level = 0
     while level <= len(_STEPS):
         if level < len(_STEPS):
             near = _moved_cuts(problem, num_segments, start, _STEPS[level])
         else:
-            near = _moved_ranks(problem, start, recut)
+            near = _moved_ranks(planner, start, recut)
         better = None
         for other in near:
-            if not has_time():
-                return
-            found = predict(other, seconds)
+            if planner.spent_seconds > limit:
+                trials.was_cut_short = True
+                return True
+            found = trials.attempt(other, seconds)
             if found < seconds:
                 better, seconds = other, found
                 break
@@ -50,14 +50,17 @@ def climb(
             level += 1
         else:
             start, level = better, min(level, len(_STEPS) - 2)
+    return True
 
 
-def _moved_ranks(problem: Problem, start: Candidate, recut: Recut) -> Iterator[Candidate]:
+def _moved_ranks(planner: Planner, start: Candidate, recut: Recut) -> Iterator[Candidate]:
     """Yields candidates with ranks in other places, with the same cuts and with those that suit them."""
-    for ranks in changed_ranks(problem, start.ranks):
-        other = replace(start, ranks=ranks)
+    groups = tuple(dict.fromkeys(start.ranks))
+    pattern = [groups.index(ranks) for ranks in start.ranks]
+    for changed in changed_ranks(planner.problem, groups):
+        other = replace(start, ranks=tuple(changed[group] for group in pattern))
         yield other
-        yield from recut(other)
+        yield from recut(planner, other)
 
 
 def _moved_cuts(problem: Problem, num_segments: int, start: Candidate, step: int) -> Iterator[Candidate]:

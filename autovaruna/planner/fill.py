@@ -47,3 +47,21 @@ def last_holders(graph: Graph, values: Iterable[Value]) -> list[int]:
         for before, user in pairwise(chain):
             holders[user] = max(holders[user], before)
     return holders
+
+
+def longest_path(values: Iterable[Value], block_seconds: Array) -> list[int]:
+    """Returns the blocks of the path along values, each block before the next, that takes longest."""
+    before: dict[int, list[int]] = {}
+    for value in values:
+        for user in value.consumers:
+            before.setdefault(user, []).append(value.producer)
+    seconds, origin = np.array(block_seconds, dtype=np.float64), [-1] * len(block_seconds)
+    for block in range(len(block_seconds)):
+        producers = before.get(block)
+        if producers:
+            origin[block] = max(producers, key=lambda producer: seconds[producer])
+            seconds[block] += seconds[origin[block]]
+    path = [int(seconds.argmax())]
+    while origin[path[-1]] >= 0:
+        path.append(origin[path[-1]])
+    return path[::-1]

@@ -61,9 +61,10 @@ class GroupSearch:
     def _costs(self, waits: Waits) -> dict[Group, Array]:
         forced = self.sized.problem.constraints.num_replicas
         groups = [group for group in _subgroups(self.all) if sum(group) and forced in (0, sum(group))]
-        return {g: StepBound(self.sized, self._ranks(g), waits).stage_seconds(sum(g)) for g in groups}
+        return {g: StepBound(self.sized, self.ranks_of(g), waits).stage_seconds(sum(g)) for g in groups}
 
-    def _ranks(self, group: Group) -> list[int]:
+    def ranks_of(self, group: Group) -> list[int]:
+        """Returns ranks that make such a group."""
         return [rank for members, held in zip(self.members, group, strict=True) for rank in members[:held]]
 
     def _least(self) -> dict[Group, Array]:
@@ -73,12 +74,12 @@ class GroupSearch:
         for left in _subgroups(self.all):
             best = np.full(n + 1, np.inf)
             best[n] = 0.0
-            for group, rest in self._taken(left):
+            for group, rest in self.taken(left):
                 best[:n] = np.minimum(best[:n], np.maximum(self.costs[group][:n], least[rest][None, :]).min(axis=1))
             least[left] = best
         return least
 
-    def _taken(self, left: Group) -> Iterator[tuple[Group, Group]]:
+    def taken(self, left: Group) -> Iterator[tuple[Group, Group]]:
         """Yields each group that a stage may take, with what is left then."""
         for group in self.costs:
             rest = tuple(has - takes for has, takes in zip(left, group, strict=True))
@@ -97,10 +98,10 @@ class GroupSearch:
             seconds, minus_at, _, starts, groups, left = heappop(queue)
             at = -minus_at  # Of equal bounds, what is nearest to its end comes first.
             if at == n:
-                for ranks in self._orders(groups):
+                for ranks in self.orders(groups):
                     yield seconds, Candidate(starts, ranks, self.sized.num_micro_batches)
                 continue
-            for group, rest in self._taken(left):
+            for group, rest in self.taken(left):
                 reached = np.maximum(np.maximum(self.costs[group][at], self.least[rest]), seconds)
                 for end in np.flatnonzero(np.isfinite(reached)):
                     if self._may_have(len(starts) + 1, int(end)):
@@ -113,7 +114,8 @@ class GroupSearch:
         is_right = (end == self.num_segments) == (more == 0) and 0 <= more <= self.num_segments - end
         return is_right or not self.forced_stages
 
-    def _orders(self, groups: tuple[Group, ...]) -> Iterator[Ranks]:
+    def orders(self, groups: tuple[Group, ...]) -> Iterator[Ranks]:
+        """Yields the ranks of groups that are apart: within each group, those of several classes in every order."""
         taken, choices = [0] * len(self.all), []
         for group in groups:
             ranks: list[int] = []

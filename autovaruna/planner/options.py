@@ -11,7 +11,7 @@ from autovaruna.planner.costs import Array, costs_at
 from autovaruna.planner.cuts import resolve_cuts
 from autovaruna.planner.marks import marked_blocks
 from autovaruna.planner.pipeline import policy_of
-from autovaruna.planner.problem import Problem, micro_batch_range
+from autovaruna.planner.problem import MOST_STAGES_PER_RANK, Problem, forced_stages, micro_batch_range
 
 MAX_SEGMENTS = 400
 """Matrices over ranges have the square of this many entries."""
@@ -20,6 +20,7 @@ _MAX_COUNTS = 32
 MAX_UNITS = 12
 """With more ranks than this, not every replica count is tried for every stage."""
 _MAX_STAGES = 2048
+FEWEST_GROUPS = 2
 
 
 def cut_positions(problem: Problem) -> list[int]:
@@ -98,11 +99,21 @@ def nearby_counts(problem: Problem, count: int) -> list[int]:
 def stage_limit(problem: Problem, num_segments: int) -> int:
     """Returns the greatest number of stages to try."""
     constraints = problem.constraints
-    forced = constraints.num_stages or (len(constraints.cuts) + 1 if constraints.cuts else 0)
-    return forced or min(problem.cluster.num_ranks // max(constraints.num_replicas, 1), num_segments, _MAX_STAGES)
+    return forced_stages(problem) or min(
+        problem.cluster.num_ranks // max(constraints.num_replicas, 1), num_segments, _MAX_STAGES
+    )
 
 
-def variants(problem: Problem, num_stages: int) -> list[tuple[str, str]]:
+def stages_per_rank(problem: Problem) -> int:
+    """Returns the most stages of a rank that the search may choose; more than asked for only if ranks are too few."""
+    constraints = problem.constraints
+    num_groups = problem.cluster.num_ranks // max(constraints.num_replicas, 1)
+    if constraints.stage_ranks or num_groups < FEWEST_GROUPS or 0 < forced_stages(problem) <= num_groups:
+        return 1
+    return constraints.max_stages_per_rank or MOST_STAGES_PER_RANK
+
+
+def variants(problem: Problem, num_stages: int, is_interleaved: bool = False) -> list[tuple[str, str]]:
     """Returns the (depth, schedule) pairs to simulate."""
     constraints = problem.constraints
     depths = ["textbook"] if num_stages == 1 or constraints.in_flight else ["latency", "textbook"]
@@ -110,6 +121,8 @@ def variants(problem: Problem, num_stages: int) -> list[tuple[str, str]]:
         policy_of(constraints.schedule)
         is_full = constraints.schedule == "gpipe"
         return [(depth, constraints.schedule) for depth in (depths[:1] if is_full else depths)]
+    if is_interleaved:
+        return [(depth, schedule) for schedule in ("interleaved", "1f1b") for depth in reversed(depths)]
     pairs = [(depth, "1f1b") for depth in depths]
     if num_stages > 1 and problem.needs_gradient:
         pairs += [(depth, "varuna") for depth in depths]

@@ -14,6 +14,7 @@ _ACTS_OF_A_BOUND = 50
 _ACTS_OF_A_CYCLE, _ACTS_OF_A_PLAIN_STEP = 10, 40_000
 _ACTS_OF_A_SHORT_STEP = 20_000
 _ACTS_OF_A_WHOLE_STEP = 1_000_000
+_ACTS_OF_A_SHARED_ACT = 2
 SECONDS_OF_AN_ACT = 4e-6
 
 
@@ -57,7 +58,8 @@ class Predictor:
 
     def _simulate(self, pipeline: Pipeline, policy: Policy) -> float:
         simulation = simulate(pipeline, policy)
-        self.num_acts += sum(len(acts) for acts in simulation.acts)
+        is_shared = sum(stage.num_replicas for stage in pipeline.stages) > pipeline.num_ranks
+        self.num_acts += sum(len(acts) for acts in simulation.acts) * (_ACTS_OF_A_SHARED_ACT if is_shared else 1)
         return simulation.step_seconds
 
 

@@ -9,6 +9,7 @@ from autovaruna.errors import PlanError
 from autovaruna.graph.records import Graph
 from autovaruna.profiler.records import Cluster, OptimizerCost, Profile
 
+MOST_STAGES_PER_RANK = 4
 RECOMPUTE_CHOICES = ("auto", "all", "none")
 
 
@@ -27,6 +28,7 @@ class Constraints:
         in_flight: the in-flight depth of every stage.
         cuts: the first block of each stage but the first: a block name, or a module path (its first block).
         stage_ranks: the ranks of each stage.
+        max_stages_per_rank: the most stages of a rank; 0: as many as pay, up to `MOST_STAGES_PER_RANK`.
         cutpoints: ``only`` cuts at the user's cut points alone, ``prefer`` there unless elsewhere is better by more
             than `marks.PREFER_MARGIN` or no cut there fits, ``ignore`` anywhere.
     """
@@ -42,6 +44,7 @@ class Constraints:
     in_flight: int = 0
     cuts: tuple[str, ...] = ()
     stage_ranks: tuple[tuple[int, ...], ...] = ()
+    max_stages_per_rank: int = 0
     cutpoints: str = "ignore"
 
     @property
@@ -75,6 +78,13 @@ class Problem:
     def micro_batch_size(self, num_micro_batches: int) -> float:
         """Returns the mean number of samples of one of M micro-batches."""
         return self.global_batch_size / num_micro_batches
+
+
+def forced_stages(problem: Problem) -> int:
+    """Returns the number of stages that the user has decided on, in whatever way; 0: none."""
+    constraints = problem.constraints
+    from_cuts = len(constraints.cuts) + 1 if constraints.cuts else 0
+    return len(constraints.stage_ranks) or constraints.num_stages or from_cuts
 
 
 def check_problem(problem: Problem) -> None:
@@ -156,11 +166,18 @@ def _ranks_complaint(problem: Problem) -> str:
                 f"stage_ranks[{stage}] names {len(ranks)} ranks, but num_replicas is {constraints.num_replicas}: "
                 f"drop one of the two settings"
             )
-    least = max(constraints.num_stages, len(constraints.cuts) + 1 if constraints.cuts else 1)
-    least *= max(constraints.num_replicas, 1)
-    if not constraints.stage_ranks and least > num_ranks:
-        return (
-            f"{least} ranks are needed (num_stages or cuts, times num_replicas), but there are {num_ranks}: lower "
-            f"them, or say with stage_ranks which rank holds several stages"
-        )
-    return ""
+    return "" if constraints.stage_ranks else _few_ranks_complaint(problem)
+
+
+def _few_ranks_complaint(problem: Problem) -> str:
+    """Returns what is wrong if stages and replicas need more ranks than there are, several stages a rank included."""
+    constraints, num_ranks = problem.constraints, problem.cluster.num_ranks
+    stages, replicas = max(forced_stages(problem), 1), max(constraints.num_replicas, 1)
+    num_groups, most = num_ranks // replicas, constraints.max_stages_per_rank or MOST_STAGES_PER_RANK
+    if stages <= num_groups or (num_groups > 1 and stages <= num_groups * most):
+        return ""
+    return (
+        f"{stages * replicas} ranks are needed (num_stages or cuts, times num_replicas), or {most} stages a rank "
+        f"(max_stages_per_rank) on fewer, but there are {num_ranks}: lower num_stages or num_replicas, or say with "
+        f"stage_ranks which rank holds which stages"
+    )

@@ -86,6 +86,14 @@ class Sized:
             dtype=np.float64,
         )
 
+    @property
+    def whole_optimizer_seconds(self) -> float:
+        """Seconds of the optimizer step over all parameters, on a rank of speed 1."""
+        cost, n = self.problem.optimizer_cost, self.tables.num_segments
+        num_trained, trained = self.tables.num_trained[0, n], self.tables.trained_bytes[0, n]
+        each = cost.seconds_per_parameter * num_trained + cost.seconds_per_byte * trained
+        return float(each) if self.problem.needs_gradient else 0.0
+
     @cached_property
     def overhead_seconds(self) -> float:
         """What the executor adds to the forward and the backward of a micro-batch at one stage."""

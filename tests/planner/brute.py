@@ -31,8 +31,36 @@ def in_any_order(num_ranks: int, num_stages: int) -> Iterator[Ranks]:
             yield tuple(order[a:b] for a, b in zip((0, *ends), ends, strict=False))
 
 
+def patterns(num_groups: int, most_stages: int) -> Iterator[tuple[int, ...]]:
+    """All orders of groups that hold one or two stages each, neighbours apart; groups come first in their order."""
+
+    def extend(pattern: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+        known = len(set(pattern))
+        if known == num_groups and len(pattern) > num_groups:
+            yield pattern
+        if len(pattern) < most_stages:
+            for group in range(min(known + 1, num_groups)):
+                if pattern[-1:] != (group,) and pattern.count(group) < 2:
+                    yield from extend((*pattern, group))
+
+    return extend(())
+
+
+def every_interleaved_plan(problem: Problem, *, is_ordered: bool = True) -> Iterator[Plan]:
+    """All plans in which some rank has two stages, and none more, with their predicted seconds."""
+    n, num_ranks = len(problem.graph.blocks), problem.cluster.num_ranks
+    planner = Planner(problem, RangeTables(problem.graph, range(n + 1)))
+    for count in micro_batch_counts(problem):
+        for num_groups in range(2, num_ranks + 1):
+            for groups in (in_order if is_ordered else in_any_order)(num_ranks, num_groups):
+                for pattern in patterns(num_groups, n):
+                    ranks = tuple(groups[group] for group in pattern)
+                    for inner in combinations(range(1, n), len(pattern) - 1):
+                        yield from _variants(planner, Candidate((0, *inner), ranks, count))
+
+
 def every_plan(problem: Problem, *, is_ordered: bool = True) -> Iterator[Plan]:
-    """All plans, on the ranks in their order or in any order, with their predicted seconds."""
+    """All plans with one stage a rank, on the ranks in their order or in any order, with their predicted seconds."""
     n, num_ranks = len(problem.graph.blocks), problem.cluster.num_ranks
     planner = Planner(problem, RangeTables(problem.graph, range(n + 1)))
     for count in micro_batch_counts(problem):
@@ -44,7 +72,9 @@ def every_plan(problem: Problem, *, is_ordered: bool = True) -> Iterator[Plan]:
 
 def _variants(planner: Planner, candidate: Candidate) -> Iterator[Plan]:
     for depth in ("textbook", "latency"):
-        for schedule in ("1f1b", "varuna", "gpipe"):
+        for schedule in (
+            ("1f1b", "varuna", "gpipe", "interleaved") if candidate.is_interleaved else ("1f1b", "varuna", "gpipe")
+        ):
             if schedule == "gpipe" and planner.problem.constraints.in_flight:
                 continue
             point = (candidate.starts, candidate.ranks, candidate.num_micro_batches)

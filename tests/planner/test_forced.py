@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -46,6 +47,22 @@ def test_counts(num_stages: int, num_blocks: int) -> None:
     assert (plan.num_micro_batches, plan.micro_batch_size) == (5, 12 / 5)
 
 
+@pytest.mark.parametrize(("num_stages", "num_replicas"), [(4, 1), (5, 1), (6, 1), (8, 1), (4, 0), (7, 0)])
+def test_more_stages_than_ranks_are_several_a_rank(num_stages: int, num_replicas: int) -> None:
+    plan = plan_of(num_stages=num_stages, num_replicas=num_replicas)
+    assert plan.num_stages == num_stages
+    ranks = [stage.ranks for stage in plan.stages]
+    assert all(one != other for one, other in pairwise(ranks))
+    assert all(len(each) == num_replicas for each in ranks if num_replicas)
+
+
+def test_stages_are_one_a_rank_if_there_are_ranks_enough_or_that_is_asked_for() -> None:
+    for settings in ({"num_stages": 3}, {"max_stages_per_rank": 1}, {"num_stages": 2, "num_replicas": 1}):
+        plan = plan_of(num_micro_batches=3, batch=3, **settings)
+        ranks = [rank for stage in plan.stages for rank in stage.ranks]
+        assert len(set(ranks)) == len(ranks)
+
+
 def test_depth_recompute_and_schedule() -> None:
     plan = plan_of(num_stages=3, in_flight=2, recompute="all", schedule="varuna")
     assert {stage.in_flight for stage in plan.stages} == {2}
@@ -81,7 +98,8 @@ def test_every_rank_can_pass_its_mini_batch() -> None:
         ({"stage_ranks": ((0, 0),)}, "different ranks"),
         ({"stage_ranks": ((0,), (1, 2)), "num_replicas": 2}, "num_replicas is 2"),
         ({"num_stages": 9}, "only 8 blocks"),
-        ({"num_stages": 4}, "4 ranks are needed"),
+        ({"num_stages": 4, "max_stages_per_rank": 1}, "4 ranks are needed"),
+        ({"num_stages": 7, "max_stages_per_rank": 2}, "7 ranks are needed.*or 2 stages a rank"),
         ({"num_stages": 2, "num_replicas": 2}, "4 ranks are needed"),
         ({"cuts": ("layers.2", "layers.1")}, "execution order"),
         ({"cuts": ("layers.0",)}, "empty"),

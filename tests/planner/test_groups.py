@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -67,7 +68,9 @@ def test_only_forced_numbers_of_stages_and_replicas_are_met() -> None:
 def test_six_uneven_ranks_and_ten_blocks_are_planned_without_rest() -> None:
     problem = make_uneven(make_problem(10, 6, 24, memory_bytes=3e6), random.Random(0))
     assert is_small(problem, 10)
-    assert "every plan that these leave was simulated" in make_plan(problem).bound_proof
+    single = replace(problem, constraints=replace(problem.constraints, max_stages_per_rank=1))
+    assert "every plan that these leave was simulated" in make_plan(single).bound_proof
+    assert "every plan with one stage a rank that these leave" in make_plan(problem).bound_proof
 
 
 def test_large_problems_are_left_to_the_formula() -> None:

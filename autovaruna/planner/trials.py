@@ -1,0 +1,126 @@
+"""Simulates candidates under the memory limit, and remembers what came out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+
+from autovaruna.planner.candidate import Candidate, Planner
+from autovaruna.planner.options import variants
+from autovaruna.planner.prediction import SECONDS_OF_AN_ACT
+from autovaruna.planner.records import Plan
+
+_LONG_SECONDS, _LONG_INTERLEAVED_SECONDS = 0.2, 0.02
+_REACHED = 0.999
+
+
+class Trials:
+    """What was tried; `best` is the fastest plan so far.
+
+    Args:
+        planner: of the problem.
+        is_small: whether every schedule is worth a try.
+
+    Attributes:
+        ranked: the least seconds of each candidate that was faster than it had to be.
+        was_cut_short: whether something was left out since its simulation is long, or time was up.
+    """
+
+    def __init__(self, planner: Planner, *, is_small: bool) -> None:
+        self.planner, self.is_small = planner, is_small
+        self.best: Plan | None = None
+        self.ranked: dict[Candidate, float] = {}
+        self.seen: dict[Candidate, float] = {}
+        self.was_cut_short = False
+
+    @property
+    def least_seconds(self) -> float:
+        """The seconds of the best plan, infinite if there is none."""
+        return self.best.predicted_seconds if self.best else float("inf")
+
+    def attempt(self, candidate: Candidate, below: float) -> float:
+        """Simulates a candidate in every variant; returns its least seconds, infinite if they are not below `below`."""
+        if candidate in self.seen:
+            return self.seen[candidate]
+        found, bounds = float("inf"), dict[tuple[bool, ...], float]()
+        is_long = self.is_long(candidate)
+        for plan in self._plans(candidate):
+            if is_long and found < float("inf"):
+                self.was_cut_short = True
+                break
+            recomputed = tuple(stage.needs_recompute for stage in plan.stages)
+            if recomputed not in bounds:
+                bounds[recomputed] = self.planner.bound(plan)  # It knows nothing of depths and schedules.
+            if bounds[recomputed] >= min(below, found * _REACHED):
+                continue
+            predicted = self.planner.predict(plan, min(below, found))
+            if predicted:
+                found = predicted.predicted_seconds
+                self.best = predicted if found < self.least_seconds else self.best
+        self.seen[candidate] = found
+        if found < float("inf"):
+            self.ranked[candidate] = found
+        return found
+
+    def _plans(self, candidate: Candidate) -> Iterator[Plan]:
+        """Yields the plans of a candidate that fit into memory, in every variant worth a simulation."""
+        is_free = self.planner.problem.constraints.schedule == "auto" and not self.is_small
+        built: dict[tuple[str, bool], Plan | None] = {}
+        for depth, schedule in variants(self.planner.problem, len(candidate.starts), candidate.is_interleaved):
+            key = depth, schedule == "gpipe"
+            if key not in built:
+                built[key] = self.planner.build(replace(candidate, depth=depth, schedule=schedule))
+            plan = built[key]
+            is_like_1f1b = is_free and schedule == "varuna" and plan and not any(s.needs_recompute for s in plan.stages)
+            if plan and not is_like_1f1b:
+                yield replace(plan, schedule=schedule)
+
+    def few_if_long(self, candidates: list[Candidate]) -> list[Candidate]:
+        """Returns the candidates, or, if their simulations are long, the one whose stages have the least bound."""
+        if len(candidates) < 2 or not self.is_long(candidates[0]):
+            return candidates
+        plans = [(candidate, self.planner.build(candidate)) for candidate in candidates]
+        bounds = {candidate: self.planner.bound(plan) for candidate, plan in plans if plan}
+        return [min(bounds, key=bounds.__getitem__)] if bounds else []
+
+    def is_long(self, candidate: Candidate) -> bool:
+        """Returns whether a simulation of the candidate takes long."""
+        replicas = min(len(ranks) for ranks in candidate.ranks)
+        limit = _LONG_INTERLEAVED_SECONDS if candidate.is_interleaved else _LONG_SECONDS
+        return is_long(len(candidate.starts), candidate.num_micro_batches, replicas, limit)
+
+    def is_over(self, seconds: float, limit_seconds: float) -> bool:
+        """Returns whether plans of so many seconds and more are not worth a try, or simulations took too long."""
+        if self.best is None or seconds >= self.least_seconds:
+            return self.best is not None
+        is_late = self.planner.spent_seconds > limit_seconds
+        self.was_cut_short = self.was_cut_short or is_late
+        return is_late
+
+    def best_few(self, most: int) -> list[Candidate]:
+        """Returns the best candidates: first of each number of stages, then of other ranks and micro-batches."""
+        ordered = sorted(self.ranked, key=self.ranked.__getitem__)
+        kinds: tuple[Callable[[Candidate], object], ...] = (
+            lambda c: len(c.starts),
+            lambda c: (c.num_micro_batches, c.ranks),
+        )
+        chosen: dict[Candidate, None] = {}
+        for kind in kinds:
+            chosen.update(dict.fromkeys({kind(candidate): candidate for candidate in reversed(ordered)}.values()))
+        first = sorted(list(chosen)[:most], key=self.ranked.__getitem__)
+        return [ordered[0], *(candidate for candidate in first if candidate != ordered[0])] if ordered else []
+
+
+def is_long(num_stages: int, num_micro_batches: int, num_replicas: int, limit: float = _LONG_SECONDS) -> bool:
+    """Returns whether the simulation of one replica of each stage takes long."""
+    return 2 * num_micro_batches / num_replicas * num_stages * SECONDS_OF_AN_ACT > limit
+
+
+def varied(pairs: Iterable[tuple[float, int, int]]) -> list[tuple[float, int, int]]:
+    """Returns (seconds, stages, M) so that each number of stages comes once before any comes twice."""
+    turns: dict[int, int] = {}
+    keyed = []
+    for pair in sorted(pairs):
+        turns[pair[1]] = turns.get(pair[1], -1) + 1
+        keyed.append((turns[pair[1]], pair))
+    return [pair for _, pair in sorted(keyed)]
