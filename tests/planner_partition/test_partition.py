@@ -84,10 +84,9 @@ def test_wide_graphs_are_solved(shape: tuple[int, list[tuple[int, int]]], num_de
 
 def test_too_many_downsets_leave_a_plan_with_a_gap() -> None:
     problem = forward_problem(*branches(8, 9))
-    found = partition(problem, 4, max_downsets=20_000)
+    found = partition(problem, 4, max_seconds=5.0, max_downsets=20_000)
     _assert_valid(problem, found)
     assert 0.0 <= found.gap < 0.03
-    assert "divided by the devices" in found.proof
 
 
 def test_a_search_ends_in_time_with_a_bound() -> None:

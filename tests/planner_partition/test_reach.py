@@ -12,9 +12,9 @@ from autovaruna.planner.partition.blocks import BlockGraph, bits, build_blocks
 from autovaruna.planner.partition.bounds import chain_load
 from autovaruna.planner.partition.chains import cut_order, topological_orders
 from autovaruna.planner.partition.cuts import Cuts
+from autovaruna.planner.partition.full_reach import FullReach
 from autovaruna.planner.partition.lattice import list_downsets
 from autovaruna.planner.partition.problem import Border, PartitionProblem
-from autovaruna.planner.partition.reach import Reach
 from autovaruna.planner.partition.remaining import remaining_after
 from autovaruna.planner.partition.resources import Resources, resources_of
 from autovaruna.planner.partition.words import unpack
@@ -22,11 +22,11 @@ from tests.planner_partition.brute_force import optimum, random_problem
 from tests.planner_partition.graphs import branches, chain_problem, forward_problem, grid, training_problem
 
 
-def _reach(problem: PartitionProblem, num_devices: int) -> Reach:
+def _reach(problem: PartitionProblem, num_devices: int) -> FullReach:
     graph = build_blocks(problem)
     levels = list_downsets(graph, 100_000)
     assert levels is not None
-    return Reach(graph, levels, resources_of(graph, problem.border, problem.limit_bytes), num_devices)
+    return FullReach(graph, levels, resources_of(graph, problem.border, problem.limit_bytes), num_devices)
 
 
 @pytest.mark.parametrize("border", ["added", "overlapped"])
@@ -54,7 +54,7 @@ def test_a_cut_that_is_beaten_is_never_the_only_way(border: Border) -> None:
         levels = list_downsets(graph, 1000)
         assert levels is not None
         resources = resources_of(graph, problem.border, problem.limit_bytes)
-        cuts = Cuts(levels, resources)
+        cuts = Cuts.of_levels(levels, resources)
         downsets = [unpack(row) for row in cuts.downsets]
         for row, further in enumerate(downsets):
             target = np.arange(len(cuts)) == row

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 from autovaruna.planner.partition.blocks import BlockGraph
 from autovaruna.planner.partition.bounds import Bounds, chain_load
+from autovaruna.planner.partition.full_reach import FullReach
 from autovaruna.planner.partition.lattice import count, list_downsets
-from autovaruna.planner.partition.reach import Reach
 from autovaruna.planner.partition.resources import resources_of
 
 _log = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ def close_in(
     num_downsets = count(levels)
     bounds.num_downsets = max(bounds.num_downsets, num_downsets)
     resources = resources_of(graph, bounds.problem.border, bounds.problem.limit_bytes)
-    search = _Search(graph, Reach(graph, levels, resources, bounds.num_devices), bounds, proof, loose)
+    search = _Search(graph, FullReach(graph, levels, resources, bounds.num_devices), bounds, proof, loose)
     _log.debug("closing in: %d blocks, %d downsets, bounds %g to %g", len(graph), num_downsets, search.low, search.high)
     search.run()
     return True
@@ -48,7 +48,7 @@ class _Search:
     """Bisection between `low`, below which this graph has no chain, and `high`, where it has one or none is wanted."""
 
     def __init__(
-        self, graph: BlockGraph, reach: Reach, bounds: Bounds, proof: str | None, loose: Sequence[Sequence[int]]
+        self, graph: BlockGraph, reach: FullReach, bounds: Bounds, proof: str | None, loose: Sequence[Sequence[int]]
     ) -> None:
         self._graph, self._reach, self._bounds = graph, reach, bounds
         self._proof, self._loose = proof, loose

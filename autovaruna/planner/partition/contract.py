@@ -57,7 +57,7 @@ def join_light(graph: BlockGraph, border: Border, needs_bytes: bool) -> BlockGra
     gain u or become {u, v}, and precedence stays. So a block that moved is not a goal, and a goal does not move.
     """
     labels = list(range(len(graph)))
-    ancestors, descendants = _closures(graph)
+    ancestors, descendants = closures(graph)
     nets_of = _nets_of(graph)
     goals: set[int] = set()
     for v in range(len(graph)):
@@ -112,7 +112,7 @@ def _nets_of(graph: BlockGraph) -> list[list[tuple[int, float]]]:
     return nets
 
 
-def _closures(graph: BlockGraph) -> tuple[list[int], list[int]]:
+def closures(graph: BlockGraph) -> tuple[list[int], list[int]]:
     """Returns each block's set of ancestors and of descendants."""
     ancestors, descendants = [0] * len(graph), [0] * len(graph)
     for a, b in sorted(graph.edges, key=lambda edge: edge[1]):

@@ -1,10 +1,7 @@
 """Decides whether a chain of devices exists on which no load exceeds a limit: device by device, from cut to cut.
 
 With i devices a cut is reached if it ends a chain of i devices, none above the limit. From every cut that i - 1
-devices reach, and that none other beats (see `cuts`), all larger cuts are tried at once. A cut E, with i devices before
-it, is left out where the devices left can never hold the rest, by two bounds: the fewest devices that compute alone
-needs; and the sum of all loads, for each device after E pays for its blocks, and each net open at E is paid by one
-of them at least. The same sum bounds the devices before E.
+devices reach, and that none other beats (see `cuts`), all larger cuts are tried at once.
 """
 
 from __future__ import annotations
@@ -13,21 +10,19 @@ import functools
 import math
 import operator
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
 from autovaruna.planner.partition.blocks import BlockGraph, bits
 from autovaruna.planner.partition.cuts import Cuts
-from autovaruna.planner.partition.lattice import Level
-from autovaruna.planner.partition.remaining import remaining_after
 from autovaruna.planner.partition.resources import Resources
 from autovaruna.planner.partition.words import Bools, Floats, Ints, Words, pack, unpack
 
 Chain = tuple[int, ...]
 _NO_CUT = -1
 _ONE = np.uint64(1)
-_ROUNDING = 1e-12
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,43 +39,31 @@ class Answer:
 
 
 class Reach:
-    """Answers for one list of downsets and many limits."""
+    """Answers for one table of cuts and many limits."""
 
-    def __init__(self, graph: BlockGraph, levels: list[Level], resources: Resources, num_devices: int) -> None:
-        self._levels, self._resources, self._num_devices = levels, resources, num_devices
-        self._cuts = Cuts(levels, resources)
+    def __init__(self, graph: BlockGraph, cuts: Cuts, resources: Resources, num_devices: int) -> None:
+        self._cuts, self._resources, self._num_devices = cuts, resources, num_devices
         wide = [net if net.bit_count() > 2 else 0 for net, _ in graph.nets]
         self._nets = [(seconds, _words_of(net, len(graph))) for net, (_, seconds) in zip(wide, graph.nets, strict=True)]
 
-    def may_exist(self, load: float) -> bool:
-        """Tells whether compute alone leaves room for a chain with no load above `load`."""
-        limit = float(self._resources.limits(load)[0])
-        return int(remaining_after(self._levels, self._resources.use[0], limit)[0].devices[0]) <= self._num_devices
-
-    def decide(self, load: float, deadline: float = math.inf) -> Answer:
+    def decide(self, load: float, may_end: Callable[[int], Bools], deadline: float = math.inf) -> Answer:
         """Looks for a chain on which no load exceeds `load`.
 
         Args:
             load: the limit in seconds; may be infinite.
+            may_end: says for a device, from 1, which cuts may be its end; true where a chain might need it.
             deadline: when to give up, on ``time.monotonic``'s clock.
         """
-        search = _Search(self._cuts, self._fewest(load), self._resources.limits(load), deadline)
+        search = _Search(self._cuts, self._resources.limits(load), deadline)
         starts = np.array([0])
         for device in range(1, self._num_devices + 1):
-            starts = self._next_starts(search, starts, device)
+            starts = self._next_starts(search, starts, np.flatnonzero(search.is_open & may_end(device)))
             if search.is_over or not len(starts):
                 break
         return Answer(self._chain(search.came_from) if search.has_everything else None, not search.is_late)
 
-    def _fewest(self, load: float) -> Ints:
-        """Returns the fewest devices that compute alone needs after each cut."""
-        limit = float(min(self._resources.limits(load)[0], 2.0 * self._resources.use[0].sum()))
-        return np.concatenate([rest.devices for rest in remaining_after(self._levels, self._resources.use[0], limit)])
-
-    def _next_starts(self, search: _Search, starts: Ints, device: int) -> Ints:
+    def _next_starts(self, search: _Search, starts: Ints, ends: Ints) -> Ints:
         """Reaches what one more device reaches, and returns the cuts at which the next one may start."""
-        after = self._num_devices - device
-        ends = np.flatnonzero(search.is_open & self._may_end(search.limits, device) & (search.fewest <= after))
         new = [np.zeros(0, dtype=np.int64)]
         for count, start in enumerate(starts):
             found = self._ends(int(start), ends, search.limits)
@@ -97,19 +80,6 @@ class Reach:
         found = np.concatenate(new)
         found = found[~search.beaten[found]]
         return found[np.lexsort((found, -self._cuts.use[0, found]))]
-
-    def _may_end(self, limits: Floats, device: int) -> Bools:
-        """Tells at which cuts the sums of all loads allow so many devices before, and the others after."""
-        cuts, after = self._cuts, self._num_devices - device
-        crossing = self._resources.crossing[:, None] * cuts.border
-        room = limits[:, None] * (1.0 + _ROUNDING)
-        rest = cuts.use[:, -1:] - cuts.use + crossing
-        before_fits: Bools = np.logical_and.reduce(cuts.use + crossing <= device * room, axis=0)
-        if after == 0:
-            is_everything: Bools = np.arange(len(cuts)) == len(cuts) - 1
-            return before_fits & is_everything
-        after_fits: Bools = np.logical_and.reduce(rest <= after * room, axis=0)
-        return before_fits & after_fits
 
     def _ends(self, start: int, cuts: Ints, limits: Floats) -> Ints:
         """Returns the cuts at which a device may end that starts at `start`."""
@@ -174,7 +144,6 @@ class _Search:
     """What one decision knows of each cut.
 
     Attributes:
-        fewest: the fewest devices that compute alone needs after it.
         limits: of each resource of a device.
         came_from: the cut at which the last device of its chain starts, if it is reached.
         beaten: whether another cut that is reached beats it.
@@ -182,9 +151,9 @@ class _Search:
         is_late: whether time is over.
     """
 
-    def __init__(self, cuts: Cuts, fewest: Ints, limits: Floats, deadline: float) -> None:
+    def __init__(self, cuts: Cuts, limits: Floats, deadline: float) -> None:
         self._cuts, self._deadline = cuts, deadline
-        self.fewest, self.limits = fewest, limits
+        self.limits = limits
         self.came_from = np.full(len(cuts), _NO_CUT)
         self.came_from[0] = 0
         self.beaten = np.zeros(len(cuts), dtype=np.bool_)

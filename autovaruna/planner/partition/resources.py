@@ -44,7 +44,7 @@ def resources_of(graph: BlockGraph, border: Border, limit_bytes: int | None) -> 
     if limit_bytes is not None and sum(graph.num_bytes) > limit_bytes:
         rows.append(([float(size) for size in graph.num_bytes], 0.0, False))
     return Resources(
-        use=np.array([row[0] for row in rows]).reshape(len(rows), len(graph)),
+        use=np.array([row[0] for row in rows], dtype=np.float64).reshape(len(rows), len(graph)),
         crossing=np.array([row[1] for row in rows]),
         is_seconds=tuple(row[2] for row in rows),
         limit_bytes=float(limit_bytes or 0),

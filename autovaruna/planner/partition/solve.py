@@ -17,10 +17,13 @@ from autovaruna.planner.partition.loose import drop_blocks, loose_blocks, settle
 from autovaruna.planner.partition.problem import Partition, PartitionNode, PartitionProblem
 from autovaruna.planner.partition.refine import refine
 from autovaruna.planner.partition.resources import resources_of
+from autovaruna.planner.partition.squeeze import squeeze
 
 _SMALL, _LARGE = 20_000, 200_000
+_EFFORTS = ((20_000, 0.3), (200_000, 0.6), (600_000, 0.8))
 _SHARE_TO_REFINE = 0.2
 _NEGLIGIBLE = 1e-6
+_FEW_LOOSE = 4
 
 
 def partition(
@@ -63,14 +66,37 @@ def partition(
 
 
 def _search(graph: BlockGraph, bounds: Bounds, max_downsets: int) -> None:
-    """Searches without loose blocks where that is enough; else around the best plan, and then everything."""
-    if _search_without_loose(graph, bounds, max_downsets) or bounds.is_late:
+    """Lists all downsets where they are few; else begins with those at which little crosses."""
+    if list_downsets(_without_loose(graph, bounds)[0], min(_LARGE, max_downsets), bounds.deadline) is None:
+        _search_wide(graph, bounds)
+    if bounds.is_closed or bounds.is_late or _search_without_loose(graph, bounds, max_downsets):
         return
-    if list_downsets(graph, _LARGE, bounds.deadline) is None:
-        now = time.monotonic()
-        refine(graph, bounds, _SMALL, now + _SHARE_TO_REFINE * (bounds.deadline - now))
     if not bounds.is_closed and not close_in(graph, bounds, "all downsets were searched", max_downsets):
         refine(graph, bounds, _LARGE)
+
+
+def _without_loose(graph: BlockGraph, bounds: Bounds) -> tuple[BlockGraph, list[tuple[int, ...]]]:
+    """Returns the graph without loose blocks, if others are left, and the nodes of these."""
+    loose = loose_blocks(graph)
+    if not loose or len(loose) == len(graph):
+        return graph, []
+    return drop_blocks(graph, loose, bounds.problem.border), [graph.members[block] for block in loose]
+
+
+def _search_wide(graph: BlockGraph, bounds: Bounds) -> None:
+    """Searches the cuts at which little crosses, few and then more of them, and around the best plan."""
+    smaller, groups = _without_loose(graph, bounds)
+    is_whole = len(groups) <= _FEW_LOOSE
+    proof = "all cuts that leave room for what crosses at the others were searched"
+    for most_states, share in _EFFORTS:
+        now = time.monotonic()
+        squeeze(smaller, bounds, proof, most_states, groups, now + share * (bounds.deadline - now))
+        if is_whole:
+            smaller, groups = graph, []
+        if bounds.is_closed or bounds.is_late:
+            return
+        now = time.monotonic()
+        refine(graph, bounds, _SMALL, now + _SHARE_TO_REFINE * (bounds.deadline - now))
 
 
 def _search_without_loose(graph: BlockGraph, bounds: Bounds, max_downsets: int) -> bool:
