@@ -28,11 +28,11 @@ def memory_complaint(plan: Plan, valid_for: Fingerprint, graph: Graph) -> str:
     costs = Costs(float(size), np.zeros_like(saved), np.zeros_like(saved), saved, work)
     factor = float(valid_for.settings.get("optimizer_bytes_factor", 0.0))
     model = MemoryModel(factor, plan.needs_gradient, known.process_bytes, known.heap_share)
-    used = [0.0] * plan.num_ranks
+    used = [known.process_bytes] * plan.num_ranks
     for stage in plan.stages:
         num_bytes = model.total(holdings_of_stage(graph, costs, stage.blocks), stage.in_flight, stage.needs_recompute)
         for rank in stage.ranks:
-            used[rank] += num_bytes
+            used[rank] += num_bytes - known.process_bytes  # The stages of a rank are in one process.
     for rank, limit in enumerate(valid_for.memory_bytes):
         if used[rank] > (limit + known.process_bytes) * (1 + _ROUNDING):  # a limit is for what the model brings
             stages = [str(number) for number, stage in enumerate(plan.stages) if rank in stage.ranks]

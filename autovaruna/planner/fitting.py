@@ -83,5 +83,6 @@ def _lowered(options: Iterable[Option], depth: int) -> list[Option]:
     return [replace(o, in_flight=min(o.in_flight, max(depth, o.least_in_flight))) for o in options]
 
 
-def _total(sized: Sized, options: Iterable[Option]) -> float:
-    return sum(bytes_of(sized, option) for option in options)
+def _total(sized: Sized, options: Sequence[Option]) -> float:
+    """Returns the peak of one rank: its stages together, in one process."""
+    return sum(bytes_of(sized, option) for option in options) - (len(options) - 1) * sized.model.process_bytes

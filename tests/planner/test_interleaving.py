@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 
 from autovaruna.planner.bound_of_all import bound_of_all
+from autovaruna.planner.edited import memory_complaint
+from autovaruna.planner.fingerprint import Fingerprint
 from autovaruna.planner.options import micro_batch_counts
 from autovaruna.planner.pipeline import schedule_of
 from autovaruna.planner.problem import Problem
@@ -114,3 +116,19 @@ def test_cuts_are_even_between_groups() -> None:
         own = np.add.reduceat(work, list(starts))
         held = [own[[g == group for g in pattern]].sum() for group in range(4)]
         assert max(held) - min(held) <= 3
+
+
+def test_the_stages_of_a_rank_share_its_process() -> None:
+    """What a process holds beside tensors counts once, in the search and for a plan that is read from a file."""
+    process = 1e6
+    problem = equal_blocks(12, 2, 4, num_stages=4)
+    used = [sum(s.memory_bytes for s in make_plan(problem).stages if rank in s.ranks) for rank in range(2)]
+    limits = tuple(1.001 * max(used) + process for _ in used)
+    cluster = replace(problem.cluster, memory_bytes=limits, process_bytes=process)
+    plan = make_plan(replace(problem, cluster=cluster))
+    assert [stage.in_flight for stage in plan.stages] == [stage.in_flight for stage in make_plan(problem).stages]
+    valid_for = Fingerprint(problem.graph.fingerprint, num_ranks=2, memory_bytes=tuple(x - process for x in limits))
+    told = {"optimizer_bytes_factor": problem.optimizer_bytes_factor}
+    assert not memory_complaint(plan, replace(valid_for, settings=told), problem.graph)
+    less = tuple(0.99 * (x - process) for x in limits)
+    assert memory_complaint(plan, replace(valid_for, settings=told, memory_bytes=less), problem.graph)
