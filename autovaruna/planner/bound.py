@@ -25,7 +25,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -35,28 +34,11 @@ from autovaruna.planner.costs import Array
 from autovaruna.planner.memory import forbid_empty
 from autovaruna.planner.sized import Sized
 from autovaruna.planner.waits import Waits, waits_of
+from autovaruna.planner.ways import ROUNDING, Way
 
-# Times of the simulator are rounded to 2**-40 s; the bound stays below by more than all roundings together.
-_ROUNDING = 1e-9
 _PRECISION = 1e-5
 _FEW_RANKS = 16
 _ROWS = 64
-
-
-@dataclass(frozen=True, slots=True)
-class _Way:
-    """A way to run every range.
-
-    Attributes:
-        work: seconds of one micro-batch; `again` the recompute's part of it.
-        trip: seconds between a forward and its backward.
-        depth: the greatest in-flight depth; 0: no room.
-    """
-
-    work: Array
-    again: Array
-    trip: Array
-    depth: Array
 
 
 class StepBound:
@@ -93,7 +75,7 @@ class StepBound:
             low = upper * (1.0 - _PRECISION)
         elif low < upper and not self.is_shared:
             low = max(low, min(self._stage_bound(low, upper), upper))
-        return low * (1.0 - _ROUNDING)
+        return low * (1.0 - ROUNDING)
 
     def work_bound(self) -> float:
         """Returns the bound of total work: every micro-batch passes every block on some rank."""
@@ -138,16 +120,16 @@ class StepBound:
             reduce = seconds_per_byte * sized.tables.trained_bytes[rows, rows.start :]
             reduced = np.minimum(spare, seconds - self._before[rows, None] - reduce)
             with np.errstate(divide="ignore", invalid="ignore"):
-                share = np.floor(np.where(work > 0, reduced / work + _ROUNDING, np.inf))
+                share = np.floor(np.where(work > 0, reduced / work + ROUNDING, np.inf))
                 several = np.where(share >= 1, np.maximum(np.ceil(count / share), 2.0), np.inf)
-            need = np.where(count * work <= spare * (1 + _ROUNDING), 1.0, several)
+            need = np.where(count * work <= spare * (1 + ROUNDING), 1.0, several)
             for i in range(rows.stop - 1, rows.start - 1, -1):
                 row = need[i - rows.start, i + 1 - rows.start :]
                 best[i] = (row + best[i + 1 :]).min()
         return bool(best[0] <= self.num_ranks)
 
     @cached_property
-    def _ways(self) -> list[_Way]:
+    def _ways(self) -> list[Way]:
         return [self._way(again) for again in self.sized.recompute_choices]
 
     @cached_property
@@ -170,47 +152,20 @@ class StepBound:
                 needed[self._seconds_with(replicas) <= seconds] = replicas
             return needed
         spare = seconds - self._before[:, None] - self._reduce_tail(2)
-        share = np.maximum.reduce([self._greatest_share(way, spare) for way in self._ways])
+        share = np.maximum.reduce([way.greatest_share(spare) for way in self._ways])
         with np.errstate(divide="ignore"):
             several = np.maximum(np.ceil(self.num_micro_batches / share), 2.0)
         needed = np.where((share >= 1) & (spare >= 0), several, np.inf)
         return np.where(self._seconds_with(1) <= seconds, 1.0, needed)
 
-    def _greatest_share(self, way: _Way, spare: Array) -> Array:
-        """Returns the most micro-batches that one replica finishes in the spare seconds, 0 if none."""
-        with np.errstate(divide="ignore", invalid="ignore"):
-            share = np.floor(np.where(way.work > 0, spare / way.work + _ROUNDING, np.inf))
-            round_trip = way.work - way.again + np.maximum(way.trip, way.again)
-            rounds = np.floor(np.where(round_trip > 0, spare / round_trip + _ROUNDING, np.inf))
-            within = np.where(way.depth > 0, way.depth * np.maximum(rounds, 0), 0.0)
-            both = np.floor((spare - 2 * way.trip + 2 * way.again) / way.work + _ROUNDING) + way.depth - 1
-        if self.constraints.schedule == "gpipe":
-            within = way.depth
-        else:
-            within = np.minimum(within, np.where(way.depth > 0, np.maximum(way.depth, both), 0.0))
-        return np.asarray(np.where(np.isfinite(way.work), np.minimum(share, within), 0.0))
-
     def stage_seconds(self, replicas: int) -> Array:
         """Returns the least seconds to the end of the step of each range on so many replicas."""
         share = -(-self.num_micro_batches // replicas)
-        best = np.minimum.reduce([self._work_seconds(way, share, replicas) for way in self._ways])
+        best = np.minimum.reduce([way.work_seconds(share, self._busy_seconds(way, replicas)) for way in self._ways])
         best = np.maximum(best, self._line_seconds(replicas))
         return np.asarray(self._before[:, None] + best + self._reduce_tail(replicas), dtype=np.float64)
 
-    def _work_seconds(self, way: _Way, share: int, replicas: int) -> Array:
-        """Returns the least seconds from the first forward to the last backward of the busiest or slowest replica."""
-        with np.errstate(divide="ignore", invalid="ignore"):
-            rounds = np.where(way.depth > 0, np.ceil(share / way.depth), np.inf)
-        rounds = np.maximum(rounds, 1.0)
-        round_trip = way.work - way.again + np.maximum(way.trip, way.again)
-        seconds = np.maximum(self._busy_seconds(way, replicas), rounds * round_trip)
-        with np.errstate(invalid="ignore"):
-            both = (share + 1 - way.depth) * way.work - 2 * way.again + 2 * way.trip
-        seconds = np.where(way.depth < share, np.maximum(seconds, both), seconds)
-        room = way.depth >= (share if self.constraints.schedule == "gpipe" else 1)
-        return np.where(room, seconds, np.inf)
-
-    def _busy_seconds(self, way: _Way, replicas: int) -> Array:
+    def _busy_seconds(self, way: Way, replicas: int) -> Array:
         """Returns the least seconds that the busiest or slowest replica works, on the fastest ranks.
 
         Replicas with a micro-batch more are charged to faster ranks: the other way round, the greatest is no less.
@@ -241,7 +196,7 @@ class StepBound:
         optimizer = self._optimizer * np.where(reduce > 0, slowest, 1.0)  # An all-reduce ends on all its ranks at once.
         return np.maximum(self._after[:, None], reduce + optimizer)
 
-    def _way(self, needs_recompute: bool) -> _Way:
+    def _way(self, needs_recompute: bool) -> Way:
         sized, speed = self.sized, self.speeds[0]
         work = sized.work / speed + sized.overhead_seconds
         again = sized.tables.add_up(sized.costs.forward_seconds) / speed + self.cluster.overhead_seconds
@@ -250,7 +205,9 @@ class StepBound:
             again = np.zeros_like(again)
         trip = np.broadcast_to(self._trip[None, :], work.shape)
         inner = np.where(np.isfinite(self._inner(again)), self._inner(again), 0.0)
-        return _Way(self._inner(work + again), inner, trip, self._depths(needs_recompute))
+        return Way(
+            self._inner(work + again), inner, trip, self._depths(needs_recompute), self.constraints.schedule == "gpipe"
+        )
 
     def _depths(self, needs_recompute: bool) -> Array:
         """Returns the greatest in-flight depth of each range that memory and settings allow."""
@@ -260,7 +217,7 @@ class StepBound:
             return np.full_like(fixed, np.inf)
         with np.errstate(divide="ignore", invalid="ignore"):
             room = self.limit_bytes - fixed
-            depth = np.floor(np.where(each > 0, room / each * (1 + _ROUNDING), np.where(room >= 0, np.inf, 0.0)))
+            depth = np.floor(np.where(each > 0, room / each * (1 + ROUNDING), np.where(room >= 0, np.inf, 0.0)))
         if self.sized.problem.needs_gradient and self.constraints.in_flight:
             depth = np.where(depth > 0, np.minimum(depth, self.constraints.in_flight), depth)
         return np.maximum(depth, 0.0)

@@ -18,14 +18,12 @@ import numpy as np
 
 from autovaruna.planner.fill import longest_path
 from autovaruna.planner.sized import Sized
-
-# Times of the simulator are rounded to 2**-40 s; the bound stays below by more than all roundings together.
-_ROUNDING = 1e-9
+from autovaruna.planner.ways import ROUNDING
 
 
 def bound_of_all(sized: Sized) -> float:
     """Returns seconds that no plan with so many micro-batches beats."""
-    return max(_work(sized), _way(sized)) * (1.0 - _ROUNDING)
+    return max(_work(sized), _way(sized)) * (1.0 - ROUNDING)
 
 
 def _work(sized: Sized) -> float:
