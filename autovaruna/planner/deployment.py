@@ -123,6 +123,7 @@ def _to_json(deployment: Deployment) -> dict[str, Any]:
         "predicted": {
             "step_seconds": plan.predicted_seconds,
             "bound_seconds": plan.bound_seconds,
+            "single_bound_seconds": plan.single_bound_seconds,
             "is_measured": plan.is_measured,
             "bound_proof": plan.bound_proof,
             "local_link": _link_to_json(plan.local_link),
@@ -182,6 +183,7 @@ def _from_json(fields: Fields) -> Deployment:
         schedule=fields.one_of("schedule", sorted(POLICIES)),
         predicted_seconds=predicted.amount("step_seconds"),
         bound_seconds=predicted.amount("bound_seconds"),
+        single_bound_seconds=predicted.amount("single_bound_seconds", missing=0.0),
         bound_proof=predicted.get("bound_proof", str),
         local_link=_link(predicted.inside("local_link")),
         remote_link=_link(predicted.inside("remote_link")),

@@ -49,7 +49,12 @@ def plan_with_marks(problem: Problem, search: Callable[[Problem], Plan]) -> Plan
             plan.predicted_seconds,
         )
         return other
-    return replace(plan, bound_seconds=min(plan.bound_seconds, other.bound_seconds), bound_proof=other.bound_proof)
+    return replace(
+        plan,
+        bound_seconds=min(plan.bound_seconds, other.bound_seconds),
+        single_bound_seconds=other.single_bound_seconds,
+        bound_proof=other.bound_proof,
+    )
 
 
 def _search_marked(problem: Problem, search: Callable[[Problem], Plan]) -> Plan:

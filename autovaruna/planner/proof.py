@@ -57,23 +57,26 @@ class Proof:
         proof = (
             f"for {len(self.counts)} numbers of micro-batches from {low} to {high}, no cuts and replicas let every "
             "stage end in less: wait before its first forward, its micro-batches, then all-reduce or wait after its "
-            "last backward; nor is the total work over all ranks less"
+            "last backward; nor is all work and the optimizer's over all ranks less"
         )
-        seconds = self._of_single(single) if single else 0.0
+        seconds = single_seconds = self._of_single(single) if single else 0.0
         if self.most_each > 1:
-            proof = f"with one stage a rank no plan takes less than {seconds:.6g} s: {proof}" if single else ""
+            proof = f"with one stage a rank no plan takes less than {single_seconds:.6g} s: {proof}" if single else ""
             seconds = min(plan.predicted_seconds, *map(self.of_all, self.counts))
             proof = (
                 f"with up to {self.most_each} stages a rank, no plan takes less than all work and the optimizer's over "
                 "the sum of speeds, nor than one micro-batch there and back with its share of the others at one block"
             ) + (proof and f"; {proof}")
-        return replace(plan, bound_seconds=seconds, bound_proof=proof + self._end(was_cut_short))
+        proof += self._end(was_cut_short)
+        return replace(plan, bound_seconds=seconds, single_bound_seconds=single_seconds, bound_proof=proof)
 
     def _of_single(self, single: Plan) -> float:
         lowest = single.predicted_seconds
         for count in sorted(self.counts, key=lambda count: abs(count - single.num_micro_batches)):
             by_groups = self.groups[count].least_seconds if self.groups else 0.0
-            lowest = min(lowest, max(StepBound(self.planner.sized(count)).seconds(lowest), by_groups))
+            of_all = self.of_all(count)
+            if of_all < lowest:
+                lowest = min(lowest, max(StepBound(self.planner.sized(count)).seconds(lowest), by_groups, of_all))
         return lowest
 
     def _end(self, was_cut_short: bool) -> str:

@@ -62,7 +62,8 @@ class Plan:
     """A complete plan of a step.
 
     `predicted_seconds` comes from the simulator; `bound_seconds` is a lower bound on the step over all plans of the
-    searched kind, and `bound_proof` says in one sentence how it was proved. The links, `host_of` (a host number for
+    searched kind, `single_bound_seconds` over those with one stage a rank (0: none fits), and `bound_proof` says in one
+    sentence how they were proved. The links, `host_of` (a host number for
     each rank; empty: one host) and `overhead_seconds` (of the executor, for each instruction) are those that the
     prediction was made with: with them the plan alone gives the schedule, the same one on every rank. `is_measured` is
     False if the costs came from a roofline. `block_bytes` is what memory was predicted from, so that a plan edited by
@@ -76,6 +77,7 @@ class Plan:
     schedule: str
     predicted_seconds: float = 0.0
     bound_seconds: float = 0.0
+    single_bound_seconds: float = 0.0
     bound_proof: str = ""
     local_link: LinkCost = UNKNOWN_LINK
     remote_link: LinkCost = UNKNOWN_LINK
