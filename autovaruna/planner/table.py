@@ -49,7 +49,9 @@ def explain(plan: Plan, graph: Graph) -> str:
     if plan.bound_seconds:
         lines.append(f"proven bound    {seconds(plan.bound_seconds)}: at most {plan.gap:.1%} above the best plan")
     if plan.single_bound_seconds > plan.bound_seconds:
-        lines.append(f"single stages   no plan with one stage a rank takes less than {seconds(plan.single_bound_seconds)}")
+        lines.append(
+            f"single stages   no plan with one stage a rank takes less than {seconds(plan.single_bound_seconds)}"
+        )
     if len(used) < plan.num_ranks:
         lines.append(f"ranks used      {len(used)} of {plan.num_ranks}: more are not faster, or were not asked for")
     for name, parts in _parts([lost[rank] for rank in used] if len(lost) == plan.num_ranks else lost):
