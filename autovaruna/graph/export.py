@@ -16,6 +16,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from autovaruna.errors import InputError, TraceError
 from autovaruna.graph.call import CallSpec
 from autovaruna.graph.cutpoint import Marker, named_cut_points, take_markers
+from autovaruna.graph.deferred import compile_regions, deferred_compilation
 from autovaruna.graph.fake import faked
 from autovaruna.graph.fixed_size import noted_fixed_sizes
 from autovaruna.graph.guards import check_functions, check_hooks, check_state, plain_state, watched
@@ -24,6 +25,7 @@ from autovaruna.graph.precision import in_precision, noted_precision, switch_in_
 from autovaruna.graph.repeats import recalled_repeats
 from autovaruna.graph.stack import short_stacks
 from autovaruna.graph.tree import Tree, flatten
+from autovaruna.graph.unlift import unlift
 
 _PREFIX = "model."
 _CHECKS = {
@@ -125,7 +127,8 @@ def export(model: nn.Module, call: CallSpec, batch_size: int, is_dynamic: bool, 
             with warnings.catch_warnings():  # recurrent modules keep their weights twice; torch.export warns of it
                 warnings.filterwarnings("ignore", message="The tensor attribute")
                 program = _program(flat, inputs, shapes)
-            graph_module = program.module(check_guards=False)
+            with deferred_compilation():
+                graph_module = unlift(program)
         except (InputError, TraceError):
             raise
         except Exception as error:
@@ -133,7 +136,7 @@ def export(model: nn.Module, call: CallSpec, batch_size: int, is_dynamic: bool, 
             raise _explain(error, model, call, is_dynamic, fixing, refusal) from error
     if torch.is_grad_enabled():
         check_functions(function_calls)
-    assert isinstance(graph_module, fx.GraphModule) and output_trees
+    assert output_trees
     state = {
         _PREFIX + name
         for name in [
@@ -141,6 +144,7 @@ def export(model: nn.Module, call: CallSpec, batch_size: int, is_dynamic: bool, 
             *dict(model.named_buffers(remove_duplicate=False)),
         ]
     }
+    compile_regions(graph_module)
     switch_in_regions(graph_module)
     constants = _tidy(graph_module, [spec.name for spec in call.inputs], state)
     return Exported(graph_module, output_trees[-1], constants, is_dynamic, take_markers(graph_module))
@@ -148,7 +152,7 @@ def export(model: nn.Module, call: CallSpec, batch_size: int, is_dynamic: bool, 
 
 def _program(flat: _FlatCall, inputs: list[Tensor], shapes: list[Any]) -> torch.export.ExportedProgram:
     """Runs torch.export; if it fails and something was recalled, runs it again without."""
-    with recalled_repeats() as repeats:
+    with recalled_repeats() as repeats, deferred_compilation():
         try:
             return torch.export.export(flat, (inputs,), dynamic_shapes=(shapes,), strict=False)
         except (InputError, TraceError):

@@ -1,0 +1,58 @@
+"""Puts a model's tensors back into an exported graph as attributes: inputs are then the caller's alone."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from torch import fx, nn
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind, OutputKind
+
+_OF_THE_MODEL = (InputKind.PARAMETER, InputKind.BUFFER)
+
+
+def unlift(program: ExportedProgram) -> fx.GraphModule:
+    """Returns the graph of a program with parameters, buffers and constants as attributes, by their names in the model.
+
+    Where a program holds anything unusual, ``torch.export`` does the work, in a time that grows with the square of the
+    layers.
+    """
+    signature = program.graph_signature
+    kinds = {spec.kind for spec in signature.input_specs}
+    is_plain = kinds <= {*_OF_THE_MODEL, InputKind.CONSTANT_TENSOR, InputKind.USER_INPUT}
+    if not is_plain or any(spec.kind is not OutputKind.USER_OUTPUT for spec in signature.output_specs):
+        module = program.module(check_guards=False)
+        assert isinstance(module, fx.GraphModule)
+        return module
+    module = fx.GraphModule(
+        program.graph_module, copy.deepcopy(program.graph)
+    )  # a copy has no names of nodes that left
+    held = {**program.state_dict, **program.constants}
+    for node, spec in zip(module.graph.find_nodes(op="placeholder"), signature.input_specs, strict=True):
+        if spec.kind is not InputKind.USER_INPUT:
+            assert spec.target is not None
+            _assign(module, spec.target, held[spec.target], is_buffer=spec.kind is InputKind.BUFFER)
+            _replace(module.graph, node, spec.target)
+    return module
+
+
+def _replace(graph: fx.Graph, placeholder: fx.Node, target: str) -> None:
+    """Replaces an input by an attribute."""
+    with graph.inserting_after(placeholder):
+        attribute = graph.create_node("get_attr", target)
+    placeholder.replace_all_uses_with(attribute)
+    attribute.meta = placeholder.meta
+    graph.erase_node(placeholder)
+
+
+def _assign(module: nn.Module, path: str, value: Any, is_buffer: bool) -> None:
+    *parents, name = path.split(".")
+    for parent in parents:
+        if not hasattr(module, parent):
+            module.add_module(parent, nn.Module())
+        module = getattr(module, parent)
+    if is_buffer:
+        module.register_buffer(name, value)
+    else:
+        setattr(module, name, value)
