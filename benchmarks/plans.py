@@ -25,6 +25,7 @@ from autovaruna.graph.traced import trace
 from autovaruna.planner import Plan, Problem, make_plan
 from autovaruna.planner.candidate import Candidate, Planner
 from autovaruna.planner.chain import partition_chain
+from autovaruna.planner.memory import StageBytes
 from autovaruna.planner.options import micro_batch_counts
 from autovaruna.planner.ranges import RangeTables
 from autovaruna.planner.sized import Sized
@@ -189,11 +190,11 @@ def _rannc_choices(planner: Planner, problem: Problem, replicas: tuple[int, ...]
         if count < max(replicas):
             continue
         sized = planner.sized(count)
-        for fixed, each, work in _recompute_ways(sized):
+        for num_bytes, work in _recompute_ways(sized):
             shares = [-(-count // number) for number in replicas]
             limit = problem.cluster.memory_bytes[0]
             costs = [
-                np.where(fixed + each * share <= limit, work / number, np.inf)
+                np.where(num_bytes.at(share) <= limit, work / number, np.inf)
                 for share, number in zip(shares, replicas, strict=True)
             ]
             found = partition_chain(costs)
@@ -202,9 +203,9 @@ def _rannc_choices(planner: Planner, problem: Problem, replicas: tuple[int, ...]
                 yield found.objective * (count + len(replicas) - 1), candidate
 
 
-def _recompute_ways(sized: Sized) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    yield (*sized.plain_bytes, sized.work)
-    yield (*sized.recomputed_bytes, sized.recomputed_work)
+def _recompute_ways(sized: Sized) -> Iterator[tuple[StageBytes[np.ndarray], np.ndarray]]:
+    yield sized.plain_bytes, sized.work
+    yield sized.recomputed_bytes, sized.recomputed_work
 
 
 def summary(plan: Plan) -> str:

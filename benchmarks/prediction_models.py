@@ -68,6 +68,42 @@ class Lopsided(nn.Module):
         return F.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
 
 
+class WithLoss(nn.Module):
+    """Returns the loss alone of a model of the library transformers."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, words: Tensor, targets: Tensor) -> Tensor:
+        loss: Tensor = self.model(input_ids=words, labels=targets).loss
+        return loss
+
+
+def import_library(name: str) -> None:
+    """Imports what a model comes from, if that is not torch alone."""
+    if name == "t5":
+        from transformers import T5ForConditionalGeneration  # noqa: F401
+    if name == "bert":
+        from transformers import BertForMaskedLM  # noqa: F401
+
+
+def t5() -> nn.Module:
+    """Returns an encoder with a decoder, whose words are tied three times."""
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    sizes = {"d_model": 320, "d_kv": 40, "num_heads": 8, "d_ff": 1280, "num_layers": 4, "vocab_size": NUM_WORDS // 2}
+    return WithLoss(T5ForConditionalGeneration(T5Config(**sizes, use_cache=False, decoder_start_token_id=0)))
+
+
+def bert() -> nn.Module:
+    """Returns an encoder that guesses words."""
+    from transformers import BertConfig, BertForMaskedLM
+
+    sizes = {"hidden_size": 320, "num_hidden_layers": 6, "num_attention_heads": 8, "intermediate_size": 1280}
+    return WithLoss(BertForMaskedLM(BertConfig(**sizes, vocab_size=NUM_WORDS // 2)))
+
+
 def model_of(name: str) -> nn.Module:
     """Returns a model; the same numbers on every rank."""
     torch.manual_seed(0)
@@ -80,6 +116,10 @@ def model_of(name: str) -> nn.Module:
             return ResNet()
         case "lopsided":
             return Lopsided()
+        case "t5":
+            return t5()
+        case "bert":
+            return bert()
         case _:
             return Mlp(16, 2)
 
@@ -91,8 +131,8 @@ def batch_of(name: str, num_samples: int, rank: int) -> tuple[Tensor, Tensor]:
         case "resnet":
             classes = torch.randint(NUM_CLASSES, (num_samples,), generator=generator)
             return torch.randn(num_samples, 3, 32, 32, generator=generator), classes
-        case "gpt" | "lopsided":
-            highest, length = (256, 128) if name == "gpt" else (NUM_WORDS, NUM_TOKENS)
+        case "gpt" | "lopsided" | "t5" | "bert":
+            highest, length = {"gpt": (256, 128), "lopsided": (NUM_WORDS, NUM_TOKENS)}.get(name, (NUM_WORDS // 2, 64))
             pieces = torch.randint(highest, (num_samples, length + 1), generator=generator)
             return pieces[:, :-1], pieces[:, 1:]
         case _:
@@ -106,4 +146,8 @@ def optimizer_of(name: str, model: nn.Module) -> torch.optim.Optimizer:
     parameters = model.parameters()
     if name == "adamw":
         return torch.optim.AdamW(parameters, lr=1e-4)
+    if name == "foreach":
+        return torch.optim.AdamW(parameters, lr=1e-4, foreach=True)
+    if name == "adafactor":
+        return torch.optim.Adafactor(parameters, lr=1e-3)
     return torch.optim.SGD(parameters, lr=1e-3, momentum=0.9 if name == "momentum" else 0.0)

@@ -6,6 +6,7 @@ import ctypes
 import logging
 import os
 from collections import Counter
+from pathlib import Path
 from statistics import fmean, median_low
 
 import torch
@@ -26,12 +27,14 @@ _CALLS_OF_AN_INSTRUCTION = 10.0
 """What the executor adds to an instruction, counted in calls of an empty piece; found from steps of tiny models."""
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _LARGEST_KEPT_BYTES = 32 << 20
-_PROCESS_BYTES = 40 << 20
-"""What a process holds on the CPU beside tensors, once it has traced and split a model: code pages, graphs, the
-libraries' workspaces, holes of the heap between small objects. Found from resident sets of steps."""
-_HEAP_SHARE = 0.3
-"""What the C library's heap needs on the CPU on top of tensors that come and go, found in the same way: an aligned
-block does not fit into the hole that one of the same size has left."""
+_PROCESS_BYTES = 16 << 20
+"""What a process holds on the CPU beside tensors, once it has traced a model, where the system does not say."""
+_HEAP_SHARE = 1.0
+"""What the C library's heap needs on the CPU on top of what one micro-batch needs, found from resident sets of steps: an
+aligned block does not fit into the hole that one of its size has left. Less can be said where the library keeps small
+pieces for itself (unless ``GLIBC_TUNABLES=glibc.malloc.tcache_count=0``): they lie between holes."""
+_TUNABLES = ("glibc.malloc.mmap_threshold", "glibc.malloc.trim_threshold", "glibc.malloc.mmap_max")
+"""What a user who sets these in ``GLIBC_TUNABLES`` has decided; ``glibc.malloc.tcache_count=0`` is no such thing."""
 
 
 def find_device(model: nn.Module, settings: Settings) -> torch.device:
@@ -50,8 +53,23 @@ def rank_memory(world: World, device: torch.device, settings: Settings) -> float
     return total * (1.0 - settings.memory_margin)
 
 
-def _process_bytes(device: torch.device) -> float:
-    return float(_PROCESS_BYTES) if device.type == "cpu" else 0.0
+def resident_bytes() -> float:
+    """Returns the resident set of this process without what the heap could give back; 0 if the system does not say."""
+    give_back_freed_memory()
+    try:
+        return float(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError, IndexError):
+        return 0.0
+
+
+def _process_bytes(world: World, device: torch.device, resident_before: float) -> float:
+    """Returns what a rank of the CPU holds beside tensors: code, graphs and workspaces. Collective.
+
+    Ranks trace the same model; of what else their heaps could not give back, the mean counts.
+    """
+    growth = max(resident_bytes() - resident_before, 0.0) if resident_before else float(_PROCESS_BYTES)
+    known = world.gather_objects(growth, "measuring what processes hold")
+    return fmean(known) if device.type == "cpu" else 0.0
 
 
 def _device_memory(world: World, device: torch.device) -> float:
@@ -67,15 +85,22 @@ def host_memory() -> float:
     return float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
 
 
-def describe_cluster(world: World, device: torch.device, settings: Settings) -> Cluster:
+def describe_cluster(world: World, device: torch.device, settings: Settings, resident_before: float = 0.0) -> Cluster:
     """Measures links and speeds. Collective.
 
     A memory limit that the user sets is for what the model brings: what a process holds beside it comes on top.
+
+    Args:
+        world: The ranks.
+        device: Where this rank computes.
+        settings: The settings.
+        resident_before: What `resident_bytes` said before the model was traced; 0: not known.
     """
+    process_bytes = _process_bytes(world, device, resident_before)
     local, remote, all_reduce = measure_links(world)
     latency = measure_all_reduce_latency(world)
     overhead = _CALLS_OF_AN_INSTRUCTION * fmean(call_seconds(1, device))
-    memory = rank_memory(world, device, settings) + (_process_bytes(device) if settings.memory_limit_bytes else 0.0)
+    memory = rank_memory(world, device, settings) + (process_bytes if settings.memory_limit_bytes else 0.0)
     known = world.gather_objects((memory, measure_speed(device), overhead), "measuring speeds")
     seconds = [each for _, each, _ in known]
     is_host = device.type == "cpu"
@@ -88,7 +113,7 @@ def describe_cluster(world: World, device: torch.device, settings: Settings) -> 
         all_reduce_bytes_per_second=all_reduce,
         all_reduce_latency_seconds=latency,
         overhead_seconds=median_low(each for _, _, each in known),
-        process_bytes=_process_bytes(device),
+        process_bytes=process_bytes,
         heap_share=_HEAP_SHARE if is_host else 0.0,
     )
 
@@ -134,7 +159,10 @@ def optimizer_cost(optimizer: torch.optim.Optimizer | None, world: World, device
             logger.info("the step of %s cannot be tried out, and is left out: %s", type(optimizer).__name__, error)
     known = world.gather_objects(mine, "measuring the optimizer")
     return OptimizerCost(
-        median_low(cost.seconds_per_parameter for cost in known), median_low(cost.seconds_per_byte for cost in known)
+        median_low(cost.seconds_per_parameter for cost in known),
+        median_low(cost.seconds_per_byte for cost in known),
+        max(cost.work_of_all for cost in known),
+        max(cost.work_of_largest for cost in known),
     )
 
 
@@ -143,7 +171,8 @@ def keep_freed_memory() -> None:
 
     Giving it back and getting it again, page by page, takes up to a sixth of a step. What the user has set counts.
     """
-    is_set = any(name.startswith("MALLOC_") for name in os.environ) or "malloc" in os.environ.get("GLIBC_TUNABLES", "")
+    tunables = os.environ.get("GLIBC_TUNABLES", "")
+    is_set = any(name.startswith("MALLOC_") for name in os.environ) or any(name in tunables for name in _TUNABLES)
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None and not is_set:
         mallopt(_M_MMAP_THRESHOLD, _LARGEST_KEPT_BYTES)

@@ -52,6 +52,7 @@ class Preparation:
         settings: The settings.
         world: The ranks.
         device: Where this rank computes.
+        resident_before: What this process held before the model was traced, in bytes; 0: not known.
 
     Raises:
         AutoVarunaError: measuring or planning failed on a rank, or a deployment does not fit; on every rank.
@@ -66,7 +67,9 @@ class Preparation:
         settings: Settings,
         world: World,
         device: torch.device,
+        resident_before: float = 0.0,
     ) -> None:
+        self._resident_before = resident_before
         self._traced = traced
         self._model = model
         self._optimizer = optimizer
@@ -160,7 +163,7 @@ class Preparation:
     def _new_plan(self) -> Plan:
         """Measures, searches, and saves the deployment. Collective; rank 0 searches for all."""
         profile = self._measure()
-        cluster = describe_cluster(self._world, self.device, self._settings)
+        cluster = describe_cluster(self._world, self.device, self._settings, self._resident_before)
         step = optimizer_cost(self._optimizer, self._world, self.device)
         plan = self._on_all(
             lambda: make_plan(self._problem(profile, cluster, step)) if self._world.rank == 0 else None, "planning"

@@ -16,7 +16,7 @@ from autovaruna.errors import InputError, RankError
 from autovaruna.graph.call import describe, mode_of
 from autovaruna.parallel.calls import SharedCall, compare_settings, input_groups, share_call
 from autovaruna.parallel.engine import Engine
-from autovaruna.parallel.machine import find_device, give_back_freed_memory, keep_freed_memory
+from autovaruna.parallel.machine import find_device, give_back_freed_memory, keep_freed_memory, resident_bytes
 from autovaruna.parallel.modes import as_in_training
 from autovaruna.parallel.preparation import Preparation
 from autovaruna.parallel.stateful import StatefulModule
@@ -145,10 +145,13 @@ class AutoVaruna(StatefulModule):
         if self._cut_optimizer is not None:
             self._cut_optimizer.check()
         keep_freed_memory()
+        resident = resident_bytes()
         device = find_device(self.module, self.settings)
         self._traces = Traces(self.module, self.settings, self.world, device)
         traced = self._traces.first(shared)
-        preparation = Preparation(traced, self.module, self._optimizer, shared, self.settings, self.world, device)
+        preparation = Preparation(
+            traced, self.module, self._optimizer, shared, self.settings, self.world, device, resident
+        )
         self._preparation = preparation
         plan, assignment, placement = preparation.plan, preparation.assignment, preparation.placement
         seed = preparation.seed if self._persistence.seed is None else self._persistence.seed

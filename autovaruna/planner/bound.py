@@ -212,12 +212,13 @@ class StepBound:
     def _depths(self, needs_recompute: bool) -> Array:
         """Returns the greatest in-flight depth of each range that memory and settings allow."""
         sized = self.sized
-        fixed, each = sized.recomputed_bytes if needs_recompute else sized.plain_bytes
+        held = sized.recomputed_bytes if needs_recompute else sized.plain_bytes
         if not self.is_exact:
-            return np.full_like(fixed, np.inf)
+            return np.full_like(held.once, np.inf)
         with np.errstate(divide="ignore", invalid="ignore"):
-            room = self.limit_bytes - fixed
+            room, each = self.limit_bytes - held.once, held.each
             depth = np.floor(np.where(each > 0, room / each * (1 + ROUNDING), np.where(room >= 0, np.inf, 0.0)))
+        depth = np.where(held.least <= self.limit_bytes * (1 + ROUNDING), depth, 0.0)
         if self.sized.problem.needs_gradient and self.constraints.in_flight:
             depth = np.where(depth > 0, np.minimum(depth, self.constraints.in_flight), depth)
         return np.maximum(depth, 0.0)

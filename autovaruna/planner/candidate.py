@@ -126,7 +126,8 @@ class Planner:
         costs = costs_at(self.problem.profile, size)
         saved, work = tuple(costs.saved_bytes.tolist()), tuple(costs.work_bytes.tolist())
         model = self.sized(plan.num_micro_batches).model
-        return replace(plan, block_bytes=BlockBytes(size, saved, work, model.process_bytes, model.heap_share))
+        rules = (model.process_bytes, model.heap_share, model.work_of_all, model.work_of_largest)
+        return replace(plan, block_bytes=BlockBytes(size, saved, work, *rules))
 
     def _options(self, sized: Sized, candidate: Candidate) -> list[Option]:
         counts = [len(ranks) for ranks in candidate.ranks]

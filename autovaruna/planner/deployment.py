@@ -159,8 +159,9 @@ _PREDICTED = (
     "memory_bytes",
     "parameter_bytes",
 )
+_RULES_OF_BYTES = ("process_bytes", "heap_share", "work_of_all", "work_of_largest")
 _PREDICTED_SINCE = ("optimizer_seconds",)
-"""Files of an older library lack these; then they are 0, as they were for the plan."""
+"""Files of an older library lack these two kinds; then they are 0, as they were for the plan."""
 
 
 def _from_json(fields: Fields) -> Deployment:
@@ -215,8 +216,8 @@ def _stage_from_json(fields: Fields, num_ranks: int) -> StagePlan:
 
 def _block_bytes(fields: Fields) -> BlockBytes:
     saved, work = (fields.amounts(name, is_positive=False) for name in ("saved_bytes", "work_bytes"))
-    process_bytes, heap_share = (fields.amount(name, missing=0.0) for name in ("process_bytes", "heap_share"))
-    return BlockBytes(fields.at_least("micro_batch_size", 1), saved, work, process_bytes, heap_share)
+    rules = {name: fields.amount(name, missing=0.0) for name in _RULES_OF_BYTES}
+    return BlockBytes(fields.at_least("micro_batch_size", 1), saved, work, **rules)
 
 
 def _host_of(fields: Fields, num_ranks: int) -> tuple[int, ...]:

@@ -27,7 +27,8 @@ def memory_complaint(plan: Plan, valid_for: Fingerprint, graph: Graph) -> str:
     saved, work = (np.array(each) * (size / known.micro_batch_size) for each in (known.saved_bytes, known.work_bytes))
     costs = Costs(float(size), np.zeros_like(saved), np.zeros_like(saved), saved, work)
     factor = float(valid_for.settings.get("optimizer_bytes_factor", 0.0))
-    model = MemoryModel(factor, plan.needs_gradient, known.process_bytes, known.heap_share)
+    rules = (known.process_bytes, known.heap_share, known.work_of_all, known.work_of_largest)
+    model = MemoryModel(factor, plan.needs_gradient, *rules)
     used = [known.process_bytes] * plan.num_ranks
     for stage in plan.stages:
         num_bytes = model.total(holdings_of_stage(graph, costs, stage.blocks), stage.in_flight, stage.needs_recompute)

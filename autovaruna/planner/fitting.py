@@ -43,7 +43,7 @@ def fit(sized: Sized, options: Sequence[Option]) -> list[Option] | None:
 
 def bytes_of(sized: Sized, option: Option) -> float:
     """Returns the peak of a stage on one replica."""
-    return sized.model.total(option.held, option.in_flight, option.needs_recompute)
+    return float(sized.model.total(option.held, option.in_flight, option.needs_recompute))
 
 
 def _fit_rank(sized: Sized, options: list[Option], limit: float) -> list[Option] | None:

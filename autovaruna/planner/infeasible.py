@@ -99,7 +99,7 @@ def _least_bytes(sized: Sized, num_replicas: int) -> Array:
     if constraints.schedule == "gpipe":
         depth = -(-sized.num_micro_batches // num_replicas)
     ways = [sized.recomputed_bytes if again else sized.plain_bytes for again in sized.recompute_choices]
-    return np.asarray(np.minimum.reduce([fixed + each * depth for fixed, each in ways]))
+    return np.asarray(np.minimum.reduce([num_bytes.at(depth) for num_bytes in ways]))
 
 
 def _bytes_of_segments(sized: Sized) -> Array:

@@ -6,7 +6,7 @@ One formula serves a single stage (numbers) and all ranges of a chain at once (m
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -24,7 +24,7 @@ class Holdings(Generic[Bytes]):
     """What a stage holds, in bytes; the last eight are for one micro-batch.
 
     Attributes:
-        parameters: of all parameters it uses; `trained` of those that get a gradient.
+        parameters: of all parameters it uses; `trained` of those that get a gradient, `largest` of the largest of them.
         tied: gradient accumulators, one for each block that uses a parameter of several blocks.
         buffers: of its buffers.
         inputs: the caller's tensors that it uses.
@@ -36,6 +36,7 @@ class Holdings(Generic[Bytes]):
 
     parameters: Bytes
     trained: Bytes
+    largest: Bytes
     tied: Bytes
     buffers: Bytes
     inputs: Bytes
@@ -48,6 +49,30 @@ class Holdings(Generic[Bytes]):
 
 
 @dataclass(frozen=True, slots=True)
+class StageBytes(Generic[Bytes]):
+    """The peak of a stage as its in-flight depth asks for it.
+
+    Attributes:
+        once: there as long as micro-batches run, at any depth.
+        each: on top for each micro-batch in flight.
+        least: the peak after the last backward, in the optimizer's step.
+    """
+
+    once: Bytes
+    each: Bytes
+    least: Bytes
+
+    def at(self, in_flight: float) -> Bytes:
+        """Returns the peak over the whole step."""
+        peak: Bytes = np.maximum(self.once + self.each * in_flight, self.least)
+        return peak
+
+    def map(self, change: Callable[[Bytes], Bytes]) -> StageBytes[Bytes]:
+        """Returns the same with every part changed."""
+        return StageBytes(change(self.once), change(self.each), change(self.least))
+
+
+@dataclass(frozen=True, slots=True)
 class MemoryModel:
     """The rules by which holdings add up.
 
@@ -55,13 +80,18 @@ class MemoryModel:
         optimizer_bytes_factor: bytes of optimizer state for each byte of a trained parameter.
         needs_gradient: False if only forwards run.
         process_bytes: what a rank holds beside tensors.
-        heap_share: what the allocator needs on top of each byte of tensors that come and go.
+        heap_share: what the allocator needs on top of each byte that one micro-batch needs: it fills other holes than
+            the one before it has left.
+        work_of_all, work_of_largest: bytes that the optimizer's step needs on top, for each byte of all trained
+            parameters and of the largest of them.
     """
 
     optimizer_bytes_factor: float
     needs_gradient: bool = True
     process_bytes: float = 0.0
     heap_share: float = 0.0
+    work_of_all: float = 0.0
+    work_of_largest: float = 0.0
 
     def fixed(self, held: Holdings[Bytes]) -> Bytes:
         """Returns the bytes that are there whether or not a step runs: state, gradients, optimizer."""
@@ -76,20 +106,32 @@ class MemoryModel:
         if not self.needs_gradient:
             return held.inputs * 0.0
         kept = held.received + held.inputs
-        return (kept if needs_recompute else kept + held.saved + held.sent) * (1.0 + self.heap_share)
+        return kept if needs_recompute else kept + held.saved + held.sent
 
     def passing(self, held: Holdings[Bytes], needs_recompute: bool) -> Bytes:
         """Returns the bytes of the micro-batch at work, and of messages on their way."""
         passing = held.received + held.work
         if not self.needs_gradient:
-            return (passing + held.inputs + held.sent) * (1.0 + self.heap_share)
+            return passing + held.inputs + held.sent
         passing = passing + held.gradients_received + held.gradients_sent
-        return (passing + held.saved + held.sent if needs_recompute else passing) * (1.0 + self.heap_share)
+        return passing + held.saved + held.sent if needs_recompute else passing
+
+    def updating(self, held: Holdings[Bytes]) -> Bytes:
+        """Returns the bytes that the optimizer's step needs on top, when no micro-batch is there."""
+        if not self.needs_gradient:
+            return held.trained * 0.0
+        return held.trained * self.work_of_all + held.largest * self.work_of_largest
+
+    def of_stage(self, held: Holdings[Bytes], needs_recompute: bool) -> StageBytes[Bytes]:
+        """Returns the peak on one replica, for any number of forwards not yet backwarded."""
+        fixed, each = self.fixed(held), self.per_micro_batch(held, needs_recompute)
+        passing = self.passing(held, needs_recompute)
+        holes = (passing + each) * self.heap_share
+        return StageBytes(fixed + passing + holes, each, fixed + self.updating(held))
 
     def total(self, held: Holdings[Bytes], in_flight: int, needs_recompute: bool) -> Bytes:
         """Returns the peak on one replica with `in_flight` forwards not yet backwarded."""
-        each = self.per_micro_batch(held, needs_recompute)
-        return self.fixed(held) + each * float(in_flight) + self.passing(held, needs_recompute)
+        return self.of_stage(held, needs_recompute).at(in_flight)
 
 
 def holdings_of_stage(graph: Graph, costs: Costs, blocks: Collection[int]) -> Holdings[float]:
@@ -105,6 +147,7 @@ def holdings_of_stage(graph: Graph, costs: Costs, blocks: Collection[int]) -> Ho
     return Holdings(
         parameters=float(sum(p.num_bytes for p in used)),
         trained=float(sum(p.num_bytes for p in trained)),
+        largest=float(max((p.num_bytes for p in trained), default=0)),
         tied=float(sum(p.num_bytes * len(inside & set(p.blocks)) for p in trained if len(p.blocks) > 1)),
         buffers=float(sum(graph.blocks[k].buffer_bytes for k in inside)),
         inputs=sum(i.size.at(size) for i in graph.inputs if inside & set(i.consumers)),
@@ -123,6 +166,7 @@ def holdings_of_ranges(tables: RangeTables, costs: Costs) -> Holdings[Array]:
     return Holdings(
         parameters=tables.parameter_bytes,
         trained=tables.trained_bytes,
+        largest=tables.largest_bytes,
         tied=tables.tied_bytes,
         buffers=tables.buffer_bytes,
         inputs=tables.inputs.at(size),

@@ -13,7 +13,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from autovaruna.graph.records import Graph, Size
+from autovaruna.graph.records import Graph, Parameter, Size
 from autovaruna.planner.costs import Array
 
 _Things = Iterable[tuple[float, Sequence[int]]]
@@ -66,6 +66,7 @@ class RangeTables:
         trained = [p for p in graph.parameters if p.needs_gradient]
         self.parameter_bytes = self._held((p.num_bytes, p.blocks) for p in graph.parameters)
         self.trained_bytes = self._held((p.num_bytes, p.blocks) for p in trained)
+        self.largest_bytes = self.greatest(_largest(graph, trained))
         self.num_trained = self._held((1.0, p.blocks) for p in trained)
         self.tied_bytes = self._sum((p.num_bytes, p.blocks) for p in trained if len(p.blocks) > 1)
         self.buffer_bytes = self.add_up(np.array([block.buffer_bytes for block in graph.blocks], dtype=np.float64))
@@ -134,3 +135,12 @@ class RangeTables:
             total((size.fixed_bytes, blocks) for size, blocks in things),
             total((size.sample_bytes, blocks) for size, blocks in things),
         )
+
+
+def _largest(graph: Graph, parameters: Iterable[Parameter]) -> Array:
+    """Returns the bytes of the largest of some parameters in each block."""
+    largest = np.zeros(len(graph.blocks))
+    for parameter in parameters:
+        places = list(parameter.blocks)
+        largest[places] = np.maximum(largest[places], parameter.num_bytes)
+    return largest

@@ -47,7 +47,8 @@ class StagePlan:
 class BlockBytes:
     """What each block saves for backward and needs on top while it runs, for a micro-batch of so many samples.
 
-    `process_bytes` and `heap_share` are those of the `Cluster` that the plan was made for.
+    `process_bytes` and `heap_share` are those of the `Cluster` that the plan was made for, `work_of_all` and
+    `work_of_largest` those of the `OptimizerCost`.
     """
 
     micro_batch_size: int
@@ -55,6 +56,8 @@ class BlockBytes:
     work_bytes: tuple[float, ...]
     process_bytes: float = 0.0
     heap_share: float = 0.0
+    work_of_all: float = 0.0
+    work_of_largest: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

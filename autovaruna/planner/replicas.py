@@ -58,7 +58,7 @@ class ReplicaSearch:
         self.messages, self.optimizer = self._windows(_message_seconds(sized)), self._windows(sized.optimizer_seconds)
         self.hosts = [cluster.hosts[rank] for rank in order]
         ways = sized.ways.options
-        self.ways = Ways(tuple((self._windows(a), self._windows(b), self._windows(c)) for a, b, c in ways))
+        self.ways = Ways(tuple((self._windows(work), num_bytes.map(self._windows)) for work, num_bytes in ways))
         self.costs: dict[tuple[int, int, float, float, float, bool], Array] = {}
 
     def _windows(self, table: Array) -> Array:

@@ -9,7 +9,7 @@ from functools import cached_property
 import numpy as np
 
 from autovaruna.planner.costs import Array, Costs, costs_at
-from autovaruna.planner.memory import Holdings, MemoryModel, forbid_empty, holdings_of_ranges
+from autovaruna.planner.memory import Holdings, MemoryModel, StageBytes, forbid_empty, holdings_of_ranges
 from autovaruna.planner.problem import Problem
 from autovaruna.planner.ranges import RangeTables
 from autovaruna.planner.rings import Rings
@@ -60,7 +60,14 @@ class Sized:
         """The rules of memory. With a micro-batch a rank the heap has no holes: nothing is freed beside others."""
         problem, cluster = self.problem, self.problem.cluster
         heap_share = cluster.heap_share if self.num_micro_batches > cluster.num_ranks else 0.0
-        return MemoryModel(problem.optimizer_bytes_factor, problem.needs_gradient, cluster.process_bytes, heap_share)
+        return MemoryModel(
+            problem.optimizer_bytes_factor,
+            problem.needs_gradient,
+            cluster.process_bytes,
+            heap_share,
+            problem.optimizer_cost.work_of_all,
+            problem.optimizer_cost.work_of_largest,
+        )
 
     @cached_property
     def rings(self) -> Rings:
@@ -100,18 +107,14 @@ class Sized:
         return self.problem.cluster.overhead_seconds * (2 if self.problem.needs_gradient else 1)
 
     @cached_property
-    def plain_bytes(self) -> tuple[Array, Array]:
-        """Bytes of each range without recompute: what is there once, and for each micro-batch in flight."""
-        return self._bytes(needs_recompute=False)
+    def plain_bytes(self) -> StageBytes[Array]:
+        """Bytes of each range without recompute."""
+        return self.model.of_stage(self.held, needs_recompute=False)
 
     @cached_property
-    def recomputed_bytes(self) -> tuple[Array, Array]:
+    def recomputed_bytes(self) -> StageBytes[Array]:
         """The same with recompute."""
-        return self._bytes(needs_recompute=True)
-
-    def _bytes(self, needs_recompute: bool) -> tuple[Array, Array]:
-        model, held = self.model, self.held
-        return model.fixed(held) + model.passing(held, needs_recompute), model.per_micro_batch(held, needs_recompute)
+        return self.model.of_stage(self.held, needs_recompute=True)
 
     @property
     def recompute_choices(self) -> tuple[bool, ...]:
@@ -125,16 +128,16 @@ class Sized:
         """The ways to run every range."""
         options = []
         for needs_recompute in self.recompute_choices:
-            fixed, each = self.recomputed_bytes if needs_recompute else self.plain_bytes
-            options.append((self.recomputed_work if needs_recompute else self.work, fixed, each))
+            num_bytes = self.recomputed_bytes if needs_recompute else self.plain_bytes
+            options.append((self.recomputed_work if needs_recompute else self.work, num_bytes))
         return Ways(tuple(options))
 
 
 @dataclass(frozen=True, slots=True)
 class Ways:
-    """Ways to run ranges, without recompute and with it: seconds, bytes once, bytes for each micro-batch in flight."""
+    """Ways to run ranges, without recompute and with it: seconds, and bytes."""
 
-    options: tuple[tuple[Array, Array, Array], ...]
+    options: tuple[tuple[Array, StageBytes[Array]], ...]
 
     def allowed_work(self, in_flight: int, limit_bytes: float) -> Array:
         """Returns the seconds of each range in the best way that fits, infinite if none does.
@@ -143,7 +146,7 @@ class Ways:
         """
         best = np.full_like(self.options[0][0], np.inf)
         for depth in sorted({in_flight, (in_flight + 1) // 2, 1}):
-            for seconds, fixed, each in self.options:
-                fits = fixed + each * depth <= limit_bytes
+            for seconds, num_bytes in self.options:
+                fits = num_bytes.at(depth) <= limit_bytes
                 best = np.where(fits, np.minimum(seconds * (in_flight / depth), best), best)
         return best

@@ -7,7 +7,7 @@ buffer or an input (counted by the planner).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -51,7 +51,7 @@ def count_bytes(work: Work, device: torch.device) -> Bytes:
     """Runs `work` once, forward and backward, and counts."""
     arguments = {_storage(tensor): tensor for tensor in work.arguments if isinstance(tensor, Tensor)}
     arguments |= _casts(work)
-    meter = _AllocatorMeter(device) if device.type == "cuda" else _OperationMeter(arguments)
+    meter = meter_of(device, arguments.values())
     with _transient_gradients(work), meter:
         outputs, saved = _run(work)
         made = _made(outputs, saved, arguments)
@@ -117,7 +117,9 @@ def _made(outputs: Iterable[Tensor], saved: dict[int, Tensor], arguments: dict[i
     return made
 
 
-class _Meter(Protocol):
+class Meter(Protocol):
+    """Finds the most memory, `peak_bytes`, that is made and not yet freed while its context runs."""
+
     peak_bytes: int
 
     def __enter__(self) -> Any: ...
@@ -125,10 +127,17 @@ class _Meter(Protocol):
     def __exit__(self, *error: Any) -> Any: ...
 
 
+def meter_of(device: torch.device, known: Iterable[Tensor]) -> Meter:
+    """Returns a meter of memory on a device; that of `known` was there before."""
+    if device.type == "cuda":
+        return _AllocatorMeter(device)
+    return _OperationMeter({_storage(tensor) for tensor in known})
+
+
 class _OperationMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Follows the results of operations, each from its first sight until the last tensor on its memory is gone."""
 
-    def __init__(self, known: dict[int, Tensor]) -> None:
+    def __init__(self, known: Set[int]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.known = known
         self.live: dict[int, tuple[Callable[[], bool], int]] = {}

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from autovaruna.profiler.memory import meter_of
 from autovaruna.profiler.records import OptimizerCost
 
 _SMALL, _NUM_SMALL = (16, 16), 8
@@ -42,7 +43,7 @@ def state_factor(optimizer: torch.optim.Optimizer) -> float:
 
 
 def measure_step(optimizer: torch.optim.Optimizer, device: torch.device) -> OptimizerCost:
-    """Times steps over small tensors and over large ones, with the options of the greatest group.
+    """Times steps over small tensors and over large ones, with the options of the greatest group; counts their bytes.
 
     The large ones are as large as the tensor in which a byte of the group lies on average: temporaries of large tensors
     are in no cache.
@@ -55,7 +56,29 @@ def measure_step(optimizer: torch.optim.Optimizer, device: torch.device) -> Opti
         for trial, times in ((_SMALL, _NUM_SMALL), (shape, count))
     )
     each = small / _NUM_SMALL
-    return OptimizerCost(each, max(0.0, large - each * count) / (count * math.prod(shape) * dtype.itemsize))
+    per_byte = max(0.0, large - each * count) / (count * math.prod(shape) * dtype.itemsize)
+    return OptimizerCost(each, per_byte, *work_factors(optimizer, device))
+
+
+def work_factors(optimizer: torch.optim.Optimizer, device: torch.device) -> tuple[float, float]:
+    """Returns the bytes that a step needs on top, for each byte of all trained parameters, and of the largest one.
+
+    Each shape of each group is tried out one, two and three times: what three need more than two grows with all.
+    """
+    total = of_all = largest = of_largest = 0.0
+    for group in optimizer.param_groups:
+        factors: dict[tuple[torch.Size, torch.dtype], tuple[float, float]] = {}
+        for parameter in group["params"]:
+            if parameter.requires_grad and parameter.numel():
+                key = parameter.shape, parameter.dtype
+                if key not in factors:
+                    factors[key] = _work_factors_of(optimizer, _options(group), *key, device)
+                total, of_all = total + parameter.nbytes, of_all + factors[key][0] * parameter.nbytes
+                largest, of_largest = (
+                    max(largest, parameter.nbytes),
+                    max(of_largest, factors[key][1] * parameter.nbytes),
+                )
+    return (of_all / total, of_largest / largest) if total else (0.0, 0.0)
 
 
 def _large(parameters: Sequence[nn.Parameter], dtype: torch.dtype) -> tuple[tuple[int, int], int]:
@@ -74,6 +97,34 @@ def _state_factor_of(
     copy = _copy(optimizer, options, [trial])
     copy.step()
     return sum(map(_num_bytes, copy.state.get(trial, {}).values())) / trial.nbytes
+
+
+def _work_factors_of(
+    optimizer: torch.optim.Optimizer, options: Options, shape: torch.Size, dtype: torch.dtype, device: torch.device
+) -> tuple[float, float]:
+    one, two, three = (_work_bytes(optimizer, options, shape, dtype, device, count) for count in (1, 2, 3))
+    num_bytes = math.prod(_shrunk(shape)) * dtype.itemsize
+    each = max(0.0, three - two)  # a loop may still hold what it needed for one tensor when it comes to the next
+    return each / num_bytes, max(0.0, one - each) / num_bytes
+
+
+def _work_bytes(
+    optimizer: torch.optim.Optimizer,
+    options: Options,
+    shape: torch.Size,
+    dtype: torch.dtype,
+    device: torch.device,
+    count: int,
+) -> float:
+    """Returns the bytes that the second step over so many tensors needs on top; the first one makes the state."""
+    trials = [_trial(_shrunk(shape), dtype, device) for _ in range(count)]
+    copy = _copy(optimizer, options, trials)
+    copy.step()
+    state = [value for each in copy.state.values() for value in each.values() if isinstance(value, Tensor)]
+    gradients = [trial.grad for trial in trials if trial.grad is not None]
+    with meter_of(device, [*trials, *gradients, *state]) as meter:
+        copy.step()
+    return float(meter.peak_bytes)
 
 
 def _shrunk(shape: Iterable[int]) -> tuple[int, ...]:

@@ -35,10 +35,18 @@ class LinkCost:
 
 @dataclass(frozen=True, slots=True)
 class OptimizerCost:
-    """A step of the optimizer: ``seconds_per_parameter`` for each trained tensor, ``seconds_per_byte`` on top."""
+    """A step of the optimizer.
+
+    Attributes:
+        seconds_per_parameter: for each trained tensor; seconds_per_byte on top.
+        work_of_all: bytes that it needs while it runs for each byte of all trained parameters (all at once, foreach).
+        work_of_largest: the same for each byte of the largest one (one after the other).
+    """
 
     seconds_per_parameter: float = 0.0
     seconds_per_byte: float = 0.0
+    work_of_all: float = 0.0
+    work_of_largest: float = 0.0
 
     def seconds(self, num_parameters: float, num_bytes: float) -> float:
         """Returns the predicted seconds of a step over so many tensors of so many bytes in all."""
@@ -75,7 +83,7 @@ class Cluster:
         all_reduce_latency_seconds: what an all-reduce takes for each rank that takes part, whatever its bytes.
         overhead_seconds: what the executor adds to each instruction.
         process_bytes: what a rank holds beside tensors, over a process that has not traced a model.
-        heap_share: what the allocator needs on top of each byte of tensors that come and go in a step.
+        heap_share: what the allocator needs on top of each byte that one micro-batch needs.
     """
 
     hosts: tuple[str, ...]

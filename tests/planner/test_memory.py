@@ -78,14 +78,33 @@ def test_memory_grows_with_depth_size_blocks_and_optimizer(seed: int) -> None:
 
 
 def test_recompute_saves_memory_of_every_micro_batch_but_one() -> None:
-    held = Holdings(10.0, 10.0, 0.0, 1.0, 1.0, 2.0, 2.0, 2.0, 2.0, saved=100.0, work=5.0)
+    held = Holdings(10.0, 10.0, 4.0, 0.0, 1.0, 1.0, 2.0, 2.0, 2.0, 2.0, saved=100.0, work=5.0)
     model = MemoryModel(2.0)
     assert model.total(held, 8, False) - model.total(held, 8, True) == pytest.approx(7 * (100 + 2))
     assert model.total(held, 8, True) - model.total(held, 7, True) == pytest.approx(3.0)
 
 
+def test_the_peak_is_that_of_the_optimizer_step_if_it_needs_more_than_micro_batches() -> None:
+    """It needs its temporaries when no micro-batch is there any more; for all parameters at once, or one by one."""
+    held = Holdings(10.0, 10.0, 4.0, 0.0, 1.0, 1.0, 2.0, 2.0, 2.0, 2.0, saved=3.0, work=5.0)
+    plain, state = MemoryModel(2.0).total(held, 1, False), 10 + 1 + 3 * 10
+    assert plain > state + 10
+    assert MemoryModel(2.0, work_of_largest=1.0).total(held, 1, False) == plain
+    assert MemoryModel(2.0, work_of_largest=20.0).total(held, 1, False) == state + 80
+    assert MemoryModel(2.0, work_of_all=5.0, work_of_largest=20.0).total(held, 1, False) == state + 50 + 80
+    assert MemoryModel(2.0, needs_gradient=False, work_of_all=50.0).total(held, 1, False) < plain
+
+
+def test_holes_of_the_heap_are_those_of_one_micro_batch() -> None:
+    held = Holdings(10.0, 10.0, 4.0, 0.0, 1.0, 1.0, 2.0, 2.0, 2.0, 2.0, saved=100.0, work=5.0)
+    solid, holed = MemoryModel(2.0), MemoryModel(2.0, heap_share=1.0)
+    one = 2 + 1 + 100 + 2 + 2 + 5 + 2 + 2
+    for in_flight in (1, 5):
+        assert holed.total(held, in_flight, False) - solid.total(held, in_flight, False) == pytest.approx(one)
+
+
 def test_forward_alone_needs_no_gradients() -> None:
-    held = Holdings(10.0, 10.0, 3.0, 1.0, 1.0, 2.0, 2.0, 2.0, 2.0, saved=100.0, work=5.0)
+    held = Holdings(10.0, 10.0, 4.0, 3.0, 1.0, 1.0, 2.0, 2.0, 2.0, 2.0, saved=100.0, work=5.0)
     assert MemoryModel(2.0, needs_gradient=False).total(held, 4, False) == 10 + 1 + 1 + 2 + 2 + 5
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autovaruna.profiler.optimizer import measure_step, state_factor
+from autovaruna.profiler.optimizer import measure_step, state_factor, work_factors
 from tests.profiler.models import CPU
 
 
@@ -63,3 +63,13 @@ def test_a_step_that_does_more_takes_longer() -> None:
     model = nn.Linear(8, 8)
     plain, adam = (measure_step(MAKERS[name](model), CPU) for name in ("sgd", "adamw"))
     assert 0 < plain.seconds(10, 1e7) < adam.seconds(10, 1e7)
+
+
+def test_a_loop_needs_bytes_for_one_tensor_and_foreach_for_all() -> None:
+    """AdamW makes the root of its second moment, and what it divides by; one tensor after the other, or all at once."""
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    loop = work_factors(torch.optim.AdamW(model.parameters(), foreach=False), CPU)
+    assert loop == pytest.approx((0.0, 2.0), abs=0.01)
+    of_all, of_largest = work_factors(torch.optim.AdamW(model.parameters(), foreach=True), CPU)
+    assert of_all == pytest.approx(1.0, abs=0.01) and of_largest == pytest.approx(0.0, abs=0.01)
+    assert work_factors(torch.optim.SGD(model.parameters(), lr=0.1), CPU) == (0.0, 0.0)
