@@ -30,7 +30,7 @@ _LARGEST_KEPT_BYTES = 32 << 20
 _PROCESS_BYTES = 16 << 20
 """What a process holds on the CPU beside tensors, once it has traced a model, where the system does not say."""
 _HEAP_SHARE = 1.0
-"""What the C library's heap needs on the CPU on top of what one micro-batch needs, found from resident sets of steps: an
+"""What the C library's heap needs on the CPU on top of what one micro-batch needs, found from resident sets: an
 aligned block does not fit into the hole that one of its size has left. Less can be said where the library keeps small
 pieces for itself (unless ``GLIBC_TUNABLES=glibc.malloc.tcache_count=0``): they lie between holes."""
 _TUNABLES = ("glibc.malloc.mmap_threshold", "glibc.malloc.trim_threshold", "glibc.malloc.mmap_max")
