@@ -14,7 +14,8 @@ _ACTS_OF_A_BOUND = 50
 _ACTS_OF_A_CYCLE, _ACTS_OF_A_PLAIN_STEP = 10, 40_000
 _ACTS_OF_A_SHORT_STEP = 20_000
 _ACTS_OF_A_WHOLE_STEP = 1_000_000
-_ACTS_OF_A_SHARED_ACT = 2
+_ACTS_OF_A_SHARED_ACT = 3
+"""A rank with several stages has more to choose from."""
 SECONDS_OF_AN_ACT = 4e-6
 
 
@@ -58,8 +59,7 @@ class Predictor:
 
     def _simulate(self, pipeline: Pipeline, policy: Policy) -> float:
         simulation = simulate(pipeline, policy)
-        is_shared = sum(stage.num_replicas for stage in pipeline.stages) > pipeline.num_ranks
-        self.num_acts += sum(len(acts) for acts in simulation.acts) * (_ACTS_OF_A_SHARED_ACT if is_shared else 1)
+        self.num_acts += sum(len(acts) for acts in simulation.acts) * _acts_of_an_act(pipeline)
         return simulation.step_seconds
 
 
@@ -80,8 +80,13 @@ def least_seconds(counts: list[int], num_micro_batches: int, *, is_shared: bool)
 
 def short_enough(pipeline: Pipeline) -> Pipeline:
     """Returns the pipeline, or, if it has too many instructions to simulate all, the part that takes longest."""
-    num_acts = 3 * pipeline.num_micro_batches * pipeline.num_stages
+    num_acts = 3 * pipeline.num_micro_batches * pipeline.num_stages * _acts_of_an_act(pipeline)
     return pipeline if num_acts <= _ACTS_OF_A_WHOLE_STEP else fold(pipeline)
+
+
+def _acts_of_an_act(pipeline: Pipeline) -> int:
+    is_shared = sum(stage.num_replicas for stage in pipeline.stages) > pipeline.num_ranks
+    return _ACTS_OF_A_SHARED_ACT if is_shared else 1
 
 
 def fold(pipeline: Pipeline) -> Pipeline:
