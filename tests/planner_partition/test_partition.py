@@ -183,3 +183,10 @@ def test_a_device_is_needed() -> None:
 def test_an_unknown_border_is_refused() -> None:
     with pytest.raises(PlanError, match="'added' or 'overlapped'"):
         PartitionProblem((), (), border="none")  # type: ignore[arg-type]
+
+
+def test_nodes_without_edges_are_packed() -> None:
+    problem = PartitionProblem(tuple(PartitionNode(f"n{i}", 1.0 + i % 7 / 4) for i in range(40)), ())
+    found = partition(problem, 4, max_seconds=2.0)
+    _assert_valid(problem, found)
+    assert found.gap < 0.01

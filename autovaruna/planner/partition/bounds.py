@@ -80,7 +80,19 @@ class Bounds:
             chain: the growing downsets at which devices end.
             loose: groups of nodes that are not in `graph`.
         """
-        devices = place_nodes(graph, chain, len(self.problem.nodes))
+        return self._offer(place_nodes(graph, chain, len(self.problem.nodes)), loose)
+
+    def offer_anywhere(self, loose: Sequence[Sequence[int]]) -> bool:
+        """Notes a plan for groups of nodes that nothing orders, if there are no others; heavy ones first is best."""
+        devices, seconds = [0] * len(self.problem.nodes), [0.0] * self.num_devices
+        for group in loose:
+            device = seconds.index(min(seconds))
+            seconds[device] += sum(self.problem.nodes[position].seconds for position in group)
+            for position in group:
+                devices[position] = device
+        return self._offer(devices, loose)
+
+    def _offer(self, devices: list[int], loose: Sequence[Sequence[int]]) -> bool:
         if loose:
             devices = place_loose(self.problem, devices, loose, self.num_devices)
         self.tried = devices

@@ -59,6 +59,8 @@ def partition(
     chain = best_chain(graph, resources, num_devices)
     if chain is not None:
         bounds.offer(graph, chain)
+    if len(loose := loose_blocks(graph)) == len(graph):
+        bounds.offer_anywhere([graph.members[block] for block in reversed(loose)])
     bounds.raise_lower(sum(graph.seconds) / num_devices, "the seconds of all nodes, divided by the devices")
     bounds.raise_lower(max(graph.seconds, default=0.0), "the seconds of nodes that no better plan parts")
     _search(contract(graph, problem.border, needs_bytes, bounds.target), bounds, max_downsets)
