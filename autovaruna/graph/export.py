@@ -19,7 +19,8 @@ from autovaruna.graph.cutpoint import Marker, named_cut_points, take_markers
 from autovaruna.graph.deferred import compile_regions, deferred_compilation
 from autovaruna.graph.fake import faked
 from autovaruna.graph.fixed_size import noted_fixed_sizes
-from autovaruna.graph.guards import check_functions, check_hooks, check_state, plain_state, watched
+from autovaruna.graph.functions import Function, take_functions
+from autovaruna.graph.guards import check_hooks, check_state, plain_state, watched, with_own_backward
 from autovaruna.graph.origin import is_users
 from autovaruna.graph.precision import in_precision, noted_precision, switch_in_regions
 from autovaruna.graph.repeats import recalled_repeats
@@ -94,7 +95,14 @@ def _kind(tensor: Tensor | None) -> str:
     return "None" if tensor is None else f"{tuple(tensor.shape)} {tensor.dtype}"
 
 
-def export(model: nn.Module, call: CallSpec, batch_size: int, is_dynamic: bool, device: torch.device) -> Exported:
+def export(
+    model: nn.Module,
+    call: CallSpec,
+    batch_size: int,
+    is_dynamic: bool,
+    device: torch.device,
+    kept: frozenset[Function] = frozenset(),
+) -> Exported:
     """Traces one call of a model in its present mode, without running it.
 
     Args:
@@ -103,6 +111,7 @@ def export(model: nn.Module, call: CallSpec, batch_size: int, is_dynamic: bool, 
         batch_size: The number that stands for the batch while tracing.
         is_dynamic: Whether the graph must serve every batch size.
         device: Where the graph will run.
+        kept: Autograd functions that are kept whole; others are found by a trace, after which another keeps them.
 
     Raises:
         TraceError: the model cannot be traced; says which line and what to do.
@@ -116,7 +125,7 @@ def export(model: nn.Module, call: CallSpec, batch_size: int, is_dynamic: bool, 
     with (
         faked(model, mode, device),
         named_cut_points(model),
-        watched() as function_calls,
+        watched(kept) as function_calls,
         noted_fixed_sizes() as fixing,
         in_precision(call.precision),
         noted_precision(call.precision),
@@ -134,8 +143,8 @@ def export(model: nn.Module, call: CallSpec, batch_size: int, is_dynamic: bool, 
         except Exception as error:
             refusal = _own_error(flat, example_inputs(call, call.batch_size, mode, device), mode)
             raise _explain(error, model, call, is_dynamic, fixing, refusal) from error
-    if torch.is_grad_enabled():
-        check_functions(function_calls)
+    if torch.is_grad_enabled() and (found := with_own_backward(function_calls)):
+        return export(model, call, batch_size, is_dynamic, device, kept | found)
     assert output_trees
     state = {
         _PREFIX + name
@@ -146,6 +155,7 @@ def export(model: nn.Module, call: CallSpec, batch_size: int, is_dynamic: bool, 
     }
     compile_regions(graph_module)
     switch_in_regions(graph_module)
+    take_functions(graph_module)
     constants = _tidy(graph_module, [spec.name for spec in call.inputs], state)
     return Exported(graph_module, output_trees[-1], constants, is_dynamic, take_markers(graph_module))
 

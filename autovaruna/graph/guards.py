@@ -1,8 +1,8 @@
-"""Refuses what torch.export would drop without a word: own backwards, hooks, and Python state that forward changes."""
+"""Finds what torch.export would drop without a word: own backwards, hooks, and Python state that forward changes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -10,8 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import CheckpointFunction
 
 from autovaruna.errors import TraceError
+from autovaruna.graph.functions import Function, keep
 
 
 @dataclass(frozen=True)
@@ -33,16 +35,19 @@ class TensorKind:
 class FunctionCall:
     """One call of a ``torch.autograd.Function`` during a trace."""
 
-    function: type[torch.autograd.Function]
+    function: Function
     arguments: tuple[Any, ...]
 
 
 @contextmanager
-def watched() -> Iterator[list[FunctionCall]]:
+def watched(kept: Collection[Function]) -> Iterator[list[FunctionCall]]:
     """Notes calls of autograd functions, and refuses tensor hooks, while the context lasts.
 
+    Args:
+        kept: The functions that are kept whole where gradients are wanted.
+
     Yields:
-        The calls, to be given to `check_functions` after the trace.
+        The other calls, to be given to `with_own_backward` after the trace.
 
     Raises:
         TraceError: forward registers a hook on a tensor.
@@ -51,7 +56,11 @@ def watched() -> Iterator[list[FunctionCall]]:
     apply = torch.autograd.Function.__dict__["apply"]
     register_hook = Tensor.register_hook
 
-    def noting(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
+    def noting(cls: Function, *args: Any, **kwargs: Any) -> Any:
+        if issubclass(cls, CheckpointFunction):
+            return args[0](*args[2:])  # what is recomputed is for the plan to say
+        if torch.is_grad_enabled() and cls in kept:
+            return keep(cls, args)
         if not cls.__module__.startswith("torch."):  # torch's own, such as those of custom operators, are kept whole
             calls.append(FunctionCall(cls, pytree.tree_map_only(Tensor, _kind, args)))
         return apply.__get__(None, cls)(*args, **kwargs)
@@ -71,22 +80,20 @@ def watched() -> Iterator[list[FunctionCall]]:
         Tensor.register_hook = register_hook  # type: ignore[method-assign]
 
 
-def check_functions(calls: list[FunctionCall]) -> None:
-    """Makes sure that the backward of every noted function is the derivative of its forward.
+def with_own_backward(calls: list[FunctionCall]) -> set[Function]:
+    """Returns the functions whose backward is not the derivative of their forward, or cannot be compared with it.
 
-    A trace keeps the operations of a function's forward and lets autograd derive them. Both ways are compared on
-    random numbers of the shapes of the call.
-
-    Raises:
-        TraceError: they differ, or cannot be compared.
+    A trace has the operations of a function's forward and lets autograd derive them. Both ways are compared on random
+    numbers of the shapes of the call.
     """
+    found: set[Function] = set()
     for call in {(call.function, str(call.arguments)): call for call in calls}.values():
         try:
-            same = _same_gradients(call)
-        except Exception as error:
-            raise TraceError(_refusal(call, f"comparing it with its derivative failed: {error}")) from error
-        if not same:
-            raise TraceError(_refusal(call, "its backward is not the derivative of its forward"))
+            is_derivative = _same_gradients(call)
+        except Exception:
+            is_derivative = False
+        found |= set() if is_derivative else {call.function}
+    return found
 
 
 def check_hooks(model: nn.Module) -> None:
@@ -132,14 +139,6 @@ def check_state(before: dict[tuple[str, str], Any], after: dict[tuple[str, str],
 def _kind(tensor: Tensor) -> TensorKind:
     shape = tuple(int(length.node.hint) if isinstance(length, torch.SymInt) else length for length in tensor.shape)
     return TensorKind(shape, tensor.dtype, tensor.requires_grad)
-
-
-def _refusal(call: FunctionCall, reason: str) -> str:
-    return (
-        f"The torch.autograd.Function {call.function.__qualname__} cannot be traced: {reason}. Expected one whose "
-        "gradient autograd finds by itself; write it with ordinary operations (a straight-through estimator is "
-        "x + (f(x) - x).detach())."
-    )
 
 
 def _same_gradients(call: FunctionCall) -> bool:

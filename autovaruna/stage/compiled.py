@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, fx
 
 from autovaruna.graph.extract import Argument, Piece, Source
+from autovaruna.graph.functions import run_function
 from autovaruna.graph.random import RandomStream, draw
 from autovaruna.graph.traced import TracedModel
 
@@ -82,6 +83,7 @@ def _prepared(module: fx.GraphModule, around: _Around) -> fx.GraphModule:
     """Returns a copy of a module whose random operations and switches of autocast stay out of compilation."""
     outside: dict[Any, Callable[..., Any]] = {
         draw: _not_compiled(around.draw),
+        run_function: _not_compiled(run_function),
         _ENTER: _not_compiled(around.enter),
         _EXIT: _not_compiled(around.leave),
     }

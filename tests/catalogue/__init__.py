@@ -1,12 +1,13 @@
 """Lists every model that the library is tested with, by name."""
 
 from tests.catalogue.case import Batch, Case, batch_size, loss_in, tensors
+from tests.catalogue.functions import FUNCTIONS
 from tests.catalogue.hard import HARD
 from tests.catalogue.hugging_face import HUGGING_FACE, MORE, REFUSED
 from tests.catalogue.small import SMALL
 from tests.catalogue.structure import STRUCTURE
 
-PLAIN = SMALL + STRUCTURE
+PLAIN = SMALL + STRUCTURE + FUNCTIONS
 """Models that need torch alone."""
 
 CASES = {case.name: case for case in PLAIN + HARD + HUGGING_FACE + MORE + REFUSED}

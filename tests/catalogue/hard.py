@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,28 +13,27 @@ from tests.catalogue.case import Case
 from tests.catalogue.small import CLASSES, WIDTH, Classifier, hidden, labelled
 
 
-class StraightThrough(torch.autograd.Function):
-    """Rounds to a sign in forward and passes the gradient on, thrice, in backward."""
+class Noise(torch.autograd.Function):
+    """Adds noise in forward and doubles the gradient in backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.sign()
+        return x + torch.randn_like(x)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        return 3.0 * gradients[0]
+        return 2.0 * gradients[0]
 
 
-class CustomFunction(nn.Module):
-    """Has a backward of its own, which is not the derivative of its forward."""
+class Noisy(nn.Module):
+    """Draws random numbers in a function that has a backward of its own."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.scale = nn.Parameter(torch.randn(WIDTH))
         self.body = hidden(nn.Tanh())
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.body(StraightThrough.apply(x * self.scale))  # type: ignore[no-untyped-call]
+        out: Tensor = Noise.apply(self.body(x))  # type: ignore[no-untyped-call]
         return out
 
 
@@ -99,7 +99,11 @@ def hard(name: str, body: type[nn.Module], refusal: str, has_batch_norm: bool = 
 
 
 HARD = (
-    hard("custom_function", CustomFunction, "torch.export drops the backward of an autograd.Function"),
+    replace(
+        hard("noisy_function", Noisy, "a function that is kept whole draws random numbers"),
+        has_dropout=True,
+        is_always_random=True,
+    ),
     hard("branch", Branch, "branches on the numbers in a tensor", has_batch_norm=True),
     hard("counter", Counter, "a Python number that forward changes is fixed in the trace", has_batch_norm=True),
     hard("contrastive", Contrastive, "the loss compares the samples of a batch", has_batch_norm=True),
