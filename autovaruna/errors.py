@@ -5,6 +5,7 @@
     ├── TraceError                       the model cannot be traced
     ├── MeasureError                     a measurement failed
     ├── PlanError                        there is no plan: infeasible, or bad forced cuts
+    │   └── NoMemoryError                no plan fits into memory
     ├── ScheduleError                    a schedule breaks a rule
     ├── DeploymentError                  a deployment file is stale or damaged
     ├── RankError (also RuntimeError)    ranks disagree, or one of them failed
@@ -42,6 +43,10 @@ class MeasureError(AutoVarunaError):
 
 class PlanError(AutoVarunaError):
     """Says that no plan exists: the model does not fit, or forced cuts contradict each other."""
+
+
+class NoMemoryError(PlanError):
+    """Says that no plan fits into memory: what is missing, where, and what would make it fit."""
 
 
 class ScheduleError(AutoVarunaError):

@@ -51,7 +51,10 @@ class Settings:
     )
     min_micro_batches: int = _setting(count(1), 1, "Fewest micro-batches the planner may choose.", "min_pipeline")
     max_micro_batches: int = _setting(
-        count(), 64, "Most micro-batches the planner may choose; 0: no limit.", "max_pipeline"
+        count(),
+        64,
+        "Most micro-batches the planner may choose; 0: no limit. The default gives way where nothing else fits.",
+        "max_pipeline",
     )
     memory_limit_bytes: int = _setting(
         BYTES,

@@ -52,6 +52,7 @@ def constraints_of(settings: Settings, traced: TracedModel, num_mini_batches: in
         micro_batch_size=settings.micro_batch_size,
         min_micro_batches=settings.min_micro_batches,
         max_micro_batches=_most(settings, num_mini_batches),
+        may_exceed_max=settings.source_of("max_micro_batches") == "default",
         recompute=settings.recompute,
         schedule=settings.schedule if has_loss else "gpipe",  # all forwards come before the caller's backward
         in_flight=settings.in_flight if has_loss else 0,

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from autovaruna.errors import NoMemoryError, PlanError
 from autovaruna.planner.chain import partition_chain
 from autovaruna.planner.costs import Array
 from autovaruna.planner.problem import Problem
@@ -34,7 +35,7 @@ class _Shortage:
         return self.needed_bytes / self.limit_bytes
 
 
-def explain_infeasible(problem: Problem, tables: RangeTables, counts: Sequence[int]) -> str:
+def explain_infeasible(problem: Problem, tables: RangeTables, counts: Sequence[int]) -> PlanError:
     """Returns what a user needs to know: bytes missing, the stage, the largest block, what would make it fit."""
     sized = Sized(problem, tables, max(counts))
     n = len(problem.graph.blocks)
@@ -42,10 +43,12 @@ def explain_infeasible(problem: Problem, tables: RangeTables, counts: Sequence[i
     found = [shortage for ranks in _rank_choices(problem, tables) if (shortage := _shortage(sized, ranks))]
     if not found:
         stages = len(next(_rank_choices(problem, tables)))
-        return f"no plan: the model cannot be split into {stages} stages, it has {tables.num_segments} places to cut"
+        return PlanError(
+            f"no plan: the model cannot be split into {stages} stages, it has {tables.num_segments} places to cut"
+        )
     worst = min(found, key=lambda shortage: shortage.ratio)
     missing = readable(max(worst.needed_bytes - worst.limit_bytes, 0.0))
-    return (
+    return NoMemoryError(
         f"no plan fits into memory: the best split into {worst.num_stages} stages of {max(counts)} micro-batches needs "
         f"{readable(worst.needed_bytes)} for {_places(worst, problem)}, rank {worst.rank} has "
         f"{readable(worst.limit_bytes)}: {missing} are missing. {_largest_block(by_block)}. "

@@ -23,6 +23,7 @@ class Constraints:
         num_micro_batches: the number of micro-batches M of the whole global batch.
         micro_batch_size: samples of a micro-batch (used when `num_micro_batches` is 0).
         min_micro_batches, max_micro_batches: the range of M that is searched.
+        may_exceed_max: whether more than `max_micro_batches` are searched where no plan of fewer fits into memory.
         recompute: ``auto`` decides for each stage, ``all`` and ``none`` for all of them.
         schedule: the name of a policy, or ``auto``.
         in_flight: the in-flight depth of every stage.
@@ -39,6 +40,7 @@ class Constraints:
     micro_batch_size: int = 0
     min_micro_batches: int = 1
     max_micro_batches: int = 0
+    may_exceed_max: bool = False
     recompute: str = "auto"
     schedule: str = "auto"
     in_flight: int = 0

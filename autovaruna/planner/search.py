@@ -11,7 +11,6 @@ from math import comb
 
 import numpy as np
 
-from autovaruna.errors import PlanError
 from autovaruna.planner.all_patterns import PatternSearch
 from autovaruna.planner.candidate import Candidate, Planner
 from autovaruna.planner.climb import climb
@@ -19,6 +18,7 @@ from autovaruna.planner.groups import GroupSearch, is_small
 from autovaruna.planner.infeasible import explain_infeasible
 from autovaruna.planner.interleaving import Interleaving
 from autovaruna.planner.marks import plan_with_marks
+from autovaruna.planner.more_micro_batches import plan_with_more
 from autovaruna.planner.options import (
     MAX_UNITS,
     cut_positions,
@@ -59,7 +59,8 @@ def make_plan(problem: Problem, progress: Progress | None = None) -> Plan:
         PlanError: the settings contradict each other, or no plan fits; says what is missing.
     """
     check_problem(problem)
-    plan = plan_with_marks(problem, lambda each: _Search(each, progress or (lambda what, share: None)).run())
+    hears = progress or (lambda what, share: None)
+    plan = plan_with_marks(problem, lambda each: plan_with_more(each, lambda wider: _Search(wider, hears).run()))
     _log.info(
         "planned %d stages, %d micro-batches: %.6g s a step, at most %.1f %% above the best possible",
         plan.num_stages,
@@ -96,7 +97,7 @@ class _Search:
         if self.most_each > 1 and self.proof.leaves_room(single):
             chosen = self._try_interleaved()
         if chosen.best is None:
-            raise PlanError(explain_infeasible(self.problem, self.tables, self.counts))
+            raise explain_infeasible(self.problem, self.tables, self.counts)
         best = self._zoomed(chosen)
         self.progress("proving how good the plan is", 1.0)
         plan = self.planner.with_block_bytes(self.planner.predict_whole(best))
