@@ -25,19 +25,22 @@ class Holdings(Generic[Bytes]):
 
     Attributes:
         parameters: of all parameters it uses; `trained` of those that get a gradient, `largest` of the largest of them.
-        tied: gradient accumulators, one for each block that uses a parameter of several blocks.
+        tied: gradient accumulators, one for each block that uses a parameter of several blocks; `tied_once`, of those
+            parameters, what is in `trained`: one accumulator ends as the gradient.
         buffers: of its buffers.
         inputs: the caller's tensors that it uses.
         received, sent: activations from earlier and to later stages.
         gradients_received, gradients_sent: gradients from later and to earlier stages.
         saved: what forward keeps for backward.
-        work: what a call needs on top while it runs.
+        work: what forward and backward need on top of all that is saved. While a block runs backward, what later ones
+            saved is gone: so a block at the front needs the less.
     """
 
     parameters: Bytes
     trained: Bytes
     largest: Bytes
     tied: Bytes
+    tied_once: Bytes
     buffers: Bytes
     inputs: Bytes
     received: Bytes
@@ -96,7 +99,11 @@ class MemoryModel:
     def fixed(self, held: Holdings[Bytes]) -> Bytes:
         """Returns the bytes that are there whether or not a step runs: state, gradients, optimizer."""
         state = held.parameters + held.buffers + self.process_bytes
-        return state + held.trained * (1.0 + self.optimizer_bytes_factor) + held.tied if self.needs_gradient else state
+        return (
+            state + held.trained * (1.0 + self.optimizer_bytes_factor) + (held.tied - held.tied_once)
+            if self.needs_gradient
+            else state
+        )
 
     def per_micro_batch(self, held: Holdings[Bytes], needs_recompute: bool) -> Bytes:
         """Returns the bytes of each micro-batch in flight.
@@ -117,10 +124,12 @@ class MemoryModel:
         return passing + held.saved + held.sent if needs_recompute else passing
 
     def updating(self, held: Holdings[Bytes]) -> Bytes:
-        """Returns the bytes that the optimizer's step needs on top, when no micro-batch is there."""
+        """Returns the bytes on top when no micro-batch is there: tied gradients meet, then the optimizer steps."""
         if not self.needs_gradient:
             return held.trained * 0.0
-        return held.trained * self.work_of_all + held.largest * self.work_of_largest
+        step = held.trained * self.work_of_all + held.largest * self.work_of_largest - (held.tied - held.tied_once)
+        most: Bytes = np.maximum(step, held.tied_once)
+        return most
 
     def of_stage(self, held: Holdings[Bytes], needs_recompute: bool) -> StageBytes[Bytes]:
         """Returns the peak on one replica, for any number of forwards not yet backwarded."""
@@ -149,6 +158,7 @@ def holdings_of_stage(graph: Graph, costs: Costs, blocks: Collection[int]) -> Ho
         trained=float(sum(p.num_bytes for p in trained)),
         largest=float(max((p.num_bytes for p in trained), default=0)),
         tied=float(sum(p.num_bytes * len(inside & set(p.blocks)) for p in trained if len(p.blocks) > 1)),
+        tied_once=float(sum(p.num_bytes for p in trained if len(p.blocks) > 1)),
         buffers=float(sum(graph.blocks[k].buffer_bytes for k in inside)),
         inputs=sum(i.size.at(size) for i in graph.inputs if inside & set(i.consumers)),
         received=sum(v.size.at(size) for v in received),
@@ -156,7 +166,9 @@ def holdings_of_stage(graph: Graph, costs: Costs, blocks: Collection[int]) -> Ho
         gradients_received=sum(v.size.at(size) for v in sent if v.needs_gradient),
         gradients_sent=sum(v.size.at(size) for v in received if v.needs_gradient),
         saved=float(costs.saved_bytes[index].sum()),
-        work=float(costs.work_bytes[index].max()),
+        work=float(
+            (costs.saved_bytes[index].cumsum() + costs.work_bytes[index]).max() - costs.saved_bytes[index].sum()
+        ),
     )
 
 
@@ -168,6 +180,7 @@ def holdings_of_ranges(tables: RangeTables, costs: Costs) -> Holdings[Array]:
         trained=tables.trained_bytes,
         largest=tables.largest_bytes,
         tied=tables.tied_bytes,
+        tied_once=tables.tied_once_bytes,
         buffers=tables.buffer_bytes,
         inputs=tables.inputs.at(size),
         received=tables.received.at(size),
@@ -175,8 +188,15 @@ def holdings_of_ranges(tables: RangeTables, costs: Costs) -> Holdings[Array]:
         gradients_received=tables.gradients_received.at(size),
         gradients_sent=tables.gradients_sent.at(size),
         saved=tables.add_up(costs.saved_bytes),
-        work=tables.greatest(costs.work_bytes),
+        work=_work_of_ranges(tables, costs),
     )
+
+
+def _work_of_ranges(tables: RangeTables, costs: Costs) -> Array:
+    """Returns the greatest of what is saved up to a block and what the block needs, less all that is saved."""
+    saved = costs.saved_bytes.cumsum()
+    at_ends = np.append(0.0, saved)[tables.positions]
+    return np.asarray(np.maximum(tables.greatest(saved + costs.work_bytes) - at_ends[None, :], 0.0), dtype=np.float64)
 
 
 def forbid_empty(table: Array) -> Array:

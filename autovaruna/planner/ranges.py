@@ -69,6 +69,7 @@ class RangeTables:
         self.largest_bytes = self.greatest(_largest(graph, trained))
         self.num_trained = self._held((1.0, p.blocks) for p in trained)
         self.tied_bytes = self._sum((p.num_bytes, p.blocks) for p in trained if len(p.blocks) > 1)
+        self.tied_once_bytes = self._held((p.num_bytes, p.blocks) for p in trained if len(p.blocks) > 1)
         self.buffer_bytes = self.add_up(np.array([block.buffer_bytes for block in graph.blocks], dtype=np.float64))
         self.inputs = self._sized(self._held, [(i.size, i.consumers) for i in graph.inputs])
         values = [(v.size, (v.producer, *v.consumers)) for v in graph.values]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -78,7 +79,7 @@ def test_memory_grows_with_depth_size_blocks_and_optimizer(seed: int) -> None:
 
 
 def test_recompute_saves_memory_of_every_micro_batch_but_one() -> None:
-    held = Holdings(10.0, 10.0, 4.0, 0.0, 1.0, 1.0, 2.0, 2.0, 2.0, 2.0, saved=100.0, work=5.0)
+    held = Holdings(10.0, 10.0, 4.0, 0.0, 0.0, 1.0, 1.0, 2.0, 2.0, 2.0, 2.0, saved=100.0, work=5.0)
     model = MemoryModel(2.0)
     assert model.total(held, 8, False) - model.total(held, 8, True) == pytest.approx(7 * (100 + 2))
     assert model.total(held, 8, True) - model.total(held, 7, True) == pytest.approx(3.0)
@@ -86,7 +87,7 @@ def test_recompute_saves_memory_of_every_micro_batch_but_one() -> None:
 
 def test_the_peak_is_that_of_the_optimizer_step_if_it_needs_more_than_micro_batches() -> None:
     """It needs its temporaries when no micro-batch is there any more; for all parameters at once, or one by one."""
-    held = Holdings(10.0, 10.0, 4.0, 0.0, 1.0, 1.0, 2.0, 2.0, 2.0, 2.0, saved=3.0, work=5.0)
+    held = Holdings(10.0, 10.0, 4.0, 0.0, 0.0, 1.0, 1.0, 2.0, 2.0, 2.0, 2.0, saved=3.0, work=5.0)
     plain, state = MemoryModel(2.0).total(held, 1, False), 10 + 1 + 3 * 10
     assert plain > state + 10
     assert MemoryModel(2.0, work_of_largest=1.0).total(held, 1, False) == plain
@@ -95,8 +96,15 @@ def test_the_peak_is_that_of_the_optimizer_step_if_it_needs_more_than_micro_batc
     assert MemoryModel(2.0, needs_gradient=False, work_of_all=50.0).total(held, 1, False) < plain
 
 
+def test_what_later_blocks_have_saved_is_gone_when_an_earlier_one_goes_backward() -> None:
+    graph = make_graph(3)
+    costs = replace(costs_at(make_profile(graph), 1), saved_bytes=np.array([10.0, 20.0, 40.0]))
+    for work, needed in (([90.0, 5.0, 1.0], 30.0), ([30.0, 55.0, 1.0], 15.0), ([30.0, 5.0, 7.0], 7.0)):
+        assert holdings_of_stage(graph, replace(costs, work_bytes=np.array(work)), range(3)).work == needed
+
+
 def test_holes_of_the_heap_are_those_of_one_micro_batch() -> None:
-    held = Holdings(10.0, 10.0, 4.0, 0.0, 1.0, 1.0, 2.0, 2.0, 2.0, 2.0, saved=100.0, work=5.0)
+    held = Holdings(10.0, 10.0, 4.0, 0.0, 0.0, 1.0, 1.0, 2.0, 2.0, 2.0, 2.0, saved=100.0, work=5.0)
     solid, holed = MemoryModel(2.0), MemoryModel(2.0, heap_share=1.0)
     one = 2 + 1 + 100 + 2 + 2 + 5 + 2 + 2
     for in_flight in (1, 5):
@@ -104,7 +112,7 @@ def test_holes_of_the_heap_are_those_of_one_micro_batch() -> None:
 
 
 def test_forward_alone_needs_no_gradients() -> None:
-    held = Holdings(10.0, 10.0, 4.0, 3.0, 1.0, 1.0, 2.0, 2.0, 2.0, 2.0, saved=100.0, work=5.0)
+    held = Holdings(10.0, 10.0, 4.0, 3.0, 2.0, 1.0, 1.0, 2.0, 2.0, 2.0, 2.0, saved=100.0, work=5.0)
     assert MemoryModel(2.0, needs_gradient=False).total(held, 4, False) == 10 + 1 + 1 + 2 + 2 + 5
 
 
@@ -114,4 +122,6 @@ def test_tied_parameters_count_once_with_an_accumulator_for_each_use() -> None:
     held = holdings_of_stage(graph, costs_at(make_profile(graph), 1), range(4))
     assert held.parameters == sum(p.num_bytes for p in graph.parameters)
     assert held.tied == 2 * tied.num_bytes
+    assert held.tied_once == tied.num_bytes
+    assert MemoryModel(0.0).fixed(held) == 2 * held.parameters + held.buffers + tied.num_bytes
     assert np.isclose(held.trained, held.parameters)
