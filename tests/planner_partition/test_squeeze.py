@@ -12,7 +12,8 @@ import pytest
 from autovaruna.planner.partition import partition
 from autovaruna.planner.partition.blocks import BlockGraph, bits, build_blocks
 from autovaruna.planner.partition.bounds import Bounds, chain_load
-from autovaruna.planner.partition.cheap import CheapCuts, CutLimits
+from autovaruna.planner.partition.cheap import CheapCuts
+from autovaruna.planner.partition.cut_limits import CutLimits
 from autovaruna.planner.partition.cuts import Cuts
 from autovaruna.planner.partition.lattice import list_downsets
 from autovaruna.planner.partition.loose import drop_blocks, loose_blocks

@@ -7,7 +7,8 @@ import math
 import numpy as np
 
 from autovaruna.planner.partition.blocks import BlockGraph
-from autovaruna.planner.partition.cheap import CheapCuts, CutLimits, CutList
+from autovaruna.planner.partition.cheap import CheapCuts
+from autovaruna.planner.partition.cut_limits import CutLimits, CutList
 from autovaruna.planner.partition.resources import Resources
 from autovaruna.planner.partition.shares import Shares
 from autovaruna.planner.partition.words import Bools, Floats

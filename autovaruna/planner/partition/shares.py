@@ -22,7 +22,7 @@ import math
 import numpy as np
 
 from autovaruna.planner.partition.blocks import BlockGraph
-from autovaruna.planner.partition.cheap import CutList
+from autovaruna.planner.partition.cut_limits import CutList
 from autovaruna.planner.partition.cuts import is_open_at
 from autovaruna.planner.partition.words import Bools, Floats, pack
 

@@ -16,8 +16,10 @@ import numpy as np
 
 from autovaruna.planner.partition.blocks import BlockGraph
 from autovaruna.planner.partition.bounds import Bounds, chain_load
-from autovaruna.planner.partition.cheap import CheapCuts, CutList
+from autovaruna.planner.partition.cheap import CheapCuts
+from autovaruna.planner.partition.cut_limits import CutList
 from autovaruna.planner.partition.cuts import Cuts
+from autovaruna.planner.partition.hunt import Hunt
 from autovaruna.planner.partition.reach import Answer, Reach
 from autovaruna.planner.partition.resources import Resources, resources_of
 from autovaruna.planner.partition.room import Room
@@ -30,7 +32,6 @@ _GROWTH = 1.5
 _FIRST_PRICE = 0.02
 _MOST_LEARNT = 60
 _MOST_SOUGHT = 100_000
-_CLOSE = 1e-3
 _SHARE_OF_TIME = 0.4
 _MOST_OF_SOME = 8000
 
@@ -58,7 +59,7 @@ def squeeze(
         return
     resources = resources_of(graph, bounds.problem.border, bounds.problem.limit_bytes)
     few = FewCuts(graph, resources, bounds.num_devices, most_states, _spare_seconds(graph, bounds, loose))
-    hunt = _Hunt(bounds)
+    hunt = Hunt(bounds)
     while time.monotonic() < until and (step := hunt.next_step()) is not None:
         begin = time.monotonic()
         load, is_for_proof = step
@@ -84,51 +85,6 @@ def _spare_seconds(graph: BlockGraph, bounds: Bounds, loose: Sequence[Sequence[i
         sum(nodes[position].seconds for group in groups for position in group) for groups in (graph.members, loose)
     )
     return max(0.0, left - (sum(graph.seconds) - held))
-
-
-class _Hunt:
-    """Chooses the next limit to decide.
-
-    Attributes:
-        low: proven to have no chain.
-        high: has a chain, or is not worth the name.
-        cap: from here on, proofs take too many downsets.
-        floor: up to here, chains are not found among few downsets.
-    """
-
-    def __init__(self, bounds: Bounds) -> None:
-        self._tolerance = bounds.tolerance
-        self.low, self.high = bounds.lower, bounds.upper
-        self.cap, self.floor = math.inf, bounds.lower
-        self._was_for_proof = False
-
-    def next_step(self) -> tuple[float, bool] | None:
-        """Returns a limit, and whether to prove something about it; ``None`` when there is nothing left to do."""
-        top = self.high * (1.0 - self._tolerance)
-        near = _CLOSE * self.high
-        if self.low >= top:
-            return None
-        if self.cap > top:
-            return (top if self.high - self.low <= near else (self.low + top) / 2), True
-        can_prove, can_find = self.cap - self.low > near, self.high - self.floor > near
-        if not can_prove and not can_find:
-            return None
-        self._was_for_proof = can_prove and not (can_find and self._was_for_proof)
-        if self._was_for_proof:
-            return (self.low + self.cap) / 2, True
-        return (max(self.floor, self.low) + self.high) / 2, False
-
-    def found(self, load: float) -> None:
-        """Notes a chain."""
-        self.high = min(self.high, load)
-
-    def refuted(self, load: float) -> None:
-        """Notes that a limit has no chain."""
-        self.low = self.high if load >= self.high * (1.0 - self._tolerance) else load
-
-    def gave_up(self, load: float) -> None:
-        """Notes that a limit could not be decided."""
-        self.cap, self.floor = min(self.cap, load), max(self.floor, load)
 
 
 class FewCuts:
