@@ -137,8 +137,8 @@ class Saver:
         self, part: Part, partial: Path, content: Content, way: Way, extra_files: Mapping[str, bytes]
     ) -> None:
         report = together(self._world, lambda: write_part(part, partial, way.tempdir), "writing a checkpoint")
+        mark_of(partial, self._world.rank).unlink()  # before rank 0 hears of it, and gives the folder its name
         reports = self._world.gather_objects(report, "completing a checkpoint")
-        mark_of(partial, self._world.rank).unlink()
         path = on_first(
             self._world,
             lambda: str(commit(partial, content.step, reports, extra_files, way.keep)),
