@@ -5,7 +5,6 @@
     ├── TraceError                       the model cannot be traced
     ├── MeasureError                     a measurement failed
     ├── PlanError                        there is no plan: infeasible, or bad forced cuts
-    │   └── NoMemoryError                no plan fits into memory
     ├── ScheduleError                    a schedule breaks a rule
     ├── DeploymentError                  a deployment file is stale or damaged
     ├── RankError (also RuntimeError)    ranks disagree, or one of them failed
@@ -42,11 +41,13 @@ class MeasureError(AutoVarunaError):
 
 
 class PlanError(AutoVarunaError):
-    """Says that no plan exists: the model does not fit, or forced cuts contradict each other."""
+    """Says that no plan exists: the model does not fit, or forced cuts contradict each other.
 
+    Attributes:
+        lacks_memory: whether there would be a plan if the ranks had more memory.
+    """
 
-class NoMemoryError(PlanError):
-    """Says that no plan fits into memory: what is missing, where, and what would make it fit."""
+    lacks_memory = False
 
 
 class ScheduleError(AutoVarunaError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from threading import get_ident
 from typing import Any
 
 from torch import fx
@@ -12,18 +13,21 @@ from torch.fx.graph import _PyTreeCodeGen
 
 @contextmanager
 def deferred_compilation() -> Iterator[None]:
-    """Makes ``recompile`` wait for the first call of the graph, while the context lasts."""
-    compile_now = fx.GraphModule.recompile
+    """Makes ``recompile`` wait for the first call of the graph, on this thread, while the context lasts."""
+    compile_now, tracing = fx.GraphModule.recompile, get_ident()
 
     def forward(module: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
         compile_now(module)
         return module.forward(*args, **kwargs)
 
-    def recompile(module: fx.GraphModule) -> None:
+    def recompile(module: fx.GraphModule) -> Any:
+        if get_ident() != tracing:
+            return compile_now(module)
         codegen = module.graph._codegen
         if isinstance(codegen, _PyTreeCodeGen):
             module._in_spec, module._out_spec = codegen.pytree_info.in_spec, codegen.pytree_info.out_spec
         type(module).forward = forward
+        return None
 
     fx.GraphModule.recompile = recompile  # type: ignore[method-assign, assignment]
     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -41,7 +42,7 @@ class FunctionCall:
 
 @contextmanager
 def watched(kept: Collection[Function]) -> Iterator[list[FunctionCall]]:
-    """Notes calls of autograd functions, and refuses tensor hooks, while the context lasts.
+    """Notes calls of autograd functions, and refuses tensor hooks, on this thread, while the context lasts.
 
     Args:
         kept: The functions that are kept whole where gradients are wanted.
@@ -55,8 +56,11 @@ def watched(kept: Collection[Function]) -> Iterator[list[FunctionCall]]:
     calls: list[FunctionCall] = []
     apply = torch.autograd.Function.__dict__["apply"]
     register_hook = Tensor.register_hook
+    tracing = get_ident()
 
     def noting(cls: Function, *args: Any, **kwargs: Any) -> Any:
+        if get_ident() != tracing:
+            return apply.__get__(None, cls)(*args, **kwargs)
         if issubclass(cls, CheckpointFunction):
             return args[0](*args[2:])  # what is recomputed is for the plan to say
         if torch.is_grad_enabled() and cls in kept:
@@ -66,6 +70,8 @@ def watched(kept: Collection[Function]) -> Iterator[list[FunctionCall]]:
         return apply.__get__(None, cls)(*args, **kwargs)
 
     def refusing(self: Tensor, hook: Callable[..., Any]) -> Any:
+        if get_ident() != tracing:
+            return register_hook(self, hook)
         raise TraceError(
             "forward registers a hook on a tensor, which a trace cannot keep. Expected a forward without hooks; "
             "write what the hook does to the gradient as operations, or register it outside of forward."

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autovaruna.errors import NoMemoryError, PlanError
+from autovaruna.errors import PlanError
 from autovaruna.planner.chain import partition_chain
 from autovaruna.planner.costs import Array
 from autovaruna.planner.problem import Problem
@@ -48,12 +48,14 @@ def explain_infeasible(problem: Problem, tables: RangeTables, counts: Sequence[i
         )
     worst = min(found, key=lambda shortage: shortage.ratio)
     missing = readable(max(worst.needed_bytes - worst.limit_bytes, 0.0))
-    return NoMemoryError(
+    error = PlanError(
         f"no plan fits into memory: the best split into {worst.num_stages} stages of {max(counts)} micro-batches needs "
         f"{readable(worst.needed_bytes)} for {_places(worst, problem)}, rank {worst.rank} has "
         f"{readable(worst.limit_bytes)}: {missing} are missing. {_largest_block(by_block)}. "
         f"To make it fit: {'; or '.join(_advice(problem, by_block, worst))}"
     )
+    error.lacks_memory = True
+    return error
 
 
 def _rank_choices(problem: Problem, tables: RangeTables) -> Iterator[tuple[tuple[int, ...], ...]]:

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import replace
 
-from autovaruna.errors import NoMemoryError
+from autovaruna.errors import PlanError
 from autovaruna.planner.problem import Problem
 from autovaruna.planner.records import Plan
 
@@ -23,13 +23,13 @@ def plan_with_more(problem: Problem, search: Callable[[Problem], Plan]) -> Plan:
         search: Finds the best plan of a problem.
 
     Raises:
-        NoMemoryError: none fits with any number of micro-batches that the batch and the settings allow.
+        PlanError: none fits with any number of micro-batches that the batch and the settings allow.
     """
     while True:
         try:
             return search(problem)
-        except NoMemoryError:
-            wider = _wider(problem)
+        except PlanError as error:
+            wider = _wider(problem) if error.lacks_memory else None
             if wider is None:
                 raise
         problem = wider
