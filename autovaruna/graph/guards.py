@@ -71,7 +71,7 @@ def watched(kept: Collection[Function]) -> Iterator[list[FunctionCall]]:
 
     def refusing(self: Tensor, hook: Callable[..., Any]) -> Any:
         if get_ident() != tracing:
-            return register_hook(self, hook)
+            return register_hook(self, hook)  # type: ignore[no-untyped-call]
         raise TraceError(
             "forward registers a hook on a tensor, which a trace cannot keep. Expected a forward without hooks; "
             "write what the hook does to the gradient as operations, or register it outside of forward."
