@@ -10,8 +10,13 @@ from autovaruna.errors import ConfigError
 from autovaruna.schedule import Simulation
 from autovaruna.schedule.instruction import Kind
 
-_COLOURS = {Kind.FORWARD: "#4c78a8", Kind.RECOMPUTE: "#f2cf5b", Kind.BACKWARD: "#54a24b"}
-_NAMES = {Kind.FORWARD: "forward", Kind.RECOMPUTE: "recompute", Kind.BACKWARD: "backward"}
+_COLOURS = {Kind.FORWARD: "#4c78a8", Kind.RECOMPUTE: "#f2cf5b", Kind.BACKWARD: "#54a24b", Kind.WEIGHT: "#b5cf6b"}
+_NAMES = {
+    Kind.FORWARD: "forward",
+    Kind.RECOMPUTE: "recompute",
+    Kind.BACKWARD: "backward",
+    Kind.WEIGHT: "weight gradients",
+}
 _REDUCE = "#b279a2"
 
 

@@ -12,13 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autovaruna.errors import InputError
+from autovaruna.errors import InputError, PlanError
 from autovaruna.graph.precision import without_autocast
 from autovaruna.graph.random import untouched_generator
 from autovaruna.graph.traced import TracedModel
 from autovaruna.graph.tree import Opaque, Undelivered
 from autovaruna.parallel.calls import SharedCall
 from autovaruna.parallel.step import Step, input_key
+from autovaruna.planner.problem import SPLIT_REFUSAL
 from autovaruna.planner.records import Plan
 from autovaruna.runtime.batch import GlobalBatch
 from autovaruna.runtime.events import EventTrace
@@ -86,9 +87,10 @@ class Engine:
         self._state = state
         self._assignment = assignment
         self._schedule = schedule
-        self._recomputing = frozenset(
-            instruction.stage for rank in schedule for instruction in rank if instruction.kind is Kind.RECOMPUTE
-        )
+        self._recomputing = _stages_with(Kind.RECOMPUTE, schedule)
+        self._splitting = _stages_with(Kind.WEIGHT, schedule)
+        if self._splitting and settings.compile_stages is not False:
+            raise PlanError(SPLIT_REFUSAL)
         self._settings = settings
         if settings.offload and device.type != "cuda" and world.rank == 0:
             logger.info("offload=True changes nothing on %s, whose memory is the host's", device.type)
@@ -132,6 +134,7 @@ class Engine:
             graph_key=traced.key,
             is_sum=self._settings.reduction == "sum",
             recomputing=self._recomputing,
+            splitting=self._splitting,
             offload=self._settings.offload,
         )
         inputs = dict(zip(traced.inputs, shared.tensors, strict=True))
@@ -278,6 +281,10 @@ class Engine:
         self._mail = Mail(self._world, self._device)
         for prepared in self._prepared.values():
             prepared.gradients.take()
+
+
+def _stages_with(kind: Kind, schedule: Schedule) -> frozenset[int]:
+    return frozenset(instruction.stage for rank in schedule for instruction in rank if instruction.kind is kind)
 
 
 def _is_half(traced: TracedModel) -> bool:

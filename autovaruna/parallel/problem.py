@@ -59,6 +59,7 @@ def constraints_of(settings: Settings, traced: TracedModel, num_mini_batches: in
         cuts=settings.cuts,
         cutpoints=settings.cutpoints,
         stage_ranks=settings.stage_ranks,
+        may_split=settings.compile_stages is False,
     )
 
 

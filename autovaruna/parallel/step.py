@@ -123,7 +123,7 @@ class Step:
             self.executor.output_gradients = self.exchange.output_gradient
             if self.is_synchronising:
                 self.executor.stage_ended = self.gradients.begin(self.exchange.origin)
-            self.executor.run(self.program((Kind.RECOMPUTE, Kind.BACKWARD)))
+            self.executor.run(self.program((Kind.RECOMPUTE, Kind.BACKWARD, Kind.WEIGHT)))
             own = self.gradients.take()
             inputs = self.exchange.input_gradients()
             if not self.is_synchronising:

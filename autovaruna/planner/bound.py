@@ -16,6 +16,9 @@ split with the fewest replicas needs more ranks than there are, no plan takes T 
 exactly, over all splits, by one pass of dynamic programming; bisection finds the greatest T that is proven impossible.
 Beside it stands the total work over the sum of speeds.
 
+Where weight gradients are computed apart from backward, `work` above is the rest of it, and `after(j)` follows that; a
+second bound holds all of the work, and nothing but the all-reduce and the optimizer after it. The greater one counts.
+
 Where a large graph was reduced to segments, a stage is charged only the segments that it has whole, and no memory
 limit, so that the bound holds for cuts inside of segments too.
 """
@@ -110,7 +113,7 @@ class StepBound:
         if not self.is_exact or constraints.num_replicas or constraints.stage_ranks:
             return True
         sized, count = self.sized, self.num_micro_batches
-        ends = np.append(0.0, np.cumsum(sized.step_seconds))[sized.tables.positions] / self.speeds[0]
+        ends = np.append(0.0, np.cumsum(sized.urgent_seconds))[sized.tables.positions] / self.speeds[0]
         seconds_per_byte = sized.rings.cost(2, is_local=True)[1] if sized.problem.needs_gradient else 0.0
         best = np.zeros(len(ends))
         for last in range(len(ends) - 1, 0, -_ROWS):
@@ -130,7 +133,12 @@ class StepBound:
 
     @cached_property
     def _ways(self) -> list[Way]:
-        return [self._way(again) for again in self.sized.recompute_choices]
+        return [self._way(again, self.sized.urgent_work) for again in self.sized.recompute_choices]
+
+    @cached_property
+    def _whole_ways(self) -> list[Way]:
+        """The same with all of the work, as far as some of it is computed apart."""
+        return [self._way(again, self.sized.work) for again in self.sized.recompute_choices]
 
     @cached_property
     def _optimizer(self) -> Array:
@@ -153,6 +161,9 @@ class StepBound:
             return needed
         spare = seconds - self._before[:, None] - self._reduce_tail(2)
         share = np.maximum.reduce([way.greatest_share(spare) for way in self._ways])
+        if self.sized.is_split:
+            spare = seconds - self._before[:, None] - self._finish_seconds(2)
+            share = np.minimum(share, np.maximum.reduce([way.busy_share(spare) for way in self._whole_ways]))
         with np.errstate(divide="ignore"):
             several = np.maximum(np.ceil(self.num_micro_batches / share), 2.0)
         needed = np.where((share >= 1) & (spare >= 0), several, np.inf)
@@ -162,8 +173,11 @@ class StepBound:
         """Returns the least seconds to the end of the step of each range on so many replicas."""
         share = -(-self.num_micro_batches // replicas)
         best = np.minimum.reduce([way.work_seconds(share, self._busy_seconds(way, replicas)) for way in self._ways])
-        best = np.maximum(best, self._line_seconds(replicas))
-        return np.asarray(self._before[:, None] + best + self._reduce_tail(replicas), dtype=np.float64)
+        best = np.maximum(best, self._line_seconds(replicas)) + self._reduce_tail(replicas)
+        if self.sized.is_split:
+            busy = np.minimum.reduce([self._busy_seconds(way, replicas) for way in self._whole_ways])
+            best = np.maximum(best, busy + self._finish_seconds(replicas))
+        return np.asarray(self._before[:, None] + best, dtype=np.float64)
 
     def _busy_seconds(self, way: Way, replicas: int) -> Array:
         """Returns the least seconds that the busiest or slowest replica works, on the fastest ranks.
@@ -190,15 +204,19 @@ class StepBound:
 
     def _reduce_tail(self, replicas: int) -> Array:
         """Returns the least seconds from a range's last backward to the end of the step."""
+        return np.maximum(self._after[:, None], self._finish_seconds(replicas))
+
+    def _finish_seconds(self, replicas: int) -> Array:
+        """Returns the least seconds from a range's last gradients to the end of the step, without waits for others."""
         is_local = replicas <= max(self.hosts.values())
         reduce = self._inner(self.sized.reduce_seconds(replicas, is_local=is_local))
         slowest = self.speeds[0] / self.speeds[min(replicas, len(self.speeds)) - 1]
         optimizer = self._optimizer * np.where(reduce > 0, slowest, 1.0)  # An all-reduce ends on all its ranks at once.
-        return np.maximum(self._after[:, None], reduce + optimizer)
+        return np.asarray(reduce + optimizer, dtype=np.float64)
 
-    def _way(self, needs_recompute: bool) -> Way:
+    def _way(self, needs_recompute: bool, seconds: Array) -> Way:
         sized, speed = self.sized, self.speeds[0]
-        work = sized.work / speed + sized.overhead_seconds
+        work = seconds / speed + sized.overhead_seconds
         again = sized.tables.add_up(sized.costs.forward_seconds) / speed + self.cluster.overhead_seconds
         again[:, -1] = 0.0  # Some schedules never recompute the last stage.
         if not needs_recompute:

@@ -38,7 +38,7 @@ def _way(sized: Sized) -> float:
         values, backward = problem.graph.values, np.zeros_like(costs.backward_seconds)
     else:
         values = tuple(value for value in problem.graph.values if value.needs_gradient)
-        backward = costs.backward_seconds
+        backward = sized.backward_seconds
     path = longest_path(values, costs.forward_seconds + backward)
     longest = max(float(np.maximum(costs.forward_seconds, backward)[path].max()), 0.0)
     share = -(-sized.num_micro_batches // problem.cluster.num_ranks)

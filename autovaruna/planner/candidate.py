@@ -14,7 +14,7 @@ from autovaruna.planner.fitting import Option, bytes_of, fit
 from autovaruna.planner.memory import Holdings
 from autovaruna.planner.pipeline import pipeline_of, policy_of
 from autovaruna.planner.prediction import Predictor, least_seconds, short_enough
-from autovaruna.planner.problem import Problem
+from autovaruna.planner.problem import SPLIT_SCHEDULE, Problem
 from autovaruna.planner.ranges import RangeTables
 from autovaruna.planner.records import BlockBytes, Plan, StagePlan
 from autovaruna.planner.sized import Sized
@@ -24,6 +24,8 @@ _ACTS_OF_A_CANDIDATE, _ACTS_OF_A_STAGE = 100, 5
 _ACTS_OF_A_FIT = 30
 """What it takes to fit a stage that shares its ranks with others into their memory."""
 DEPTHS = {"textbook": textbook_depth, "latency": latency_depth}
+_DEFERRED_EACH_STAGE = 2
+"""Micro-batches a stage that a stage may defer: with twice as many as stages, simulated steps reach their bound."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +54,8 @@ class Planner:
         hosts = problem.cluster.hosts
         numbers = {host: number for number, host in enumerate(dict.fromkeys(hosts))}
         self.host_of = tuple(numbers[host] for host in hosts) if len(numbers) > 1 else ()
-        self.sized = lru_cache(maxsize=4)(lambda count: Sized(problem, tables, count))
+        is_split = problem.constraints.schedule == SPLIT_SCHEDULE
+        self.sized = lru_cache(maxsize=4)(lambda count: Sized(problem, tables, count, is_split))
         self.tied = [p for p in problem.graph.parameters if p.needs_gradient and len(p.blocks) > 1]
 
     @property
@@ -100,7 +103,7 @@ class Planner:
 
     def step_seconds(self, num_micro_batches: int) -> Array:
         """Returns forward and backward seconds of each block for one micro-batch."""
-        return Sized(self.problem, self.tables, num_micro_batches).step_seconds
+        return self.sized(num_micro_batches).step_seconds
 
     def pipeline(self, plan: Plan) -> Pipeline:
         """Returns the plan as the simulator sees it."""
@@ -127,7 +130,8 @@ class Planner:
         saved, work = tuple(costs.saved_bytes.tolist()), tuple(costs.work_bytes.tolist())
         model = self.sized(plan.num_micro_batches).model
         rules = (model.process_bytes, model.heap_share, model.work_of_all, model.work_of_largest)
-        return replace(plan, block_bytes=BlockBytes(size, saved, work, *rules))
+        deferred = tuple(costs.deferred_bytes.tolist()) if plan.schedule == SPLIT_SCHEDULE else ()
+        return replace(plan, block_bytes=BlockBytes(size, saved, work, *rules, deferred))
 
     def _options(self, sized: Sized, candidate: Candidate) -> list[Option]:
         counts = [len(ranks) for ranks in candidate.ranks]
@@ -136,8 +140,17 @@ class Planner:
         options = []
         for s, ranks in enumerate(candidate.ranks):
             held, depth = _holdings(sized.held, *_range(candidate, s, self.tables)), self._depth(candidate, s, counts)
-            options.append(Option(held, ranks, depth, depth if is_fixed else 1, first_choice))
+            deferred = self._most_deferred(sized, candidate, s, counts)
+            options.append(Option(held, ranks, depth, depth if is_fixed else 1, first_choice, deferred))
         return options
+
+    def _most_deferred(self, sized: Sized, candidate: Candidate, stage: int, counts: Sequence[int]) -> int:
+        """Returns how many backwards of a stage may leave weight gradients for later; 0: they are not split."""
+        i, j = (int(self.tables.positions[each]) for each in _range(candidate, stage, self.tables))
+        has_weights = bool(sized.costs.weight_seconds[i:j].any())
+        if candidate.schedule != SPLIT_SCHEDULE or len(counts) == 1 or not has_weights:
+            return 0
+        return min(_DEFERRED_EACH_STAGE * len(counts), -(-candidate.num_micro_batches // counts[stage]))
 
     def _depth(self, candidate: Candidate, stage: int, counts: Sequence[int]) -> int:
         share = -(-candidate.num_micro_batches // counts[stage])
@@ -152,6 +165,9 @@ class Planner:
         costs, cluster = sized.costs, self.problem.cluster
         forward = float(costs.forward_seconds[blocks[0] : blocks[-1] + 1].sum())
         backward = float(costs.backward_seconds[blocks[0] : blocks[-1] + 1].sum())
+        apart = [
+            float(seconds[blocks[0] : blocks[-1] + 1].sum()) for seconds in (costs.input_seconds, costs.weight_seconds)
+        ]
         speeds = tuple(cluster.speeds[rank] for rank in option.ranks)
         return StagePlan(
             blocks=blocks,
@@ -166,6 +182,9 @@ class Planner:
             optimizer_seconds=float(sized.optimizer_seconds[i, j]),
             parameter_bytes=option.held.parameters,
             speeds=speeds if any(speed != 1.0 for speed in speeds) else (),
+            deferred=option.deferred,
+            input_seconds=apart[0] if option.deferred else 0.0,
+            weight_seconds=apart[1] if option.deferred else 0.0,
         )
 
     def _reduce_seconds(self, sized: Sized, candidate: Candidate, options: Sequence[Option]) -> list[float]:

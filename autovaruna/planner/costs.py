@@ -21,6 +21,14 @@ class Costs:
     backward_seconds: Array
     saved_bytes: Array
     work_bytes: Array
+    weight_seconds: Array
+    split_seconds: Array
+    deferred_bytes: Array
+
+    @property
+    def input_seconds(self) -> Array:
+        """Seconds of a backward that leaves its weight gradients for later."""
+        return np.maximum(self.backward_seconds - self.weight_seconds, 0.0) + self.split_seconds
 
 
 def costs_at(profile: Profile, micro_batch_size: float) -> Costs:
@@ -35,7 +43,15 @@ def costs_at(profile: Profile, micro_batch_size: float) -> Costs:
     return Costs(micro_batch_size, *arrays)
 
 
-_FIELDS = ("forward_seconds", "backward_seconds", "saved_bytes", "work_bytes")
+_FIELDS = (
+    "forward_seconds",
+    "backward_seconds",
+    "saved_bytes",
+    "work_bytes",
+    "weight_seconds",
+    "split_seconds",
+    "deferred_bytes",
+)
 
 
 def _field(profile: Profile, name: str) -> Array:

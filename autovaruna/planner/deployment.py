@@ -146,6 +146,7 @@ def _stage_to_json(stage: StagePlan, cut: str) -> dict[str, Any]:
         "ranks": list(stage.ranks),
         "recompute": stage.needs_recompute,
         "in_flight": stage.in_flight,
+        "deferred": stage.deferred,
         "predicted": {name: getattr(stage, name) for name in _PREDICTED + _PREDICTED_SINCE}
         | {"speeds": list(stage.speeds)},
     }
@@ -160,7 +161,7 @@ _PREDICTED = (
     "parameter_bytes",
 )
 _RULES_OF_BYTES = ("process_bytes", "heap_share", "work_of_all", "work_of_largest")
-_PREDICTED_SINCE = ("optimizer_seconds",)
+_PREDICTED_SINCE = ("optimizer_seconds", "input_seconds", "weight_seconds")
 """Files of an older library lack these two kinds; then they are 0, as they were for the plan."""
 
 
@@ -208,6 +209,7 @@ def _stage_from_json(fields: Fields, num_ranks: int) -> StagePlan:
         ranks=ranks,
         needs_recompute=fields.get("recompute", bool),
         in_flight=fields.at_least("in_flight", 1),
+        deferred=fields.at_least("deferred", 0) if "deferred" in fields.content else 0,
         speeds=speeds if len(speeds) == len(ranks) else (),
         **{name: predicted.amount(name) for name in _PREDICTED},
         **{name: predicted.amount(name, missing=0.0) for name in _PREDICTED_SINCE},
@@ -217,7 +219,8 @@ def _stage_from_json(fields: Fields, num_ranks: int) -> StagePlan:
 def _block_bytes(fields: Fields) -> BlockBytes:
     saved, work = (fields.amounts(name, is_positive=False) for name in ("saved_bytes", "work_bytes"))
     rules = {name: fields.amount(name, missing=0.0) for name in _RULES_OF_BYTES}
-    return BlockBytes(fields.at_least("micro_batch_size", 1), saved, work, **rules)
+    deferred = fields.amounts("deferred_bytes", is_positive=False) if "deferred_bytes" in fields.content else ()
+    return BlockBytes(fields.at_least("micro_batch_size", 1), saved, work, **rules, deferred_bytes=deferred)
 
 
 def _host_of(fields: Fields, num_ranks: int) -> tuple[int, ...]:

@@ -21,17 +21,21 @@ def memory_complaint(plan: Plan, valid_for: Fingerprint, graph: Graph) -> str:
     known = plan.block_bytes
     if known is None or len(valid_for.memory_bytes) != plan.num_ranks:
         return ""
-    if not len(known.saved_bytes) == len(known.work_bytes) == len(graph.blocks):
+    deferred_bytes = known.deferred_bytes or (0.0,) * len(known.saved_bytes)
+    if not len(known.saved_bytes) == len(known.work_bytes) == len(deferred_bytes) == len(graph.blocks):
         return ""
     size = math.ceil(plan.micro_batch_size - 1e-9)
     saved, work = (np.array(each) * (size / known.micro_batch_size) for each in (known.saved_bytes, known.work_bytes))
-    costs = Costs(float(size), np.zeros_like(saved), np.zeros_like(saved), saved, work)
+    deferred = np.array(deferred_bytes) * (size / known.micro_batch_size)
+    none = np.zeros_like(saved)
+    costs = Costs(float(size), none, none, saved, work, none, none, deferred)
     factor = float(valid_for.settings.get("optimizer_bytes_factor", 0.0))
     rules = (known.process_bytes, known.heap_share, known.work_of_all, known.work_of_largest)
     model = MemoryModel(factor, plan.needs_gradient, *rules)
     used = [known.process_bytes] * plan.num_ranks
     for stage in plan.stages:
-        num_bytes = model.total(holdings_of_stage(graph, costs, stage.blocks), stage.in_flight, stage.needs_recompute)
+        held = holdings_of_stage(graph, costs, stage.blocks)
+        num_bytes = model.total(held, stage.in_flight, stage.needs_recompute, stage.deferred)
         for rank in stage.ranks:
             used[rank] += num_bytes - known.process_bytes  # The stages of a rank are in one process.
     for rank, limit in enumerate(valid_for.memory_bytes):

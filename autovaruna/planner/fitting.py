@@ -1,4 +1,4 @@
-"""Fits stages into the memory of their ranks: recompute first, then a smaller in-flight depth."""
+"""Fits stages into the memory of their ranks: fewer deferred weight gradients, recompute, then a smaller depth."""
 
 from __future__ import annotations
 
@@ -12,13 +12,17 @@ from autovaruna.planner.sized import Sized
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """A stage while its recompute and depth are still open; the depth goes down to `least_in_flight`."""
+    """A stage while its recompute and depths are still open.
+
+    The in-flight depth goes down to `least_in_flight`, what is deferred to 1 if it is not 0.
+    """
 
     held: Holdings[float]
     ranks: tuple[int, ...]
     in_flight: int
     least_in_flight: int
     needs_recompute: bool
+    deferred: int = 0
 
 
 def fit(sized: Sized, options: Sequence[Option]) -> list[Option] | None:
@@ -43,11 +47,13 @@ def fit(sized: Sized, options: Sequence[Option]) -> list[Option] | None:
 
 def bytes_of(sized: Sized, option: Option) -> float:
     """Returns the peak of a stage on one replica."""
-    return float(sized.model.total(option.held, option.in_flight, option.needs_recompute))
+    return float(sized.model.total(option.held, option.in_flight, option.needs_recompute, option.deferred))
 
 
 def _fit_rank(sized: Sized, options: list[Option], limit: float) -> list[Option] | None:
-    """Fits the stages of one rank: those recompute that save most by it, then the greatest depths are lowered."""
+    """Fits the stages of one rank: they defer less, those recompute that save most by it, then depths are lowered."""
+    while _total(sized, options) > limit and any(option.deferred > 1 for option in options):
+        options = [replace(option, deferred=max(option.deferred - 1, min(option.deferred, 1))) for option in options]
     while _total(sized, options) > limit:
         savings = [_recompute_saving(sized, option) for option in options]
         most = max(range(len(options)), key=savings.__getitem__)

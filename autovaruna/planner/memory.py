@@ -21,7 +21,7 @@ Bytes = TypeVar("Bytes", float, Array)
 
 @dataclass(frozen=True, slots=True)
 class Holdings(Generic[Bytes]):
-    """What a stage holds, in bytes; the last eight are for one micro-batch.
+    """What a stage holds, in bytes; the last nine are for one micro-batch.
 
     Attributes:
         parameters: of all parameters it uses; `trained` of those that get a gradient, `largest` of the largest of them.
@@ -34,6 +34,7 @@ class Holdings(Generic[Bytes]):
         saved: what forward keeps for backward.
         work: what forward and backward need on top of all that is saved. While a block runs backward, what later ones
             saved is gone: so a block at the front needs the less.
+        deferred: what is kept for weight gradients that are computed apart from backward.
     """
 
     parameters: Bytes
@@ -49,6 +50,7 @@ class Holdings(Generic[Bytes]):
     gradients_sent: Bytes
     saved: Bytes
     work: Bytes
+    deferred: Bytes = 0.0  # type: ignore[assignment]
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,16 +133,25 @@ class MemoryModel:
         most: Bytes = np.maximum(step, held.tied_once)
         return most
 
-    def of_stage(self, held: Holdings[Bytes], needs_recompute: bool) -> StageBytes[Bytes]:
-        """Returns the peak on one replica, for any number of forwards not yet backwarded."""
+    def of_stage(self, held: Holdings[Bytes], needs_recompute: bool, deferred: int = 0) -> StageBytes[Bytes]:
+        """Returns the peak on one replica, for any number of forwards not yet backwarded.
+
+        Args:
+            held: what the stage holds.
+            needs_recompute: whether it recomputes.
+            deferred: backwards whose weight gradients are not yet computed.
+        """
         fixed, each = self.fixed(held), self.per_micro_batch(held, needs_recompute)
         passing = self.passing(held, needs_recompute)
         holes = (passing + each) * self.heap_share
-        return StageBytes(fixed + passing + holes, each, fixed + self.updating(held))
+        once = fixed + passing + holes
+        if deferred:
+            once = once + held.deferred * (deferred + self.heap_share)
+        return StageBytes(once, each, fixed + self.updating(held))
 
-    def total(self, held: Holdings[Bytes], in_flight: int, needs_recompute: bool) -> Bytes:
-        """Returns the peak on one replica with `in_flight` forwards not yet backwarded."""
-        return self.of_stage(held, needs_recompute).at(in_flight)
+    def total(self, held: Holdings[Bytes], in_flight: int, needs_recompute: bool, deferred: int = 0) -> Bytes:
+        """Returns the peak on one replica with `in_flight` forwards not yet backwarded, and `deferred` backwards."""
+        return self.of_stage(held, needs_recompute, deferred).at(in_flight)
 
 
 def holdings_of_stage(graph: Graph, costs: Costs, blocks: Collection[int]) -> Holdings[float]:
@@ -169,6 +180,7 @@ def holdings_of_stage(graph: Graph, costs: Costs, blocks: Collection[int]) -> Ho
         work=float(
             (costs.saved_bytes[index].cumsum() + costs.work_bytes[index]).max() - costs.saved_bytes[index].sum()
         ),
+        deferred=float(costs.deferred_bytes[index].sum()),
     )
 
 
@@ -189,6 +201,7 @@ def holdings_of_ranges(tables: RangeTables, costs: Costs) -> Holdings[Array]:
         gradients_sent=tables.gradients_sent.at(size),
         saved=tables.add_up(costs.saved_bytes),
         work=_work_of_ranges(tables, costs),
+        deferred=tables.add_up(costs.deferred_bytes),
     )
 
 

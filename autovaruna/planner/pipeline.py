@@ -76,4 +76,7 @@ def _times(stage: StagePlan) -> StageTimes:
         recompute_seconds=stage.recompute_seconds,
         reduce_seconds=stage.reduce_seconds,
         speeds=stage.speeds,
+        deferred=stage.deferred,
+        input_seconds=stage.input_seconds,
+        weight_seconds=stage.weight_seconds,
     )

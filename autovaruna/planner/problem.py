@@ -11,6 +11,12 @@ from autovaruna.profiler.records import Cluster, OptimizerCost, Profile
 
 MOST_STAGES_PER_RANK = 4
 RECOMPUTE_CHOICES = ("auto", "all", "none")
+SPLIT_SCHEDULE = "zero_bubble"
+SPLIT_REFUSAL = (
+    "schedule 'zero_bubble' computes weight gradients apart from backward, which compiled stages cannot: got "
+    "compile_stages beside it; set compile_stages=False, or another schedule (schedule='auto' plans for what there is, "
+    "load_deployment=False plans anew)"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +36,7 @@ class Constraints:
         cuts: the first block of each stage but the first: a block name, or a module path (its first block).
         stage_ranks: the ranks of each stage.
         max_stages_per_rank: the most stages of a rank; 0: as many as pay, up to `MOST_STAGES_PER_RANK`.
+        may_split: whether stages can compute weight gradients apart from backward.
         cutpoints: ``only`` cuts at the user's cut points alone, ``prefer`` there unless elsewhere is better by more
             than `marks.PREFER_MARGIN` or no cut there fits, ``ignore`` anywhere.
     """
@@ -48,6 +55,7 @@ class Constraints:
     stage_ranks: tuple[tuple[int, ...], ...] = ()
     max_stages_per_rank: int = 0
     cutpoints: str = "ignore"
+    may_split: bool = True
 
     @property
     def has_fixed_places(self) -> bool:
@@ -147,6 +155,8 @@ def _count_complaint(problem: Problem) -> str:
             f"num_stages is {constraints.num_stages}, but the model has only {len(graph.blocks)} blocks, and a stage "
             f"needs one: set it to {len(graph.blocks)} or less"
         )
+    if constraints.schedule == SPLIT_SCHEDULE and not constraints.may_split:
+        return SPLIT_REFUSAL
     counts = {"num_stages": constraints.num_stages, "cuts": len(constraints.cuts) and len(constraints.cuts) + 1}
     counts["stage_ranks"] = len(constraints.stage_ranks)
     given = {name: count for name, count in counts.items() if count}

@@ -27,6 +27,8 @@ class StagePlan:
         optimizer_seconds: predicted optimizer step over the stage's parameters, on a rank of speed 1.
         parameter_bytes: of the parameters that the stage uses.
         speeds: relative speed of each replica; empty: all 1.
+        deferred: most backwards on one replica whose weight gradients are not yet computed; 0: backward is not split.
+        input_seconds, weight_seconds: predicted, of the two parts of a split backward; 0 if it is not.
     """
 
     blocks: tuple[int, ...]
@@ -41,6 +43,9 @@ class StagePlan:
     optimizer_seconds: float = 0.0
     parameter_bytes: float = 0.0
     speeds: tuple[float, ...] = ()
+    deferred: int = 0
+    input_seconds: float = 0.0
+    weight_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +53,8 @@ class BlockBytes:
     """What each block saves for backward and needs on top while it runs, for a micro-batch of so many samples.
 
     `process_bytes` and `heap_share` are those of the `Cluster` that the plan was made for, `work_of_all` and
-    `work_of_largest` those of the `OptimizerCost`.
+    `work_of_largest` those of the `OptimizerCost`. `deferred_bytes` is what each block keeps for weight gradients that
+    are computed apart; empty in older files.
     """
 
     micro_batch_size: int
@@ -58,6 +64,7 @@ class BlockBytes:
     heap_share: float = 0.0
     work_of_all: float = 0.0
     work_of_largest: float = 0.0
+    deferred_bytes: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

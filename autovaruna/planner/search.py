@@ -14,6 +14,7 @@ import numpy as np
 from autovaruna.planner.all_patterns import PatternSearch
 from autovaruna.planner.candidate import Candidate, Planner
 from autovaruna.planner.climb import climb
+from autovaruna.planner.either_way import plan_either_way
 from autovaruna.planner.groups import GroupSearch, is_small
 from autovaruna.planner.infeasible import explain_infeasible
 from autovaruna.planner.interleaving import Interleaving
@@ -60,7 +61,11 @@ def make_plan(problem: Problem, progress: Progress | None = None) -> Plan:
     """
     check_problem(problem)
     hears = progress or (lambda what, share: None)
-    plan = plan_with_marks(problem, lambda each: plan_with_more(each, lambda wider: _Search(wider, hears).run()))
+
+    def search(each: Problem) -> Plan:
+        return plan_with_more(each, lambda wider: _Search(wider, hears).run())
+
+    plan = plan_with_marks(problem, lambda each: plan_either_way(each, search))
     _log.info(
         "planned %d stages, %d micro-batches: %.6g s a step, at most %.1f %% above the best possible",
         plan.num_stages,

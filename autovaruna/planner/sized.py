@@ -17,11 +17,12 @@ from autovaruna.planner.rings import Rings
 
 @dataclass(frozen=True)
 class Sized:
-    """A problem at M micro-batches."""
+    """A problem at M micro-batches; `is_split`: with weight gradients computed apart from backward."""
 
     problem: Problem
     tables: RangeTables
     num_micro_batches: int
+    is_split: bool = False
 
     @property
     def micro_batch_size(self) -> float:
@@ -36,13 +37,35 @@ class Sized:
     @cached_property
     def step_seconds(self) -> Array:
         """Forward and backward seconds of each block, as far as they run."""
-        backward = self.costs.backward_seconds if self.problem.needs_gradient else 0.0
-        return np.asarray(self.costs.forward_seconds + backward, dtype=np.float64)
+        if not self.is_split or not self.problem.needs_gradient:
+            return self.urgent_seconds
+        costs = self.costs
+        backward = np.minimum(costs.backward_seconds, costs.input_seconds + costs.weight_seconds)
+        return np.asarray(costs.forward_seconds + backward, dtype=np.float64)
+
+    @cached_property
+    def backward_seconds(self) -> Array:
+        """Seconds of each block's backward until its gradients can leave, split or whole."""
+        if not self.problem.needs_gradient:
+            return np.zeros_like(self.costs.backward_seconds)
+        if self.is_split:
+            return np.asarray(np.minimum(self.costs.input_seconds, self.costs.backward_seconds), dtype=np.float64)
+        return self.costs.backward_seconds
+
+    @cached_property
+    def urgent_seconds(self) -> Array:
+        """Seconds of each block's forward and backward, without weight gradients that are computed apart."""
+        return np.asarray(self.costs.forward_seconds + self.backward_seconds, dtype=np.float64)
 
     @cached_property
     def work(self) -> Array:
         """Forward and backward seconds of each range on a rank of speed 1, without recompute."""
         return forbid_empty(self.tables.add_up(self.step_seconds))
+
+    @cached_property
+    def urgent_work(self) -> Array:
+        """The part of `work` that comes before gradients can leave."""
+        return forbid_empty(self.tables.add_up(self.urgent_seconds)) if self.is_split else self.work
 
     @cached_property
     def recomputed_work(self) -> Array:
@@ -109,12 +132,12 @@ class Sized:
     @cached_property
     def plain_bytes(self) -> StageBytes[Array]:
         """Bytes of each range without recompute."""
-        return self.model.of_stage(self.held, needs_recompute=False)
+        return self.model.of_stage(self.held, needs_recompute=False, deferred=int(self.is_split))
 
     @cached_property
     def recomputed_bytes(self) -> StageBytes[Array]:
         """The same with recompute."""
-        return self.model.of_stage(self.held, needs_recompute=True)
+        return self.model.of_stage(self.held, needs_recompute=True, deferred=int(self.is_split))
 
     @property
     def recompute_choices(self) -> tuple[bool, ...]:

@@ -45,16 +45,15 @@ def waits_of(sized: Sized) -> Waits:
     size = sized.micro_batch_size
     activation = neighbour_bytes(problem.graph, values, size) / link.bytes_per_second
     gradient = neighbour_bytes(problem.graph, gradients, size) / link.bytes_per_second
-    backward = costs.backward_seconds if problem.needs_gradient else np.zeros_like(costs.backward_seconds)
     before = np.append(fill_seconds(problem.graph, costs.forward_seconds / speed, needs_gradient=False), 0.0)
-    after = np.append(fill_seconds(problem.graph, backward / speed, needs_gradient=True), 0.0)
+    after = np.append(fill_seconds(problem.graph, sized.backward_seconds / speed, needs_gradient=True), 0.0)
     return Waits(
         before=np.where(before > 0, before + link.latency_seconds + activation + each, 0.0),
         after=np.where(after > 0, after + link.latency_seconds + gradient + each, 0.0),
         trip=_trips(
             problem.graph,
             gradients,
-            sized.step_seconds / speed,
+            sized.urgent_seconds / speed,
             2 * (link.latency_seconds + each) + activation + gradient,
         ),
         activation=activation,

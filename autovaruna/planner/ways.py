@@ -33,6 +33,12 @@ class Way:
     def _round_trip(self) -> Array:
         return np.asarray(self.work - self.again + np.maximum(self.trip, self.again))
 
+    def busy_share(self, spare: Array) -> Array:
+        """Returns the most micro-batches whose work fits into the spare seconds, however long they are in flight."""
+        with np.errstate(divide="ignore", invalid="ignore"):
+            share = np.floor(np.where(self.work > 0, spare / self.work + ROUNDING, np.inf))
+        return np.asarray(np.where(np.isfinite(self.work), np.maximum(share, 0.0), 0.0))
+
     def greatest_share(self, spare: Array) -> Array:
         """Returns the most micro-batches that one replica finishes in the spare seconds, 0 if none."""
         with np.errstate(divide="ignore", invalid="ignore"):

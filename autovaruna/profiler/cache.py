@@ -104,6 +104,9 @@ def _cost(content: Mapping[str, Any]) -> PartCost:
             ),
             work=_whole(counted["work"]),
         ),
+        _amount(content["weight_seconds"]),
+        _amount(content["split_seconds"]),
+        _whole(content["deferred_bytes"]),
     )
 
 

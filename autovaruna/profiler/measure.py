@@ -15,10 +15,10 @@ from autovaruna.graph.origin import failed_at
 from autovaruna.graph.precision import without_autocast
 from autovaruna.graph.random import untouched_generator
 from autovaruna.graph.traced import TracedModel
-from autovaruna.profiler.memory import Bytes, count_bytes
+from autovaruna.profiler.memory import Bytes, count_bytes, count_deferred_bytes
 from autovaruna.profiler.parts import Part, block_parts, layer_parts, repeated_part
 from autovaruna.profiler.samples import Samples
-from autovaruna.profiler.timing import time_work
+from autovaruna.profiler.timing import split_seconds, time_splitting, time_weights, time_work
 from autovaruna.profiler.work import make_work
 
 logger = logging.getLogger(__name__)
@@ -29,11 +29,18 @@ Key = tuple[str, int]
 
 @dataclass(frozen=True)
 class PartCost:
-    """What was measured of one part: seconds of a forward and of a backward (0: there is none), and bytes."""
+    """What was measured of one part: seconds of a forward and of a backward (0: there is none), and bytes.
+
+    The last three are those of `BlockCost`, 0 if the backward has nothing to leave for later. Of a layer, only the
+    seconds that splitting adds are measured.
+    """
 
     forward_seconds: float
     backward_seconds: float
     num_bytes: Bytes
+    weight_seconds: float = 0.0
+    split_seconds: float = 0.0
+    deferred_bytes: int = 0
 
 
 def measure(
@@ -110,7 +117,16 @@ def _measure_one(part: Part, samples: Samples, size: int, iterations: int, allow
         num_bytes = count_bytes(work, samples.device)
         left = allowance - (perf_counter() - started)
         kept_bytes = num_bytes.inside + sum(made.num_bytes for made in num_bytes.made)
-        return PartCost(*time_work(work, iterations, left, samples.device, kept_bytes), num_bytes)
+        seconds = time_work(work, iterations, left, samples.device, kept_bytes)
+        if work.split is None:
+            return PartCost(*seconds, num_bytes)
+        left = allowance - (perf_counter() - started)
+        if len(part.blocks) > 1:
+            added = time_splitting(work, iterations, left, samples.device, kept_bytes)
+            return PartCost(*seconds, num_bytes, split_seconds=added)
+        weights = time_weights(work, iterations, left, samples.device)
+        added = work.split.num_operations * split_seconds(samples.device)
+        return PartCost(*seconds, num_bytes, weights, added, count_deferred_bytes(work))
     except Exception as error:
         raise MeasureError(_explain(part, size, error, failed_at(error, samples.traced.nodes))) from error
 

@@ -64,6 +64,35 @@ def count_bytes(work: Work, device: torch.device) -> Bytes:
     return Bytes(inside, values, tuple(made.values()), max(0, meter.peak_bytes - kept))
 
 
+def count_deferred_bytes(work: Work) -> int:
+    """Returns the bytes that a split backward of `work` keeps until its weight gradients are computed.
+
+    What came in is counted too, since a stage may begin here; so blocks that keep the same count it more than once.
+    """
+    weights = {id(weight) for weight in work.weights}
+    arguments = [_copied(each) if id(each) not in weights else each for each in work.arguments]
+    seen: dict[int, tuple[Callable[[], bool], int]] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        seen[_storage(tensor)] = _gone(tensor), _num_bytes(tensor)
+        return tensor.detach()
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        deferred = work.run_split(arguments)
+    del arguments
+    known = {_storage(weight) for weight in work.weights} | _casts(work).keys()
+    kept = {storage: num_bytes for storage, (is_gone, num_bytes) in seen.items() if not is_gone()}
+    kept |= {_storage(gradient): _num_bytes(gradient) for gradient in deferred.gradients}
+    return sum(num_bytes for storage, num_bytes in kept.items() if storage not in known)
+
+
+def _copied(argument: Any) -> Any:
+    """Returns a copy of a tensor, which lives only as long as something keeps it."""
+    if not isinstance(argument, Tensor):
+        return argument
+    return argument.detach().clone().requires_grad_(argument.requires_grad)
+
+
 def _run(work: Work) -> tuple[Sequence[Tensor], dict[int, Tensor]]:
     """Runs forward and returns its outputs, and what is saved for backward by memory."""
     saved: dict[int, Tensor] = {}

@@ -1,8 +1,8 @@
 """Puts costs of parts together: `TracedModel` and measured costs in, `Profile` out.
 
 Seconds: a block costs what was measured of it alone, times what its layer costs as a whole over the sum of the layer's
-blocks; so blocks of a layer add up to the layer. The repeated operations are counted with the first block that uses
-them.
+blocks; so blocks of a layer add up to the layer. What splitting its backward adds is measured of a layer, too. The
+repeated operations are counted with the first block that uses them.
 
 Bytes: memory that a block saves and that another block made is counted with the block that made it, and once, so that
 blocks of a stage add up to what the stage keeps. Of memory that repeated operations made, each block that saves it
@@ -72,23 +72,34 @@ def device_name(device: torch.device) -> str:
 
 def _block_costs(traced: TracedModel, costs: Mapping[str, PartCost]) -> tuple[BlockCost, ...]:
     blocks = block_parts(traced)
-    forward, backward = _seconds(traced, blocks, costs)
-    saved, work = _bytes(traced, blocks, [costs[part.signature].num_bytes for part in blocks])
-    return tuple(BlockCost(*cost) for cost in zip(forward, backward, saved, work, strict=True))
+    own = [costs[part.signature] for part in blocks]
+    forward, backward, added = _seconds(traced, blocks, costs)
+    saved, work = _bytes(traced, blocks, [cost.num_bytes for cost in own])
+    weights = [_share(cost) * seconds for cost, seconds in zip(own, backward, strict=True)]
+    columns = forward, backward, saved, work, weights, added, [cost.deferred_bytes for cost in own]
+    return tuple(BlockCost(*cost) for cost in zip(*columns, strict=True))
+
+
+def _share(cost: PartCost) -> float:
+    """Returns the share of a backward that weight gradients take; measured apart, it may come out as more than all."""
+    return min(cost.weight_seconds / cost.backward_seconds, 1.0) if cost.backward_seconds > 0 else 0.0
 
 
 def _seconds(
     traced: TracedModel, blocks: Sequence[Part], costs: Mapping[str, PartCost]
-) -> tuple[list[float], list[float]]:
+) -> tuple[list[float], list[float], list[float]]:
+    """Returns the seconds of each block: forward, backward, and what splitting it adds."""
     forward = [costs[part.signature].forward_seconds for part in blocks]
     backward = [costs[part.signature].backward_seconds for part in blocks]
+    added = [costs[part.signature].split_seconds for part in blocks]
     for layer in layer_parts(traced):
         whole = costs[layer.signature]
         _scale(forward, layer, whole.forward_seconds)
         _scale(backward, layer, whole.backward_seconds)
+        _scale(added, layer, whole.split_seconds)
     if traced.repeated and blocks:
         forward[_first_user(traced, blocks)] += costs[repeated_part(traced).signature].forward_seconds
-    return forward, backward
+    return forward, backward, added
 
 
 def _scale(seconds: list[float], layer: Part, whole: float) -> None:

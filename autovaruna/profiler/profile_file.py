@@ -13,6 +13,8 @@ from autovaruna.errors import MeasureError
 from autovaruna.profiler.records import FORMAT_VERSION, BlockCost, Profile
 
 _COSTS = ("forward_seconds", "backward_seconds", "saved_bytes", "work_bytes")
+_COSTS_SINCE = ("weight_seconds", "split_seconds", "deferred_bytes")
+"""Files of an older library lack these: of what they measured, no backward can be split."""
 
 
 def save_profile(path: str | os.PathLike[str], profile: Profile) -> None:
@@ -27,7 +29,8 @@ def save_profile(path: str | os.PathLike[str], profile: Profile) -> None:
         "device": profile.device,
         "is_measured": profile.is_measured,
         "costs": [
-            {"micro_batch_size": size} | {name: [getattr(cost, name) for cost in costs] for name in _COSTS}
+            {"micro_batch_size": size}
+            | {name: [getattr(cost, name) for cost in costs] for name in _COSTS + _COSTS_SINCE}
             for size, costs in zip(profile.micro_batch_sizes, profile.costs, strict=True)
         ],
     }
@@ -76,12 +79,13 @@ def _profile(content: Any) -> Profile:
 
 
 def _costs(table: Mapping[str, Any]) -> tuple[BlockCost, ...]:
-    columns = [table[name] for name in _COSTS]
-    for name, column in zip(_COSTS, columns, strict=True):
+    names = _COSTS + (_COSTS_SINCE if _COSTS_SINCE[0] in table else ())
+    columns = [table[name] for name in names]
+    for name, column in zip(names, columns, strict=True):
         if not all(_is_amount(value) for value in column):
             raise ValueError(f"{name} has a value that is no number of 0 or more")
     if len(set(map(len, columns))) > 1:
-        raise ValueError(f"{', '.join(_COSTS)} differ in length")
+        raise ValueError(f"{', '.join(names)} differ in length")
     return tuple(BlockCost(*cost) for cost in zip(*columns, strict=True))
 
 

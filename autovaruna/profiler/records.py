@@ -12,13 +12,17 @@ class BlockCost:
     """The cost of one block for one micro-batch, on one rank.
 
     `saved_bytes` is what forward keeps for backward (parameters not counted); `work_bytes` what a call needs on top
-    while it runs.
+    while it runs. Of the backward, `weight_seconds` can be left for later; that adds `split_seconds`, and keeps
+    `deferred_bytes` until then.
     """
 
     forward_seconds: float
     backward_seconds: float
     saved_bytes: float
     work_bytes: float
+    weight_seconds: float = 0.0
+    split_seconds: float = 0.0
+    deferred_bytes: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,12 +32,12 @@ from autovaruna.graph.origin import failed_at
 from autovaruna.graph.traced import TracedModel
 from autovaruna.profiler.device_file import DeviceSpec
 from autovaruna.profiler.measure import Key, PartCost
-from autovaruna.profiler.memory import count_bytes
+from autovaruna.profiler.memory import count_bytes, count_deferred_bytes
 from autovaruna.profiler.parts import Part, block_parts, layer_parts, repeated_part
 from autovaruna.profiler.profile import to_profile
 from autovaruna.profiler.records import OptimizerCost, Profile
 from autovaruna.profiler.samples import Samples
-from autovaruna.profiler.work import make_work
+from autovaruna.profiler.work import Work, make_work
 
 logger = logging.getLogger(__name__)
 
@@ -101,7 +101,8 @@ def _layers(traced: TracedModel, costs: dict[Key, PartCost], size: int) -> Itera
     for layer in layer_parts(traced):
         own = [of_block[block.index] for block in layer.blocks]
         seconds = (sum(cost.forward_seconds for cost in own), sum(cost.backward_seconds for cost in own))
-        yield (layer.signature, size), PartCost(*seconds, own[0].num_bytes)
+        added = sum(cost.split_seconds for cost in own)
+        yield (layer.signature, size), PartCost(*seconds, own[0].num_bytes, split_seconds=added)
 
 
 def _predict_one(part: Part, samples: Samples, size: int, device: DeviceSpec, formulas: Formulas) -> PartCost:
@@ -115,7 +116,8 @@ def _predict_one(part: Part, samples: Samples, size: int, device: DeviceSpec, fo
             with _Meter(device, formulas) as backward:
                 if work.needs_gradient:
                     work.backward(outputs)
-        return PartCost(forward.seconds, backward.seconds, num_bytes)
+            apart = _predict_split(work, device, formulas)
+        return PartCost(forward.seconds, backward.seconds, num_bytes, *apart)
     except Exception as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         where = failed_at(error, samples.traced.nodes)
@@ -124,6 +126,17 @@ def _predict_one(part: Part, samples: Samples, size: int, device: DeviceSpec, fo
             "operations whose shapes do not depend on the numbers in tensors; measure the model instead "
             "(python -m autovaruna measure), and pass the profile."
         ) from error
+
+
+def _predict_split(work: Work, device: DeviceSpec, formulas: Formulas) -> tuple[float, float, int]:
+    """Returns what `PartCost` says of weight gradients that are computed apart."""
+    if work.split is None:
+        return 0.0, 0.0, 0
+    num_bytes = count_deferred_bytes(work)
+    deferred = work.run_split(work.arguments)
+    with _Meter(device, formulas) as weights:
+        deferred.compute(work.weights)
+    return weights.seconds, work.split.num_operations * device.operation_seconds, num_bytes
 
 
 class _Workspaces(TorchDispatchMode):  # type: ignore[no-untyped-call]

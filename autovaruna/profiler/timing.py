@@ -15,7 +15,7 @@ from time import perf_counter
 
 import torch
 
-from autovaruna.profiler.work import Work, empty_work
+from autovaruna.profiler.work import Work, empty_work, smallest_split
 
 _SAMPLE_SECONDS = 200e-6
 _MOST_REPEATS = 200
@@ -54,6 +54,63 @@ def time_work(
 def call_seconds(num_values: int, device: torch.device) -> Seconds:
     """Returns the seconds that a call with `num_values` received tensors takes before it does anything."""
     return _samples(empty_work(num_values, device), 9, 1.0, device, 1)
+
+
+def time_weights(work: Work, iterations: int, allowance_seconds: float, device: torch.device) -> float:
+    """Times the weight gradients that a split backward leaves for later; arguments are those of `time_work`."""
+    wait, started = _wait(device), perf_counter()
+    deferred = [work.run_split(work.arguments) for _ in range(_IN_FLIGHT)]
+    samples: list[float] = []
+    repeats = 1
+    while not samples or (len(samples) < iterations and perf_counter() - started < allowance_seconds):
+        wait()
+        begin = perf_counter()
+        for _ in range(repeats):
+            for each in deferred:
+                each.compute(work.weights, is_last=False)
+        wait()
+        seconds = (perf_counter() - begin) / repeats / len(deferred)
+        enough = math.ceil(_SAMPLE_SECONDS / max(seconds, 1e-7) / len(deferred))
+        if repeats < min(enough, _MOST_REPEATS):
+            repeats = min(enough, _MOST_REPEATS)
+            continue
+        samples.append(seconds)
+    return _without(median_low(samples), call_seconds(1, device)[1])
+
+
+def time_splitting(
+    work: Work, iterations: int, allowance_seconds: float, device: torch.device, kept_bytes: float = 0.0
+) -> float:
+    """Returns the seconds that forward, backward and weight gradients take more if the last two are apart.
+
+    Memory that is used late is in no cache, so this is more than the splitting itself takes. Arguments are those of
+    `time_work`; both ways are sampled in turn.
+    """
+    in_flight = _IN_FLIGHT if kept_bytes * _IN_FLIGHT <= _MOST_CACHED_BYTES else 1
+    wait, started = _wait(device), perf_counter()
+    added: list[float] = []
+    while not added or (len(added) < iterations and perf_counter() - started < allowance_seconds):
+        together = sum(_sample(work, in_flight, wait))
+        begin = perf_counter()
+        runs = deque(work.split_forward(work.arguments) for _ in range(in_flight))
+        left = []
+        while runs:
+            outputs, deferred = runs.popleft()
+            work.backward(outputs)
+            left.append(deferred)
+            del outputs
+        for deferred in left:
+            deferred.compute(work.weights)
+        wait()
+        added.append((perf_counter() - begin) / in_flight - together)
+    return max(0.0, median_low(added))
+
+
+@lru_cache(maxsize=4)
+def split_seconds(device: torch.device) -> float:
+    """Returns what splitting the backward of one operation adds to its forward and backward, weight gradients apart."""
+    work = smallest_split(device)
+    return max(0.0, min(time_splitting(work, 100, 0.05, device) for _ in range(3)) - call_seconds(1, device)[1])
 
 
 def _samples(work: Work, iterations: int, allowance_seconds: float, device: torch.device, in_flight: int) -> Seconds:

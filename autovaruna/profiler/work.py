@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from autovaruna.graph.extract import Source, extract
+from autovaruna.graph.deferral import SplitPiece, split_backward
+from autovaruna.graph.extract import Argument, Piece, Source, extract
 from autovaruna.graph.precision import precision_of
+from autovaruna.graph.weight_gradients import Deferred
 from autovaruna.profiler.parts import Part
 from autovaruna.profiler.samples import Samples
 
@@ -29,6 +31,8 @@ class Work:
         gradients: One for each output that needs a gradient; made for the outputs of the first run.
         needs_gradient: Whether there is a backward.
         is_cast: Whether autocast casts weights, once for all runs.
+        split: The same with a backward that leaves weight gradients for later; None: it has none to leave.
+        weights: The arguments whose gradients those are.
     """
 
     run: Callable[..., Outputs]
@@ -38,6 +42,8 @@ class Work:
     needs_gradient: bool
     gradients: list[Tensor] = field(default_factory=list)
     is_cast: bool = False
+    split: SplitPiece | None = None
+    weights: tuple[Tensor, ...] = ()
 
     def forward(self) -> Outputs:
         """Runs forward."""
@@ -53,6 +59,19 @@ class Work:
         for value in self.values:
             value.grad = None
 
+    def split_forward(self, arguments: Sequence[Any]) -> tuple[Outputs, Deferred]:
+        """Runs forward; its `backward` leaves weight gradients for later."""
+        assert self.split is not None and self.needs_gradient, "only what can be split is"
+        deferred = Deferred()
+        with torch.enable_grad():
+            return self.split.module(deferred, *arguments), deferred
+
+    def run_split(self, arguments: Sequence[Any]) -> Deferred:
+        """Runs forward, and the backward that leaves weight gradients for later; returns what is left."""
+        outputs, deferred = self.split_forward(arguments)
+        self.backward(outputs)
+        return deferred
+
 
 def make_work(part: Part, samples: Samples, batch_size: int) -> Work:
     """Returns a part as work on `batch_size` samples."""
@@ -65,6 +84,8 @@ def make_work(part: Part, samples: Samples, batch_size: int) -> Work:
         if argument.source is Source.VALUE
     }
     needs_gradient = any(traced.facts[name].needs_gradient for name in part.outputs)
+    split = split_backward(piece) if needs_gradient else None
+    at = dict(zip(piece.arguments, arguments, strict=True))
     return Work(
         piece.module.forward,
         arguments,
@@ -72,6 +93,8 @@ def make_work(part: Part, samples: Samples, batch_size: int) -> Work:
         _make_gradient,
         needs_gradient,
         is_cast=any(precision_of(traced.nodes[name]) for name in part.nodes),
+        split=split,
+        weights=tuple(at[argument] for argument in split.weights) if split else (),
     )
 
 
@@ -82,6 +105,19 @@ def empty_work(num_values: int, device: torch.device) -> Work:
     graph.output(tuple(placeholders))
     values = tuple(torch.zeros(1, device=device, requires_grad=True) for _ in range(num_values))
     return Work(fx.GraphModule({}, graph).forward, values, values, _make_gradient, True)
+
+
+def smallest_split(device: torch.device) -> Work:
+    """Returns the product of two numbers as work whose backward can be split: what splitting one operation costs."""
+    graph = fx.Graph()
+    placeholders = [graph.placeholder(name) for name in ("value", "weight")]
+    graph.output((graph.call_function(torch.ops.aten.mm.default, tuple(placeholders)),))
+    given = (Argument(Source.VALUE, "value"), Argument(Source.PARAMETER, "weight", 0))
+    piece = Piece(fx.GraphModule({}, graph), given, ("product",))
+    value, weight = (torch.zeros(1, 1, device=device, requires_grad=True) for _ in range(2))
+    weight.grad = torch.zeros_like(weight)
+    split, run = split_backward(piece), piece.module.forward
+    return Work(run, (value, weight), (value,), _make_gradient, True, split=split, weights=(weight,))
 
 
 def _make_gradient(output: Tensor) -> Tensor:

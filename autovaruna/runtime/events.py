@@ -140,7 +140,7 @@ def awaited_by(predicted: Simulation, edges: Sequence[Edge]) -> dict[str, list[s
                 senders = [edge.source for edge in edges if edge.destination == step.stage]
             else:
                 senders = [edge.destination for edge in edges if edge.source == step.stage and edge.needs_gradient]
-            if senders and step.kind is not Kind.RECOMPUTE:
+            if senders and step.kind in (Kind.FORWARD, Kind.BACKWARD):
                 awaited[str(step)] = [str(Instruction(stage, step.kind, step.micro_batch)) for stage in senders]
     return awaited
 

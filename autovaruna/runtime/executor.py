@@ -14,6 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from autovaruna.graph.origin import failed_at
 from autovaruna.graph.random import RandomStream
+from autovaruna.graph.weight_gradients import Deferred
 from autovaruna.planner.records import Plan
 from autovaruna.runtime.arrival import arrive, go_backward
 from autovaruna.runtime.batch import GlobalBatch, MicroBatch
@@ -42,6 +43,7 @@ class _InFlight:
     gradients: dict[str, Tensor] = field(default_factory=dict)
     buffers: dict[str, Tensor] = field(default_factory=dict)
     stash: Stash | None = None
+    deferred: Deferred | None = None
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,7 @@ class Job:
         graph_key: digest of the graph.
         is_sum: whether losses are added rather than averaged.
         recomputing: stages that run forward again before backward.
+        splitting: stages whose backward leaves weight gradients for later.
         offload: whether what they keep for that is on the host meanwhile.
     """
 
@@ -69,6 +72,7 @@ class Job:
     graph_key: str
     is_sum: bool
     recomputing: frozenset[int]
+    splitting: frozenset[int] = frozenset()
     offload: bool = False
 
     def rank_weight(self, rank: int) -> float:
@@ -95,7 +99,7 @@ class Executor:
         recorder: Notes when instructions ran.
 
     `output_gradients` gives the gradient of output `place` for a micro-batch; a loss has its share. `stage_ended` hears
-    of each stage whose last backward on this rank has ended, or that has none.
+    of each stage whose last gradients on this rank are there, or that has none.
     """
 
     def __init__(
@@ -116,6 +120,7 @@ class Executor:
         self._device = device
         self._recorder = recorder
         self._in_flight: dict[Place, _InFlight] = {}
+        self._deferred: dict[Place, Deferred] = {}
         self.outputs: dict[tuple[int, int], Tensor] = {}
         self.input_gradients: dict[tuple[str, int], Tensor | None] = {}
         self.output_gradients: Callable[[int, MicroBatch], Tensor | None] = _no_gradient
@@ -154,7 +159,7 @@ class Executor:
     def run(self, program: Sequence[Instruction]) -> None:
         """Executes instructions in order."""
         posted = 0
-        last = {step.stage: place for place, step in enumerate(program) if step.kind is Kind.BACKWARD}
+        last = {step.stage: place for place, step in enumerate(program) if step.kind in (Kind.BACKWARD, Kind.WEIGHT)}
         for position, instruction in enumerate(program):
             posted = self._post_ahead(program, position, posted)
             part = self._job.batch.micro_batches[instruction.micro_batch]
@@ -190,7 +195,7 @@ class Executor:
 
     def _post(self, instruction: Instruction) -> None:
         """Posts the receives that an instruction will wait for."""
-        if instruction.kind is Kind.RECOMPUTE:
+        if instruction.kind in (Kind.RECOMPUTE, Kind.WEIGHT):
             return
         part = self._job.batch.micro_batches[instruction.micro_batch]
         stage = self._job.split.stages[instruction.stage]
@@ -244,6 +249,8 @@ class Executor:
         state.returned = {}
         if roots:
             go_backward(roots, gradients)
+        if state.deferred is not None:
+            self._deferred[stage.index, part.index] = state.deferred
         for edge in stage.part.arriving:
             if edge.gradients:
                 found = [state.gradients.get(name) for name in edge.gradients]
@@ -252,6 +259,10 @@ class Executor:
             if holder == stage.index:
                 self.input_gradients[name, part.index] = state.gradients.get(name)
 
+    def _weights(self, stage: StageModule, part: MicroBatch) -> None:
+        """Computes the weight gradients that the backward has left."""
+        stage.compute_weights(self._deferred.pop((stage.index, part.index)))
+
     def _run_stage(
         self, stage: StageModule, part: MicroBatch, state: _InFlight, keeps_graph: bool
     ) -> dict[str, Tensor]:
@@ -259,8 +270,10 @@ class Executor:
         if not self._job.needs_gradient:
             with torch.no_grad():
                 return stage.run(state.tensors, part.size, stream)
+        if keeps_graph and stage.index in self._job.splitting:
+            state.deferred = Deferred()
         with torch.enable_grad(), nullcontext() if keeps_graph else _forgetting():
-            return stage.run(self._leaves(stage, state), part.size, stream)
+            return stage.run(self._leaves(stage, state), part.size, stream, state.deferred)
 
     def _leaves(self, stage: StageModule, state: _InFlight) -> dict[str, Tensor]:
         """Turns what the stage received into leaves whose gradients are noted in `state`."""
@@ -312,6 +325,7 @@ _METHODS: dict[Kind, Callable[[Executor, StageModule, MicroBatch], None]] = {
     Kind.FORWARD: Executor._forward,
     Kind.RECOMPUTE: Executor._recompute,
     Kind.BACKWARD: Executor._backward,
+    Kind.WEIGHT: Executor._weights,
 }
 
 

@@ -8,6 +8,9 @@ the least head and the least tail among them. For one stage a rank this is
 
 with M_s the micro-batches of its busiest replica. A second bound counts the way down and up: no backward of a stage
 starts before its first micro-batch was at the last stage and back, nor does its last micro-batch return sooner.
+
+Where a schedule may compute weight gradients apart from backward, only the rest of it is on these paths: then a rank
+has its forwards and backwards without weight gradients before its tail, and all its work before the all-reduce.
 """
 
 from __future__ import annotations
@@ -31,16 +34,18 @@ class _Paths:
 
     Attributes:
         heads: least seconds before the stage can start.
-        tails: least seconds after its last instruction ends.
+        tails: least seconds after its last backward ends, without weight gradients where they may come apart.
+        finishes: least seconds after its last instruction ends.
         round_trips: least seconds between a forward's end and its backward's start.
     """
 
     def __init__(self, pipeline: Pipeline) -> None:
         num_stages = pipeline.num_stages
         self.forward = [fastest_seconds(pipeline, s, Kind.FORWARD) for s in range(num_stages)]
-        self.backward = [fastest_seconds(pipeline, s, Kind.BACKWARD) for s in range(num_stages)]
+        self.backward = [_fastest_backward(pipeline, s) for s in range(num_stages)]
         self.heads, self.round_trips = [0.0] * num_stages, [0.0] * num_stages
-        self.tails = [_finish_seconds(pipeline, s) for s in range(num_stages)]
+        self.finishes = [_finish_seconds(pipeline, s) for s in range(num_stages)]
+        self.tails = [_apart_seconds(pipeline, s) + self.finishes[s] for s in range(num_stages)]
         self._find(pipeline)
 
     def _find(self, pipeline: Pipeline) -> None:
@@ -61,8 +66,29 @@ class _Paths:
                 self.tails[t] = max(self.tails[t], up + self.backward[s] + self.tails[s])
 
 
+def _backward_seconds(pipeline: Pipeline, stage: int, replica: int) -> tuple[float, float]:
+    """Returns the least seconds of a backward on a replica: until its gradients leave, and with weight gradients."""
+    whole = work_seconds(pipeline, stage, replica)[Kind.BACKWARD]
+    if not pipeline.stages[stage].deferred:
+        return whole, whole
+    split = work_seconds(pipeline, stage, replica, is_split=True)
+    return min(whole, split[Kind.BACKWARD]), min(whole, split[Kind.BACKWARD] + split[Kind.WEIGHT])
+
+
+def _fastest_backward(pipeline: Pipeline, stage: int) -> float:
+    return min(_backward_seconds(pipeline, stage, i)[0] for i in range(pipeline.stages[stage].num_replicas))
+
+
+def _apart_seconds(pipeline: Pipeline, stage: int) -> float:
+    """Returns the least seconds between the end of a backward's part that others wait for and its own end."""
+    if not pipeline.needs_gradients:
+        return 0.0
+    each = [_backward_seconds(pipeline, stage, i) for i in range(pipeline.stages[stage].num_replicas)]
+    return min(whole - part for part, whole in each)
+
+
 def _finish_seconds(pipeline: Pipeline, stage: int) -> float:
-    """Returns the least seconds after a stage's last backward: the all-reduce, which joins its ranks, and optimizer."""
+    """Returns the least seconds after a stage's last gradients: the all-reduce, which joins its ranks; optimizer."""
     if not pipeline.needs_gradients:
         return 0.0
     reduce = exact(pipeline.stages[stage].reduce_seconds)
@@ -88,34 +114,38 @@ def _message_seconds(pipeline: Pipeline) -> dict[tuple[int, int], tuple[float, f
 
 
 def _rank_bound(pipeline: Pipeline, paths: _Paths, rank: int) -> float:
-    """Returns the bound of a rank: over its stages from any one on, least head + work + least tail."""
+    """Returns the bound of a rank: over its stages from any one on, least head + work + least tail.
+
+    Once with the work that is done before the last backward, once with all of it.
+    """
     mine = [s for s in range(pipeline.num_stages) if rank in pipeline.stages[s].ranks]
-    best, work, tail = 0.0, 0.0, float("inf")
+    best, before, work, tail, finish = 0.0, 0.0, 0.0, float("inf"), float("inf")
     for stage in sorted(mine, key=lambda s: -paths.heads[s]):
-        seconds = _replica_work(pipeline, stage, pipeline.stages[stage].ranks.index(rank))
-        if seconds is not None:
-            work, tail = work + seconds, min(tail, paths.tails[stage])
-            best = max(best, paths.heads[stage] + work + tail)
+        replica = pipeline.stages[stage].ranks.index(rank)
+        share, (part, whole) = pipeline.share(stage, replica), _replica_work(pipeline, stage, replica)
+        if share:
+            before, tail = before + share * part, min(tail, paths.tails[stage])
+            work, finish = work + share * whole, min(finish, paths.finishes[stage])
+            best = max(best, paths.heads[stage] + max(before + tail, work + finish))
     return best
 
 
-def _replica_work(pipeline: Pipeline, stage: int, replica: int) -> float | None:
-    """Returns the seconds that a replica works, or None if it has no micro-batch; the last stage need not recompute."""
+def _replica_work(pipeline: Pipeline, stage: int, replica: int) -> tuple[float, float]:
+    """Returns the least seconds of a micro-batch till its gradients leave, and in all; the last need not recompute."""
     seconds = work_seconds(pipeline, stage, replica)
     one = seconds[Kind.FORWARD]
-    if pipeline.needs_gradients:
-        one += seconds[Kind.BACKWARD]
     if pipeline.recomputes(stage) and not pipeline.is_last(stage):
         one += seconds[Kind.RECOMPUTE]
-    share = pipeline.share(stage, replica)
-    return share * one if share else None
+    if not pipeline.needs_gradients:
+        return one, one
+    part, whole = _backward_seconds(pipeline, stage, replica)
+    return one + part, one + whole
 
 
 def _stage_bound(pipeline: Pipeline, paths: _Paths, stage: int) -> float:
     """Returns the bound of a stage's round trips."""
     if not pipeline.needs_gradients:
         return 0.0
-    seconds = work_seconds(pipeline, stage, 0)
-    forward, backward = seconds[Kind.FORWARD], seconds[Kind.BACKWARD]
+    forward, backward = work_seconds(pipeline, stage, 0)[Kind.FORWARD], _backward_seconds(pipeline, stage, 0)[0]
     others = (pipeline.share(stage, 0) - 1) * max(forward, backward)
     return paths.heads[stage] + forward + paths.round_trips[stage] + backward + others + paths.tails[stage]

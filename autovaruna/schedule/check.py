@@ -2,18 +2,20 @@
 
 1. There is one row for each rank, and a rank holds only instructions of its own stages and micro-batches.
 2. Each stage has one forward and, if there are gradients, one backward for each micro-batch.
-3. A stage that recomputes has one recompute for each micro-batch, or none if each backward directly follows its
-   forward; other stages have none.
+3. A stage that recomputes has one recompute for each micro-batch, or none if each backward follows its forward with
+   nothing but weight gradients in between; other stages have none.
 4. A micro-batch goes forward, recompute, backward.
 5. On one rank, each kind of a stage goes in ascending micro-batch order.
 6. A replica has no more forwards not yet backwarded than its stage's in-flight depth.
 7. A replica holds one recomputed micro-batch at most.
 8. The schedule runs to its end: no rank waits for ever.
+9. A stage computes weight gradients apart for each micro-batch, after its backward, or for none; only a stage of which
+   the plan allows it does so, and no more of them are deferred than the plan allows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NoReturn
 
 from autovaruna.errors import ScheduleError
@@ -69,7 +71,7 @@ def recomputes(schedule: Schedule, pipeline: Pipeline) -> None:
             continue
         if act.stage in recomputing and _same(act, Kind.RECOMPUTE) not in found:
             _fail(3, f"{act} has no recompute", schedule, rank, position)
-        if act.stage not in recomputing and found[_same(act, Kind.FORWARD)] != (rank, position - 1):
+        if act.stage not in recomputing and not _follows_forward(act, schedule[rank][:position]):
             _fail(3, f"{act} has no recompute and does not directly follow its forward", schedule, rank, position)
 
 
@@ -82,6 +84,27 @@ def sequence(schedule: Schedule, pipeline: Pipeline) -> None:
         if act.kind is Kind.RECOMPUTE and _same(act, Kind.BACKWARD) in done:
             _fail(4, f"{act} comes after its backward", schedule, rank, position)
         done.add(act)
+
+
+def weights(schedule: Schedule, pipeline: Pipeline) -> None:
+    """Checks rule 9: weight gradients after their backwards, and not too late."""
+    found = {act: (rank, position) for rank, position, act in _places(schedule)}
+    splitting = {act.stage for act in found if act.kind is Kind.WEIGHT}
+    deferred: dict[tuple[int, int], set[int]] = {}
+    for act, (rank, position) in found.items():
+        waiting, most = deferred.setdefault((rank, act.stage), set()), pipeline.stages[act.stage].deferred
+        if act.kind is Kind.BACKWARD and act.stage in splitting:
+            if _same(act, Kind.WEIGHT) not in found:
+                _fail(9, f"{act} leaves weight gradients that nothing computes", schedule, rank, position)
+            waiting.add(act.micro_batch)
+            if len(waiting) > most > 0:
+                _fail(9, f"{act} defers weight gradients beyond the plan's {most}", schedule, rank, position)
+        if act.kind is Kind.WEIGHT:
+            if most == 0 or not pipeline.needs_gradients:
+                _fail(9, f"{act}, but stage {act.stage} does not split its backwards", schedule, rank, position)
+            if act.micro_batch not in waiting:
+                _fail(9, f"{act} comes before its backward", schedule, rank, position)
+            waiting.remove(act.micro_batch)
 
 
 def ascending(schedule: Schedule, pipeline: Pipeline) -> None:
@@ -98,7 +121,7 @@ def in_flight(schedule: Schedule, pipeline: Pipeline) -> None:
     """Checks rule 6: forwards not yet backwarded within the plan's depth."""
     held: dict[tuple[int, int], int] = {}
     for rank, position, act in _places(schedule):
-        change = {Kind.FORWARD: 1, Kind.RECOMPUTE: 0, Kind.BACKWARD: -1}[act.kind]
+        change = {Kind.FORWARD: 1, Kind.BACKWARD: -1}.get(act.kind, 0)
         held[rank, act.stage] = held.get((rank, act.stage), 0) + change
         depth = pipeline.stages[act.stage].in_flight
         if pipeline.needs_gradients and held[rank, act.stage] > depth:
@@ -127,7 +150,7 @@ def liveness(schedule: Schedule, pipeline: Pipeline) -> None:
 
 
 RULES: tuple[Callable[[Schedule, Pipeline], None], ...] = (
-    placement, completeness, recomputes, sequence, ascending, in_flight, recomputed, liveness,
+    placement, completeness, recomputes, sequence, ascending, in_flight, recomputed, weights, liveness,
 )  # fmt: skip
 
 
@@ -139,6 +162,12 @@ def _places(schedule: Schedule) -> Iterator[tuple[int, int, Instruction]]:
 
 def _same(act: Instruction, kind: Kind) -> Instruction:
     return Instruction(act.stage, kind, act.micro_batch)
+
+
+def _follows_forward(backward: Instruction, before: Sequence[Instruction]) -> bool:
+    """Returns whether nothing but weight gradients lies between a backward and its forward."""
+    latest = next((act for act in reversed(before) if act.kind is not Kind.WEIGHT), None)
+    return latest == _same(backward, Kind.FORWARD)
 
 
 def _all(pipeline: Pipeline, kinds: tuple[Kind, ...]) -> Iterator[Instruction]:

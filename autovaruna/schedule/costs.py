@@ -7,14 +7,23 @@ from autovaruna.schedule.messages import exact
 from autovaruna.schedule.pipeline import Pipeline
 
 
-def work_seconds(pipeline: Pipeline, stage: int, replica: int) -> dict[Kind, float]:
-    """Returns the seconds of each kind of instruction on one replica, executor overhead included."""
+def work_seconds(pipeline: Pipeline, stage: int, replica: int, *, is_split: bool = False) -> dict[Kind, float]:
+    """Returns the seconds of each kind of instruction on one replica, executor overhead included.
+
+    Args:
+        pipeline: The pipeline.
+        stage: The stage.
+        replica: Which of its replicas.
+        is_split: Whether weight gradients are computed apart from backward.
+    """
     times = pipeline.stages[stage]
     speed, overhead = times.speed(replica), exact(pipeline.overhead_seconds)
+    backward = times.input_seconds if is_split else times.backward_seconds
     return {
         Kind.FORWARD: exact(times.forward_seconds / speed) + overhead,
         Kind.RECOMPUTE: exact(times.recompute_seconds / speed) + overhead,
-        Kind.BACKWARD: exact(times.backward_seconds / speed) + overhead,
+        Kind.BACKWARD: exact(backward / speed) + overhead,
+        Kind.WEIGHT: exact(times.weight_seconds / speed) + overhead,
     }
 
 

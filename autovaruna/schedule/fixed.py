@@ -20,6 +20,7 @@ class FixedOrder(Policy):
         self.schedule = schedule
         self.positions = [0] * len(schedule)
         self.recomputing = {act.stage for row in schedule for act in row if act.kind is Kind.RECOMPUTE}
+        self.splitting = {act.stage for row in schedule for act in row if act.kind is Kind.WEIGHT}
 
     def pick(self, replicas: Sequence[Replica]) -> Choice | None:
         """Chooses the next instruction of the rank's row, if it may run."""
@@ -40,6 +41,10 @@ class FixedOrder(Policy):
     def recomputes(self, pipeline: Pipeline, stage: int) -> bool:
         """Returns whether the schedule recomputes anything at the stage."""
         return stage in self.recomputing
+
+    def splits(self, pipeline: Pipeline, stage: int) -> bool:
+        """Returns whether the schedule computes any weight gradients of the stage apart."""
+        return stage in self.splitting
 
     def explain(self, by_rank: Sequence[Sequence[Replica]]) -> str:
         """Returns the grid with the instruction marked that each rank waits at."""

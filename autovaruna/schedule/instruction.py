@@ -12,6 +12,7 @@ class Kind(str, Enum):
     FORWARD = "F"
     RECOMPUTE = "R"
     BACKWARD = "B"
+    WEIGHT = "W"
 
 
 @dataclass(frozen=True, slots=True, order=True)

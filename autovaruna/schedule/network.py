@@ -67,5 +67,7 @@ def _replica(pipeline: Pipeline, policy: Policy, stage: int, index: int) -> Repl
     if pipeline.needs_gradients:
         replica.depth = policy.depth(pipeline, stage, index)
         replica.needs_recompute = policy.recomputes(pipeline, stage)
-    replica.seconds = work_seconds(pipeline, stage, index)
+        replica.is_split = policy.splits(pipeline, stage)
+        replica.most_deferred = pipeline.stages[stage].deferred
+    replica.seconds = work_seconds(pipeline, stage, index, is_split=replica.is_split)
     return replica

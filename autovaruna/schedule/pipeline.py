@@ -31,6 +31,9 @@ class StageTimes:
         needs_recompute, recompute_seconds: whether backward is preceded by a recompute, and what that takes.
         reduce_seconds: gradient all-reduce after the last backward on all replicas; 0.0: none.
         speeds: relative speed of each replica (2.0 takes half the seconds); empty: all 1.0.
+        deferred: most backwards on one replica whose weight gradients are not yet computed, where a schedule splits
+            them off; 0: backward is never split.
+        input_seconds, weight_seconds: of the two parts of a split backward, without and with the weight gradients.
     """
 
     ranks: tuple[int, ...]
@@ -41,6 +44,9 @@ class StageTimes:
     recompute_seconds: float = 0.0
     reduce_seconds: float = 0.0
     speeds: tuple[float, ...] = ()
+    deferred: int = 0
+    input_seconds: float = 0.0
+    weight_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         assert len(set(self.ranks)) == len(self.ranks) > 0, f"ranks of a stage must be distinct: {self.ranks}"

@@ -18,7 +18,8 @@ class Policy(ABC):
     A policy that never waits while something may run (*work-conserving*) cannot deadlock, for any placement and any
     depth of at least 1. Proof: take the smallest micro-batch m with something left to do. If a forward is left, the
     earliest such stage has its inputs, has forwarded all smaller micro-batches, and holds none in flight, since those
-    are done; so it may run. Otherwise the latest stage with a backward left has its gradients, and may run.
+    are done; so it may run. Otherwise the latest stage with a backward left has its gradients, and may run, unless so
+    many weight gradients are deferred that the first of them must come before; and that one may run.
     """
 
     name: str
@@ -45,6 +46,10 @@ class Policy(ABC):
     def recomputes(self, pipeline: Pipeline, stage: int) -> bool:
         """Returns whether this policy runs a recompute before each backward of the stage."""
         return pipeline.recomputes(stage)
+
+    def splits(self, pipeline: Pipeline, stage: int) -> bool:
+        """Returns whether this policy computes the weight gradients of the stage apart from its backwards."""
+        return False
 
     def explain(self, by_rank: Sequence[Sequence[Replica]]) -> str:
         """Returns the error of a policy that left all ranks waiting."""

@@ -1,7 +1,7 @@
 """Places the gradient all-reduces of a step.
 
-The all-reduce of a stage starts when its last backward has ended on all its replicas. It needs no rank's attention, so
-it overlaps with other stages' work; those that share a rank go one after another.
+The all-reduce of a stage starts when its last backward, or what is split off it, has ended on all its replicas. It
+needs no rank's attention, so it overlaps with other stages' work; those that share a rank go one after another.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from autovaruna.schedule.simulation import Act, Reduction
 
 def reductions(pipeline: Pipeline, acts: tuple[list[Act], ...]) -> tuple[Reduction, ...]:
     """Returns the all-reduces that take time, in the order in which they start."""
-    last = _last_backwards(pipeline, acts)
+    last = _ends_of_gradients(pipeline, acts)
     free = [0.0] * pipeline.num_ranks
     placed = []
     for stage in sorted(range(pipeline.num_stages), key=lambda s: (last[s], -s)):
@@ -27,11 +27,11 @@ def reductions(pipeline: Pipeline, acts: tuple[list[Act], ...]) -> tuple[Reducti
     return tuple(placed)
 
 
-def _last_backwards(pipeline: Pipeline, acts: tuple[list[Act], ...]) -> list[float]:
-    """Returns when the last backward of each stage ends, on any replica."""
+def _ends_of_gradients(pipeline: Pipeline, acts: tuple[list[Act], ...]) -> list[float]:
+    """Returns when each stage has all its gradients, on all its replicas."""
     last = [0.0] * pipeline.num_stages
     for row in acts:
         for _, end, replica, kind, _ in row:
-            if kind is Kind.BACKWARD and end > last[replica.stage]:
+            if kind in (Kind.BACKWARD, Kind.WEIGHT) and end > last[replica.stage]:
                 last[replica.stage] = end
     return last

@@ -45,15 +45,17 @@ class Replica:
         num_micro_batches: how many are its own.
         num_later: how many stages follow its own.
         depth: most forwards not yet backwarded; `peak` the most there were.
-        forwards, recomputes, backwards: how many of each were started.
-        can_forward, can_recompute, can_backward: whether the next one of each may start now.
+        is_split: whether weight gradients are computed apart from backward.
+        most_deferred: most backwards whose weight gradients are not yet computed, if so.
+        forwards, recomputes, backwards, weights: how many of each were started.
+        can_forward, can_recompute, can_backward, can_weight: whether the next one of each may start now.
         has_gradient: whether the gradients of the next backward are here.
     """
 
     __slots__ = (
-        "activations", "backwards", "can_backward", "can_forward", "can_recompute", "depth", "forwards", "gradients",
-        "has_gradient", "index", "needs_gradients", "needs_recompute", "num_later", "num_micro_batches", "peak", "rank",
-        "recomputes", "seconds", "stage", "stride",
+        "activations", "backwards", "can_backward", "can_forward", "can_recompute", "can_weight", "depth", "forwards",
+        "gradients", "has_gradient", "index", "is_split", "most_deferred", "needs_gradients", "needs_recompute",
+        "num_later", "num_micro_batches", "peak", "rank", "recomputes", "seconds", "stage", "stride", "weights",
     )  # fmt: skip
 
     def __init__(self, rank: int, stage: int, index: int, stride: int, num_micro_batches: int) -> None:
@@ -62,12 +64,13 @@ class Replica:
         self.num_later = 0
         self.depth = num_micro_batches
         self.needs_gradients = True
-        self.needs_recompute = False
+        self.needs_recompute = self.is_split = False
+        self.most_deferred = 0
         self.seconds: dict[Kind, float] = {}
         self.activations = Inbox(num_micro_batches, 0)
         self.gradients = Inbox(num_micro_batches, 0)
-        self.forwards = self.recomputes = self.backwards = self.peak = 0
-        self.can_forward = self.can_recompute = self.can_backward = self.has_gradient = False
+        self.forwards = self.recomputes = self.backwards = self.weights = self.peak = 0
+        self.can_forward = self.can_recompute = self.can_backward = self.can_weight = self.has_gradient = False
 
     @property
     def is_full(self) -> bool:
@@ -80,9 +83,16 @@ class Replica:
         return self.recomputes > self.backwards
 
     @property
+    def is_blocked(self) -> bool:
+        """Whether no backward may start before weight gradients are computed."""
+        return self.is_split and self.backwards - self.weights >= self.most_deferred
+
+    @property
     def is_done(self) -> bool:
-        """Whether all forwards, and all backwards if there are any, were started."""
+        """Whether all forwards, and all backwards and weight gradients if there are any, were started."""
         n = self.num_micro_batches
+        if self.is_split and self.weights < n:
+            return False
         return self.forwards == n and (self.backwards == n or not self.needs_gradients)
 
     def may_start(self, kind: Kind, micro_batch: int) -> bool:
@@ -91,6 +101,8 @@ class Replica:
             may, k = self.can_forward, self.forwards
         elif kind is Kind.BACKWARD:
             may, k = self.can_backward, self.backwards
+        elif kind is Kind.WEIGHT:
+            may, k = self.can_weight, self.weights
         else:
             may, k = self.can_recompute, self.recomputes
         return may and k * self.stride + self.index == micro_batch
@@ -109,6 +121,9 @@ class Replica:
         if self.needs_recompute:
             self.can_recompute = b < f and self.recomputes == b
             self.can_backward = self.has_gradient and self.recomputes > b
+        if self.is_split:
+            self.can_weight = self.weights < b
+            self.can_backward = self.can_backward and not self.is_blocked
 
     def start(self, kind: Kind) -> int:
         """Counts one instruction as started and returns its k."""
@@ -120,6 +135,9 @@ class Replica:
         if kind is Kind.BACKWARD:
             self.backwards += 1
             return self.backwards - 1
+        if kind is Kind.WEIGHT:
+            self.weights += 1
+            return self.weights - 1
         self.recomputes += 1
         return self.recomputes - 1
 

@@ -38,7 +38,7 @@ class LostTime:
     """Where the step of one rank goes; the parts add up to the step.
 
     Attributes:
-        work_seconds: forwards, recomputes and backwards, without overhead.
+        work_seconds: forwards, recomputes, backwards and weight gradients, without overhead.
         message_seconds: idle while the message that it waits for is on its way.
         reduce_seconds: idle but for an all-reduce, after its last instruction.
         overhead_seconds: the executor's own.
@@ -138,6 +138,9 @@ def _message_waits(acts: list[Act]) -> Iterator[float]:
     """Yields, for each instruction, how long the rank was idle with the awaited message on its way."""
     idle_from = 0.0
     for start, end, replica, kind, k in acts:
+        if kind is Kind.WEIGHT:
+            idle_from = end
+            continue
         inbox = replica.activations if kind is Kind.FORWARD else replica.gradients
         if idle_from < inbox.ready[k] <= start:
             yield inbox.ready[k] - max(idle_from, inbox.sent[k])

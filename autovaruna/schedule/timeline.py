@@ -5,8 +5,8 @@ from __future__ import annotations
 from autovaruna.schedule.instruction import Kind
 from autovaruna.schedule.simulation import Event, LostTime, Simulation
 
-FILL = {Kind.FORWARD: ">", Kind.RECOMPUTE: "o", Kind.BACKWARD: "<"}
-LEGEND = "> forward  o recompute  < backward  + all-reduce  . idle"
+FILL = {Kind.FORWARD: ">", Kind.RECOMPUTE: "o", Kind.BACKWARD: "<", Kind.WEIGHT: "w"}
+MEANINGS = {Kind.FORWARD: "forward", Kind.RECOMPUTE: "recompute", Kind.BACKWARD: "backward"}
 
 
 def draw(simulation: Simulation, slot_seconds: float) -> str:
@@ -32,7 +32,13 @@ def render(simulation: Simulation, width: int = 100) -> str:
         f"{f'rank {rank}':<{margin}} |{''.join(row)}| {_shares(lost, simulation.step_seconds)}"
         for rank, (row, lost) in enumerate(zip(rows, simulation.lost, strict=True))
     ]
-    return "\n".join([*lines, f"step {simulation.step_seconds:.6g} s    {LEGEND}"])
+    return "\n".join([*lines, f"step {simulation.step_seconds:.6g} s    {_legend(simulation)}"])
+
+
+def _legend(simulation: Simulation) -> str:
+    is_split = any(act[3] is Kind.WEIGHT for acts in simulation.acts for act in acts)
+    meanings = MEANINGS | ({Kind.WEIGHT: "weight gradients"} if is_split else {})
+    return "  ".join(f"{FILL[kind]} {meaning}" for kind, meaning in meanings.items()) + "  + all-reduce  . idle"
 
 
 def _rows(simulation: Simulation, width: int) -> list[list[str]]:

@@ -7,12 +7,15 @@ memory and collects the gradient of a step outside ``.grad``.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor, nn
 
+from autovaruna.graph.deferral import SplitPiece, split_backward
 from autovaruna.graph.extract import Argument, Source
 from autovaruna.graph.random import RandomStream
+from autovaruna.graph.weight_gradients import Deferred
 from autovaruna.stage.split import StagePart
 
 ParameterUse = tuple[str, int]
@@ -67,13 +70,30 @@ class StageModule:
         """Returns the buffers among `names` that this stage uses."""
         return {name: self._buffers[name] for name in self.part.piece.named(Source.BUFFER) if name in names}
 
-    def run(self, tensors: Mapping[str, Tensor], micro_batch_size: int, stream: RandomStream) -> dict[str, Tensor]:
+    @cached_property
+    def split(self) -> SplitPiece | None:
+        """The piece with its backward in two parts; None: there is nothing to leave for the second."""
+        return split_backward(self.part.piece)
+
+    def compute_weights(self, deferred: Deferred) -> None:
+        """Computes what was left for later; the leaves add it up."""
+        if self.split is not None:
+            deferred.compute([self.leaves[argument.name, argument.block] for argument in self.split.weights])
+
+    def run(
+        self,
+        tensors: Mapping[str, Tensor],
+        micro_batch_size: int,
+        stream: RandomStream,
+        deferred: Deferred | None = None,
+    ) -> dict[str, Tensor]:
         """Runs the operations of the stage.
 
         Args:
             tensors: Inputs and received values, by name.
             micro_batch_size: Samples in the micro-batch.
             stream: What its random nodes draw from.
+            deferred: What the backward leaves weight gradients to; None: it computes them itself.
 
         Returns:
             What the stage returns, by name.
@@ -83,6 +103,8 @@ class StageModule:
             for argument, bound in self._bound
         ]
         piece = self.part.piece
+        if deferred is not None and self.split is not None:
+            return dict(zip(piece.outputs, self.split.module(deferred, *arguments), strict=True))
         return dict(zip(piece.outputs, self._run(*arguments), strict=True))
 
     def _dynamic(

@@ -67,10 +67,15 @@ class Setup:
             starts.append(min(max(round(share * num_blocks), starts[-1] + 1), num_blocks - num_stages + stage))
         ends = [*starts[1:], num_blocks]
         stages = [
-            StagePlan(tuple(range(start, end)), ranks, self.recompute, self._depth(stage), 1.0, 2.0)
+            StagePlan(tuple(range(start, end)), ranks, self.recompute, self._depth(stage), 1.0, 2.0, **self._apart)
             for stage, (start, end, ranks) in enumerate(zip(starts, ends, self.stage_ranks, strict=True))
         ]
         return Plan(tuple(stages), self.world_size, self.num_micro_batches, 1.0, self.schedule)
+
+    @property
+    def _apart(self) -> dict[str, Any]:
+        """What a stage whose backward is split has in its plan."""
+        return {"deferred": 2, "input_seconds": 1.0, "weight_seconds": 1.0} if self.schedule == "zero_bubble" else {}
 
     def _depth(self, stage: int) -> int:
         return self.num_micro_batches if self.schedule == "gpipe" else len(self.stage_ranks) - stage

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import combinations, permutations
 
 from autovaruna.planner.candidate import Candidate, Planner
@@ -16,6 +16,7 @@ from tests.planner.cases import make_problem
 
 SLOW = LinkCost(2e-3, 1e6)
 Ranks = tuple[tuple[int, ...], ...]
+INTERLEAVED = ("1f1b", "varuna", "gpipe", "interleaved")
 
 
 def in_order(num_ranks: int, num_stages: int) -> Iterator[Ranks]:
@@ -56,10 +57,12 @@ def every_interleaved_plan(problem: Problem, *, is_ordered: bool = True) -> Iter
                 for pattern in patterns(num_groups, n):
                     ranks = tuple(groups[group] for group in pattern)
                     for inner in combinations(range(1, n), len(pattern) - 1):
-                        yield from _variants(planner, Candidate((0, *inner), ranks, count))
+                        yield from _variants(planner, Candidate((0, *inner), ranks, count), INTERLEAVED)
 
 
-def every_plan(problem: Problem, *, is_ordered: bool = True) -> Iterator[Plan]:
+def every_plan(
+    problem: Problem, *, is_ordered: bool = True, schedules: Sequence[str] = ("1f1b", "varuna", "gpipe")
+) -> Iterator[Plan]:
     """All plans with one stage a rank, on the ranks in their order or in any order, with their predicted seconds."""
     n, num_ranks = len(problem.graph.blocks), problem.cluster.num_ranks
     planner = Planner(problem, RangeTables(problem.graph, range(n + 1)))
@@ -67,14 +70,12 @@ def every_plan(problem: Problem, *, is_ordered: bool = True) -> Iterator[Plan]:
         for num_stages in range(1, min(n, num_ranks) + 1):
             for ranks in (in_order if is_ordered else in_any_order)(num_ranks, num_stages):
                 for inner in combinations(range(1, n), num_stages - 1):
-                    yield from _variants(planner, Candidate((0, *inner), ranks, count))
+                    yield from _variants(planner, Candidate((0, *inner), ranks, count), schedules)
 
 
-def _variants(planner: Planner, candidate: Candidate) -> Iterator[Plan]:
+def _variants(planner: Planner, candidate: Candidate, schedules: Sequence[str]) -> Iterator[Plan]:
     for depth in ("textbook", "latency"):
-        for schedule in (
-            ("1f1b", "varuna", "gpipe", "interleaved") if candidate.is_interleaved else ("1f1b", "varuna", "gpipe")
-        ):
+        for schedule in schedules:
             if schedule == "gpipe" and planner.problem.constraints.in_flight:
                 continue
             point = (candidate.starts, candidate.ranks, candidate.num_micro_batches)

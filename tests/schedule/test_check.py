@@ -14,13 +14,14 @@ from tests.schedule.pipelines import chain, placed
 
 def parse(text: str) -> Schedule:
     """Returns the schedule of rows such as ``0F0 0B0``, one a line."""
-    found = [re.findall(r"(\d+)([FRB])(\d+)", line) for line in text.strip().splitlines()]
+    found = [re.findall(r"(\d+)([FRBW])(\d+)", line) for line in text.strip().splitlines()]
     return tuple(tuple(Instruction(int(s), Kind(kind), int(m)) for s, kind, m in row) for row in found)
 
 
 TWO = chain(2, 2)
 RECOMPUTING = chain(1, 2, recompute=1.0)
 ALONE = chain(1, 2, depth=lambda n, s: 2)
+SPLIT = chain(1, 2, backward=2.0, weight=1.0, depth=lambda n, s: 2)
 GOOD = """0F0 0F1 0B0 0B1
           1F0 1B0 1F1 1B1"""
 
@@ -29,6 +30,8 @@ def test_good_schedules_pass() -> None:
     check(parse(GOOD), TWO)
     check(parse("0F0 0B0 0F1 0B1"), RECOMPUTING)
     check(parse("0F0 0R0 0B0 0F1 0R1 0B1"), RECOMPUTING)
+    check(parse("0F0 0F1 0B0 0W0 0B1 0W1"), SPLIT)
+    check(parse("0F0 0F1 0B0 0B1"), SPLIT)
     check(parse("0F0 0F1"), dataclasses.replace(ALONE, needs_gradients=False))
 
 
@@ -50,6 +53,12 @@ def test_good_schedules_pass() -> None:
         (5, ALONE, "0F0 0F1 0B1 0B0", ">0B0<"),
         (6, chain(2, 2, depth=lambda n, s: 1), GOOD, ">0F1<"),
         (7, chain(1, 2, depth=lambda n, s: 2, recompute=1.0), "0F0 0R0 0F1 0R1 0B0 0B1", ">0R1<"),
+        (2, SPLIT, "0F0 0B0 0W0 0F1 0B1 0W1 0W1", ">0W1<"),
+        (5, SPLIT, "0F0 0F1 0B0 0B1 0W1 0W0", ">0W0<"),
+        (9, SPLIT, "0F0 0B0 0F1 0B1 0W1", ">0B0<"),
+        (9, SPLIT, "0F0 0W0 0B0 0F1 0B1 0W1", ">0W0<"),
+        (9, SPLIT, "0F0 0F1 0B0 0B1 0W0 0W1", ">0B1<"),
+        (9, ALONE, "0F0 0B0 0W0 0F1 0B1 0W1", ">0W0<"),
         (8, placed(TWO, [(0,), (0,)], 1), "0F0 0B0 1F0 1B0 0F1 1F1 1B1 0B1", "rank 0 | 0F0 >0B0< 1F0"),
     ],
 )  # fmt: skip

@@ -7,7 +7,7 @@ import itertools
 
 import pytest
 
-from autovaruna.schedule import POLICIES, Pipeline, Simulation, check, lower_bound, replay, simulate
+from autovaruna.schedule import POLICIES, Kind, Pipeline, Simulation, check, lower_bound, replay, simulate
 from tests.schedule.pipelines import chain, deepened, placed, random_pipeline
 
 NUM_RANDOM = 250
@@ -32,7 +32,8 @@ def assert_laws(pipeline: Pipeline, name: str) -> Simulation:
 @pytest.mark.parametrize("name", POLICIES)
 def test_products_of_stages_micro_batches_and_depth(name: str) -> None:
     for num_stages, num_micro_batches, depth in itertools.product(range(1, 7), range(1, 9), (1, 2, 3, 7)):
-        assert_laws(chain(num_stages, num_micro_batches, 1.0, 2.0, 0.5, lambda n, s, d=depth: d, 1.0), name)
+        pipeline = chain(num_stages, num_micro_batches, 1.0, 2.0, 0.5, lambda n, s, d=depth: d, 1.0, 0.75)
+        assert_laws(pipeline, name)
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -46,7 +47,9 @@ def test_interleaved_stages_at_any_depth(name: str) -> None:
     """Several stages a rank: round robin, folded back, and all on one rank, down to a depth of 1."""
     placements = [[0, 1, 0, 1], [0, 1, 2, 0, 1, 2], [0, 1, 1, 0], [0, 1, 2, 2, 1, 0], [0, 0, 0]]
     for placement, depth, num_micro_batches in itertools.product(placements, (1, 2, 4), (1, 3, 8)):
-        pipeline = chain(len(placement), num_micro_batches, latency=0.25, depth=lambda n, s, d=depth: d, recompute=1.0)
+        pipeline = chain(
+            len(placement), num_micro_batches, latency=0.25, depth=lambda n, s, d=depth: d, recompute=1.0, weight=0.5
+        )
         assert_laws(placed(pipeline, [(rank,) for rank in placement], max(placement) + 1), name)
 
 
@@ -54,7 +57,7 @@ def test_interleaved_stages_at_any_depth(name: str) -> None:
 def test_replicas_in_a_grid_and_unequal(name: str) -> None:
     placements = [[(0, 1), (2, 3)], [(0, 1), (2, 3, 4)], [(0, 1, 2), (3,)], [(0,), (1, 2, 3), (0, 3)], [(0, 1, 2)]]
     for placement, depth, num_micro_batches in itertools.product(placements, (1, 3), (1, 2, 7)):
-        pipeline = chain(len(placement), num_micro_batches, latency=0.25, depth=lambda n, s, d=depth: d)
+        pipeline = chain(len(placement), num_micro_batches, latency=0.25, depth=lambda n, s, d=depth: d, weight=0.5)
         assert_laws(placed(pipeline, placement, 6), name)
 
 
@@ -78,8 +81,28 @@ def test_same_simulation_twice(name: str) -> None:
         assert (first.events, first.step_seconds) == (second.events, second.step_seconds)
 
 
-@pytest.mark.parametrize("name", ["1f1b", "varuna"])
+def test_split_backwards_over_all_products_up_to_twelve() -> None:
+    """Any depth and any number of deferred weight gradients, each computed once, after its backward, in time."""
+    for num_stages, num_micro_batches in itertools.product(range(1, 13), range(1, 13)):
+        for depth, deferred in ((1, 1), (3, 2), (12, 24)):
+            pipeline = chain(
+                num_stages,
+                num_micro_batches,
+                1.0,
+                2.0,
+                0.5,
+                lambda n, s, d=depth: min(d, n - s + 1),
+                weight=0.75,
+                deferred=lambda n, s, d=deferred: d,
+            )
+            simulation = assert_laws(pipeline, "zero_bubble")
+            assert (
+                sum(act[3] is Kind.WEIGHT for row in simulation.acts for act in row) == num_stages * num_micro_batches
+            )
+
+
+@pytest.mark.parametrize("name", ["1f1b", "varuna", "zero_bubble"])
 def test_a_rank_never_waits_while_something_may_run(name: str) -> None:
     """All work on one rank takes the sum of the work, whatever the depth: the proof of liveness needs it."""
-    pipeline = placed(chain(5, 6, 1.0, 2.0, depth=lambda n, s: 1), [(0,)] * 5, 1)
+    pipeline = placed(chain(5, 6, 1.0, 2.0, depth=lambda n, s: 1, weight=0.5), [(0,)] * 5, 1)
     assert simulate(pipeline, POLICIES[name]).step_seconds == 5 * 6 * 3.0

@@ -1,0 +1,107 @@
+"""Plans that compute weight gradients apart from backward: bounded, chosen where they are faster, and nowhere else."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from autovaruna.errors import PlanError
+from autovaruna.planner.bound import StepBound
+from autovaruna.planner.deployment import deployment_of, load, plan_from, save
+from autovaruna.planner.fingerprint import Fingerprint
+from autovaruna.planner.options import micro_batch_counts
+from autovaruna.planner.pipeline import pipeline_of, schedule_of
+from autovaruna.planner.problem import Problem
+from autovaruna.planner.ranges import RangeTables
+from autovaruna.planner.search import make_plan
+from autovaruna.planner.sized import Sized
+from autovaruna.schedule import Kind, check
+from tests.planner.brute import every_plan, small_problem
+from tests.planner.cases import make_problem, make_split, make_uneven
+
+
+def asking(problem: Problem, schedule: str) -> Problem:
+    return replace(problem, constraints=replace(problem.constraints, schedule=schedule))
+
+
+def pipelined(share: float, added: float = 0.0, **more: object) -> Problem:
+    """Eight blocks on four ranks, one stage each, with a share of weight gradients in each backward."""
+    problem = make_problem(8, 4, 16, num_stages=4, num_micro_batches=8, **more)
+    return make_split(problem, random.Random(0), share, added)
+
+
+@pytest.mark.parametrize("start", range(0, 80, 40))
+def test_no_split_plan_beats_the_bound(start: int) -> None:
+    """Whatever memory, speeds, hosts, links, shares of weight gradients, and what splitting adds."""
+    for seed in range(start, start + 40):
+        dice = random.Random(seed)
+        problem = make_uneven(small_problem(seed), dice, dice.randint(1, 3))
+        problem = asking(make_split(problem, dice), "zero_bubble")
+        tables = RangeTables(problem.graph, range(len(problem.graph.blocks) + 1))
+        counts = micro_batch_counts(problem)
+        least = {m: StepBound(Sized(problem, tables, m, is_split=True)).seconds(float("inf")) for m in counts}
+        for plan in every_plan(problem, is_ordered=False, schedules=("zero_bubble",)):
+            assert least[plan.num_micro_batches] <= plan.predicted_seconds, (seed, plan)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_better_of_both_ways_is_found(seed: int) -> None:
+    problem = make_split(small_problem(seed), random.Random(seed))
+    plans = {
+        schedules: min((plan.predicted_seconds for plan in every_plan(problem, schedules=schedules)), default=None)
+        for schedules in (("1f1b", "varuna", "gpipe"), ("zero_bubble",))
+    }
+    best = min((seconds for seconds in plans.values() if seconds is not None), default=None)
+    if best is None:
+        return
+    plan = make_plan(problem)
+    assert plan.bound_seconds <= best
+    assert plan.predicted_seconds <= best * 1.01 / 0.97  # less is not worth to split for
+
+
+def test_a_split_backward_is_chosen_where_it_pays_and_runs_as_the_rules_say() -> None:
+    problem = pipelined(0.5)
+    plan, plain = make_plan(problem), make_plan(asking(problem, "1f1b"))
+    assert (plan.schedule, plain.schedule) == ("zero_bubble", "1f1b")
+    assert plan.predicted_seconds < 0.9 * plain.predicted_seconds
+    assert plan.bound_seconds <= plan.predicted_seconds
+    schedule = schedule_of(plan, problem.graph)
+    check(schedule, pipeline_of(plan, problem.graph))
+    assert sum(act.kind is Kind.WEIGHT for row in schedule for act in row) == 4 * 8
+
+
+def test_it_is_not_chosen_where_it_cannot_pay() -> None:
+    for problem in (
+        pipelined(0.5, added=0.1),
+        make_split(make_problem(8, 4, 16, num_stages=1), random.Random(0), 0.5),
+        make_problem(8, 4, 16, num_stages=4),
+        pipelined(0.5, may_split=False),
+        replace(pipelined(0.5), needs_gradient=False),
+    ):
+        assert make_plan(problem).schedule != "zero_bubble"
+
+
+def test_what_is_deferred_is_within_the_memory_of_every_rank() -> None:
+    """A tighter limit defers less, and each micro-batch that is deferred is counted."""
+    free = make_plan(asking(pipelined(0.5), "zero_bubble"))
+    assert all(stage.deferred == 8 for stage in free.stages)
+    limit = max(stage.memory_bytes for stage in free.stages)
+    for share in (0.9, 0.8, 0.7):
+        tight = make_plan(asking(pipelined(0.5, memory_bytes=limit * share), "zero_bubble"))
+        assert all(stage.memory_bytes <= limit * share for stage in tight.stages)
+        assert sum(stage.deferred for stage in tight.stages) < sum(stage.deferred for stage in free.stages)
+        assert tight.predicted_seconds >= free.predicted_seconds
+
+
+def test_forced_on_compiled_stages_it_says_what_to_do() -> None:
+    with pytest.raises(PlanError, match="compile_stages=False"):
+        make_plan(asking(pipelined(0.5, may_split=False), "zero_bubble"))
+
+
+def test_a_deployment_keeps_it(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    problem = pipelined(0.5)
+    plan, valid_for = make_plan(problem), Fingerprint("g", {}, 4, (4,), "cpu", (1e12,) * 4, {})
+    save(tmp_path / "plan.json", deployment_of(plan, problem.graph, valid_for))
+    assert plan_from(load(tmp_path / "plan.json"), problem.graph) == plan

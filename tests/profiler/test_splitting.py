@@ -1,0 +1,98 @@
+"""What a profile says of weight gradients computed apart: their seconds, what that adds, and the bytes kept for it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from time import process_time
+
+import pytest
+import torch
+from torch import nn
+
+from autovaruna.profiler import timing
+from autovaruna.profiler.memory import count_deferred_bytes
+from autovaruna.profiler.parts import Part, block_parts
+from autovaruna.profiler.profile import profile
+from autovaruna.profiler.profile_file import load_profile, save_profile
+from autovaruna.profiler.records import Profile
+from autovaruna.profiler.roofline import predict
+from autovaruna.profiler.samples import Samples
+from autovaruna.profiler.timing import split_seconds
+from autovaruna.profiler.work import make_work
+from tests.profiler.models import CPU, WIDTH, Mlp, traced, traced_case
+from tests.profiler.test_roofline import COMPUTE
+
+
+def measured(model: nn.Module, size: int, *args: torch.Tensor) -> Profile:
+    graph = traced(model, *args)
+    found = profile(graph, model, [size], CPU, iterations=3)
+    assert found.fingerprint == graph.graph.fingerprint
+    return found
+
+
+def test_half_of_the_arithmetic_of_a_linear_backward_is_the_weights() -> None:
+    """The first layer, whose input needs no gradient, has nothing else."""
+    model = Mlp(3)
+    graph = traced(model, torch.zeros(5, WIDTH))
+    costs = predict(graph, model, [8], COMPUTE).costs[0]
+    linears = [cost for cost in costs if cost.weight_seconds > 0]
+    product = 2 * 8 * WIDTH * WIDTH / 1e12
+    assert [cost.weight_seconds for cost in linears] == pytest.approx([product] * 3)
+    assert [cost.backward_seconds for cost in linears] == pytest.approx([product, 2 * product, 2 * product])
+
+
+def test_measured_weight_gradients_are_a_part_of_the_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timing, "perf_counter", process_time)
+    costs = measured(Mlp(3, 256), 64, torch.zeros(5, 256)).costs[0]
+    linears = [cost for cost in costs if cost.weight_seconds > 0]
+    assert len(linears) == 3
+    for cost in linears[1:]:
+        assert 0.2 < cost.weight_seconds / cost.backward_seconds < 0.9
+    assert all(cost.weight_seconds <= cost.backward_seconds for cost in costs)
+    assert all(cost.split_seconds == 0 for cost in costs if not cost.weight_seconds)
+
+
+def test_splitting_an_operation_takes_microseconds() -> None:
+    assert 0 <= split_seconds(CPU) < 2e-3
+
+
+def test_what_is_kept_is_the_operand_and_the_gradient() -> None:
+    costs = measured(Mlp(3), 8, torch.zeros(5, WIDTH)).costs[0]
+    assert [cost.deferred_bytes for cost in costs if cost.weight_seconds > 0] == [2 * 8 * WIDTH * 4] * 3
+    assert all(cost.deferred_bytes == 0 for cost in costs if not cost.weight_seconds)
+
+
+def test_nothing_is_left_of_what_was_counted() -> None:
+    """Counting leaves gradients of parameters as they were; a second count is the same."""
+    model = Mlp(2)
+    graph = traced(model, torch.zeros(5, WIDTH))
+    part = next(part for part in block_parts(graph) if "linear" in part.name)
+    work = make_work(part, Samples(graph, model, CPU), 4)
+    assert count_deferred_bytes(work) == count_deferred_bytes(work) == 2 * 4 * WIDTH * 4
+
+
+def test_a_profile_keeps_them_and_older_files_have_none(tmp_path: Path) -> None:
+    found = measured(Mlp(2), 4, torch.zeros(5, WIDTH))
+    path = tmp_path / "profile.json"
+    save_profile(path, found)
+    assert load_profile(path) == found
+    content = json.loads(path.read_text())
+    for table in content["costs"]:
+        for name in ("weight_seconds", "split_seconds", "deferred_bytes"):
+            del table[name]
+    path.write_text(json.dumps(content))
+    none = tuple(replace(cost, weight_seconds=0.0, split_seconds=0.0, deferred_bytes=0.0) for cost in found.costs[0])
+    assert load_profile(path).costs == (none,)
+
+
+@pytest.mark.parametrize(("name", "most"), [("conv_net", 1.0), ("gpt2", 1.0), ("bert", 1.25)])
+def test_blocks_add_up_to_what_a_stage_defers(name: str, most: float) -> None:
+    """An operand that several blocks share is counted by each of them: a stage may begin between them."""
+    model, graph, tensors = traced_case(name, 4)
+    samples = Samples(graph, model, CPU, tensors)
+    nodes = tuple(n for n in graph.nodes if n in graph.block_of or n in graph.repeated)
+    whole = count_deferred_bytes(make_work(Part(graph, graph.graph.blocks, nodes, "whole"), samples, 4))
+    works = [make_work(part, samples, 4) for part in block_parts(graph)]
+    assert 1.0 <= sum(count_deferred_bytes(work) for work in works if work.split) / whole <= most
