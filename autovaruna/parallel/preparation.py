@@ -18,7 +18,7 @@ from torch import nn
 from autovaruna.graph.traced import TracedModel
 from autovaruna.parallel.calls import SharedCall
 from autovaruna.parallel.machine import describe_cluster, optimizer_cost, optimizer_factor, rank_memory
-from autovaruna.parallel.problem import SHAPING, constraints_of, needs_gradient, sizes_to_measure
+from autovaruna.parallel.problem import SHAPING, constraints_of, needs_gradient, sizes_to_measure, splits_backward
 from autovaruna.parallel.saved import GLOBAL_BATCH, read_plan
 from autovaruna.planner import Plan, Problem, make_plan, pipeline_of, schedule_of
 from autovaruna.planner.deployment import deployment_of, save
@@ -181,7 +181,8 @@ class Preparation:
     def _measure(self) -> Profile:
         """Measures what no rank knows already, each rank its share."""
         world, sizes = self._world, self._sizes_to_measure()
-        cache = cache_of(self._settings, self.device, world.hosts.count(world.hosts[world.rank]))
+        splits = splits_backward(self._settings, world.num_ranks)
+        cache = cache_of(self._settings, self.device, world.hosts.count(world.hosts[world.rank]), splits=splits)
         lasting = lasting_keys(self._traced, sizes)
         is_first_of_host = world.hosts.index(world.hosts[world.rank]) == world.rank
 
@@ -198,6 +199,7 @@ class Preparation:
                     sizes,
                     self.device,
                     iterations=self._settings.profile_iterations,
+                    splits=splits,
                     share=(world.rank, world.num_ranks),
                     known=known,
                     inputs=self._shared.tensors,

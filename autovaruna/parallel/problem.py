@@ -6,6 +6,7 @@ import torch
 
 from autovaruna.graph.traced import TracedModel
 from autovaruna.planner import Constraints
+from autovaruna.planner.problem import SPLIT_SCHEDULE
 from autovaruna.settings import Settings
 
 SHAPING = (
@@ -28,6 +29,7 @@ SHAPING = (
 """The settings that shape a plan; a saved one is valid for their values."""
 
 _MICRO_BATCHES_EACH = 4
+_SPLIT_RANKS = 4
 
 
 def needs_gradient(traced: TracedModel) -> bool:
@@ -61,6 +63,17 @@ def constraints_of(settings: Settings, traced: TracedModel, num_mini_batches: in
         stage_ranks=settings.stage_ranks,
         may_split=settings.compile_stages is False,
     )
+
+
+def splits_backward(settings: Settings, num_ranks: int) -> bool:
+    """Whether plans that compute weight gradients apart are looked for: of few ranks they gain too little.
+
+    Args:
+        settings: The settings.
+        num_ranks: Ranks of the job.
+    """
+    is_wanted = settings.schedule == SPLIT_SCHEDULE or (settings.schedule == "auto" and num_ranks >= _SPLIT_RANKS)
+    return is_wanted and settings.compile_stages is False
 
 
 def sizes_to_measure(

@@ -20,12 +20,13 @@ _CPU_INFO = Path("/proc/cpuinfo")
 _METHOD = ("measure", "memory", "parts", "samples", "timing", "work")
 
 
-def environment(device: torch.device, num_sharing: int = 1) -> dict[str, Any]:
+def environment(device: torch.device, num_sharing: int = 1, *, splits: bool = True) -> dict[str, Any]:
     """Returns what measured costs are valid for.
 
     Args:
         device: Where is measured.
         num_sharing: Ranks on this host, which measure at the same time and share its memory bandwidth.
+        splits: Whether weight gradients are measured apart, too.
     """
     found: dict[str, Any] = {
         "device": device_name(device),
@@ -33,6 +34,7 @@ def environment(device: torch.device, num_sharing: int = 1) -> dict[str, Any]:
         "torch": torch.__version__,
         "method": _method(),
         "matmul_precision": torch.get_float32_matmul_precision(),
+        "splits": splits,
         "deterministic": torch.are_deterministic_algorithms_enabled(),
     }
     return found | (_of_cuda() if device.type == "cuda" else _of_cpu())
@@ -75,10 +77,12 @@ def _method() -> str:
     return hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()[:16]
 
 
-def cache_of(settings: Settings, device: torch.device, num_sharing: int = 1) -> ProfileCache | None:
+def cache_of(
+    settings: Settings, device: torch.device, num_sharing: int = 1, *, splits: bool = True
+) -> ProfileCache | None:
     """Returns where measured costs are kept, if the settings want that; arguments as in `environment`."""
     if settings.profile_cache is False:
         return None
     is_own = settings.profile_cache not in (True, "auto")
     directory = str(settings.profile_cache) if is_own else conf_dir(os.environ) / "profiles"
-    return ProfileCache(directory, environment(device, num_sharing), settings.profile_iterations)
+    return ProfileCache(directory, environment(device, num_sharing, splits=splits), settings.profile_iterations)

@@ -51,6 +51,7 @@ def measure(
     *,
     iterations: int = 5,
     budget_seconds: float = 10.0,
+    splits: bool = True,
     share: tuple[int, int] = (0, 1),
     known: Collection[Key] = (),
     inputs: Sequence[Tensor] = (),
@@ -65,6 +66,7 @@ def measure(
         device: Where to measure.
         iterations: Samples of each measurement.
         budget_seconds: Time after which each part is sampled once only.
+        splits: Whether weight gradients are measured apart, too.
         share: ``(rank, num_ranks)``; this rank measures every num_ranks-th part.
         known: Parts that are not measured; the same on all ranks.
         inputs: Tensors of a call in the order of ``traced.call.inputs``, so that integers are what they will be;
@@ -87,7 +89,7 @@ def measure(
     with untouched_generator(device), without_autocast():
         for done, (part, size) in enumerate(jobs):
             allowance = max(0.0, ends - perf_counter()) / (len(jobs) - done)
-            costs[part.signature, size] = _measure_one(part, samples, size, iterations, allowance)
+            costs[part.signature, size] = _measure_one(part, samples, size, iterations, allowance, splits)
             if on_progress is not None:
                 on_progress(done + 1, len(jobs))
     logger.info("measured %d parts of a model of %d blocks", len(costs), len(traced.graph.blocks))
@@ -110,7 +112,7 @@ def _distinct(traced: TracedModel) -> list[Part]:
     return list({part.signature: part for part in reversed(parts) if part.nodes}.values())[::-1]
 
 
-def _measure_one(part: Part, samples: Samples, size: int, iterations: int, allowance: float) -> PartCost:
+def _measure_one(part: Part, samples: Samples, size: int, iterations: int, allowance: float, splits: bool) -> PartCost:
     started = perf_counter()
     try:
         work = make_work(part, samples, size)
@@ -118,7 +120,7 @@ def _measure_one(part: Part, samples: Samples, size: int, iterations: int, allow
         left = allowance - (perf_counter() - started)
         kept_bytes = num_bytes.inside + sum(made.num_bytes for made in num_bytes.made)
         seconds = time_work(work, iterations, left, samples.device, kept_bytes)
-        if work.split is None:
+        if work.split is None or not splits:
             return PartCost(*seconds, num_bytes)
         left = allowance - (perf_counter() - started)
         if len(part.blocks) > 1:

@@ -51,6 +51,7 @@ class Subject:
                 [size],
                 self.device,
                 iterations=self.settings.profile_iterations,
+                splits=False,
                 share=share,
                 known=known,
                 inputs=self.tensors,

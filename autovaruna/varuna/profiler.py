@@ -70,7 +70,7 @@ class Profiler:
         self.folder = ProfileFolder(out_folder)
         self.settings = resolve({"device": str(self.device), "inputs": "replicated"})
         self._own = ProfileCache(
-            self.folder.measurements, environment(self.device, on_host), self.settings.profile_iterations
+            self.folder.measurements, environment(self.device, on_host, splits=False), self.settings.profile_iterations
         )
         self._others = cache_of(self.settings, self.device, on_host)
         self._optimizer: torch.optim.Optimizer | None = None
