@@ -58,7 +58,9 @@ def test_hosts_that_know_different_parts_measure_what_none_knows(
         copied.write_text(file.read_text())
     measured.clear()
     cache_of = preparation.cache_of
-    monkeypatch.setattr(preparation, "cache_of", lambda settings, device, *_, **__: cache_of(settings, device, 2))
+    monkeypatch.setattr(
+        preparation, "cache_of", lambda settings, device, _, **more: cache_of(settings, device, 2, **more)
+    )
 
     def on_own_host(world: InProcessWorld) -> None:
         world.hosts = ("host0", "host1")
