@@ -29,10 +29,10 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _LARGEST_KEPT_BYTES = 32 << 20
 _PROCESS_BYTES = 16 << 20
 """What a process holds on the CPU beside tensors, once it has traced a model, where the system does not say."""
-_HEAP_SHARE = 1.0
+_HEAP_SHARE, _HEAP_SHARE_WITH_PIECES = 1.0, 1.5
 """What the C library's heap needs on the CPU on top of what one micro-batch needs, found from resident sets: an
-aligned block does not fit into the hole that one of its size has left. Less can be said where the library keeps small
-pieces for itself (unless ``GLIBC_TUNABLES=glibc.malloc.tcache_count=0``): they lie between holes."""
+aligned block does not fit into the hole that one of its size has left. More is needed, and less can be said, where the
+library keeps small pieces for itself (unless ``GLIBC_TUNABLES=glibc.malloc.tcache_count=0``): they lie between holes."""
 _TUNABLES = ("glibc.malloc.mmap_threshold", "glibc.malloc.trim_threshold", "glibc.malloc.mmap_max")
 """What a user who sets these in ``GLIBC_TUNABLES`` has decided; ``glibc.malloc.tcache_count=0`` is no such thing."""
 
@@ -114,8 +114,13 @@ def describe_cluster(world: World, device: torch.device, settings: Settings, res
         all_reduce_latency_seconds=latency,
         overhead_seconds=median_low(each for _, _, each in known),
         process_bytes=process_bytes,
-        heap_share=_HEAP_SHARE if is_host else 0.0,
+        heap_share=_heap_share() if is_host else 0.0,
     )
+
+
+def _heap_share() -> float:
+    has_pieces = "glibc.malloc.tcache_count=0" not in os.environ.get("GLIBC_TUNABLES", "")
+    return _HEAP_SHARE_WITH_PIECES if has_pieces else _HEAP_SHARE
 
 
 def _relative_speed(seconds: float, everyone: list[float]) -> float:
