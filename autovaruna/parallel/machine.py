@@ -31,8 +31,8 @@ _PROCESS_BYTES = 16 << 20
 """What a process holds on the CPU beside tensors, once it has traced a model, where the system does not say."""
 _HEAP_SHARE, _HEAP_SHARE_WITH_PIECES = 1.0, 1.5
 """What the C library's heap needs on the CPU on top of what one micro-batch needs, found from resident sets: an
-aligned block does not fit into the hole that one of its size has left. More is needed, and less can be said, where
-small pieces that the library keeps for itself lie between holes: unless ``GLIBC_TUNABLES=glibc.malloc.tcache_count=0``."""
+aligned block does not fit into the hole that one of its size has left. More is needed, and less can be said, unless
+``GLIBC_TUNABLES=glibc.malloc.tcache_count=0``: small pieces that the library keeps for itself lie between holes."""
 _TUNABLES = ("glibc.malloc.mmap_threshold", "glibc.malloc.trim_threshold", "glibc.malloc.mmap_max")
 """What a user who sets these in ``GLIBC_TUNABLES`` has decided; ``glibc.malloc.tcache_count=0`` is no such thing."""
 
