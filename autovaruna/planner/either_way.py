@@ -31,7 +31,7 @@ def plan_either_way(problem: Problem, search: Callable[[Problem], Plan]) -> Plan
     if not _may_split(problem):
         return plan
     other = replace(problem, constraints=replace(problem.constraints, schedule=SPLIT_SCHEDULE, max_stages_per_rank=1))
-    bound = _split_bound(other, plan.predicted_seconds)
+    bound = _split_bound(other, plan)
     split = _searched(other, search) if bound < _WORTH * plan.predicted_seconds else None
     bound = max(bound, split.bound_seconds) if split else bound
     best = split if split and split.predicted_seconds < _WORTH * plan.predicted_seconds else plan
@@ -55,9 +55,9 @@ def _may_split(problem: Problem) -> bool:
     return is_asked and has_weights and is_pipeline
 
 
-def _split_bound(problem: Problem, seconds: float) -> float:
-    """Returns seconds that no plan with weight gradients computed apart beats, `seconds` at most."""
-    tables = RangeTables(problem.graph, cut_positions(problem))
-    for count in micro_batch_counts(problem):
+def _split_bound(problem: Problem, plan: Plan) -> float:
+    """Returns seconds that no plan with weight gradients computed apart beats; no more than `plan` takes."""
+    tables, seconds = RangeTables(problem.graph, cut_positions(problem)), plan.predicted_seconds
+    for count in sorted(micro_batch_counts(problem), key=lambda count: abs(count - plan.num_micro_batches)):
         seconds = min(seconds, StepBound(Sized(problem, tables, count, is_split=True)).seconds(seconds))
     return seconds
