@@ -26,8 +26,15 @@ SCRIPTS = {
     "scaling": "A step as it grows",
     "overhead": "One rank against plain PyTorch",
     "placement": "Splits of published placement workloads",
+    "prediction": "Predicted seconds and bytes against measured ones",
+    "checkpoint": "Checkpoints against torch.save and torch.load",
 }
-NO_QUICK = {"overhead": ["--pairs", "20"], "placement": []}
+NO_QUICK = {
+    "overhead": ["--pairs", "20"],
+    "placement": [],
+    "prediction": ["--steps", "3"],
+    "checkpoint": ["--gigabytes", "0.25"],
+}
 TIMEOUT_SECONDS = 900
 
 
