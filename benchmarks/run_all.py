@@ -69,7 +69,7 @@ def run(name: str, is_full: bool) -> tuple[str, int, float]:
         check=False,
     )
     lines = done.stdout if done.returncode == 0 else done.stdout + done.stderr
-    return lines.strip(), done.returncode, time.monotonic() - begin
+    return lines.strip("\n"), done.returncode, time.monotonic() - begin
 
 
 def head() -> str:
