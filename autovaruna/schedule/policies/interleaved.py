@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from autovaruna.schedule.instruction import Kind
 from autovaruna.schedule.policy import Choice, Policy
 from autovaruna.schedule.replica import Replica
+from autovaruna.schedule.turns import pick_in_turn
 
 
 class Interleaved(Policy):
@@ -32,19 +32,7 @@ class Interleaved(Policy):
     def pick(self, replicas: Sequence[Replica]) -> Choice | None:
         """Chooses a backward if it is the rank's turn, else the deepest forward, else any backward or recompute."""
         is_turn = _is_ahead(replicas)
-        for replica in replicas:
-            if replica.has_gradient and (is_turn or replica.is_recomputed):
-                return _backward(replica)
-        for replica in replicas:
-            if replica.can_forward:
-                return replica, Kind.FORWARD
-        for replica in replicas:
-            if replica.has_gradient:
-                return _backward(replica)
-        for replica in replicas:
-            if replica.can_recompute:
-                return replica, Kind.RECOMPUTE
-        return None
+        return pick_in_turn(replicas, lambda replica: is_turn)
 
 
 def _is_ahead(replicas: Sequence[Replica]) -> bool:
@@ -52,7 +40,3 @@ def _is_ahead(replicas: Sequence[Replica]) -> bool:
     deepest, first = replicas[0], replicas[-1]
     needed = 1 + deepest.stage - first.stage + 2 * deepest.num_later
     return sum(each.forwards - each.backwards for each in replicas) >= max(needed, first.depth)
-
-
-def _backward(replica: Replica) -> Choice:
-    return replica, Kind.BACKWARD if replica.can_backward else Kind.RECOMPUTE

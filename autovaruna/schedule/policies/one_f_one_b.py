@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 
-from autovaruna.schedule.instruction import Kind
 from autovaruna.schedule.pipeline import Pipeline
 from autovaruna.schedule.policy import Choice, Policy
 from autovaruna.schedule.replica import Replica
+from autovaruna.schedule.turns import pick_in_turn
+
+_IS_FULL = attrgetter("is_full")
 
 
 class OneFOneB(Policy):
@@ -33,24 +36,8 @@ class OneFOneB(Policy):
 
     def pick(self, replicas: Sequence[Replica]) -> Choice | None:
         """Chooses a backward whose turn it is, else the deepest forward, else any backward, else a recompute."""
-        for replica in replicas:
-            if replica.has_gradient and (replica.is_full or replica.is_recomputed):
-                return _backward(replica)
-        for replica in replicas:
-            if replica.can_forward:
-                return replica, Kind.FORWARD
-        for replica in replicas:
-            if replica.has_gradient:
-                return _backward(replica)
-        for replica in replicas:
-            if replica.can_recompute:
-                return replica, Kind.RECOMPUTE
-        return None
+        return pick_in_turn(replicas, _IS_FULL)
 
     def recomputes(self, pipeline: Pipeline, stage: int) -> bool:
         """Returns whether the stage recomputes; the last one at depth 1 does not."""
         return pipeline.recomputes(stage) and not (pipeline.is_last(stage) and pipeline.stages[stage].in_flight == 1)
-
-
-def _backward(replica: Replica) -> Choice:
-    return replica, Kind.BACKWARD if replica.can_backward else Kind.RECOMPUTE

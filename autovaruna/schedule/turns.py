@@ -1,0 +1,35 @@
+"""Takes turns between backwards and forwards: what schedules with a steady phase share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from autovaruna.schedule.instruction import Kind
+from autovaruna.schedule.policy import Choice
+from autovaruna.schedule.replica import Replica
+
+
+def pick_in_turn(replicas: Sequence[Replica], is_turn: Callable[[Replica], bool]) -> Choice | None:
+    """Chooses a backward whose turn it is, else the deepest forward, else any backward, else a recompute.
+
+    Args:
+        replicas: the rank's stages, deepest first.
+        is_turn: whether a stage is to go backward before anything goes forward; one that has recomputed is so anyway.
+    """
+    for replica in replicas:
+        if replica.has_gradient and (replica.is_recomputed or is_turn(replica)):
+            return _backward(replica)
+    for replica in replicas:
+        if replica.can_forward:
+            return replica, Kind.FORWARD
+    for replica in replicas:
+        if replica.has_gradient:
+            return _backward(replica)
+    for replica in replicas:
+        if replica.can_recompute:
+            return replica, Kind.RECOMPUTE
+    return None
+
+
+def _backward(replica: Replica) -> Choice:
+    return replica, Kind.BACKWARD if replica.can_backward else Kind.RECOMPUTE
