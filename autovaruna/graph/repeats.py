@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -59,6 +60,7 @@ class Repeats:
         self.num_recalled = 0
         self._memory = Memory()
         self._answer: tuple[Any, Any] | None = None
+        self._thread = get_ident()
         self._descriptions: dict[int, Any] = {}
 
     def call(self, mode: Any, operation: Any, pre_dispatch: bool, args: Any, kwargs: Any) -> Any:
@@ -81,7 +83,7 @@ class Repeats:
 
         def run(operation: Any, /, *args: Any, **kwargs: Any) -> Any:
             answer = self._answer
-            if answer is None or answer[0] is not operation:
+            if answer is None or answer[0] is not operation or get_ident() != self._thread:
                 return self.torch_run(operation, *args, **kwargs)
             self._answer = None
             return answer[1]
