@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from autovaruna.errors import InputError
+from autovaruna.graph.mode import mode_of
 from autovaruna.graph.precision import Precision, current_precision
 from autovaruna.graph.tree import Tree, flatten
 
@@ -74,7 +75,11 @@ class CallSpec:
 
 
 def describe(
-    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], batch_inputs: Sequence[str] = ()
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    batch_inputs: Sequence[str] = (),
+    mode: str | None = None,
 ) -> tuple[list[Tensor], CallSpec]:
     """Takes the arguments of a call apart.
 
@@ -84,6 +89,7 @@ def describe(
         kwargs: Keyword arguments.
         batch_inputs: Names of the arguments whose first dimension is the batch; empty: every tensor whose first
             dimension has the size of the first tensor's.
+        mode: What `mode_of` says of the model now, if that is known.
 
     Returns:
         The tensors in order, and the description.
@@ -98,7 +104,7 @@ def describe(
         InputSpec(name, tuple(tensor.shape), tensor.dtype, batch, tensor.requires_grad and torch.is_grad_enabled())
         for name, tensor, batch in zip(names, tensors, is_batch, strict=True)
     )
-    return tensors, CallSpec(tree, inputs, batch_size, mode_of(model), current_precision())
+    return tensors, CallSpec(tree, inputs, batch_size, mode_of(model) if mode is None else mode, current_precision())
 
 
 def _input_names(model: nn.Module, paths: Sequence[str]) -> list[str]:
@@ -169,11 +175,3 @@ def _shapes(names: Sequence[str], tensors: Sequence[Tensor]) -> dict[str, tuple[
 
 def _is_part_of(name: str, wanted: str) -> bool:
     return name == wanted or name.startswith(f"{wanted}_")
-
-
-def mode_of(model: nn.Module) -> str:
-    """Returns what a trace depends on besides the inputs, now: training flags, grad mode, autocast, what is frozen."""
-    flags = "".join("t" if module.training else "e" for module in model.modules())
-    autocast = ",".join(map(str, current_precision())) or "off"
-    frozen = "".join("g" if parameter.requires_grad else "f" for parameter in model.parameters())
-    return f"training={flags} gradient={torch.is_grad_enabled()} autocast={autocast} parameters={frozen}"

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from autovaruna.config import resolve
 from autovaruna.errors import InputError, RankError
-from autovaruna.graph.call import describe, mode_of
+from autovaruna.graph.call import describe
+from autovaruna.graph.mode import ModeReader
 from autovaruna.parallel.calls import SharedCall, compare_settings, input_groups, share_call
 from autovaruna.parallel.engine import Engine
 from autovaruna.parallel.machine import find_device, give_back_freed_memory, keep_freed_memory, resident_bytes
@@ -66,6 +67,7 @@ class AutoVaruna(StatefulModule):
             )
         super().__init__(model, optimizer, resolve(settings))
         self._scaler = scaler
+        self._mode = ModeReader(model)
         self._parameter_names = [self._state.first_name[name] for name, _ in model.named_parameters()]
         self._preparation: Preparation | None = None
         self._traces: Traces | None = None
@@ -108,7 +110,7 @@ class AutoVaruna(StatefulModule):
         error: Exception | None = None
         report = None
         try:
-            tensors, call = describe(self.module, args, kwargs, self.settings.batch_inputs)
+            tensors, call = describe(self.module, args, kwargs, self.settings.batch_inputs, self._mode.words())
             report = call.key(), call.batch_size, self._engine.doings if self._engine is not None else {}
         except Exception as caught:
             error = caught
@@ -141,7 +143,7 @@ class AutoVaruna(StatefulModule):
         """
         if self._optimizer is not None and not torch.is_grad_enabled():
             with as_in_training(self.module):
-                return self._start(replace(shared, call=replace(shared.call, mode=mode_of(self.module))))
+                return self._start(replace(shared, call=replace(shared.call, mode=self._mode.words())))
         if self._cut_optimizer is not None:
             self._cut_optimizer.check()
         keep_freed_memory()

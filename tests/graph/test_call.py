@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 from autovaruna.errors import InputError
 from autovaruna.graph.call import describe
+from autovaruna.graph.mode import ModeReader, mode_of
 
 
 class Model(nn.Module):
@@ -98,6 +100,28 @@ def test_the_mode_asks_for_another_trace() -> None:
     model.layer.bias.requires_grad_(False)
     found.add(describe(model.train(), (X,), {})[1].key())
     assert len(found) == 5
+
+
+def test_the_mode_follows_what_was_put_into_the_model() -> None:
+    """A reader keeps the modules; another child, another parameter and new flags are seen all the same."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Dropout()))
+    reader = ModeReader(model)
+    words = [reader.words()]
+    model[1][0] = nn.Linear(2, 2).eval()
+    words.append(reader.words())
+    model[0].weight = nn.Parameter(torch.zeros(2, 2), requires_grad=False)
+    words.append(reader.words())
+    model[1].append(nn.ReLU())
+    words.append(reader.words())
+    assert words[-1] == mode_of(model)
+    assert len(set(words)) == 4
+
+
+def test_the_mode_of_a_compiled_submodule_is_read() -> None:
+    """TorchScript keeps its children and parameters in tables of its own."""
+    with warnings.catch_warnings(action="ignore"):
+        model = nn.Sequential(torch.jit.script(nn.Linear(2, 2)))
+    assert mode_of(model).endswith("parameters=gg")
 
 
 @pytest.mark.parametrize(
