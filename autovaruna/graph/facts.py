@@ -19,6 +19,7 @@ from autovaruna.graph import flops
 from autovaruna.graph.call import CallSpec
 from autovaruna.graph.export import Exported, example_inputs
 from autovaruna.graph.fake import fake_like
+from autovaruna.graph.layout import storage_of
 from autovaruna.graph.precision import in_precision, precision_of
 from autovaruna.graph.recall import Memory
 
@@ -99,14 +100,14 @@ class _Pass(fx.Interpreter):
         self.num_flops = 0
         with in_precision(precision_of(n)):
             value = super().run_node(n)
-        written = {_storage(t) for t, version in zip(inputs, versions, strict=True) if t._version != version}
+        written = {storage_of(t) for t, version in zip(inputs, versions, strict=True) if t._version != version}
         outputs = _tensors(value)
         self.facts[n.name] = Fact(
             value=value,
             needs_gradient=any(tensor.requires_grad for tensor in outputs),
-            reads=frozenset(map(_storage, inputs)),
+            reads=frozenset(map(storage_of, inputs)),
             writes=frozenset(written | self._statistics(n)),
-            makes=frozenset(map(_storage, outputs)),
+            makes=frozenset(map(storage_of, outputs)),
             is_random=is_random(self.module, n),
             num_flops=float(self.num_flops),
         )
@@ -118,7 +119,7 @@ class _Pass(fx.Interpreter):
         if places is None or not node.args[places[2]]:
             return set()
         buffers = [node.args[place] for place in places[:2]]
-        return {_storage(self.env[buffer]) for buffer in buffers if isinstance(buffer, fx.Node)}
+        return {storage_of(self.env[buffer]) for buffer in buffers if isinstance(buffer, fx.Node)}
 
 
 def learn(
@@ -171,7 +172,3 @@ def _draws_nothing(node: fx.Node) -> bool:
 
 def _tensors(value: Any) -> list[Tensor]:
     return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
-
-
-def _storage(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)

@@ -100,6 +100,11 @@ def layout_of(tensor: Tensor, mode: FakeTensorMode, known: Sequence[torch.SymInt
     return layout
 
 
+def storage_of(tensor: Tensor) -> int:
+    """Returns which memory a tensor lies in; views share theirs."""
+    return int(tensor.untyped_storage()._cdata)
+
+
 def _essence(tensor: Tensor) -> tuple[Any, ...]:
     """Returns all by which torch tells fake tensors apart, gradients aside."""
     numbers = map(expression, (*lengths_of(tensor), tensor.storage_offset(), tensor.untyped_storage().nbytes()))

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from autovaruna.graph.layout import Layout, NotPlainError, expression, layout_of, lengths_of
+from autovaruna.graph.layout import Layout, NotPlainError, expression, layout_of, lengths_of, storage_of
 
 _EXCLUDED = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view}
 _CONSTANTS = (int, float, complex, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
@@ -191,12 +191,8 @@ def _layouts(results: Sequence[Any], call: Call) -> tuple[Layout, ...] | None:
 
 def _share_memory(results: Sequence[Tensor], arguments: Sequence[Tensor]) -> bool:
     """Whether a result shares memory with another one or with an argument."""
-    made = {_storage(each) for each in results}
-    return len(made) < len(results) or not made.isdisjoint(map(_storage, arguments))
-
-
-def _storage(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
+    made = {storage_of(each) for each in results}
+    return len(made) < len(results) or not made.isdisjoint(map(storage_of, arguments))
 
 
 def _is_fit(operation: Any) -> bool:

@@ -18,6 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from autovaruna.graph.layout import storage_of
 from autovaruna.profiler.work import Work
 
 
@@ -49,14 +50,14 @@ class Bytes:
 
 def count_bytes(work: Work, device: torch.device) -> Bytes:
     """Runs `work` once, forward and backward, and counts."""
-    arguments = {_storage(tensor): tensor for tensor in work.arguments if isinstance(tensor, Tensor)}
+    arguments = {storage_of(tensor): tensor for tensor in work.arguments if isinstance(tensor, Tensor)}
     arguments |= _casts(work)
     meter = meter_of(device, arguments.values())
     with _transient_gradients(work), meter:
         outputs, saved = _run(work)
         made = _made(outputs, saved, arguments)
         inside = sum(_num_bytes(saved[key]) for key in saved.keys() - arguments.keys() - made.keys())
-        values = tuple((k, _num_bytes(value)) for k, value in enumerate(work.values) if _storage(value) in saved)
+        values = tuple((k, _num_bytes(value)) for k, value in enumerate(work.values) if storage_of(value) in saved)
         saved.clear()
         if work.needs_gradient:
             work.backward(outputs)
@@ -74,15 +75,15 @@ def count_deferred_bytes(work: Work) -> int:
     seen: dict[int, tuple[Callable[[], bool], int]] = {}
 
     def pack(tensor: Tensor) -> Tensor:
-        seen[_storage(tensor)] = _gone(tensor), _num_bytes(tensor)
+        seen[storage_of(tensor)] = _gone(tensor), _num_bytes(tensor)
         return tensor.detach()
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         deferred = work.run_split(arguments)
     del arguments
-    known = {_storage(weight) for weight in work.weights} | _casts(work).keys()
+    known = {storage_of(weight) for weight in work.weights} | _casts(work).keys()
     kept = {storage: num_bytes for storage, (is_gone, num_bytes) in seen.items() if not is_gone()}
-    kept |= {_storage(gradient): _num_bytes(gradient) for gradient in deferred.gradients}
+    kept |= {storage_of(gradient): _num_bytes(gradient) for gradient in deferred.gradients}
     return sum(num_bytes for storage, num_bytes in kept.items() if storage not in known)
 
 
@@ -99,7 +100,7 @@ def _run(work: Work) -> tuple[Sequence[Tensor], dict[int, Tensor]]:
 
     def pack(tensor: Tensor) -> Tensor:
         kept = tensor.detach()
-        saved[_storage(kept)] = kept
+        saved[storage_of(kept)] = kept
         return kept
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
@@ -140,7 +141,7 @@ def _forget_gradient(tensor: Tensor) -> None:
 def _made(outputs: Iterable[Tensor], saved: dict[int, Tensor], arguments: dict[int, Tensor]) -> dict[int, Made]:
     made: dict[int, Made] = {}
     for place, output in enumerate(outputs):
-        storage = _storage(output)
+        storage = storage_of(output)
         if storage not in arguments:
             made.setdefault(storage, Made(place, _num_bytes(output), storage in saved))
     return made
@@ -160,7 +161,7 @@ def meter_of(device: torch.device, known: Iterable[Tensor]) -> Meter:
     """Returns a meter of memory on a device; that of `known` was there before."""
     if device.type == "cuda":
         return _AllocatorMeter(device)
-    return _OperationMeter({_storage(tensor) for tensor in known})
+    return _OperationMeter({storage_of(tensor) for tensor in known})
 
 
 class _OperationMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -175,8 +176,8 @@ class _OperationMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for tensor in pytree.tree_leaves(result):
-            if isinstance(tensor, Tensor) and _storage(tensor) not in self.known:
-                self.live[_storage(tensor)] = (_gone(tensor), _num_bytes(tensor))
+            if isinstance(tensor, Tensor) and storage_of(tensor) not in self.known:
+                self.live[storage_of(tensor)] = (_gone(tensor), _num_bytes(tensor))
         self.live = {storage: entry for storage, entry in self.live.items() if not entry[0]()}
         self.peak_bytes = max(self.peak_bytes, sum(num_bytes for _, num_bytes in self.live.values()))
         return result
@@ -203,10 +204,6 @@ class _AllocatorMeter:
 
     def __exit__(self, *error: object) -> None:
         self.peak_bytes = torch.cuda.max_memory_allocated(self.device) - self.before
-
-
-def _storage(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
 
 
 def _num_bytes(tensor: Tensor) -> int:

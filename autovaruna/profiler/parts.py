@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autovaruna.graph.layout import storage_of
 from autovaruna.graph.records import Block
 from autovaruna.graph.signature import signature
 from autovaruna.graph.traced import TracedModel
@@ -79,7 +80,7 @@ class Part:
 
     def storage(self, name: str) -> int:
         """Returns which memory a tensor lies in; views share theirs."""
-        return int(self.traced.facts[name].value.untyped_storage()._cdata)
+        return storage_of(self.traced.facts[name].value)
 
     def _is_tensor(self, name: str) -> bool:
         return isinstance(self.traced.facts[name].value, Tensor)

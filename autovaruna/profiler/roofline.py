@@ -28,6 +28,7 @@ from autovaruna.errors import MeasureError
 from autovaruna.graph import flops
 from autovaruna.graph.extract import Argument, Source
 from autovaruna.graph.fake import fake_like
+from autovaruna.graph.layout import storage_of
 from autovaruna.graph.origin import failed_at
 from autovaruna.graph.traced import TracedModel
 from autovaruna.profiler.device_file import DeviceSpec
@@ -233,8 +234,8 @@ def touched_bytes(func: Any, args: Any, kwargs: Any, result: Any) -> int:
         return 0
     inputs = _tensors((args, kwargs))
     changed = _changed(func, args, kwargs)
-    storages = {_storage(tensor) for tensor in inputs}
-    made = [tensor for tensor in outputs if _storage(tensor) not in storages]
+    storages = {storage_of(tensor) for tensor in inputs}
+    made = [tensor for tensor in outputs if storage_of(tensor) not in storages]
     if not made and not changed:
         return 0
     written = sum(map(_num_bytes, [*made, *changed]))
@@ -271,7 +272,3 @@ def _num_bytes(tensor: Tensor) -> int:
     """Returns the bytes of a tensor's elements; those that share memory (an expanded mask) count once."""
     lengths = (length for length, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride)
     return math.prod(lengths) * tensor.element_size() if tensor.numel() else 0
-
-
-def _storage(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autovaruna.errors import TraceError
-from autovaruna.graph import export, facts, recall, repeats
-from autovaruna.graph.layout import NotPlainError, layout_of
+from autovaruna.graph import export, recall, repeats
+from autovaruna.graph.layout import NotPlainError, layout_of, storage_of
 from autovaruna.graph.recall import Memory
 from autovaruna.graph.traced import TracedModel
 from tests.graph.models import Function, traced, traced_function
@@ -204,4 +204,4 @@ def test_layouts_are_made_anew_in_memory_of_their_own() -> None:
         tensor = torch.empty(3, 4).t()
     made = layout_of(tensor, mode, ()).make(mode, ())
     assert (made.shape, made.stride(), made.dtype, made.device) == ((4, 3), (1, 4), torch.float32, tensor.device)
-    assert facts._storage(made) != facts._storage(tensor)
+    assert storage_of(made) != storage_of(tensor)

@@ -1,0 +1,94 @@
+"""Says why a model could not be traced: which line of the user's code stopped the trace, and what to do."""
+
+from __future__ import annotations
+
+import re
+import traceback
+from collections.abc import Iterator
+
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from autovaruna.errors import TraceError
+from autovaruna.graph.call import CallSpec
+from autovaruna.graph.origin import is_users
+
+
+def own_error(flat: nn.Module, inputs: list[Tensor], mode: FakeTensorMode) -> Exception | None:
+    """Returns what the model itself raises on such inputs, not because it is traced."""
+    try:
+        with mode:
+            flat(inputs)
+    except Exception as error:
+        is_of_tracer = type(error).__module__.startswith("torch") or "fake impl" in str(error)
+        return None if is_of_tracer or isinstance(error, TraceError) else error
+    return None
+
+
+def explain(
+    error: Exception, model: nn.Module, call: CallSpec, is_dynamic: bool, fixing: list[str], own: Exception | None
+) -> TraceError:
+    """Says which line of the user's code stopped the trace, and what to do."""
+    name = type(model).__qualname__
+    if own is not None:
+        inputs = ", ".join(f"{spec.name} {tuple(spec.shape)} {spec.dtype}" for spec in call.inputs)
+        return TraceError(
+            f"{name} raises {type(own).__name__} on these inputs{_where(own)}: {_first_line(own)}. Got {inputs}. "
+            "Expected inputs that the model takes on one process, without AutoVaruna; try it so."
+        )
+    if is_dynamic and is_about_batch(error):
+        where = f" at {fixing[0]}" if fixing else _where(error)
+        return TraceError(
+            f"{name} fixes its batch size or mixes the samples of a batch{where}: {_size_reason(error)}. Expected a "
+            "model that treats samples one by one, so that a batch can go through in micro-batches. Move what mixes "
+            "samples (a contrastive loss, say) out of the model, or pass dynamic_batch=False: each micro-batch is then "
+            "a batch of its own to the model."
+        )
+    reason = (
+        "it needs the number in a tensor, which a trace does not have" if _is_about_data(error) else _first_line(error)
+    )
+    return TraceError(
+        f"{name} cannot be traced{_where(error)}: {reason}. Expected a forward whose Python control flow does not "
+        "depend on the numbers in tensors. Replace the branch by torch.where or torch.cond, or move it out of forward."
+    )
+
+
+def _size_reason(error: Exception) -> str:
+    """Returns torch's words, unless they are about marks that the user has not made."""
+    line = _first_line(error)
+    return "its result for one batch size does not hold for others" if line.startswith("Constraints violated") else line
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0].removesuffix(".")
+
+
+def _is_about_data(error: Exception) -> bool:
+    text = f"{type(error).__name__} {error}"
+    return "data-dependent" in text or "DataDependent" in text
+
+
+def is_about_batch(error: Exception) -> bool:
+    """Whether the batch size (a symbol like ``s0``) stopped the trace, and not a number in a tensor (``u0``)."""
+    if _is_about_data(error):
+        return False
+    text = f"{type(error).__name__} {error}"
+    marks = ("ConstraintViolation", "Constraints violated", "specialized", "batch !=", "Eq(")
+    return any(mark in text for mark in marks) or re.search(r"\bs\d+\b", text) is not None
+
+
+def _where(error: BaseException) -> str:
+    """Returns `` at file:line (code)`` for the deepest frame outside torch and this package."""
+    for link in reversed(list(chain_of(error))):
+        for frame in reversed(traceback.extract_tb(link.__traceback__)):
+            if is_users(frame.filename):
+                return f" at {frame.filename}:{frame.lineno} ({frame.line})"
+    return ""
+
+
+def chain_of(error: BaseException) -> Iterator[BaseException]:
+    """Yields an error, what caused it, and so on."""
+    seen: BaseException | None = error
+    while seen is not None:
+        yield seen
+        seen = seen.__cause__ or seen.__context__
