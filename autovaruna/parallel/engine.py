@@ -25,7 +25,8 @@ from autovaruna.runtime.batch import GlobalBatch
 from autovaruna.runtime.events import EventTrace
 from autovaruna.runtime.exchange import GradientExchange
 from autovaruna.runtime.executor import Executor, Job
-from autovaruna.runtime.gradients import GradientBook, GradientSum
+from autovaruna.runtime.gradient_book import GradientBook
+from autovaruna.runtime.gradients import GradientSum
 from autovaruna.runtime.mail import Mail
 from autovaruna.runtime.outputs import OutputCollector
 from autovaruna.runtime.placement import OwnedState, Placement, placement_of

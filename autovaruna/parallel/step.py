@@ -15,7 +15,7 @@ from autovaruna.errors import InputError
 from autovaruna.graph.outputs import OutputKind, OutputSpec
 from autovaruna.runtime.exchange import GradientExchange
 from autovaruna.runtime.executor import Executor, Job
-from autovaruna.runtime.gradients import GradientBook
+from autovaruna.runtime.gradient_book import GradientBook
 from autovaruna.runtime.outputs import OutputCollector
 from autovaruna.runtime.publish import Gradients, publish
 from autovaruna.runtime.scaler import LossScale

@@ -7,7 +7,7 @@ from the last stage that holds the parameter to the first, each adding its own, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from autovaruna.planner.records import Plan
 from autovaruna.runtime.buckets import Sums
 from autovaruna.runtime.world import World
-from autovaruna.stage.module import ParameterUse, StageModule
+from autovaruna.stage.module import ParameterUse
 from autovaruna.stage.split import Split
 
 _CHAIN_TAG = 1 << 19
@@ -29,6 +29,28 @@ class Use:
     block: int
     stage: int
     ranks: tuple[int, ...]
+
+
+class Order:
+    """The parameters of one rank that get a gradient, in the order in which they are summed.
+
+    The parameters of a stage are summed over its replicas together. Where several stages have the same ranks, the later
+    ones come first, on every rank.
+
+    Args:
+        uses: The parameters with all their uses that get a gradient, the last first.
+
+    Attributes:
+        tied: those that several stages use.
+        stages: the others, by the ranks that sum them and by stage.
+    """
+
+    def __init__(self, uses: Mapping[str, list[Use]]) -> None:
+        self.tied = {name: each for name, each in uses.items() if len({use.stage for use in each}) > 1}
+        self.stages: dict[tuple[int, ...], dict[int, dict[str, list[Use]]]] = {}
+        for name, each in sorted(uses.items(), key=lambda item: -item[1][0].stage):
+            if name not in self.tied:
+                self.stages.setdefault(each[0].ranks, {}).setdefault(each[0].stage, {})[name] = each
 
 
 class GradientSum:
@@ -48,12 +70,12 @@ class GradientSum:
         for parameter in split.traced.graph.parameters:
             if parameter.needs_gradient:
                 self._uses[parameter.name] = [_use(split, plan, block) for block in reversed(parameter.blocks)]
-        self._agreed: dict[str, set[ParameterUse]] = {}
+        self._orders: dict[str, Order] = {}
 
     def begin(self, origin: str) -> Summation | None:
         """Returns the sums of a step, to be started stage by stage; None while ranks do not know what they will sum."""
-        agreed = self._agreed.get(origin)
-        return None if agreed is None else self._summation(agreed)
+        order = self._orders.get(origin)
+        return None if order is None else Summation(order, self._world, self._parameters)
 
     def total(self, accumulators: Mapping[ParameterUse, Tensor], origin: str | None) -> dict[str, Tensor]:
         """Sums the accumulators of all ranks. Collective for the ranks that hold a stage.
@@ -65,46 +87,43 @@ class GradientSum:
         Returns:
             For each parameter of this rank that has a gradient, the gradient of the global batch.
         """
-        return self._summation(self._agree(accumulators, origin)).finish(accumulators)
+        order = self._agree(accumulators, origin)
+        return Summation(order, self._world, self._parameters).finish(accumulators)
 
-    def _summation(self, agreed: set[ParameterUse]) -> Summation:
-        live = {name: [use for use in uses if (name, use.block) in agreed] for name, uses in self._uses.items()}
-        mine = {name: uses for name, uses in live.items() if any(self._world.rank in use.ranks for use in uses)}
-        return Summation(mine, self._world, self._parameters)
+    def _agree(self, accumulators: Mapping[ParameterUse, Tensor], origin: str | None) -> Order:
+        """Returns what is summed: all that has a gradient on any rank. Collective, once an origin.
 
-    def _agree(self, accumulators: Mapping[ParameterUse, Tensor], origin: str | None) -> set[ParameterUse]:
-        """Returns the uses that get a gradient on any rank; asked for once an origin, since a graph does not change."""
-        known = None if origin is None else self._agreed.get(origin)
-        if known is None:
-            known = set().union(*self._world.gather_objects(set(accumulators), "agreeing on gradients"))
+        Where a call goes backward from the same outputs, its graph gives the same parameters a gradient.
+        """
+        order = None if origin is None else self._orders.get(origin)
+        if order is None:
+            agreed = set().union(*self._world.gather_objects(set(accumulators), "agreeing on gradients"))
+            live = {name: [use for use in uses if (name, use.block) in agreed] for name, uses in self._uses.items()}
+            order = Order({name: uses for name, uses in live.items() if any(self._world.rank in u.ranks for u in uses)})
         if origin is not None:
-            self._agreed[origin] = known
-        return known
+            self._orders[origin] = order
+        return order
 
 
 class Summation:
     """The gradients of one step on their way.
 
-    The parameters of a stage are summed over its replicas as soon as its last backward on this rank has ended. Where
-    several stages have the same ranks, the later ones come first, on every rank.
+    The parameters of a stage are summed over its replicas as soon as its last backward on this rank has ended.
 
     Args:
-        uses: The parameters of this rank that get a gradient, with all their uses that do, the last first.
+        order: What is summed.
         world: The ranks.
         parameters: This rank's parameters by first name.
     """
 
-    def __init__(self, uses: Mapping[str, list[Use]], world: World, parameters: Mapping[str, nn.Parameter]) -> None:
+    def __init__(self, order: Order, world: World, parameters: Mapping[str, nn.Parameter]) -> None:
         self._world = world
         self._parameters = parameters
         self._sums = Sums(world)
         self._totals: dict[str, Tensor] = {}
         self._accumulators: dict[ParameterUse, Tensor] = {}
-        self._tied = {name: each for name, each in uses.items() if len({use.stage for use in each}) > 1}
-        self._coming: dict[tuple[int, ...], dict[int, dict[str, list[Use]]]] = {}
-        for name, each in sorted(uses.items(), key=lambda item: -item[1][0].stage):
-            if name not in self._tied:
-                self._coming.setdefault(each[0].ranks, {}).setdefault(each[0].stage, {})[name] = each
+        self._tied = order.tied
+        self._coming = {ranks: dict(stages) for ranks, stages in order.stages.items()}
         self._ended: set[int] = set()
 
     def end_stage(self, stage: int, accumulators: Mapping[ParameterUse, Tensor]) -> None:
@@ -174,69 +193,6 @@ class Summation:
             ranks = tuple(sorted({rank for use in uses for rank in use.ranks}))
             if len(ranks) > 1:
                 self._world.broadcast(self._totals[name], uses[-1].ranks[0], ranks)
-
-
-class GradientBook:
-    """Takes gradients from the leaves of a graph's stages, and keeps back what is not to be summed yet.
-
-    Args:
-        total: Sums over ranks.
-        stages: This rank's stages.
-        world: The ranks' way to talk.
-    """
-
-    def __init__(self, total: GradientSum, stages: Sequence[StageModule], world: World) -> None:
-        self._sum = total
-        self._stages = stages
-        self._world = world
-        self._kept: dict[ParameterUse, Tensor] = {}
-        self._may_have_kept = False
-        self._early: Summation | None = None
-
-    def begin(self, origin: str) -> Callable[[int], None]:
-        """Begins a step whose gradients will be summed; returns what hears of each stage that has ended."""
-        self._early = self._sum.begin(origin)
-        return self._end_stage if self._early is not None else lambda stage: None
-
-    def _end_stage(self, stage: int) -> None:
-        assert self._early is not None, "only a step that has begun may end a stage"
-        self._early.end_stage(stage, _taken([each for each in self._stages if each.index == stage]))
-
-    def keeps_back(self) -> None:
-        """Notes that gradients of this step will be kept back; every rank of the step does."""
-        self._may_have_kept = True
-
-    def take(self) -> dict[ParameterUse, Tensor]:
-        """Takes the gradients of the last step away from the leaves, by use."""
-        return _taken(self._stages)
-
-    def keep(self, accumulators: Mapping[ParameterUse, Tensor]) -> None:
-        """Keeps gradients of this rank back until the next `take_kept`."""
-        for use, gradient in accumulators.items():
-            self._kept[use] = self._kept[use].add_(gradient) if use in self._kept else gradient
-
-    def total(self, accumulators: Mapping[ParameterUse, Tensor], origin: str) -> dict[str, Tensor]:
-        """Sums gradients over uses and ranks, of which `begin` may have started some; see `GradientSum.total`."""
-        early, self._early = self._early, None
-        return self._sum.total(accumulators, origin) if early is None else early.finish(accumulators)
-
-    def take_kept(self) -> dict[str, Tensor]:
-        """Sums what was kept back. Collective."""
-        if not self._may_have_kept:
-            return {}
-        kept, self._kept, self._may_have_kept = self._kept, {}, False
-        is_any = any(self._world.gather_objects(bool(kept), "summing kept gradients"))
-        return self._sum.total(kept, None) if is_any else {}
-
-
-def _taken(stages: Iterable[StageModule]) -> dict[ParameterUse, Tensor]:
-    """Takes the gradients away from the leaves of stages."""
-    taken: dict[ParameterUse, Tensor] = {}
-    for stage in stages:
-        for use, leaf in stage.leaves.items():
-            if leaf.grad is not None:
-                taken[use], leaf.grad = leaf.grad, None
-    return taken
 
 
 def _use(split: Split, plan: Plan, block: int) -> Use:
