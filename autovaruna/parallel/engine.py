@@ -24,9 +24,10 @@ from autovaruna.planner.records import Plan
 from autovaruna.runtime.batch import GlobalBatch
 from autovaruna.runtime.events import EventTrace
 from autovaruna.runtime.exchange import GradientExchange
-from autovaruna.runtime.executor import Executor, Job
+from autovaruna.runtime.executor import Executor
 from autovaruna.runtime.gradient_book import GradientBook
 from autovaruna.runtime.gradients import GradientSum
+from autovaruna.runtime.job import Job
 from autovaruna.runtime.mail import Mail
 from autovaruna.runtime.outputs import OutputCollector
 from autovaruna.runtime.placement import OwnedState, Placement, placement_of

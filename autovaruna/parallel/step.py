@@ -14,8 +14,9 @@ from torch import Tensor
 from autovaruna.errors import InputError
 from autovaruna.graph.outputs import OutputKind, OutputSpec
 from autovaruna.runtime.exchange import GradientExchange
-from autovaruna.runtime.executor import Executor, Job
+from autovaruna.runtime.executor import Executor
 from autovaruna.runtime.gradient_book import GradientBook
+from autovaruna.runtime.job import Job
 from autovaruna.runtime.outputs import OutputCollector
 from autovaruna.runtime.publish import Gradients, publish
 from autovaruna.runtime.scaler import LossScale

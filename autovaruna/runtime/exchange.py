@@ -9,7 +9,8 @@ from torch import Tensor
 
 from autovaruna.graph.outputs import OutputKind, OutputSpec
 from autovaruna.runtime.batch import MicroBatch
-from autovaruna.runtime.executor import Executor, Job
+from autovaruna.runtime.executor import Executor
+from autovaruna.runtime.job import Job
 from autovaruna.runtime.mail import Kind, Mail, Route
 from autovaruna.runtime.world import World
 

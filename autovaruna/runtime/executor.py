@@ -15,21 +15,18 @@ from torch.autograd.graph import saved_tensors_hooks
 from autovaruna.graph.origin import failed_at
 from autovaruna.graph.random import RandomStream
 from autovaruna.graph.weight_gradients import Deferred
-from autovaruna.planner.records import Plan
 from autovaruna.runtime.arrival import arrive, go_backward
-from autovaruna.runtime.batch import GlobalBatch, MicroBatch
+from autovaruna.runtime.batch import MicroBatch
 from autovaruna.runtime.events import Recorder
+from autovaruna.runtime.job import Job
 from autovaruna.runtime.mail import Mail
 from autovaruna.runtime.offload import Stash
+from autovaruna.runtime.posting import Posting
 from autovaruna.runtime.traffic import Traffic
 from autovaruna.runtime.world import Pending, World
 from autovaruna.schedule.instruction import Instruction, Kind
 from autovaruna.stage.module import StageModule
-from autovaruna.stage.split import Split
 
-_POST_AHEAD = 3
-_POST_SMALL_AHEAD = 32
-_SMALL_BYTES = 1 << 20
 Place = tuple[int, int]
 """A stage and a micro-batch."""
 
@@ -44,46 +41,6 @@ class _InFlight:
     buffers: dict[str, Tensor] = field(default_factory=dict)
     stash: Stash | None = None
     deferred: Deferred | None = None
-
-
-@dataclass(frozen=True)
-class Job:
-    """One call of the model, as every rank sees it.
-
-    Attributes:
-        split: the stages of the call's graph.
-        plan: where each runs.
-        batch: its micro-batches.
-        needs_gradient: whether backwards follow.
-        seed, step: what random nodes depend on.
-        graph_key: digest of the graph.
-        is_sum: whether losses are added rather than averaged.
-        recomputing: stages that run forward again before backward.
-        splitting: stages whose backward leaves weight gradients for later.
-        offload: whether what they keep for that is on the host meanwhile.
-    """
-
-    split: Split
-    plan: Plan
-    batch: GlobalBatch
-    needs_gradient: bool
-    seed: int
-    step: int
-    graph_key: str
-    is_sum: bool
-    recomputing: frozenset[int]
-    splitting: frozenset[int] = frozenset()
-    offload: bool = False
-
-    def rank_weight(self, rank: int) -> float:
-        """Returns the weight of a rank's own loss in that of the global batch: its share of samples, or one."""
-        if self.is_sum:
-            return 1.0
-        return self.batch.num_samples_of(rank) / self.batch.num_samples
-
-    def rank_of(self, stage: int, micro_batch: int) -> int:
-        """Returns the rank that runs a micro-batch at a stage."""
-        return self.plan.rank_of(stage, micro_batch)
 
 
 class Executor:
@@ -158,10 +115,10 @@ class Executor:
 
     def run(self, program: Sequence[Instruction]) -> None:
         """Executes instructions in order."""
-        posted = 0
+        posting = Posting(program, self._job, self._mail, self._traffic)
         last = {step.stage: place for place, step in enumerate(program) if step.kind in (Kind.BACKWARD, Kind.WEIGHT)}
         for position, instruction in enumerate(program):
-            posted = self._post_ahead(program, position, posted)
+            posting.go_to(position)
             part = self._job.batch.micro_batches[instruction.micro_batch]
             self._instruction = instruction
             begin, waited = perf_counter(), self._mail.waited_seconds
@@ -184,25 +141,6 @@ class Executor:
         samples = f"samples {part.start} to {part.start + part.size - 1}{owner}"
         place = f"rank {self._world.rank}, stage {self._instruction.stage}, micro-batch {part.index} ({samples})"
         return place + failed_at(error, self._job.split.traced.nodes)
-
-    def _post_ahead(self, program: Sequence[Instruction], position: int, posted: int) -> int:
-        """Posts receives for the next instructions, more of them if they are small; returns how far."""
-        may = min(position + 1 + _POST_SMALL_AHEAD, len(program))
-        while posted < may and (posted <= position + _POST_AHEAD or self._mail.num_posted_bytes < _SMALL_BYTES):
-            self._post(program[posted])
-            posted += 1
-        return posted
-
-    def _post(self, instruction: Instruction) -> None:
-        """Posts the receives that an instruction will wait for."""
-        if instruction.kind in (Kind.RECOMPUTE, Kind.WEIGHT):
-            return
-        part = self._job.batch.micro_batches[instruction.micro_batch]
-        stage = self._job.split.stages[instruction.stage]
-        is_forward = instruction.kind is Kind.FORWARD
-        awaited = self._traffic.awaited_by_forward if is_forward else self._traffic.awaited_by_backward
-        for kind in awaited(stage, part):
-            self._mail.expect(kind)
 
     def _forward(self, stage: StageModule, part: MicroBatch) -> None:
         """Waits for inputs and activations, runs the stage, starts to send what it returns."""

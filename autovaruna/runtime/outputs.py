@@ -10,7 +10,7 @@ from torch import Tensor
 
 from autovaruna.graph.outputs import OutputKind, OutputSpec
 from autovaruna.runtime.batch import MicroBatch
-from autovaruna.runtime.executor import Job
+from autovaruna.runtime.job import Job
 from autovaruna.runtime.mail import Kind, Mail, Route
 from autovaruna.runtime.world import World
 

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import TYPE_CHECKING
 
 from autovaruna.runtime.batch import MicroBatch
 from autovaruna.runtime.mail import Kind, Mail, Route
 from autovaruna.stage.split import Edge, StagePart
-
-if TYPE_CHECKING:
-    from autovaruna.runtime.executor import Job
 
 
 class Traffic:
