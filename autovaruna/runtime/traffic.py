@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 
 from autovaruna.runtime.batch import MicroBatch
+from autovaruna.runtime.job import Job
 from autovaruna.runtime.mail import Kind, Mail, Route
 from autovaruna.stage.split import Edge, StagePart
 
