@@ -34,7 +34,7 @@ import numpy as np
 
 from autovaruna.planner.chain import partition_chain
 from autovaruna.planner.costs import Array
-from autovaruna.planner.memory import forbid_empty
+from autovaruna.planner.demand import Computed, Demand, Listed, Needs
 from autovaruna.planner.sized import Sized
 from autovaruna.planner.waits import Waits, waits_of
 from autovaruna.planner.ways import ROUNDING, Way
@@ -42,6 +42,8 @@ from autovaruna.planner.ways import ROUNDING, Way
 _PRECISION = 1e-5
 _FEW_RANKS = 16
 _ROWS = 64
+_ENDLESS = 1e30
+"""More seconds than any step takes."""
 
 
 class StepBound:
@@ -66,7 +68,9 @@ class StepBound:
         self.limit_bytes = (min if ranks else max)(self.cluster.memory_bytes[rank] for rank in self.ranks)
         self.hosts = Counter(self.cluster.hosts[rank] for rank in self.ranks)
         self._read_waits(waits or waits_of(sized))
-        self._known: dict[int, Array] = {}
+        self._rows, self._columns = sized.tables.ranges
+        self._first = self._rows if self.is_exact else self._rows + 1
+        self._is_empty = np.flatnonzero(self._first == self._columns)
         self.is_shared = len({r for ranks in self.constraints.stage_ranks for r in ranks}) < sum(
             len(ranks) for ranks in self.constraints.stage_ranks
         )
@@ -90,22 +94,22 @@ class StepBound:
     def _stage_bound(self, low: float, upper: float) -> float:
         if self.constraints.stage_ranks:
             replicas = [len(ranks) for ranks in self.constraints.stage_ranks]
-            split = partition_chain([self._seconds_with(count) for count in replicas])
+            split = partition_chain([self.stage_seconds(count) for count in replicas])
             return split.objective if split else math.inf
-        if not self.is_possible(upper * (1.0 - _PRECISION)):
+        demand = self._demand()
+        high = min(upper * (1.0 - _PRECISION), _ENDLESS)
+        if not demand.is_met(high):
             return upper * (1.0 - _PRECISION)
-        high = upper
         while high - low > _PRECISION * high:
             middle = (low + high) / 2
-            low, high = (low, middle) if self.is_possible(middle) else (middle, high)
+            low, high = (low, middle) if demand.is_met(middle) else (middle, high)
         return low
 
-    def is_possible(self, seconds: float) -> bool:
-        """Returns whether the bound leaves room for a plan of so many seconds."""
-        need = self._ranks_needed(seconds)
-        constraints = self.constraints
-        stages = constraints.num_stages or (len(constraints.cuts) + 1 if constraints.cuts else 0)
-        return _fewest(need, stages if self.is_exact else 0) <= self.num_ranks
+    def _demand(self) -> Demand:
+        constraints, n = self.constraints, self.sized.tables.num_segments
+        num_stages = constraints.num_stages or (len(constraints.cuts) + 1 if constraints.cuts else 0)
+        places = self._rows * (n + 1) + self._columns
+        return Demand(self._needs(), places, n, num_stages if self.is_exact else 0, self.num_ranks)
 
     def _is_loosely_possible(self, seconds: float) -> bool:
         """Returns whether there is room for a plan if memory and messages are set aside: quick, and often enough."""
@@ -142,42 +146,38 @@ class StepBound:
 
     @cached_property
     def _optimizer(self) -> Array:
-        return self._inner(self.sized.optimizer_seconds / self.speeds[0])
+        return self._inner(self.sized.optimizer_seconds) / self.speeds[0]
 
-    def _seconds_with(self, replicas: int) -> Array:
-        if replicas not in self._known:
-            self._known[replicas] = self.stage_seconds(replicas)
-        return self._known[replicas]
-
-    def _ranks_needed(self, seconds: float) -> Array:
-        """Returns the fewest replicas of each range that finish in time, infinite if none do."""
+    def _needs(self) -> Needs:
         forced = self.constraints.num_replicas
-        if forced:
-            return np.where(self._seconds_with(forced) <= seconds, float(forced), np.inf)
-        if self.num_ranks <= _FEW_RANKS:
-            needed = np.full_like(self._reduce_tail(2), np.inf)
-            for replicas in range(self.num_ranks, 0, -1):
-                needed[self._seconds_with(replicas) <= seconds] = replicas
-            return needed
-        spare = seconds - self._before[:, None] - self._reduce_tail(2)
-        share = np.maximum.reduce([way.greatest_share(spare) for way in self._ways])
-        if self.sized.is_split:
-            spare = seconds - self._before[:, None] - self._finish_seconds(2)
-            share = np.minimum(share, np.maximum.reduce([way.busy_share(spare) for way in self._whole_ways]))
-        with np.errstate(divide="ignore"):
-            several = np.maximum(np.ceil(self.num_micro_batches / share), 2.0)
-        needed = np.where((share >= 1) & (spare >= 0), several, np.inf)
-        return np.where(self._seconds_with(1) <= seconds, 1.0, needed)
+        if forced or self.num_ranks <= _FEW_RANKS:
+            counts = [forced] if forced else range(self.num_ranks, 0, -1)
+            return Listed([(count, self._seconds_of(count)) for count in counts])
+        before = self._before[self._rows]
+        return Computed(
+            self.num_micro_batches,
+            self._seconds_of(1),
+            before + self._reduce_tail(2),
+            self._ways,
+            before + self._finish_seconds(2) if self.sized.is_split else None,
+            self._whole_ways if self.sized.is_split else (),
+        )
 
     def stage_seconds(self, replicas: int) -> Array:
-        """Returns the least seconds to the end of the step of each range on so many replicas."""
+        """Returns the least seconds to the end of the step of each range on so many replicas, as a matrix."""
+        n = self.sized.tables.num_segments
+        seconds = np.full((n + 1, n + 1), np.inf)
+        seconds[self._rows, self._columns] = self._seconds_of(replicas)
+        return seconds
+
+    def _seconds_of(self, replicas: int) -> Array:
         share = -(-self.num_micro_batches // replicas)
         best = np.minimum.reduce([way.work_seconds(share, self._busy_seconds(way, replicas)) for way in self._ways])
         best = np.maximum(best, self._line_seconds(replicas)) + self._reduce_tail(replicas)
         if self.sized.is_split:
             busy = np.minimum.reduce([self._busy_seconds(way, replicas) for way in self._whole_ways])
             best = np.maximum(best, busy + self._finish_seconds(replicas))
-        return np.asarray(self._before[:, None] + best, dtype=np.float64)
+        return np.asarray(self._before[self._rows] + best, dtype=np.float64)
 
     def _busy_seconds(self, way: Way, replicas: int) -> Array:
         """Returns the least seconds that the busiest or slowest replica works, on the fastest ranks.
@@ -200,11 +200,11 @@ class StepBound:
         lines = forced or replicas * max(self.num_ranks - replicas, 1)
         each = max(-(-self.num_micro_batches // lines) - 1, 0) * self._line
         work = np.minimum.reduce([way.work for way in self._ways])
-        return np.asarray(np.maximum(each[:, None], each[None, :]) + work)
+        return np.asarray(np.maximum(each[self._rows], each[self._columns]) + work)
 
     def _reduce_tail(self, replicas: int) -> Array:
         """Returns the least seconds from a range's last backward to the end of the step."""
-        return np.maximum(self._after[:, None], self._finish_seconds(replicas))
+        return np.maximum(self._after[self._rows], self._finish_seconds(replicas))
 
     def _finish_seconds(self, replicas: int) -> Array:
         """Returns the least seconds from a range's last gradients to the end of the step, without waits for others."""
@@ -214,25 +214,22 @@ class StepBound:
         optimizer = self._optimizer * np.where(reduce > 0, slowest, 1.0)  # An all-reduce ends on all its ranks at once.
         return np.asarray(reduce + optimizer, dtype=np.float64)
 
-    def _way(self, needs_recompute: bool, seconds: Array) -> Way:
+    def _way(self, needs_recompute: bool, table: Array) -> Way:
         sized, speed = self.sized, self.speeds[0]
-        work = seconds / speed + sized.overhead_seconds
-        again = sized.tables.add_up(sized.costs.forward_seconds) / speed + self.cluster.overhead_seconds
-        again[:, -1] = 0.0  # Some schedules never recompute the last stage.
-        if not needs_recompute:
-            again = np.zeros_like(again)
-        trip = np.broadcast_to(self._trip[None, :], work.shape)
-        inner = np.where(np.isfinite(self._inner(again)), self._inner(again), 0.0)
-        return Way(
-            self._inner(work + again), inner, trip, self._depths(needs_recompute), self.constraints.schedule == "gpipe"
-        )
+        work, again = self._inner(table) / speed + sized.overhead_seconds, np.zeros(len(self._rows))
+        if needs_recompute:
+            forward = self._inner(sized.tables.add_up(sized.costs.forward_seconds))
+            again = forward / speed + self.cluster.overhead_seconds
+            again[self._columns == sized.tables.num_segments] = 0.0  # Some schedules never recompute the last stage.
+        work[self._is_empty] = again[self._is_empty] = 0.0
+        trip, is_full = self._trip[self._columns], self.constraints.schedule == "gpipe"
+        return Way(work + again, again, trip, self._depths(needs_recompute), is_full)
 
     def _depths(self, needs_recompute: bool) -> Array:
         """Returns the greatest in-flight depth of each range that memory and settings allow."""
-        sized = self.sized
-        held = sized.recomputed_bytes if needs_recompute else sized.plain_bytes
         if not self.is_exact:
-            return np.full_like(held.once, np.inf)
+            return np.full(len(self._rows), np.inf)
+        held = (self.sized.recomputed_bytes if needs_recompute else self.sized.plain_bytes).map(self._inner)
         with np.errstate(divide="ignore", invalid="ignore"):
             room, each = self.limit_bytes - held.once, held.each
             depth = np.floor(np.where(each > 0, room / each * (1 + ROUNDING), np.where(room >= 0, np.inf, 0.0)))
@@ -242,12 +239,8 @@ class StepBound:
         return np.maximum(depth, 0.0)
 
     def _inner(self, table: Array) -> Array:
-        """Returns the table over the segments that a stage is sure to have whole."""
-        if self.is_exact:
-            return forbid_empty(table)
-        inner = np.zeros_like(table)
-        inner[:-1] = np.where(np.isfinite(table[1:]), table[1:], 0.0)
-        return forbid_empty(inner)
+        """Returns the entries of a table for the segments that a stage of each range is sure to have whole."""
+        return np.asarray(table[self._first, self._columns])
 
     def _read_waits(self, waits: Waits) -> None:
         """Takes the waits at the positions of cuts; where a cut may lie beside them, the least from there on."""
@@ -260,18 +253,3 @@ class StepBound:
         least = [np.minimum.accumulate(wait[:-1][::-1])[::-1] for wait in (waits.before, waits.after)]
         self._before, self._after = (np.append(wait[positions[:-1]], 0.0) for wait in least)
         self._trip = self._line = np.zeros(len(positions))
-
-
-def _fewest(need: Array, num_stages: int) -> float:
-    """Returns the fewest ranks of a split into `num_stages` stages (0: any number)."""
-    n = need.shape[0] - 1
-    if num_stages:
-        best = np.full(n + 1, np.inf)
-        best[n] = 0.0
-        for _ in range(num_stages):
-            best = (need + best[None, :]).min(axis=1)
-        return float(best[0])
-    best = np.zeros(n + 1)
-    for i in range(n - 1, -1, -1):
-        best[i] = (need[i, i + 1 :] + best[i + 1 :]).min()
-    return float(best[0])

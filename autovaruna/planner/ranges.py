@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
+from numpy.typing import NDArray
 
 from autovaruna.graph.records import Graph, Parameter, Size
 from autovaruna.planner.costs import Array
@@ -78,6 +80,12 @@ class RangeTables:
         self.sent = self._sized(self._sent, values)
         self.gradients_received = self._sized(self._sent, gradients)
         self.gradients_sent = self._sized(self._received, gradients)
+
+    @cached_property
+    def ranges(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """The i and the j of every range that is not empty, row by row."""
+        rows, columns = np.triu_indices(self.num_segments + 1, 1)
+        return rows, columns
 
     def add_up(self, weights: Array) -> Array:
         """Returns the sums over ranges of one weight a block."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from autovaruna.planner.costs import Array
 
@@ -33,6 +34,10 @@ class Way:
     def _round_trip(self) -> Array:
         return np.asarray(self.work - self.again + np.maximum(self.trip, self.again))
 
+    def only(self, which: NDArray[np.bool_]) -> Way:
+        """Returns the way to run some of the ranges."""
+        return Way(self.work[which], self.again[which], self.trip[which], self.depth[which], self.is_full)
+
     def busy_share(self, spare: Array) -> Array:
         """Returns the most micro-batches whose work fits into the spare seconds, however long they are in flight."""
         with np.errstate(divide="ignore", invalid="ignore"):
@@ -43,7 +48,8 @@ class Way:
         """Returns the most micro-batches that one replica finishes in the spare seconds, 0 if none."""
         with np.errstate(divide="ignore", invalid="ignore"):
             share = np.floor(np.where(self.work > 0, spare / self.work + ROUNDING, np.inf))
-            rounds = np.floor(np.where(self._round_trip > 0, spare / self._round_trip + ROUNDING, np.inf))
+            round_trip = self._round_trip
+            rounds = np.floor(np.where(round_trip > 0, spare / round_trip + ROUNDING, np.inf))
             within = np.where(self.depth > 0, self.depth * np.maximum(rounds, 0), 0.0)
             both = np.floor((spare - 2 * self.trip + 2 * self.again) / self.work + ROUNDING) + self.depth - 1
         if self.is_full:
