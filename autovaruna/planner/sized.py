@@ -76,7 +76,9 @@ class Sized:
     def held(self) -> Holdings[Array]:
         """What each range holds."""
         whole = math.ceil(self.micro_batch_size - 1e-9)
-        return holdings_of_ranges(self.tables, costs_at(self.problem.profile, whole))
+        held = holdings_of_ranges(self.tables, costs_at(self.problem.profile, whole))
+        held.deferred[0, -1] = 0.0  # The only stage of a plan is never split.
+        return held
 
     @cached_property
     def model(self) -> MemoryModel:
