@@ -10,6 +10,7 @@ from functools import lru_cache
 import numpy as np
 
 from autovaruna.planner.costs import Array, costs_at
+from autovaruna.planner.edges import Edges
 from autovaruna.planner.fitting import Option, bytes_of, fit
 from autovaruna.planner.memory import Holdings
 from autovaruna.planner.pipeline import pipeline_of, policy_of
@@ -50,7 +51,7 @@ class Planner:
 
     def __init__(self, problem: Problem, tables: RangeTables) -> None:
         self.problem, self.tables = problem, tables
-        self.predictor = Predictor()
+        self.predictor, self.edges = Predictor(), Edges(problem.graph)
         hosts = problem.cluster.hosts
         numbers = {host: number for number, host in enumerate(dict.fromkeys(hosts))}
         self.host_of = tuple(numbers[host] for host in hosts) if len(numbers) > 1 else ()
@@ -107,7 +108,7 @@ class Planner:
 
     def pipeline(self, plan: Plan) -> Pipeline:
         """Returns the plan as the simulator sees it."""
-        return pipeline_of(plan, self.problem.graph)
+        return pipeline_of(plan, self.problem.graph, self.edges)
 
     def bound(self, plan: Plan) -> float:
         """Returns seconds that the stages of a plan cannot beat with any depths and any schedule."""

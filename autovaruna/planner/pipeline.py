@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Sequence
-from itertools import pairwise
-
 from autovaruna.errors import PlanError
-from autovaruna.graph.records import Graph, Value
+from autovaruna.graph.records import Graph
+from autovaruna.planner.edges import Edges
 from autovaruna.planner.records import Plan, StagePlan
-from autovaruna.schedule import POLICIES, Edge, Pipeline, Policy, Schedule, StageTimes, simulate
+from autovaruna.schedule import POLICIES, Pipeline, Policy, Schedule, StageTimes, simulate
 
 
-def pipeline_of(plan: Plan, graph: Graph) -> Pipeline:
-    """Returns the plan as the simulator sees it. Needs nothing but the plan and the graph: no profile, no cluster."""
-    stages = tuple(_times(stage) for stage in plan.stages)
-    edges = edges_of(graph, [stage.blocks for stage in plan.stages], plan.micro_batch_size)
+def pipeline_of(plan: Plan, graph: Graph, edges: Edges | None = None) -> Pipeline:
+    """Returns the plan as the simulator sees it. Needs nothing but the plan and the graph: no profile, no cluster.
+
+    Args:
+        plan: the plan.
+        graph: its graph.
+        edges: of the graph, if they are at hand.
+    """
     return Pipeline(
-        stages,
-        edges,
+        tuple(_times(stage) for stage in plan.stages),
+        (edges or Edges(graph)).between([stage.blocks for stage in plan.stages], plan.micro_batch_size),
         plan.num_ranks,
         plan.num_micro_batches,
         plan.link,
@@ -42,28 +43,6 @@ def policy_of(name: str) -> Policy:
     if name not in POLICIES:
         raise PlanError(f"schedule is {name!r}, expected one of {', '.join(sorted(POLICIES))}")
     return POLICIES[name]
-
-
-def edges_of(graph: Graph, stages: Sequence[Sequence[int]], micro_batch_size: float) -> tuple[Edge, ...]:
-    """Returns the messages between stages: a value goes from each stage that has it to the next one that uses it."""
-    stage_of = {block: s for s, blocks in enumerate(stages) for block in blocks}
-    values: dict[tuple[int, int], list[Value]] = defaultdict(list)
-    for value in graph.values:
-        holders = sorted({stage_of[block] for block in (value.producer, *value.consumers)})
-        for pair in pairwise(holders):
-            values[pair].append(value)
-    return tuple(_edge(s, t, values[s, t], micro_batch_size) for s, t in sorted(values))
-
-
-def _edge(source: int, destination: int, values: Sequence[Value], micro_batch_size: float) -> Edge:
-    gradients = [value for value in values if value.needs_gradient]
-    return Edge(
-        source,
-        destination,
-        forward_bytes=sum(value.size.at(micro_batch_size) for value in values),
-        backward_bytes=sum(value.size.at(micro_batch_size) for value in gradients),
-        needs_gradient=bool(gradients),
-    )
 
 
 def _times(stage: StagePlan) -> StageTimes:

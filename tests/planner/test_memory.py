@@ -11,8 +11,8 @@ import pytest
 from autovaruna.graph.records import Graph
 from autovaruna.planner.costs import costs_at
 from autovaruna.planner.cuts import stage_blocks
+from autovaruna.planner.edges import Edges
 from autovaruna.planner.memory import Holdings, MemoryModel, holdings_of_ranges, holdings_of_stage
-from autovaruna.planner.pipeline import edges_of
 from autovaruna.planner.ranges import RangeTables
 from tests.planner.cases import make_graph, make_profile
 
@@ -43,7 +43,7 @@ def test_what_stages_receive_is_what_edges_carry(seed: int) -> None:
     starts = sorted({0, *rng.sample(range(n), min(n, 3))})
     stages = stage_blocks(starts, n)
     costs = costs_at(make_profile(graph, rng), 2)
-    edges = edges_of(graph, stages, 2)
+    edges = Edges(graph).between(stages, 2)
     for s, blocks in enumerate(stages):
         held = holdings_of_stage(graph, costs, blocks)
         assert held.received == pytest.approx(sum(e.forward_bytes for e in edges if e.destination == s))
@@ -56,7 +56,7 @@ def test_a_value_is_relayed_from_user_to_user() -> None:
     graph = make_graph(6, num_skips=0)
     far = type(graph.values[0])("far", 0, (2, 4), graph.values[0].size, True)
     graph = Graph(graph.blocks, (far,), graph.inputs, graph.parameters, graph.fingerprint)
-    edges = edges_of(graph, [(0, 1), (2, 3), (4,), (5,)], 1)
+    edges = Edges(graph).between([(0, 1), (2, 3), (4,), (5,)], 1)
     assert [(edge.source, edge.destination) for edge in edges] == [(0, 1), (1, 2)]
 
 
