@@ -16,7 +16,7 @@ from autovaruna.checkpoint.tensor_file import num_threads
 from autovaruna.errors import CheckpointError
 
 MANIFEST = "manifest.json"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 
 @dataclass(frozen=True)

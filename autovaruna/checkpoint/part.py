@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,10 +13,12 @@ from typing import Any
 from torch import Tensor
 
 from autovaruna.checkpoint.document import Json
+from autovaruna.checkpoint.layout import Layout, lay_out
 from autovaruna.checkpoint.manifest import FileRecord
-from autovaruna.checkpoint.tensor_file import lay_out, write
+from autovaruna.checkpoint.write import write
 from autovaruna.errors import CheckpointError
 
+Write = Callable[[Path, str, bool], tuple[str, ...]]
 METADATA = {"format": "pt"}
 """What the library transformers wants to read in the header of a file."""
 
@@ -74,42 +76,61 @@ class Report:
         return Report(files, given["weight_map"], given["num_bytes"], given["documents"])
 
 
-def write_part(part: Part, folder: Path, tempdir: str | None, in_background: bool = False) -> Report:
+def report_of(part: Part, records: Mapping[str, FileRecord]) -> Report:
+    """Returns what a rank says when its files are written."""
+    num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in part.weights.values())
+    return Report(records, dict.fromkeys(part.weights, part.weight_file), num_bytes, part.documents)
+
+
+def write_part(part: Part, folder: Path, tempdir: str | None) -> Report:
     """Writes the files of a rank to the disk.
 
     Args:
         part: What it writes.
         folder: Where the checkpoint grows.
         tempdir: A local folder where files are written first; None: straight to `folder`.
-        in_background: Whether this thread does it all.
+
+    Raises:
+        CheckpointError: a file cannot be written.
+    """
+    layouts = {name: lay_out(tensors, METADATA) for name, tensors in part.files().items()}
+    return report_of(
+        part, write_files(layouts, folder, tempdir, lambda path, name, syncs: write(path, layouts[name], syncs))
+    )
+
+
+def write_files(
+    layouts: Mapping[str, Layout], folder: Path, tempdir: str | None, write: Write
+) -> dict[str, FileRecord]:
+    """Writes files, one after the other, and returns what they are.
+
+    Args:
+        layouts: The files, by name.
+        folder: Where the checkpoint grows.
+        tempdir: A local folder where files are written first; None: straight to `folder`.
+        write: Writes a file, given where, its name, and whether it must be on the disk; returns its checksums.
 
     Raises:
         CheckpointError: a file cannot be written.
     """
     records = {}
-    for name, tensors in part.files().items():
+    for name, layout in layouts.items():
         try:
-            records[name] = _write_file(folder / name, tensors, tempdir, in_background)
+            records[name] = FileRecord(layout.num_bytes, _write_file(folder / name, tempdir, write))
         except OSError as error:
             raise cannot_write(folder / name, error) from error
-    return Report(
-        records,
-        dict.fromkeys(part.weights, part.weight_file),
-        sum(tensor.numel() * tensor.element_size() for tensor in part.weights.values()),
-        part.documents,
-    )
+    return records
 
 
-def _write_file(path: Path, tensors: Mapping[str, Tensor], tempdir: str | None, in_background: bool) -> FileRecord:
-    layout = lay_out(tensors, METADATA)
+def _write_file(path: Path, tempdir: str | None, write: Write) -> tuple[str, ...]:
     if tempdir is None:
-        return FileRecord(layout.num_bytes, write(path, layout, in_background=in_background))
+        return write(path, path.name, True)
     with tempfile.TemporaryDirectory(prefix="autovaruna-", dir=tempdir) as local:
-        checksums = write(Path(local) / path.name, layout, False, in_background)
+        checksums = write(Path(local) / path.name, path.name, False)
         shutil.copyfile(Path(local) / path.name, path)
         with open(path, "rb+") as copied:
             os.fsync(copied.fileno())
-    return FileRecord(layout.num_bytes, checksums)
+    return checksums
 
 
 def cannot_write(path: Path, error: OSError) -> CheckpointError:

@@ -15,11 +15,13 @@ from torch.optim import Optimizer
 
 from autovaruna.checkpoint import folder
 from autovaruna.checkpoint.background import Background, mark_of
+from autovaruna.checkpoint.checksum import Bytes
 from autovaruna.checkpoint.commit import commit
 from autovaruna.checkpoint.compose import Content, compose, config_files
 from autovaruna.checkpoint.optimizer_state import STATE_PREFIX
-from autovaruna.checkpoint.part import Part, cannot_write, write_part
+from autovaruna.checkpoint.part import METADATA, Part, cannot_write, report_of, write_part
 from autovaruna.checkpoint.snapshot import Snapshot
+from autovaruna.checkpoint.stream import write_snapshot
 from autovaruna.checkpoint.subject import Subject, is_parameter
 from autovaruna.checkpoint.together import on_first, together
 from autovaruna.errors import CheckpointError
@@ -37,12 +39,14 @@ class Way:
         tempdir: a local folder where files are written first.
         is_shared: whether replicas share the writing.
         in_background: whether training goes on meanwhile.
+        seconds: time until the optimizer's next step, as expected; None: not known.
     """
 
     keep: int | None = None
     tempdir: str | None = None
     is_shared: bool = True
     in_background: bool = False
+    seconds: float | None = None
 
 
 class Saver:
@@ -56,6 +60,7 @@ class Saver:
         self._world = world
         self._job: Background | None = None
         self._snapshot: Snapshot | None = None
+        self._spare: list[Bytes] = []
         self._hooked: set[int] = set()
         self._is_watching_the_end = False
 
@@ -156,8 +161,12 @@ class Saver:
         way: Way,
         extra_files: Mapping[str, bytes],
     ) -> None:
-        snapshot = together(self._world, lambda: _snapshot_of(part, subject), "copying a checkpoint")
-        part = replace(part, weights={}, others={})  # so that their memory can be let go
+        snapshot = together(
+            self._world,
+            lambda: Snapshot(part.files(), _steady(part, subject), METADATA, way.seconds, self._spare),
+            "copying a checkpoint",
+        )
+        report = report_of(part, {})
         self._snapshot = snapshot
         if subject.optimizer is not None:
             self._hook(subject.optimizer.optimizer)
@@ -166,7 +175,7 @@ class Saver:
             partial,
             self._world.rank,
             self._world.num_ranks,
-            lambda: write_part(_filled(part, snapshot), partial, way.tempdir, in_background=True),
+            lambda: replace(report, files=write_snapshot(snapshot, partial, way.tempdir)),
             lambda reports: commit(partial, content.step, reports, extra_files, way.keep),
         )
 
@@ -201,20 +210,9 @@ def _begin(root: Path, step: int) -> Path:
         raise cannot_write(root, error) from error
 
 
-def _snapshot_of(part: Part, subject: Subject) -> Snapshot:
-    """Starts to copy a part; with an optimizer, parameters and its state change in its steps alone."""
-    steady: set[str] = set()
-    if subject.optimizer is not None:
-        steady = {f"weight {name}" for name in part.weights if is_parameter(subject, name)}
-        steady |= {f"other {name}" for name in part.others if name.startswith(STATE_PREFIX)}
-    weights = {f"weight {name}": tensor for name, tensor in part.weights.items()}
-    return Snapshot(weights | {f"other {name}": tensor for name, tensor in part.others.items()}, steady.__contains__)
-
-
-def _filled(part: Part, snapshot: Snapshot) -> Part:
-    copies = snapshot.take()
-    return replace(
-        part,
-        weights={key[7:]: tensor for key, tensor in copies.items() if key.startswith("weight ")},
-        others={key[6:]: tensor for key, tensor in copies.items() if key.startswith("other ")},
-    )
+def _steady(part: Part, subject: Subject) -> set[tuple[str, str]]:
+    """Returns file and name of what changes in the optimizer's step alone: parameters and its state."""
+    if subject.optimizer is None:
+        return set()
+    weights = {(part.weight_file, name) for name in part.weights if is_parameter(subject, name)}
+    return weights | {(part.other_file, name) for name in part.others if name.startswith(STATE_PREFIX)}

@@ -1,71 +1,194 @@
-"""Copies what is to be written to memory of its own, in one pass, while the model computes.
+"""Takes chunks of files from tensors of a model that goes on training, before they change.
 
-Weights and the optimizer's state change when the optimizer steps. So the copy runs beside forwards and backwards, and
-a step waits for its end. What may change earlier (buffers), and what is not on the host, is copied at once.
+Large weights and the optimizer's state change when the optimizer steps. So they are written straight from where they
+are, beside forwards and backwards; what a step comes too early for is copied before it, by whoever has time. What may
+change earlier (buffers), what is small, and what is not on the host, is copied at once.
+
+That they did not change is checked by the versions that torch counts, and, for changes that it does not see, by some
+words of each page.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Container, Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from autovaruna.checkpoint.checksum import CHUNK_BYTES, Bytes
+from autovaruna.checkpoint.direct import chunk_memory
+from autovaruna.checkpoint.layout import Layout, bytes_of, lay_out
 from autovaruna.errors import CheckpointError
 
-_BLOCK_BYTES = 8 << 20
+SMALL_BYTES = 64 << 10
+COPY_BYTES_PER_SECOND = 1.5e9
+"""How fast copies go to fresh memory, at the least."""
+_WORD_STRIDE = 509  # one word of each page; prime, so that they are of all columns of a matrix
+Chunk = tuple[str, int]
+
+
+@dataclass(frozen=True)
+class _Watched:
+    """A tensor as it was."""
+
+    name: str
+    tensor: Tensor
+    version: int
+    words: np.ndarray[Any, Any]
+
+    @staticmethod
+    def of(name: str, tensor: Tensor) -> _Watched:
+        return _Watched(name, tensor, tensor._version, _words(tensor))
+
+    def has_changed(self) -> bool:
+        return self.tensor._version != self.version or not np.array_equal(_words(self.tensor), self.words)
 
 
 class Snapshot:
-    """Tensors by name, as they were when it was made.
+    """Files with tensors as they were when it was made.
 
     Args:
-        tensors: What is copied.
-        is_steady: Says of a name whether its tensor changes in the optimizer's step alone.
+        files: The tensors of each file, by name.
+        steady: File and name of those that change in the optimizer's step alone.
+        metadata: Goes into the headers.
+        seconds: Time until the optimizer's next step, as expected; None: not known.
+        spare: Memory for chunks; what this snapshot used of it and more is there in the end.
     """
 
-    def __init__(self, tensors: Mapping[str, Tensor], is_steady: Callable[[str], bool]) -> None:
-        self._originals = {name: tensor.detach() for name, tensor in tensors.items()}
-        self._copies: dict[str, Tensor] = {}
-        self._is_done = threading.Event()
-        for name, tensor in self._originals.items():
-            if tensor.device.type != "cpu" or tensor.is_inference() or not is_steady(name):
-                self._copies[name] = _copy(tensor)
-        self._versions = {name: self._originals[name]._version for name in self._originals.keys() - self._copies.keys()}
+    def __init__(
+        self,
+        files: Mapping[str, Mapping[str, Tensor]],
+        steady: Container[tuple[str, str]],
+        metadata: Mapping[str, str],
+        seconds: float | None = None,
+        spare: list[Bytes] | None = None,
+    ) -> None:
+        self.layouts: dict[str, Layout] = {}
+        self._pending: dict[Chunk, None] = {}
+        self._held: dict[Chunk, Bytes] = {}
+        self._watched: list[_Watched] = []
+        self._spare = [] if spare is None else spare
+        self._num_at_work = 0
+        self._changed: list[str] = []
+        self._change = threading.Condition()
+        self._deadline = None if seconds is None else time.monotonic() + seconds
+        for file, tensors in files.items():
+            live = {name for name, tensor in tensors.items() if (file, name) in steady and _can_stay(tensor)}
+            own = {name: tensor.detach() if name in live else _copy(tensor) for name, tensor in tensors.items()}
+            self.layouts[file] = layout = lay_out(own, metadata)
+            self._watched += [_Watched.of(name, own[name]) for name in live]
+            self._pending |= {(file, chunk): None for chunk in sorted(_chunks_of(layout, own, live))}
+        self._live = frozenset(self._pending)
 
-    def take(self) -> dict[str, Tensor]:
-        """Copies the rest, and returns all; called once, in a thread.
+    def take(self, file: str, chunk: int, scratch: Bytes) -> Bytes:
+        """Returns memory that begins with a chunk: `scratch`, or its own; once each, in the thread that writes."""
+        while self._is_short_of_time() and self._hold_one():
+            pass
+        key = file, chunk
+        with self._change:
+            is_live = key in self._pending
+            if is_live:
+                del self._pending[key]
+                self._num_at_work += 1
+            elif key in self._live:
+                self._change.wait_for(lambda: key in self._held or not self._num_at_work)
+                return self._held.pop(key)
+        try:
+            self.layouts[file].fill(chunk, scratch)
+        finally:
+            self._end_work(is_live)
+        return scratch
+
+    def give_back(self, memory: Bytes) -> None:
+        """Takes memory back that `take` returned and that was not the scratch."""
+        self._spare.append(memory)
+
+    def wait(self) -> None:
+        """Copies what is left; on return everything may change."""
+        while self._hold_one():
+            pass
+        with self._change:
+            self._change.wait_for(lambda: not self._num_at_work)
+            self._settle()
+
+    def finish(self) -> None:
+        """Says that everything has been taken.
 
         Raises:
             CheckpointError: a tensor was changed meanwhile, by something other than the optimizer.
         """
-        try:
-            for name in self._versions:
-                self._copies[name] = _copy(self._originals[name])
-            changed = [name for name, version in self._versions.items() if self._originals[name]._version != version]
-        finally:
-            self._originals.clear()
-            self._is_done.set()
-        if changed:
+        with self._change:
+            self._settle()
+        if self._changed:
             raise CheckpointError(
-                f"{', '.join(changed[:3])} changed while it was copied in the background: got a change by something "
-                "other than the optimizer's step. Call wait_checkpoint() before it, or save with background=False."
+                f"{', '.join(self._changed[:3])} changed while it was written in the background: got a change by "
+                "something other than the optimizer's step. Call wait_checkpoint() before it, or save with "
+                "background=False."
             )
-        copies, self._copies = self._copies, {}
-        return copies
 
-    def wait(self) -> None:
-        """Returns once everything has been copied."""
-        self._is_done.wait()
+    def give_up(self) -> None:
+        """Lets go of everything that was not taken."""
+        with self._change:
+            self._pending.clear()
+            self._watched.clear()
+
+    def _settle(self) -> None:
+        """Looks once, before anything may change, whether something has."""
+        self._changed += sorted(each.name for each in self._watched if each.has_changed())
+        self._watched.clear()
+
+    def _is_short_of_time(self) -> bool:
+        left = len(self._pending) * CHUNK_BYTES / COPY_BYTES_PER_SECOND
+        return self._deadline is not None and time.monotonic() + left >= self._deadline
+
+    def _hold_one(self) -> bool:
+        """Copies the last chunk that is left to memory of its own; returns whether there was one."""
+        with self._change:
+            if not self._pending:
+                return False
+            (file, chunk), _ = self._pending.popitem()
+            memory = self._spare.pop() if self._spare else None
+            self._num_at_work += 1
+        try:
+            memory = chunk_memory() if memory is None else memory
+            self.layouts[file].fill(chunk, memory)
+            self._held[file, chunk] = memory
+        finally:
+            self._end_work(True)
+        return True
+
+    def _end_work(self, was_live: bool) -> None:
+        with self._change:
+            self._num_at_work -= was_live
+            self._change.notify_all()
+
+
+def _can_stay(tensor: Tensor) -> bool:
+    """Says whether a tensor is worth being written from where it is."""
+    is_plain = tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_inference()
+    return is_plain and not tensor.is_conj() and tensor.numel() * tensor.element_size() >= SMALL_BYTES
 
 
 def _copy(tensor: Tensor) -> Tensor:
-    if tensor.device.type != "cpu" or not tensor.is_contiguous() or not tensor.numel():
-        return tensor.to("cpu", copy=True, memory_format=torch.contiguous_format)
-    source = tensor.reshape(-1).view(torch.uint8).numpy()
-    target = np.empty_like(source)
-    for start in range(0, len(source), _BLOCK_BYTES):  # other threads run between two blocks
-        np.copyto(target[start : start + _BLOCK_BYTES], source[start : start + _BLOCK_BYTES])
-    return torch.from_numpy(target).view(tensor.dtype).reshape(tensor.shape)
+    return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+
+
+def _words(tensor: Tensor) -> np.ndarray[Any, Any]:
+    data = bytes_of(tensor).numpy()
+    return data[: len(data) // 8 * 8].view("<u8")[::_WORD_STRIDE].copy()
+
+
+def _chunks_of(layout: Layout, tensors: Mapping[str, Tensor], names: Container[str]) -> set[int]:
+    """Returns the chunks that some of a file's tensors have bytes in."""
+    found: set[int] = set()
+    for name, tensor in tensors.items():
+        if name in names:
+            begin = layout.places[name]
+            end = begin + tensor.numel() * tensor.element_size()
+            found.update(range(begin // CHUNK_BYTES, (end - 1) // CHUNK_BYTES + 1))
+    return found

@@ -14,7 +14,11 @@ from torch import Tensor, nn
 
 from autovaruna import AutoVaruna, CheckpointError, load_checkpoint
 from autovaruna.checkpoint.document import decode, encode
-from autovaruna.checkpoint.tensor_file import NAMES, lay_out, read_header, write
+from autovaruna.checkpoint.dtypes import KEPT_AS, NAMES
+from autovaruna.checkpoint.layout import lay_out
+from autovaruna.checkpoint.read import read_new
+from autovaruna.checkpoint.tensor_file import read_header
+from autovaruna.checkpoint.write import write
 from tests.catalogue import CASES
 from tests.checkpoint.runs import OPTIMIZERS, SETUPS, save_halfway
 
@@ -195,3 +199,17 @@ def test_the_library_safetensors_reads_each_dtype(dtype: torch.dtype, tmp_path: 
     assert {name: entry.shape for name, entry in read_header(tmp_path / "x")[0].items()} == {
         name: tuple(value.shape) for name, value in tensors.items()
     }
+
+
+@pytest.mark.parametrize("dtype", KEPT_AS)
+def test_dtypes_that_the_format_lacks_come_back(dtype: torch.dtype, tmp_path: Path) -> None:
+    tensors = {
+        "a": torch.arange(48, dtype=torch.uint8).view(dtype),
+        "b": torch.zeros(16, dtype=torch.uint8).view(dtype)[0],
+    }
+    write(tmp_path / "x", lay_out(tensors, {"format": "pt"}))
+    assert safetensors.torch.load_file(tmp_path / "x").keys() == tensors.keys()
+    for name, entry in read_header(tmp_path / "x")[0].items():
+        found = read_new(entry)
+        assert found.dtype == dtype and found.shape == tensors[name].shape
+        assert torch.equal(found.reshape(-1).view(torch.uint8), tensors[name].reshape(-1).view(torch.uint8))

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autovaruna import AutoVaruna
-from autovaruna.checkpoint import tensor_file
+from autovaruna.checkpoint import direct
 
 QUIET = {"load_deployment": False, "save_deployment": False, "profile_iterations": 1, "seed": 1}
 
@@ -102,7 +102,7 @@ def train(root: str, num_stages: int, loads: bool, num_steps: int, fails: bool =
             time.sleep(0.1)
             raise OSError(28, "No space left on device")
 
-        tensor_file.write_at = full
+        direct.write_at = full
     losses = []
     for step in range(first, first + num_steps):
         generator = torch.Generator().manual_seed(step)

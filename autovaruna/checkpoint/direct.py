@@ -1,0 +1,75 @@
+"""Writes a file past the system's cache of files, which costs the training neither copies nor memory."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+from pathlib import Path
+
+import numpy as np
+
+from autovaruna.checkpoint.checksum import CHUNK_BYTES, Bytes
+from autovaruna.checkpoint.write import write_at
+
+PAGE_BYTES = 4096
+
+
+def chunk_memory() -> Bytes:
+    """Returns memory for a chunk that a disk can read from."""
+    memory = np.empty(CHUNK_BYTES + PAGE_BYTES, np.uint8)
+    start = -memory.ctypes.data % PAGE_BYTES
+    return memory[start : start + CHUNK_BYTES]
+
+
+class DirectFile:
+    """A new file that is written chunk by chunk; through the cache, where the file system has no other way.
+
+    Args:
+        path: The file.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+
+    def __init__(self, path: Path) -> None:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+        self._num_bytes = 0
+        try:
+            self._descriptor = os.open(path, flags | getattr(os, "O_DIRECT", 0), 0o666)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            self._descriptor = os.open(path, flags, 0o666)
+
+    def write(self, memory: Bytes, count: int, offset: int) -> None:
+        """Writes the first `count` bytes of a `chunk_memory` at the place of a chunk.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        whole = memory[: -(-count // PAGE_BYTES) * PAGE_BYTES]  # what is too much at the end of the file is cut off
+        try:
+            write_at(self._descriptor, whole, offset)
+        except OSError as error:
+            if error.errno != errno.EINVAL or not self._leave_direct():
+                raise
+            write_at(self._descriptor, whole, offset)
+        self._num_bytes = max(self._num_bytes, offset + count)
+
+    def finish(self, syncs: bool) -> None:
+        """Gives the file its size, and makes sure that it is on the disk if wanted."""
+        os.ftruncate(self._descriptor, self._num_bytes)
+        if syncs:
+            os.fsync(self._descriptor)
+
+    def close(self) -> None:
+        """Closes it."""
+        os.close(self._descriptor)
+
+    def _leave_direct(self) -> bool:
+        """Goes on through the cache; returns whether it did not before."""
+        direct = getattr(os, "O_DIRECT", 0)
+        flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL)
+        fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags & ~direct)
+        return bool(flags & direct)

@@ -1,0 +1,137 @@
+"""Holds that what is written in the background is of one moment, whatever the training does meanwhile."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from autovaruna import AutoVaruna, CheckpointError
+from autovaruna.checkpoint import layout
+from autovaruna.checkpoint.checksum import CHUNK_BYTES
+from autovaruna.checkpoint.direct import DirectFile, chunk_memory
+from autovaruna.checkpoint.snapshot import Snapshot
+from autovaruna.checkpoint.stream import write_snapshot
+from tests.checkpoint.test_damage import is_same, trained
+from tests.checkpoint.test_damage import snapshot as weights_of
+from tests.checkpoint.test_damage import step as train
+
+WIDTH = 1 << 19  # 12 MiB of weights, in several chunks
+
+
+def slow_down(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    """Lets each chunk take its time."""
+    real = layout.Layout.fill
+    monkeypatch.setattr(layout.Layout, "fill", lambda *args: (time.sleep(seconds), real(*args))[1])
+
+
+@pytest.mark.parametrize("seconds", [None, 0.0, 0.03])
+def test_whenever_the_step_comes_it_does_not_reach_into_the_files(
+    seconds: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow_down(monkeypatch, 0.004)
+    draw = random.Random(0)
+    spare: list[Any] = []
+    for trial in range(6):
+        tensors = {f"t{place}": torch.full((1_500_000 + place,), 1.0) for place in range(5)}
+        every = tensors | {"small": torch.ones(3), "buffer": torch.ones(100_000)}
+        shot = Snapshot({"x": every}, {("x", name) for name in every if name != "buffer"}, {}, seconds, spare)
+        (tmp_path / str(trial)).mkdir()
+        thread = threading.Thread(target=write_snapshot, args=(shot, tmp_path / str(trial), None))
+        every["buffer"].zero_()
+        every["small"].zero_()
+        thread.start()
+        time.sleep(draw.random() * 0.05)
+        shot.wait()
+        for tensor in tensors.values():
+            tensor.zero_()
+        thread.join()
+        found = (tmp_path / str(trial) / "x").read_bytes()
+        words = np.frombuffer(
+            found, np.float32, sum(tensor.numel() for tensor in every.values()), offset=len(found) % 4
+        )
+        assert (np.frombuffer(found[-4 * len(words) :], np.float32) == 1).all()
+
+
+def test_steps_of_the_optimizer_go_on_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow_down(monkeypatch, 0.02)
+    model = trained(width=WIDTH)
+    expected = weights_of(model)
+    model.save_checkpoint(tmp_path, step=1, background=True)
+    for _ in range(3):
+        train(model)
+    model.wait_checkpoint()
+    other = trained(seed=1, width=WIDTH)
+    other.load_checkpoint(tmp_path)
+    assert is_same(other, expected)
+
+
+def in_place(model: AutoVaruna) -> None:
+    with torch.no_grad():
+        next(iter(model.parameters())).add_(1)
+
+
+def past_autograd(model: AutoVaruna) -> None:
+    next(iter(model.parameters())).data.mul_(0.5)
+
+
+def of_the_optimizer(model: AutoVaruna) -> None:
+    assert model._optimizer is not None
+    next(iter(model._optimizer.state.values()))["exp_avg"].numpy()[:] = 7
+
+
+@pytest.mark.parametrize("change", [in_place, past_autograd, of_the_optimizer])
+def test_another_change_meanwhile_is_told(
+    change: Callable[[AutoVaruna], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = trained(width=WIDTH)
+    model.save_checkpoint(tmp_path, step=1)
+    slow_down(monkeypatch, 0.02)
+    model.save_checkpoint(tmp_path, step=2, background=True)
+    change(model)
+    train(model)
+    with pytest.raises(CheckpointError, match=r"0\.weight.* changed while it was written"):
+        model.wait_checkpoint()
+    assert [each.name for each in tmp_path.iterdir()] == ["step-00000001"]
+
+
+def test_a_load_of_other_weights_meanwhile_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow_down(monkeypatch, 0.01)
+    model = trained(width=WIDTH)
+    expected = weights_of(model)
+    model.save_checkpoint(tmp_path, step=1, background=True)
+    model.load_state_dict(trained(seed=4, width=WIDTH).state_dict())
+    model.load_checkpoint(tmp_path)
+    assert is_same(model, expected)
+
+
+@pytest.mark.parametrize("refuses", ["open", "pwrite"])
+def test_where_files_cannot_be_written_past_the_cache_they_go_through_it(
+    refuses: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, calls = getattr(os, refuses), []
+
+    def refuse(*args: Any) -> Any:
+        calls.append(args)
+        if len(calls) == 1:
+            raise OSError(errno.EINVAL, "no direct access here")
+        return real(*args)
+
+    monkeypatch.setattr(os, refuses, refuse)
+    memory = chunk_memory()
+    memory[:] = 5
+    file = DirectFile(tmp_path / "x")
+    file.write(memory, CHUNK_BYTES, 0)
+    file.write(memory, 1001, CHUNK_BYTES)
+    file.finish(True)
+    file.close()
+    assert len(calls) > 1 and (tmp_path / "x").read_bytes() == b"\5" * (CHUNK_BYTES + 1001)
