@@ -69,8 +69,9 @@ class StepBound:
         self.hosts = Counter(self.cluster.hosts[rank] for rank in self.ranks)
         self._read_waits(waits or waits_of(sized))
         self._rows, self._columns = sized.tables.ranges
-        self._first = self._rows if self.is_exact else self._rows + 1
-        self._is_empty = np.flatnonzero(self._first == self._columns)
+        first = self._rows if self.is_exact else self._rows + 1
+        self._inside = first * (sized.tables.num_segments + 1) + self._columns
+        self._is_empty = np.flatnonzero(first == self._columns)
         self.is_shared = len({r for ranks in self.constraints.stage_ranks for r in ranks}) < sum(
             len(ranks) for ranks in self.constraints.stage_ranks
         )
@@ -83,6 +84,14 @@ class StepBound:
         elif low < upper and not self.is_shared:
             low = max(low, min(self._stage_bound(low, upper), upper))
         return low * (1.0 - ROUNDING)
+
+    def leaves_room(self, seconds: float) -> bool:
+        """Returns whether a plan may take so many seconds; quicker than to know the bound."""
+        if self.work_bound() > seconds or self.is_shared:
+            return self.work_bound() <= seconds
+        if self.constraints.stage_ranks:
+            return self._stage_bound(0.0, math.inf) <= seconds
+        return self._is_loosely_possible(seconds) and self._demand().is_met(seconds)
 
     def work_bound(self) -> float:
         """Returns the bound of total work: every micro-batch passes every block on some rank."""
@@ -240,7 +249,7 @@ class StepBound:
 
     def _inner(self, table: Array) -> Array:
         """Returns the entries of a table for the segments that a stage of each range is sure to have whole."""
-        return np.asarray(table[self._first, self._columns])
+        return np.asarray(table.ravel().take(self._inside))
 
     def _read_waits(self, waits: Waits) -> None:
         """Takes the waits at the positions of cuts; where a cut may lie beside them, the least from there on."""

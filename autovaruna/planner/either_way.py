@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from autovaruna.errors import PlanError
 from autovaruna.planner.bound import StepBound
+from autovaruna.planner.bound_of_all import bound_of_all
 from autovaruna.planner.options import cut_positions, micro_batch_counts
 from autovaruna.planner.problem import SPLIT_SCHEDULE, Problem
 from autovaruna.planner.ranges import RangeTables
@@ -17,12 +17,15 @@ _WORTH = 0.97
 """A split backward must be predicted to take less than this share of the step: its parts are measured one by one."""
 
 
-def plan_either_way(problem: Problem, search: Callable[[Problem], Plan]) -> Plan:
+def plan_either_way(
+    problem: Problem, search: Callable[[Problem], Plan], search_below: Callable[[Problem, float], Plan | None]
+) -> Plan:
     """Returns the best plan of a search, over schedules that split backward too.
 
     Args:
         problem: What to plan.
         search: Plans a problem with the schedules that its constraints name; `auto` is those with whole backwards.
+        search_below: The same, but returns None if no plan takes less than so many seconds.
 
     Raises:
         PlanError: No plan fits.
@@ -31,20 +34,41 @@ def plan_either_way(problem: Problem, search: Callable[[Problem], Plan]) -> Plan
     if not _may_split(problem):
         return plan
     other = replace(problem, constraints=replace(problem.constraints, schedule=SPLIT_SCHEDULE, max_stages_per_rank=1))
-    bound = _split_bound(other, plan)
-    split = _searched(other, search) if bound < _WORTH * plan.predicted_seconds else None
-    bound = max(bound, split.bound_seconds) if split else bound
-    best = split if split and split.predicted_seconds < _WORTH * plan.predicted_seconds else plan
+    bounds = _Bounds(other, plan)
+    below = _WORTH * plan.predicted_seconds
+    split = search_below(other, below) if bounds.leave_room(below) else None
+    bound = split.bound_seconds if split else bounds.seconds(plan.bound_seconds)
     proof = f"{plan.bound_proof}; nor with weight gradients computed apart from backward, with one stage a rank"
-    return replace(best, bound_seconds=min(plan.bound_seconds, bound), bound_proof=proof)
+    return replace(split or plan, bound_seconds=min(plan.bound_seconds, bound), bound_proof=proof)
 
 
-def _searched(problem: Problem, search: Callable[[Problem], Plan]) -> Plan | None:
-    """Returns the best plan, or None: what is deferred may not fit into memory."""
-    try:
-        return search(problem)
-    except PlanError:
-        return None
+class _Bounds:
+    """The bounds over plans with weight gradients computed apart; the cheaper ones are asked first.
+
+    Args:
+        problem: Asks for such plans.
+        plan: The best plan with whole backwards.
+    """
+
+    def __init__(self, problem: Problem, plan: Plan) -> None:
+        self.problem, self.tables = problem, RangeTables(problem.graph, cut_positions(problem))
+        counts = sorted(micro_batch_counts(problem), key=lambda count: abs(count - plan.num_micro_batches))
+        self.of_all = {count: bound_of_all(self._sized(count)) for count in counts}
+
+    def leave_room(self, seconds: float) -> bool:
+        """Returns whether a plan may take less than so many seconds."""
+        open_counts = (count for count, of_all in self.of_all.items() if of_all < seconds)
+        return any(StepBound(self._sized(count)).leaves_room(seconds) for count in open_counts)
+
+    def seconds(self, upper: float) -> float:
+        """Returns what no plan beats, `upper` at most."""
+        for count, of_all in self.of_all.items():
+            if of_all < upper:
+                upper = max(StepBound(self._sized(count)).seconds(upper), of_all)
+        return upper
+
+    def _sized(self, num_micro_batches: int) -> Sized:
+        return Sized(self.problem, self.tables, num_micro_batches, is_split=True)
 
 
 def _may_split(problem: Problem) -> bool:
@@ -53,11 +77,3 @@ def _may_split(problem: Problem) -> bool:
     is_pipeline = problem.cluster.num_ranks > 1 and constraints.num_stages != 1 and len(problem.graph.blocks) > 1
     is_asked = constraints.schedule == "auto" and constraints.may_split and problem.needs_gradient
     return is_asked and has_weights and is_pipeline
-
-
-def _split_bound(problem: Problem, plan: Plan) -> float:
-    """Returns seconds that no plan with weight gradients computed apart beats; no more than `plan` takes."""
-    tables, seconds = RangeTables(problem.graph, cut_positions(problem)), plan.predicted_seconds
-    for count in sorted(micro_batch_counts(problem), key=lambda count: abs(count - plan.num_micro_batches)):
-        seconds = min(seconds, StepBound(Sized(problem, tables, count, is_split=True)).seconds(seconds))
-    return seconds

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from heapq import merge
@@ -65,7 +66,10 @@ def make_plan(problem: Problem, progress: Progress | None = None) -> Plan:
     def search(each: Problem) -> Plan:
         return plan_with_more(each, lambda wider: _Search(wider, hears).run())
 
-    plan = plan_with_marks(problem, lambda each: plan_either_way(each, search))
+    def search_below(each: Problem, seconds: float) -> Plan | None:
+        return _Search(each, hears, seconds).find()
+
+    plan = plan_with_marks(problem, lambda each: plan_either_way(each, search, search_below))
     _log.info(
         "planned %d stages, %d micro-batches: %.6g s a step, at most %.1f %% above the best possible",
         plan.num_stages,
@@ -79,7 +83,7 @@ def make_plan(problem: Problem, progress: Progress | None = None) -> Plan:
 class _Search:
     """One search: first with one stage a rank, then, if that may be better, with several."""
 
-    def __init__(self, problem: Problem, progress: Progress) -> None:
+    def __init__(self, problem: Problem, progress: Progress, below_seconds: float = math.inf) -> None:
         self.problem, self.progress = problem, progress
         self.counts = micro_batch_counts(problem)
         self.tables = RangeTables(problem.graph, cut_positions(problem))
@@ -87,10 +91,22 @@ class _Search:
         self.max_stages = stage_limit(problem, self.tables.num_segments)
         self.forced_stages, self.most_each = forced_stages(problem), stages_per_rank(problem)
         self.is_small = is_small(problem, self.tables.num_segments)
-        self.trials = Trials(self.planner, is_small=self.is_small)
+        self.trials = Trials(self.planner, is_small=self.is_small, below_seconds=below_seconds)
         self.proof = Proof(self.planner, self.counts, self.most_each)
 
     def run(self) -> Plan:
+        """Returns the best plan.
+
+        Raises:
+            PlanError: none fits.
+        """
+        plan = self.find()
+        if plan is None:
+            raise explain_infeasible(self.problem, self.tables, self.counts)
+        return plan
+
+    def find(self) -> Plan | None:
+        """Returns the best plan, or None if none fits and is as fast as it has to be."""
         trials = self.trials
         if self.problem.constraints.stage_ranks and self._num_cuts() <= _SMALL:
             self._try_all(self._all_cuts(), "trying all cuts")
@@ -102,7 +118,7 @@ class _Search:
         if self.most_each > 1 and self.proof.leaves_room(single):
             chosen = self._try_interleaved()
         if chosen.best is None:
-            raise explain_infeasible(self.problem, self.tables, self.counts)
+            return None
         best = self._zoomed(chosen)
         self.progress("proving how good the plan is", 1.0)
         plan = self.planner.with_block_bytes(self.planner.predict_whole(best))

@@ -61,11 +61,13 @@ class Splitter:
         stage_counts = [self.forced_stages] if self.forced_stages else self._stage_counts()
         found = []
         for count in counts:
-            seconds = self.planner.step_seconds(count)
+            sized = self.planner.sized(count)
+            work, greatest = float(sized.step_seconds.sum()), float(sized.step_seconds.max())
+            urgent = float(sized.urgent_seconds.sum()) / work if work else 1.0
             for stages in stage_counts:
                 share = -(-count // self.replicas(stages))
-                part = max(float(seconds.sum()) / stages, float(seconds.max()))
-                found.append((share * part + float(seconds.sum()) - part, stages, count))
+                part = max(work / stages, greatest)
+                found.append((share * part + (work - part) * urgent, stages, count))
         fastest = max(self.problem.cluster.speeds)
         return sorted((even / fastest, stages, count) for even, stages, count in found)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
@@ -20,14 +21,15 @@ class Trials:
     Args:
         planner: of the problem.
         is_small: whether every schedule is worth a try.
+        below_seconds: plans that take as long or longer are of no use.
 
     Attributes:
         ranked: the least seconds of each candidate that was faster than it had to be.
         was_cut_short: whether something was left out since its simulation is long, or time was up.
     """
 
-    def __init__(self, planner: Planner, *, is_small: bool) -> None:
-        self.planner, self.is_small = planner, is_small
+    def __init__(self, planner: Planner, *, is_small: bool, below_seconds: float = math.inf) -> None:
+        self.planner, self.is_small, self.below_seconds = planner, is_small, below_seconds
         self.best: Plan | None = None
         self.ranked: dict[Candidate, float] = {}
         self.seen: dict[Candidate, float] = {}
@@ -35,8 +37,8 @@ class Trials:
 
     @property
     def least_seconds(self) -> float:
-        """The seconds of the best plan, infinite if there is none."""
-        return self.best.predicted_seconds if self.best else float("inf")
+        """The seconds that a plan has to beat: those of the best one, if there is one."""
+        return self.best.predicted_seconds if self.best else self.below_seconds
 
     def attempt(self, candidate: Candidate, below: float) -> float:
         """Simulates a candidate in every variant; returns its least seconds, infinite if they are not below `below`."""
@@ -91,8 +93,10 @@ class Trials:
 
     def is_over(self, seconds: float, limit_seconds: float) -> bool:
         """Returns whether plans of so many seconds and more are not worth a try, or simulations took too long."""
-        if self.best is None or seconds >= self.least_seconds:
-            return self.best is not None
+        if seconds >= self.least_seconds:
+            return True
+        if self.best is None and self.below_seconds == math.inf:
+            return False
         is_late = self.planner.spent_seconds > limit_seconds
         self.was_cut_short = self.was_cut_short or is_late
         return is_late
