@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 
@@ -24,19 +24,24 @@ class Edges:
         self.fixed_bytes = np.array([value.size.fixed_bytes for value in graph.values], dtype=np.float64)
         self.sample_bytes = np.array([value.size.sample_bytes for value in graph.values], dtype=np.float64)
         self.has_gradient = np.array([value.needs_gradient for value in graph.values], dtype=bool)
+        self.known = lru_cache(maxsize=64)(self._between)
 
-    def between(self, stages: Sequence[Sequence[int]], micro_batch_size: float) -> tuple[Edge, ...]:
+    def between(self, stages: tuple[tuple[int, ...], ...], micro_batch_size: float) -> tuple[Edge, ...]:
         """Returns the edges between stages.
 
         Args:
             stages: the blocks of each stage.
             micro_batch_size: how many samples a message is about.
         """
+        return self.known(stages, micro_batch_size)
+
+    def _between(self, stages: tuple[tuple[int, ...], ...], micro_batch_size: float) -> tuple[Edge, ...]:
         stage_of, count = np.empty(self.num_blocks, dtype=np.int64), len(stages)
         for stage, blocks in enumerate(stages):
             stage_of[list(blocks)] = stage
-        values, holders = np.divmod(np.unique(self.values * count + stage_of[self.blocks]), count)
-        is_sent = values[1:] == values[:-1]
+        held = np.sort(self.values * count + stage_of[self.blocks])
+        values, holders = np.divmod(held, count)
+        is_sent = (values[1:] == values[:-1]) & (held[1:] != held[:-1])
         sent = values[1:][is_sent]
         pairs, pair_of = np.unique((holders[:-1] * count + holders[1:])[is_sent], return_inverse=True)
         num_bytes = (self.fixed_bytes + self.sample_bytes * micro_batch_size)[sent]

@@ -19,7 +19,7 @@ def pipeline_of(plan: Plan, graph: Graph, edges: Edges | None = None) -> Pipelin
     """
     return Pipeline(
         tuple(_times(stage) for stage in plan.stages),
-        (edges or Edges(graph)).between([stage.blocks for stage in plan.stages], plan.micro_batch_size),
+        (edges or Edges(graph)).between(tuple(stage.blocks for stage in plan.stages), plan.micro_batch_size),
         plan.num_ranks,
         plan.num_micro_batches,
         plan.link,

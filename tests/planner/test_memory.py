@@ -56,7 +56,7 @@ def test_a_value_is_relayed_from_user_to_user() -> None:
     graph = make_graph(6, num_skips=0)
     far = type(graph.values[0])("far", 0, (2, 4), graph.values[0].size, True)
     graph = Graph(graph.blocks, (far,), graph.inputs, graph.parameters, graph.fingerprint)
-    edges = Edges(graph).between([(0, 1), (2, 3), (4,), (5,)], 1)
+    edges = Edges(graph).between(((0, 1), (2, 3), (4,), (5,)), 1)
     assert [(edge.source, edge.destination) for edge in edges] == [(0, 1), (1, 2)]
 
 
