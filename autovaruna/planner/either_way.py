@@ -15,6 +15,8 @@ from autovaruna.planner.sized import Sized
 
 _WORTH = 0.97
 """A split backward must be predicted to take less than this share of the step: its parts are measured one by one."""
+_BEYOND = 1.0 + 2e-5
+"""Where a bound is asked to go that is known to some 1e-5 of it, so that nothing is lost below."""
 
 
 def plan_either_way(
@@ -64,7 +66,7 @@ class _Bounds:
         """Returns what no plan beats, `upper` at most."""
         for count, of_all in self.of_all.items():
             if of_all < upper:
-                upper = max(StepBound(self._sized(count)).seconds(upper), of_all)
+                upper = min(upper, max(StepBound(self._sized(count)).seconds(upper * _BEYOND), of_all))
         return upper
 
     def _sized(self, num_micro_batches: int) -> Sized:
