@@ -49,7 +49,8 @@ def explain(
     )
     return TraceError(
         f"{name} cannot be traced{_where(error)}: {reason}. Expected a forward whose Python control flow does not "
-        "depend on the numbers in tensors. Replace the branch by torch.where or torch.cond, or move it out of forward."
+        "depend on the numbers in tensors. Replace the branch by torch.where or torch.cond, move it out of forward, or "
+        "into a submodule, which is then kept whole as one operation."
     )
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
-from dataclasses import dataclass
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,19 +16,26 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from autovaruna.errors import InputError, TraceError
 from autovaruna.graph.call import CallSpec
+from autovaruna.graph.culprit import more_to_keep, outermost
 from autovaruna.graph.cutpoint import Marker, named_cut_points, take_markers
 from autovaruna.graph.deferred import compile_regions, deferred_compilation
-from autovaruna.graph.explain import explain, own_error
+from autovaruna.graph.explain import explain, is_about_batch, own_error
 from autovaruna.graph.fake import faked
 from autovaruna.graph.fixed_size import noted_fixed_sizes
 from autovaruna.graph.functions import Function, take_functions
-from autovaruna.graph.guards import check_hooks, check_state, plain_state, watched, with_own_backward
+from autovaruna.graph.guards import check_state, hooked, plain_state, watched, with_own_backward
+from autovaruna.graph.keeping import kept_whole, take_modules
 from autovaruna.graph.precision import in_precision, noted_precision, switch_in_regions
+from autovaruna.graph.quiet import quiet_failure
+from autovaruna.graph.random import python_generators
 from autovaruna.graph.repeats import recalled_repeats
+from autovaruna.graph.scripts import shells
 from autovaruna.graph.stack import short_stacks
+from autovaruna.graph.told import untold
 from autovaruna.graph.tree import Tree, flatten
 from autovaruna.graph.unlift import unlift
 
+logger = logging.getLogger(__name__)
 _PREFIX = "model."
 _CHECKS = {
     torch.ops.aten._assert_tensor_metadata.default,
@@ -56,17 +66,23 @@ class Exported:
 class _FlatCall(nn.Module):
     """Calls the model on a flat list of tensors and returns a flat tuple of them."""
 
-    def __init__(self, model: nn.Module, tree: Tree, output_trees: list[Tree]) -> None:
+    def __init__(self, model: nn.Module, call: CallSpec, output_trees: list[Tree], is_told: bool) -> None:
         super().__init__()
+        self.is_told = is_told
         self.model = model
-        self.tree = tree
+        self.call = call
+        self.note_batch: Callable[[Any], None] = lambda size: None
         self.report = output_trees.append  # torch.export puts back every attribute that a trace sets
 
     def forward(self, tensors: list[Tensor]) -> tuple[Tensor, ...]:
-        args, kwargs = self.tree.unflatten(tensors)
+        pairs = zip(tensors, self.call.inputs, strict=True)
+        self.note_batch(next(each.shape[0] for each, spec in pairs if spec.is_batch))
+        args, kwargs = self.call.tree.unflatten(tensors)
         before = [(module, dict(module._buffers)) for module in self.model.modules()]
         numbers = plain_state(self.model)
-        outputs, tree = flatten(self.model(*args, **kwargs), "output")
+        with nullcontext() if self.is_told else untold():
+            returned = self.model(*args, **kwargs)
+        outputs, tree = flatten(returned, "output")
         check_state(numbers, plain_state(self.model))
         for module, buffers in before:
             _write_back(module, buffers)
@@ -93,15 +109,10 @@ def _kind(tensor: Tensor | None) -> str:
     return "None" if tensor is None else f"{tuple(tensor.shape)} {tensor.dtype}"
 
 
-def export(
-    model: nn.Module,
-    call: CallSpec,
-    batch_size: int,
-    is_dynamic: bool,
-    device: torch.device,
-    kept: frozenset[Function] = frozenset(),
-) -> Exported:
+def export(model: nn.Module, call: CallSpec, batch_size: int, is_dynamic: bool, device: torch.device) -> Exported:
     """Traces one call of a model in its present mode, without running it.
+
+    A submodule in which that fails is kept whole.
 
     Args:
         model: The model; its parameters may be on ``meta``.
@@ -109,26 +120,73 @@ def export(
         batch_size: The number that stands for the batch while tracing.
         is_dynamic: Whether the graph must serve every batch size.
         device: Where the graph will run.
-        kept: Autograd functions that are kept whole; others are found by a trace, after which another keeps them.
 
     Raises:
         TraceError: the model cannot be traced; says which line and what to do.
     """
+    first = Kept(modules=hooked(model))
+    kept: Kept | None = first
+    while kept is not None:
+        try:
+            with quiet_failure():
+                return _attempt(model, call, batch_size, is_dynamic, device, kept)
+        except _KeepMoreError as stopped:
+            kept = stopped.kept
+        except TraceError:
+            if kept.is_told:
+                raise
+            kept = None
+    with quiet_failure():  # fails again, and says why: of the model itself, not of what was kept whole
+        return _attempt(model, call, batch_size, is_dynamic, device, replace(first, can_grow=False))
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What is kept whole.
+
+    Attributes:
+        functions: autograd functions, where gradients are wanted.
+        modules: paths of submodules.
+        can_grow: whether a submodule that stops the trace joins them.
+        is_told: whether the model is told that it is traced, for which libraries have ways of their own.
+    """
+
+    functions: frozenset[Function] = frozenset()
+    modules: frozenset[str] = frozenset()
+    can_grow: bool = True
+    is_told: bool = True
+
+
+class _KeepMoreError(Exception):
+    """Says what the next trace has to keep whole."""
+
+    def __init__(self, kept: Kept) -> None:
+        super().__init__()
+        self.kept = kept
+
+
+def _attempt(
+    model: nn.Module, call: CallSpec, batch_size: int, is_dynamic: bool, device: torch.device, kept: Kept
+) -> Exported:
+    """Traces a call; raises `_KeepMoreError` if another attempt may do better."""
     mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
     output_trees: list[Tree] = []
-    flat = _FlatCall(model, call.tree, output_trees)
+    flat = _FlatCall(model, call, output_trees, kept.is_told)
     dimension = torch.export.Dim("batch", min=1)
     shapes = [{0: dimension} if spec.is_batch and is_dynamic else None for spec in call.inputs]
-    check_hooks(model)
     with (
+        shells(model) as scripts,
+        kept_whole(model, outermost([*kept.modules, *scripts]), device) as keeper,
         faked(model, mode, device),
         named_cut_points(model),
-        watched(kept) as function_calls,
+        watched(kept.functions) as function_calls,
         noted_fixed_sizes() as fixing,
         in_precision(call.precision),
+        python_generators(0),
         noted_precision(call.precision),
         short_stacks(),
     ):
+        flat.note_batch = keeper.note_batch
         inputs = example_inputs(call, batch_size, mode, device)
         try:
             with warnings.catch_warnings():  # recurrent modules keep their weights twice; torch.export warns of it
@@ -136,13 +194,18 @@ def export(
                 program = _program(flat, inputs, shapes)
             with deferred_compilation():
                 graph_module = unlift(program)
-        except (InputError, TraceError):
+                take_modules(graph_module)
+        except InputError:
             raise
         except Exception as error:
             refusal = own_error(flat, example_inputs(call, call.batch_size, mode, device), mode)
+            if kept.can_grow and not (is_dynamic and refusal is None and is_about_batch(error)):
+                _try_otherwise(error, model, kept)
+            if isinstance(error, TraceError):
+                raise
             raise explain(error, model, call, is_dynamic, fixing, refusal) from error
     if torch.is_grad_enabled() and (found := with_own_backward(function_calls)):
-        return export(model, call, batch_size, is_dynamic, device, kept | found)
+        raise _KeepMoreError(replace(kept, functions=kept.functions | found))
     assert output_trees
     state = {
         _PREFIX + name
@@ -156,6 +219,18 @@ def export(
     take_functions(graph_module)
     constants = _tidy(graph_module, [spec.name for spec in call.inputs], state)
     return Exported(graph_module, output_trees[-1], constants, is_dynamic, take_markers(graph_module))
+
+
+def _try_otherwise(error: Exception, model: nn.Module, kept: Kept) -> None:
+    """Asks for another attempt: first one in which the model is not told of it, then without what stopped this one."""
+    if kept.is_told:
+        raise _KeepMoreError(replace(kept, is_told=False)) from error
+    modules = more_to_keep(error, model, kept.modules)
+    if modules:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        new = ", ".join(sorted(modules - kept.modules))
+        logger.warning("%s cannot be traced and is kept whole, never cut (%s)", new, reason)
+        raise _KeepMoreError(replace(kept, modules=modules)) from error
 
 
 def _program(flat: _FlatCall, inputs: list[Tensor], shapes: list[Any]) -> torch.export.ExportedProgram:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from autovaruna.graph.kept import KeptModule, run_kept
 from autovaruna.graph.precision import Switch, precision_of
 from autovaruna.graph.random import draw
 from autovaruna.graph.traced import TracedModel
@@ -118,7 +119,7 @@ class _Extraction:
         self.graph = fx.Graph()
         self.arguments: dict[Argument, fx.Node] = {}
         self.copies: dict[str, fx.Node] = {}
-        self.regions: dict[str, fx.GraphModule] = {}
+        self.regions: dict[str, fx.GraphModule | KeptModule] = {}
 
     def run(self, outputs: Sequence[str]) -> Piece:
         switch = Switch(self.graph)
@@ -138,6 +139,8 @@ class _Extraction:
             return self.graph.create_node(node.op, node.target, args, kwargs, node.name)
         stream = self._argument(Argument(Source.RANDOM, "stream"))
         operation: Any = node.target
+        if operation is run_kept:
+            operation, args = args[0], args[1:]
         return self.graph.call_function(draw, (stream, self.traced.places[node.name], operation, *args), kwargs)
 
     def _resolve(self, node: fx.Node, block: int, user: fx.Node | None = None) -> Any:
@@ -166,8 +169,8 @@ class _Extraction:
             return self._argument(Argument(Source.SNAPSHOT if is_old else Source.BUFFER, self.traced.buffers[name]))
         if name in self.traced.constants:
             return self._argument(Argument(Source.CONSTANT, name))
-        region = self.traced.module.get_submodule(name)
-        assert isinstance(region, fx.GraphModule)
+        region = getattr(self.traced.module, name)
+        assert isinstance(region, fx.GraphModule | KeptModule)
         self.regions[name] = region
         return self.graph.get_attr(name)
 

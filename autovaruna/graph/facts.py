@@ -19,6 +19,7 @@ from autovaruna.graph import flops
 from autovaruna.graph.call import CallSpec
 from autovaruna.graph.export import Exported, example_inputs
 from autovaruna.graph.fake import fake_like
+from autovaruna.graph.kept import run_kept
 from autovaruna.graph.layout import storage_of
 from autovaruna.graph.precision import in_precision, precision_of
 from autovaruna.graph.recall import Memory
@@ -153,6 +154,8 @@ def is_random(module: nn.Module, node: fx.Node) -> bool:
     """Whether a node draws random numbers, itself or in a region that it wraps."""
     if node.op != "call_function":
         return False
+    if node.target is run_kept:
+        return True
     if isinstance(node.target, torch._ops.OpOverload):
         return torch.Tag.nondeterministic_seeded in node.target.tags and not _draws_nothing(node)
     regions = [getattr(module, str(arg.target), None) for arg in node.all_input_nodes if arg.op == "get_attr"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from threading import get_ident
 from typing import Any
 
@@ -56,6 +57,7 @@ def watched(kept: Collection[Function]) -> Iterator[list[FunctionCall]]:
     calls: list[FunctionCall] = []
     apply = torch.autograd.Function.__dict__["apply"]
     register_hook = Tensor.register_hook
+    grad, backward = torch.autograd.grad, torch.autograd.backward
     tracing = get_ident()
 
     def noting(cls: Function, *args: Any, **kwargs: Any) -> Any:
@@ -77,11 +79,23 @@ def watched(kept: Collection[Function]) -> Iterator[list[FunctionCall]]:
             "write what the hook does to the gradient as operations, or register it outside of forward."
         )
 
+    def refusing_gradients(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if get_ident() != tracing:
+            return function(*args, **kwargs)
+        raise TraceError(
+            "forward goes backward itself (torch.autograd.grad, or backward()), which a trace cannot keep. Expected a "
+            "forward that leaves that to the caller; move what needs gradients into a submodule, which is then kept "
+            "whole as one operation, or write the derivative as operations."
+        )
+
     torch.autograd.Function.apply = classmethod(noting)  # type: ignore[method-assign, assignment]
     Tensor.register_hook = refusing  # type: ignore[method-assign]
+    torch.autograd.grad = partial(refusing_gradients, grad)
+    torch.autograd.backward = partial(refusing_gradients, backward)
     try:
         yield calls
     finally:
+        torch.autograd.grad, torch.autograd.backward = grad, backward
         torch.autograd.Function.apply = apply  # type: ignore[method-assign]
         Tensor.register_hook = register_hook  # type: ignore[method-assign]
 
@@ -102,18 +116,37 @@ def with_own_backward(calls: list[FunctionCall]) -> set[Function]:
     return found
 
 
-def check_hooks(model: nn.Module) -> None:
-    """Refuses modules with backward hooks, which a trace would drop.
+@contextmanager
+def plain_checkpoints() -> Iterator[None]:
+    """Runs what ``torch.utils.checkpoint`` wraps as if it were not wrapped, on this thread, while the context lasts."""
+    apply = torch.autograd.Function.__dict__["apply"]
+    thread = get_ident()
+
+    def passing(cls: Function, *args: Any, **kwargs: Any) -> Any:
+        if get_ident() == thread:
+            return args[0](*args[2:])
+        return apply.__get__(None, cls)(*args, **kwargs)
+
+    CheckpointFunction.apply = classmethod(passing)  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        del CheckpointFunction.apply
+
+
+def hooked(model: nn.Module) -> frozenset[str]:
+    """Returns the paths of the modules with backward hooks, which a trace would drop.
 
     Raises:
-        TraceError: a module has one.
+        TraceError: the model itself has one.
     """
-    for path, module in model.named_modules():
-        if module._backward_hooks or module._backward_pre_hooks:
-            raise TraceError(
-                f"The module {path or type(module).__qualname__} has a backward hook, which a trace cannot keep. "
-                "Expected none; remove it, or register hooks on parameters instead, which keep working."
-            )
+    paths = {path for path, each in model.named_modules() if each._backward_hooks or each._backward_pre_hooks}
+    if "" in paths:
+        raise TraceError(
+            f"The model {type(model).__qualname__} itself has a backward hook, which a trace cannot keep. Expected "
+            "none; register it on a submodule, which is then kept whole, or on parameters."
+        )
+    return frozenset(paths)
 
 
 def plain_state(model: nn.Module) -> dict[tuple[str, str], Any]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
 from threading import Lock
 from typing import Any
 
+import numpy
 import torch
 
 _generator_lock = Lock()
@@ -53,6 +55,19 @@ def default_generator(device: torch.device) -> torch.Generator:
         index = device.index if device.index is not None else torch.cuda.current_device()
         return torch.cuda.default_generators[index]
     return torch.default_generator
+
+
+@contextmanager
+def python_generators(seed: int) -> Iterator[None]:
+    """Seeds the generators of Python and numpy, and gives them back as they were."""
+    before, before_numpy = random.getstate(), numpy.random.get_state()
+    random.seed(seed)
+    numpy.random.seed(seed % 2**32)
+    try:
+        yield
+    finally:
+        random.setstate(before)
+        numpy.random.set_state(before_numpy)
 
 
 @contextmanager

@@ -21,9 +21,9 @@ from autovaruna.graph.cutpoint import locate
 from autovaruna.graph.export import Exported, export
 from autovaruna.graph.facts import Fact, learn
 from autovaruna.graph.grouping import Grouping, group
+from autovaruna.graph.kept import run_kept
 from autovaruna.graph.origin import origin
 from autovaruna.graph.outputs import OutputKind, OutputSpec, classify
-from autovaruna.graph.quiet import quiet_failure
 from autovaruna.graph.records import Graph
 from autovaruna.graph.sizes import Sizes
 from autovaruna.graph.tree import Tree
@@ -74,6 +74,12 @@ class TracedModel:
     def nodes(self) -> dict[str, fx.Node]:
         """Nodes by name, in execution order."""
         return {node.name: node for node in self.module.graph.nodes}
+
+    @cached_property
+    def has_kept_modules(self) -> bool:
+        """Whether submodules are kept whole: what they do, and which of their parameters they use, may vary."""
+        regions = [each for each in self.module.modules() if isinstance(each, fx.GraphModule)]
+        return any(node.target is run_kept for region in regions for node in region.graph.nodes)
 
     @cached_property
     def inputs(self) -> dict[str, InputSpec]:
@@ -137,8 +143,7 @@ def _trace(
     model: nn.Module, call: CallSpec, device: torch.device, is_dynamic: bool, micro_batch_size: int, loss_mode: str
 ) -> TracedModel:
     batch_size = _hint(model, call) if is_dynamic else micro_batch_size
-    with quiet_failure():
-        exported = export(model, call, batch_size, is_dynamic, device)
+    exported = export(model, call, batch_size, is_dynamic, device)
     sizes = _sizes(exported, call, batch_size)
     _refuse_mixing(exported, sizes, model)
     facts = learn(exported, model, call, batch_size, device)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from autovaruna.errors import MeasureError
+from autovaruna.graph.kept import rehearsal
 from autovaruna.graph.origin import failed_at
 from autovaruna.graph.precision import without_autocast
 from autovaruna.graph.random import untouched_generator
@@ -86,7 +87,7 @@ def measure(
     samples = Samples(traced, model, device, inputs)
     ends = perf_counter() + budget_seconds
     costs: dict[Key, PartCost] = {}
-    with untouched_generator(device), without_autocast():
+    with untouched_generator(device), without_autocast(), rehearsal():
         for done, (part, size) in enumerate(jobs):
             allowance = max(0.0, ends - perf_counter()) / (len(jobs) - done)
             costs[part.signature, size] = _measure_one(part, samples, size, iterations, allowance, splits)

@@ -71,10 +71,11 @@ class GradientSum:
             if parameter.needs_gradient:
                 self._uses[parameter.name] = [_use(split, plan, block) for block in reversed(parameter.blocks)]
         self._orders: dict[str, Order] = {}
+        self._varies = split.traced.has_kept_modules
 
     def begin(self, origin: str) -> Summation | None:
         """Returns the sums of a step, to be started stage by stage; None while ranks do not know what they will sum."""
-        order = self._orders.get(origin)
+        order = None if self._varies else self._orders.get(origin)
         return None if order is None else Summation(order, self._world, self._parameters)
 
     def total(self, accumulators: Mapping[ParameterUse, Tensor], origin: str | None) -> dict[str, Tensor]:
@@ -93,8 +94,10 @@ class GradientSum:
     def _agree(self, accumulators: Mapping[ParameterUse, Tensor], origin: str | None) -> Order:
         """Returns what is summed: all that has a gradient on any rank. Collective, once an origin.
 
-        Where a call goes backward from the same outputs, its graph gives the same parameters a gradient.
+        Where a call goes backward from the same outputs, its graph gives the same parameters a gradient, unless a
+        module that is kept whole chooses among its own.
         """
+        origin = None if self._varies else origin
         order = None if origin is None else self._orders.get(origin)
         if order is None:
             agreed = set().union(*self._world.gather_objects(set(accumulators), "agreeing on gradients"))

@@ -44,7 +44,8 @@ def materialize(
     drawn = {name for name in missing if name not in given}
     with untouched_generator(device):
         for path, module in state.model.named_modules():
-            own = [path + "." + name if path else name for name in [*module._parameters, *module._buffers]]
+            names = [*module._parameters.keys(), *module._buffers.keys()]
+            own = [path + "." + name if path else name for name in names]
             if any(state.first_name.get(name) in drawn for name in own):
                 _initialise(state, path, module, own, device, seed)
     return sorted(missing)

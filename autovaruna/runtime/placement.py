@@ -64,9 +64,8 @@ class OwnedState:
     def tensor(self, name: str) -> Tensor:
         """Returns a parameter or buffer by first name, on ``meta`` if this rank does not hold it."""
         module, attribute = self.places[name][0]
-        tensor = module._parameters.get(attribute)
-        found = tensor if tensor is not None else module._buffers[attribute]
-        assert found is not None
+        found = getattr(module, attribute)
+        assert isinstance(found, Tensor)
         return found
 
     def parameters(self) -> dict[str, nn.Parameter]:

@@ -15,6 +15,7 @@ from torch import Tensor, fx
 
 from autovaruna.graph.extract import Argument, Piece, Source
 from autovaruna.graph.functions import run_function
+from autovaruna.graph.kept import rehearsal
 from autovaruna.graph.random import RandomStream, draw
 from autovaruna.graph.traced import TracedModel
 
@@ -140,7 +141,7 @@ def _learn_orders(piece: Piece, arguments: Sequence[Any]) -> dict[int, tuple[Ord
         learner if argument is stream else argument.clone() if isinstance(argument, Tensor) else argument
         for argument in arguments
     ]
-    with torch.no_grad():
+    with torch.no_grad(), rehearsal():
         piece.module(*copies)
     return learner.orders
 

@@ -1,0 +1,56 @@
+"""Finds the submodule in which a trace stopped."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Collection
+
+from torch import nn
+
+from autovaruna.graph.explain import chain_of
+
+
+def more_to_keep(error: BaseException, model: nn.Module, kept: Collection[str]) -> frozenset[str]:
+    """Returns the paths of the modules to keep whole after a trace has stopped; empty: the model itself stopped it.
+
+    Modules of one class stop a trace for one reason, as a rule, so all of the class are kept. If one that is kept stops
+    it, the module that called it is next.
+
+    Args:
+        error: What stopped the trace.
+        model: The model.
+        kept: Paths of what is kept whole already.
+    """
+    paths = {id(module.__dict__): path for path, module in reversed(list(model.named_modules()))}
+    for path in _running(error, paths):
+        if path and path not in kept:
+            kind = type(model.get_submodule(path))
+            alike = {name for name, module in model.named_modules() if type(module) is kind and name}
+            is_own = not kind.__module__.startswith("torch.") and not any(_is_inside(each, path) for each in kept)
+            wanted = alike if is_own else {path}
+            return outermost({*kept, *wanted})
+        if not path:
+            break
+    return frozenset()
+
+
+def _running(error: BaseException, paths: dict[int, str]) -> list[str]:
+    """Returns the paths of the modules that were running when an error was raised, the innermost first."""
+    for link in reversed(list(chain_of(error))):
+        found: list[str] = []
+        for frame, _ in traceback.walk_tb(link.__traceback__):
+            if frame.f_code is nn.Module._call_impl.__code__:
+                path = paths.get(id(frame.f_locals["self"].__dict__))
+                found += [] if path is None else [path]
+        if found:
+            return found[::-1]
+    return []
+
+
+def outermost(paths: Collection[str]) -> frozenset[str]:
+    """Returns the paths that are inside of no other."""
+    return frozenset(path for path in paths if not any(_is_inside(path, other) for other in paths))
+
+
+def _is_inside(path: str, other: str) -> bool:
+    return path.startswith(f"{other}.")

@@ -1,0 +1,177 @@
+"""Tries a submodule out on small random tensors, to learn what it returns for every batch size.
+
+The trial runs on a thread of its own, where nothing traces, on a copy: neither the model nor its generators change.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor, nn
+
+from autovaruna.graph.fake import put
+from autovaruna.graph.guards import check_state, plain_state
+from autovaruna.graph.kept import Line, Returned, is_differentiable, places_of, with_state
+from autovaruna.graph.precision import Precision, in_precision
+from autovaruna.graph.random import python_generators, untouched_generator
+from autovaruna.graph.told import untold
+from autovaruna.graph.tree import Opaque, Tree, flatten
+
+_SIZES = (2, 3, 5)
+
+
+class CannotKeepError(Exception):
+    """Says why a module cannot be kept whole."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What a module is tried out with.
+
+    Attributes:
+        module: the copy, without numbers.
+        state: the module's own tensors; random ones are taken for those that this rank does not hold.
+        call: structure of its arguments.
+        inputs: the fake tensors among them.
+        batch: the batch size of the trace, a symbol or a number.
+        device: where it runs.
+        precision: the autocasts around it.
+        is_differentiated: whether gradients are wanted.
+    """
+
+    module: nn.Module
+    state: Sequence[Tensor]
+    call: Tree
+    inputs: Sequence[Tensor]
+    batch: Any
+    device: torch.device
+    precision: Precision
+    is_differentiated: bool
+
+    def returned(self) -> Returned:
+        """Returns what the module returns.
+
+        Raises:
+            CannotKeepError: it cannot be said for every batch size, or the module does what a node may not.
+        """
+        sizes = _SIZES if isinstance(self.batch, torch.SymInt) else (int(self.batch),)
+        found = [self._outputs(size) for size in sizes]
+        trees = [tree for _, tree in found]
+        if len({tree.key() for tree in trees}) > 1 or len({len(tensors) for tensors, _ in found}) > 1:
+            raise CannotKeepError("what it returns besides tensors depends on the batch size or on numbers")
+        if not found[0][0] or any(isinstance(leaf, Opaque) for leaf in trees[0].leaves):
+            raise CannotKeepError("it returns no tensor, or an object that hides tensors")
+        return Returned(trees[0], tuple(_line(sizes, each) for each in zip(*(t for t, _ in found), strict=True)))
+
+    def _outputs(self, size: int) -> tuple[list[Tensor], Tree]:
+        """Runs the module on `size` samples."""
+        generator = torch.Generator().manual_seed(0)
+        state = [self._number_of(each, generator) for each in self.state]
+        tensors = [self._made(each, size, generator) for each in self.inputs]
+        versions = [each._version for each in tensors]
+        args, kwargs = self.call.unflatten(tensors)
+        numbers = plain_state(self.module)
+        with (
+            torch.set_grad_enabled(self.is_differentiated),
+            in_precision(self.precision),
+            untold(),
+            python_generators(0),
+            with_state(places_of(self.module), state),
+        ):
+            outputs, tree = flatten(self.module(*args, **kwargs), "output")
+        check_state(numbers, plain_state(self.module))
+        if [each._version for each in tensors] != versions:
+            raise CannotKeepError("it changes its arguments in place")
+        return outputs, tree
+
+    def _number_of(self, own: Tensor, generator: torch.Generator) -> Tensor:
+        made = random_tensor(tuple(own.shape), own.dtype, generator) if own.is_meta else own.detach().clone()
+        return made.to(self.device).requires_grad_(own.requires_grad)
+
+    def _made(self, tensor: Tensor, size: int, generator: torch.Generator) -> Tensor:
+        shape = tuple(_number(length, self.batch, size) for length in tensor.shape)
+        made = random_tensor(shape, tensor.dtype, generator).to(self.device)
+        return made.requires_grad_(tensor.requires_grad and self.is_differentiated)
+
+
+def run_apart(act: Callable[[], Any], device: torch.device) -> Any:
+    """Does something on a thread of its own, and gives the device's generator back as it was."""
+
+    def run() -> Any:
+        with untouched_generator(device):
+            return act()
+
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(run).result()
+
+
+def copy_of(module: nn.Module) -> nn.Module:
+    """Returns a copy of a module whose tensors are on ``meta``, without hooks of backward: they change no result.
+
+    Raises:
+        CannotKeepError: it cannot be copied.
+    """
+    try:
+        made = copy.deepcopy(module, {id(each): each for each in own_tensors(module)})
+    except Exception as error:
+        raise CannotKeepError(f"it cannot be copied ({error})") from error
+    for each in made.modules() if not isinstance(made, torch.jit.ScriptModule) else ():
+        each._backward_hooks, each._backward_pre_hooks = OrderedDict(), OrderedDict()
+    for shared in places_of(made):
+        empty = torch.empty_like(getattr(*shared[0]).detach(), device="meta")
+        for place in shared:
+            put(*place, empty)
+    return made
+
+
+def own_tensors(module: nn.Module) -> list[Tensor]:
+    """Returns the tensors of a module's state, in the order of `places_of`."""
+    return [getattr(*shared[0]) for shared in places_of(module)]
+
+
+def random_tensor(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    """Returns small random numbers; ones for booleans, zeros for integers."""
+    if dtype is torch.bool:
+        return torch.ones(shape, dtype=dtype)
+    kind = torch.empty((), dtype=dtype)
+    if not is_differentiable(kind):
+        return torch.zeros(shape, dtype=dtype)
+    wide = torch.complex64 if kind.is_complex() else torch.float32
+    return (torch.randn(shape, generator=generator, dtype=wide) * 0.05).to(dtype)
+
+
+def _number(length: Any, batch: Any, size: int) -> int:
+    """Returns a length for a batch of `size` samples."""
+    if not isinstance(length, torch.SymInt):
+        return int(length)
+    number = length.node.expr
+    if isinstance(batch, torch.SymInt):
+        number = sympy.sympify(number).subs(batch.node.expr, size)
+    if not sympy.sympify(number).is_number:
+        raise CannotKeepError("the shapes of its arguments depend on the numbers in tensors")
+    return int(number)
+
+
+def _line(sizes: Sequence[int], tensors: Sequence[Tensor]) -> Line:
+    """Returns how a result's shape follows from the batch size."""
+    first = tensors[0]
+    if any((each.dim(), each.dtype) != (first.dim(), first.dtype) for each in tensors):
+        raise CannotKeepError("the kind of tensor that it returns depends on the batch size or on numbers")
+    lengths = []
+    for place in range(first.dim()):
+        found = [each.shape[place] for each in tensors]
+        slope = (found[1] - found[0]) // (sizes[1] - sizes[0]) if len(sizes) > 1 else 0
+        start = found[0] - slope * sizes[0]
+        if found != [slope * size + start for size in sizes]:
+            raise CannotKeepError("a shape that it returns is no multiple of the batch size")
+        lengths.append((slope, start))
+    strides = tensors[-1].stride()
+    order = sorted(range(first.dim()), key=lambda place: (-strides[place], place))
+    return Line(tuple(lengths), tuple(order), first.dtype)
