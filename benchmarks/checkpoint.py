@@ -1,8 +1,8 @@
 """Compares a checkpoint, on one process, with what PyTorch does with the same bytes, both down to the disk.
 
 Out: `save_checkpoint` against `torch.save` and fsync. In: `load_checkpoint`, every checksum compared, against
-`torch.load` and loading the states. In the background: how much longer some steps take with a checkpoint on its way,
-as a share of a plain `save_checkpoint`, and how much memory it takes beside the state.
+`torch.load` and loading the states. In the background: how much memory it takes beside the state; how much longer steps
+take meanwhile, `checkpoint_delay.py` says.
 
 python benchmarks/checkpoint.py [--gigabytes 1] [--pairs 5] [--dir DIR]
 """
@@ -15,13 +15,12 @@ import shutil
 import statistics
 import tempfile
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import torch
-from paired import hush, seconds_of, time_pairs
+from paired import hush, time_pairs
 from torch import nn
 
 from autovaruna import AutoVaruna
@@ -98,36 +97,14 @@ def out_and_in(model: AutoVaruna, optimizer: torch.optim.Optimizer, root: Path, 
     print(f"out and in together, against torch.save and torch.load: ratio {statistics.median(together):.3f}")
 
 
-def in_background(
-    model: AutoVaruna, optimizer: torch.optim.Optimizer, root: Path, num_pairs: int, num_bytes: int
-) -> None:
-    """Prints the delay of training by a checkpoint in the background."""
-    batch = torch.randn(512, WIDTH)
-    train(model, optimizer, 2, batch)
-    plain = statistics.median(seconds_of(lambda: model.save_checkpoint(root, step=0)) for _ in range(3))
-    step = statistics.median(seconds_of(lambda: train(model, optimizer, 1, batch)) for _ in range(3))
-    num_steps = max(2, round(4 * plain / step))
-    shares, calls = [], []
-    for _ in range(num_pairs):
-        without = seconds_of(lambda: train(model, optimizer, num_steps, batch))
-        begin = time.perf_counter()
-        model.save_checkpoint(root, step=0, background=True)
-        calls.append(time.perf_counter() - begin)
-        train(model, optimizer, num_steps, batch)
-        shares.append((time.perf_counter() - begin - without) / plain)
-        model.wait_checkpoint()
-    low, middle, high = statistics.quantiles(shares, n=4)
-    print(
-        f"delay of {num_steps} steps of {step:.2f} s by a checkpoint in the background, over a plain write of "
-        f"{plain:.2f} s: {middle:.1%} (half of {num_pairs} in {low:.1%} to {high:.1%}); the call takes "
-        f"{1e3 * statistics.median(calls):.0f} ms"
-    )
+def in_background(model: AutoVaruna, root: Path, num_bytes: int) -> None:
+    """Prints the memory that a checkpoint in the background takes."""
 
     def save() -> None:
         model.save_checkpoint(root, step=0, background=True)
         model.wait_checkpoint()
 
-    print(f"memory that it takes: {peak_of(save) / num_bytes:.2f} of the state")
+    print(f"memory that one in the background takes: {peak_of(save) / num_bytes:.2f} of the state")
 
 
 def main() -> None:
@@ -146,7 +123,7 @@ def main() -> None:
     root = Path(tempfile.mkdtemp(prefix="checkpoint-", dir=args.dir))
     try:
         out_and_in(model, optimizer, root, args.pairs)
-        in_background(model, optimizer, root, args.pairs, num_bytes)
+        in_background(model, root, num_bytes)
     finally:
         shutil.rmtree(root)
 

@@ -28,12 +28,14 @@ SCRIPTS = {
     "placement": "Splits of published placement workloads",
     "prediction": "Predicted seconds and bytes against measured ones",
     "checkpoint": "Checkpoints against torch.save and torch.load",
+    "checkpoint_delay": "Steps with a checkpoint in the background",
 }
 NO_QUICK = {
     "overhead": ["--pairs", "20"],
     "placement": [],
     "prediction": ["--steps", "3"],
     "checkpoint": ["--gigabytes", "0.25"],
+    "checkpoint_delay": ["--gigabytes", "0.25"],
 }
 TIMEOUT_SECONDS = 900
 
