@@ -12,7 +12,7 @@ from torch import Tensor
 
 from autovaruna.checkpoint.document import decode
 from autovaruna.checkpoint.optimizer_state import check_optimizer, load_optimizer
-from autovaruna.checkpoint.read import read_all, read_new
+from autovaruna.checkpoint.read import Reader, read_all, read_new
 from autovaruna.checkpoint.source import Source
 from autovaruna.checkpoint.subject import Subject
 from autovaruna.checkpoint.tensor_file import Entry
@@ -92,7 +92,7 @@ class Loading:
         known = self.state.get("optimizer")
         if subject.optimizer is not None and known is not None:
             state = self.state.get("optimizer_state", {}) if with_state else {}
-            load_optimizer(subject, known, state, lambda name: _first(subject, name), self._read)
+            load_optimizer(subject, known, state, lambda name: _first(subject, name), Reader(self.source.others))
 
     def load_rest(self, rank: int, scaler: Any = None, lr_scheduler: Any = None) -> CheckpointInfo:
         """Gives scaler, schedule and generators their states, and returns the rest."""

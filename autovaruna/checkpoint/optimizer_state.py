@@ -8,11 +8,11 @@ from typing import Any
 from torch import Tensor
 
 from autovaruna.checkpoint.document import Json, decode, encode
+from autovaruna.checkpoint.read import Reader
 from autovaruna.checkpoint.subject import Subject
 from autovaruna.errors import CheckpointError
 from autovaruna.runtime.optimizer import CutOptimizer
 
-Read = Callable[[str], Tensor]
 STATE_PREFIX = "optimizer.state."
 """What the names of tensors begin with that change in the optimizer's step alone."""
 
@@ -72,16 +72,22 @@ def check_optimizer(optimizer: CutOptimizer, known: Mapping[str, Any], first_of:
 
 
 def load_optimizer(
-    subject: Subject, known: Mapping[str, Any], state: Mapping[str, Json], first_of: Callable[[str], str], read: Read
+    subject: Subject,
+    known: Mapping[str, Any],
+    state: Mapping[str, Json],
+    first_of: Callable[[str], str],
+    reader: Reader,
 ) -> None:
     """Gives an optimizer the saved options of its groups, and the state of the parameters that this rank holds.
+
+    State that it has is overwritten where it is, so that there is no second copy.
 
     Args:
         subject: Whose optimizer.
         known: Class and groups, as `encode_groups` returned them.
         state: State by name; empty: options alone.
         first_of: Turns a saved name into the first name of this model.
-        read: Reads a tensor.
+        reader: Reads tensors.
     """
     assert subject.optimizer is not None
     optimizer = subject.optimizer.optimizer
@@ -90,16 +96,24 @@ def load_optimizer(
     groups: list[dict[str, Any]] = []
     names = iter(_own_names(subject.optimizer, subject))
     for given, group in zip(known["param_groups"], optimizer.param_groups, strict=True):
-        options = decode({key: value for key, value in given.items() if key != "params"}, read)
+        options = decode({key: value for key, value in given.items() if key != "params"}, reader.tensor)
         start = sum(len(each["params"]) for each in groups)
-        places = list(range(start, start + len(group["params"])))
-        for place in places:
+        for place, parameter in enumerate(group["params"], start):
             name = next(names)
             if name in by_first:
-                own[place] = decode(by_first[name], read)
-        groups.append({**options, "params": places})
+                own[place] = _decode_state(by_first[name], optimizer.state.get(parameter, {}), reader)
+        groups.append({**options, "params": list(range(start, start + len(group["params"])))})
+    reader.fill()
     optimizer.load_state_dict({"state": own, "param_groups": groups})
     _keep_dtypes(optimizer, own)
+
+
+def _decode_state(given: Json, now: Mapping[str, Any], reader: Reader) -> Any:
+    """Returns the state of a parameter, in the memory of what it has now where that fits."""
+    places = {
+        value["$tensor"]: now.get(key) for key, value in given.items() if isinstance(value, dict) and "$tensor" in value
+    }
+    return decode(given, lambda name: reader.tensor(name, places.get(name)))
 
 
 def _keep_dtypes(optimizer: Any, own: Mapping[int, Any]) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,6 +36,35 @@ def read_all(pairs: Sequence[tuple[Entry, Tensor]]) -> None:
             os.close(descriptor)
     with torch.no_grad():
         torch.autograd.graph.increment_version([tensor for _, tensor in pairs if not tensor.is_inference()])
+
+
+class Reader:
+    """Reads tensors by name, many at a time: each has its memory at once, and its numbers when `fill` returns.
+
+    Args:
+        entries: Where they are.
+    """
+
+    def __init__(self, entries: Mapping[str, Entry]) -> None:
+        self._entries = entries
+        self._pairs: list[tuple[Entry, Tensor]] = []
+
+    def tensor(self, name: str, place: Any = None) -> Tensor:
+        """Returns a tensor on the host, or `place`, if that is a tensor of this shape and dtype."""
+        entry = self._entries[name]
+        fits = isinstance(place, Tensor) and (place.shape, place.dtype) == (entry.shape, entry.dtype)
+        tensor = place if fits and not place.is_meta else torch.empty(entry.shape, dtype=entry.dtype)
+        self._pairs.append((entry, tensor))
+        return tensor
+
+    def fill(self) -> None:
+        """Reads them all.
+
+        Raises:
+            CheckpointError: a file has become shorter, or cannot be read.
+        """
+        pairs, self._pairs = self._pairs, []
+        read_all(pairs)
 
 
 def read_new(entry: Entry) -> Tensor:

@@ -21,6 +21,8 @@ from autovaruna.checkpoint.tensor_file import read_header
 from autovaruna.checkpoint.write import write
 from tests.catalogue import CASES
 from tests.checkpoint.runs import OPTIMIZERS, SETUPS, save_halfway
+from tests.checkpoint.test_damage import step as train
+from tests.checkpoint.test_damage import trained
 
 
 def saved_gpt2(root: Path, **options: Any) -> Path:
@@ -201,6 +203,7 @@ def test_the_library_safetensors_reads_each_dtype(dtype: torch.dtype, tmp_path: 
     }
 
 
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
 @pytest.mark.parametrize("dtype", KEPT_AS)
 def test_dtypes_that_the_format_lacks_come_back(dtype: torch.dtype, tmp_path: Path) -> None:
     tensors = {
@@ -213,3 +216,18 @@ def test_dtypes_that_the_format_lacks_come_back(dtype: torch.dtype, tmp_path: Pa
         found = read_new(entry)
         assert found.dtype == dtype and found.shape == tensors[name].shape
         assert torch.equal(found.reshape(-1).view(torch.uint8), tensors[name].reshape(-1).view(torch.uint8))
+
+
+def test_state_that_is_there_is_overwritten_in_place(tmp_path: Path) -> None:
+    model = trained()
+    model.save_checkpoint(tmp_path, step=1)
+    assert model._optimizer is not None
+    states = list(model._optimizer.state.values())
+    expected = [{name: value.clone() for name, value in state.items()} for state in states]
+    places = [value.data_ptr() for state in states for value in state.values()]
+    train(model)
+    model.load_checkpoint(tmp_path)
+    found = list(model._optimizer.state.values())
+    assert [value.data_ptr() for state in found for value in state.values()] == places
+    for got, known in zip(found, expected, strict=True):
+        assert all(torch.equal(got[name], known[name]) for name in known)
