@@ -224,9 +224,8 @@ class Engine:
                 part.index: StageModule(part, parameters, buffers, constants, size_of, self._compiled(part, traced))
                 for part in mine
             }
-            gradients = GradientBook(
-                GradientSum(parts, self.plan, self._world, parameters), list(stages.values()), self._world
-            )
+            total = GradientSum(parts, self.plan, self._world, parameters, self.placement)
+            gradients = GradientBook(total, list(stages.values()), self._world)
             self._prepared[key] = Prepared(parts, stages, gradients, _is_half(traced))
         prepared = self._prepared[key]
         for stage in prepared.stages.values():

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from autovaruna.planner.records import Plan
 from autovaruna.runtime.buckets import Sums
+from autovaruna.runtime.placement import Placement
 from autovaruna.runtime.world import World
 from autovaruna.stage.module import ParameterUse
 from autovaruna.stage.split import Split
@@ -38,18 +39,24 @@ class Order:
     ones come first, on every rank.
 
     Args:
-        uses: The parameters with all their uses that get a gradient, the last first.
+        uses: The parameters of this rank, each with all its uses that get a gradient, the last first.
+        holders: The ranks that hold each of them: a use without a gradient, and another graph, may need it elsewhere.
 
     Attributes:
-        tied: those that several stages use.
-        stages: the others, by the ranks that sum them and by stage.
+        spread: those that several stages use, or that ranks without a gradient hold, with the ranks that get the sum.
+        uses: their uses.
+        stages: the uses of the others, by the ranks that sum them and by stage.
     """
 
-    def __init__(self, uses: Mapping[str, list[Use]]) -> None:
-        self.tied = {name: each for name, each in uses.items() if len({use.stage for use in each}) > 1}
+    def __init__(self, uses: Mapping[str, list[Use]], holders: Mapping[str, tuple[int, ...]]) -> None:
+        self.uses: dict[str, list[Use]] = {}
+        self.spread: dict[str, tuple[int, ...]] = {}
         self.stages: dict[tuple[int, ...], dict[int, dict[str, list[Use]]]] = {}
+        for name, each in uses.items():
+            if len({use.stage for use in each}) > 1 or set(holders[name]) != set(each[0].ranks):
+                self.uses[name], self.spread[name] = each, tuple(sorted(holders[name]))
         for name, each in sorted(uses.items(), key=lambda item: -item[1][0].stage):
-            if name not in self.tied:
+            if name not in self.spread:
                 self.stages.setdefault(each[0].ranks, {}).setdefault(each[0].stage, {})[name] = each
 
 
@@ -61,11 +68,20 @@ class GradientSum:
         plan: Their ranks.
         world: The ranks' way to talk.
         parameters: This rank's parameters by first name.
+        placement: Who holds each parameter, and so needs its gradient.
     """
 
-    def __init__(self, split: Split, plan: Plan, world: World, parameters: Mapping[str, nn.Parameter]) -> None:
+    def __init__(
+        self,
+        split: Split,
+        plan: Plan,
+        world: World,
+        parameters: Mapping[str, nn.Parameter],
+        placement: Placement,
+    ) -> None:
         self._world = world
         self._parameters = parameters
+        self._placement = placement
         self._uses: dict[str, list[Use]] = {}
         for parameter in split.traced.graph.parameters:
             if parameter.needs_gradient:
@@ -102,7 +118,8 @@ class GradientSum:
         if order is None:
             agreed = set().union(*self._world.gather_objects(set(accumulators), "agreeing on gradients"))
             live = {name: [use for use in uses if (name, use.block) in agreed] for name, uses in self._uses.items()}
-            order = Order({name: uses for name, uses in live.items() if any(self._world.rank in u.ranks for u in uses)})
+            holders = {name: self._placement.ranks_of(name) for name, uses in live.items() if uses}
+            order = Order({name: live[name] for name in holders if self._world.rank in holders[name]}, holders)
         if origin is not None:
             self._orders[origin] = order
         return order
@@ -125,7 +142,7 @@ class Summation:
         self._sums = Sums(world)
         self._totals: dict[str, Tensor] = {}
         self._accumulators: dict[ParameterUse, Tensor] = {}
-        self._tied = order.tied
+        self._order = order
         self._coming = {ranks: dict(stages) for ranks, stages in order.stages.items()}
         self._ended: set[int] = set()
 
@@ -140,7 +157,7 @@ class Summation:
         self._accumulators.update(accumulators)
         self._ended.update(stage for stages in self._coming.values() for stage in stages)
         self._start()
-        for name, uses in self._tied.items():
+        for name, uses in self._order.uses.items():
             self._totals[name] = self._chain(name, uses)
         self._sums.finish()
         self._spread()
@@ -167,7 +184,7 @@ class Summation:
         return found if found is not None else torch.zeros_like(self._parameters[name])
 
     def _chain(self, name: str, uses: list[Use]) -> Tensor:
-        """Sums a parameter that several stages use."""
+        """Sums a parameter over the stages that use it; the total is on the first rank of the first of them."""
         stages = list(dict.fromkeys(use.stage for use in uses))
         heads = {use.stage: use.ranks[0] for use in uses}
         mine = [use for use in uses if self._world.rank in use.ranks]
@@ -181,21 +198,20 @@ class Summation:
                 continue
             before = heads[stages[place - 1]] if place else self._world.rank
             if before != self._world.rank:
-                total = torch.empty_like(parts[0])
+                total = torch.empty_like(self._parameters[name])
                 self._world.receive([total], before, _CHAIN_TAG).wait()
             own = [part for use, part in zip(mine, parts, strict=True) if use.stage == stage]
             total = _add_all(own if total is None else [total, *own])
             after = heads[stages[place + 1]] if place + 1 < len(stages) else self._world.rank
             if after != self._world.rank:
                 self._world.send([total], after, _CHAIN_TAG).wait()
-        return total if total is not None else torch.empty_like(parts[0])
+        return total if total is not None else torch.empty_like(self._parameters[name])
 
     def _spread(self) -> None:
-        """Gives the sum of a parameter of several stages to every rank that holds it."""
-        for name, uses in self._tied.items():
-            ranks = tuple(sorted({rank for use in uses for rank in use.ranks}))
+        """Gives these sums to every rank that holds the parameter."""
+        for name, ranks in self._order.spread.items():
             if len(ranks) > 1:
-                self._world.broadcast(self._totals[name], uses[-1].ranks[0], ranks)
+                self._world.broadcast(self._totals[name], self._order.uses[name][-1].ranks[0], ranks)
 
 
 def _use(split: Split, plan: Plan, block: int) -> Use:

@@ -61,7 +61,7 @@ def carry_over(planned: Assignment, traced: TracedModel) -> Assignment:
             stage = next((option for option in wanted if option in possible), possible[0] if possible else -1)
             if stage < 0:
                 raise PlanError(
-                    f"{block.name} uses parameters of stage {fixed[0]}, but what it needs is made at stage {earliest}. "
+                    f"{block.name} uses parameters of stage {fixed[0]}, but can run {_between(earliest, latest[block.index])}. "
                     "The model runs its modules in another order than in the call that was planned. Expected one "
                     "order of modules; wrap the model anew, or run this call on the unwrapped model."
                 )
@@ -70,6 +70,11 @@ def carry_over(planned: Assignment, traced: TracedModel) -> Assignment:
         block_stage[block.index] = stage
     stage_of = {name: block_stage[block.index] for block in traced.graph.blocks for name in block.nodes}
     return Assignment(planned.num_stages, stage_of, _holders(traced, stage_of))
+
+
+def _between(earliest: int, latest: int) -> str:
+    """Says at which stages a block can run, by what it needs and by what needs it."""
+    return f"at stages {earliest} to {latest} alone" if earliest <= latest else "at no stage"
 
 
 def _latest(planned: Assignment, traced: TracedModel) -> dict[int, int]:

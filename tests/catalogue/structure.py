@@ -103,6 +103,19 @@ class Tied(nn.Module):
         return F.cross_entropy(out[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
 
 
+class Anchored(Layered):
+    """Uses a layer's weight once more at its end, where no gradient goes back to it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = x
+        for index in range(self.num_layers):
+            out = self.layer(index, out)
+        with torch.no_grad():
+            anchor = self.layer(0, self.layer(1, x))
+        scores: Tensor = self.head(out * anchor)
+        return scores
+
+
 @dataclass
 class Answer:
     """An output of a user's own class, registered as a pytree below."""
@@ -233,6 +246,7 @@ STRUCTURE = (
     Case("skip", lambda: Classifier(Skip()), labelled),
     Case("tied", lambda: Tied(2), tokens, max_stages=3),
     Case("tied_three_ways", lambda: Tied(3), tokens, max_stages=3),
+    Case("tied_without_gradient", lambda: Classifier(Anchored()), labelled),
     Case("shared_input", SharedInput, labelled),
     outputs("tuple"),
     outputs("dict"),

@@ -280,6 +280,32 @@ def test_parameters_may_be_frozen_and_set_free_between_calls() -> None:
     assert len(got.gradients[0]) == len(list(case.model().parameters()))
 
 
+class Branching(nn.Module):
+    """Uses a layer, and another one a second time, only when it is asked to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.extra = (nn.Linear(4, 4) for _ in range(3))
+        self.head = nn.Linear(4, 1)
+
+    def forward(self, x: Tensor, more: bool) -> Tensor:
+        x = torch.tanh(self.second(torch.tanh(self.first(x))))
+        if more:
+            x = torch.tanh(self.second(self.extra(x)))
+        loss: Tensor = self.head(x).square().mean()
+        return loss
+
+
+@pytest.mark.parametrize("order", ["fttft", "tfftf"])
+@pytest.mark.parametrize("setup", [pipeline(2), pipeline(3), Setup(((0, 1), (2,)))], ids=str)
+def test_layers_that_some_calls_do_not_use_are_the_same_everywhere(setup: Setup, order: str) -> None:
+    """Each rank that holds such a layer, or holds one at a stage that this call does not need, gets its gradient."""
+    case = Case("branching", Branching, lambda size, seed: ((torch.randn(size, 4), order[seed] == "t"), {}))
+    torch.manual_seed(3)
+    batches = [case.batch(6, step) for step in range(len(order))]
+    compare(train(case, setup, batches), plain_steps(case, batches))
+
+
 def test_modules_are_those_of_the_model() -> None:
     case = CASES["conv_net_batch_norm"]
 
