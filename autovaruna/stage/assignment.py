@@ -60,8 +60,9 @@ def carry_over(planned: Assignment, traced: TracedModel) -> Assignment:
             possible = [option for option in fixed if earliest <= option <= latest[block.index]]
             stage = next((option for option in wanted if option in possible), possible[0] if possible else -1)
             if stage < 0:
+                where = _between(earliest, latest[block.index])
                 raise PlanError(
-                    f"{block.name} uses parameters of stage {fixed[0]}, but can run {_between(earliest, latest[block.index])}. "
+                    f"{block.name} uses parameters of stage {fixed[0]}, but can run {where}. "
                     "The model runs its modules in another order than in the call that was planned. Expected one "
                     "order of modules; wrap the model anew, or run this call on the unwrapped model."
                 )
