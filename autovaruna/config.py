@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import logging
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -107,15 +108,24 @@ def _check_together(settings: Settings) -> None:
     if settings.num_stages and settings.stage_ranks and settings.num_stages != len(settings.stage_ranks):
         _contradiction(settings, "num_stages", "stage_ranks", "stage_ranks has one list of ranks for each stage")
 
-    sizes = {len(ranks) for ranks in settings.stage_ranks}
-    if settings.inputs == "per_replica" and len(sizes) != 1:
-        _contradiction(settings, "inputs", "stage_ranks", "per_replica needs as many ranks for each stage")
+    if settings.inputs == "per_replica" and not (settings.stage_ranks and all(settings.stage_ranks)):
+        _contradiction(settings, "inputs", "stage_ranks", "per_replica needs the ranks of each stage")
     if settings.inputs == "per_replica" and _is_in_two_replicas(settings.stage_ranks):
         _contradiction(settings, "inputs", "stage_ranks", "a rank passes the mini-batch of one replica alone")
 
 
+def replicas_of(stage_ranks: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
+    """Returns the ranks of each replica of a whole model: as many replicas as divide the ranks of every stage.
+
+    With two ranks for one stage and four for another there are two, of one rank and two; with one and two there is one.
+    """
+    number = math.gcd(*map(len, stage_ranks))
+    every = (dict.fromkeys(rank for ranks in stage_ranks for rank in ranks[first::number]) for first in range(number))
+    return tuple(map(tuple, every))
+
+
 def _is_in_two_replicas(stage_ranks: Sequence[Sequence[int]]) -> bool:
-    replicas = [set(ranks) for ranks in zip(*stage_ranks, strict=True)]
+    replicas = replicas_of(stage_ranks)
     return sum(map(len, replicas)) > len(set().union(*replicas))
 
 

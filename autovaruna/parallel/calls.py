@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from autovaruna.config import replicas_of
 from autovaruna.errors import RankError
 from autovaruna.graph.call import CallSpec
 from autovaruna.runtime.world import World
@@ -63,11 +64,11 @@ class SharedCall:
 
 
 def input_groups(settings: Settings, num_ranks: int) -> tuple[tuple[int, ...], ...]:
-    """Returns the ranks that pass the same mini-batch: each alone, all, or those at one place of every stage."""
+    """Returns the ranks that pass the same mini-batch: each alone, all, or those of a replica."""
     if settings.inputs == "replicated":
         return (tuple(range(num_ranks)),)
     if settings.inputs == "per_replica":
-        return tuple(tuple(dict.fromkeys(ranks)) for ranks in zip(*settings.stage_ranks, strict=True))
+        return replicas_of(settings.stage_ranks)
     return tuple((rank,) for rank in range(num_ranks))
 
 

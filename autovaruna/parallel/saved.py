@@ -6,6 +6,7 @@ import logging
 import shutil
 from pathlib import Path
 
+from autovaruna.config import replicas_of
 from autovaruna.errors import DeploymentError, ScheduleError
 from autovaruna.graph.records import Graph
 from autovaruna.planner.deployment import Deployment, load, plan_from
@@ -63,7 +64,7 @@ def _runnable(deployment: Deployment, graph: Graph, settings: Settings, fingerpr
     """Returns the plan of a deployment, which may have been edited by hand, if it can run."""
     plan = deployment.plan
     most = int(fingerprint.shapes[GLOBAL_BATCH])
-    groups = {"replicated": 1, "per_replica": len(settings.stage_ranks[0]) if settings.stage_ranks else 1}
+    groups = {"replicated": 1, "per_replica": len(replicas_of(settings.stage_ranks)) if settings.stage_ranks else 1}
     least = min(groups.get(settings.inputs, plan.num_ranks), most)
     if not least <= plan.num_micro_batches <= most:
         raise DeploymentError(

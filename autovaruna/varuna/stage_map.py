@@ -10,7 +10,7 @@ AUTO = "auto"
 """What the launcher passes on in place of a map that is still to be found."""
 
 Grid = tuple[tuple[int, ...], ...]
-"""The ranks of each stage, as many for each."""
+"""The ranks of each stage."""
 StageMap = Mapping[int, Sequence[int]] | Sequence[Sequence[int]] | str | None
 
 
@@ -33,7 +33,7 @@ def read_map(stage_to_rank_map: StageMap, num_ranks: int) -> Grid | None:
         num_ranks: ranks that there are.
 
     Raises:
-        InputError: it is no map, or does not give every rank its place in one replica.
+        InputError: it is no map, or does not give every rank its place.
     """
     if stage_to_rank_map is None or stage_to_rank_map in ("", AUTO):
         return None
@@ -68,11 +68,6 @@ def _complaint(grid: Grid, num_ranks: int) -> str:
     unknown = sorted({rank for rank in named if not 0 <= rank < num_ranks})
     if unknown:
         return f"got rank {unknown[0]}; expected ranks from 0 to {num_ranks - 1}. Start more, or name these"
-    if len({len(ranks) for ranks in grid}) > 1:
-        sizes = [len(ranks) for ranks in grid]
-        return (
-            f"got stages of {sizes} ranks; expected as many for each. AutoVaruna takes any number, on its own batches"
-        )
     if len(set(named)) < len(named):
         return "got a rank twice; expected each in one place"
     missing = sorted(set(range(num_ranks)) - set(named))

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import logging
 import math
-import os
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -12,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autovaruna.errors import CheckpointError, InputError, OrderError
+from autovaruna.errors import InputError, OrderError
 from autovaruna.parallel.ahead import adopt, prepare
 from autovaruna.parallel.modes import as_in_training
 from autovaruna.parallel.wrapper import AutoVaruna
@@ -25,21 +23,19 @@ from autovaruna.varuna.batches import (
     on_device,
     positive,
     sample_batch,
-    share_of_replica,
 )
 from autovaruna.varuna.evaluation import mean_loss
 from autovaruna.varuna.find import find_grid
 from autovaruna.varuna.loss_scale import StepScale
+from autovaruna.varuna.place import Place, place_of
 from autovaruna.varuna.ranks import device_of, local_rank_of
 from autovaruna.varuna.requests import Requests
 from autovaruna.varuna.shared_weights import tie
-from autovaruna.varuna.split_module import SplitModule
 from autovaruna.varuna.stage_map import Grid, StageMap, read_map
+from autovaruna.varuna.stored import StoredModule
 
-logger = logging.getLogger(__name__)
 
-
-class Varuna(SplitModule):
+class Varuna(StoredModule):
     """Trains a model with cut points on a grid of stages and replicas; one step is one call of `step`.
 
     Wrapping plans and splits the model. The optimizer is made afterwards, from ``parameters()`` of this rank's stages,
@@ -113,29 +109,23 @@ class Varuna(SplitModule):
             with as_in_training(model), self._precision():
                 sample = sample_batch(get_batch_fn, model, self.global_batch_size, self.device)
                 grid, chunk_size = find_grid(model, sample, self.global_batch_size, chunk_size, settings, self.world)
-        self._take_place(grid, chunk_size)
+        self._take_place(place_of(self.rank, grid, self.global_batch_size), chunk_size)
         self.__dict__["model"] = self._wrap(model, grid, get_batch_fn, settings)  # names stay the model's own
 
-    def _take_place(self, grid: Grid, chunk_size: int | None) -> None:
+    def _take_place(self, place: Place, chunk_size: int | None) -> None:
         """Notes where this rank is in the grid."""
-        self.stage_to_rank_map = {stage: list(ranks) for stage, ranks in enumerate(grid)}
-        self.partitions, self.data_depth = len(grid), len(grid[0])
-        places = [(stage, ranks.index(self.rank)) for stage, ranks in enumerate(grid) if self.rank in ranks]
-        self.stage, self.rank_within_stage = places[0]
+        self.place = place
+        self.stage_to_rank_map = {stage: list(ranks) for stage, ranks in enumerate(place.grid)}
+        self.partitions, self.data_depth = len(place.grid), place.num_replicas
+        self.stage, self.rank_within_stage = place.stage, place.replica
         self.data_parallel = self.data_depth > 1
-        if self.global_batch_size < self.data_depth:
-            raise InputError(
-                f"batch_size is {self.global_batch_size} for {self.data_depth} replicas; expected at least one sample "
-                "for each."
-            )
-        self.batch_size = share_of_replica(self.global_batch_size, self.rank_within_stage, self.data_depth)
+        self.batch_size = place.share_of(place.replica)
         self._chunk_size = chunk_size
 
     def _wrap(self, model: nn.Module, grid: Grid, get_batch_fn: GetBatch, settings: dict[str, Any]) -> AutoVaruna:
         """Plans and splits the model over the ranks of the grid."""
         if self._chunk_size:
-            largest = share_of_replica(self.global_batch_size, 0, self.data_depth)
-            settings["num_micro_batches"] = self.data_depth * math.ceil(largest / self._chunk_size)
+            settings["num_micro_batches"] = self.data_depth * math.ceil(self.place.share_of(0) / self._chunk_size)
         wrapped = AutoVaruna(
             model,
             scaler=self._scale.scaler if self._scale else None,
@@ -159,8 +149,7 @@ class Varuna(SplitModule):
     @property
     def samples(self) -> slice:
         """Which samples of a global batch this rank's replica passes to `step`."""
-        sizes = [share_of_replica(self.global_batch_size, r, self.data_depth) for r in range(self.rank_within_stage)]
-        return slice(sum(sizes), sum(sizes) + self.batch_size)
+        return self.place.samples
 
     def set_optimizer(
         self,
@@ -269,56 +258,7 @@ class Varuna(SplitModule):
         most = positive("batch_size", batch_size or self.global_batch_size)
         batch = on_device(check_inputs(inputs, "evaluate() got"), self.device)
         with self._precision():
-            return mean_loss(self.model, batch, most, self.stage_to_rank_map[0], self.world)
-
-    def checkpoint(
-        self,
-        global_store: str | os.PathLike[str],
-        step: int | None = None,
-        tempdir: str | None = None,
-        shard: bool = False,
-        on_demand: bool = False,
-    ) -> None:
-        """Writes a checkpoint: weights, buffers, optimizer, loss scale and random state. Collective.
-
-        Args:
-            global_store: Folder of all checkpoints, which every rank reaches.
-            step: Number of the checkpoint; None: the steps done so far.
-            tempdir: Folder of this host to write to first; the copy to `global_store` goes on in the background.
-            shard: Whether replicas share the writing.
-            on_demand: Whether it must be complete on return, as before the process ends.
-        """
-        self.model.save_checkpoint(
-            global_store,
-            step=self.iteration if step is None else step,
-            tempdir=tempdir,
-            background=tempdir is not None and not on_demand,
-            shard=shard,
-            scaler=self._scale.scaler if self._scale else None,
-            extra={"iteration": self.iteration},
-        )
-
-    def load_checkpoint(
-        self, global_store: str | os.PathLike[str], iteration: int | str, check_complete: bool = True
-    ) -> None:
-        """Loads a checkpoint that was written by any number of ranks, on any grid. Collective.
-
-        Args:
-            global_store: Folder of all checkpoints.
-            iteration: Its number, or ``latest``.
-            check_complete: Whether a checkpoint that is not complete is an error; it is never loaded in any case: with
-                False the newest complete one is loaded in its place.
-        """
-        scaler = self._scale.scaler if self._scale else None
-        try:
-            found = self.model.load_checkpoint(global_store, step=iteration, scaler=scaler)
-        except CheckpointError as error:
-            if check_complete:
-                raise
-            logger.warning("loading the newest complete checkpoint: %s", error)
-            found = self.model.load_checkpoint(global_store, step="latest", scaler=scaler)
-        known = found.extra if isinstance(found.extra, Mapping) else {}
-        self.iteration = int(known.get("iteration", found.step or 0))
+            return mean_loss(self.model, batch, most, self.place.leaders, self.world)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops the gradients of this rank."""

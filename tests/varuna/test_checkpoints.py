@@ -10,7 +10,13 @@ import pytest
 from autovaruna.errors import CheckpointError
 from tests.varuna.scripts import close, on_ranks, steps, wrap
 
-GRIDS = {"one": (1, None), "two stages": (2, "0;1"), "grid": (4, "0,2;1,3"), "three stages": (3, "0;1;2")}
+GRIDS = {
+    "one": (1, None),
+    "two stages": (2, "0;1"),
+    "grid": (4, "0,2;1,3"),
+    "three stages": (3, "0;1;2"),
+    "unequal": (3, "0,2;1"),
+}
 
 
 def run(grid: str, first: int, last: int, folder: Path | None = None, **how: Any) -> list[Any]:
@@ -33,7 +39,12 @@ def run(grid: str, first: int, last: int, folder: Path | None = None, **how: Any
 
 @pytest.mark.parametrize(
     ("source", "target", "dropout"),
-    [("two stages", "grid", 0.0), ("grid", "three stages", 0.0), ("one", "two stages", 0.3)],
+    [
+        ("two stages", "grid", 0.0),
+        ("grid", "unequal", 0.0),
+        ("unequal", "three stages", 0.0),
+        ("one", "two stages", 0.3),
+    ],
 )
 def test_a_run_goes_on_on_any_other_grid(source: str, target: str, dropout: float, tmp_path: Path) -> None:
     """With dropout, micro-batches must be the same: one with replicas has others."""

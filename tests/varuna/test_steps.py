@@ -21,6 +21,8 @@ GRIDS = {
     "grid": (4, "0,2;1,3;"),
     "three stages": (3, [[0], [1], [2]]),
     "backwards": (4, {1: [0, 1], 0: [3, 2]}),
+    "unequal": (3, "0;1,2"),
+    "two unequal replicas": (6, "4,5;0,1,2,3"),
 }
 
 
@@ -166,6 +168,19 @@ def test_evaluation_is_the_mean_over_all_samples_in_eval_mode() -> None:
         assert close(found, [expected] * 3) and modes == [True, True]
 
 
+def test_of_stages_with_other_numbers_of_ranks_some_share_a_replica() -> None:
+    def script(world: Any) -> Any:
+        model = wrap("4,5;0,1,2,3", 7, dropout=0.5)
+        mine = {name: tensor[model.samples] for name, tensor in batch(7, 7).items()}
+        return model.data_depth, model.rank_within_stage, model.samples, model.evaluate(mine), model.evaluate(mine, 2)
+
+    expected = net().eval()(**batch(7, 7)).item()
+    found = on_ranks(6, script)
+    assert [(depth, replica) for depth, replica, *_ in found] == [(2, 0), (2, 1), (2, 0), (2, 1), (2, 0), (2, 1)]
+    assert {str(each[2]) for each in found} == {"slice(0, 4, None)", "slice(4, 7, None)"}
+    assert all(close(list(each[3:]), [expected] * 2) for each in found)
+
+
 def test_the_optimizer_comes_after_wrapping() -> None:
     def script(world: Any) -> None:
         model = net()
@@ -232,7 +247,7 @@ def test_what_cannot_be_used_is_named(act: Any, words: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("stage_map", "words"), [("0;0", "rank twice"), ("0,1", "rank 2 is in no"), ("0,1;2", "as many")]
+    ("stage_map", "words"), [("0;0", "rank twice"), ("0,1", "rank 2 is in no"), ("0,1;;2", "expected the ranks")]
 )
 def test_a_map_gives_each_rank_one_place(stage_map: str, words: str) -> None:
     def script(world: Any) -> None:
@@ -242,7 +257,7 @@ def test_a_map_gives_each_rank_one_place(stage_map: str, words: str) -> None:
     on_ranks(3, script)
 
 
-@pytest.mark.parametrize("stage_ranks", [[], [[0, 1], [2]], [[0, 1], [1, 0]]])
+@pytest.mark.parametrize("stage_ranks", [[], [[], [2]], [[0, 1], [1, 0]], [[0, 1], [2, 3, 1, 4]]])
 def test_inputs_of_replicas_need_replicas_that_are_apart(stage_ranks: Any) -> None:
     with pytest.raises(ConfigError, match=r"inputs = 'per_replica'.*contradict"):
         resolve({"inputs": "per_replica", "stage_ranks": stage_ranks})
