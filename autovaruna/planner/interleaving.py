@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -24,6 +24,8 @@ from autovaruna.planner.trials import Trials
 Progress = Callable[[str, float], None]
 
 _NEAR = 1.03
+_BOUNDING = 0.35
+"""The share of the time for simulations in which shapes may be bounded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +53,10 @@ class Interleaving:
         self.most_each, self.forced_stages, self.order = most_each, forced_stages, order
 
     def shapes(self, counts: list[int], known: Trials) -> list[Shape]:
-        """Returns shapes of plans with one stage a rank, and, over few ranks, even ones; what promises most first."""
+        """Returns shapes of plans with one stage a rank, and even ones; what promises most first.
+
+        Over many ranks those of plans come first: their seconds are of simulations, and know of memory.
+        """
         best: dict[tuple[int, int], tuple[float, Ranks]] = {}
         for candidate in sorted(known.ranked, key=known.ranked.__getitem__):
             if len(candidate.ranks) >= FEWEST_GROUPS:
@@ -60,10 +65,11 @@ class Interleaving:
         found = [
             shape for (_, count), (seconds, ranks) in best.items() for shape in self._shortened(ranks, count, seconds)
         ]
-        if not found or self.problem.cluster.num_ranks <= MAX_UNITS:
-            grids = list(self._even_grids())
-            found += [shape for count in counts for ranks in grids for shape in self._even(ranks, count)]
-        return _varied(found)
+        grids = list(self._even_grids())
+        even = [shape for count in counts for ranks in grids for shape in self._even(ranks, count)]
+        if self.problem.cluster.num_ranks <= MAX_UNITS:
+            return _varied(found + even)
+        return _varied(found) + _varied(even)
 
     def _shortened(self, groups: Ranks, count: int, seconds: float) -> Iterator[Shape]:
         """Yields a shape for each pattern; it takes what one stage a rank takes, but for most of the fill."""
@@ -79,6 +85,8 @@ class Interleaving:
         num_ranks, forced = self.problem.cluster.num_ranks, self.problem.constraints.num_replicas
         replicas = [forced] if forced else spread(1, num_ranks // FEWEST_GROUPS)
         numbers = {num_ranks // each for each in replicas}
+        if not forced:
+            numbers |= {each for each in range(FEWEST_GROUPS, num_ranks + 1) if num_ranks % each == 0}
         for number in sorted(numbers if num_ranks > MAX_UNITS or forced else range(FEWEST_GROUPS, num_ranks + 1)):
             yield layouts(self.problem, self.order, [forced or num_ranks // number] * number)[0]
 
@@ -113,17 +121,49 @@ class Interleaving:
             yield Candidate(starts, ranks, shape.num_micro_batches)
 
     def try_shapes(self, counts: list[int], known: Trials, trials: Trials, most_seconds: float) -> None:
-        """Simulates the shapes that may be faster than what is known, until that took so many seconds."""
-        limit = self.planner.spent_seconds + most_seconds
-        for shape in self.shapes(counts, known):
-            least = min(known.least_seconds * WORTH, trials.least_seconds)
-            if shape.seconds >= least:
-                continue
-            if self.planner.spent_seconds > limit:
-                trials.was_cut_short = True
+        """Simulates the shapes that may be faster than what is known, until that took so many seconds.
+
+        What no schedule beats says more than a formula and costs less than a simulation: it sets the order.
+        """
+        start = self.planner.spent_seconds
+        for least_bound, shape in self._by_bound(counts, known, start + most_seconds * _BOUNDING):
+            if least_bound >= min(known.least_seconds * WORTH, trials.least_seconds):
                 break
-            for candidate in self.candidates(shape):
-                trials.attempt(candidate, least * _NEAR)
+            for bound, candidate in self._laid_out(shape):
+                least = min(known.least_seconds * WORTH, trials.least_seconds)
+                if self.planner.spent_seconds > start + most_seconds:
+                    trials.was_cut_short = True
+                    return
+                if bound < least:
+                    trials.attempt(candidate, least * _NEAR)
+
+    def _by_bound(self, counts: list[int], known: Trials, limit: float) -> list[tuple[float, Shape]]:
+        """Returns the shapes that fit with their bounds, the least first, as many as are bounded by the limit."""
+        found: list[tuple[float, Shape]] = []
+        memory = max(self.problem.cluster.memory_bytes)
+        for shape in self.shapes(counts, known):
+            sized = self.planner.sized(shape.num_micro_batches)
+            state = float(sized.model.fixed(sized.held)[0, self.planner.tables.num_segments])
+            if shape.seconds >= known.least_seconds * WORTH or state > memory * len(shape.groups):
+                continue
+            if self.planner.spent_seconds > limit and found:
+                break
+            bounds = (self._bound(candidate) for candidate in self.candidates(shape))
+            found.append((next((bound for bound in bounds if bound < math.inf), math.inf), shape))
+        return sorted((pair for pair in found if pair[0] < math.inf), key=lambda pair: pair[0])
+
+    def _bound(self, candidate: Candidate) -> float:
+        """Returns what no schedule of a candidate beats; infinite if it does not fit."""
+        self.planner.count_candidate()
+        plan = self.planner.build(candidate)
+        return self.planner.bound(plan) if plan else math.inf
+
+    def _laid_out(self, shape: Shape) -> list[tuple[float, Candidate]]:
+        """Returns the candidates of a shape, the first cuts in every layout over hosts, with their bounds in order."""
+        own, others = list(self.candidates(shape)), layouts(self.problem, self.order, [*map(len, shape.groups)])
+        places = [tuple(groups[group] for group in shape.pattern) for groups in others if groups != shape.groups]
+        found = own + [replace(own[0], ranks=ranks) for ranks in places]
+        return sorted(((self._bound(each), each) for each in found), key=lambda pair: pair[0])
 
 
 def _varied(shapes: list[Shape]) -> list[Shape]:

@@ -45,7 +45,7 @@ Progress = Callable[[str, float], None]
 _SMALL = 3000
 _SPLIT_SECONDS, _CLIMB_SECONDS, _REST_SECONDS = 2.0, 2.0, 2.0
 """What simulations may take, by the count of `Planner.spent_seconds`, so that a search ends alike on every machine."""
-_SHAPES_SECONDS, _SHAPES_CLIMB_SECONDS, _PATTERNS_SECONDS = 1.0, 1.0, 1.0
+_SHAPES_SECONDS, _SHAPES_CLIMB_SECONDS, _PATTERNS_SECONDS = 1.5, 1.0, 1.0
 _STARTS, _SHAPES_STARTS = 4, 2
 _NEAR, _NEAR_OF_FEW_RANKS = 1.03, 1.1
 

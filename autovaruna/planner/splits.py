@@ -74,6 +74,7 @@ class Splitter:
     def _stage_counts(self) -> list[int]:
         """Returns few and many stages, and all that give each stage equally many replicas with few ranks left over."""
         counts = {*spread(1, self.max_stages), *(self.num_ranks // replicas for replicas in spread(1, self.num_ranks))}
+        counts |= {count for count in range(1, self.num_ranks + 1) if self.num_ranks % count == 0}
         return sorted(count for count in counts if count <= self.max_stages)
 
     def replicas(self, num_stages: int) -> int:
