@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from pathlib import Path
+from typing import SupportsIndex
 
 from autovaruna.checkpoint.folder import Saved, saved_in
 from autovaruna.checkpoint.manifest import MANIFEST, read_manifest
@@ -28,6 +29,7 @@ def choose(world: World, root: str | os.PathLike[str], step: int | str) -> Sourc
         CheckpointError: there is none; says what is damaged, and how.
     """
     path = Path(root)
+    step = step if isinstance(step, str | bool) or not isinstance(step, SupportsIndex) else step.__index__()
     found = on_first(world, lambda: _candidates(path, step), "looking for checkpoints")
     if found is None:
         return together(world, lambda: open_source(path), "opening a checkpoint")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import partial
 from os import PathLike
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch
 from torch import nn
@@ -122,8 +122,7 @@ class StatefulModule(ShownModule):
         Raises:
             CheckpointError: it cannot be saved; the same on every rank. Earlier ones are as they were.
         """
-        if not isinstance(step, int) or step < 0 or (keep is not None and keep < 1):
-            raise InputError(f"Got step={step!r}, keep={keep!r}; expected a number from 0 on, and None or at least 1.")
+        step, keep = _number("step", step, 0), None if keep is None else _number("keep", keep, 1)
         content = Content(step, data_position, extra, scaler, lr_scheduler)
         self._persistence.save(self._subject(), dir, content, Way(keep, tempdir, shard, background))
 
@@ -187,3 +186,10 @@ class StatefulModule(ShownModule):
 
     def _placement(self) -> Placement:
         return self._engine.placement if self._engine is not None else Placement({}, self.world.num_ranks)
+
+
+def _number(name: str, value: SupportsIndex, least: int) -> int:
+    """Returns a whole number, of whatever type."""
+    if isinstance(value, bool) or not isinstance(value, SupportsIndex) or value.__index__() < least:
+        raise InputError(f"{name} is {value!r}; expected a whole number from {least} on.")
+    return value.__index__()

@@ -13,11 +13,12 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from autovaruna import AutoVaruna, CheckpointError, OrderError
+from autovaruna import AutoVaruna, CheckpointError, InputError, OrderError
 from autovaruna.checkpoint import background, commit, direct, manifest, part
 from autovaruna.checkpoint import write as write_module
 from tests.catalogue import CASES
@@ -237,3 +238,17 @@ def test_between_a_load_and_the_first_call_there_is_nothing_to_save(tmp_path: Pa
             model.save_checkpoint(tmp_path, step=2)
 
     on_ranks(Setup(((0, 1),)), case.model(1), run, adamw, token=(case.name, False))
+
+
+@pytest.mark.parametrize("step", [0, 10**12, np.int64(3), torch.tensor(4)])
+def test_any_whole_number_is_a_step(step: Any, tmp_path: Path) -> None:
+    model = trained()
+    model.save_checkpoint(tmp_path, step=step, keep=np.int32(1))
+    assert model.load_checkpoint(tmp_path, step=step).step == int(step)
+
+
+@pytest.mark.parametrize("given", [{"step": -1}, {"step": True}, {"step": "5"}, {"step": 1.0}, {"step": 1, "keep": 0}])
+def test_what_is_no_number_is_named(given: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=rf"{list(given)[-1]} is .*expected a whole number"):
+        trained().save_checkpoint(tmp_path, **given)
+    assert not list(tmp_path.iterdir())
