@@ -19,6 +19,7 @@ from autovaruna.graph.traced import TracedModel
 from autovaruna.graph.tree import Opaque, Undelivered
 from autovaruna.parallel.calls import SharedCall
 from autovaruna.parallel.step import Step, input_key
+from autovaruna.planner.orders import Orders
 from autovaruna.planner.problem import SPLIT_REFUSAL
 from autovaruna.planner.records import Plan
 from autovaruna.runtime.batch import GlobalBatch
@@ -45,11 +46,23 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Prepared:
-    """A graph, split and bound to this rank's parameters; `is_half`: whether some of its gradients are float16."""
+    """A graph, split and bound to this rank's parameters.
+
+    Attributes:
+        split: its stages.
+        stages: those of this rank.
+        gradients: sums what they collect.
+        instructions: of this rank.
+        recomputing, splitting: the stages that run forward again, and those that compute weight gradients apart.
+        is_half: whether some of its gradients are float16.
+    """
 
     split: Split
     stages: dict[int, StageModule]
     gradients: GradientBook
+    instructions: tuple[Instruction, ...]
+    recomputing: frozenset[int]
+    splitting: frozenset[int]
     is_half: bool
 
 
@@ -61,7 +74,7 @@ class Engine:
         plan: The plan.
         assignment: The stages of the graph that was planned.
         placement: Who holds which parameter.
-        schedule: The instructions of every rank.
+        orders: The instructions of every rank, for each graph.
         settings: The settings.
         world: The ranks.
         device: Where this rank computes.
@@ -76,7 +89,7 @@ class Engine:
         plan: Plan,
         assignment: Assignment,
         placement: Placement,
-        schedule: Schedule,
+        orders: Orders,
         settings: Settings,
         world: World,
         device: torch.device,
@@ -88,10 +101,8 @@ class Engine:
         self.placement = placement
         self._state = state
         self._assignment = assignment
-        self._schedule = schedule
-        self._recomputing = _stages_with(Kind.RECOMPUTE, schedule)
-        self._splitting = _stages_with(Kind.WEIGHT, schedule)
-        if self._splitting and settings.compile_stages is not False:
+        self._orders = orders
+        if _stages_with(Kind.WEIGHT, orders.planned) and settings.compile_stages is not False:
             raise PlanError(SPLIT_REFUSAL)
         self._settings = settings
         if settings.offload and device.type != "cuda" and world.rank == 0:
@@ -135,8 +146,8 @@ class Engine:
             step=shared.number,
             graph_key=traced.key,
             is_sum=self._settings.reduction == "sum",
-            recomputing=self._recomputing,
-            splitting=self._splitting,
+            recomputing=prepared.recomputing,
+            splitting=prepared.splitting,
             offload=self._settings.offload,
         )
         inputs = dict(zip(traced.inputs, shared.tensors, strict=True))
@@ -150,7 +161,7 @@ class Engine:
             collector=OutputCollector(job, self._world, self._mail, executor.outputs, self._device),
             exchange=GradientExchange(job, self._world, self._mail, executor, inputs),
             sources=self._sources(prepared, inputs),
-            program=partial(self._program, batch),
+            program=partial(_program, prepared.instructions, batch),
             guard=partial(self._guard, executor),
             is_synchronising=self.is_synchronising,
             delivers_all=self._settings.outputs == "all",
@@ -189,11 +200,6 @@ class Engine:
                 totals[name] = totals[name].add_(total) if name in totals else total
         return totals
 
-    def _program(self, batch: GlobalBatch, kinds: Sequence[Kind]) -> list[Instruction]:
-        """Returns this rank's instructions of some kinds, without those of empty micro-batches."""
-        mine = self._schedule[self._world.rank]
-        return [step for step in mine if step.kind in kinds and step.micro_batch in batch.micro_batches]
-
     def _sources(self, prepared: Prepared, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Returns what gets gradients on this rank: its parameters, and inputs that ask for one."""
         parameters = self._state.parameters()
@@ -226,7 +232,16 @@ class Engine:
             }
             total = GradientSum(parts, self.plan, self._world, parameters, self.placement)
             gradients = GradientBook(total, list(stages.values()), self._world)
-            self._prepared[key] = Prepared(parts, stages, gradients, _is_half(traced))
+            schedule = self._orders.along((edge.source, edge.destination, bool(edge.gradients)) for edge in parts.edges)
+            self._prepared[key] = Prepared(
+                parts,
+                stages,
+                gradients,
+                tuple(schedule[self._world.rank]),
+                _stages_with(Kind.RECOMPUTE, schedule),
+                _stages_with(Kind.WEIGHT, schedule),
+                _is_half(traced),
+            )
         prepared = self._prepared[key]
         for stage in prepared.stages.values():
             if not stage.is_bound():
@@ -282,6 +297,11 @@ class Engine:
         self._mail = Mail(self._world, self._device)
         for prepared in self._prepared.values():
             prepared.gradients.take()
+
+
+def _program(instructions: Sequence[Instruction], batch: GlobalBatch, kinds: Sequence[Kind]) -> list[Instruction]:
+    """Returns the instructions of some kinds, without those of empty micro-batches."""
+    return [step for step in instructions if step.kind in kinds and step.micro_batch in batch.micro_batches]
 
 
 def _stages_with(kind: Kind, schedule: Schedule) -> frozenset[int]:

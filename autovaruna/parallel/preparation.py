@@ -20,9 +20,10 @@ from autovaruna.parallel.calls import SharedCall
 from autovaruna.parallel.machine import describe_cluster, optimizer_cost, optimizer_factor, rank_memory
 from autovaruna.parallel.problem import SHAPING, constraints_of, needs_gradient, sizes_to_measure, splits_backward
 from autovaruna.parallel.saved import GLOBAL_BATCH, read_plan
-from autovaruna.planner import Plan, Problem, make_plan, pipeline_of, schedule_of
+from autovaruna.planner import Plan, Problem, make_plan
 from autovaruna.planner.deployment import deployment_of, save
 from autovaruna.planner.fingerprint import Fingerprint, host_counts
+from autovaruna.planner.orders import Orders
 from autovaruna.planner.table import explain, plan_table
 from autovaruna.profiler.environment import cache_of
 from autovaruna.profiler.measure import Key, PartCost, lasting_keys, measure, merge
@@ -33,7 +34,7 @@ from autovaruna.runtime.events import EventTrace
 from autovaruna.runtime.on_all import on_all
 from autovaruna.runtime.placement import Placement, placement_of
 from autovaruna.runtime.world import World
-from autovaruna.schedule import Schedule, check, replay
+from autovaruna.schedule import replay
 from autovaruna.settings import Settings
 from autovaruna.stage.assignment import Assignment, assign
 
@@ -94,18 +95,16 @@ class Preparation:
         return placement_of(self.assignment, self.plan)
 
     @cached_property
-    def schedule(self) -> Schedule:
-        """The instructions of every rank, proven free of deadlock."""
-        schedule = schedule_of(self.plan, self._traced.graph)
-        check(schedule, pipeline_of(self.plan, self._traced.graph))
-        return schedule
+    def orders(self) -> Orders:
+        """The instructions of every rank."""
+        return Orders(self.plan, self._traced.graph)
 
     def event_trace(self) -> EventTrace | None:
         """Starts the trace of every step, if it is asked for. Collective."""
         if not self._settings.trace_events:
             return None
-        pipeline = pipeline_of(self.plan, self._traced.graph)
-        predicted = replay(pipeline, self.schedule)
+        pipeline = self.orders.pipeline
+        predicted = replay(pipeline, self.orders.planned)
         return EventTrace(self._settings.trace_events_file, self._world, predicted, pipeline.edges)
 
     def _dump_graph(self) -> None:

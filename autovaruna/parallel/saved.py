@@ -11,9 +11,8 @@ from autovaruna.errors import DeploymentError, ScheduleError
 from autovaruna.graph.records import Graph
 from autovaruna.planner.deployment import Deployment, load, plan_from
 from autovaruna.planner.fingerprint import Fingerprint, differences
-from autovaruna.planner.pipeline import pipeline_of, schedule_of
+from autovaruna.planner.orders import Orders
 from autovaruna.planner.records import Plan
-from autovaruna.schedule import check
 from autovaruna.settings import Settings
 
 GLOBAL_BATCH = "global batch"
@@ -73,7 +72,7 @@ def _runnable(deployment: Deployment, graph: Graph, settings: Settings, fingerpr
         )
     try:
         plan = plan_from(deployment, graph)
-        check(schedule_of(plan, graph), pipeline_of(plan, graph))
+        Orders(plan, graph)
         return plan
     except (DeploymentError, ScheduleError) as error:
         raise DeploymentError(f"the deployment {path} cannot run: {error}") from error

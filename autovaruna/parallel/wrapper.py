@@ -168,7 +168,7 @@ class AutoVaruna(StatefulModule):
             plan,
             assignment,
             placement,
-            preparation.schedule,
+            preparation.orders,
             self.settings,
             self.world,
             preparation.device,

@@ -280,6 +280,23 @@ def test_parameters_may_be_frozen_and_set_free_between_calls() -> None:
     assert len(got.gradients[0]) == len(list(case.model().parameters()))
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "varuna", "gpipe"])
+@pytest.mark.parametrize("ranks", [((0,), (1,), (2,)), ((0,), (0,), (1,))], ids=str)
+def test_what_was_planned_frozen_may_be_trained(ranks: Any, schedule: str) -> None:
+    """Gradients then go back where none did when the order of instructions was chosen."""
+    case, setup = CASES["skip"], Setup(ranks, 5, schedule=schedule)
+
+    def run(model: AutoVaruna, optimizer: Any, rank: int) -> Record:
+        for name, parameter in model.module.named_parameters():
+            parameter.requires_grad_("head" in name)
+        train_rank(case, model, optimizer, [case.batch(7, 0)])
+        for parameter in model.module.parameters():
+            parameter.requires_grad_(True)
+        return train_rank(case, model, optimizer, [case.batch(7, 1), case.batch(7, 2)])
+
+    bit_equal(*(merge(on_ranks(each, case.model(), run)) for each in (setup, Setup(((0,),), 5))))
+
+
 class Branching(nn.Module):
     """Uses a layer, and another one a second time, only when it is asked to."""
 
