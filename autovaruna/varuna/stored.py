@@ -6,6 +6,8 @@ import logging
 import os
 from collections.abc import Mapping
 
+import torch
+
 from autovaruna.errors import CheckpointError
 from autovaruna.varuna.loss_scale import StepScale
 from autovaruna.varuna.split_module import SplitModule
@@ -18,9 +20,11 @@ class StoredModule(SplitModule):
 
     Attributes:
         iteration: steps done.
+        optimizer: the optimizer; None: there is none yet.
     """
 
     iteration: int
+    optimizer: torch.optim.Optimizer | None
     _scale: StepScale | None
 
     def checkpoint(
@@ -55,12 +59,16 @@ class StoredModule(SplitModule):
     ) -> None:
         """Loads a checkpoint that was written by any number of ranks, on any grid. Collective.
 
+        The optimizer's state is loaded into the one that `set_optimizer` has registered before.
+
         Args:
             global_store: Folder of all checkpoints.
             iteration: Its number, or ``latest``.
             check_complete: Whether a checkpoint that is not complete is an error; it is never loaded in any case: with
                 False the newest complete one is loaded in its place.
         """
+        if self.optimizer is None:
+            logger.warning("loading without the optimizer's state: call set_optimizer() before, to go on with it")
         scaler = self._scale.scaler if self._scale else None
         try:
             found = self.model.load_checkpoint(global_store, step=iteration, scaler=scaler)

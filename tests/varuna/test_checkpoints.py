@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from autovaruna.errors import CheckpointError
-from tests.varuna.scripts import close, on_ranks, steps, wrap
+from autovaruna.varuna import Varuna
+from tests.varuna.scripts import QUIET, batch, close, net, on_ranks, steps, wrap
 
 GRIDS = {
     "one": (1, None),
@@ -65,3 +66,12 @@ def test_a_checkpoint_that_is_not_there_is_an_error_or_the_newest_is_loaded(tmp_
         model.load_checkpoint(tmp_path, 5)
     model.load_checkpoint(tmp_path, 5, check_complete=False)
     assert model.iteration == 1
+
+
+def test_a_load_without_an_optimizer_is_of_weights_alone_and_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run("one", 0, 1, tmp_path)
+    model = Varuna(net(), None, batch, 8, None, device="cpu", **QUIET)
+    model.load_checkpoint(tmp_path, 1)
+    assert "without the optimizer's state" in caplog.text
