@@ -5,9 +5,13 @@ from __future__ import annotations
 import traceback
 from collections.abc import Collection
 
+import torch
 from torch import nn
 
 from autovaruna.graph.explain import chain_of
+from autovaruna.graph.refused import TransformError
+
+_HOLDERS = {"torch.nn.functional": nn.functional, "torch.functional": torch}
 
 
 def more_to_keep(error: BaseException, model: nn.Module, kept: Collection[str]) -> frozenset[str]:
@@ -22,7 +26,7 @@ def more_to_keep(error: BaseException, model: nn.Module, kept: Collection[str]) 
         kept: Paths of what is kept whole already.
     """
     paths = {id(module.__dict__): path for path, module in reversed(list(model.named_modules()))}
-    for path in _running(error, paths):
+    for path in [error.path] if isinstance(error, TransformError) else _running(error, paths):
         if path and path not in kept:
             kind = type(model.get_submodule(path))
             alike = {name for name, module in model.named_modules() if type(module) is kind and name}
@@ -32,6 +36,25 @@ def more_to_keep(error: BaseException, model: nn.Module, kept: Collection[str]) 
         if not path:
             break
     return frozenset()
+
+
+def function_to_keep(error: BaseException) -> str:
+    """Returns the name of torch's function in which a trace stopped, as the model calls it; empty: there is none.
+
+    Args:
+        error: What stopped the trace.
+    """
+    for link in reversed(list(chain_of(error))):
+        called = ""
+        for frame, _ in traceback.walk_tb(link.__traceback__):
+            holder = _HOLDERS.get(frame.f_globals.get("__name__", ""))
+            if frame.f_code is nn.Module._call_impl.__code__:
+                called = ""
+            elif holder is not None and not called and callable(getattr(holder, frame.f_code.co_name, None)):
+                called = f"{holder.__name__}.{frame.f_code.co_name}"
+        if called:
+            return called
+    return ""
 
 
 def _running(error: BaseException, paths: dict[int, str]) -> list[str]:

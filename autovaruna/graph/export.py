@@ -16,7 +16,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from autovaruna.errors import InputError, TraceError
 from autovaruna.graph.call import CallSpec
-from autovaruna.graph.culprit import more_to_keep, outermost
+from autovaruna.graph.culprit import function_to_keep, more_to_keep, outermost
 from autovaruna.graph.cutpoint import Marker, named_cut_points, take_markers
 from autovaruna.graph.deferred import compile_regions, deferred_compilation
 from autovaruna.graph.explain import explain, is_about_batch, own_error
@@ -24,10 +24,12 @@ from autovaruna.graph.fake import faked
 from autovaruna.graph.fixed_size import noted_fixed_sizes
 from autovaruna.graph.functions import Function, take_functions
 from autovaruna.graph.guards import check_state, hooked, plain_state, watched, with_own_backward
+from autovaruna.graph.idioms import idioms
 from autovaruna.graph.keeping import kept_whole, take_modules
 from autovaruna.graph.precision import in_precision, noted_precision, switch_in_regions
 from autovaruna.graph.quiet import quiet_failure
 from autovaruna.graph.random import python_generators
+from autovaruna.graph.refused import TransformError, check_layouts, check_operations
 from autovaruna.graph.repeats import recalled_repeats
 from autovaruna.graph.scripts import shells
 from autovaruna.graph.stack import short_stacks
@@ -71,12 +73,12 @@ class _FlatCall(nn.Module):
         self.is_told = is_told
         self.model = model
         self.call = call
-        self.note_batch: Callable[[Any], None] = lambda size: None
+        self.note_batch: Callable[[list[Any]], None] = lambda sizes: None
         self.report = output_trees.append  # torch.export puts back every attribute that a trace sets
 
     def forward(self, tensors: list[Tensor]) -> tuple[Tensor, ...]:
         pairs = zip(tensors, self.call.inputs, strict=True)
-        self.note_batch(next(each.shape[0] for each, spec in pairs if spec.is_batch))
+        self.note_batch([each.shape[0] for each, spec in pairs if spec.is_batch])
         args, kwargs = self.call.tree.unflatten(tensors)
         before = [(module, dict(module._buffers)) for module in self.model.modules()]
         numbers = plain_state(self.model)
@@ -124,6 +126,7 @@ def export(model: nn.Module, call: CallSpec, batch_size: int, is_dynamic: bool, 
     Raises:
         TraceError: the model cannot be traced; says which line and what to do.
     """
+    check_layouts(model)
     first = Kept(modules=hooked(model))
     kept: Kept | None = first
     while kept is not None:
@@ -133,7 +136,7 @@ def export(model: nn.Module, call: CallSpec, batch_size: int, is_dynamic: bool, 
         except _KeepMoreError as stopped:
             kept = stopped.kept
         except TraceError:
-            if kept.is_told:
+            if kept in (first, replace(first, functions=kept.functions)):
                 raise
             kept = None
     with quiet_failure():  # fails again, and says why: of the model itself, not of what was kept whole
@@ -146,12 +149,14 @@ class Kept:
 
     Attributes:
         functions: autograd functions, where gradients are wanted.
+        operations: names of functions of torch; the way that ``cdist`` takes depends on the batch size.
         modules: paths of submodules.
         can_grow: whether a submodule that stops the trace joins them.
         is_told: whether the model is told that it is traced, for which libraries have ways of their own.
     """
 
     functions: frozenset[Function] = frozenset()
+    operations: frozenset[str] = frozenset({"torch.cdist"})
     modules: frozenset[str] = frozenset()
     can_grow: bool = True
     is_told: bool = True
@@ -176,13 +181,14 @@ def _attempt(
     shapes = [{0: dimension} if spec.is_batch and is_dynamic else None for spec in call.inputs]
     with (
         shells(model) as scripts,
-        kept_whole(model, outermost([*kept.modules, *scripts]), device) as keeper,
+        kept_whole(model, outermost([*kept.modules, *scripts]), kept.operations, device) as keeper,
         faked(model, mode, device),
         named_cut_points(model),
         watched(kept.functions) as function_calls,
         noted_fixed_sizes() as fixing,
         in_precision(call.precision),
         python_generators(0),
+        idioms(),
         noted_precision(call.precision),
         short_stacks(),
     ):
@@ -195,6 +201,7 @@ def _attempt(
             with deferred_compilation():
                 graph_module = unlift(program)
                 take_modules(graph_module)
+            check_operations(graph_module)
         except InputError:
             raise
         except Exception as error:
@@ -223,14 +230,21 @@ def _attempt(
 
 def _try_otherwise(error: Exception, model: nn.Module, kept: Kept) -> None:
     """Asks for another attempt: first one in which the model is not told of it, then without what stopped this one."""
-    if kept.is_told:
+    if kept.is_told and not isinstance(error, TransformError):
         raise _KeepMoreError(replace(kept, is_told=False)) from error
     modules = more_to_keep(error, model, kept.modules)
     if modules:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        new = ", ".join(sorted(modules - kept.modules))
-        logger.warning("%s cannot be traced and is kept whole, never cut (%s)", new, reason)
+        _warn(sorted(modules - kept.modules), error)
         raise _KeepMoreError(replace(kept, modules=modules)) from error
+    function = function_to_keep(error)
+    if function and function not in kept.operations:
+        _warn([function], error)
+        raise _KeepMoreError(replace(kept, operations=kept.operations | {function})) from error
+
+
+def _warn(new: list[str], error: Exception) -> None:
+    reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+    logger.warning("%s cannot be traced and is kept whole, never cut (%s)", ", ".join(new), reason)
 
 
 def _program(flat: _FlatCall, inputs: list[Tensor], shapes: list[Any]) -> torch.export.ExportedProgram:

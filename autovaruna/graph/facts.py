@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import sympy
 import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -110,7 +111,7 @@ class _Pass(fx.Interpreter):
             writes=frozenset(written | self._statistics(n)),
             makes=frozenset(map(storage_of, outputs)),
             is_random=is_random(self.module, n),
-            num_flops=float(self.num_flops),
+            num_flops=_plain(self.num_flops),
         )
         return value
 
@@ -148,6 +149,14 @@ def learn(
         graph_pass = _Pass(exported.module, attributes, counter, mode)
         graph_pass.run(*inputs, enable_io_processing=False)
     return graph_pass.facts
+
+
+def _plain(number: Any) -> float:
+    """Returns a number; a length that only the data decides counts as one."""
+    if not isinstance(number, torch.SymInt | torch.SymFloat):
+        return float(number)
+    expression = sympy.sympify(number.node.expr)
+    return float(expression.subs(dict.fromkeys(expression.free_symbols, 1)))
 
 
 def is_random(module: nn.Module, node: fx.Node) -> bool:

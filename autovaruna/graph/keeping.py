@@ -6,11 +6,13 @@ call of `run_kept`. What the module returns is learned by trying it out (`trial.
 
 from __future__ import annotations
 
+import importlib
 from collections import OrderedDict
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -45,12 +47,15 @@ def _fake(tensors: Sequence[Tensor], state: Sequence[Tensor], batch: int, key: s
 
 
 @contextmanager
-def kept_whole(model: nn.Module, paths: Collection[str], device: torch.device) -> Iterator[Keeper]:
-    """Keeps the modules at some paths whole while the context lasts; their hooks run inside of them.
+def kept_whole(
+    model: nn.Module, paths: Collection[str], functions: Collection[str], device: torch.device
+) -> Iterator[Keeper]:
+    """Keeps modules and functions of torch whole while the context lasts; hooks of modules run inside of them.
 
     Args:
         model: The model, with its own tensors.
-        paths: The paths; none is inside of another.
+        paths: Paths of the modules; none is inside of another.
+        functions: Names of the functions.
         device: Where the graph will run.
 
     Yields:
@@ -69,12 +74,51 @@ def kept_whole(model: nn.Module, paths: Collection[str], device: torch.device) -
             own.append((place, before))
             place["forward"] = keep
             place.update({name: OrderedDict() for name in _HOOKS if name in before})
-        yield keeper
+        with ExitStack() as stack:
+            for name in sorted(functions):
+                stack.enter_context(_function_kept(name, keeper))
+            yield keeper
     finally:
         _calls.clear()
         for place, before in own:
             place.pop("forward", None)
             place.update(before)
+
+
+class KeptFunction(nn.Module):
+    """Calls a function of torch that is kept whole."""
+
+    def __init__(self, name: str, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.name = name
+        self.function = function
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the function."""
+        return self.function(*args, **kwargs)
+
+    def extra_repr(self) -> str:
+        """Returns the function's name."""
+        return self.name
+
+
+@contextmanager
+def _function_kept(path: str, keeper: Keeper) -> Iterator[None]:
+    """Keeps a function whole on this thread while the context lasts."""
+    holder_name, _, name = path.rpartition(".")
+    holder = importlib.import_module(holder_name)
+    function, tracing = getattr(holder, name), get_ident()
+    module = KeptFunction(path, function)
+    keep = partial(keeper.call, path, module, _Spare.of(module))
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return keep(*args, **kwargs) if get_ident() == tracing else function(*args, **kwargs)
+
+    setattr(holder, name, call)
+    try:
+        yield
+    finally:
+        setattr(holder, name, function)
 
 
 @dataclass(frozen=True)
@@ -108,11 +152,11 @@ class Keeper:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._batch: Any = 0
+        self._batch: list[Any] = []
 
-    def note_batch(self, size: Any) -> None:
-        """Takes the batch size, a symbol or a number, when a trace begins."""
-        self._batch = size
+    def note_batch(self, sizes: list[Any]) -> None:
+        """Takes the batch size of each batch input, a symbol or a number, when a trace begins; they will be equal."""
+        self._batch = sizes
 
     def call(self, path: str, module: nn.Module, spare: _Spare, *args: Any, **kwargs: Any) -> Any:
         """Leaves a node for a call of a module.
@@ -148,7 +192,7 @@ class Keeper:
         num_parameters = sum(1 for (owner, name), *_ in places if name in owner._parameters)
         key = f"{path} {len(_calls)}"
         _calls[key] = KeptModule(path, script_of(module), spare.copy(), call, returned, num_parameters)
-        results = _module(tensors, state, self._batch, key)
+        results = _module(tensors, state, self._batch[0], key)
         return returned.tree.unflatten(results)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from threading import local
@@ -15,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from autovaruna.errors import InputError
 from autovaruna.graph.fake import put
 from autovaruna.graph.guards import plain_checkpoints
+from autovaruna.graph.precision import current_precision, in_precision
 from autovaruna.graph.random import default_generator, python_generators
 from autovaruna.graph.tree import Tree, flatten
 
@@ -69,6 +71,10 @@ class KeptModule:
         call: Structure of its arguments.
         returned: What it returns.
         num_parameters: How many of the tensors of its state are parameters; buffers follow them.
+
+    Attributes:
+        returned: what it returns.
+        may_choose: whether it may use parameters in one call that it does not use in another.
     """
 
     def __init__(
@@ -80,6 +86,7 @@ class KeptModule:
         self._call = call
         self.returned = returned
         self._num_parameters = num_parameters
+        self.may_choose = num_parameters > 0
 
     def __repr__(self) -> str:
         module = self._modules[False]
@@ -108,7 +115,7 @@ class KeptModule:
         device = next(each.device for each in (*given, *tensors))
         seed = default_generator(device).initial_seed()
         with with_state(places, given), plain_checkpoints(), python_generators(seed), _saving():
-            outputs, tree = flatten(module(*args, **kwargs), "output")
+            outputs, tree = flatten(_called(module, args, kwargs), "output")
             self._take_buffers(places, state)
         self._check(outputs, tree, batch)
         return _apart(outputs, [*tensors, *given])
@@ -201,6 +208,23 @@ def with_state(places: Places, tensors: Sequence[Tensor]) -> Iterator[None]:
         for shared, tensor in zip(places, own, strict=True):
             for module, name in shared:
                 put(module, name, tensor)
+
+
+def _called(module: nn.Module, args: Any, kwargs: Any) -> Any:
+    """Calls a module; where function transforms refuse that saved tensors are watched, on a thread where none are."""
+    try:
+        return module(*args, **kwargs)
+    except RuntimeError as error:
+        if "saved tensor hooks" not in str(error):
+            raise
+    is_enabled, precision = torch.is_grad_enabled(), current_precision()
+
+    def run() -> Any:
+        with torch.set_grad_enabled(is_enabled), in_precision(precision):
+            return module(*args, **kwargs)
+
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(run).result()
 
 
 @contextmanager

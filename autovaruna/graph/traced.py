@@ -21,7 +21,7 @@ from autovaruna.graph.cutpoint import locate
 from autovaruna.graph.export import Exported, export
 from autovaruna.graph.facts import Fact, learn
 from autovaruna.graph.grouping import Grouping, group
-from autovaruna.graph.kept import run_kept
+from autovaruna.graph.kept import KeptModule
 from autovaruna.graph.origin import origin
 from autovaruna.graph.outputs import OutputKind, OutputSpec, classify
 from autovaruna.graph.records import Graph
@@ -77,9 +77,11 @@ class TracedModel:
 
     @cached_property
     def has_kept_modules(self) -> bool:
-        """Whether submodules are kept whole: what they do, and which of their parameters they use, may vary."""
+        """Whether submodules with parameters are kept whole: which of them they use may vary."""
         regions = [each for each in self.module.modules() if isinstance(each, fx.GraphModule)]
-        return any(node.target is run_kept for region in regions for node in region.graph.nodes)
+        names = [(region, str(node.target)) for region in regions for node in region.graph.find_nodes(op="get_attr")]
+        found = [getattr(region, name, None) for region, name in names]
+        return any(isinstance(each, KeptModule) and each.may_choose for each in found)
 
     @cached_property
     def inputs(self) -> dict[str, InputSpec]:

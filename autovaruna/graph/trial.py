@@ -9,13 +9,14 @@ import copy
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import sympy
 import torch
 from torch import Tensor, nn
 
+from autovaruna.errors import TraceError
 from autovaruna.graph.fake import put
 from autovaruna.graph.guards import check_state, plain_state
 from autovaruna.graph.kept import Line, Returned, is_differentiable, places_of, with_state
@@ -40,20 +41,22 @@ class Trial:
         state: the module's own tensors; random ones are taken for those that this rank does not hold.
         call: structure of its arguments.
         inputs: the fake tensors among them.
-        batch: the batch size of the trace, a symbol or a number.
+        batch: the batch size of each batch input of the trace, a symbol or a number; they are equal.
         device: where it runs.
         precision: the autocasts around it.
         is_differentiated: whether gradients are wanted.
+        is_positive: whether floating-point arguments are between zero and one.
     """
 
     module: nn.Module
     state: Sequence[Tensor]
     call: Tree
     inputs: Sequence[Tensor]
-    batch: Any
+    batch: Sequence[Any]
     device: torch.device
     precision: Precision
     is_differentiated: bool
+    is_positive: bool = False
 
     def returned(self) -> Returned:
         """Returns what the module returns.
@@ -61,8 +64,13 @@ class Trial:
         Raises:
             CannotKeepError: it cannot be said for every batch size, or the module does what a node may not.
         """
-        sizes = _SIZES if isinstance(self.batch, torch.SymInt) else (int(self.batch),)
-        found = [self._outputs(size) for size in sizes]
+        sizes = _SIZES if isinstance(self.batch[0], torch.SymInt) else (int(self.batch[0]),)
+        try:
+            found = [self._outputs(size) for size in sizes]
+        except (CannotKeepError, TraceError):
+            raise
+        except Exception:  # it may want positive numbers, or probabilities
+            found = [replace(self, is_positive=True)._outputs(size) for size in sizes]
         trees = [tree for _, tree in found]
         if len({tree.key() for tree in trees}) > 1 or len({len(tensors) for tensors, _ in found}) > 1:
             raise CannotKeepError("what it returns besides tensors depends on the batch size or on numbers")
@@ -98,6 +106,8 @@ class Trial:
     def _made(self, tensor: Tensor, size: int, generator: torch.Generator) -> Tensor:
         shape = tuple(_number(length, self.batch, size) for length in tensor.shape)
         made = random_tensor(shape, tensor.dtype, generator).to(self.device)
+        if self.is_positive and is_differentiable(made) and not made.is_complex():
+            made.mul_(2.0).add_(0.5).clamp_(0.1, 0.9)
         return made.requires_grad_(tensor.requires_grad and self.is_differentiated)
 
 
@@ -147,14 +157,13 @@ def random_tensor(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.G
     return (torch.randn(shape, generator=generator, dtype=wide) * 0.05).to(dtype)
 
 
-def _number(length: Any, batch: Any, size: int) -> int:
+def _number(length: Any, batch: Sequence[Any], size: int) -> int:
     """Returns a length for a batch of `size` samples."""
     if not isinstance(length, torch.SymInt):
         return int(length)
-    number = length.node.expr
-    if isinstance(batch, torch.SymInt):
-        number = sympy.sympify(number).subs(batch.node.expr, size)
-    if not sympy.sympify(number).is_number:
+    symbols = [each.node.expr for each in batch if isinstance(each, torch.SymInt)]
+    number = sympy.sympify(length.node.expr).subs([(symbol, size) for symbol in symbols])
+    if not number.is_number:
         raise CannotKeepError("the shapes of its arguments depend on the numbers in tensors")
     return int(number)
 

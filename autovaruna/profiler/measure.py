@@ -18,7 +18,7 @@ from autovaruna.graph.random import untouched_generator
 from autovaruna.graph.traced import TracedModel
 from autovaruna.profiler.memory import Bytes, count_bytes, count_deferred_bytes
 from autovaruna.profiler.parts import Part, block_parts, layer_parts, repeated_part
-from autovaruna.profiler.samples import Samples
+from autovaruna.profiler.samples import Numbers, Samples
 from autovaruna.profiler.timing import split_seconds, time_splitting, time_weights, time_work
 from autovaruna.profiler.work import make_work
 
@@ -84,13 +84,13 @@ def measure(
     jobs = [
         (part, size) for size in micro_batch_sizes for part in _distinct(traced) if (part.signature, size) not in known
     ][rank::num_ranks]
-    samples = Samples(traced, model, device, inputs)
+    kinds = [Samples(traced, model, device, inputs, numbers) for numbers in Numbers]
     ends = perf_counter() + budget_seconds
     costs: dict[Key, PartCost] = {}
     with untouched_generator(device), without_autocast(), rehearsal():
         for done, (part, size) in enumerate(jobs):
             allowance = max(0.0, ends - perf_counter()) / (len(jobs) - done)
-            costs[part.signature, size] = _measure_one(part, samples, size, iterations, allowance, splits)
+            costs[part.signature, size] = _measure_one(part, kinds, size, iterations, allowance, splits)
             if on_progress is not None:
                 on_progress(done + 1, len(jobs))
     logger.info("measured %d parts of a model of %d blocks", len(costs), len(traced.graph.blocks))
@@ -113,25 +113,36 @@ def _distinct(traced: TracedModel) -> list[Part]:
     return list({part.signature: part for part in reversed(parts) if part.nodes}.values())[::-1]
 
 
-def _measure_one(part: Part, samples: Samples, size: int, iterations: int, allowance: float, splits: bool) -> PartCost:
+def _measure_one(
+    part: Part, kinds: Sequence[Samples], size: int, iterations: int, allowance: float, splits: bool
+) -> PartCost:
+    """Measures a part on the first of several kinds of numbers that it takes."""
+    first: Exception | None = None
+    for samples in kinds:
+        try:
+            return _measure_on(part, samples, size, iterations, allowance, splits)
+        except Exception as error:
+            first = error if first is None else first
+    assert first is not None
+    raise MeasureError(_explain(part, size, first, failed_at(first, part.traced.nodes))) from first
+
+
+def _measure_on(part: Part, samples: Samples, size: int, iterations: int, allowance: float, splits: bool) -> PartCost:
     started = perf_counter()
-    try:
-        work = make_work(part, samples, size)
-        num_bytes = count_bytes(work, samples.device)
-        left = allowance - (perf_counter() - started)
-        kept_bytes = num_bytes.inside + sum(made.num_bytes for made in num_bytes.made)
-        seconds = time_work(work, iterations, left, samples.device, kept_bytes)
-        if work.split is None or not splits:
-            return PartCost(*seconds, num_bytes)
-        left = allowance - (perf_counter() - started)
-        if len(part.blocks) > 1:
-            added = time_splitting(work, iterations, left, samples.device, kept_bytes)
-            return PartCost(*seconds, num_bytes, split_seconds=added)
-        weights = time_weights(work, iterations, left, samples.device)
-        added = work.split.num_operations * split_seconds(samples.device)
-        return PartCost(*seconds, num_bytes, weights, added, count_deferred_bytes(work))
-    except Exception as error:
-        raise MeasureError(_explain(part, size, error, failed_at(error, samples.traced.nodes))) from error
+    work = make_work(part, samples, size)
+    num_bytes = count_bytes(work, samples.device)
+    left = allowance - (perf_counter() - started)
+    kept_bytes = num_bytes.inside + sum(made.num_bytes for made in num_bytes.made)
+    seconds = time_work(work, iterations, left, samples.device, kept_bytes)
+    if work.split is None or not splits:
+        return PartCost(*seconds, num_bytes)
+    left = allowance - (perf_counter() - started)
+    if len(part.blocks) > 1:
+        added = time_splitting(work, iterations, left, samples.device, kept_bytes)
+        return PartCost(*seconds, num_bytes, split_seconds=added)
+    weights = time_weights(work, iterations, left, samples.device)
+    added = work.split.num_operations * split_seconds(samples.device)
+    return PartCost(*seconds, num_bytes, weights, added, count_deferred_bytes(work))
 
 
 def _explain(part: Part, size: int, error: Exception, where: str) -> str:

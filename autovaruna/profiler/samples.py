@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any
 
 import torch
@@ -22,6 +23,17 @@ _PATTERN_LENGTH = 65_521
 _SCALE = 0.05
 
 
+class Numbers(str, Enum):
+    """What tensors are filled with; not every operation takes every number."""
+
+    NORMAL = "normal"
+    """Normal random numbers around zero."""
+    SHARE = "share"
+    """Random numbers between zero and one, as a probability or a variance may be."""
+    IDENTITY = "identity"
+    """Square matrices are near the identity, which has an inverse and a root; others are shares."""
+
+
 @dataclass
 class Samples:
     """Makes arguments for pieces of one traced model.
@@ -31,12 +43,14 @@ class Samples:
         model: Where buffers are copied from.
         device: Where the tensors are made.
         inputs: Tensors of one call, in the order of ``traced.call.inputs``; empty: integers are zeros.
+        numbers: What floating-point tensors are filled with.
     """
 
     traced: TracedModel
     model: nn.Module
     device: torch.device
     inputs: Sequence[Tensor] = ()
+    numbers: Numbers = Numbers.NORMAL
     _patterns: dict[torch.dtype, Tensor] = field(default_factory=dict)
 
     def argument(self, argument: Argument, batch_size: int) -> Any:
@@ -95,7 +109,11 @@ class Samples:
         if math.prod(shape) == 0:
             return torch.empty(shape, dtype=dtype, device=self.device)
         length = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
-        return self._numbers(length, dtype).as_strided(shape, strides)
+        made = self._numbers(length, dtype).as_strided(shape, strides)
+        is_square = len(shape) > 1 and shape[-1] == shape[-2] and made.is_floating_point()
+        if self.numbers is Numbers.IDENTITY and is_square and length == math.prod(shape):
+            made.mul_(_SCALE).diagonal(dim1=-2, dim2=-1).fill_(1.0)
+        return made
 
     def _numbers(self, length: int, dtype: torch.dtype) -> Tensor:
         if dtype is torch.bool:
@@ -113,5 +131,7 @@ class Samples:
         if dtype not in self._patterns:
             generator = torch.Generator().manual_seed(0)
             numbers = torch.randn(_PATTERN_LENGTH, generator=generator) * _SCALE
+            if self.numbers is not Numbers.NORMAL:
+                numbers = numbers.add_(0.5).clamp_(_SCALE, 1.0 - _SCALE)
             self._patterns[dtype] = numbers.to(dtype).to(self.device)
         return self._patterns[dtype]

@@ -1,0 +1,133 @@
+"""Idioms that a trace takes for something else, and operations that want numbers of their own kind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributions import Normal, kl_divergence
+
+from autovaruna import AutoVaruna, TraceError
+from tests.catalogue.case import Case
+from tests.catalogue.small import CLASSES, WIDTH, Classifier, labelled
+from tests.parallel.training import QUIET, pipeline, train
+from tests.reference import bit_equal, compare, part, plain_micro_batched, plain_steps, ranges
+
+SIZE, STEPS = 6, 2
+FIRST, LAST = (lambda: nn.Linear(WIDTH, WIDTH)), (lambda: nn.Linear(WIDTH, CLASSES))
+
+
+class Steps(nn.Module):
+    """Is a function between two layers."""
+
+    def __init__(self, function: Callable[[nn.Module, Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.last, self.function = FIRST(), LAST(), function
+        self.register_buffer("codes", torch.randn(7, WIDTH))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.function(self, torch.tanh(self.first(x)), y)
+
+
+def length(self: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """Asks for the number of samples with ``len``."""
+    return F.cross_entropy(self.last(x + torch.ones(len(x), 1).cumsum(0) / len(y)), y) / len(x)
+
+
+def distributions(self: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """Uses distributions, which check their arguments."""
+    spread = Normal(x, x.exp())
+    return F.cross_entropy(self.last(spread.mean), y) + kl_divergence(spread, Normal(0.0, 1.0)).mean()
+
+
+def distances(self: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """Uses distances, which torch computes in one of two ways, by the batch size."""
+    return F.cross_entropy(self.last(x) * torch.cdist(x, self.codes).min(1)[0][:, None], y)
+
+
+def checked(self: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """Uses a loss that looks at its numbers, in the model's own forward."""
+    return F.gaussian_nll_loss(self.last(x).sum(1), y.float(), x.exp().sum(1))
+
+
+def unknown(self: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """Uses a loss that cannot be traced."""
+    scores = self.last(x)[None].expand(4, -1, -1).log_softmax(-1)
+    lengths = torch.ones_like(y)
+    return F.ctc_loss(scores, (y.clamp(min=1))[:, None], 4 * lengths, lengths)
+
+
+def probabilities(self: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """Uses a loss that takes probabilities alone."""
+    return F.binary_cross_entropy(torch.sigmoid(self.last(x)), F.one_hot(y, CLASSES).float())
+
+
+def matrices(self: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """Uses the root of a matrix that has one."""
+    square = x[:, :9].view(-1, 3, 3)
+    root = torch.linalg.cholesky(square @ square.mT + torch.eye(3))
+    return F.cross_entropy(self.last(x) * root.sum((1, 2))[:, None], y)
+
+
+def per_sample(self: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """Sends samples that data chooses through a layer."""
+    chosen = (y > 1).nonzero().squeeze(1)
+    return F.cross_entropy(self.last(x.index_add(0, chosen, self.first(x[chosen]))), y)
+
+
+PASSING = (length, distributions, distances, checked, unknown, probabilities, matrices, per_sample)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("function", PASSING, ids=lambda function: function.__name__)
+def test_right_numbers(function: Callable[[nn.Module, Tensor, Tensor], Tensor]) -> None:
+    """They train with the bits of plain PyTorch, and their parts can be measured."""
+    case = Case(f"steps_{function.__name__}", lambda: Steps(function), labelled)
+    batches = [case.batch(SIZE, step) for step in range(STEPS)]
+    bit_equal(train(case, pipeline(2, num_micro_batches=1), batches), plain_steps(case, batches))
+    plain = plain_micro_batched(case, [[part(batch, *bounds) for bounds in ranges(SIZE, 3)] for batch in batches])
+    compare(train(case, pipeline(2), batches), plain)
+    AutoVaruna(case.model(), num_micro_batches=2, **QUIET)(**batches[0][1]).backward()
+
+
+class Mapped(nn.Module):
+    """Maps a function over samples, and takes its derivative."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = FIRST()
+        self.last = LAST()
+
+    def forward(self, x: Tensor) -> Tensor:
+        slope = torch.func.vmap(torch.func.jacrev(lambda row: torch.tanh(self.layer(row)).sum()))(x)
+        out: Tensor = self.last(torch.func.vmap(self.layer)(x) + slope)
+        return out
+
+
+def test_function_transforms_are_kept_whole() -> None:
+    """What a transform traces would be a constant; the module that uses one is kept whole, and can recompute."""
+    case = Case("mapped", lambda: Classifier(nn.Sequential(FIRST(), Mapped(), nn.LayerNorm(CLASSES))), labelled)
+    batches = [case.batch(SIZE, step) for step in range(STEPS)]
+    bit_equal(train(case, pipeline(2, num_micro_batches=1, recompute=True), batches), plain_steps(case, batches))
+    AutoVaruna(case.model(), num_micro_batches=2, **QUIET)(**batches[0][1]).backward()
+
+
+class Sparse(nn.Module):
+    """Has a weight with sparse gradients, or a sparse buffer."""
+
+    def __init__(self, is_buffer: bool) -> None:
+        super().__init__()
+        self.table = nn.Embedding(CLASSES, CLASSES, sparse=not is_buffer)
+        self.register_buffer("mixer", torch.eye(CLASSES).to_sparse() if is_buffer else torch.eye(CLASSES))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(self.table(y) @ self.mixer, y)
+
+
+@pytest.mark.parametrize(("is_buffer", "words"), [(False, r"sparse=True at .*Expected sparse=False"), (True, "mixer")])
+def test_sparse_tensors_are_refused(is_buffer: bool, words: str) -> None:
+    with pytest.raises(TraceError, match=words):
+        AutoVaruna(Sparse(is_buffer), num_micro_batches=2, **QUIET)(**labelled(SIZE, 0)[1])
