@@ -5,7 +5,7 @@ are, beside forwards and backwards; what a step comes too early for is copied be
 change earlier (buffers), what is small, and what is not on the host, is copied at once.
 
 That they did not change is checked by the versions that torch counts, and, for changes that it does not see, by some
-words of each page.
+of their words.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from autovaruna.errors import CheckpointError
 SMALL_BYTES = 64 << 10
 COPY_BYTES_PER_SECOND = 1.5e9
 """How fast copies go to fresh memory, at the least."""
-_WORD_STRIDE = 509  # one word of each page; prime, so that they are of all columns of a matrix
+_WORD_STRIDE = 2039  # a word of 16 KiB; prime, so that they are of all columns of a matrix
 Chunk = tuple[str, int]
 
 
