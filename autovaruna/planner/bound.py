@@ -2,9 +2,9 @@
 
 A stage of the segments i .. j-1 on r replicas, whose busiest one has m = ceil(M / r) micro-batches, ends no sooner than
 
-    before(i) + busy + max(all-reduce(r) + optimizer, after(i)),
+    before(i, j) + busy + max(all-reduce(r) + optimizer, after(i, j)),
 
-with the waits of waits.py and `busy` the greatest of three:
+with the waits of range_waits.py and `busy` the greatest of three:
 
     m * work,    ceil(m / depth) * (work + trip(j)),    (m + 1 - depth) * work + 2 * trip(j)  if m > depth,
 
@@ -16,11 +16,11 @@ split with the fewest replicas needs more ranks than there are, no plan takes T 
 exactly, over all splits, by one pass of dynamic programming; bisection finds the greatest T that is proven impossible.
 Beside it stands the total work over the sum of speeds.
 
-Where weight gradients are computed apart from backward, `work` above is the rest of it, and `after(j)` follows that; a
-second bound holds all of the work, and nothing but the all-reduce and the optimizer after it. The greater one counts.
+Where weight gradients are computed apart from backward, `work` above is the rest of it, and `after(i, j)` follows that;
+a second bound holds all of the work, and nothing but the all-reduce and the optimizer after it. The greater one counts.
 
-Where a large graph was reduced to segments, a stage is charged only the segments that it has whole, and no memory
-limit, so that the bound holds for cuts inside of segments too.
+Where a large graph was reduced to segments, a stage is charged only the segments that it has whole, and of its memory
+only what the rest of it adds to, so that the bound holds for cuts inside of segments too.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ import numpy as np
 from autovaruna.planner.chain import partition_chain
 from autovaruna.planner.costs import Array
 from autovaruna.planner.demand import Computed, Demand, Listed, Needs
+from autovaruna.planner.range_waits import RangeWaits, range_waits_of
 from autovaruna.planner.sized import Sized
-from autovaruna.planner.waits import Waits, waits_of
 from autovaruna.planner.ways import ROUNDING, Way
 
 _PRECISION = 1e-5
@@ -52,10 +52,10 @@ class StepBound:
     Args:
         sized: the problem at M micro-batches.
         ranks: if given, what `stage_seconds` says holds for a stage on just these, in whatever order.
-        waits: what `waits_of` says, if that is known.
+        waits: what `range_waits_of` says, if that is known.
     """
 
-    def __init__(self, sized: Sized, ranks: Sequence[int] = (), waits: Waits | None = None) -> None:
+    def __init__(self, sized: Sized, ranks: Sequence[int] = (), waits: RangeWaits | None = None) -> None:
         self.sized = sized
         problem = sized.problem
         self.constraints, self.cluster = problem.constraints, problem.cluster
@@ -67,9 +67,10 @@ class StepBound:
         self.speeds = sorted((self.cluster.speeds[rank] for rank in self.ranks), reverse=True)
         self.limit_bytes = (min if ranks else max)(self.cluster.memory_bytes[rank] for rank in self.ranks)
         self.hosts = Counter(self.cluster.hosts[rank] for rank in self.ranks)
-        self._read_waits(waits or waits_of(sized))
+        self.waits = waits or range_waits_of(sized, is_exact=self.is_exact)
         self._rows, self._columns = sized.tables.ranges
         first = self._rows if self.is_exact else self._rows + 1
+        self._before, self._after = (table[sized.tables.ranges] for table in (self.waits.before, self.waits.after))
         self._inside = first * (sized.tables.num_segments + 1) + self._columns
         self._is_empty = np.flatnonzero(first == self._columns)
         self.is_shared = len({r for ranks in self.constraints.stage_ranks for r in ranks}) < sum(
@@ -132,9 +133,10 @@ class StepBound:
         for last in range(len(ends) - 1, 0, -_ROWS):
             rows = slice(max(last - _ROWS, 0), last)
             work = ends[None, rows.start :] - ends[rows, None] + sized.overhead_seconds
-            spare = seconds - self._before[rows, None] - self._after[rows, None]
+            before, after = (table[rows, rows.start :] for table in (self.waits.before, self.waits.after))
+            spare = seconds - before - after
             reduce = seconds_per_byte * sized.tables.trained_bytes[rows, rows.start :]
-            reduced = np.minimum(spare, seconds - self._before[rows, None] - reduce)
+            reduced = np.minimum(spare, seconds - before - reduce)
             with np.errstate(divide="ignore", invalid="ignore"):
                 share = np.floor(np.where(work > 0, reduced / work + ROUNDING, np.inf))
                 several = np.where(share >= 1, np.maximum(np.ceil(count / share), 2.0), np.inf)
@@ -162,7 +164,7 @@ class StepBound:
         if forced or self.num_ranks <= _FEW_RANKS:
             counts = [forced] if forced else range(self.num_ranks, 0, -1)
             return Listed([(count, self._seconds_of(count)) for count in counts])
-        before = self._before[self._rows]
+        before = self._before
         return Computed(
             self.num_micro_batches,
             self._seconds_of(1),
@@ -186,7 +188,7 @@ class StepBound:
         if self.sized.is_split:
             busy = np.minimum.reduce([self._busy_seconds(way, replicas) for way in self._whole_ways])
             best = np.maximum(best, busy + self._finish_seconds(replicas))
-        return np.asarray(self._before[self._rows] + best, dtype=np.float64)
+        return np.asarray(self._before + best, dtype=np.float64)
 
     def _busy_seconds(self, way: Way, replicas: int) -> Array:
         """Returns the least seconds that the busiest or slowest replica works, on the fastest ranks.
@@ -207,13 +209,13 @@ class StepBound:
         """
         forced = self.constraints.num_replicas
         lines = forced or replicas * max(self.num_ranks - replicas, 1)
-        each = max(-(-self.num_micro_batches // lines) - 1, 0) * self._line
+        each = max(-(-self.num_micro_batches // lines) - 1, 0) * self.waits.line
         work = np.minimum.reduce([way.work for way in self._ways])
         return np.asarray(np.maximum(each[self._rows], each[self._columns]) + work)
 
     def _reduce_tail(self, replicas: int) -> Array:
         """Returns the least seconds from a range's last backward to the end of the step."""
-        return np.maximum(self._after[self._rows], self._finish_seconds(replicas))
+        return np.maximum(self._after, self._finish_seconds(replicas))
 
     def _finish_seconds(self, replicas: int) -> Array:
         """Returns the least seconds from a range's last gradients to the end of the step, without waits for others."""
@@ -231,13 +233,13 @@ class StepBound:
             again = forward / speed + self.cluster.overhead_seconds
             again[self._columns == sized.tables.num_segments] = 0.0  # Some schedules never recompute the last stage.
         work[self._is_empty] = again[self._is_empty] = 0.0
-        trip, is_full = self._trip[self._columns], self.constraints.schedule == "gpipe"
+        trip, is_full = self.waits.trip[self._columns], self.constraints.schedule == "gpipe"
         return Way(work + again, again, trip, self._depths(needs_recompute), is_full)
 
     def _depths(self, needs_recompute: bool) -> Array:
         """Returns the greatest in-flight depth of each range that memory and settings allow."""
         if not self.is_exact:
-            return np.full(len(self._rows), np.inf)
+            return self._loose_depths(needs_recompute)
         held = (self.sized.recomputed_bytes if needs_recompute else self.sized.plain_bytes).map(self._inner)
         with np.errstate(divide="ignore", invalid="ignore"):
             room, each = self.limit_bytes - held.once, held.each
@@ -247,18 +249,18 @@ class StepBound:
             depth = np.where(depth > 0, np.minimum(depth, self.constraints.in_flight), depth)
         return np.maximum(depth, 0.0)
 
+    def _loose_depths(self, needs_recompute: bool) -> Array:
+        """Returns the same of what more segments can only add to: state, gradients, and what is saved for backward."""
+        sized = self.sized
+        room = self.limit_bytes * (1 + ROUNDING) - self._inner(sized.model.fixed(sized.held))
+        room[self._is_empty] = np.inf
+        depth = np.full_like(room, np.inf)
+        if sized.problem.needs_gradient and not needs_recompute:
+            with np.errstate(divide="ignore", invalid="ignore"):
+                depth = np.floor(room / self._inner(sized.held.saved)) + 1.0  # The last one may come as others go.
+            depth[np.isnan(depth)] = np.inf
+        return np.where(room >= 0, depth, 0.0)
+
     def _inner(self, table: Array) -> Array:
         """Returns the entries of a table for the segments that a stage of each range is sure to have whole."""
         return np.asarray(table.ravel().take(self._inside))
-
-    def _read_waits(self, waits: Waits) -> None:
-        """Takes the waits at the positions of cuts; where a cut may lie beside them, the least from there on."""
-        positions = self.sized.tables.positions
-        if self.is_exact:
-            self._before, self._after = waits.before[positions], waits.after[positions]
-            self._trip = waits.trip[positions]
-            self._line = np.maximum(waits.activation, waits.gradient)[positions]
-            return
-        least = [np.minimum.accumulate(wait[:-1][::-1])[::-1] for wait in (waits.before, waits.after)]
-        self._before, self._after = (np.append(wait[positions[:-1]], 0.0) for wait in least)
-        self._trip = self._line = np.zeros(len(positions))

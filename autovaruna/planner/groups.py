@@ -22,7 +22,6 @@ from autovaruna.planner.costs import Array
 from autovaruna.planner.placing import Ranks, classes_of
 from autovaruna.planner.problem import Problem
 from autovaruna.planner.sized import Sized
-from autovaruna.planner.waits import Waits, waits_of
 
 Group = tuple[int, ...]
 """The number of ranks of each class."""
@@ -50,7 +49,7 @@ class GroupSearch:
         classes = classes_of(sized.problem.cluster)
         self.members = [[r for r, kind in enumerate(classes) if kind == each] for each in range(max(classes) + 1)]
         self.all = tuple(len(members) for members in self.members)
-        self.costs = self._costs(waits_of(sized))
+        self.costs = self._costs()
         self.least = self._least()
 
     @property
@@ -58,9 +57,10 @@ class GroupSearch:
         """No plan with so many micro-batches takes less."""
         return float(self.least[self.all][0]) * (1.0 - _ROUNDING)
 
-    def _costs(self, waits: Waits) -> dict[Group, Array]:
+    def _costs(self) -> dict[Group, Array]:
         forced = self.sized.problem.constraints.num_replicas
         groups = [group for group in _subgroups(self.all) if sum(group) and forced in (0, sum(group))]
+        waits = StepBound(self.sized).waits
         return {g: StepBound(self.sized, self.ranks_of(g), waits).stage_seconds(sum(g)) for g in groups}
 
     def ranks_of(self, group: Group) -> list[int]:

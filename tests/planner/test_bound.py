@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -17,8 +18,8 @@ from tests.planner.brute import every_plan, small_problem
 from tests.planner.cases import make_problem, make_uneven
 
 
-def bounds(problem: Problem) -> dict[int, float]:
-    tables = RangeTables(problem.graph, range(len(problem.graph.blocks) + 1))
+def bounds(problem: Problem, positions: Sequence[int] = ()) -> dict[int, float]:
+    tables = RangeTables(problem.graph, positions or range(len(problem.graph.blocks) + 1))
     return {m: StepBound(Sized(problem, tables, m)).seconds(float("inf")) for m in micro_batch_counts(problem)}
 
 
@@ -36,6 +37,58 @@ def test_no_plan_beats_it(start: int) -> None:
         least = bounds(problem)
         for plan in every_plan(problem, is_ordered=False):
             assert least[plan.num_micro_batches] <= plan.predicted_seconds, (seed, plan)
+
+
+@pytest.mark.parametrize("start", range(0, 160, 40))
+def test_no_plan_with_cuts_inside_of_segments_beats_it(start: int) -> None:
+    for seed in range(start, start + 40):
+        dice = random.Random(seed)
+        problem = forced(make_uneven(small_problem(seed), dice, dice.randint(1, 3)), dice)
+        n = len(problem.graph.blocks)
+        inner = sorted(dice.sample(range(1, n), dice.randint(0, max(n - 2, 0)))) if n > 1 else []
+        least = bounds(problem, [0, *inner, n])
+        for plan in every_plan(problem):
+            assert least[plan.num_micro_batches] <= plan.predicted_seconds, (seed, inner, plan)
+
+
+def with_counters(problem: Problem) -> Problem:
+    """The problem with every third block a counter: it needs nothing, and what goes past it is used behind."""
+    n = len(problem.graph.blocks)
+    values = tuple(
+        replace(value, consumers=(min(value.producer + 2, n - 1),)) if value.producer % 3 == 0 else value
+        for value in problem.graph.values
+        if value.producer % 3 != 1
+    )
+    rows = tuple(
+        tuple(replace(cost, forward_seconds=0.0, backward_seconds=0.0) if k % 3 == 1 else cost for k, cost in row)
+        for row in map(enumerate, problem.profile.costs)
+    )
+    return replace(problem, graph=replace(problem.graph, values=values), profile=replace(problem.profile, costs=rows))
+
+
+def test_blocks_that_need_nothing_hide_no_wait() -> None:
+    """Counters of BatchNorm stood first in stages, and the bound took it that nothing was waited for."""
+    for seed in range(4):
+        problem = with_counters(make_problem(12, 3, 8, seed, num_stages=3, num_replicas=1, max_stages_per_rank=1))
+        assert make_plan(problem).gap < 0.08
+
+
+def test_no_plan_with_counters_beats_it() -> None:
+    for seed in range(16):
+        dice = random.Random(seed)
+        problem = with_counters(make_uneven(make_problem(5, 3, 4, seed, skips=dice.randint(0, 2)), dice))
+        least = bounds(problem)
+        for plan in every_plan(problem):
+            assert least[plan.num_micro_batches] <= plan.predicted_seconds, (seed, plan)
+
+
+def test_memory_is_known_where_cuts_may_lie_inside_of_segments() -> None:
+    """The whole model on each rank would be fastest, and does not fit."""
+    ample = make_problem(24, 3, 12)
+    trained = sum(parameter.num_bytes for parameter in ample.graph.parameters)
+    tight = make_problem(24, 3, 12, memory_bytes=2.4 * trained)  # of 4: weights, gradients, the optimizer's two
+    least = [min(bounds(problem, range(0, 25, 2)).values()) for problem in (ample, tight)]
+    assert least[1] > 1.02 * least[0]
 
 
 def test_plans_short_of_memory_are_known_to_be_slow() -> None:
