@@ -28,7 +28,8 @@ from autovaruna.errors import CheckpointError
 SMALL_BYTES = 64 << 10
 COPY_BYTES_PER_SECOND = 1.5e9
 """How fast copies go to fresh memory, at the least."""
-_WORD_STRIDE = 2039  # a word of 16 KiB; prime, so that they are of all columns of a matrix
+_LONGEST_STRIDE = 8191  # words; odd, so that those looked at are of all columns of a matrix
+_FEWEST_WORDS = 64
 Chunk = tuple[str, int]
 
 
@@ -180,7 +181,8 @@ def _copy(tensor: Tensor) -> Tensor:
 
 def _words(tensor: Tensor) -> np.ndarray[Any, Any]:
     data = bytes_of(tensor).numpy()
-    return data[: len(data) // 8 * 8].view("<u8")[::_WORD_STRIDE].copy()
+    words = data[: len(data) // 8 * 8].view("<u8")
+    return words[:: min(_LONGEST_STRIDE, len(words) // _FEWEST_WORDS | 1)].copy()
 
 
 def _chunks_of(layout: Layout, tensors: Mapping[str, Tensor], names: Container[str]) -> set[int]:

@@ -8,7 +8,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from autovaruna.errors import InputError, OrderError
 from autovaruna.parallel.ahead import adopt, prepare
@@ -26,6 +26,7 @@ from autovaruna.varuna.batches import (
 )
 from autovaruna.varuna.evaluation import mean_loss
 from autovaruna.varuna.find import find_grid
+from autovaruna.varuna.gradients import finish, put_aside
 from autovaruna.varuna.loss_scale import StepScale
 from autovaruna.varuna.place import Place, place_of
 from autovaruna.varuna.ranks import device_of, local_rank_of
@@ -215,38 +216,18 @@ class Varuna(StoredModule):
         batch = on_device(check_inputs(inputs, "step() got"), self.device)
         if self._has_stepped:
             self.zero_grad()
-        earlier = self._put_aside()
+        earlier = put_aside(self.parameters()) if self._scale else []
         with torch.enable_grad(), self._precision():
             loss = loss_of(self.model(**batch))
         (self._scale.scaled(loss) if self._scale else loss).backward()  # type: ignore[no-untyped-call]
-        has_overflow = self._finish(earlier, clip_grad_max_norm)
+        found = finish(self.model, list(self.parameters()), self._scale, earlier, clip_grad_max_norm)
+        self.grad_norm = self.grad_norm if found.norm is None else found.norm
+        if found.has_overflow:
+            self.zero_grad()
         self.iteration += 1
         self.current_step += 1
         self.average_loss = loss.item()
-        return self.average_loss, has_overflow
-
-    def _put_aside(self) -> list[tuple[nn.Parameter, Tensor]]:
-        """Takes gradients that are not scaled out of the way of those that will be."""
-        held = [(each, each.grad) for each in self.parameters() if each.grad is not None] if self._scale else []
-        for parameter, _ in held:
-            parameter.grad = None
-        return held
-
-    def _finish(self, earlier: list[tuple[nn.Parameter, Tensor]], max_norm: float | None) -> bool:
-        """Unscales and clips gradients; returns whether any overflowed anywhere."""
-        if self._scale is None:
-            if max_norm is not None:
-                self.grad_norm = self.model.clip_grad_norm_(max_norm).item()
-            return False
-        self._scale.unscale(self.parameters())
-        for parameter, gradient in earlier:
-            parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
-        self.grad_norm = self.model.clip_grad_norm_(math.inf if max_norm is None else max_norm).item()
-        has_overflow = not math.isfinite(self.grad_norm)
-        self._scale.update(has_overflow)
-        if has_overflow:
-            self.zero_grad()
-        return has_overflow
+        return self.average_loss, found.has_overflow
 
     def evaluate(self, inputs: Mapping[str, Any], batch_size: int | None = None) -> float:
         """Returns the mean loss over the inputs of all replicas, in eval mode, on every rank. Collective.
