@@ -19,6 +19,7 @@ from tests.catalogue.case import Batch, Case, floats, generator, integers
 WIDTHS = (4, 6, 8)
 TOKENS = 3
 WORDS = 11
+NUM_PATHS = 3
 Values = list[Tensor]
 Act = Callable[[Values, nn.ModuleList], Values]
 """One operation, given the values so far and the model's modules (a copy of the model has others)."""
@@ -166,9 +167,9 @@ ACTS = (add_linear, add_linear, add_simple, add_simple, add_two, add_two, add_sp
 
 
 class Drawn(nn.Module):
-    """A model of `num_acts` operations; its loss is the mean of the squares of the values that nothing uses, and more.
+    """A model of `num_acts` operations, whose loss is the mean of the squares of some values, others on each path.
 
-    The inputs are ``x`` (batch, WIDTHS[0]), integers ``words`` (batch,) and a mask ``keep`` (batch,).
+    The inputs are ``x`` (batch, WIDTHS[0]), integers ``words`` (batch,), a mask ``keep`` (batch,), and ``path``.
     """
 
     def __init__(self, chance: random.Random, num_acts: int) -> None:
@@ -182,14 +183,14 @@ class Drawn(nn.Module):
             assert place is not None, "the inputs are always there"
             self.acts.append(chance.choice(ACTS)(make, place))
         self.modules_used = make.modules
-        last = range(max(2, len(make.shapes) - 4), len(make.shapes))
-        self.ends = [place for place in last if chance.random() < 0.7] + [1, 2]
+        self.ends = [sorted(chance.sample(range(1, len(make.shapes)), 2)) for _ in range(NUM_PATHS)]
+        self.ends[0] += range(max(2, len(make.shapes) - 4), len(make.shapes))
 
-    def forward(self, x: Tensor, words: Tensor, keep: Tensor) -> Tensor:
+    def forward(self, x: Tensor, words: Tensor, keep: Tensor, path: int = 0) -> Tensor:
         values = [x, self.embedding(words) * keep.unsqueeze(1)]
         for act in self.acts:
             values += act(values, self.modules_used)
-        return torch.stack([values[place].square().mean() for place in self.ends]).sum()
+        return torch.stack([values[place].square().mean() for place in [1, *self.ends[path]]]).sum()
 
 
 def batch(size: int, seed: int) -> Batch:
