@@ -26,6 +26,11 @@ def bound_of_all(sized: Sized) -> float:
     return max(_work(sized), _way(sized)) * (1.0 - ROUNDING)
 
 
+def reason(sized: Sized) -> str:
+    """Returns in words which of the two is greater."""
+    return "all work over all ranks" if _work(sized) >= _way(sized) else "the way of one micro-batch"
+
+
 def _work(sized: Sized) -> float:
     speeds, count = sized.problem.cluster.speeds, sized.num_micro_batches
     each = float(sized.step_seconds.sum()) + sized.overhead_seconds * min(speeds)

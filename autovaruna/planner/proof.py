@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from autovaruna.planner.bound import StepBound
-from autovaruna.planner.bound_of_all import bound_of_all
+from autovaruna.planner.bound_of_all import bound_of_all, reason
 from autovaruna.planner.candidate import Planner
 from autovaruna.planner.groups import GroupSearch
 from autovaruna.planner.records import Plan
@@ -63,12 +63,23 @@ class Proof:
         if self.most_each > 1:
             proof = f"with one stage a rank no plan takes less than {single_seconds:.6g} s: {proof}" if single else ""
             seconds = min(plan.predicted_seconds, *map(self.of_all, self.counts))
-            proof = (
+            parts = [
                 f"with up to {self.most_each} stages a rank, no plan takes less than all work and the optimizer's over "
-                "the sum of speeds, nor than one micro-batch there and back with its share of the others at one block"
-            ) + (proof and f"; {proof}")
+                "the sum of speeds, nor than one micro-batch there and back with its share of the others at one block",
+                self._what_binds(),
+                proof,
+            ]
+            proof = "; ".join(filter(None, parts))
         proof += self._end(was_cut_short)
         return replace(plan, bound_seconds=seconds, single_bound_seconds=single_seconds, bound_proof=proof)
+
+    def _what_binds(self) -> str:
+        """Returns what part of a step with several stages a rank the bound consists of."""
+        least = min(self.counts, key=self.of_all)
+        return (
+            f"with {least} micro-batches that is least, and is {reason(self.planner.sized(least))}: idle ranks, "
+            "recompute, messages and all-reduces are left out"
+        )
 
     def _of_single(self, single: Plan) -> float:
         lowest = single.predicted_seconds

@@ -11,9 +11,9 @@ from rich.table import Table
 from autovaruna.graph.records import Graph
 from autovaruna.planner.infeasible import readable
 from autovaruna.planner.pipeline import pipeline_of, policy_of
-from autovaruna.planner.prediction import short_enough
+from autovaruna.planner.prediction import fold, short_enough
 from autovaruna.planner.records import Plan, StagePlan
-from autovaruna.schedule import LostTime, simulate
+from autovaruna.schedule import LostTime, lower_bound, simulate
 
 _FEWEST_BY = 3
 _COLUMNS = (
@@ -42,7 +42,8 @@ def plan_table(plan: Plan, graph: Graph) -> Table:
 
 def explain(plan: Plan, graph: Graph) -> str:
     """Returns lines that say what the plan is predicted to cost, how good that is, and where time is lost."""
-    lost = simulate(short_enough(pipeline_of(plan, graph)), policy_of(plan.schedule)).lost
+    pipeline = pipeline_of(plan, graph)
+    lost = simulate(short_enough(pipeline), policy_of(plan.schedule)).lost
     used = sorted({rank for stage in plan.stages for rank in stage.ranks})
     step = plan.predicted_seconds or 1.0
     lines = [f"predicted step  {seconds(plan.predicted_seconds)}"]
@@ -52,6 +53,7 @@ def explain(plan: Plan, graph: Graph) -> str:
         lines.append(
             f"single stages   no plan with one stage a rank takes less than {seconds(plan.single_bound_seconds)}"
         )
+    lines.append(f"these stages    no schedule of them takes less than {seconds(lower_bound(fold(pipeline)))}")
     if len(used) < plan.num_ranks:
         lines.append(f"ranks used      {len(used)} of {plan.num_ranks}: more are not faster, or were not asked for")
     for name, parts in _parts([lost[rank] for rank in used] if len(lost) == plan.num_ranks else lost):

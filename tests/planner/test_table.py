@@ -6,9 +6,11 @@ import pytest
 from rich.console import Console
 
 from autovaruna.planner.infeasible import readable
+from autovaruna.planner.pipeline import pipeline_of
 from autovaruna.planner.records import Plan
 from autovaruna.planner.search import make_plan
 from autovaruna.planner.table import explain, module_range, plan_table, ranks_text, seconds
+from autovaruna.schedule import lower_bound
 from tests.planner.cases import make_graph, make_problem
 
 
@@ -42,6 +44,15 @@ def test_both_bounds_are_told_where_ranks_may_hold_several_stages() -> None:
     assert 0 < plan.bound_seconds < plan.single_bound_seconds
     assert f"at most {plan.gap:.1%} above the best plan" in text
     assert "single stages   no plan with one stage a rank takes less than " + seconds(plan.single_bound_seconds) in text
+    assert "all work over all ranks: idle ranks" in plan.bound_proof or "the way of one micro-batch" in plan.bound_proof
+
+
+def test_what_any_schedule_of_the_stages_takes_is_told() -> None:
+    problem = make_problem(8, 3, 12, num_stages=3, num_replicas=1, schedule="gpipe", max_stages_per_rank=1)
+    plan = make_plan(problem)
+    least = lower_bound(pipeline_of(plan, problem.graph))
+    assert f"no schedule of them takes less than {seconds(least)}" in explain(plan, problem.graph)
+    assert plan.bound_seconds <= least <= plan.predicted_seconds
 
 
 @pytest.mark.parametrize(
