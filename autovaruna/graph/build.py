@@ -52,12 +52,16 @@ class Builder:
         blocks = tuple(
             self._block(index, names, buffer_bytes.get(index, 0)) for index, names in enumerate(self.grouping.blocks)
         )
-        values = tuple(self._value(name) for name in self.crossing())
+        values = self.values()
         inputs = tuple(self._input(node) for node in self.module.graph.find_nodes(op="placeholder"))
         parameters = self._parameters()
         text = repr((blocks, values, inputs, parameters, str(self.module.graph.output_node().args), *marks))
         fingerprint = hashlib.sha256(text.encode()).hexdigest()[:16]
         return Graph(blocks, values, inputs, parameters, fingerprint, tuple(marks))
+
+    def values(self) -> tuple[Value, ...]:
+        """Returns what crosses cuts."""
+        return tuple(self._value(name) for name in self.crossing())
 
     def crossing(self) -> list[str]:
         """Returns the names of the tensors that are used by another block than their own, in execution order."""

@@ -5,6 +5,7 @@ The graph runs once on fake tensors (shapes alone, no numbers) of one batch size
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -89,9 +90,11 @@ class _Pass(fx.Interpreter):
         if recalled is not None:
             value, _, self.num_flops = recalled
             return value
-        before = self.counter.get_total_flops()
-        value = super().call_function(target, args, kwargs)
-        self.num_flops = self.counter.get_total_flops() - before
+        if _is_view(target):
+            return super().call_function(target, args, kwargs)
+        with self.counter:
+            value = super().call_function(target, args, kwargs)
+        self.num_flops = self.counter.get_total_flops()
         if call is not None:
             self.memory.note(call, value, lambda _: self.num_flops)
         return value
@@ -145,8 +148,8 @@ def learn(
             memo[id(tensor)] = fake_like(tensor, mode, device).requires_grad_(tensor.requires_grad)
         attributes[name] = memo[id(tensor)]
     inputs = example_inputs(call, batch_size, mode, device)
-    with mode, flops.counter() as counter:
-        graph_pass = _Pass(exported.module, attributes, counter, mode)
+    with mode:
+        graph_pass = _Pass(exported.module, attributes, flops.counter(), mode)
         graph_pass.run(*inputs, enable_io_processing=False)
     return graph_pass.facts
 
@@ -170,6 +173,14 @@ def is_random(module: nn.Module, node: fx.Node) -> bool:
     regions = [getattr(module, str(arg.target), None) for arg in node.all_input_nodes if arg.op == "get_attr"]
     inner = [region for region in regions if isinstance(region, fx.GraphModule)]
     return any(is_random(region, child) for region in inner for child in region.graph.nodes)
+
+
+def _is_view(target: Any) -> bool:
+    """Whether an operation returns views of its arguments, or takes a tuple apart: there is no arithmetic to count."""
+    if not isinstance(target, torch._ops.OpOverload):
+        return target is operator.getitem
+    results = target._schema.returns
+    return all(each.alias_info is not None and not each.alias_info.is_write for each in results) and bool(results)
 
 
 def _draws_nothing(node: fx.Node) -> bool:

@@ -15,7 +15,7 @@ from torch.fx.experimental import proxy_tensor
 from autovaruna.graph.recall import Call, Memory
 
 _FAKE = torch._C._TorchDispatchModeKey.FAKE
-_OF_TORCH = ("_extract_tensor_metadata", "get_proxy_slot", "proxy_call")
+_OF_TORCH = ("_extract_tensor_metadata", "get_proxy_slot", "proxy_call", "track_tensor_tree")
 
 
 @contextmanager
@@ -31,13 +31,16 @@ def recalled_repeats() -> Iterator[Repeats | None]:
         yield None
         return
     own: Any = proxy_tensor
-    repeats = Repeats(own.proxy_call, torch._ops.OpOverload.__call__, own._extract_tensor_metadata)
+    run, describe = torch._ops.OpOverload.__call__, own._extract_tensor_metadata
+    repeats = Repeats(own.proxy_call, run, describe, own.track_tensor_tree)
     own.proxy_call, own._extract_tensor_metadata = repeats.call, repeats.describe
+    own.track_tensor_tree = _unseen(repeats.torch_track)
     torch._ops.OpOverload.__call__ = repeats.operator()  # type: ignore[method-assign]
     try:
         yield repeats
     finally:
         own.proxy_call, own._extract_tensor_metadata = repeats.torch_call, repeats.torch_describe
+        own.track_tensor_tree = repeats.torch_track
         torch._ops.OpOverload.__call__ = repeats.torch_run  # type: ignore[method-assign]
 
 
@@ -48,15 +51,21 @@ class Repeats:
         torch_call: torch's function that records an operation, and runs it.
         torch_run: torch's method that runs an operation.
         torch_describe: torch's function that describes a result.
+        torch_track: torch's function that notes which node of the graph a tensor is.
 
     Attributes:
         num_recalled: how many operations were recalled.
     """
 
     def __init__(
-        self, torch_call: Callable[..., Any], torch_run: Callable[..., Any], torch_describe: Callable[..., Any]
+        self,
+        torch_call: Callable[..., Any],
+        torch_run: Callable[..., Any],
+        torch_describe: Callable[..., Any],
+        torch_track: Callable[..., Any],
     ) -> None:
         self.torch_call, self.torch_run, self.torch_describe = torch_call, torch_run, torch_describe
+        self.torch_track = torch_track
         self.num_recalled = 0
         self._memory = Memory()
         self._answer: tuple[Any, Any] | None = None
@@ -101,6 +110,16 @@ class Repeats:
             return slot is None or slot.constant is not None
 
         return self._memory.take_apart(operation, args, kwargs, torch._C._get_dispatch_mode(_FAKE), is_constant)
+
+
+def _unseen(track: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns `track` so that it looks at tensors unseen by what watches the model's own functions."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with torch._C.DisableTorchFunction():
+            return track(*args, **kwargs)
+
+    return run
 
 
 def _is_alone() -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import sympy
@@ -40,7 +41,7 @@ class Sizes:
         expression = _expression(value)
         if not isinstance(expression, sympy.Basic):
             return expression
-        number = expression if self.symbol is None else expression.subs(self.symbol, batch_size)
+        number = expression if self.symbol is None else _at(expression, self.symbol, batch_size)
         if isinstance(value, torch.SymBool):
             return bool(number)
         return float(number) if isinstance(value, torch.SymFloat) else int(number)
@@ -81,6 +82,12 @@ class Sizes:
         if isinstance(expression, sympy.Basic):
             return bool(expression.free_symbols <= ({self.symbol} if self.symbol is not None else set()))
         return isinstance(value, int | float | bool)
+
+
+@lru_cache(maxsize=4096)
+def _at(expression: Any, symbol: Any, batch_size: int) -> Any:
+    """Returns an expression for a batch size; in a deep model the same few come again and again."""
+    return expression.subs(symbol, batch_size)
 
 
 def _expression(value: Any) -> Any:

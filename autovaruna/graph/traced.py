@@ -179,13 +179,12 @@ def _build(
     parameters: dict[str, str],
     buffers: dict[str, str],
 ) -> Graph:
-    """Builds the record twice: first to see which cuts are beaten, then without them."""
+    """Builds the record without the cuts that others beat."""
     builder = Builder(exported.module, facts, sizes, grouping, parameters, buffers)
-    graph = builder.build()
     marks = locate(exported.markers, grouping.blocks, builder, grouping.joins)
     blocks = merge_free_blocks(
         grouping.blocks,
-        crossing_sizes(graph.values, len(grouping.blocks)),
+        crossing_sizes(builder.values(), len(grouping.blocks)),
         lambda index: all(facts[name].is_view for name in grouping.blocks[index]),
         [mark.block - 1 for mark in marks if mark.block > 0],
     )

@@ -96,3 +96,16 @@ def test_values_are_fakes_of_the_hint() -> None:
     value = model.facts["linear"].value
     assert value.shape == (model.sizes.batch_size, 7) and model.sizes.batch_size not in (4, 7)
     assert isinstance(value, torch._subclasses.FakeTensor)
+
+
+def test_each_operation_has_its_own_arithmetic() -> None:
+    """What comes after a product, or before it, has none of its arithmetic, recalled or not."""
+
+    def several(self: nn.Module, x: Tensor) -> Tensor:
+        first = self.layer(x).view(-1, 2, 2).transpose(1, 2)
+        return self.layer(first.reshape(-1, 4).split(2, dim=1)[0].repeat(1, 2))
+
+    model = traced_function(several, X, layer=nn.Linear(4, 4))
+    product = 2 * 4 * 4 * model.sizes.batch_size
+    found = {name: fact.num_flops for name, fact in model.facts.items() if fact.num_flops}
+    assert found == {"linear": product, "linear_1": product}
