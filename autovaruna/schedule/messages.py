@@ -40,10 +40,8 @@ class Wire:
 
     __slots__ = ("latency_seconds", "line", "transfer_seconds")
 
-    def __init__(self, line: Line, link: LinkCost, num_bytes: float) -> None:
-        self.line = line
-        self.latency_seconds = exact(link.latency_seconds)
-        self.transfer_seconds = exact(num_bytes / link.bytes_per_second)
+    def __init__(self, line: Line, latency_seconds: float, transfer_seconds: float) -> None:
+        self.line, self.latency_seconds, self.transfer_seconds = line, latency_seconds, transfer_seconds
 
     @property
     def seconds(self) -> float:
@@ -88,6 +86,7 @@ Wiring = Callable[[int, int, float], list[list[Wire | None]]]
 def wiring(pipeline: Pipeline) -> Wiring:
     """Returns a function that gives the wires from each replica of a stage to each of another, for some bytes."""
     lines: dict[tuple[int, int], tuple[Line, LinkCost]] = {}
+    seconds: dict[tuple[LinkCost, float], tuple[float, float]] = {}
 
     def wire(source: int, destination: int, num_bytes: float) -> Wire | None:
         if source == destination:
@@ -95,7 +94,9 @@ def wiring(pipeline: Pipeline) -> Wiring:
         if (source, destination) not in lines:
             lines[source, destination] = Line(), pipeline.links(source, destination)
         line, link = lines[source, destination]
-        return Wire(line, link, num_bytes)
+        if (link, num_bytes) not in seconds:
+            seconds[link, num_bytes] = exact(link.latency_seconds), exact(num_bytes / link.bytes_per_second)
+        return Wire(line, *seconds[link, num_bytes])
 
     def wires(sender: int, receiver: int, num_bytes: float) -> list[list[Wire | None]]:
         senders, receivers = pipeline.stages[sender].ranks, pipeline.stages[receiver].ranks

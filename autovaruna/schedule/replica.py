@@ -143,5 +143,7 @@ class Replica:
 
     def next_arrival(self, now: float) -> float:
         """Returns when the next message that it may wait for arrives, as far as is known; infinite if not."""
-        known = (self.activations.ready[self.forwards], self.gradients.ready[self.backwards])
-        return min((seconds for seconds in known if seconds > now), default=math.inf)
+        activation, gradient = self.activations.ready[self.forwards], self.gradients.ready[self.backwards]
+        if activation <= now:
+            return gradient if gradient > now else math.inf
+        return gradient if now < gradient < activation else activation

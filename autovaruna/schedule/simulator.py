@@ -56,7 +56,8 @@ class _Simulator:
         """Runs all instructions and returns what happened."""
         while self.queue:
             now = self.queue[0][0]
-            for rank in sorted(self._happen(now)):
+            idle = self._happen(now)
+            for rank in sorted(idle) if len(idle) > 1 else idle:
                 self._choose(rank, now)
         if not all(replica.is_done for replica in self.network.replicas()):
             raise ScheduleError(self.policy.explain(self.network.by_rank))
@@ -97,7 +98,10 @@ class _Simulator:
             replica.refresh(now)
         choice = self.policy.pick(replicas)
         if choice is None:
-            wake = min(replica.next_arrival(now) for replica in replicas)
+            wake = math.inf
+            for replica in replicas:
+                arrival = replica.next_arrival(now)
+                wake = arrival if arrival < wake else wake
             if wake < math.inf:
                 heappush(self.queue, (wake, rank))
             return

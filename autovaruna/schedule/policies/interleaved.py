@@ -39,4 +39,7 @@ def _is_ahead(replicas: Sequence[Replica]) -> bool:
     """Returns whether a rank has as many micro-batches in flight as it needs; its stages come deepest first."""
     deepest, first = replicas[0], replicas[-1]
     needed = 1 + deepest.stage - first.stage + 2 * deepest.num_later
-    return sum(each.forwards - each.backwards for each in replicas) >= max(needed, first.depth)
+    held = 0
+    for each in replicas:
+        held += each.forwards - each.backwards
+    return held >= needed and held >= first.depth
