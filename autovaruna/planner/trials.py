@@ -54,6 +54,8 @@ class Trials:
             if recomputed not in bounds:
                 bounds[recomputed] = self.planner.bound(plan)  # It knows nothing of depths and schedules.
             if bounds[recomputed] >= min(below, found * _REACHED):
+                if not any(recomputed):
+                    break  # None of the others has less to do.
                 continue
             predicted = self.planner.predict(plan, min(below, found))
             if predicted:
