@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from autovaruna.graph.attributes import Attributes
 from autovaruna.graph.precision import current_precision
 
 
@@ -18,11 +19,15 @@ class ModeReader:
 
     Args:
         model: The model.
+
+    Attributes:
+        attributes: what the script has changed of it since the start.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._learn()
+        self.attributes = Attributes(model)
 
     def words(self) -> str:
         """Returns the mode as a text that is equal for calls that one trace serves."""
@@ -31,7 +36,9 @@ class ModeReader:
         flags = "".join(["t" if module.training else "e" for module in self._modules])
         autocast = ",".join(map(str, current_precision())) or "off"
         frozen = "".join(["g" if p.requires_grad else "f" for p in _values(self._parameters) if p is not None])
-        return f"training={flags} gradient={torch.is_grad_enabled()} autocast={autocast} parameters={frozen}"
+        changed = self.attributes.words()
+        mode = f"training={flags} gradient={torch.is_grad_enabled()} autocast={autocast} parameters={frozen}"
+        return f"{mode} attributes={changed}" if changed else mode
 
     def _learn(self) -> None:
         self._modules = list(self._model.modules())

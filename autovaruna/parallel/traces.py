@@ -35,6 +35,11 @@ class Traces:
         self._known: dict[str, TracedModel] = {}
         self.latest: TracedModel | None = None
 
+    @property
+    def num_known(self) -> int:
+        """How many graphs there are."""
+        return len(self._known)
+
     def first(self, shared: SharedCall) -> TracedModel:
         """Returns the graph of the call that is to be planned, whose micro-batches are not known yet. Collective."""
         return self._find(shared, -(-max(shared.sizes) // self._expected_parts(shared)))

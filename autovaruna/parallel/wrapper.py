@@ -98,19 +98,25 @@ class AutoVaruna(StatefulModule):
         if self._engine is None:
             compare_settings(self.settings, self.world)
         shared = self._share(args, kwargs)
+        num_known = 0 if self._traces is None else self._traces.num_known
         engine = self._engine or self._start(shared)
         batch = self._cut(shared, engine.plan)
         assert self._traces is not None
         traced = self._traces.of(shared, batch)
         self._num_calls += 1
-        return engine.run(traced, shared, batch)
+        returned = engine.run(traced, shared, batch)
+        if self._traces.num_known > num_known or traced.has_kept_modules:  # both may set attributes
+            self._mode.attributes.settle()
+        return returned
 
     def _share(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> SharedCall:
         """Tells all ranks of this rank's call. Collective."""
         error: Exception | None = None
         report = None
         try:
-            tensors, call = describe(self.module, args, kwargs, self.settings.batch_inputs, self._mode.words())
+            mode = self._mode.words()
+            self._check_parameters()
+            tensors, call = describe(self.module, args, kwargs, self.settings.batch_inputs, mode)
             report = call.key(), call.batch_size, self._engine.doings if self._engine is not None else {}
         except Exception as caught:
             error = caught
@@ -121,6 +127,19 @@ class AutoVaruna(StatefulModule):
             if self._engine is None or not self._state.follow_frozen(self._engine.placement, self.world):
                 raise
         return self._share(args, kwargs)
+
+    def _check_parameters(self) -> None:
+        """Takes the parameters as they are, before the first call; refuses others later."""
+        if self._engine is None:
+            if self._mode.attributes.replaced():
+                self._state = OwnedState(self.module)
+            return
+        if replaced := self._mode.attributes.replaced():
+            raise InputError(
+                f"Parameters of the model have been replaced after the first call: got other ones for {replaced[:5]}. "
+                "Expected the same ones, which are split over the ranks; copy numbers into them (copy_(), "
+                "load_state_dict()), or wrap the changed model anew."
+            )
 
     def _is_plain(self) -> bool:
         """Whether the model is called as it is: one process, and no setting that asks for more."""

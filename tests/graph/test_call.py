@@ -113,7 +113,7 @@ def test_the_mode_follows_what_was_put_into_the_model() -> None:
     words.append(reader.words())
     model[1].append(nn.ReLU())
     words.append(reader.words())
-    assert words[-1] == mode_of(model)
+    assert words[-1].split(" attributes=")[0] == mode_of(model)
     assert len(set(words)) == 4
 
 

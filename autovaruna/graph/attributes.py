@@ -1,0 +1,100 @@
+"""Notices what a script changes of a model between calls: numbers and texts that are attributes, hooks, parameters."""
+
+from __future__ import annotations
+
+from operator import itemgetter
+from typing import Any
+
+from torch import nn
+
+_PLAIN = (bool, int, float, str, type(None))
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+class Attributes:
+    """The plain attributes of a model's modules, and how many hooks these have.
+
+    A trace fixes them. So what a script has set since the start is part of what a trace depends on; what a forward of
+    the library's own has set is not, for it differs between ranks.
+
+    Args:
+        model: The model.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._set: dict[str, Any] = {}
+        self._learn()
+        self._slots = self._slots_now()
+        self._first = dict(self._last)
+        self._kinds = self._first_kinds = self._kinds_now()
+        self._settled = self._ids()
+
+    def words(self) -> str:
+        """Returns, as a text without spaces, what the script has set to another value than at the start."""
+        if self._read() != self._values:
+            before = self._last
+            self._learn()
+            names = before.keys() | self._last.keys()
+            self._set |= {name: self._last.get(name) for name in names if before.get(name) != self._last.get(name)}
+            self._set = {name: value for name, value in self._set.items() if value != self._first.get(name)}
+            self._kinds = self._kinds_now()
+        found = [f"{name}:{value!r}" for name, value in sorted(self._set.items())]
+        found += [self._kinds] if self._kinds != self._first_kinds else []
+        return "".join(",".join(found).split())
+
+    def replaced(self) -> list[str]:
+        """Returns the names of parameters that are other tensors than when `settle` was called; call `words` before."""
+        if self._ids() == self._settled:
+            return []
+        before, now = self._slots, self._slots_now()
+        return sorted(name for name in now.keys() | before.keys() if now.get(name) != before.get(name))
+
+    def settle(self) -> None:
+        """Takes attributes and parameters as they are now: a call of the library's own has ended."""
+        self._learn()
+        self._slots, self._settled = self._slots_now(), self._ids()
+
+    def _learn(self) -> None:
+        named = list(self._model.named_modules())
+        self._dicts = [vars(module) for _, module in named]
+        self._hooks = [place[kind] for place in self._dicts for kind in _HOOKS if kind in place]
+        self._tables = [place["_parameters"] for place in self._dicts]
+        self._holders = [place["_modules"] for place in self._dicts]
+        self._paths = [path for path, _ in named]
+        names = [
+            [name for name, value in place.items() if isinstance(value, _PLAIN) and name != "training"]
+            for place in self._dicts
+        ]
+        self._getters = [(itemgetter(*own), place) for own, place in zip(names, self._dicts, strict=True) if own]
+        self._values = self._read()
+        self._last = {
+            f"{path}.{name}".removeprefix("."): place[name]
+            for path, own, place in zip(self._paths, names, self._dicts, strict=True)
+            for name in own
+        }
+        for path, place in zip(self._paths, self._dicts, strict=True):
+            for kind in _HOOKS:
+                self._last[f"{path}.{kind}".removeprefix(".")] = len(place.get(kind, ()))
+
+    def _read(self) -> list[Any]:
+        """Returns everything that is watched; cheap, for every call."""
+        try:
+            values: list[Any] = [getter(place) for getter, place in self._getters]
+        except KeyError:  # one is gone
+            return []
+        children = [id(child) for holder in self._holders for child in holder.values()]
+        return [*values, *map(len, self._dicts), *map(len, self._hooks), *children]
+
+    def _ids(self) -> list[int]:
+        return [id(tensor) for table in self._tables for tensor in table.values()]
+
+    def _kinds_now(self) -> str:
+        return ",".join(f"{path}={type(module).__qualname__}" for path, module in self._model.named_modules())
+
+    def _slots_now(self) -> dict[str, int]:
+        return {
+            f"{path}.{name}".removeprefix("."): id(tensor)
+            for path, module in self._model.named_modules()
+            for name, tensor in module._parameters.items()
+        }

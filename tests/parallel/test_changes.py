@@ -1,0 +1,120 @@
+"""What a script changes of the model between calls counts from the next call on, as in plain PyTorch, or is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from autovaruna import AutoVaruna, InputError, RankError
+from autovaruna.graph.attributes import Attributes
+from autovaruna.runtime.in_process import run_ranks
+from autovaruna.runtime.world import World
+from tests.catalogue.small import CLASSES, WIDTH, labelled
+from tests.parallel.training import QUIET
+
+BATCH = labelled(6, 0)[1]
+
+
+class Scaled(nn.Module):
+    """Has a number, a flag and a text that forward reads, and a module that it counts nothing of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = 1.0
+        self.body = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.0), nn.Linear(WIDTH, CLASSES))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(self.body(x) * self.scale, y)
+
+
+def scale(model: Scaled) -> None:
+    model.scale = 2.0
+
+
+def drop(model: Scaled) -> None:
+    model.body[1].p = 1.0  # type: ignore[assignment]
+
+
+def append(model: Scaled) -> None:
+    model.body.append(nn.Tanh())
+
+
+def exchange(model: Scaled) -> None:
+    model.body[1] = nn.ReLU()
+
+
+def hook(model: Scaled) -> None:
+    model.body[0].register_forward_hook(lambda module, given, result: -result)
+
+
+def train(change: Callable[[Scaled], None], is_plain: bool) -> list[float]:
+    """Makes a step before a change and two after it; returns the losses."""
+    torch.manual_seed(0)
+    model = Scaled()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    wrapped = model if is_plain else AutoVaruna(model, optimizer, **QUIET, num_micro_batches=1)
+    losses = []
+    for step in range(3):
+        loss = wrapped(**BATCH)
+        loss.backward()
+        losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 0:
+            change(model)
+    return losses
+
+
+@pytest.mark.parametrize("change", [scale, drop, append, exchange, hook], ids=lambda change: change.__name__)
+def test_a_change_counts(change: Callable[[Scaled], None]) -> None:
+    assert train(change, is_plain=False) == train(change, is_plain=True) != train(lambda model: None, is_plain=True)
+
+
+def test_a_value_set_back_needs_no_new_trace() -> None:
+    """The words of the start return with the value of the start."""
+    model = Scaled()
+    attributes = Attributes(model)
+    model.scale = 2.0
+    assert "scale:2.0" in attributes.words() and "scale:2.0" in attributes.words()
+    model.scale = 1.0
+    assert attributes.words() == ""
+
+
+def test_what_a_call_sets_itself_is_no_change() -> None:
+    """Ranks set it apart, each on its own stages."""
+    model = Scaled()
+    attributes = Attributes(model)
+    model.scale, model.body[0].seen = 3.0, 5  # type: ignore[assignment]
+    attributes.settle()
+    assert attributes.words() == "" and attributes.replaced() == []
+
+
+def test_another_parameter_is_refused_once_the_model_is_split() -> None:
+    """It would not be trained; before the first call, it is taken."""
+    model = Scaled()
+    wrapped = AutoVaruna(model, num_micro_batches=2, **QUIET)
+    model.body[2] = nn.Linear(WIDTH, CLASSES)
+    wrapped(**BATCH).backward()
+    assert model.body[2].weight.grad is not None
+    model.body[0].weight = nn.Parameter(torch.zeros(WIDTH, WIDTH))
+    with pytest.raises(InputError, match=r"\['body\.0\.weight'\]\. Expected the same ones"):
+        wrapped(**BATCH)
+
+
+def test_a_change_on_one_rank_is_told() -> None:
+    """Ranks whose models differ would compute different things."""
+
+    def be_rank(world: World) -> None:
+        model = Scaled()
+        wrapped = AutoVaruna(model, num_micro_batches=2, **QUIET)
+        wrapped(**BATCH)
+        if world.rank == 1:
+            model.scale = 2.0
+        with pytest.raises(RankError, match=r"attributes is missing on rank 0, scale:2\.0 on rank 1"):
+            wrapped(**BATCH)
+
+    run_ranks(2, be_rank)
