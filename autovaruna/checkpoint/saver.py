@@ -7,6 +7,7 @@ import logging
 import os
 import shutil
 import sys
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,6 +31,10 @@ from autovaruna.runtime.world import World
 logger = logging.getLogger(__name__)
 
 
+_SHARE_BEFORE_STEP = 0.7
+"""Of the time between two steps of the optimizer, what is left after the first at the least."""
+
+
 @dataclass(frozen=True)
 class Way:
     """How a checkpoint is saved.
@@ -39,14 +44,12 @@ class Way:
         tempdir: a local folder where files are written first.
         is_shared: whether replicas share the writing.
         in_background: whether training goes on meanwhile.
-        seconds: time until the optimizer's next step, as expected; None: not known.
     """
 
     keep: int | None = None
     tempdir: str | None = None
     is_shared: bool = True
     in_background: bool = False
-    seconds: float | None = None
 
 
 class Saver:
@@ -61,6 +64,8 @@ class Saver:
         self._job: Background | None = None
         self._snapshot: Snapshot | None = None
         self._spare: list[Bytes] = []
+        self._stepped: float | None = None
+        self._step_seconds: float | None = None
         self._hooked: set[int] = set()
         self._is_watching_the_end = False
 
@@ -163,7 +168,7 @@ class Saver:
     ) -> None:
         snapshot = together(
             self._world,
-            lambda: Snapshot(part.files(), _steady(part, subject), METADATA, way.seconds, self._spare),
+            lambda: Snapshot(part.files(), _steady(part, subject), METADATA, self._seconds(), self._spare),
             "copying a checkpoint",
         )
         report = report_of(part, {})
@@ -183,7 +188,17 @@ class Saver:
         """Lets the optimizer's steps wait for the snapshot."""
         if id(optimizer) not in self._hooked:
             self._hooked.add(id(optimizer))
-            optimizer.register_step_pre_hook(lambda *_: self.wait_snapshot())
+            optimizer.register_step_pre_hook(lambda *_: self._before_step())
+
+    def _before_step(self) -> None:
+        if self._stepped is not None:
+            self._step_seconds = time.monotonic() - self._stepped
+        self.wait_snapshot()
+        self._stepped = time.monotonic()
+
+    def _seconds(self) -> float | None:
+        """Returns the time until the optimizer's next step, as the last two say; None: not known."""
+        return None if self._step_seconds is None else _SHARE_BEFORE_STEP * self._step_seconds
 
     def _watch_the_end(self) -> None:
         if not self._is_watching_the_end:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Container
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,9 +17,6 @@ from autovaruna.checkpoint.saver import Saver, Way
 from autovaruna.checkpoint.subject import Subject
 from autovaruna.checkpoint.together import together
 from autovaruna.errors import OrderError
-
-_SHARE_BEFORE_STEP = 0.7
-"""Of the time between two calls of a model, the part that has passed at the least when the optimizer steps."""
 
 
 @dataclass
@@ -48,8 +44,6 @@ class Persistence:
         self.num_calls = 0
         """How many calls of the model that run had made."""
         self._saver: Saver | None = None
-        self._last_call: float | None = None
-        self._call_seconds: float | None = None
 
     def save(self, subject: Subject, root: str | os.PathLike[str], content: Content, way: Way) -> None:
         """Saves a checkpoint. Collective."""
@@ -59,17 +53,10 @@ class Persistence:
                 "got save_checkpoint before it. Call the model first."
             )
         self._saver = self._saver or Saver(subject.world)
-        seconds = None if self._call_seconds is None else _SHARE_BEFORE_STEP * self._call_seconds
-        self._saver.save(subject, root, content, replace(way, seconds=seconds))
+        self._saver.save(subject, root, content, way)
 
     def poll(self) -> None:
-        """Notes a call of the model, and raises what went wrong in the background, if anything.
-
-        Collective while there is a checkpoint on its way.
-        """
-        now = time.monotonic()
-        self._call_seconds = None if self._last_call is None else now - self._last_call
-        self._last_call = now
+        """Raises what went wrong in the background, if anything. Collective while there is a checkpoint on its way."""
         if self._saver is not None and self._saver.is_busy:
             self._saver.poll()
 

@@ -75,6 +75,28 @@ def test_steps_of_the_optimizer_go_on_meanwhile(tmp_path: Path, monkeypatch: pyt
     assert is_same(other, expected)
 
 
+def test_short_steps_let_the_thread_copy_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first save knows no steps; memory for what was copied is used again."""
+    real, asked = Snapshot.__init__, []
+
+    def noted(*args: Any) -> None:
+        asked.append(args[4])
+        real(*args)
+
+    monkeypatch.setattr(Snapshot, "__init__", noted)
+    model = trained(width=WIDTH)
+    for step in range(3):
+        model.save_checkpoint(tmp_path, step=step, background=True)
+        expected = weights_of(model)
+        train(model)
+        train(model)
+        model.wait_checkpoint()
+        other = trained(seed=1, width=WIDTH)
+        other.load_checkpoint(tmp_path, step=step)
+        assert is_same(other, expected)
+    assert asked[0] is None and all(0 < seconds < 5 for seconds in asked[1:])
+
+
 def in_place(model: AutoVaruna) -> None:
     with torch.no_grad():
         next(iter(model.parameters())).add_(1)
