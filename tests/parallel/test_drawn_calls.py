@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from autovaruna import AutoVaruna
+from autovaruna.errors import PlanError
 from tests.catalogue.case import Batch, Case
 from tests.catalogue.drawn import NUM_PATHS, draw_case
 from tests.parallel.test_drawn_graphs import draw_setup, micro_batches
@@ -112,11 +112,12 @@ def test_any_calls_train_as_plain_pytorch(seed: int) -> None:
     script, make_optimizer = Script(seed, case), OPTIMIZERS[chance.choice(list(OPTIMIZERS))]
     for num_stages in range(chance.randint(1, 4), 0, -1):
         setup = draw_setup(chance, case, num_stages)
-        if setup.schedule in ("interleaved", "zero_bubble"):
-            setup = replace(setup, schedule="1f1b")
         try:
             got = wrapped(script, case, setup, make_optimizer)
         except TooFewBlocksError:
             continue
+        except PlanError as refusal:  # a shared layer is at a stage too late for a path that needs it early
+            assert "another order" in str(refusal)
+            return
         compare(got, plain(script, case, setup, make_optimizer))
         return
