@@ -33,7 +33,7 @@ KEPT_AS = {
     torch.float8_e8m0fnu: torch.uint8,
 }
 """Dtypes that safetensors has no name for, and those that hold the same bytes; the header notes which they are."""
-NOTE = "dtypes"
+NOTE = "autovaruna.dtypes"
 """Where the header notes them, as JSON: by the name of the tensor."""
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from autovaruna import AutoVaruna, CheckpointError, load_checkpoint
 from autovaruna.checkpoint.document import decode, encode
-from autovaruna.checkpoint.dtypes import KEPT_AS, NAMES
+from autovaruna.checkpoint.dtypes import KEPT_AS, NAMES, NOTE
 from autovaruna.checkpoint.layout import lay_out
 from autovaruna.checkpoint.read import read_new
 from autovaruna.checkpoint.tensor_file import read_header
@@ -231,3 +231,15 @@ def test_state_that_is_there_is_overwritten_in_place(tmp_path: Path) -> None:
     assert [value.data_ptr() for state in found for value in state.values()] == places
     for got, known in zip(found, expected, strict=True):
         assert all(torch.equal(got[name], known[name]) for name in known)
+
+
+@pytest.mark.parametrize(
+    ("key", "note"), [("dtypes", "of others"), (NOTE, "{}"), (NOTE, '{"a": "complex128"}'), (NOTE, "[")]
+)
+def test_a_note_of_others_is_left_alone_and_one_that_does_not_fit_is_told(key: str, note: str, tmp_path: Path) -> None:
+    safetensors.torch.save_file({"a": torch.ones(2)}, tmp_path / "x", metadata={key: note})
+    if "complex" in note or note == "[":
+        with pytest.raises(CheckpointError, match="cannot be read as a safetensors file"):
+            read_header(tmp_path / "x")
+    else:
+        assert read_header(tmp_path / "x")[0]["a"].dtype == torch.float32
