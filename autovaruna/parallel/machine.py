@@ -29,9 +29,12 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _LARGEST_KEPT_BYTES = 32 << 20
 _PROCESS_BYTES = 16 << 20
 """What a process holds on the CPU beside tensors, once it has traced a model, where the system does not say."""
-_HEAP_SHARE, _HEAP_SHARE_WITH_PIECES = 1.0, 1.5
-"""What the C library's heap needs on the CPU on top of what one micro-batch needs, found from resident sets: an
-aligned block does not fit into the hole that one of its size has left. More is needed, and less can be said, unless
+_HEAP_SHARE, _HEAP_SHARE_WITH_PIECES = 1 / 3, 1 / 2
+"""What the C library's heap needs on the CPU on top of what a step makes and frees, found from resident sets.
+
+For a block of n bytes, aligned to 64 as torch's are, glibc asks itself for n + 128; where one lay between others,
+n + 112 are free if n is a multiple of 64. So no tensor fits where one of its size has been, only smaller ones do: where
+all are of one size, half and more may be lost. More is needed, and less can be said, unless
 ``GLIBC_TUNABLES=glibc.malloc.tcache_count=0``: small pieces that the library keeps for itself lie between holes."""
 _TUNABLES = ("glibc.malloc.mmap_threshold", "glibc.malloc.trim_threshold", "glibc.malloc.mmap_max")
 """What a user who sets these in ``GLIBC_TUNABLES`` has decided; ``glibc.malloc.tcache_count=0`` is no such thing."""
@@ -62,14 +65,14 @@ def resident_bytes() -> float:
         return 0.0
 
 
-def _process_bytes(world: World, device: torch.device, resident_before: float) -> float:
-    """Returns what a rank of the CPU holds beside tensors: code, graphs and workspaces. Collective.
+def _process_bytes(world: World, device: torch.device, resident_before: float, batch_bytes: float) -> float:
+    """Returns what a rank holds beside its stages: its mini-batch, and on the CPU code and graphs. Collective.
 
     Ranks trace the same model; of what else their heaps could not give back, the mean counts.
     """
     growth = max(resident_bytes() - resident_before, 0.0) if resident_before else float(_PROCESS_BYTES)
-    known = world.gather_objects(growth, "measuring what processes hold")
-    return fmean(known) if device.type == "cpu" else 0.0
+    mine = (growth if device.type == "cpu" else 0.0) + batch_bytes
+    return fmean(world.gather_objects(mine, "measuring what processes hold"))
 
 
 def _device_memory(world: World, device: torch.device) -> float:
@@ -85,7 +88,9 @@ def host_memory() -> float:
     return float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
 
 
-def describe_cluster(world: World, device: torch.device, settings: Settings, resident_before: float = 0.0) -> Cluster:
+def describe_cluster(
+    world: World, device: torch.device, settings: Settings, resident_before: float = 0.0, batch_bytes: float = 0.0
+) -> Cluster:
     """Measures links and speeds. Collective.
 
     A memory limit that the user sets is for what the model brings: what a process holds beside it comes on top.
@@ -95,8 +100,9 @@ def describe_cluster(world: World, device: torch.device, settings: Settings, res
         device: Where this rank computes.
         settings: The settings.
         resident_before: What `resident_bytes` said before the model was traced; 0: not known.
+        batch_bytes: What the caller's mini-batch takes on the device.
     """
-    process_bytes = _process_bytes(world, device, resident_before)
+    process_bytes = _process_bytes(world, device, resident_before, batch_bytes)
     local, remote, all_reduce = measure_links(world)
     latency = measure_all_reduce_latency(world)
     overhead = _CALLS_OF_AN_INSTRUCTION * fmean(call_seconds(1, device))

@@ -162,7 +162,8 @@ class Preparation:
     def _new_plan(self) -> Plan:
         """Measures, searches, and saves the deployment. Collective; rank 0 searches for all."""
         profile = self._measure()
-        cluster = describe_cluster(self._world, self.device, self._settings, self._resident_before)
+        batch_bytes = sum(each.nbytes for each in self._shared.tensors if each.device.type == self.device.type)
+        cluster = describe_cluster(self._world, self.device, self._settings, self._resident_before, batch_bytes)
         step = optimizer_cost(self._optimizer, self._world, self.device)
         plan = self._on_all(
             lambda: make_plan(self._problem(profile, cluster, step)) if self._world.rank == 0 else None, "planning"

@@ -35,6 +35,7 @@ import numpy as np
 from autovaruna.planner.chain import partition_chain
 from autovaruna.planner.costs import Array
 from autovaruna.planner.demand import Computed, Demand, Listed, Needs
+from autovaruna.planner.memory import deepest
 from autovaruna.planner.range_waits import RangeWaits, range_waits_of
 from autovaruna.planner.sized import Sized
 from autovaruna.planner.ways import ROUNDING, Way
@@ -241,10 +242,8 @@ class StepBound:
         if not self.is_exact:
             return self._loose_depths(needs_recompute)
         held = (self.sized.recomputed_bytes if needs_recompute else self.sized.plain_bytes).map(self._inner)
-        with np.errstate(divide="ignore", invalid="ignore"):
-            room, each = self.limit_bytes - held.once, held.each
-            depth = np.floor(np.where(each > 0, room / each * (1 + ROUNDING), np.where(room >= 0, np.inf, 0.0)))
-        depth = np.where(held.least <= self.limit_bytes * (1 + ROUNDING), depth, 0.0)
+        least_share = -(-self.sized.num_micro_batches // self.cluster.num_ranks)
+        depth = deepest(held, self.limit_bytes * (1 + ROUNDING), least_share)
         if self.sized.problem.needs_gradient and self.constraints.in_flight:
             depth = np.where(depth > 0, np.minimum(depth, self.constraints.in_flight), depth)
         return np.maximum(depth, 0.0)

@@ -35,7 +35,8 @@ def memory_complaint(plan: Plan, valid_for: Fingerprint, graph: Graph) -> str:
     used = [known.process_bytes] * plan.num_ranks
     for stage in plan.stages:
         held = holdings_of_stage(graph, costs, stage.blocks)
-        num_bytes = model.total(held, stage.in_flight, stage.needs_recompute, stage.deferred)
+        share = -(-plan.num_micro_batches // len(stage.ranks))
+        num_bytes = model.total(held, stage.in_flight, stage.needs_recompute, stage.deferred, share)
         for rank in stage.ranks:
             used[rank] += num_bytes - known.process_bytes  # The stages of a rank are in one process.
     for rank, limit in enumerate(valid_for.memory_bytes):

@@ -100,11 +100,10 @@ def _places(shortage: _Shortage, problem: Problem) -> str:
 def _least_bytes(sized: Sized, num_replicas: int) -> Array:
     """Returns the least bytes of each range: with as few micro-batches in flight as the settings allow."""
     constraints = sized.problem.constraints
-    depth = min(constraints.in_flight or 1, -(-sized.num_micro_batches // num_replicas))
-    if constraints.schedule == "gpipe":
-        depth = -(-sized.num_micro_batches // num_replicas)
+    share = -(-sized.num_micro_batches // num_replicas)
+    depth = share if constraints.schedule == "gpipe" else min(constraints.in_flight or 1, share)
     ways = [sized.recomputed_bytes if again else sized.plain_bytes for again in sized.recompute_choices]
-    return np.asarray(np.minimum.reduce([num_bytes.at(depth) for num_bytes in ways]))
+    return np.asarray(np.minimum.reduce([num_bytes.at(depth, share) for num_bytes in ways]))
 
 
 def _bytes_of_segments(sized: Sized) -> Array:

@@ -14,14 +14,14 @@ import numpy as np
 
 from autovaruna.graph.records import Graph
 from autovaruna.planner.costs import Array, Costs
-from autovaruna.planner.ranges import RangeTables
+from autovaruna.planner.ranges import RangeTables, gradient_bytes
 
 Bytes = TypeVar("Bytes", float, Array)
 
 
 @dataclass(frozen=True, slots=True)
 class Holdings(Generic[Bytes]):
-    """What a stage holds, in bytes; the last nine are for one micro-batch.
+    """What a stage holds, in bytes; the last ten are for one micro-batch.
 
     Attributes:
         parameters: of all parameters it uses; `trained` of those that get a gradient, `largest` of the largest of them.
@@ -35,6 +35,8 @@ class Holdings(Generic[Bytes]):
         work: what forward and backward need on top of all that is saved. While a block runs backward, what later ones
             saved is gone: so a block at the front needs the less.
         deferred: what is kept for weight gradients that are computed apart from backward.
+        work_of_first: what the first backward of a step needs, with the gradients that it makes, on top of all that is
+            saved: while a block runs, later ones have made theirs, and what they saved is gone.
     """
 
     parameters: Bytes
@@ -51,6 +53,7 @@ class Holdings(Generic[Bytes]):
     saved: Bytes
     work: Bytes
     deferred: Bytes = 0.0  # type: ignore[assignment]
+    work_of_first: Bytes = math.inf  # type: ignore[assignment]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,20 +64,49 @@ class StageBytes(Generic[Bytes]):
         once: there as long as micro-batches run, at any depth.
         each: on top for each micro-batch in flight.
         least: the peak after the last backward, in the optimizer's step.
+        first: in place of `once` in the first backward of a step, which gradients come with.
     """
 
     once: Bytes
     each: Bytes
     least: Bytes
+    first: Bytes
 
-    def at(self, in_flight: float) -> Bytes:
-        """Returns the peak over the whole step."""
-        peak: Bytes = np.maximum(self.once + self.each * in_flight, self.least)
+    def at(self, in_flight: float, share: float = math.inf) -> Bytes:
+        """Returns the peak over the whole step.
+
+        Args:
+            in_flight: forwards not yet backwarded, at most.
+            share: micro-batches of the replica. If all of them are in flight before the first backward, one less is
+                there when all gradients are.
+        """
+        if in_flight < share:
+            later = self.once + self.each * in_flight
+        else:
+            later = self.once + self.each * (in_flight - 1) if in_flight > 1 else self.least
+        peak: Bytes = np.maximum(np.maximum(self.first + self.each * in_flight, later), self.least)
         return peak
+
+    def on_top_of(self, lasting: Bytes) -> StageBytes[Bytes]:
+        """Returns the same with something that is always there."""
+        return StageBytes(self.once + lasting, self.each, self.least + lasting, self.first + lasting)
 
     def map(self, change: Callable[[Bytes], Bytes]) -> StageBytes[Bytes]:
         """Returns the same with every part changed."""
-        return StageBytes(change(self.once), change(self.each), change(self.least))
+        return StageBytes(change(self.once), change(self.each), change(self.least), change(self.first))
+
+
+def deepest(held: StageBytes[Array], limit: float, least_share: float) -> Array:
+    """Returns the greatest depth at which a peak may be within a limit; a replica has `least_share` or more."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        some, whole = (
+            np.floor(np.where(held.each > 0, (limit - part) / held.each, np.where(part <= limit, np.inf, 0.0)))
+            for part in (held.once, held.first)
+        )
+    some = np.maximum(some, 0.0)
+    whole = np.minimum(whole, some + 1.0)
+    depth = np.maximum(some, np.where(whole >= least_share, whole, 0.0))
+    return np.where(held.least <= limit, depth, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +117,8 @@ class MemoryModel:
         optimizer_bytes_factor: bytes of optimizer state for each byte of a trained parameter.
         needs_gradient: False if only forwards run.
         process_bytes: what a rank holds beside tensors.
-        heap_share: what the allocator needs on top of each byte that one micro-batch needs: it fills other holes than
-            the one before it has left.
+        heap_share: what the allocator needs on top of each byte that a step makes and frees; what stays from step to
+            step, parameters and the optimizer's state, lies without holes.
         work_of_all, work_of_largest: bytes that the optimizer's step needs on top, for each byte of all trained
             parameters and of the largest of them.
     """
@@ -99,13 +131,17 @@ class MemoryModel:
     work_of_largest: float = 0.0
 
     def fixed(self, held: Holdings[Bytes]) -> Bytes:
-        """Returns the bytes that are there whether or not a step runs: state, gradients, optimizer."""
+        """Returns the bytes that are there whether or not micro-batches run: what lasts, and gradients."""
+        return self.lasting(held) + self.gradients(held)
+
+    def lasting(self, held: Holdings[Bytes]) -> Bytes:
+        """Returns the bytes that stay from step to step: parameters, buffers, optimizer state, the process."""
         state = held.parameters + held.buffers + self.process_bytes
-        return (
-            state + held.trained * (1.0 + self.optimizer_bytes_factor) + (held.tied - held.tied_once)
-            if self.needs_gradient
-            else state
-        )
+        return state + held.trained * self.optimizer_bytes_factor if self.needs_gradient else state
+
+    def gradients(self, held: Holdings[Bytes]) -> Bytes:
+        """Returns the bytes of all gradients, with an accumulator for each use of a parameter."""
+        return held.trained + held.tied - held.tied_once if self.needs_gradient else held.trained * 0.0
 
     def per_micro_batch(self, held: Holdings[Bytes], needs_recompute: bool) -> Bytes:
         """Returns the bytes of each micro-batch in flight.
@@ -133,6 +169,13 @@ class MemoryModel:
         most: Bytes = np.maximum(step, held.tied_once)
         return most
 
+    def before_gradients(self, held: Holdings[Bytes]) -> Bytes:
+        """Returns what the first backward of a step needs more than others; it is less: gradients come with it."""
+        if not self.needs_gradient:
+            return held.trained * 0.0
+        more: Bytes = np.minimum(held.work_of_first - held.work - self.gradients(held), 0.0)
+        return more
+
     def of_stage(self, held: Holdings[Bytes], needs_recompute: bool, deferred: int = 0) -> StageBytes[Bytes]:
         """Returns the peak on one replica, for any number of forwards not yet backwarded.
 
@@ -141,17 +184,21 @@ class MemoryModel:
             needs_recompute: whether it recomputes.
             deferred: backwards whose weight gradients are not yet computed.
         """
-        fixed, each = self.fixed(held), self.per_micro_batch(held, needs_recompute)
-        passing = self.passing(held, needs_recompute)
-        holes = (passing + each) * self.heap_share
-        once = fixed + passing + holes
-        if deferred:
-            once = once + held.deferred * (deferred + self.heap_share)
-        return StageBytes(once, each, fixed + self.updating(held))
+        each, lasting, gradients = self.per_micro_batch(held, needs_recompute), self.lasting(held), self.gradients(held)
+        work = gradients + self.passing(held, needs_recompute) + held.deferred * deferred
+        made = StageBytes(work, each, gradients + self.updating(held), work + self.before_gradients(held))
+        return made.map(lambda part: part * (1.0 + self.heap_share)).on_top_of(lasting)
 
-    def total(self, held: Holdings[Bytes], in_flight: int, needs_recompute: bool, deferred: int = 0) -> Bytes:
-        """Returns the peak on one replica with `in_flight` forwards not yet backwarded, and `deferred` backwards."""
-        return self.of_stage(held, needs_recompute, deferred).at(in_flight)
+    def total(
+        self,
+        held: Holdings[Bytes],
+        in_flight: int,
+        needs_recompute: bool,
+        deferred: int = 0,
+        share: float = math.inf,
+    ) -> Bytes:
+        """Returns the peak on one replica, with `in_flight` forwards not yet backwarded of `share` in all."""
+        return self.of_stage(held, needs_recompute, deferred).at(in_flight, share)
 
 
 def holdings_of_stage(graph: Graph, costs: Costs, blocks: Collection[int]) -> Holdings[float]:
@@ -164,6 +211,9 @@ def holdings_of_stage(graph: Graph, costs: Costs, blocks: Collection[int]) -> Ho
     received = [v for v in held if v.producer not in inside]
     sent = [v for v in held if max(v.consumers) > last]
     index = sorted(inside)
+    saved = costs.saved_bytes[index]
+    gradients = gradient_bytes(graph)[index]
+    at_peak, after = saved.cumsum() + costs.work_bytes[index] - saved.sum(), gradients.sum() - gradients.cumsum()
     return Holdings(
         parameters=float(sum(p.num_bytes for p in used)),
         trained=float(sum(p.num_bytes for p in trained)),
@@ -176,11 +226,10 @@ def holdings_of_stage(graph: Graph, costs: Costs, blocks: Collection[int]) -> Ho
         sent=sum(v.size.at(size) for v in sent),
         gradients_received=sum(v.size.at(size) for v in sent if v.needs_gradient),
         gradients_sent=sum(v.size.at(size) for v in received if v.needs_gradient),
-        saved=float(costs.saved_bytes[index].sum()),
-        work=float(
-            (costs.saved_bytes[index].cumsum() + costs.work_bytes[index]).max() - costs.saved_bytes[index].sum()
-        ),
+        saved=float(saved.sum()),
+        work=float(at_peak.max()),
         deferred=float(costs.deferred_bytes[index].sum()),
+        work_of_first=float((at_peak + after).max()),
     )
 
 
@@ -200,16 +249,18 @@ def holdings_of_ranges(tables: RangeTables, costs: Costs) -> Holdings[Array]:
         gradients_received=tables.gradients_received.at(size),
         gradients_sent=tables.gradients_sent.at(size),
         saved=tables.add_up(costs.saved_bytes),
-        work=_work_of_ranges(tables, costs),
+        work=_work_of_ranges(tables, costs, np.zeros_like(costs.work_bytes)),
         deferred=tables.add_up(costs.deferred_bytes),
+        work_of_first=_work_of_ranges(tables, costs, tables.gradient_bytes),
     )
 
 
-def _work_of_ranges(tables: RangeTables, costs: Costs) -> Array:
-    """Returns the greatest of what is saved up to a block and what the block needs, less all that is saved."""
-    saved = costs.saved_bytes.cumsum()
-    at_ends = np.append(0.0, saved)[tables.positions]
-    return np.asarray(np.maximum(tables.greatest(saved + costs.work_bytes) - at_ends[None, :], 0.0), dtype=np.float64)
+def _work_of_ranges(tables: RangeTables, costs: Costs, gradients: Array) -> Array:
+    """Returns what is saved up to a block, what it needs, and later gradients, less all that is saved; at most."""
+    saved, made = costs.saved_bytes.cumsum(), gradients.cumsum()
+    at_ends = (np.append(0.0, saved) - np.append(0.0, made))[tables.positions]
+    at_peak = tables.greatest(saved + costs.work_bytes - made)
+    return np.asarray(np.maximum(at_peak - at_ends[None, :], 0.0), dtype=np.float64)
 
 
 def forbid_empty(table: Array) -> Array:

@@ -69,6 +69,7 @@ class RangeTables:
         self.parameter_bytes = self._held((p.num_bytes, p.blocks) for p in graph.parameters)
         self.trained_bytes = self._held((p.num_bytes, p.blocks) for p in trained)
         self.largest_bytes = self.greatest(_largest(graph, trained))
+        self.gradient_bytes = gradient_bytes(graph)
         self.num_trained = self._held((1.0, p.blocks) for p in trained)
         self.tied_bytes = self._sum((p.num_bytes, p.blocks) for p in trained if len(p.blocks) > 1)
         self.tied_once_bytes = self._held((p.num_bytes, p.blocks) for p in trained if len(p.blocks) > 1)
@@ -144,6 +145,15 @@ class RangeTables:
             total((size.fixed_bytes, blocks) for size, blocks in things),
             total((size.sample_bytes, blocks) for size, blocks in things),
         )
+
+
+def gradient_bytes(graph: Graph) -> Array:
+    """Returns the bytes of the gradients that each block makes; a parameter's uses have one each."""
+    made = np.zeros(len(graph.blocks))
+    for parameter in graph.parameters:
+        if parameter.needs_gradient:
+            made[list(parameter.blocks)] += parameter.num_bytes
+    return made
 
 
 def _largest(graph: Graph, parameters: Iterable[Parameter]) -> Array:

@@ -129,7 +129,7 @@ class ReplicaSearch:
     def _build(self, replicas: int, depth: int, load: float, slowest: float, limit: float, is_local: bool) -> Array:
         """Returns the seconds of every range; `load` is the micro-batches of a replica over its speed, at most."""
         share = -(-self.sized.num_micro_batches // replicas)
-        seconds = load * self.ways.allowed_work(depth, limit) + share * self.sized.overhead_seconds
+        seconds = load * self.ways.allowed_work(depth, limit, share) + share * self.sized.overhead_seconds
         seconds = np.maximum(seconds, share * self.messages)
         finish = self._windows(self.sized.reduce_seconds(replicas, is_local=is_local)) + self.optimizer / slowest
         tail = np.maximum(self.after[:, None], finish)

@@ -82,14 +82,13 @@ class Sized:
 
     @cached_property
     def model(self) -> MemoryModel:
-        """The rules of memory. With a micro-batch a rank the heap has no holes: nothing is freed beside others."""
+        """The rules of memory."""
         problem, cluster = self.problem, self.problem.cluster
-        heap_share = cluster.heap_share if self.num_micro_batches > cluster.num_ranks else 0.0
         return MemoryModel(
             problem.optimizer_bytes_factor,
             problem.needs_gradient,
             cluster.process_bytes,
-            heap_share,
+            cluster.heap_share,
             problem.optimizer_cost.work_of_all,
             problem.optimizer_cost.work_of_largest,
         )
@@ -164,14 +163,15 @@ class Ways:
 
     options: tuple[tuple[Array, StageBytes[Array]], ...]
 
-    def allowed_work(self, in_flight: int, limit_bytes: float) -> Array:
+    def allowed_work(self, in_flight: int, limit_bytes: float, share: int) -> Array:
         """Returns the seconds of each range in the best way that fits, infinite if none does.
 
-        A range that only fits with fewer micro-batches in flight waits for each of them in proportion.
+        A range that only fits with fewer micro-batches in flight waits for each of them in proportion. A replica has
+        `share` micro-batches.
         """
         best = np.full_like(self.options[0][0], np.inf)
         for depth in sorted({in_flight, (in_flight + 1) // 2, 1}):
             for seconds, num_bytes in self.options:
-                fits = num_bytes.at(depth) <= limit_bytes
+                fits = num_bytes.at(depth, share) <= limit_bytes
                 best = np.where(fits, np.minimum(seconds * (in_flight / depth), best), best)
         return best

@@ -115,8 +115,9 @@ class Splitter:
             speeds = [cluster.speeds[rank] for rank in ranks]
             load = max(share_of(count, len(ranks), k) / speed for k, speed in enumerate(speeds))
             limit = min(cluster.memory_bytes[rank] for rank in ranks) / shared
-            depth = min(textbook_depth(len(counts), stage, counts), -(-count // len(ranks)))
-            costs.append(sized.ways.allowed_work(depth, limit) * load * shared + waits)
+            share = -(-count // len(ranks))
+            depth = min(textbook_depth(len(counts), stage, counts), share)
+            costs.append(sized.ways.allowed_work(depth, limit, share) * load * shared + waits)
         split = partition_chain(costs) or partition_chain([sized.work] * len(counts))
         if split:
             yield split.objective, Candidate(split.starts, stage_ranks, count)

@@ -86,8 +86,8 @@ class Cluster:
             rank: ``2 (n - 1) / n`` times those of the tensor.
         all_reduce_latency_seconds: what an all-reduce takes for each rank that takes part, whatever its bytes.
         overhead_seconds: what the executor adds to each instruction.
-        process_bytes: what a rank holds beside tensors, over a process that has not traced a model.
-        heap_share: what the allocator needs on top of each byte that one micro-batch needs.
+        process_bytes: what a rank holds beside its stages, over a process that has not traced a model.
+        heap_share: what the allocator needs on top of each byte that a step makes and frees.
     """
 
     hosts: tuple[str, ...]

@@ -9,11 +9,18 @@ import numpy as np
 import pytest
 
 from autovaruna.graph.records import Graph
-from autovaruna.planner.costs import costs_at
+from autovaruna.planner.costs import Array, costs_at
 from autovaruna.planner.cuts import stage_blocks
 from autovaruna.planner.edges import Edges
-from autovaruna.planner.memory import Holdings, MemoryModel, holdings_of_ranges, holdings_of_stage
-from autovaruna.planner.ranges import RangeTables
+from autovaruna.planner.memory import (
+    Holdings,
+    MemoryModel,
+    StageBytes,
+    deepest,
+    holdings_of_ranges,
+    holdings_of_stage,
+)
+from autovaruna.planner.ranges import RangeTables, gradient_bytes
 from tests.planner.cases import make_graph, make_profile
 
 
@@ -103,12 +110,61 @@ def test_what_later_blocks_have_saved_is_gone_when_an_earlier_one_goes_backward(
         assert holdings_of_stage(graph, replace(costs, work_bytes=np.array(work)), range(3)).work == needed
 
 
-def test_holes_of_the_heap_are_those_of_one_micro_batch() -> None:
+def test_holes_of_the_heap_grow_with_all_that_a_step_makes_and_frees() -> None:
     held = Holdings(10.0, 10.0, 4.0, 0.0, 0.0, 1.0, 1.0, 2.0, 2.0, 2.0, 2.0, saved=100.0, work=5.0)
-    solid, holed = MemoryModel(2.0), MemoryModel(2.0, heap_share=1.0)
-    one = 2 + 1 + 100 + 2 + 2 + 5 + 2 + 2
+    solid, holed = MemoryModel(2.0, process_bytes=7.0), MemoryModel(2.0, process_bytes=7.0, heap_share=0.5)
     for in_flight in (1, 5):
-        assert holed.total(held, in_flight, False) - solid.total(held, in_flight, False) == pytest.approx(one)
+        total = solid.total(held, in_flight, False)
+        lasting = 10 + 1 + 2 * 10 + 7
+        assert holed.total(held, in_flight, False) == pytest.approx(lasting + (total - lasting) * 1.5)
+
+
+def peak_by_hand(saved: Array, work: Array, gradients: Array, in_flight: int, share: int) -> float:
+    """Runs forwards and backwards of a stage, block by block, and returns the most that is held."""
+    held = peak = 0.0
+    made = np.zeros(len(saved), dtype=bool)
+    forwards = backwards = 0
+    while backwards < share:
+        if forwards < min(backwards + in_flight, share):
+            forwards, held = forwards + 1, held + float(saved.sum())
+            peak = max(peak, held)
+            continue
+        backwards += 1
+        for k in reversed(range(len(saved))):
+            peak = max(peak, held + float(gradients[made].sum() + work[k]))
+            made[k], held = True, held - float(saved[k])
+    return max(peak, float(gradients.sum()))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_peak_is_that_of_a_step_done_by_hand(seed: int) -> None:
+    """Gradients come with the first backward; if it waits for all forwards, they and all forwards never meet."""
+    graph, rng = case(seed)
+    n = len(graph.blocks)
+    saved, work = (np.array([float(rng.randint(0, 50)) for _ in range(n)]) for _ in range(2))
+    costs = replace(costs_at(make_profile(graph, rng), 1), saved_bytes=saved, work_bytes=work)
+    held = holdings_of_stage(graph, costs, range(n))
+    held = replace(held, received=0.0, inputs=0.0, sent=0.0, gradients_received=0.0, gradients_sent=0.0)
+    model = MemoryModel(0.0)
+    fixed, share = held.parameters + held.buffers, rng.randint(1, 4)
+    for in_flight in range(1, share + 1):
+        peak = fixed + peak_by_hand(saved, work, gradient_bytes(graph), in_flight, share)
+        predicted = model.total(held, in_flight, needs_recompute=False, share=share)
+        in_optimizer = model.of_stage(held, needs_recompute=False).least
+        assert predicted == pytest.approx(max(peak, in_optimizer)) or in_flight == share > 1
+        assert max(peak, in_optimizer) - 1e-6 <= predicted <= model.total(held, in_flight, needs_recompute=False) + 1e-6
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_no_depth_that_fits_is_deeper_than_the_deepest(seed: int) -> None:
+    rng = random.Random(seed)
+    once, each, least = (np.array([float(rng.randint(0, 20)) for _ in range(8)]) for _ in range(3))
+    held = StageBytes(once, each, least, np.maximum(once - rng.randint(0, 15), 0.0))
+    limit, least_share = float(rng.randint(0, 90)), rng.randint(1, 4)
+    found = deepest(held, limit, least_share)
+    for share in range(least_share, 7):
+        for depth in range(1, share + 1):
+            assert (found[held.at(depth, share) <= limit] >= depth).all()
 
 
 def test_forward_alone_needs_no_gradients() -> None:
