@@ -153,7 +153,7 @@ class Executor:
         for edge in stage.part.leaving:
             self._mail.send([returned[name].detach() for name in edge.values], self._traffic.activations(edge, part))
         for place, name in stage.part.outputs:
-            self.outputs[place, part.index] = returned[name].detach()
+            self.outputs[place, part.index] = _alone(returned[name])
         if keeps_graph:
             state.returned = returned
         elif self._job.needs_gradient:
@@ -265,6 +265,12 @@ _METHODS: dict[Kind, Callable[[Executor, StageModule, MicroBatch], None]] = {
     Kind.BACKWARD: Executor._backward,
     Kind.WEIGHT: Executor._weights,
 }
+
+
+def _alone(output: Tensor) -> Tensor:
+    """Returns an output without its graph, and without memory of more: torch leaves a mean in that of its terms."""
+    output = output.detach()
+    return output.clone() if output.untyped_storage().nbytes() > 2 * output.nbytes else output
 
 
 def _no_gradient(place: int, part: MicroBatch) -> Tensor | None:
