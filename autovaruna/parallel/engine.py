@@ -157,7 +157,7 @@ class Engine:
             job=job,
             executor=executor,
             gradients=prepared.gradients,
-            take_kept=self.synchronise,
+            take_kept=self._take_kept,
             collector=OutputCollector(job, self._world, self._mail, executor.outputs, self._device),
             exchange=GradientExchange(job, self._world, self._mail, executor, inputs),
             sources=self._sources(prepared, inputs),
@@ -192,7 +192,23 @@ class Engine:
         self._num_backwards += 1
         self._last_gradient = gradient
 
-    def synchronise(self) -> dict[str, Tensor]:
+    def synchronise(self) -> None:
+        """Sums the gradients that were kept back and adds them to ``.grad``. Collective."""
+        self._add(self._kept())
+
+    def _take_kept(self) -> dict[str, Tensor]:
+        """Sums the gradients that were kept back; no backward gives a parameter its own that was frozen since."""
+        kept, parameters = self._kept(), self._state.parameters()
+        self._add({name: total for name, total in kept.items() if not parameters[name].requires_grad})
+        return {name: total for name, total in kept.items() if parameters[name].requires_grad}
+
+    def _add(self, totals: Mapping[str, Tensor]) -> None:
+        parameters = self._state.parameters()
+        for name, total in totals.items():
+            gradient = parameters[name].grad
+            parameters[name].grad = total if gradient is None else gradient.add_(total)
+
+    def _kept(self) -> dict[str, Tensor]:
         """Sums the gradients that were kept back and returns them by parameter. Collective."""
         totals: dict[str, Tensor] = {}
         for prepared in self._prepared.values():

@@ -228,12 +228,8 @@ class AutoVaruna(StatefulModule):
 
     def allreduce_grads(self) -> None:
         """Sums the gradients that were kept back and adds them to ``.grad``. Collective."""
-        if self._engine is None:
-            return
-        parameters = self._state.parameters()
-        for name, total in self._engine.synchronise().items():
-            gradient = parameters[name].grad
-            parameters[name].grad = total if gradient is None else gradient.add_(total)
+        if self._engine is not None:
+            self._engine.synchronise()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
         """Scales the gradients so that the norm of all of them, on all ranks, is at most `max_norm`. Collective.

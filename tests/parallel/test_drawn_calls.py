@@ -1,7 +1,7 @@
 """Makes random calls of random graphs, in any order, and holds them to plain PyTorch.
 
 Calls take other paths through the model, of other sizes, with and without gradients; between them parameters are
-frozen and set free, gradients are added up and clipped, and the state leaves the model and comes back.
+frozen and set free, gradients are added up, kept back and clipped, and the state leaves the model and comes back.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -24,7 +25,7 @@ from tests.parallel.training import Setup, TooFewBlocksError, merge, on_ranks, w
 from tests.reference import OPTIMIZERS, Record, buffers_of, compare, weights_of
 
 Forward = Callable[[Batch], Tensor]
-KINDS = ("train", "train", "train", "accumulate", "evaluate", "freeze", "reload", "clip")
+KINDS = ("train", "train", "train", "accumulate", "keep", "evaluate", "freeze", "reload", "clip")
 
 
 class Script:
@@ -49,11 +50,12 @@ class Script:
             args, kwargs = self._case.batch(chance.randint(1, 9), chance.randrange(1000))
             batch = args, {**kwargs, "path": chance.randrange(NUM_PATHS)}
             name, is_free = chance.choice(self._names), chance.random() < 0.5
-            if act in ("train", "accumulate", "clip"):
-                losses.append(forward(batch))
+            if act in ("train", "accumulate", "keep", "clip"):
+                with model.no_sync() if act == "keep" and isinstance(model, AutoVaruna) else nullcontext():
+                    losses.append(forward(batch))
                 if act == "clip":
                     clip(0.3)
-                if act != "accumulate":
+                if act in ("train", "clip"):
                     optimizer.step()
                     optimizer.zero_grad()
             elif act == "evaluate":
