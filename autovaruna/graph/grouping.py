@@ -69,6 +69,8 @@ def group(
     rules.data_dependent_shapes_stay()
     repeated = _repeated(rules, parameters)
     worked = [node for node in nodes if node.name not in repeated]
+    if not worked:  # nothing has a parameter, or needs a gradient: a stage has to hold something
+        repeated, worked = {}, nodes
     rules.join_cycles(worked)
     while rules.join_users_out_of_order(worked):
         rules.join_cycles(worked)

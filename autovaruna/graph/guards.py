@@ -138,8 +138,14 @@ def hooked(model: nn.Module) -> frozenset[str]:
     """Returns the paths of the modules with backward hooks, which a trace would drop.
 
     Raises:
-        TraceError: the model itself has one.
+        TraceError: the model itself has one, or is a TorchScript module.
     """
+    if isinstance(model, torch.jit.ScriptModule):
+        raise TraceError(
+            f"The model is a TorchScript module: got {type(model).__qualname__}, which cannot be split. Expected a "
+            "torch.nn.Module; wrap the one that it was made of, or put it into a torch.nn.Module as a submodule, which "
+            "is kept whole."
+        )
     paths = {path for path, each in model.named_modules() if each._backward_hooks or each._backward_pre_hooks}
     if "" in paths:
         raise TraceError(

@@ -151,6 +151,11 @@ def _trace(
     facts = learn(exported, model, call, batch_size, device)
     module = exported.module
     parameters = _first_names(dict(model.named_parameters(remove_duplicate=False)))
+    if not any(node.op == "call_function" for node in module.graph.nodes):
+        raise TraceError(
+            f"{type(model).__qualname__} computes nothing: got a forward without operations. Expected a model with "
+            "something to split over ranks; call it without AutoVaruna."
+        )
     grouping = group(module.graph, facts, sizes.is_size, sizes.depends_on_data, parameters)
     buffers = _first_names(dict(model.named_buffers(remove_duplicate=False)))
     graph = _build(exported, facts, sizes, grouping, parameters, buffers)

@@ -7,6 +7,7 @@ Containers that PyTorch's pytrees know (tuple, list, dict, named tuple, register
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -14,6 +15,8 @@ import torch
 from torch.utils import _pytree as pytree
 
 from autovaruna.errors import InputError
+
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,10 +64,10 @@ class Tree:
         """Returns the path of each tensor, in order."""
         return [leaf.path for leaf in self._walk() if isinstance(leaf, TensorLeaf)]
 
-    def constants(self) -> list[tuple[str, Any]]:
-        """Returns the path and the value of each leaf that is no tensor; those inside dataclasses are left out."""
+    def constants(self) -> list[tuple[str, str]]:
+        """Returns the path and the words of each leaf that is no tensor; those inside dataclasses are left out."""
         places, _ = pytree.tree_flatten_with_path(pytree.tree_unflatten(list(self.leaves), self.spec))
-        return [(pytree.keystr(keys), leaf.value) for keys, leaf in places if isinstance(leaf, Constant)]
+        return [(pytree.keystr(keys), _words(leaf.value)) for keys, leaf in places if isinstance(leaf, Constant)]
 
     def key(self) -> str:
         """Returns a text that is equal for equal structures and constants."""
@@ -91,13 +94,21 @@ class Tree:
 def _leaf_key(leaf: Leaf) -> str:
     match leaf:
         case Constant(value):
-            return f"{type(value).__qualname__}:{value!r}"
+            return f"{type(value).__qualname__}:{_words(value)}"
         case TensorLeaf():
             return "tensor"
         case Opaque(_, type_name):
             return f"opaque:{type_name}"
         case Record(cls, _, trees):
             return f"{cls.__qualname__}({','.join(tree.key() for tree in trees)})"
+
+
+def _words(value: Any, depth: int = 3) -> str:
+    """Returns what tells an object from others: its own text, or its attributes if that only says where it lies."""
+    if getattr(type(value), "__repr__", None) != object.__repr__ or depth == 0:
+        return _ADDRESS.sub("", repr(value))
+    own = sorted(getattr(value, "__dict__", {}).items())
+    return f"{type(value).__qualname__}({', '.join(f'{name}={_words(each, depth - 1)}' for name, each in own)})"
 
 
 def _value(leaf: Leaf, tensors: Iterator[Any], opaque: Callable[[Opaque], Any] | None) -> Any:

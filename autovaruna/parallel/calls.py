@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from autovaruna.config import replicas_of
-from autovaruna.errors import RankError
+from autovaruna.errors import InputError, RankError
 from autovaruna.graph.call import CallSpec
 from autovaruna.runtime.world import World
 from autovaruna.settings import Settings
@@ -104,6 +104,7 @@ def share_call(
         reports: What each rank says of its call.
 
     Raises:
+        InputError: no rank passed a sample.
         RankError: the ranks' calls do not fit together; says how they differ.
     """
     strays = differences([doings for _, _, doings in reports])
@@ -119,6 +120,8 @@ def share_call(
             "the same names, dtypes, constants, modes and shapes on every rank, but for the size of the batch."
         )
     sizes = tuple(size for _, size, _ in reports)
+    if not any(sizes):
+        raise InputError("Every rank passed an empty batch; expected at least one sample on one rank.")
     for ranks in groups:
         passed = [sizes[rank] for rank in ranks]
         if len(set(passed)) > 1:
@@ -146,7 +149,7 @@ def differences(of_ranks: Sequence[Mapping[str, str]]) -> str:
 def _words(call: CallSpec) -> dict[str, str]:
     """Returns everything that a trace depends on, in words, by what it is."""
     words = {f"input {spec.name}": spec.words() for spec in call.inputs}
-    words |= {f"constant {_name(path)}": repr(value) for path, value in call.tree.constants()}
+    words |= {f"constant {_name(path)}": value for path, value in call.tree.constants()}
     words |= dict(re.findall(r"(\w+)=(\S+)", call.mode))
     words["the model's mode"] = _flags(words.pop("training", ""))
     words["grad mode"] = words.pop("gradient", "")

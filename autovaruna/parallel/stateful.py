@@ -60,6 +60,15 @@ class StatefulModule(ShownModule):
                 log_settings(self.settings)
         return self._known_world
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuses to copy or pickle a model that is split: this rank has but a part of it."""
+        if self._engine is not None:
+            raise InputError(
+                "The model has been split over the ranks: got a copy or pickle of the wrapper. Expected one of its "
+                "state: state_dict() (on every rank), or save_checkpoint()."
+            )
+        return super().__reduce_ex__(protocol)
+
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """Returns the whole model's state under its own names, on every rank. Collective after the first call."""
         if self._engine is None:

@@ -27,7 +27,9 @@ from autovaruna.planner.records import Plan
 from autovaruna.runtime.batch import GlobalBatch, cut_batch, weigh
 from autovaruna.runtime.channel_choice import open_channel
 from autovaruna.runtime.environment import promise
+from autovaruna.runtime.local_norm import refuse_local_norms
 from autovaruna.runtime.norm import clip_grad_norm
+from autovaruna.runtime.optimizer import refuse_joint_steps
 from autovaruna.runtime.placement import OwnedState
 from autovaruna.runtime.scaler import LossScale
 
@@ -178,7 +180,11 @@ class AutoVaruna(StatefulModule):
         seed = preparation.seed if self._persistence.seed is None else self._persistence.seed
         given = self._persistence.given(self._subject())
         open_channel(self.settings.channel, plan, self.world, preparation.device)
+        if self._optimizer is not None:
+            refuse_joint_steps(self._optimizer, placement)
         self._state.distribute(placement, self.world, preparation.device, seed, given)
+        if any(len(ranks) < self.world.num_ranks for ranks in placement.holders.values()):
+            refuse_local_norms(self._state)
         if self._cut_optimizer is not None:
             held = {name: parameter for name, parameter in self._state.parameters().items() if not parameter.is_meta}
             self._cut_optimizer.cut(held)
@@ -198,6 +204,7 @@ class AutoVaruna(StatefulModule):
         self._engine.is_synchronising = self._is_synchronising
         give_back_freed_memory()
         self._persistence.fill(self._subject())
+        self._mode.attributes.settle()
         return self._engine
 
     @property

@@ -13,6 +13,21 @@ from autovaruna.runtime.placement import Placement
 from autovaruna.runtime.world import World
 
 
+def refuse_joint_steps(optimizer: torch.optim.Optimizer, placement: Placement) -> None:
+    """Refuses an optimizer that needs all parameters at once, unless every rank holds them all.
+
+    Raises:
+        InputError: it is LBFGS, and the plan splits the model.
+    """
+    split = [name for name, ranks in placement.holders.items() if len(ranks) < placement.num_ranks]
+    if isinstance(optimizer, torch.optim.LBFGS) and split:
+        raise InputError(
+            f"LBFGS makes one step of all parameters together: got a plan that puts {split[0]} on ranks "
+            f"{list(placement.ranks_of(split[0]))} alone. Expected every rank to hold them all; pass num_stages=1 and "
+            f"num_replicas={placement.num_ranks}, or take another optimizer."
+        )
+
+
 class CutOptimizer:
     """An optimizer whose groups keep this rank's parameters alone; schedulers and hooks go on working.
 

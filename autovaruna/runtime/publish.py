@@ -30,6 +30,11 @@ class _Published(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        if torch.is_grad_enabled():
+            raise OrderError(
+                "A second derivative of a step: got create_graph=True, but a step computes numbers alone. Expected a "
+                "backward without it; compute a penalty on gradients in a submodule of the model, which is kept whole."
+            )
         finish, ctx.finish = ctx.finish, None
         if finish is None:
             raise OrderError(

@@ -1,0 +1,134 @@
+"""Mistakes, and unusual calls, get a sentence that says what to do, or the numbers of plain PyTorch."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from autovaruna import AutoVaruna, AutoVarunaError, InputError, OrderError, TraceError
+from autovaruna.runtime.in_process import run_ranks
+from autovaruna.runtime.world import World
+from tests.catalogue.small import CLASSES, WIDTH, labelled
+from tests.parallel.training import QUIET
+
+BATCH = labelled(6, 0)[1]
+ONE = QUIET | {"num_micro_batches": 2}
+TWO = QUIET | {"num_micro_batches": 2, "num_stages": 2, "inputs": "replicated"}
+
+
+class Net(nn.Module):
+    """Two layers; an option object scales the result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor, y: Tensor, options: Any = None) -> Tensor:
+        scale = 1.0 if options is None else options.scale
+        return F.cross_entropy(scale * self.last(torch.tanh(self.first(x))), y)
+
+
+class Options:
+    """Has no text of its own but where it lies in memory."""
+
+    def __init__(self, scale: float) -> None:
+        self.scale = scale
+
+
+class Function(nn.Module):
+    """Holds nothing."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor, y: Tensor) -> Any:
+        return self.function(x, y)
+
+
+def stepped(wrapped: AutoVaruna) -> AutoVaruna:
+    """Makes a step."""
+    wrapped(**BATCH).backward()
+    return wrapped
+
+
+def second_derivative() -> None:
+    model = Net()
+    loss = AutoVaruna(model, **ONE)(**BATCH)
+    torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+
+
+def empty_first() -> None:
+    AutoVaruna(Net(), **ONE)(x=BATCH["x"][:0], y=BATCH["y"][:0])
+
+
+def script() -> None:
+    AutoVaruna(torch.jit.script(nn.Linear(WIDTH, WIDTH)), **ONE)(BATCH["x"])
+
+
+MISTAKES: tuple[tuple[Callable[[], Any], type[AutoVarunaError], str], ...] = (
+    (lambda: copy.deepcopy(stepped(AutoVaruna(Net(), **ONE))), InputError, r"copy or pickle.*state_dict\(\)"),
+    (lambda: pickle.dumps(stepped(AutoVaruna(Net(), **ONE))), InputError, r"copy or pickle.*save_checkpoint\(\)"),
+    (second_derivative, OrderError, "create_graph=True"),
+    (empty_first, InputError, "empty batch"),
+    (script, TraceError, "TorchScript.*as a submodule"),
+    (lambda: AutoVaruna(Function(lambda x, y: x), **ONE)(**BATCH), TraceError, "computes nothing"),
+)
+
+
+@pytest.mark.parametrize(("act", "error", "words"), MISTAKES)
+def test_mistakes_get_a_sentence(act: Callable[[], Any], error: type[AutoVarunaError], words: str) -> None:
+    with pytest.raises(error, match=words):
+        act()
+
+
+def test_a_model_without_parameters_is_one_block() -> None:
+    """There is nothing to train, and every operation could be repeated; a stage still has to hold something."""
+    model = Function(lambda x, y: (x * y[:, None]).mean())
+    assert torch.allclose(AutoVaruna(model, **ONE)(**BATCH), model(**BATCH))
+
+
+def test_option_objects_are_told_apart_by_what_they_hold() -> None:
+    """Equal ones, made anew for each call and on each rank, need no other trace; others do."""
+
+    def be_rank(world: World) -> list[float]:
+        torch.manual_seed(0)
+        wrapped = AutoVaruna(Net(), **TWO)
+        losses = [wrapped(**BATCH, options=Options(scale)).item() for scale in (2.0, 2.0, 3.0)]
+        assert wrapped._traces is not None and wrapped._traces.num_known == 2
+        return losses
+
+    losses = run_ranks(2, be_rank)[0]
+    assert losses[0] == losses[1] != losses[2]
+
+
+def test_the_norm_of_one_rank_clips_nothing() -> None:
+    """PyTorch's own clipping sees the gradients of this rank alone, where the model is split."""
+
+    def be_rank(world: World) -> None:
+        model = Net()
+        wrapped = stepped(AutoVaruna(model, torch.optim.SGD(model.parameters(), lr=0.1), **TWO))
+        if any(parameter.grad is not None for parameter in wrapped.parameters()):
+            with pytest.raises(InputError, match=r"model\.clip_grad_norm_\(max_norm\)"):
+                torch.nn.utils.clip_grad_norm_(wrapped.parameters(), 0.1)
+
+    run_ranks(2, be_rank)
+    model = stepped(AutoVaruna(Net(), **ONE))
+    assert torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1) > 0
+
+
+def test_lbfgs_needs_all_parameters_on_each_rank() -> None:
+    def be_rank(world: World) -> None:
+        model = Net()
+        optimizer = torch.optim.LBFGS(model.parameters())
+        with pytest.raises(InputError, match=r"LBFGS makes one step of all parameters.*num_replicas=2"):
+            AutoVaruna(model, optimizer, **TWO, optimizer_bytes_factor=20.0)(**BATCH)
+
+    run_ranks(2, be_rank)
