@@ -88,7 +88,7 @@ class Background:
         try:
             report = self._write()
             path = report_of(self.folder, self._rank)
-            write_synced(path.with_suffix(".part"), json.dumps(report.to_json()).encode())
+            write_synced({path.with_suffix(".part"): json.dumps(report.to_json()).encode()})
             os.rename(path.with_suffix(".part"), path)
         except OSError as error:
             raise cannot_write(self.folder, error) from error

@@ -38,12 +38,11 @@ def commit(
     """
     try:
         small = {INDEX: _json(_index(reports)), STATE: _json(_state(reports)), **extra_files}
-        for name, data in small.items():
-            write_synced(partial / name, data)
         records = {name: FileRecord(len(data), checksums(data)) for name, data in small.items()}
         for report in reports:
             records |= report.files
-        write_synced(partial / MANIFEST, Manifest(step, records).to_json().encode())
+        small[MANIFEST] = Manifest(step, records).to_json().encode()
+        write_synced({partial / name: data for name, data in small.items()})
         sync_folder(partial)
         complete = folder.finish(partial, step)
         folder.remove_old(complete, keep)

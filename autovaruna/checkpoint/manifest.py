@@ -7,12 +7,16 @@ import os
 import zlib
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from autovaruna.checkpoint.checksum import CHUNK_BYTES, checksums_of_file, num_chunks
 from autovaruna.checkpoint.tensor_file import num_threads
+from autovaruna.checkpoint.write import set_to_work, write_at
 from autovaruna.errors import CheckpointError
 
 MANIFEST = "manifest.json"
@@ -111,16 +115,19 @@ def _own_checksum(content: Mapping[str, Any]) -> str:
     return f"{zlib.crc32(json.dumps(content, sort_keys=True).encode()):08x}"
 
 
-def write_synced(path: Path, data: bytes) -> None:
-    """Writes a small file to the disk.
+def write_synced(files: Mapping[Path, bytes]) -> None:
+    """Writes small files to the disk, which is asked for them when all are on their way: it syncs together what it can.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: one cannot be written.
     """
-    with open(path, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+    with ExitStack() as stack:
+        opened = [stack.enter_context(open(path, "wb", buffering=0)) for path in files]
+        for file, data in zip(opened, files.values(), strict=True):
+            write_at(file.fileno(), np.frombuffer(data, np.uint8), 0)
+            set_to_work(file.fileno(), 0, len(data))
+        for file in opened:
+            os.fsync(file.fileno())
 
 
 def sync_folder(path: Path) -> None:

@@ -38,7 +38,7 @@ def write(path: Path, layout: Layout, syncs: bool = True) -> tuple[str, ...]:
             data = layout.fill(chunk, scratch.memory)
         write_at(descriptor, data, chunk * CHUNK_BYTES)
         if syncs:
-            _set_to_work(descriptor, chunk * CHUNK_BYTES, len(data))
+            set_to_work(descriptor, chunk * CHUNK_BYTES, len(data))
         return checksum(data)
 
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
@@ -65,7 +65,7 @@ if _sync_file_range is not None:
     _sync_file_range.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
 
 
-def _set_to_work(descriptor: int, start: int, count: int) -> None:
+def set_to_work(descriptor: int, start: int, count: int) -> None:
     """Lets the disk begin with a part of a file, where the system can; whether it is there, fsync says."""
     if _sync_file_range is not None:
         _sync_file_range(descriptor, start, count, _SYNC_FILE_RANGE_WRITE)

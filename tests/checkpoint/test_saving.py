@@ -94,7 +94,7 @@ def full_disk(monkeypatch: pytest.MonkeyPatch, after: int) -> None:
 
 
 @pytest.mark.parametrize("is_background", [False, True])
-@pytest.mark.parametrize("after", range(6))
+@pytest.mark.parametrize("after", range(5))
 def test_on_a_full_disk_all_ranks_hear_of_it_and_the_older_one_stays(
     after: int, is_background: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
