@@ -38,7 +38,9 @@ def plan_either_way(
     other = replace(problem, constraints=replace(problem.constraints, schedule=SPLIT_SCHEDULE, max_stages_per_rank=1))
     bounds = _Bounds(other, plan)
     below = _WORTH * plan.predicted_seconds
-    split = search_below(other, below) if bounds.leave_room(below) else None
+    # Plans that are hardly better than that show the way to those that count.
+    split = search_below(other, plan.predicted_seconds) if bounds.leave_room(below) else None
+    split = split if split and split.predicted_seconds < below else None
     bound = split.bound_seconds if split else bounds.seconds(plan.bound_seconds)
     proof = f"{plan.bound_proof}; nor with weight gradients computed apart from backward, with one stage a rank"
     return replace(split or plan, bound_seconds=min(plan.bound_seconds, bound), bound_proof=proof)
