@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from autovaruna.graph.explain import chain_of
-from autovaruna.graph.refused import TransformError
+from autovaruna.graph.refused import InModuleError
 
 _HOLDERS = {"torch.nn.functional": nn.functional, "torch.functional": torch}
 
@@ -26,7 +26,7 @@ def more_to_keep(error: BaseException, model: nn.Module, kept: Collection[str]) 
         kept: Paths of what is kept whole already.
     """
     paths = {id(module.__dict__): path for path, module in reversed(list(model.named_modules()))}
-    for path in [error.path] if isinstance(error, TransformError) else _running(error, paths):
+    for path in [error.path] if isinstance(error, InModuleError) else _running(error, paths):
         if path and path not in kept:
             kind = type(model.get_submodule(path))
             alike = {name for name, module in model.named_modules() if type(module) is kind and name}

@@ -19,6 +19,7 @@ from autovaruna.graph.call import CallSpec
 from autovaruna.graph.culprit import function_to_keep, more_to_keep, outermost
 from autovaruna.graph.cutpoint import Marker, named_cut_points, take_markers
 from autovaruna.graph.deferred import compile_regions, deferred_compilation
+from autovaruna.graph.draws import noted_draws
 from autovaruna.graph.explain import explain, is_about_batch, own_error
 from autovaruna.graph.fake import faked
 from autovaruna.graph.fixed_size import noted_fixed_sizes
@@ -29,7 +30,7 @@ from autovaruna.graph.keeping import kept_whole, take_modules
 from autovaruna.graph.precision import in_precision, noted_precision, switch_in_regions
 from autovaruna.graph.quiet import quiet_failure
 from autovaruna.graph.random import python_generators
-from autovaruna.graph.refused import TransformError, check_layouts, check_operations
+from autovaruna.graph.refused import InModuleError, check_layouts, check_operations
 from autovaruna.graph.repeats import recalled_repeats
 from autovaruna.graph.scripts import shells
 from autovaruna.graph.stack import short_stacks
@@ -186,6 +187,7 @@ def _attempt(
         named_cut_points(model),
         watched(kept.functions) as function_calls,
         noted_fixed_sizes() as fixing,
+        noted_draws(model) as draws,
         in_precision(call.precision),
         python_generators(0),
         idioms(),
@@ -202,12 +204,14 @@ def _attempt(
                 graph_module = unlift(program)
                 take_modules(graph_module)
             check_operations(graph_module)
+            draws.check()
         except InputError:
             raise
         except Exception as error:
             refusal = own_error(flat, example_inputs(call, call.batch_size, mode, device), mode)
-            if kept.can_grow and not (is_dynamic and refusal is None and is_about_batch(error)):
-                _try_otherwise(error, model, kept)
+            drawn = draws.error()
+            if kept.can_grow and (drawn or not (is_dynamic and refusal is None and is_about_batch(error))):
+                _try_otherwise(drawn or error, model, kept)
             if isinstance(error, TraceError):
                 raise
             raise explain(error, model, call, is_dynamic, fixing, refusal) from error
@@ -230,7 +234,7 @@ def _attempt(
 
 def _try_otherwise(error: Exception, model: nn.Module, kept: Kept) -> None:
     """Asks for another attempt: first one in which the model is not told of it, then without what stopped this one."""
-    if kept.is_told and not isinstance(error, TransformError):
+    if kept.is_told and not isinstance(error, InModuleError):
         raise _KeepMoreError(replace(kept, is_told=False)) from error
     modules = more_to_keep(error, model, kept.modules)
     if modules:

@@ -20,11 +20,11 @@ _SPARSE: dict[Any, int] = {
 _TRANSFORMS = "torch._functorch"
 
 
-class TransformError(Exception):
-    """Says that a function transform (``torch.func``) is in the graph; `path` is the module that calls it."""
+class InModuleError(Exception):
+    """Says that the module at `path` does what a trace does not keep."""
 
-    def __init__(self, path: str, where: str) -> None:
-        super().__init__(f"it uses a function transform of torch.func at {where}")
+    def __init__(self, path: str, reason: str) -> None:
+        super().__init__(reason)
         self.path = path
 
 
@@ -33,7 +33,7 @@ def check_operations(module: fx.GraphModule) -> None:
 
     Raises:
         TraceError: a weight has sparse gradients.
-        TransformError: the inside of a function transform is in the graph.
+        InModuleError: the inside of a function transform is in the graph.
     """
     for node in module.graph.nodes:
         if node.op == "get_attr" and _is_lost(module, str(node.target)):
@@ -49,7 +49,8 @@ def check_operations(module: fx.GraphModule) -> None:
                 "the optimizer (SGD or Adagrad in place of SparseAdam)."
             )
         if str(getattr(node.target, "__module__", "")).startswith(_TRANSFORMS):
-            raise TransformError(_path(node), origin(node) or node.name)
+            where = origin(node) or node.name
+            raise InModuleError(_path(node), f"it uses a function transform of torch.func at {where}")
 
 
 def check_layouts(model: nn.Module) -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import random
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import torch.nn.functional as F
@@ -180,6 +182,32 @@ def test_random_numbers_of_kept_modules_follow_from_the_seed() -> None:
     assert random.getstate() == state
     bit_equal(train(case, pipeline(3, recompute=True), batches), one)
     assert len({loss.item() for loss in one.losses}) == STEPS
+
+
+class Masked(nn.Module):
+    """Masks samples by numpy's random numbers, as many as there are samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = torch.from_numpy(numpy.random.rand(x.shape[0])) > 0.3
+        out: Tensor = self.layer(x) * mask[:, None]
+        return out
+
+
+def test_what_numpy_draws_is_not_fixed_by_the_trace() -> None:
+    """A module that draws is kept whole, even where that is all that speaks against a trace."""
+    case = case_of(Masked)
+    batches = [case.batch(SIZE, 0)] * STEPS
+    one = train(case, Setup(), batches, make_optimizer=partial(torch.optim.SGD, lr=0.0))
+    assert len({loss.item() for loss in one.losses}) == STEPS
+    bit_equal(train(case, pipeline(3), batches, make_optimizer=partial(torch.optim.SGD, lr=0.0)), one)
+    outside = Classifier(nn.Sequential(nn.Linear(WIDTH, CLASSES)))
+    outside.forward = lambda x, y: random.random() * F.cross_entropy(outside.body(x), y)  # type: ignore[method-assign]
+    with pytest.raises(TraceError, match=r"Python's or numpy's generator.*draw from torch"):
+        AutoVaruna(outside, num_micro_batches=2, **QUIET)(**labelled(SIZE, 0)[1])
 
 
 def test_micro_batches_of_a_kept_module_are_those_of_plain_pytorch() -> None:
