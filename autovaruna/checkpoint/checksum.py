@@ -11,11 +11,12 @@ from __future__ import annotations
 import mmap
 import zlib
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from autovaruna.checkpoint.threads import in_threads
 
 CHUNK_BYTES = 8 << 20
 ROW_WORDS = 32_749
@@ -42,7 +43,7 @@ def num_chunks(size: int) -> int:
     return -(-size // CHUNK_BYTES)
 
 
-def checksums_of_file(path: Path, chunks: Iterable[int], pool: ThreadPoolExecutor) -> list[str]:
+def checksums_of_file(path: Path, chunks: Iterable[int]) -> list[str]:
     """Returns the checksums of some chunks of a file, read in threads.
 
     Raises:
@@ -50,7 +51,7 @@ def checksums_of_file(path: Path, chunks: Iterable[int], pool: ThreadPoolExecuto
     """
     with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as memory:
         starts = [chunk * CHUNK_BYTES for chunk in chunks]
-        return list(pool.map(lambda start: _of_range(memory, start), starts))
+        return in_threads(lambda start: _of_range(memory, start), starts)
 
 
 def _of_range(memory: mmap.mmap, start: int) -> str:

@@ -6,7 +6,6 @@ import json
 import os
 import zlib
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,7 +14,6 @@ from typing import Any
 import numpy as np
 
 from autovaruna.checkpoint.checksum import CHUNK_BYTES, checksums_of_file, num_chunks
-from autovaruna.checkpoint.tensor_file import num_threads
 from autovaruna.checkpoint.write import set_to_work, write_at
 from autovaruna.errors import CheckpointError
 
@@ -63,15 +61,14 @@ class Manifest:
             else:
                 intact += [(name, chunk) for chunk in range(num_chunks(size))]
         share = intact[len(intact) * rank // num_ranks : len(intact) * (rank + 1) // num_ranks]
-        with ThreadPoolExecutor(num_threads()) as pool:
-            for name in dict.fromkeys(name for name, _ in share):
-                found += self._damages_of(folder, name, [chunk for other, chunk in share if other == name], pool)
+        for name in dict.fromkeys(name for name, _ in share):
+            found += self._damages_of(folder, name, [chunk for other, chunk in share if other == name])
         return found
 
-    def _damages_of(self, folder: Path, name: str, chunks: list[int], pool: ThreadPoolExecutor) -> list[str]:
+    def _damages_of(self, folder: Path, name: str, chunks: list[int]) -> list[str]:
         expected = self.files[name].checksums
         try:
-            got = checksums_of_file(folder / name, chunks, pool)
+            got = checksums_of_file(folder / name, chunks)
         except (OSError, ValueError) as error:
             return [f"{folder / name} cannot be read ({error})"]
         return [

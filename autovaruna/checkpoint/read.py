@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from autovaruna.checkpoint.tensor_file import Entry, num_threads
+from autovaruna.checkpoint.tensor_file import Entry
+from autovaruna.checkpoint.threads import in_threads
 from autovaruna.errors import CheckpointError
 
 PIECE_BYTES = 16 << 20
@@ -26,9 +26,7 @@ def read_all(pairs: Sequence[tuple[Entry, Tensor]]) -> None:
     pieces = [(entry, tensor, start) for entry, tensor in pairs for start in range(0, entry.num_bytes, PIECE_BYTES)]
     descriptors = {path: os.open(path, os.O_RDONLY) for path in {entry.path for entry, _ in pairs}}
     try:
-        with ThreadPoolExecutor(num_threads()) as pool:
-            for _ in pool.map(lambda piece: _read_piece(descriptors[piece[0].path], *piece), pieces):
-                pass
+        in_threads(lambda piece: _read_piece(descriptors[piece[0].path], *piece), pieces)
     except OSError as error:
         raise CheckpointError(f"a checkpoint cannot be read: {error}") from error
     finally:

@@ -39,11 +39,6 @@ class Entry:
     shape: tuple[int, ...]
 
 
-def num_threads() -> int:
-    """Returns how many threads a rank reads and sums files with."""
-    return max(2, min(8, torch.get_num_threads()))
-
-
 def read_header(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
     """Returns where each tensor of a file is, and the metadata of its header.
 
