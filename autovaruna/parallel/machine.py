@@ -36,6 +36,8 @@ For a block of n bytes, aligned to 64 as torch's are, glibc asks itself for n + 
 n + 112 are free if n is a multiple of 64. So no tensor fits where one of its size has been, only smaller ones do: where
 all are of one size, half and more may be lost. More is needed, and less can be said, unless
 ``GLIBC_TUNABLES=glibc.malloc.tcache_count=0``: small pieces that the library keeps for itself lie between holes."""
+_SMALL_BYTES = 1 << 16
+"""Tensors of less than this are few bytes beside others."""
 _TUNABLES = ("glibc.malloc.mmap_threshold", "glibc.malloc.trim_threshold", "glibc.malloc.mmap_max")
 """What a user who sets these in ``GLIBC_TUNABLES`` has decided; ``glibc.malloc.tcache_count=0`` is no such thing."""
 
@@ -125,8 +127,12 @@ def describe_cluster(
 
 
 def _heap_share() -> float:
-    has_pieces = "glibc.malloc.tcache_count=0" not in os.environ.get("GLIBC_TUNABLES", "")
-    return _HEAP_SHARE_WITH_PIECES if has_pieces else _HEAP_SHARE
+    """Returns what the heap needs on top; nothing if the user has every tensor mapped for itself."""
+    tunables = dict(each.partition("=")[::2] for each in os.environ.get("GLIBC_TUNABLES", "").split(":"))
+    mapped_from = tunables.get("glibc.malloc.mmap_threshold") or os.environ.get("MALLOC_MMAP_THRESHOLD_", "")
+    if mapped_from.isdigit() and int(mapped_from) <= _SMALL_BYTES:
+        return 0.0
+    return _HEAP_SHARE if tunables.get("glibc.malloc.tcache_count") == "0" else _HEAP_SHARE_WITH_PIECES
 
 
 def _relative_speed(seconds: float, everyone: list[float]) -> float:

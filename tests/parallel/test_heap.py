@@ -1,0 +1,36 @@
+"""What the C library's heap needs on top of tensors, as the environment says."""
+
+from __future__ import annotations
+
+import pytest
+
+from autovaruna.parallel import machine
+
+
+@pytest.fixture(autouse=True)
+def plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("GLIBC_TUNABLES", "MALLOC_MMAP_THRESHOLD_"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_small_pieces_cost_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = machine._heap_share()
+    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.trim_threshold=1:glibc.malloc.tcache_count=0")
+    assert 0.0 < machine._heap_share() < plain
+    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.tcache_count=01")
+    assert machine._heap_share() == plain
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("GLIBC_TUNABLES", "glibc.malloc.mmap_threshold=65536"), ("MALLOC_MMAP_THRESHOLD_", "4096")],
+)
+def test_tensors_that_are_mapped_leave_no_holes(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
+    monkeypatch.setenv(name, value)
+    assert machine._heap_share() == 0.0
+
+
+def test_a_high_threshold_leaves_the_heap_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = machine._heap_share()
+    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", str(1 << 25))
+    assert machine._heap_share() == plain
