@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,8 +21,9 @@ from autovaruna.graph.draws import noted_draws
 from autovaruna.graph.explain import explain, is_about_batch, own_error
 from autovaruna.graph.fake import faked
 from autovaruna.graph.fixed_size import noted_fixed_sizes
+from autovaruna.graph.flat_call import FlatCall
 from autovaruna.graph.functions import Function, take_functions
-from autovaruna.graph.guards import check_state, hooked, plain_state, watched, with_own_backward
+from autovaruna.graph.guards import hooked, watched, with_own_backward
 from autovaruna.graph.idioms import idioms
 from autovaruna.graph.keeping import kept_whole, take_modules
 from autovaruna.graph.precision import in_precision, noted_precision, switch_in_regions
@@ -34,17 +33,11 @@ from autovaruna.graph.refused import InModuleError, check_layouts, check_operati
 from autovaruna.graph.repeats import recalled_repeats
 from autovaruna.graph.scripts import shells
 from autovaruna.graph.stack import short_stacks
-from autovaruna.graph.told import untold
-from autovaruna.graph.tree import Tree, flatten
+from autovaruna.graph.tidy import PREFIX, tidy
+from autovaruna.graph.tree import Tree
 from autovaruna.graph.unlift import unlift
 
 logger = logging.getLogger(__name__)
-_PREFIX = "model."
-_CHECKS = {
-    torch.ops.aten._assert_tensor_metadata.default,
-    torch.ops.aten._assert_async.msg,
-    torch.ops.aten._assert_scalar.default,
-}
 
 
 @dataclass(frozen=True)
@@ -64,52 +57,6 @@ class Exported:
     constants: dict[str, Tensor]
     is_dynamic: bool
     markers: tuple[Marker, ...] = ()
-
-
-class _FlatCall(nn.Module):
-    """Calls the model on a flat list of tensors and returns a flat tuple of them."""
-
-    def __init__(self, model: nn.Module, call: CallSpec, output_trees: list[Tree], is_told: bool) -> None:
-        super().__init__()
-        self.is_told = is_told
-        self.model = model
-        self.call = call
-        self.note_batch: Callable[[list[Any]], None] = lambda sizes: None
-        self.report = output_trees.append  # torch.export puts back every attribute that a trace sets
-
-    def forward(self, tensors: list[Tensor]) -> tuple[Tensor, ...]:
-        pairs = zip(tensors, self.call.inputs, strict=True)
-        self.note_batch([each.shape[0] for each, spec in pairs if spec.is_batch])
-        args, kwargs = self.call.tree.unflatten(tensors)
-        before = [(module, dict(module._buffers)) for module in self.model.modules()]
-        numbers = plain_state(self.model)
-        with nullcontext() if self.is_told else untold():
-            returned = self.model(*args, **kwargs)
-        outputs, tree = flatten(returned, "output")
-        check_state(numbers, plain_state(self.model))
-        for module, buffers in before:
-            _write_back(module, buffers)
-        self.report(tree)
-        return tuple(outputs)
-
-
-def _write_back(module: nn.Module, before: dict[str, Tensor | None]) -> None:
-    """Turns assignments to buffers into copies into them; torch.export sees those of the root module alone."""
-    for name, old in before.items():
-        new = module._buffers[name]
-        if new is old:
-            continue
-        if old is None or new is None or new.shape != old.shape or new.dtype != old.dtype:
-            raise TraceError(
-                f"{type(module).__qualname__}.forward replaces its buffer {name!r} by one of another kind: got "
-                f"{_kind(new)}, expected {_kind(old)}. Keep the shape and dtype of a buffer that forward assigns."
-            )
-        old.copy_(new.detach())
-        module._buffers[name] = old
-
-
-def _kind(tensor: Tensor | None) -> str:
-    return "None" if tensor is None else f"{tuple(tensor.shape)} {tensor.dtype}"
 
 
 def export(model: nn.Module, call: CallSpec, batch_size: int, is_dynamic: bool, device: torch.device) -> Exported:
@@ -177,7 +124,7 @@ def _attempt(
     """Traces a call; raises `_KeepMoreError` if another attempt may do better."""
     mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
     output_trees: list[Tree] = []
-    flat = _FlatCall(model, call, output_trees, kept.is_told)
+    flat = FlatCall(model, call, output_trees, kept.is_told)
     dimension = torch.export.Dim("batch", min=1)
     shapes = [{0: dimension} if spec.is_batch and is_dynamic else None for spec in call.inputs]
     with (
@@ -219,7 +166,7 @@ def _attempt(
         raise _KeepMoreError(replace(kept, functions=kept.functions | found))
     assert output_trees
     state = {
-        _PREFIX + name
+        PREFIX + name
         for name in [
             *dict(model.named_parameters(remove_duplicate=False)),
             *dict(model.named_buffers(remove_duplicate=False)),
@@ -228,7 +175,7 @@ def _attempt(
     compile_regions(graph_module)
     switch_in_regions(graph_module)
     take_functions(graph_module)
-    constants = _tidy(graph_module, [spec.name for spec in call.inputs], state)
+    constants = tidy(graph_module, [spec.name for spec in call.inputs], state)
     return Exported(graph_module, output_trees[-1], constants, is_dynamic, take_markers(graph_module))
 
 
@@ -251,7 +198,7 @@ def _warn(new: list[str], error: Exception) -> None:
     logger.warning("%s cannot be traced and is kept whole, never cut (%s)", ", ".join(new), reason)
 
 
-def _program(flat: _FlatCall, inputs: list[Tensor], shapes: list[Any]) -> torch.export.ExportedProgram:
+def _program(flat: FlatCall, inputs: list[Tensor], shapes: list[Any]) -> torch.export.ExportedProgram:
     """Runs torch.export; if it fails and something was recalled, runs it again without."""
     with recalled_repeats() as repeats, deferred_compilation():
         try:
@@ -273,48 +220,3 @@ def example_inputs(call: CallSpec, batch_size: int, mode: FakeTensorMode, device
             ).requires_grad_(spec.needs_gradient)
             for spec in call.inputs
         ]
-
-
-def _tidy(module: fx.GraphModule, input_names: list[str], state: set[str]) -> dict[str, Tensor]:
-    """Renames placeholders and attributes, drops checks, and returns the constant tensors by attribute name."""
-    for node in list(module.graph.nodes):
-        if (node.op == "call_module" and node.target == "_guards_fn") or node.target in _CHECKS:
-            module.graph.erase_node(node)
-    module.graph.eliminate_dead_code(lambda node: has_effect(module, node))
-    _name_placeholders(module, input_names)
-    constants: dict[str, Tensor] = {}
-    for node in module.graph.find_nodes(op="get_attr"):
-        target = str(node.target)
-        if target in state:
-            node.target = target.removeprefix(_PREFIX)
-        elif isinstance(value := _attribute(module, target), Tensor):
-            constants[target] = value.detach()
-    return constants
-
-
-def has_effect(module: nn.Module, node: fx.Node) -> bool:
-    """Whether a node changes a tensor in place, itself or in a region that it wraps (``torch.no_grad()``)."""
-    if node.is_impure():
-        return True
-    regions = [arg for arg in node.all_input_nodes if arg.op == "get_attr"]
-    inner = [region for arg in regions if isinstance(region := _attribute(module, str(arg.target)), fx.GraphModule)]
-    return any(
-        has_effect(region, child)
-        for region in inner
-        for child in region.graph.nodes
-        if child.op not in ("placeholder", "output")
-    )
-
-
-def _name_placeholders(module: fx.GraphModule, names: list[str]) -> None:
-    placeholders = module.graph.find_nodes(op="placeholder")
-    used = {node.name for node in module.graph.nodes if node.op != "placeholder"}
-    for node, name in zip(placeholders, names, strict=True):
-        node.name = node.target = name if name not in used else f"input_{name}"
-
-
-def _attribute(module: nn.Module, target: str) -> Any:
-    value: Any = module
-    for part in target.split("."):
-        value = getattr(value, part)
-    return value

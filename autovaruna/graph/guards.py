@@ -76,7 +76,7 @@ def watched(kept: Collection[Function]) -> Iterator[list[FunctionCall]]:
             return register_hook(self, hook)  # type: ignore[no-untyped-call]
         raise TraceError(
             "forward registers a hook on a tensor, which a trace cannot keep. Expected a forward without hooks; "
-            "write what the hook does to the gradient as operations, or register it outside of forward."
+            "write what the hook does to the gradient as operations, or set it in a submodule, which is kept whole."
         )
 
     def refusing_gradients(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

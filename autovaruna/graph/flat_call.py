@@ -1,0 +1,61 @@
+"""Calls a model as torch.export traces it: tensors in, tensors out, changes of buffers as copies into them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+from torch import Tensor, nn
+
+from autovaruna.errors import TraceError
+from autovaruna.graph.call import CallSpec
+from autovaruna.graph.guards import check_state, plain_state
+from autovaruna.graph.told import untold
+from autovaruna.graph.tree import Tree, flatten
+
+
+class FlatCall(nn.Module):
+    """Calls the model on a flat list of tensors and returns a flat tuple of them."""
+
+    def __init__(self, model: nn.Module, call: CallSpec, output_trees: list[Tree], is_told: bool) -> None:
+        super().__init__()
+        self.is_told = is_told
+        self.model = model
+        self.call = call
+        self.note_batch: Callable[[list[Any]], None] = lambda sizes: None
+        self.report = output_trees.append  # torch.export puts back every attribute that a trace sets
+
+    def forward(self, tensors: list[Tensor]) -> tuple[Tensor, ...]:
+        pairs = zip(tensors, self.call.inputs, strict=True)
+        self.note_batch([each.shape[0] for each, spec in pairs if spec.is_batch])
+        args, kwargs = self.call.tree.unflatten(tensors)
+        before = [(module, dict(module._buffers)) for module in self.model.modules()]
+        numbers = plain_state(self.model)
+        with nullcontext() if self.is_told else untold():
+            returned = self.model(*args, **kwargs)
+        outputs, tree = flatten(returned, "output")
+        check_state(numbers, plain_state(self.model))
+        for module, buffers in before:
+            _write_back(module, buffers)
+        self.report(tree)
+        return tuple(outputs)
+
+
+def _write_back(module: nn.Module, before: dict[str, Tensor | None]) -> None:
+    """Turns assignments to buffers into copies into them; torch.export sees those of the root module alone."""
+    for name, old in before.items():
+        new = module._buffers[name]
+        if new is old:
+            continue
+        if old is None or new is None or new.shape != old.shape or new.dtype != old.dtype:
+            raise TraceError(
+                f"{type(module).__qualname__}.forward replaces its buffer {name!r} by one of another kind: got "
+                f"{_kind(new)}, expected {_kind(old)}. Keep the shape and dtype of a buffer that forward assigns."
+            )
+        old.copy_(new.detach())
+        module._buffers[name] = old
+
+
+def _kind(tensor: Tensor | None) -> str:
+    return "None" if tensor is None else f"{tuple(tensor.shape)} {tensor.dtype}"
