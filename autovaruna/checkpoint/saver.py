@@ -23,7 +23,7 @@ from autovaruna.checkpoint.optimizer_state import STATE_PREFIX
 from autovaruna.checkpoint.part import METADATA, Part, cannot_write, report_of, write_part
 from autovaruna.checkpoint.snapshot import Snapshot
 from autovaruna.checkpoint.stream import write_snapshot
-from autovaruna.checkpoint.subject import Subject, is_parameter
+from autovaruna.checkpoint.subject import Subject
 from autovaruna.checkpoint.together import on_first, together
 from autovaruna.errors import CheckpointError
 from autovaruna.runtime.world import World
@@ -226,8 +226,10 @@ def _begin(root: Path, step: int) -> Path:
 
 
 def _steady(part: Part, subject: Subject) -> set[tuple[str, str]]:
-    """Returns file and name of what changes in the optimizer's step alone: parameters and its state."""
+    """Returns file and name of what changes in the optimizer's step alone: its parameters and its state."""
     if subject.optimizer is None:
         return set()
-    weights = {(part.weight_file, name) for name in part.weights if is_parameter(subject, name)}
+    held = {id(parameter) for group in subject.optimizer.optimizer.param_groups for parameter in group["params"]}
+    tensors = {name: subject.state.tensor(subject.state.first_name[name]) for name in part.weights}
+    weights = {(part.weight_file, name) for name, tensor in tensors.items() if id(tensor) in held}
     return weights | {(part.other_file, name) for name in part.others if name.startswith(STATE_PREFIX)}

@@ -126,6 +126,22 @@ def test_another_change_meanwhile_is_told(
     assert [each.name for each in tmp_path.iterdir()] == ["step-00000001"]
 
 
+def test_weights_of_another_optimizer_may_change_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are copied at once: its steps say nothing to the checkpoint."""
+    net = torch.nn.Sequential(torch.nn.Linear(4, WIDTH), torch.nn.Linear(WIDTH, 1))
+    model = AutoVaruna(net, torch.optim.Adam(net[0].parameters()))
+    other = torch.optim.SGD(net[1].parameters(), lr=0.1)
+    train(model)
+    expected = weights_of(model)
+    slow_down(monkeypatch, 0.01)
+    model.save_checkpoint(tmp_path, step=1, background=True)
+    other.step()
+    train(model)
+    model.wait_checkpoint()
+    model.load_checkpoint(tmp_path)
+    assert is_same(model, expected)
+
+
 def test_a_load_of_other_weights_meanwhile_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     slow_down(monkeypatch, 0.01)
     model = trained(width=WIDTH)
