@@ -14,8 +14,8 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 class Attributes:
     """The plain attributes of a model's modules, and how many hooks these have.
 
-    A trace fixes them. So what a script has set since the start is part of what a trace depends on; what a forward of
-    the library's own has set is not, for it differs between ranks.
+    A trace fixes those that it reads. So what a script has set of these since then is part of what a trace depends on;
+    what a forward of the library's own has set is not, for it differs between ranks.
 
     Args:
         model: The model.
@@ -23,6 +23,7 @@ class Attributes:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
+        self._watched: frozenset[str] | None = None
         self._set: dict[str, Any] = {}
         self._learn()
         self._slots = self._slots_now()
@@ -31,7 +32,7 @@ class Attributes:
         self._settled = self._ids()
 
     def words(self) -> str:
-        """Returns, as a text without spaces, what the script has set to another value than at the start."""
+        """Returns, as a text without spaces, what the script has set to another value than when it was traced."""
         if self._read() != self._values:
             before = self._last
             self._learn()
@@ -39,6 +40,8 @@ class Attributes:
             self._set |= {name: self._last.get(name) for name in names if before.get(name) != self._last.get(name)}
             self._set = {name: value for name, value in self._set.items() if value != self._first.get(name)}
             self._kinds = self._kinds_now()
+        if self._watched is None:
+            return ""
         found = [f"{name}:{value!r}" for name, value in sorted(self._set.items())]
         found += [self._kinds] if self._kinds != self._first_kinds else []
         return "".join(",".join(found).split())
@@ -49,6 +52,18 @@ class Attributes:
             return []
         before, now = self._slots, self._slots_now()
         return sorted(name for name in now.keys() | before.keys() if now.get(name) != before.get(name))
+
+    def watch(self, reads: frozenset[str]) -> None:
+        """Takes the names of attributes that a trace has read, now."""
+        known = self._watched
+        self._watched = reads if known is None else known | reads
+        self._learn()
+        if known is None:
+            self._set = {}
+            self._first_kinds = self._kinds = self._kinds_now()
+            self._first = dict(self._last)
+        else:
+            self._first |= {name: self._last[name] for name in reads - known if name in self._last}
 
     def settle(self) -> None:
         """Takes attributes and parameters as they are now: a call of the library's own has ended."""
@@ -63,8 +78,8 @@ class Attributes:
         self._holders = [place["_modules"] for place in self._dicts]
         self._paths = [path for path, _ in named]
         names = [
-            [name for name, value in place.items() if isinstance(value, _PLAIN) and name != "training"]
-            for place in self._dicts
+            [name for name, value in place.items() if isinstance(value, _PLAIN) and self._counts(path, name)]
+            for path, place in zip(self._paths, self._dicts, strict=True)
         ]
         self._getters = [(itemgetter(*own), place) for own, place in zip(names, self._dicts, strict=True) if own]
         self._values = self._read()
@@ -76,6 +91,10 @@ class Attributes:
         for path, place in zip(self._paths, self._dicts, strict=True):
             for kind in _HOOKS:
                 self._last[f"{path}.{kind}".removeprefix(".")] = len(place.get(kind, ()))
+
+    def _counts(self, path: str, name: str) -> bool:
+        is_read = self._watched is None or f"{path}.{name}".removeprefix(".") in self._watched
+        return is_read and name != "training"
 
     def _read(self) -> list[Any]:
         """Returns everything that is watched; cheap, for every call."""

@@ -14,6 +14,7 @@ from torch import Tensor, fx, nn
 from torch.nn.parameter import is_lazy
 
 from autovaruna.errors import TraceError
+from autovaruna.graph.attribute_reads import noted_reads
 from autovaruna.graph.build import Builder
 from autovaruna.graph.call import CallSpec, InputSpec
 from autovaruna.graph.candidates import crossing_sizes, merge_free_blocks
@@ -50,6 +51,7 @@ class TracedModel:
         buffers: first name of each buffer, by each of its names.
         constants: other tensors, by attribute name.
         changed_buffers: first names of buffers that a step changes.
+        reads: attributes of modules that the model has read, as ``path.of.module.attribute``.
     """
 
     module: fx.GraphModule
@@ -64,6 +66,7 @@ class TracedModel:
     buffers: dict[str, str]
     constants: dict[str, Tensor]
     changed_buffers: frozenset[str]
+    reads: frozenset[str] = frozenset()
 
     @property
     def key(self) -> str:
@@ -145,7 +148,8 @@ def _trace(
     model: nn.Module, call: CallSpec, device: torch.device, is_dynamic: bool, micro_batch_size: int, loss_mode: str
 ) -> TracedModel:
     batch_size = _hint(model, call) if is_dynamic else micro_batch_size
-    exported = export(model, call, batch_size, is_dynamic, device)
+    with noted_reads(model) as reads:
+        exported = export(model, call, batch_size, is_dynamic, device)
     sizes = _sizes(exported, call, batch_size)
     _refuse_mixing(exported, sizes, model)
     facts = learn(exported, model, call, batch_size, device)
@@ -173,6 +177,7 @@ def _trace(
         buffers=buffers,
         constants=exported.constants,
         changed_buffers=_changed(module, facts, buffers),
+        reads=frozenset(reads),
     )
 
 

@@ -107,6 +107,8 @@ class AutoVaruna(StatefulModule):
         traced = self._traces.of(shared, batch)
         self._num_calls += 1
         returned = engine.run(traced, shared, batch)
+        if self._traces.num_known > num_known:
+            self._mode.attributes.watch(traced.reads)
         if self._traces.num_known > num_known or traced.has_kept_modules:  # both may set attributes
             self._mode.attributes.settle()
         return returned

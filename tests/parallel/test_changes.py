@@ -78,6 +78,7 @@ def test_a_value_set_back_needs_no_new_trace() -> None:
     """The words of the start return with the value of the start."""
     model = Scaled()
     attributes = Attributes(model)
+    attributes.watch(frozenset({"scale"}))
     model.scale = 2.0
     assert "scale:2.0" in attributes.words() and "scale:2.0" in attributes.words()
     model.scale = 1.0
@@ -88,9 +89,42 @@ def test_what_a_call_sets_itself_is_no_change() -> None:
     """Ranks set it apart, each on its own stages."""
     model = Scaled()
     attributes = Attributes(model)
+    attributes.watch(frozenset({"scale", "body.0.seen"}))
     model.scale, model.body[0].seen = 3.0, 5  # type: ignore[assignment]
     attributes.settle()
     assert attributes.words() == "" and attributes.replaced() == []
+
+
+def test_what_forward_does_not_read_may_change_at_every_step() -> None:
+    """A counter or a clock that a script keeps in the model costs no trace, and may differ between ranks."""
+
+    def be_rank(world: World) -> int:
+        model = Scaled()
+        model.num_steps = 0  # type: ignore[assignment]
+        wrapped = AutoVaruna(model, num_micro_batches=2, **QUIET)
+        model.began = float(world.rank)  # type: ignore[assignment]
+        for _ in range(4):
+            model.num_steps += 1  # type: ignore[assignment, operator]
+            model.clock = 0.1 * world.rank  # type: ignore[assignment]
+            wrapped(**BATCH)
+        assert wrapped._traces is not None
+        return wrapped._traces.num_known
+
+    assert run_ranks(2, be_rank) == [1, 1]
+
+
+def test_what_forward_looked_for_in_vain_counts_once_it_is_there() -> None:
+    class Curious(Scaled):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return super().forward(x, y) * getattr(self, "weight_of_loss", 1.0)
+
+    model = Curious()
+    wrapped = AutoVaruna(model, num_micro_batches=1, **QUIET)
+    before = wrapped(**BATCH).item()
+    model.weight_of_loss = 4.0  # type: ignore[assignment]
+    assert wrapped(**BATCH).item() == 4 * before
+    del model.weight_of_loss
+    assert wrapped(**BATCH).item() == before
 
 
 def test_another_parameter_is_refused_once_the_model_is_split() -> None:
