@@ -24,7 +24,8 @@ def test_predicted_memory_is_the_resident_set(name: str, tmp_path: Path) -> None
     place = next(place for place, setting in enumerate(SETTINGS) if setting.name == name)
     output = tmp_path / "found.json"
     arguments = (f"--rank={place}", "--steps=3", f"--output={output}")
-    mpirun(2, ROOT / "benchmarks" / "prediction.py", *arguments, timeout=100, env={"PYTHONPATH": str(ROOT), **TUNABLES})
+    env = {"PYTHONPATH": str(ROOT), "GLIBC_TUNABLES": TUNABLES}
+    mpirun(2, ROOT / "benchmarks" / "prediction.py", *arguments, timeout=100, env=env)
     found = Found(**json.loads(output.read_text(encoding="utf-8")))
     assert found.predicted_bytes == pytest.approx(found.measured_bytes, rel=0.15)
     assert 0.1 < found.predicted_seconds / median(found.measured_seconds) < 10
