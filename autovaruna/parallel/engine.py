@@ -198,7 +198,10 @@ class Engine:
 
     def _take_kept(self) -> dict[str, Tensor]:
         """Sums the gradients that were kept back; no backward gives a parameter its own that was frozen since."""
-        kept, parameters = self._kept(), self._state.parameters()
+        kept = self._kept()
+        if not kept:
+            return {}
+        parameters = self._state.parameters()
         self._add({name: total for name, total in kept.items() if not parameters[name].requires_grad})
         return {name: total for name, total in kept.items() if parameters[name].requires_grad}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Container
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -52,25 +53,27 @@ class OwnedState:
         self.model = model
         self.places: dict[str, list[tuple[nn.Module, str]]] = {}
         self.first_name: dict[str, str] = {}
+        self._tables: dict[str, tuple[Any, str]] = {}
         first: dict[int, str] = {}
         for path, module in model.named_modules(remove_duplicate=False):
-            for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
-                if tensor is not None:
-                    full = f"{path}.{name}" if path else name
-                    known = first.setdefault(id(tensor), full)
-                    self.first_name[full] = known
-                    self.places.setdefault(known, []).append((module, name))
+            for table in (module._parameters, module._buffers):
+                for name, tensor in table.items():
+                    if tensor is not None:
+                        full = f"{path}.{name}" if path else name
+                        known = first.setdefault(id(tensor), full)
+                        self.first_name[full] = known
+                        self.places.setdefault(known, []).append((module, name))
+                        self._tables.setdefault(known, (table, name))
 
     def tensor(self, name: str) -> Tensor:
         """Returns a parameter or buffer by first name, on ``meta`` if this rank does not hold it."""
-        module, attribute = self.places[name][0]
-        found = getattr(module, attribute)
-        assert isinstance(found, Tensor)
+        table, attribute = self._tables[name]
+        found: Tensor = table[attribute]
         return found
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """Returns the parameters by first name."""
-        found = {name: self.tensor(name) for name in self.places}
+        found = {name: table[attribute] for name, (table, attribute) in self._tables.items()}
         return {name: tensor for name, tensor in found.items() if isinstance(tensor, nn.Parameter)}
 
     def buffers(self) -> dict[str, Tensor]:
