@@ -125,13 +125,19 @@ _one_at_a_time = Lock()
 
 
 def trace_once(token: object, model: nn.Module, call: CallSpec, device: torch.device, **options: Any) -> TracedModel:
-    """Traces a call of one of several equal models; the graph holds no numbers, so it serves them all."""
+    """Traces a call of one of several equal models; the graph holds no numbers, so it serves them all.
+
+    A graph that calls modules of the model, kept whole, serves that model alone.
+    """
     size = 0 if options["is_dynamic"] else options["micro_batch_size"]
     key = (token, call.key(), size, options["loss_mode"])
     with _one_at_a_time:
-        if key not in _known:
-            _known[key] = trace(model, call, device, **options)
-        return _known[key]
+        if key in _known:
+            return _known[key]
+        traced = trace(model, call, device, **options)
+        if not traced.has_kept_modules:
+            _known[key] = traced
+        return traced
 
 
 Run = Callable[[AutoVaruna, torch.optim.Optimizer, int], Any]
