@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 _PLAIN = (bool, int, float, str, type(None))
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 class Attributes:
@@ -19,6 +19,10 @@ class Attributes:
 
     Args:
         model: The model.
+
+    Attributes:
+        modules: its modules, each once; as they were when `words` was last called.
+        tables: the parameters of each.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -72,9 +76,10 @@ class Attributes:
 
     def _learn(self) -> None:
         named = list(self._model.named_modules())
-        self._dicts = [vars(module) for _, module in named]
-        self._hooks = [place[kind] for place in self._dicts for kind in _HOOKS if kind in place]
-        self._tables = [place["_parameters"] for place in self._dicts]
+        self.modules = [module for _, module in named]
+        self._dicts = [vars(module) for module in self.modules]
+        self._hooks = [place[kind] for place in self._dicts for kind in HOOKS if kind in place]
+        self.tables = [place["_parameters"] for place in self._dicts]
         self._holders = [place["_modules"] for place in self._dicts]
         self._paths = [path for path, _ in named]
         names = [
@@ -89,7 +94,7 @@ class Attributes:
             for name in own
         }
         for path, place in zip(self._paths, self._dicts, strict=True):
-            for kind in _HOOKS:
+            for kind in HOOKS:
                 self._last[f"{path}.{kind}".removeprefix(".")] = len(place.get(kind, ()))
 
     def _counts(self, path: str, name: str) -> bool:
@@ -106,7 +111,7 @@ class Attributes:
         return [*values, *map(len, self._dicts), *map(len, self._hooks), *children]
 
     def _ids(self) -> list[int]:
-        return [id(tensor) for table in self._tables for tensor in table.values()]
+        return [id(tensor) for table in self.tables for tensor in table.values()]
 
     def _kinds_now(self) -> str:
         return ",".join(f"{path}={type(module).__qualname__}" for path, module in self._model.named_modules())

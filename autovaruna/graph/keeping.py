@@ -19,18 +19,13 @@ import torch
 from torch import Tensor, fx, nn
 
 from autovaruna.errors import TraceError
+from autovaruna.graph.attributes import HOOKS
 from autovaruna.graph.kept import KeptModule, places_of, run_kept
 from autovaruna.graph.precision import current_precision
 from autovaruna.graph.scripts import script_of
 from autovaruna.graph.tree import Constant, Opaque, flatten
 from autovaruna.graph.trial import CannotKeepError, Trial, copy_of, own_tensors, run_apart
 
-_HOOKS = (
-    "_forward_hooks",
-    "_forward_pre_hooks",
-    "_backward_hooks",
-    "_backward_pre_hooks",
-)
 _calls: dict[str, KeptModule] = {}
 
 
@@ -70,10 +65,10 @@ def kept_whole(
             if any(place is known for known, _ in own):
                 continue
             keep = partial(keeper.call, path, module, _Spare.of(script_of(module)))
-            before = {name: place[name] for name in ("forward", *_HOOKS) if name in place}
+            before = {name: place[name] for name in ("forward", *HOOKS) if name in place}
             own.append((place, before))
             place["forward"] = keep
-            place.update({name: OrderedDict() for name in _HOOKS if name in before})
+            place.update({name: OrderedDict() for name in HOOKS if name in before})
         with ExitStack() as stack:
             for name in sorted(functions):
                 stack.enter_context(_function_kept(name, keeper))
@@ -183,7 +178,7 @@ class Keeper:
             if isinstance(leaf, Constant) and isinstance(leaf.value, torch.SymInt | torch.SymFloat | torch.SymBool):
                 raise CannotKeepError("it takes a size of the batch as a number")
         places = places_of(module)
-        state = [getattr(*shared[0]) for shared in places]
+        state = own_tensors(module)
         if not tensors and not state:
             raise CannotKeepError("it neither takes nor holds a tensor")
         mode = current_precision(), torch.is_grad_enabled()
