@@ -3,7 +3,8 @@
 from autovaruna.planner.deployment import Deployment, deployment_of, load, plan_from, save
 from autovaruna.planner.fingerprint import Fingerprint, differences, host_counts
 from autovaruna.planner.infeasible import readable
-from autovaruna.planner.pipeline import pipeline_of, policy_of, schedule_of
+from autovaruna.planner.orders import Orders
+from autovaruna.planner.pipeline import pipeline_of, policy_of
 from autovaruna.planner.problem import Constraints, Problem
 from autovaruna.planner.records import Plan, StagePlan
 from autovaruna.planner.search import make_plan
@@ -13,6 +14,7 @@ __all__ = [
     "Constraints",
     "Deployment",
     "Fingerprint",
+    "Orders",
     "Plan",
     "Problem",
     "StagePlan",
@@ -28,5 +30,4 @@ __all__ = [
     "policy_of",
     "readable",
     "save",
-    "schedule_of",
 ]

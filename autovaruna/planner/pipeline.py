@@ -1,4 +1,4 @@
-"""Turns a plan into what the simulator needs, and into the schedule that ranks run."""
+"""Turns a plan into what the simulator needs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from autovaruna.errors import PlanError
 from autovaruna.graph.records import Graph
 from autovaruna.planner.edges import Edges
 from autovaruna.planner.records import Plan, StagePlan
-from autovaruna.schedule import POLICIES, Pipeline, Policy, Schedule, StageTimes, simulate
+from autovaruna.schedule import POLICIES, Pipeline, Policy, StageTimes
 
 
 def pipeline_of(plan: Plan, graph: Graph, edges: Edges | None = None) -> Pipeline:
@@ -27,11 +27,6 @@ def pipeline_of(plan: Plan, graph: Graph, edges: Edges | None = None) -> Pipelin
         plan.overhead_seconds,
         plan.optimizer_seconds(),
     )
-
-
-def schedule_of(plan: Plan, graph: Graph) -> Schedule:
-    """Returns the instructions of each rank: the same, bit for bit, wherever plan and graph are the same."""
-    return simulate(pipeline_of(plan, graph), policy_of(plan.schedule)).schedule
 
 
 def policy_of(name: str) -> Policy:

@@ -14,7 +14,7 @@ import pytest
 from autovaruna.errors import DeploymentError
 from autovaruna.planner.deployment import Deployment, deployment_of, load, plan_from, save
 from autovaruna.planner.fingerprint import Fingerprint, differences, host_counts
-from autovaruna.planner.pipeline import schedule_of
+from autovaruna.planner.orders import Orders
 from autovaruna.planner.problem import Problem
 from autovaruna.planner.search import make_plan
 from tests.planner.cases import make_problem
@@ -53,7 +53,9 @@ def test_comes_back_as_it_was(saved: tuple[Path, Deployment], problem: Problem) 
     back = load(path)
     assert plan_from(back, problem.graph) == deployment.plan
     assert differences(back.fingerprint, VALID) == []
-    assert schedule_of(plan_from(back, problem.graph), problem.graph) == schedule_of(deployment.plan, problem.graph)
+    assert (
+        Orders(plan_from(back, problem.graph), problem.graph).planned == Orders(deployment.plan, problem.graph).planned
+    )
 
 
 def test_a_person_can_read_it(saved: tuple[Path, Deployment], problem: Problem) -> None:

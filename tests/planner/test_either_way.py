@@ -12,7 +12,8 @@ from autovaruna.planner.bound import StepBound
 from autovaruna.planner.deployment import deployment_of, load, plan_from, save
 from autovaruna.planner.fingerprint import Fingerprint
 from autovaruna.planner.options import micro_batch_counts
-from autovaruna.planner.pipeline import pipeline_of, schedule_of
+from autovaruna.planner.orders import Orders
+from autovaruna.planner.pipeline import pipeline_of
 from autovaruna.planner.problem import Problem
 from autovaruna.planner.ranges import RangeTables
 from autovaruna.planner.search import make_plan
@@ -67,7 +68,7 @@ def test_a_split_backward_is_chosen_where_it_pays_and_runs_as_the_rules_say() ->
     assert (plan.schedule, plain.schedule) == ("zero_bubble", "1f1b")
     assert plan.predicted_seconds < 0.9 * plain.predicted_seconds
     assert plan.bound_seconds <= plan.predicted_seconds
-    schedule = schedule_of(plan, problem.graph)
+    schedule = Orders(plan, problem.graph).planned
     check(schedule, pipeline_of(plan, problem.graph))
     assert sum(act.kind is Kind.WEIGHT for row in schedule for act in row) == 4 * 8
 

@@ -15,7 +15,7 @@ from autovaruna.planner.edited import memory_complaint
 from autovaruna.planner.fingerprint import Fingerprint
 from autovaruna.planner.interleaving import Interleaving
 from autovaruna.planner.options import micro_batch_counts
-from autovaruna.planner.pipeline import schedule_of
+from autovaruna.planner.orders import Orders
 from autovaruna.planner.problem import Problem
 from autovaruna.planner.ranges import RangeTables
 from autovaruna.planner.records import Plan
@@ -52,7 +52,7 @@ def test_they_shorten_a_step_of_few_micro_batches(num_ranks: int, rounds: int, g
     assert stages_per_rank(one) == 1 < stages_per_rank(plan) <= 4
     assert one.predicted_seconds > gain * plan.predicted_seconds
     assert plan.bound_seconds <= plan.predicted_seconds and "with one stage a rank no plan takes" in plan.bound_proof
-    assert sum(len(row) for row in schedule_of(plan, problem.graph)) == 2 * plan.num_stages * plan.num_micro_batches
+    assert sum(len(row) for row in Orders(plan, problem.graph).planned) == 2 * plan.num_stages * plan.num_micro_batches
 
 
 def test_a_setting_limits_them() -> None:

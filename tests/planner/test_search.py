@@ -8,7 +8,7 @@ import pytest
 
 from autovaruna.errors import PlanError
 from autovaruna.planner import search as search_module
-from autovaruna.planner.pipeline import schedule_of
+from autovaruna.planner.orders import Orders
 from autovaruna.planner.search import make_plan
 from autovaruna.profiler.records import LinkCost
 from tests.planner.brute import every_plan, small_problem
@@ -68,7 +68,7 @@ def test_schedule_is_the_same_wherever_the_plan_is() -> None:
     problem = make_problem(9, 3, 12, num_stages=3)
     one, other = make_plan(problem), make_plan(problem)
     assert one == other
-    assert schedule_of(one, problem.graph) == schedule_of(other, problem.graph)
+    assert Orders(one, problem.graph).planned == Orders(other, problem.graph).planned
 
 
 def test_progress_is_told() -> None:
