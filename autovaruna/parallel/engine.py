@@ -5,76 +5,44 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from autovaruna.errors import InputError, PlanError
+from autovaruna.errors import InputError
 from autovaruna.graph.precision import without_autocast
 from autovaruna.graph.random import untouched_generator
 from autovaruna.graph.traced import TracedModel
 from autovaruna.graph.tree import Opaque, Undelivered
 from autovaruna.parallel.calls import SharedCall
+from autovaruna.parallel.prepared import Prepared, PreparedGraphs
 from autovaruna.parallel.step import Step, input_key
-from autovaruna.planner.orders import Orders
-from autovaruna.planner.problem import SPLIT_REFUSAL
 from autovaruna.planner.records import Plan
 from autovaruna.runtime.batch import GlobalBatch
 from autovaruna.runtime.events import EventTrace
 from autovaruna.runtime.exchange import GradientExchange
 from autovaruna.runtime.executor import Executor
-from autovaruna.runtime.gradient_book import GradientBook
-from autovaruna.runtime.gradients import GradientSum
 from autovaruna.runtime.job import Job
 from autovaruna.runtime.mail import Mail
 from autovaruna.runtime.outputs import OutputCollector
-from autovaruna.runtime.placement import OwnedState, Placement, placement_of
+from autovaruna.runtime.placement import OwnedState, Placement
 from autovaruna.runtime.scaler import LossScale
 from autovaruna.runtime.world import World
-from autovaruna.schedule.instruction import Instruction, Kind, Schedule
+from autovaruna.schedule.instruction import Instruction, Kind
 from autovaruna.settings import Settings
-from autovaruna.stage.assignment import Assignment, carry_over
-from autovaruna.stage.compiled import CompiledPiece
-from autovaruna.stage.module import StageModule
-from autovaruna.stage.split import Split, StagePart, split
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """A graph, split and bound to this rank's parameters.
-
-    Attributes:
-        split: its stages.
-        stages: those of this rank.
-        gradients: sums what they collect.
-        instructions: of this rank.
-        recomputing, splitting: the stages that run forward again, and those that compute weight gradients apart.
-        is_half: whether some of its gradients are float16.
-    """
-
-    split: Split
-    stages: dict[int, StageModule]
-    gradients: GradientBook
-    instructions: tuple[Instruction, ...]
-    recomputing: frozenset[int]
-    splitting: frozenset[int]
-    is_half: bool
 
 
 class Engine:
     """Runs a planned model on this rank.
 
     Args:
+        graphs: The model's graphs, split as the plan says.
         state: The model's parameters and buffers, of which this rank holds its part.
         plan: The plan.
-        assignment: The stages of the graph that was planned.
-        placement: Who holds which parameter.
-        orders: The instructions of every rank, for each graph.
         settings: The settings.
         world: The ranks.
         device: Where this rank computes.
@@ -85,11 +53,9 @@ class Engine:
 
     def __init__(
         self,
+        graphs: PreparedGraphs,
         state: OwnedState,
         plan: Plan,
-        assignment: Assignment,
-        placement: Placement,
-        orders: Orders,
         settings: Settings,
         world: World,
         device: torch.device,
@@ -98,12 +64,8 @@ class Engine:
         trace: EventTrace | None = None,
     ) -> None:
         self.plan = plan
-        self.placement = placement
+        self._graphs = graphs
         self._state = state
-        self._assignment = assignment
-        self._orders = orders
-        if _stages_with(Kind.WEIGHT, orders.planned) and settings.compile_stages is not False:
-            raise PlanError(SPLIT_REFUSAL)
         self._settings = settings
         if settings.offload and device.type != "cuda" and world.rank == 0:
             logger.info("offload=True changes nothing on %s, whose memory is the host's", device.type)
@@ -112,7 +74,6 @@ class Engine:
         self.seed = seed
         self._loss_scale = loss_scale
         self._mail = Mail(world, device)
-        self._prepared: dict[str, Prepared] = {}
         self._latest: Prepared | None = None
         self._changed: set[str] = set()
         self._stale: set[str] = set()
@@ -129,7 +90,7 @@ class Engine:
             shared: The call.
             batch: Its micro-batches.
         """
-        prepared = self._prepare(traced)
+        prepared = self._graphs.of(traced)
         needs_gradient = torch.is_grad_enabled() and any(spec.needs_gradient for spec in traced.outputs)
         if needs_gradient and not self.plan.needs_gradient:
             raise InputError(
@@ -179,6 +140,11 @@ class Engine:
         return traced.output_tree.unflatten(_stand_ins(traced, outputs), Undelivered)
 
     @property
+    def placement(self) -> Placement:
+        """Who holds which parameter, and which buffer that calls have changed."""
+        return self._graphs.placement
+
+    @property
     def doings(self) -> dict[str, str]:
         """What the script has done between calls, in words: the same on every rank."""
         return {
@@ -214,7 +180,7 @@ class Engine:
     def _kept(self) -> dict[str, Tensor]:
         """Sums the gradients that were kept back and returns them by parameter. Collective."""
         totals: dict[str, Tensor] = {}
-        for prepared in self._prepared.values():
+        for prepared in self._graphs:
             for name, total in prepared.gradients.take_kept().items():
                 totals[name] = totals[name].add_(total) if name in totals else total
         return totals
@@ -228,61 +194,6 @@ class Engine:
             if parameter.requires_grad and not parameter.is_meta
         }
         return sources | {input_key(name): inputs[name] for name in prepared.split.input_gradients}
-
-    def _prepare(self, traced: TracedModel) -> Prepared:
-        key = traced.key
-        if key not in self._prepared:
-            assignment = carry_over(self._assignment, traced)
-            self._learn_holders(traced, assignment)
-            parts = split(traced, assignment)
-            mine = [part for part in parts.stages if self._world.rank in self.plan.stages[part.index].ranks]
-            parameters, buffers = self._state.parameters(), self._state.buffers()
-            numbers: dict[tuple[str, int], Any] = {}
-
-            def size_of(name: str, batch_size: int) -> Any:
-                if (name, batch_size) not in numbers:
-                    numbers[name, batch_size] = traced.sizes.number(traced.nodes[name].meta["val"], batch_size)
-                return numbers[name, batch_size]
-
-            constants = {name: tensor.to(self._device) for name, tensor in traced.constants.items()}
-            stages = {
-                part.index: StageModule(part, parameters, buffers, constants, size_of, self._compiled(part, traced))
-                for part in mine
-            }
-            total = GradientSum(parts, self.plan, self._world, parameters, self.placement)
-            gradients = GradientBook(total, list(stages.values()), self._world)
-            schedule = self._orders.along((edge.source, edge.destination, bool(edge.gradients)) for edge in parts.edges)
-            self._prepared[key] = Prepared(
-                parts,
-                stages,
-                gradients,
-                tuple(schedule[self._world.rank]),
-                _stages_with(Kind.RECOMPUTE, schedule),
-                _stages_with(Kind.WEIGHT, schedule),
-                _is_half(traced),
-            )
-        prepared = self._prepared[key]
-        for stage in prepared.stages.values():
-            if not stage.is_bound():
-                stage.bind()
-        return prepared
-
-    def _compiled(self, part: StagePart, traced: TracedModel) -> CompiledPiece | None:
-        """Returns what runs a stage if stages are compiled."""
-        backend = self._settings.compile_stages
-        if backend is False:
-            return None
-        return CompiledPiece(part.piece, traced, "inductor" if backend is True else backend)
-
-    def _learn_holders(self, traced: TracedModel, assignment: Assignment) -> None:
-        """Notes who holds the buffers that this graph changes and earlier ones (of eval mode, say) did not."""
-        stages = {name: assignment.holders[name] for name in traced.changed_buffers - self.placement.holders.keys()}
-        every = placement_of(assignment, self.plan).holders
-        ranks = {name: every[name] for name in stages}
-        self._assignment = replace(self._assignment, holders=self._assignment.holders | stages)
-        self.placement = replace(
-            self.placement, holders=self.placement.holders | {name: ranks[name] for name in stages}
-        )
 
     def _follow_first_replicas(self, prepared: Prepared) -> None:
         """Overwrites buffers that steps have changed by those of the first rank that holds them.
@@ -314,24 +225,13 @@ class Engine:
     def _forget_step(self) -> None:
         """Drops what a step that failed has left behind: a script on one process may catch the error and go on."""
         self._mail = Mail(self._world, self._device)
-        for prepared in self._prepared.values():
+        for prepared in self._graphs:
             prepared.gradients.take()
 
 
 def _program(instructions: Sequence[Instruction], batch: GlobalBatch, kinds: Sequence[Kind]) -> list[Instruction]:
     """Returns the instructions of some kinds, without those of empty micro-batches."""
     return [step for step in instructions if step.kind in kinds and step.micro_batch in batch.micro_batches]
-
-
-def _stages_with(kind: Kind, schedule: Schedule) -> frozenset[int]:
-    return frozenset(instruction.stage for rank in schedule for instruction in rank if instruction.kind is kind)
-
-
-def _is_half(traced: TracedModel) -> bool:
-    return any(
-        fact.needs_gradient and isinstance(fact.value, Tensor) and fact.value.dtype is torch.float16
-        for fact in traced.facts.values()
-    )
 
 
 def _stand_ins(traced: TracedModel, outputs: Sequence[Tensor | None]) -> list[Any]:

@@ -20,6 +20,7 @@ from autovaruna.parallel.engine import Engine
 from autovaruna.parallel.machine import find_device, give_back_freed_memory, keep_freed_memory, resident_bytes
 from autovaruna.parallel.modes import as_in_training
 from autovaruna.parallel.preparation import Preparation
+from autovaruna.parallel.prepared import PreparedGraphs
 from autovaruna.parallel.stateful import StatefulModule
 from autovaruna.parallel.traces import Traces
 from autovaruna.parallel.weights import micro_batch_weights
@@ -190,15 +191,14 @@ class AutoVaruna(StatefulModule):
         if self._cut_optimizer is not None:
             held = {name: parameter for name, parameter in self._state.parameters().items() if not parameter.is_meta}
             self._cut_optimizer.cut(held)
+        device, orders = preparation.device, preparation.orders
         self._engine = Engine(
+            PreparedGraphs(self._state, plan, assignment, placement, orders, self.settings, self.world, device),
             self._state,
             plan,
-            assignment,
-            placement,
-            preparation.orders,
             self.settings,
             self.world,
-            preparation.device,
+            device,
             seed,
             LossScale(self._optimizer, self._scaler, self.world),
             preparation.event_trace(),
