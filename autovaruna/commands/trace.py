@@ -37,7 +37,8 @@ class Bar:
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Adds the options."""
     parser.add_argument("file", metavar="FILE", help="the trace (setting trace_events_file)")
-    parser.add_argument("--step", type=int, default=0, metavar="n", help="the step to draw (default: the last)")
+    step_help = "the step to draw (default: the last one with predicted rows)"
+    parser.add_argument("--step", type=int, default=0, metavar="n", help=step_help)
     parser.add_argument("--plot", default="", metavar="FILE", help="draw a step into this file (png, pdf, svg)")
 
 
@@ -51,7 +52,8 @@ def run(options: argparse.Namespace) -> None:
         check_plot()
     bars = read_bars(Path(options.file))
     steps = sorted({bar.step for bar in bars})
-    chosen = options.step or steps[-1]
+    predicted = (bar.step for bar in bars if _PROCESSES[bar.process] == "predicted")
+    chosen = options.step or max(predicted, default=steps[-1])
     if chosen not in steps:
         raise ConfigError(f"--step is {chosen}; {options.file} has steps {steps[0]} to {steps[-1]}")
     show(summary(bars))

@@ -53,7 +53,9 @@ class EventTrace:
     """Collects the spans of all ranks after each step, later after every few, and appends them to a file on rank 0.
 
     The file is a JSON array that is left open at its end, which trace viewers accept; so a run that is killed leaves
-    a trace of the steps before. After steps 2, 4, 8, ... a table in the log says where the time of the step went.
+    a trace of the steps before. Of steps that are written together, which are no longer the first ones, only one has
+    predicted rows and arrows: these take most of the time. After steps 2, 4, 8, ... a table in the log says where the
+    time of the step went.
 
     Args:
         path: The file.
@@ -85,14 +87,14 @@ class EventTrace:
         if self._world.rank != 0:
             return
         with self._path.open("a", encoding="utf-8") as file:
-            for step in zip(*known, strict=True):
+            for place, step in enumerate(zip(*known, strict=True)):
                 self._num_written += 1
-                file.writelines(self._rows(step))
+                file.writelines(self._rows(step, is_whole=place == 0))
                 if self._num_written > 1 and self._num_written & (self._num_written - 1) == 0:
                     self._report(step)
 
-    def _rows(self, step: Sequence[Step]) -> list[str]:
-        """Returns the lines of one step: measured, predicted from its begin on, and messages."""
+    def _rows(self, step: Sequence[Step], *, is_whole: bool) -> list[str]:
+        """Returns the lines of one step: measured and, if it is whole, predicted from its begin on, and messages."""
         rows: list[str] = []
         places: dict[str, tuple[int, float, float]] = {}
         number = self._num_written
@@ -104,6 +106,12 @@ class EventTrace:
                     rows.append(_row(_MEASURED, rank, "wait", begin, ready, number))
             if spans:
                 rows.append(_row(_MEASURED, rank, "all-reduce, loss", last, end, number))
+        return rows + self._beside(step) + self._flows(places) if is_whole else rows
+
+    def _beside(self, step: Sequence[Step]) -> list[str]:
+        """Returns the predicted rows, from the begin of a step on."""
+        rows: list[str] = []
+        number = self._num_written
         start = min((spans[0][1] for spans, _ in step if spans), default=0.0)
         for event in self._predicted.events:
             begin, done = start + event.start_seconds, start + event.end_seconds
@@ -111,7 +119,7 @@ class EventTrace:
         for reduction in self._predicted.reductions:
             begin, done = start + reduction.start_seconds, start + reduction.end_seconds
             rows += [_row(_PREDICTED, rank, "all-reduce", begin, done, number) for rank in reduction.ranks]
-        return rows + self._flows(places)
+        return rows
 
     def _flows(self, places: dict[str, tuple[int, float, float]]) -> list[str]:
         """Returns an arrow for each message between ranks."""

@@ -61,6 +61,17 @@ def test_every_message_is_an_arrow_that_arrives_after_it_left(trace: Path) -> No
             assert ends[name] > begins[sender] - 500, "clocks of one host are within half a millisecond"
 
 
+def test_a_long_run_writes_every_step_and_predicts_every_eighth(tmp_path: Path) -> None:
+    path, num_steps = tmp_path / "events.json", 48
+    settings = {"trace_events": True, "trace_events_file": str(path)}
+    train(CASE, Setup(((0,),), 1, settings=settings), [CASE.batch(2, 0)] * num_steps, sgd, [[2]] * num_steps)
+    steps: dict[int, list[int]] = {0: [], 1: []}
+    for row in rows_of(path):
+        if row["ph"] == "X" and row["name"] == "0F0":
+            steps[row["pid"]].append(row["args"]["step"])
+    assert steps == {0: list(range(1, 49)), 1: [*range(1, 34), 41]}
+
+
 def test_the_command_shows_and_draws_a_trace(trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
     assert main(["trace", str(trace), "--plot", str(tmp_path / "step.png")]) == 0
