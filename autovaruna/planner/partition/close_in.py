@@ -52,7 +52,7 @@ class _Search:
     ) -> None:
         self._graph, self._reach, self._bounds = graph, reach, bounds
         self._proof, self._loose = proof, loose
-        self.low = bounds.lower if proof is not None else 0.0
+        self.low = bounds.lower if proof is not None or not loose else 0.0
         self.high = bounds.upper
 
     def run(self) -> None:

@@ -40,6 +40,14 @@ def loose_blocks(graph: BlockGraph) -> list[int]:
     return sorted(loose, key=lambda block: weight[block])
 
 
+def without_loose(graph: BlockGraph, border: Border) -> tuple[BlockGraph, list[tuple[int, ...]]]:
+    """Returns the graph without loose blocks, if others are left, and the nodes of these."""
+    loose = loose_blocks(graph)
+    if not loose or len(loose) == len(graph):
+        return graph, []
+    return drop_blocks(graph, loose, border), [graph.members[block] for block in loose]
+
+
 def drop_blocks(graph: BlockGraph, blocks: Sequence[int], border: Border) -> BlockGraph:
     """Drops loose blocks, so that no chain's loads grow."""
     nets, seconds = dict(graph.nets), list(graph.seconds)

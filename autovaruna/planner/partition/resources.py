@@ -31,6 +31,11 @@ class Resources:
     is_seconds: tuple[bool, ...]
     limit_bytes: float
 
+    @property
+    def has_memory(self) -> bool:
+        """Whether memory is limited."""
+        return not all(self.is_seconds)
+
     def limits(self, load: float) -> Floats:
         """Returns the limit of each resource, a rounding error wider, when no device may exceed `load`."""
         load *= 1.0 + _ROUNDING

@@ -12,8 +12,9 @@ from autovaruna.planner.partition.chains import best_chain
 from autovaruna.planner.partition.close_in import close_in
 from autovaruna.planner.partition.contract import contract
 from autovaruna.planner.partition.lattice import list_downsets
+from autovaruna.planner.partition.lighten import search_lightened
 from autovaruna.planner.partition.load import device_loads
-from autovaruna.planner.partition.loose import drop_blocks, loose_blocks, settle, still_dropped
+from autovaruna.planner.partition.loose import drop_blocks, loose_blocks, settle, still_dropped, without_loose
 from autovaruna.planner.partition.problem import Partition, PartitionNode, PartitionProblem
 from autovaruna.planner.partition.refine import refine
 from autovaruna.planner.partition.resources import resources_of
@@ -69,25 +70,21 @@ def partition(
 
 def _search(graph: BlockGraph, bounds: Bounds, max_downsets: int) -> None:
     """Lists all downsets where they are few; else begins with those at which little crosses."""
-    if list_downsets(_without_loose(graph, bounds)[0], min(_LARGE, max_downsets), bounds.deadline) is None:
-        _search_wide(graph, bounds)
+    border = bounds.problem.border
+    if list_downsets(without_loose(graph, border)[0], min(_LARGE, max_downsets), bounds.deadline) is None:
+        if resources_of(graph, border, bounds.problem.limit_bytes).has_memory:
+            search_lightened(graph, bounds, max_downsets)
+        if not bounds.is_closed and not bounds.is_late:
+            _search_wide(graph, bounds)
     if bounds.is_closed or bounds.is_late or _search_without_loose(graph, bounds, max_downsets):
         return
     if not bounds.is_closed and not close_in(graph, bounds, "all downsets were searched", max_downsets):
         refine(graph, bounds, _LARGE)
 
 
-def _without_loose(graph: BlockGraph, bounds: Bounds) -> tuple[BlockGraph, list[tuple[int, ...]]]:
-    """Returns the graph without loose blocks, if others are left, and the nodes of these."""
-    loose = loose_blocks(graph)
-    if not loose or len(loose) == len(graph):
-        return graph, []
-    return drop_blocks(graph, loose, bounds.problem.border), [graph.members[block] for block in loose]
-
-
 def _search_wide(graph: BlockGraph, bounds: Bounds) -> None:
     """Searches the cuts at which little crosses, few and then more of them, and around the best plan."""
-    smaller, groups = _without_loose(graph, bounds)
+    smaller, groups = without_loose(graph, bounds.problem.border)
     is_whole = len(groups) <= _FEW_LOOSE
     proof = "all cuts that leave room for what crosses at the others were searched"
     for most_states, share in _EFFORTS:

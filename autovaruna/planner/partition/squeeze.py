@@ -183,11 +183,16 @@ class FewCuts:
             proven, price = price, price * _GROWTH
 
     def _list_all(self, room: Room, is_for_proof: bool, deadline: float) -> tuple[list[CutList], bool]:
-        """Lists the cuts of every boundary that there is room for; returns as well whether these are all."""
+        """Lists the cuts of every boundary that there is room for; returns as well whether these are all.
+
+        If some boundary has none, its empty list alone comes back.
+        """
         lists, is_complete = [], True
         for boundary in range(len(room.least)):
             cuts, has_all = self._list(room, boundary, is_for_proof, deadline)
             lists.append(cuts)
+            if has_all and not len(cuts):
+                return [cuts], True
             is_complete = is_complete and has_all
             if has_all:
                 room.least[boundary] = max(room.least[boundary], cuts.price.min(initial=math.inf))
