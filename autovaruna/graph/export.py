@@ -32,6 +32,7 @@ from autovaruna.graph.random import python_generators
 from autovaruna.graph.refused import InModuleError, check_layouts, check_operations
 from autovaruna.graph.repeats import recalled_repeats
 from autovaruna.graph.scripts import shells
+from autovaruna.graph.size_guards import tried_guards
 from autovaruna.graph.stack import short_stacks
 from autovaruna.graph.tidy import PREFIX, tidy
 from autovaruna.graph.tree import Tree
@@ -134,6 +135,7 @@ def _attempt(
         named_cut_points(model),
         watched(kept.functions) as function_calls,
         noted_fixed_sizes() as fixing,
+        tried_guards(),
         noted_draws(model) as draws,
         in_precision(call.precision),
         python_generators(0),

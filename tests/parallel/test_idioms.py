@@ -78,7 +78,16 @@ def per_sample(self: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(self.last(x.index_add(0, chosen, self.first(x[chosen]))), y)
 
 
-PASSING = (length, distributions, distances, checked, unknown, probabilities, matrices, per_sample)
+def dispatched(self: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """Sends parts of samples through all experts, with sizes that fit in a way that torch's solver does not see."""
+    rows, experts = x.flatten().view(-1, 4), self.first.weight.view(9, 4, 4)
+    scores = torch.sigmoid(rows.sum(1, keepdim=True) * experts[:, 0, 0])
+    routed = rows.repeat(9, 1) * scores.t().reshape(-1, 1)
+    mixed = torch.bmm(routed.view(9, -1, 4), experts).view(-1, 4).reshape(9, -1, 4).sum(0)
+    return F.cross_entropy(self.last(rows.clone().add_(mixed).view(x.shape)), y)
+
+
+PASSING = (length, distributions, distances, checked, unknown, probabilities, matrices, per_sample, dispatched)
 
 
 @pytest.mark.timeout(60)
