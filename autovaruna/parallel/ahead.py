@@ -57,3 +57,4 @@ def adopt(model: AutoVaruna, optimizer: torch.optim.Optimizer) -> None:
     order = {name: place for place, name in enumerate(model._parameter_names)}
     cut.adopt([sorted(set().union(*groups), key=order.__getitem__) for groups in zip(*of_ranks, strict=True)])
     model._optimizer, model._cut_optimizer = optimizer, cut
+    model._acts.watch(optimizer, cut.names)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -11,6 +11,7 @@ from torch import Tensor
 from autovaruna.config import replicas_of
 from autovaruna.errors import InputError, RankError
 from autovaruna.graph.call import CallSpec
+from autovaruna.runtime.differences import differences
 from autovaruna.runtime.world import World
 from autovaruna.settings import Settings
 
@@ -30,8 +31,8 @@ _OF_ONE_RANK = {
 _FLAGS = {"t": "train()", "e": "eval()", "g": "trained", "f": "frozen"}
 
 
-Report = tuple[str, int, Mapping[str, str]]
-"""What a rank says of its call: key, samples, and what its script has done since the start, in words."""
+Report = tuple[str, int, str]
+"""What a rank says of its call: key, samples, and a digest of what its script has done since the start."""
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,7 @@ def share_call(
     groups: tuple[tuple[int, ...], ...],
     world: World,
     reports: Sequence[Report],
+    doings: Callable[[], Mapping[str, str]],
 ) -> SharedCall:
     """Joins the calls of all ranks to one. Collective if they do not fit together.
 
@@ -102,16 +104,18 @@ def share_call(
         groups: The ranks that pass the same mini-batch.
         world: The ranks.
         reports: What each rank says of its call.
+        doings: Returns in words what this rank's script has done since the start.
 
     Raises:
         InputError: no rank passed a sample.
         RankError: the ranks' calls do not fit together; says how they differ.
     """
-    strays = differences([doings for _, _, doings in reports])
-    if strays:
+    if any(digest != reports[0][2] for _, _, digest in reports):
+        strays = differences(world.gather_objects(doings(), "comparing what the ranks did"))
         raise RankError(
             f"The ranks did different things before call {number + 1} of the model: {strays}. Every rank must make the "
-            "same calls, and go backward from the same loss; their copies of the weights would differ."
+            "same calls with the same options, and go backward from the same loss; their copies of the weights would "
+            "differ."
         )
     if any(key != reports[0][0] for key, _, _ in reports):
         found = differences(world.gather_objects(_words(call), "comparing calls")) or "they nest otherwise"
@@ -133,27 +137,16 @@ def share_call(
     return SharedCall(call, tensors, sizes, number, groups)
 
 
-def differences(of_ranks: Sequence[Mapping[str, str]]) -> str:
-    """Returns in words what the first rank that differs from rank 0 has in another way; empty: nothing."""
-    first = of_ranks[0]
-    for rank, other in enumerate(of_ranks):
-        names = [name for name in {**first, **other} if first.get(name) != other.get(name)]
-        if names:
-            return "; ".join(
-                f"{name} is {first.get(name, 'missing')} on rank 0, {other.get(name, 'missing')} on rank {rank}"
-                for name in names[:5]
-            )
-    return ""
-
-
 def _words(call: CallSpec) -> dict[str, str]:
     """Returns everything that a trace depends on, in words, by what it is."""
     words = {f"input {spec.name}": spec.words() for spec in call.inputs}
     words |= {f"constant {_name(path)}": value for path, value in call.tree.constants()}
     words |= dict(re.findall(r"(\w+)=(\S+)", call.mode))
-    words["the model's mode"] = _flags(words.pop("training", ""))
+    training, trained = words.pop("training", ""), words.pop("parameters", "")
+    words |= {"the number of modules": str(len(training)), "the number of parameters": str(len(trained))}
+    words["the model's mode"] = _flags(training)
     words["grad mode"] = words.pop("gradient", "")
-    words["every parameter"] = _flags(words.pop("parameters", ""))
+    words["every parameter"] = _flags(trained)
     return words
 
 

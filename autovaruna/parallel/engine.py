@@ -48,6 +48,7 @@ class Engine:
         device: Where this rank computes.
         seed: What random nodes are seeded from.
         loss_scale: The scale of the caller's loop.
+        of_model: Says in errors which model this is, behind other words.
         trace: Records the instructions of every step.
     """
 
@@ -61,6 +62,7 @@ class Engine:
         device: torch.device,
         seed: int,
         loss_scale: LossScale,
+        of_model: str = "",
         trace: EventTrace | None = None,
     ) -> None:
         self.plan = plan
@@ -73,6 +75,7 @@ class Engine:
         self._device = device
         self.seed = seed
         self._loss_scale = loss_scale
+        self._of_model = of_model
         self._mail = Mail(world, device)
         self._latest: Prepared | None = None
         self._changed: set[str] = set()
@@ -110,6 +113,7 @@ class Engine:
             recomputing=prepared.recomputing,
             splitting=prepared.splitting,
             offload=self._settings.offload,
+            name=f"call {shared.number + 1}{self._of_model}",
         )
         inputs = dict(zip(traced.inputs, shared.tensors, strict=True))
         recorder = self._trace.recorder if self._trace else None

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from functools import partial
 from os import PathLike
 from typing import Any, SupportsIndex
+from weakref import ref
 
 import torch
 from torch import nn
@@ -17,6 +18,7 @@ from autovaruna.checkpoint.subject import Subject
 from autovaruna.config import log_settings
 from autovaruna.errors import InputError
 from autovaruna.log import configure
+from autovaruna.parallel.acts import Acts
 from autovaruna.parallel.engine import Engine
 from autovaruna.parallel.machine import find_device
 from autovaruna.parallel.persistence import Persistence
@@ -43,12 +45,24 @@ class StatefulModule(ShownModule):
         self.settings = settings
         self._optimizer = optimizer
         self._state = OwnedState(module)
-        names = {id(self._state.tensor(name)): name for name in self._state.places}
-        self._cut_optimizer = None if optimizer is None else CutOptimizer(optimizer, names)
+        self._first_parameters = [(ref(each), name) for name, each in self._state.parameters().items()]
+        self._cut_optimizer = None if optimizer is None else CutOptimizer(optimizer, self._names())
         self._engine: Engine | None = None
         self._num_calls = 0
         self._persistence = Persistence()
+        self._acts = Acts()
+        if self._cut_optimizer is not None:
+            self._acts.watch(self._cut_optimizer.optimizer, self._cut_optimizer.names)
         self._known_world: World | None = None
+        self._number = 0
+
+    @property
+    def of_model(self) -> str:
+        """Says, behind what ranks do together, which model they do it with: the first one needs no word."""
+        if not self._number:
+            self.world.num_models += 1
+            self._number = self.world.num_models
+        return "" if self._number == 1 else f" (model {self._number})"
 
     @property
     def world(self) -> World:
@@ -74,12 +88,13 @@ class StatefulModule(ShownModule):
         if self._engine is None:
             return dict(self.module.state_dict(*args, **kwargs))
         prefix = kwargs.get("prefix", "")
-        entries = whole_state(self._state, self._engine.placement, self.world)
+        entries = whole_state(self._state, self._engine.placement, self.world, f"state_dict{self.of_model}")
         return {prefix + name: value for name, value in entries.items()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Loads a whole model's state, of which this rank takes its part; `assign` is as in plain PyTorch."""
         self._persistence.before_change(weights=True)
+        self._acts.note("load_state_dict()")
         if self._engine is None:
             result = self.module.load_state_dict(state_dict, strict=strict, assign=assign)
             self._state = OwnedState(self.module)
@@ -93,6 +108,7 @@ class StatefulModule(ShownModule):
     def load_optimizer_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Loads the state of a whole optimizer, of which this rank takes its part."""
         self._persistence.before_change(optimizer=True)
+        self._acts.note("load_optimizer_state_dict()")
         self._need_optimizer().load_state_dict(state_dict, self._placement(), self.world.rank)
 
     def save_checkpoint(
@@ -183,6 +199,7 @@ class StatefulModule(ShownModule):
 
     def _subject(self) -> Subject:
         """Returns what checkpoints are of."""
+        self._follow_groups()
         engine = self._engine
         placement = None if engine is None else engine.placement
         seed = None if engine is None else engine.seed
@@ -191,7 +208,19 @@ class StatefulModule(ShownModule):
     def _need_optimizer(self) -> CutOptimizer:
         if self._cut_optimizer is None:
             raise InputError("There is no optimizer: AutoVaruna(model, optimizer) was called without one.")
+        self._follow_groups()
         return self._cut_optimizer
+
+    def _follow_groups(self) -> None:
+        """Takes the groups of parameters that the optimizer was given after wrapping."""
+        if self._cut_optimizer is not None and self._cut_optimizer.has_grown:
+            held = {name: each for name, each in self._state.parameters().items() if not each.is_meta}
+            self._cut_optimizer.grow(self._names(), held)
+
+    def _names(self) -> dict[int, str]:
+        """Returns the first name of each parameter, by identity, those included that this rank has let go."""
+        first = {id(each): name for known, name in self._first_parameters if (each := known()) is not None}
+        return first | {id(each): name for name, each in self._state.parameters().items()}
 
     def _placement(self) -> Placement:
         return self._engine.placement if self._engine is not None else Placement({}, self.world.num_ranks)

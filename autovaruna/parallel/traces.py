@@ -10,8 +10,9 @@ from torch import nn
 from autovaruna.errors import InputError, RankError
 from autovaruna.graph.statistics import refuse_single_values
 from autovaruna.graph.traced import TracedModel, trace
-from autovaruna.parallel.calls import SharedCall, differences
+from autovaruna.parallel.calls import SharedCall
 from autovaruna.runtime.batch import GlobalBatch
+from autovaruna.runtime.differences import differences
 from autovaruna.runtime.on_all import on_all
 from autovaruna.runtime.world import World
 from autovaruna.settings import Settings

@@ -122,16 +122,24 @@ class AutoVaruna(StatefulModule):
             mode = self._mode.words()
             self._check_parameters()
             tensors, call = describe(self.module, args, kwargs, self.settings.batch_inputs, mode)
-            report = call.key(), call.batch_size, self._engine.doings if self._engine is not None else {}
+            report = call.key(), call.batch_size, self._digest()
         except Exception as caught:
             error = caught
-        reports = self.world.agree(error, "reading the model's inputs", report)
+        reports = self.world.agree(error, f"reading the model's inputs{self.of_model}", report)
         try:
-            return share_call(call, tensors, self._num_calls, self._groups, self.world, reports)
+            return share_call(call, tensors, self._num_calls, self._groups, self.world, reports, self._doings)
         except RankError:  # on every rank; parameters() gives a caller those of this rank alone to freeze
             if self._engine is None or not self._state.follow_frozen(self._engine.placement, self.world):
                 raise
         return self._share(args, kwargs)
+
+    def _digest(self) -> str:
+        """Returns a short text that is equal for ranks whose scripts have done the same since the start."""
+        return f"{self._acts.digest()} {() if self._engine is None else tuple(self._engine.doings.values())}"
+
+    def _doings(self) -> dict[str, str]:
+        """Returns what this rank's script has done since the start, in words."""
+        return self._acts.words() | ({} if self._engine is None else self._engine.doings)
 
     def _check_parameters(self) -> None:
         """Takes the parameters as they are, before the first call; refuses others later."""
@@ -168,6 +176,7 @@ class AutoVaruna(StatefulModule):
         if self._optimizer is not None and not torch.is_grad_enabled():
             with as_in_training(self.module):
                 return self._start(replace(shared, call=replace(shared.call, mode=self._mode.words())))
+        self._follow_groups()
         if self._cut_optimizer is not None:
             self._cut_optimizer.check()
         keep_freed_memory()
@@ -201,6 +210,7 @@ class AutoVaruna(StatefulModule):
             device,
             seed,
             LossScale(self._optimizer, self._scaler, self.world),
+            self.of_model,
             preparation.event_trace(),
         )
         self._engine.is_synchronising = self._is_synchronising
@@ -256,6 +266,7 @@ class AutoVaruna(StatefulModule):
             max_norm,
             norm_type,
             error_if_nonfinite,
+            f"clip_grad_norm_{self.of_model}",
         )
 
     def save_deployment(self, path: str) -> None:

@@ -50,7 +50,8 @@ class GradientExchange:
             zeros: Gradients of zeros.
         """
         own = [place for place, gradient in enumerate(gradients) if gradient is not None]
-        used = set().union(*self._world.gather_objects(own, "agreeing on the outputs that backward starts from"))
+        what = f"agreeing on the outputs of {self._job.name} that backward starts from"
+        used = set().union(*self._world.gather_objects(own, what))
         self.origin = f"/{sorted(used)}"
         self._gradients = {
             place: zero if gradient is None and place in used else gradient

@@ -24,6 +24,7 @@ class Job:
         recomputing: stages that run forward again before backward.
         splitting: stages whose backward leaves weight gradients for later.
         offload: whether what they keep for that is on the host meanwhile.
+        name: what to call it in errors.
     """
 
     split: Split
@@ -37,6 +38,7 @@ class Job:
     recomputing: frozenset[int]
     splitting: frozenset[int] = frozenset()
     offload: bool = False
+    name: str = "the call"
 
     def rank_weight(self, rank: int) -> float:
         """Returns the weight of a rank's own loss in that of the global batch: its share of samples, or one."""

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from autovaruna.errors import RankError
+from autovaruna.runtime.differences import differences
 from autovaruna.runtime.placement import OwnedState, Placement
 from autovaruna.runtime.world import World
 
@@ -19,6 +21,7 @@ def clip_grad_norm(
     max_norm: float,
     norm_type: float,
     error_if_nonfinite: bool,
+    what: str,
 ) -> Tensor:
     """Clips as ``torch.nn.utils.clip_grad_norm_`` does, over the parameters of all ranks. Collective.
 
@@ -30,12 +33,14 @@ def clip_grad_norm(
         placement: Who holds them.
         names: First names of all parameters, in the model's order.
         world: The ranks.
-        max_norm, norm_type, error_if_nonfinite: As in PyTorch.
+        max_norm, norm_type, error_if_nonfinite: As in PyTorch; the same on every rank.
+        what: What to call it in errors.
 
     Returns:
         The norm before clipping.
 
     Raises:
+        RankError: the ranks clip to other norms.
         RuntimeError: the norm is not finite and `error_if_nonfinite` is set.
     """
     own = {name: parameter.grad for name, parameter in state.parameters().items() if parameter.grad is not None}
@@ -44,8 +49,12 @@ def clip_grad_norm(
     for place, name in enumerate(names):
         if name in own and placement.ranks_of(name)[0] == world.rank:
             norms[place] = torch.linalg.vector_norm(own[name], norm_type)
-    parts = world.gather_objects(norms.cpu(), "clip_grad_norm_")  # says so if a rank is elsewhere, as messages do not
-    norms = torch.stack(parts).sum(0).to(device)
+    options = {"max_norm": f"{float(max_norm):g}", "norm_type": f"{float(norm_type):g}"}
+    # says so if a rank is elsewhere, as messages do not
+    parts = world.gather_objects((norms.cpu(), options), what)
+    if found := differences([of_rank for _, of_rank in parts]):
+        raise RankError(f"The ranks clip gradients differently: {found}. Expected the same options on every rank.")
+    norms = torch.stack([of_rank for of_rank, _ in parts]).sum(0).to(device)
     dtype = torch.float32 if not own else next(iter(own.values())).dtype
     total: Tensor = torch.linalg.vector_norm(norms.to(dtype), norm_type)
     if error_if_nonfinite and not torch.isfinite(total):

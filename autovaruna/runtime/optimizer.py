@@ -53,6 +53,27 @@ class CutOptimizer:
         self._groups, self._is_cut = names, True
 
     @property
+    def has_grown(self) -> bool:
+        """Whether groups have been added that are not known yet."""
+        return len(self.optimizer.param_groups) > len(self._groups)
+
+    def grow(self, names: Mapping[int, str], held: Mapping[str, nn.Parameter]) -> None:
+        """Takes the groups that have been added; if the optimizer has been cut, they are cut, too.
+
+        Args:
+            names: First name of each parameter, by identity, those included that this rank has let go.
+            held: What this rank holds, by first name.
+
+        Raises:
+            InputError: they have parameters that are not the model's.
+        """
+        for group in self.optimizer.param_groups[len(self._groups) :]:
+            self._groups.append([names.get(id(parameter), "") for parameter in group["params"]])
+            if self._is_cut:
+                self.check()
+                group["params"][:] = [held[name] for name in self._groups[-1] if name in held]
+
+    @property
     def names(self) -> list[list[str]]:
         """First names of the parameters of the whole optimizer, group by group."""
         return self._groups

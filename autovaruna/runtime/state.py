@@ -12,12 +12,12 @@ from autovaruna.runtime.placement import OwnedState, Placement
 from autovaruna.runtime.world import World
 
 
-def whole_state(state: OwnedState, placement: Placement, world: World) -> dict[str, Any]:
-    """Returns the whole model's ``state_dict`` on every rank. Collective.
+def whole_state(state: OwnedState, placement: Placement, world: World, what: str) -> dict[str, Any]:
+    """Returns the whole model's ``state_dict`` on every rank. Collective; `what` names it in errors.
 
     Tied entries share one tensor, as in plain PyTorch.
     """
-    world.barrier("state_dict")  # says so if a rank is elsewhere, as messages do not
+    world.barrier(what)  # says so if a rank is elsewhere, as messages do not
     entries: dict[str, Any] = state.model.state_dict()
     fetched: dict[str, Tensor] = {}
     for name, value in entries.items():

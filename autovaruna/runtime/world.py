@@ -56,8 +56,10 @@ class World(ABC):
         rank: number of this rank.
         num_ranks: number of ranks N.
         hosts: host name of every rank.
+        num_models: how many models this rank's script has called; their order tells them apart.
     """
 
+    num_models: int = 0
     rank: int
     num_ranks: int
     hosts: tuple[str, ...]
