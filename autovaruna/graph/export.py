@@ -33,6 +33,7 @@ from autovaruna.graph.refused import InModuleError, check_layouts, check_operati
 from autovaruna.graph.repeats import recalled_repeats
 from autovaruna.graph.scripts import shells
 from autovaruna.graph.size_guards import tried_guards
+from autovaruna.graph.size_arithmetic import recalled_sizes
 from autovaruna.graph.stack import short_stacks
 from autovaruna.graph.tidy import PREFIX, tidy
 from autovaruna.graph.tree import Tree
@@ -202,7 +203,7 @@ def _warn(new: list[str], error: Exception) -> None:
 
 def _program(flat: FlatCall, inputs: list[Tensor], shapes: list[Any]) -> torch.export.ExportedProgram:
     """Runs torch.export; if it fails and something was recalled, runs it again without."""
-    with recalled_repeats() as repeats, deferred_compilation():
+    with recalled_sizes(), recalled_repeats() as repeats, deferred_compilation():
         try:
             return torch.export.export(flat, (inputs,), dynamic_shapes=(shapes,), strict=False)
         except (InputError, TraceError):
