@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 from torch.nn.parameter import is_lazy
 
 from autovaruna.errors import TraceError
@@ -16,8 +16,9 @@ from autovaruna.errors import TraceError
 
 def fake_like(tensor: Tensor, mode: FakeTensorMode, device: torch.device) -> Tensor:
     """Returns a fake tensor of the same shape, strides and dtype that says it is on `device`."""
-    with mode:
-        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+    with in_kernel_invocation_manager(mode):
+        empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+    return FakeTensor(mode, empty, device)
 
 
 @contextmanager
@@ -56,8 +57,10 @@ def faked(model: nn.Module, mode: FakeTensorMode, device: torch.device) -> Itera
 
 
 def _fake(tensor: Tensor, mode: FakeTensorMode, device: torch.device) -> Tensor:
-    fake = fake_like(tensor, mode, device)
-    return nn.Parameter(fake, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
+    fake: Any = fake_like(tensor, mode, device)
+    if isinstance(tensor, nn.Parameter):  # as nn.Parameter marks them, without the copy that it makes
+        fake.requires_grad_(tensor.requires_grad)._is_param = True
+    return fake  # type: ignore[no-any-return]
 
 
 def put(module: nn.Module, name: str, tensor: Tensor) -> None:

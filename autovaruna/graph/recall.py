@@ -39,8 +39,8 @@ class _Joined(torch.autograd.Function):
     """Joins recalled tensors to the autograd graph."""
 
     @staticmethod
-    def forward(ctx: Any, results: Sequence[Tensor], *arguments: Tensor) -> Any:
-        """Returns the results, which need a gradient as the arguments do."""
+    def forward(ctx: Any, results: Sequence[Tensor], argument: Tensor) -> Any:
+        """Returns the results, which need a gradient as the argument does."""
         return tuple(results)
 
     @staticmethod
@@ -160,7 +160,8 @@ class Memory:
             results: list[Tensor] = [layout.make(call.mode, call.sizes) for layout in returned.layouts]
             joined = [k for k, layout in enumerate(returned.layouts) if layout.needs_gradient]
             if joined:
-                for k, tensor in zip(joined, _join([results[k] for k in joined], *call.tensors), strict=True):
+                needing = next(tensor for tensor in call.tensors if tensor.requires_grad)
+                for k, tensor in zip(joined, _join([results[k] for k in joined], needing), strict=True):
                     results[k] = tensor
         return results[0] if returned.container is None else returned.container(results), results, returned.remark
 
