@@ -18,18 +18,20 @@ def noted_reads(model: nn.Module) -> Iterator[set[str]]:
         model: The model.
 
     Yields:
-        The names read so far, as ``path.of.module.attribute``, those that were not there among them.
+        The names that were read, once the context ends, as ``path.of.module.attribute``; those that were not there are
+        among them.
     """
     paths = {id(vars(module)): path for path, module in model.named_modules()}
+    names: dict[int, set[str]] = {place: set() for place in paths}
     found: set[str] = set()
-    thread = get_ident()
+    thread, plain = get_ident(), object.__getattribute__
 
     def read(module: nn.Module, name: str) -> Any:
-        if get_ident() == thread and not name.startswith("__"):
-            path = paths.get(id(object.__getattribute__(module, "__dict__")))
-            if path is not None:
-                found.add(f"{path}.{name}" if path else name)
-        return object.__getattribute__(module, name)
+        if get_ident() == thread:
+            own = names.get(id(plain(module, "__dict__")))
+            if own is not None:
+                own.add(name)
+        return plain(module, name)
 
     assert "__getattribute__" not in vars(nn.Module), "one thread at a time"
     nn.Module.__getattribute__ = read  # type: ignore[method-assign, assignment]
@@ -37,3 +39,5 @@ def noted_reads(model: nn.Module) -> Iterator[set[str]]:
         yield found
     finally:
         del nn.Module.__getattribute__
+        for place, own in names.items():
+            found.update(f"{paths[place]}.{name}".removeprefix(".") for name in own if not name.startswith("__"))

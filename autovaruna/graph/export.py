@@ -32,8 +32,8 @@ from autovaruna.graph.random import python_generators
 from autovaruna.graph.refused import InModuleError, check_layouts, check_operations
 from autovaruna.graph.repeats import recalled_repeats
 from autovaruna.graph.scripts import shells
-from autovaruna.graph.size_guards import tried_guards
 from autovaruna.graph.size_arithmetic import recalled_sizes
+from autovaruna.graph.size_guards import tried_guards
 from autovaruna.graph.stack import short_stacks
 from autovaruna.graph.tidy import PREFIX, tidy
 from autovaruna.graph.tree import Tree
@@ -52,6 +52,7 @@ class Exported:
         constants: tensors that are neither parameters nor buffers, by attribute name.
         is_dynamic: whether the batch size is a symbol in the graph.
         markers: where the user's cut points were.
+        reads: attributes of modules that the model has read, as ``path.of.module.attribute``.
     """
 
     module: fx.GraphModule
@@ -59,6 +60,7 @@ class Exported:
     constants: dict[str, Tensor]
     is_dynamic: bool
     markers: tuple[Marker, ...] = ()
+    reads: frozenset[str] = frozenset()
 
 
 def export(model: nn.Module, call: CallSpec, batch_size: int, is_dynamic: bool, device: torch.device) -> Exported:
@@ -86,11 +88,11 @@ def export(model: nn.Module, call: CallSpec, batch_size: int, is_dynamic: bool, 
         except _KeepMoreError as stopped:
             kept = stopped.kept
         except TraceError:
-            if kept in (first, replace(first, functions=kept.functions)):
+            if kept == replace(first, functions=kept.functions, notes_draws=kept.notes_draws):
                 raise
             kept = None
     with quiet_failure():  # fails again, and says why: of the model itself, not of what was kept whole
-        return _attempt(model, call, batch_size, is_dynamic, device, replace(first, can_grow=False))
+        return _attempt(model, call, batch_size, is_dynamic, device, replace(first, can_grow=False, notes_draws=True))
 
 
 @dataclass(frozen=True)
@@ -103,6 +105,7 @@ class Kept:
         modules: paths of submodules.
         can_grow: whether a submodule that stops the trace joins them.
         is_told: whether the model is told that it is traced, for which libraries have ways of their own.
+        notes_draws: whether modules that draw from Python's generators are looked for.
     """
 
     functions: frozenset[Function] = frozenset()
@@ -110,6 +113,7 @@ class Kept:
     modules: frozenset[str] = frozenset()
     can_grow: bool = True
     is_told: bool = True
+    notes_draws: bool = False
 
 
 class _KeepMoreError(Exception):
@@ -126,7 +130,8 @@ def _attempt(
     """Traces a call; raises `_KeepMoreError` if another attempt may do better."""
     mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
     output_trees: list[Tree] = []
-    flat = FlatCall(model, call, output_trees, kept.is_told)
+    reads: set[str] = set()
+    flat = FlatCall(model, call, output_trees, reads, kept.is_told)
     dimension = torch.export.Dim("batch", min=1)
     shapes = [{0: dimension} if spec.is_batch and is_dynamic else None for spec in call.inputs]
     with (
@@ -137,7 +142,7 @@ def _attempt(
         watched(kept.functions) as function_calls,
         noted_fixed_sizes() as fixing,
         tried_guards(),
-        noted_draws(model) as draws,
+        noted_draws(model, kept.notes_draws) as draws,
         in_precision(call.precision),
         python_generators(0),
         idioms(),
@@ -146,6 +151,7 @@ def _attempt(
     ):
         flat.note_batch = keeper.note_batch
         inputs = example_inputs(call, batch_size, mode, device)
+        draws.start()
         try:
             with warnings.catch_warnings():  # recurrent modules keep their weights twice; torch.export warns of it
                 warnings.filterwarnings("ignore", message="The tensor attribute")
@@ -158,6 +164,8 @@ def _attempt(
         except InputError:
             raise
         except Exception as error:
+            if draws.are_hidden():
+                raise _KeepMoreError(replace(kept, notes_draws=True)) from error
             refusal = own_error(flat, example_inputs(call, call.batch_size, mode, device), mode)
             drawn = draws.error()
             if kept.can_grow and (drawn or not (is_dynamic and refusal is None and is_about_batch(error))):
@@ -179,7 +187,8 @@ def _attempt(
     switch_in_regions(graph_module)
     take_functions(graph_module)
     constants = tidy(graph_module, [spec.name for spec in call.inputs], state)
-    return Exported(graph_module, output_trees[-1], constants, is_dynamic, take_markers(graph_module))
+    markers = take_markers(graph_module)
+    return Exported(graph_module, output_trees[-1], constants, is_dynamic, markers, frozenset(reads))
 
 
 def _try_otherwise(error: Exception, model: nn.Module, kept: Kept) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from autovaruna.errors import TraceError
+from autovaruna.graph.attribute_reads import noted_reads
 from autovaruna.graph.call import CallSpec
 from autovaruna.graph.guards import check_state, plain_state
 from autovaruna.graph.told import untold
@@ -18,13 +19,16 @@ from autovaruna.graph.tree import Tree, flatten
 class FlatCall(nn.Module):
     """Calls the model on a flat list of tensors and returns a flat tuple of them."""
 
-    def __init__(self, model: nn.Module, call: CallSpec, output_trees: list[Tree], is_told: bool) -> None:
+    def __init__(
+        self, model: nn.Module, call: CallSpec, output_trees: list[Tree], reads: set[str], is_told: bool
+    ) -> None:
         super().__init__()
         self.is_told = is_told
         self.model = model
         self.call = call
         self.note_batch: Callable[[list[Any]], None] = lambda sizes: None
         self.report = output_trees.append  # torch.export puts back every attribute that a trace sets
+        self.report_reads = reads.update
 
     def forward(self, tensors: list[Tensor]) -> tuple[Tensor, ...]:
         pairs = zip(tensors, self.call.inputs, strict=True)
@@ -32,8 +36,9 @@ class FlatCall(nn.Module):
         args, kwargs = self.call.tree.unflatten(tensors)
         before = [(module, dict(module._buffers)) for module in self.model.modules()]
         numbers = plain_state(self.model)
-        with nullcontext() if self.is_told else untold():
+        with nullcontext() if self.is_told else untold(), noted_reads(self.model) as reads:
             returned = self.model(*args, **kwargs)
+        self.report_reads(reads)
         outputs, tree = flatten(returned, "output")
         check_state(numbers, plain_state(self.model))
         for module, buffers in before:

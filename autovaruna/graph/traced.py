@@ -14,7 +14,6 @@ from torch import Tensor, fx, nn
 from torch.nn.parameter import is_lazy
 
 from autovaruna.errors import TraceError
-from autovaruna.graph.attribute_reads import noted_reads
 from autovaruna.graph.build import Builder
 from autovaruna.graph.call import CallSpec, InputSpec
 from autovaruna.graph.candidates import crossing_sizes, merge_free_blocks
@@ -148,8 +147,7 @@ def _trace(
     model: nn.Module, call: CallSpec, device: torch.device, is_dynamic: bool, micro_batch_size: int, loss_mode: str
 ) -> TracedModel:
     batch_size = _hint(model, call) if is_dynamic else micro_batch_size
-    with noted_reads(model) as reads:
-        exported = export(model, call, batch_size, is_dynamic, device)
+    exported = export(model, call, batch_size, is_dynamic, device)
     sizes = _sizes(exported, call, batch_size)
     _refuse_mixing(exported, sizes, model)
     facts = learn(exported, model, call, batch_size, device)
@@ -177,7 +175,7 @@ def _trace(
         buffers=buffers,
         constants=exported.constants,
         changed_buffers=_changed(module, facts, buffers),
-        reads=frozenset(reads),
+        reads=exported.reads,
     )
 
 

@@ -1,0 +1,48 @@
+"""Holds that a trace watches the model's own forward, and looks no closer than it must."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autovaruna.graph import draws
+from tests.graph.models import Function, traced
+
+X = torch.zeros(3, 12)
+
+
+class Scaled(nn.Module):
+    """Multiplies by a number of its own; another number is never read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.scale, self.calls = nn.Linear(12, 12), 2.0, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) * self.scale
+
+
+def test_only_what_forward_reads_is_noted() -> None:
+    reads = traced(Scaled(), X).reads
+    assert {"scale", "layer.weight"} <= reads
+    assert not reads & {"calls", "named_modules", "_non_persistent_buffers_set"}
+
+
+def test_modules_are_not_looked_at_one_by_one_unless_something_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = []
+    place = draws._place
+    monkeypatch.setattr(draws, "_place", lambda: (looks.append(1), place())[1])
+    traced(nn.Sequential(*(nn.Linear(12, 12) for _ in range(9))), X)
+    assert len(looks) == 2
+
+
+def test_a_module_that_draws_is_found_in_the_second_look() -> None:
+    def noisy(self: Any, x: Tensor) -> Tensor:
+        return x * random.random()
+
+    model = nn.Sequential(nn.Linear(12, 12), Function(noisy), nn.Linear(12, 12))
+    assert any(name.startswith("module") for name in traced(model, X).nodes)
