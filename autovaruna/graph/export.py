@@ -14,6 +14,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from autovaruna.errors import InputError, TraceError
 from autovaruna.graph.call import CallSpec
+from autovaruna.graph.checks import noted_checks, take_checks
 from autovaruna.graph.culprit import function_to_keep, more_to_keep, outermost
 from autovaruna.graph.cutpoint import Marker, named_cut_points, take_markers
 from autovaruna.graph.deferred import compile_regions, deferred_compilation
@@ -142,6 +143,7 @@ def _attempt(
         watched(kept.functions) as function_calls,
         noted_fixed_sizes() as fixing,
         tried_guards(),
+        noted_checks(),
         noted_draws(model, kept.notes_draws) as draws,
         in_precision(call.precision),
         python_generators(0),
@@ -159,6 +161,7 @@ def _attempt(
             with deferred_compilation():
                 graph_module = unlift(program)
                 take_modules(graph_module)
+                take_checks(graph_module)
             check_operations(graph_module)
             draws.check()
         except InputError:

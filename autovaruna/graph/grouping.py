@@ -25,6 +25,7 @@ import torch
 from networkx.utils import UnionFind
 from torch import fx
 
+from autovaruna.graph.checks import check
 from autovaruna.graph.facts import Fact
 
 _CHEAP_SHARE = 1e-3
@@ -201,8 +202,8 @@ def _repeated(rules: _Rules, parameters: Collection[str]) -> dict[str, tuple[str
 
 
 def _is_cheap(fact: Fact, node: fx.Node, total_flops: float) -> bool:
-    """Whether a node needs no gradient, no random numbers and little arithmetic."""
-    is_light = fact.num_flops <= _CHEAP_SHARE * total_flops and node.target not in _LOOKUPS
+    """Whether a node needs no gradient, no random numbers and little arithmetic, and is no check, which nobody uses."""
+    is_light = node.target is not check and fact.num_flops <= _CHEAP_SHARE * total_flops and node.target not in _LOOKUPS
     return is_light and not fact.needs_gradient and not fact.is_random
 
 

@@ -108,7 +108,7 @@ class KeptModule:
         """
         if any(isinstance(each, FakeTensor) for each in (*tensors, *state)):
             return self._pretend(batch, tensors, state)
-        is_stand_in = getattr(_on_this_thread, "is_rehearsal", False)
+        is_stand_in = is_rehearsing()
         module, places = self._modules[is_stand_in], self._places[is_stand_in]
         given = [*state[: self._num_parameters], *(buffer.clone() for buffer in state[self._num_parameters :])]
         args, kwargs = self._call.unflatten(tensors)
@@ -184,10 +184,15 @@ def places_of(module: nn.Module) -> Places:
     return tuple(tuple(shared) for places in found.values() for shared in places.values())
 
 
+def is_rehearsing() -> bool:
+    """Whether only time and memory count on this thread."""
+    return bool(getattr(_on_this_thread, "is_rehearsal", False))
+
+
 @contextmanager
 def rehearsal() -> Iterator[None]:
     """Lets copies stand in for modules that are kept whole, so that what is measured leaves no trace in the model."""
-    before = getattr(_on_this_thread, "is_rehearsal", False)
+    before = is_rehearsing()
     _on_this_thread.is_rehearsal = True
     try:
         yield

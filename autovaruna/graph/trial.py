@@ -26,6 +26,7 @@ from autovaruna.graph.told import untold
 from autovaruna.graph.tree import Opaque, Tree, flatten
 
 _SIZES = (2, 3, 5)
+_BY_NUMBERS = "the shapes of its arguments and results depend on the numbers in tensors"
 
 
 class CannotKeepError(Exception):
@@ -95,6 +96,8 @@ class Trial:
         ):
             outputs, tree = flatten(self.module(*args, **kwargs), "output")
         check_state(numbers, plain_state(self.module))
+        if any(0 in each.shape for each in outputs) and any(map(self._has_open_length, self.inputs)):
+            raise CannotKeepError(_BY_NUMBERS)
         if [each._version for each in tensors] != versions:
             raise CannotKeepError("it changes its arguments in place")
         return outputs, tree
@@ -102,6 +105,10 @@ class Trial:
     def _number_of(self, own: Tensor, generator: torch.Generator) -> Tensor:
         made = random_tensor(tuple(own.shape), own.dtype, generator) if own.is_meta else own.detach().clone()
         return made.to(self.device).requires_grad_(own.requires_grad)
+
+    def _has_open_length(self, tensor: Tensor) -> bool:
+        """Whether the numbers in other tensors decide a length."""
+        return any(_open_symbols(length, self.batch) for length in tensor.shape)
 
     def _made(self, tensor: Tensor, size: int, generator: torch.Generator) -> Tensor:
         shape = tuple(_number(length, self.batch, size) for length in tensor.shape)
@@ -158,14 +165,21 @@ def random_tensor(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.G
 
 
 def _number(length: Any, batch: Sequence[Any], size: int) -> int:
-    """Returns a length for a batch of `size` samples."""
+    """Returns a length for a batch of `size` samples; one that counts numbers is none, for integers are zeros."""
     if not isinstance(length, torch.SymInt):
         return int(length)
-    symbols = [each.node.expr for each in batch if isinstance(each, torch.SymInt)]
-    number = sympy.sympify(length.node.expr).subs([(symbol, size) for symbol in symbols])
-    if not number.is_number:
-        raise CannotKeepError("the shapes of its arguments depend on the numbers in tensors")
+    expression = sympy.sympify(length.node.expr)
+    counts = dict.fromkeys(_open_symbols(length, batch), 0)
+    number = expression.subs({**dict.fromkeys(expression.free_symbols, size), **counts})
     return int(number)
+
+
+def _open_symbols(length: Any, batch: Sequence[Any]) -> set[Any]:
+    """Returns the symbols in a length that are not the batch size."""
+    if not isinstance(length, torch.SymInt):
+        return set()
+    known = {each.node.expr for each in batch if isinstance(each, torch.SymInt)}
+    return {symbol for symbol in sympy.sympify(length.node.expr).free_symbols if symbol not in known}
 
 
 def _line(sizes: Sequence[int], tensors: Sequence[Tensor]) -> Line:

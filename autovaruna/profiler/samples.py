@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autovaruna.graph.extract import Argument, Source
+from autovaruna.graph.extract import Argument, Source, extract
 from autovaruna.graph.random import RandomStream
 from autovaruna.graph.traced import TracedModel
 
@@ -32,6 +32,8 @@ class Numbers(str, Enum):
     """Random numbers between zero and one, as a probability or a variance may be."""
     IDENTITY = "identity"
     """Square matrices are near the identity, which has an inverse and a root; others are shares."""
+    COMPUTED = "computed"
+    """Normal, but what every stage repeats (masks, counts, positions) is computed from the inputs."""
 
 
 @dataclass
@@ -99,10 +101,18 @@ class Samples:
         return tensor.to(self.device, copy=True).requires_grad_(spec.needs_gradient)
 
     def _value(self, name: str, batch_size: int) -> Tensor:
+        if self.numbers is Numbers.COMPUTED and name in self.traced.repeated:
+            return self._computed(name, batch_size)
         traced: Tensor = self.traced.nodes[name].meta["val"]
         shape = self.traced.sizes.shape(traced, batch_size)
         strides = tuple(self.traced.sizes.number(stride, batch_size) for stride in traced.stride())
         return self._make(shape, strides, traced.dtype).requires_grad_(self.traced.facts[name].needs_gradient)
+
+    def _computed(self, name: str, batch_size: int) -> Tensor:
+        piece = extract(self.traced, (), [name])
+        with torch.no_grad():
+            (value,) = piece.module(*(self.argument(argument, batch_size) for argument in piece.arguments))
+        return value  # type: ignore[no-any-return]
 
     def _make(self, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Returns a tensor whose elements share memory where its strides say so (an expanded mask)."""
@@ -131,7 +141,7 @@ class Samples:
         if dtype not in self._patterns:
             generator = torch.Generator().manual_seed(0)
             numbers = torch.randn(_PATTERN_LENGTH, generator=generator) * _SCALE
-            if self.numbers is not Numbers.NORMAL:
+            if self.numbers not in (Numbers.NORMAL, Numbers.COMPUTED):
                 numbers = numbers.add_(0.5).clamp_(_SCALE, 1.0 - _SCALE)
             self._patterns[dtype] = numbers.to(dtype).to(self.device)
         return self._patterns[dtype]

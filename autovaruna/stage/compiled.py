@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from autovaruna.graph.checks import check
 from autovaruna.graph.extract import Argument, Piece, Source
 from autovaruna.graph.functions import run_function
 from autovaruna.graph.kept import rehearsal
@@ -85,6 +86,7 @@ def _prepared(module: fx.GraphModule, around: _Around) -> fx.GraphModule:
     outside: dict[Any, Callable[..., Any]] = {
         draw: _not_compiled(around.draw),
         run_function: _not_compiled(run_function),
+        check: _not_compiled(check),
         _ENTER: _not_compiled(around.enter),
         _EXIT: _not_compiled(around.leave),
     }
