@@ -1,18 +1,24 @@
-"""Notices what a script changes of a model between calls: numbers and texts that are attributes, hooks, parameters."""
+"""Notices what a script changes of a model between calls: attributes, what they hold, hooks, parameters."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from operator import itemgetter
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
-_PLAIN = (bool, int, float, str, type(None))
+from autovaruna.graph.held import entries, is_container, is_plain, records
+
+_OF_MODULES = frozenset(vars(nn.Module()))
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 class Attributes:
-    """The plain attributes of a model's modules, and how many hooks these have.
+    """The attributes of a model's modules that are no modules or parameters, and how many hooks these have.
+
+    Numbers and texts count, those in containers and in objects such as a configuration, too, and arrays. Of tensors
+    that are attributes it counts how often they were replaced, for a trace reads the tensor itself.
 
     A trace fixes those that it reads. So what a script has set of these since then is part of what a trace depends on;
     what a forward of the library's own has set is not, for it differs between ranks.
@@ -27,6 +33,7 @@ class Attributes:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
+        self._tensors: dict[str, tuple[Tensor, int]] = {}
         self._watched: frozenset[str] | None = None
         self._set: dict[str, Any] = {}
         self._learn()
@@ -81,12 +88,24 @@ class Attributes:
         self._hooks = [place[kind] for place in self._dicts for kind in HOOKS if kind in place]
         self.tables = [place["_parameters"] for place in self._dicts]
         self._holders = [place["_modules"] for place in self._dicts]
-        self._paths = [path for path, _ in named]
-        names = [
-            [name for name, value in place.items() if isinstance(value, _PLAIN) and self._counts(path, name)]
+        found = records(self._model)
+        self._dicts += [vars(each) for _, each in found]
+        self._paths = [path for path, _ in [*named, *found]]
+        counted = [
+            [name for name in place if self._counts(path, name)]
             for path, place in zip(self._paths, self._dicts, strict=True)
         ]
+        names = [
+            [name for name in own if is_plain(place[name])] for own, place in zip(counted, self._dicts, strict=True)
+        ]
         self._getters = [(itemgetter(*own), place) for own, place in zip(names, self._dicts, strict=True) if own]
+        self._others = [
+            (f"{path}.{name}".removeprefix("."), place, name)
+            for path, own, place in zip(self._paths, counted, self._dicts, strict=True)
+            for name in own
+            if name not in _OF_MODULES and not is_plain(place[name])
+        ]
+        self._containers = [each for each in self._others if is_container(each[1][each[2]])]
         self._values = self._read()
         self._last = {
             f"{path}.{name}".removeprefix("."): place[name]
@@ -96,6 +115,7 @@ class Attributes:
         for path, place in zip(self._paths, self._dicts, strict=True):
             for kind in HOOKS:
                 self._last[f"{path}.{kind}".removeprefix(".")] = len(place.get(kind, ()))
+        self._last |= self._held()
 
     def _counts(self, path: str, name: str) -> bool:
         is_read = self._watched is None or f"{path}.{name}".removeprefix(".") in self._watched
@@ -108,7 +128,27 @@ class Attributes:
         except KeyError:  # one is gone
             return []
         children = [id(child) for holder in self._holders for child in holder.values()]
-        return [*values, *map(len, self._dicts), *map(len, self._hooks), *children]
+        held = [(name, id(value) if isinstance(value, Tensor) else value) for name, value in self._entries()]
+        objects = [id(place.get(name)) for _, place, name in self._others]
+        return [*values, *map(len, self._dicts), *map(len, self._hooks), *children, *held, *objects]
+
+    def _entries(self) -> Iterator[tuple[str, Any]]:
+        """Yields what is in containers that are watched, and tensors."""
+        if self._watched is not None:
+            for full, place, name in self._containers:
+                if is_container(value := place.get(name)):
+                    yield from entries(full, value)
+
+    def _held(self) -> dict[str, Any]:
+        """Returns the same as values that are equal on every rank: of a tensor, how often it was replaced."""
+        found: dict[str, Any] = {}
+        for name, value in self._entries():
+            if isinstance(value, Tensor):
+                known, count = self._tensors.get(name, (value, 0))
+                self._tensors[name] = value, count + (known is not value)
+                value = self._tensors[name][1]
+            found[name] = value
+        return found
 
     def _ids(self) -> list[int]:
         return [id(tensor) for table in self.tables for tensor in table.values()]

@@ -99,7 +99,7 @@ def describe(
     """
     tensors, tree = flatten((tuple(args), dict(kwargs)))
     names = _input_names(model, tree.tensor_paths())
-    batch_size, is_batch = _find_batch(names, tensors, batch_inputs)
+    batch_size, is_batch = _find_batch(names, tensors, batch_inputs, tree.arrays())
     inputs = tuple(
         InputSpec(name, tuple(tensor.shape), tensor.dtype, batch, tensor.requires_grad and torch.is_grad_enabled())
         for name, tensor, batch in zip(names, tensors, is_batch, strict=True)
@@ -148,7 +148,9 @@ def _positional(place: int, parameters: Sequence[inspect.Parameter]) -> str:
     return f"{rest}_{place - len(names)}"
 
 
-def _find_batch(names: Sequence[str], tensors: Sequence[Tensor], wanted: Sequence[str]) -> tuple[int, list[bool]]:
+def _find_batch(
+    names: Sequence[str], tensors: Sequence[Tensor], wanted: Sequence[str], arrays: Sequence[str]
+) -> tuple[int, list[bool]]:
     if wanted:
         is_batch = [
             tensor.dim() > 0 and any(_is_part_of(name, want) for want in wanted)
@@ -161,8 +163,9 @@ def _find_batch(names: Sequence[str], tensors: Sequence[Tensor], wanted: Sequenc
     if not sizes:
         raise InputError(
             f"No argument of the model is a batch: got tensors {_shapes(names, tensors)}"
-            f"{f' and batch_inputs={list(wanted)}' if wanted else ''}. Expected at least one tensor whose first "
-            "dimension is the batch; pass one, or name the arguments in batch_inputs."
+            f"{f' and batch_inputs={list(wanted)}' if wanted else ''}"
+            f"{f', and {arrays}, which are constants: make tensors of them' if arrays else ''}. Expected at least one "
+            "tensor whose first dimension is the batch; pass one, or name the arguments in batch_inputs."
         )
     if len(set(sizes.values())) > 1:
         raise InputError(f"The batch inputs differ in size: got {sizes}. Expected one size; check batch_inputs.")

@@ -7,7 +7,6 @@ Containers that PyTorch's pytrees know (tuple, list, dict, named tuple, register
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -15,8 +14,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from autovaruna.errors import InputError
-
-_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
+from autovaruna.graph.words import is_array, words
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +65,12 @@ class Tree:
     def constants(self) -> list[tuple[str, str]]:
         """Returns the path and the words of each leaf that is no tensor; those inside dataclasses are left out."""
         places, _ = pytree.tree_flatten_with_path(pytree.tree_unflatten(list(self.leaves), self.spec))
-        return [(pytree.keystr(keys), _words(leaf.value)) for keys, leaf in places if isinstance(leaf, Constant)]
+        return [(pytree.keystr(keys), words(leaf.value)) for keys, leaf in places if isinstance(leaf, Constant)]
+
+    def arrays(self) -> list[str]:
+        """Returns the kinds of the leaves that are arrays of another library, once each."""
+        kinds = (type(leaf.value) for leaf in self._walk() if isinstance(leaf, Constant))
+        return list(dict.fromkeys(f"{each.__module__}.{each.__qualname__}" for each in kinds if is_array(each)))
 
     def key(self) -> str:
         """Returns a text that is equal for equal structures and constants."""
@@ -94,21 +97,13 @@ class Tree:
 def _leaf_key(leaf: Leaf) -> str:
     match leaf:
         case Constant(value):
-            return f"{type(value).__qualname__}:{_words(value)}"
+            return f"{type(value).__qualname__}:{words(value)}"
         case TensorLeaf():
             return "tensor"
         case Opaque(_, type_name):
             return f"opaque:{type_name}"
         case Record(cls, _, trees):
             return f"{cls.__qualname__}({','.join(tree.key() for tree in trees)})"
-
-
-def _words(value: Any, depth: int = 3) -> str:
-    """Returns what tells an object from others: its own text, or its attributes if that only says where it lies."""
-    if getattr(type(value), "__repr__", None) != object.__repr__ or depth == 0:
-        return _ADDRESS.sub("", repr(value))
-    own = sorted(getattr(value, "__dict__", {}).items())
-    return f"{type(value).__qualname__}({', '.join(f'{name}={_words(each, depth - 1)}' for name, each in own)})"
 
 
 def _value(leaf: Leaf, tensors: Iterator[Any], opaque: Callable[[Opaque], Any] | None) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,23 @@ from autovaruna.planner.records import Plan
 from autovaruna.runtime.materialize import materialize
 from autovaruna.runtime.world import World
 from autovaruna.stage.assignment import Assignment
+
+
+class _Now(Mapping[str, Tensor]):
+    """Tensors of a state under some of its names, as they are when they are asked for."""
+
+    def __init__(self, state: OwnedState, names: Sequence[str]) -> None:
+        self._state = state
+        self._names = names
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._state.tensor(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
 
 
 @dataclass(frozen=True)
@@ -76,10 +93,10 @@ class OwnedState:
         found = {name: table[attribute] for name, (table, attribute) in self._tables.items()}
         return {name: tensor for name, tensor in found.items() if isinstance(tensor, nn.Parameter)}
 
-    def buffers(self) -> dict[str, Tensor]:
-        """Returns the buffers by first name."""
+    def buffers(self) -> Mapping[str, Tensor]:
+        """Returns the buffers by first name, always as they are now: a script may replace one."""
         found = {name: self.tensor(name) for name in self.places}
-        return {name: tensor for name, tensor in found.items() if not isinstance(tensor, nn.Parameter)}
+        return _Now(self, [name for name, tensor in found.items() if not isinstance(tensor, nn.Parameter)])
 
     def distribute(
         self, placement: Placement, world: World, device: torch.device, seed: int, given: Container[str] = ()

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from autovaruna.errors import InputError
 from autovaruna.graph.deferral import SplitPiece, split_backward
 from autovaruna.graph.extract import Argument, Source
 from autovaruna.graph.random import RandomStream
@@ -28,7 +29,7 @@ class StageModule:
     Args:
         part: The stage.
         parameters: This rank's parameters by first name.
-        buffers: Its buffers by first name.
+        buffers: Its buffers by first name, as they are now.
         constants: Other tensors of the graph.
         size_of: Evaluates a size node for a micro-batch.
         run: Runs the piece on its arguments; None: its module does.
@@ -51,6 +52,7 @@ class StageModule:
         self._constants = constants
         self._size_of = size_of
         self._bound: list[tuple[Argument, Tensor | None]] = []
+        self._bound_buffers: list[tuple[str, Tensor]] = []
         self.bind()
 
     @property
@@ -59,12 +61,20 @@ class StageModule:
         return self.part.index
 
     def bind(self) -> None:
-        """Makes the leaves share the parameters' present memory (an optimizer or a load may have replaced it)."""
+        """Makes the leaves share the parameters' present memory (an optimizer or a load may have replaced it).
+
+        Raises:
+            InputError: a buffer has been replaced by one of another kind.
+        """
+        for name, known in self._bound_buffers:
+            _check_kind(name, self._buffers[name], known)
         self._bound = [(argument, self._state(argument)) for argument in self.part.piece.arguments]
+        self._bound_buffers = [(name, self._buffers[name]) for name in self.part.piece.named(Source.BUFFER)]
 
     def is_bound(self) -> bool:
-        """Whether every leaf still shares the memory of its parameter."""
-        return all(leaf.data_ptr() == self._parameters[name].data_ptr() for (name, _), leaf in self.leaves.items())
+        """Whether every leaf still shares the memory of its parameter, and no buffer has been replaced."""
+        is_same = all(leaf.data_ptr() == self._parameters[name].data_ptr() for (name, _), leaf in self.leaves.items())
+        return is_same and all(self._buffers[name] is known for name, known in self._bound_buffers)
 
     def changed_buffers(self, names: frozenset[str]) -> dict[str, Tensor]:
         """Returns the buffers among `names` that this stage uses."""
@@ -143,6 +153,15 @@ class StageModule:
             leaf.grad = gradient
             self.leaves[use] = leaf
         return leaf
+
+
+def _check_kind(name: str, now: Tensor, known: Tensor) -> None:
+    got, expected = ((tuple(each.shape), each.dtype, str(each.device)) for each in (now, known))
+    if got != expected:
+        raise InputError(
+            f"The buffer {name} has been replaced by one of another kind after the first call: got {got}, expected "
+            f"{expected}. Wrap the changed model anew."
+        )
 
 
 def zero_gradients(leaves: Mapping[ParameterUse, Tensor]) -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
+import numpy
 import pytest
 import torch
 import torch.nn.functional as F
@@ -67,6 +70,59 @@ def train(change: Callable[[Scaled], None], is_plain: bool) -> list[float]:
         if step == 0:
             change(model)
     return losses
+
+
+class Config:
+    """Is a configuration: one number of it is read, and another one is not."""
+
+    def __init__(self) -> None:
+        self.scale, self.unread = 1.0, 0
+
+
+class Holder(Scaled):
+    """Reads numbers in an object, a container, an array, a buffer and a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config, self.by_name, self.array, self.tensor = Config(), {"a": [1.0]}, numpy.ones(2), torch.ones(())
+        self.register_buffer("buffer", torch.ones(()))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        factor = self.config.scale * self.by_name["a"][0] * float(self.array[0]) * self.tensor * self.buffer
+        return super().forward(x, y) * factor
+
+
+INNER: dict[str, Callable[[Holder], Any]] = {
+    "config": lambda model: setattr(model.config, "scale", 2.0),
+    "another config": lambda model: vars(model).update(config=SimpleNamespace(scale=2.0)),
+    "container": lambda model: model.by_name["a"].__setitem__(0, 2.0),
+    "array": lambda model: model.array.fill(2.0),
+    "tensor": lambda model: setattr(model, "tensor", torch.full((), 2.0)),
+    "buffer": lambda model: setattr(model, "buffer", torch.full((), 2.0)),
+}
+
+
+def test_what_an_attribute_holds_counts() -> None:
+    """Once, a trace kept the numbers that a configuration, a list or a replaced buffer had at first."""
+    for name, change in INNER.items():
+        model = Holder()
+        wrapped = AutoVaruna(model, num_micro_batches=1, **QUIET)
+        before = wrapped(**BATCH).item()
+        change(model)
+        for _ in range(2):
+            assert wrapped(**BATCH).item() == 2 * before, name
+        model.config.unread = 5
+        wrapped(**BATCH)
+        assert wrapped._traces is not None and wrapped._traces.num_known == 2 - (name == "buffer"), name
+
+
+def test_a_buffer_of_another_kind_is_refused() -> None:
+    model = Holder()
+    wrapped = AutoVaruna(model, num_micro_batches=1, **QUIET)
+    wrapped(**BATCH)
+    model.buffer = torch.ones(1)
+    with pytest.raises(InputError, match=r"buffer buffer has been replaced .*got \(\(1,\).*expected \(\(\)"):
+        wrapped(**BATCH)
 
 
 @pytest.mark.parametrize("change", [scale, drop, append, exchange, hook], ids=lambda change: change.__name__)
