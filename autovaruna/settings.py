@@ -78,7 +78,7 @@ class Settings:
         Alias("checkpointing", BOOLEAN, lambda is_on: "all" if is_on else "none"),
     )
     schedule: str = _setting(
-        choice("auto", "gpipe", "1f1b", "varuna", "interleaved", "zero_bubble"),
+        choice("auto", "gpipe", "1f1b", "varuna", "interleaved", "deepest_first", "zero_bubble"),
         "auto",
         "Order of the instructions of a step; auto: the planner decides.",
     )

@@ -21,6 +21,7 @@ MAX_UNITS = 12
 """With more ranks than this, not every replica count is tried for every stage."""
 _MAX_STAGES = 2048
 FEWEST_GROUPS = 2
+_OF_SHARED_RANKS = ("interleaved", "deepest_first", "1f1b")
 
 
 def cut_positions(problem: Problem) -> list[int]:
@@ -122,7 +123,7 @@ def variants(problem: Problem, num_stages: int, is_interleaved: bool = False) ->
         is_full = constraints.schedule == "gpipe"
         return [(depth, constraints.schedule) for depth in (depths[:1] if is_full else depths)]
     if is_interleaved:
-        return [(depth, schedule) for schedule in ("interleaved", "1f1b") for depth in reversed(depths)]
+        return [(depth, schedule) for depth in reversed(depths) for schedule in _OF_SHARED_RANKS]
     pairs = [(depth, "1f1b") for depth in depths]
     if num_stages > 1 and problem.needs_gradient:
         pairs += [(depth, "varuna") for depth in depths]

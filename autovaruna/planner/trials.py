@@ -12,6 +12,8 @@ from autovaruna.planner.prediction import SECONDS_OF_AN_ACT
 from autovaruna.planner.records import Plan
 
 _LONG_SECONDS, _LONG_INTERLEAVED_SECONDS = 0.2, 0.02
+_LONG_INTERLEAVED_VARIANTS = 2
+"""The two orders made for several stages a rank: which one is better depends on recompute."""
 _REACHED = 0.999
 
 
@@ -45,9 +47,9 @@ class Trials:
         if candidate in self.seen:
             return self.seen[candidate]
         found, bounds = float("inf"), dict[tuple[bool, ...], float]()
-        is_long = self.is_long(candidate)
-        for plan in self._plans(candidate):
-            if is_long and found < float("inf"):
+        most = self._most_variants(candidate)
+        for tried, plan in enumerate(self._plans(candidate)):
+            if tried >= most and found < float("inf"):
                 self.was_cut_short = True
                 break
             recomputed = tuple(stage.needs_recompute for stage in plan.stages)
@@ -65,6 +67,12 @@ class Trials:
         if found < float("inf"):
             self.ranked[candidate] = found
         return found
+
+    def _most_variants(self, candidate: Candidate) -> float:
+        """Returns how many variants to simulate: all, unless that takes long."""
+        if not self.is_long(candidate):
+            return math.inf
+        return _LONG_INTERLEAVED_VARIANTS if candidate.is_interleaved else 1
 
     def _plans(self, candidate: Candidate) -> Iterator[Plan]:
         """Yields the plans of a candidate that fit into memory, in every variant worth a simulation."""

@@ -9,23 +9,25 @@ from autovaruna.schedule.policy import Choice
 from autovaruna.schedule.replica import Replica
 
 
-def pick_in_turn(replicas: Sequence[Replica], is_turn: Callable[[Replica], bool]) -> Choice | None:
-    """Chooses a backward whose turn it is, else the deepest forward, else any backward, else a recompute.
+def pick_in_turn(
+    backwards: Sequence[Replica], forwards: Sequence[Replica], is_turn: Callable[[Replica], bool]
+) -> Choice | None:
+    """Chooses a backward whose turn it is, else the first forward, else any backward, else a recompute.
 
     Args:
-        replicas: the rank's stages, deepest first.
+        backwards, forwards: the rank's stages, in the order in which they are to go backward and forward.
         is_turn: whether a stage is to go backward before anything goes forward; one that has recomputed is so anyway.
     """
-    for replica in replicas:
+    for replica in backwards:
         if replica.has_gradient and (replica.is_recomputed or is_turn(replica)):
             return _backward(replica)
-    for replica in replicas:
+    for replica in forwards:
         if replica.can_forward:
             return replica, Kind.FORWARD
-    for replica in replicas:
+    for replica in backwards:
         if replica.has_gradient:
             return _backward(replica)
-    for replica in replicas:
+    for replica in backwards:
         if replica.can_recompute:
             return replica, Kind.RECOMPUTE
     return None

@@ -16,16 +16,17 @@ from tests.parallel.training import Setup, TooFewBlocksError, train
 from tests.reference import OPTIMIZERS, bit_equal, compare, part, plain_micro_batched, ranges
 
 STEPS = 2
-SCHEDULES = ("gpipe", "1f1b", "varuna", "zero_bubble", "interleaved")
+SHARED = ("interleaved", "deepest_first")
+SCHEDULES = ("gpipe", "1f1b", "varuna", "zero_bubble", *SHARED)
 
 
 def draw_setup(chance: random.Random, case: Case, num_stages: int) -> Setup:
     """Returns any placement of stages: unequal replicas (each has buffers of its own), several stages a rank."""
     num_ranks = chance.randint(1, 4)
     schedule = chance.choice(SCHEDULES)
-    most = 1 if schedule in ("zero_bubble", "interleaved") or case.has_batch_norm else num_ranks
+    most = 1 if schedule in ("zero_bubble", *SHARED) or case.has_batch_norm else num_ranks
     ranks = tuple(tuple(chance.sample(range(num_ranks), chance.randint(1, most))) for _ in range(num_stages))
-    if schedule == "interleaved":
+    if schedule in SHARED:
         ranks = tuple((stage % num_ranks,) for stage in range(num_stages))
     return Setup(
         stage_ranks=ranks,

@@ -16,7 +16,7 @@ from tests.planner.cases import make_problem
 
 SLOW = LinkCost(2e-3, 1e6)
 Ranks = tuple[tuple[int, ...], ...]
-INTERLEAVED = ("1f1b", "varuna", "gpipe", "interleaved")
+INTERLEAVED = ("1f1b", "varuna", "gpipe", "interleaved", "deepest_first")
 
 
 def in_order(num_ranks: int, num_stages: int) -> Iterator[Ranks]:

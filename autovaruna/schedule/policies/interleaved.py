@@ -1,4 +1,4 @@
-"""Defines the schedule for ranks with several stages each."""
+"""Defines the interleaved 1F1B schedule, for ranks with several stages each."""
 
 from __future__ import annotations
 
@@ -10,36 +10,52 @@ from autovaruna.schedule.turns import pick_in_turn
 
 
 class Interleaved(Policy):
-    """Runs forwards until the rank, over all its stages, is as far ahead as its backwards need; then both in turn.
+    """Takes as many micro-batches through a stage as there are ranks before any goes through the rank's next stage.
 
-        rank 0 | 0F0 0F1 2F0 2F1 0F2 2B0 0F3 2B1 2F2 0B0  .  2B2 2F3 0B1  .  2B3 0B2 0B3
-        rank 1 |  .  1F0 1F1 3F0 3B0 3F1 3B1 1F2 1B0 3F2 3B2 1F3 1B1 3F3 3B3 1B2 1B3  .
+        rank 0 | 0F0 0F1 2F0 2F1 0F2 2B0 0F3 2B1 2F2 0B0 2F3 0B1  .  2B2  .  2B3 0B2 0B3
+        rank 1 |  .  1F0 1F1 3F0 3B0 3F1 3B1 1F2 1B0 1F3 1B1 3F2 3B2 3F3 3B3 1B2 1B3  .
 
-    In 1F1B each stage takes turns by itself, which leaves ranks with several stages idle. Here the turn is the rank's:
-    a backward comes first once the rank holds as many micro-batches in flight as its first stage may, or as it runs
-    forwards until the first gradient reaches its last stage (one for each stage from its first to its last, two for
-    each one behind). Of several stages the deepest goes first. Each stage still keeps to its own depth. With equal
-    stages and v of them on each of P ranks in turn, a step takes ``(P - 1) / v`` micro-batches longer than the work
-    alone, for P - 1 with one stage a rank.
+    Such a *round* keeps a stage at work while its activations arrive one by one. Of several stages that of the earliest
+    round goes first; within a round the first stage forward, the last one backward. Each rank takes turns as a whole:
+    forwards run until the last of its stages has begun and a gradient can have come back to it (two for each stage
+    behind), then both in turn. What is late gives way to whatever else may run, so each stage keeps to its own depth.
+    With equal stages, v of them on each of P ranks in turn, a step takes ``(P - 1) / v`` micro-batches longer than the
+    work alone, for P - 1 with one stage a rank. Micro-batches that are no multiple of P make longer rounds.
 
     References:
-        Narayanan et al., Efficient Large-Scale Language Model Training on GPU Clusters, SC 2021, section 2.2: the
-        same turns there follow a fixed table, for equal stages and multiples of P micro-batches.
+        Narayanan et al., Efficient Large-Scale Language Model Training on GPU Clusters, SC 2021, section 2.2, where
+        the order is a fixed table for multiples of P micro-batches.
     """
 
     name = "interleaved"
 
     def pick(self, replicas: Sequence[Replica]) -> Choice | None:
-        """Chooses a backward if it is the rank's turn, else the deepest forward, else any backward or recompute."""
-        is_turn = _is_ahead(replicas)
-        return pick_in_turn(replicas, lambda replica: is_turn)
+        """Chooses a backward if it is the rank's turn, else a forward, else any backward or recompute."""
+        num_rounds = _num_rounds(replicas)
+        backwards = sorted(replicas, key=lambda each: (_round(each, each.backwards, num_rounds), -each.stage))
+        forwards = sorted(replicas, key=lambda each: (_round(each, each.forwards, num_rounds), each.stage))
+        is_turn = _is_ahead(replicas, num_rounds)
+        return pick_in_turn(backwards, forwards, lambda replica: is_turn)
 
 
-def _is_ahead(replicas: Sequence[Replica]) -> bool:
-    """Returns whether a rank has as many micro-batches in flight as it needs; its stages come deepest first."""
+def _num_rounds(replicas: Sequence[Replica]) -> int:
+    """Returns how many rounds a rank makes, each of as many micro-batches as lie stages between two of its own."""
     deepest, first = replicas[0], replicas[-1]
-    needed = 1 + deepest.stage - first.stage + 2 * deepest.num_later
+    apart = (deepest.stage - first.stage) // max(1, len(replicas) - 1)
+    return max(1, first.num_micro_batches // max(1, apart))
+
+
+def _round(replica: Replica, k: int, num_rounds: int) -> int:
+    """Returns the round of a replica's k-th micro-batch; rounds differ by one micro-batch at most."""
+    return ((k + 1) * num_rounds - 1) // max(1, replica.num_micro_batches)
+
+
+def _is_ahead(replicas: Sequence[Replica], num_rounds: int) -> bool:
+    """Returns whether a rank runs forwards no longer: its last stage has begun, and gradients can be on their way."""
+    deepest = replicas[0]
+    longest = -(-deepest.num_micro_batches // num_rounds)
+    needed = 1 + (len(replicas) - 1) * longest + 2 * deepest.num_later
     held = 0
     for each in replicas:
         held += each.forwards - each.backwards
-    return held >= needed and held >= first.depth
+    return held >= needed

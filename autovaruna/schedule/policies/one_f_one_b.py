@@ -36,7 +36,7 @@ class OneFOneB(Policy):
 
     def pick(self, replicas: Sequence[Replica]) -> Choice | None:
         """Chooses a backward whose turn it is, else the deepest forward, else any backward, else a recompute."""
-        return pick_in_turn(replicas, _IS_FULL)
+        return pick_in_turn(replicas, replicas, _IS_FULL)
 
     def recomputes(self, pipeline: Pipeline, stage: int) -> bool:
         """Returns whether the stage recomputes; the last one at depth 1 does not."""
