@@ -61,8 +61,10 @@ def test_memory_stays_near_that_of_one_stage_a_rank() -> None:
 
 
 def test_the_turn_is_the_ranks_own() -> None:
-    """1F1B, where each stage takes its own turns, is slower."""
+    """1F1B, where each stage takes its own turns, is never faster."""
+    best_depths = {"interleaved": "latency", "deepest_first": "textbook"}
     for num_ranks, each, rounds in itertools.product((2, 4, 8), (2, 4), (2, 4)):
-        pipeline = in_turn(num_ranks, each, num_ranks * rounds, "latency")
-        steps = {name: simulate(pipeline, POLICIES[name]).step_seconds for name in POLICIES}
-        assert max(steps["interleaved"], steps["deepest_first"]) < steps["1f1b"]
+        for name, depth in best_depths.items():
+            pipeline = in_turn(num_ranks, each, num_ranks * rounds, depth)
+            own, other = (simulate(pipeline, POLICIES[policy]).step_seconds for policy in (name, "1f1b"))
+            assert own <= other
