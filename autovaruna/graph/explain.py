@@ -13,6 +13,9 @@ from autovaruna.errors import TraceError
 from autovaruna.graph.call import CallSpec
 from autovaruna.graph.origin import is_users
 
+_WANTS_NUMBERS = ("data-dependent", "DataDependent", "DynamicOutputShape", "tensor subclasses", "FakeTensor.__format__")
+"""What torch says where the numbers in a tensor are wanted and a trace has none; the last two: NumPy and formats."""
+
 
 def own_error(flat: nn.Module, inputs: list[Tensor], mode: FakeTensorMode) -> Exception | None:
     """Returns what the model itself raises on such inputs, not because it is traced."""
@@ -21,7 +24,7 @@ def own_error(flat: nn.Module, inputs: list[Tensor], mode: FakeTensorMode) -> Ex
             flat(inputs)
     except Exception as error:
         is_of_tracer = type(error).__module__.startswith("torch") or "fake impl" in str(error)
-        return None if is_of_tracer or isinstance(error, TraceError) else error
+        return None if is_of_tracer or _is_about_data(error) or isinstance(error, TraceError) else error
     return None
 
 
@@ -66,7 +69,7 @@ def _first_line(error: Exception) -> str:
 
 def _is_about_data(error: Exception) -> bool:
     text = f"{type(error).__name__} {error}"
-    return "data-dependent" in text or "DataDependent" in text
+    return any(words in text for words in _WANTS_NUMBERS)
 
 
 def is_about_batch(error: Exception) -> bool:

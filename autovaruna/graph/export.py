@@ -26,7 +26,7 @@ from autovaruna.graph.flat_call import FlatCall
 from autovaruna.graph.functions import Function, take_functions
 from autovaruna.graph.guards import hooked, watched, with_own_backward
 from autovaruna.graph.idioms import idioms
-from autovaruna.graph.keeping import kept_whole, take_modules
+from autovaruna.graph.keeping import is_of_keeper, kept_whole, take_modules
 from autovaruna.graph.precision import in_precision, noted_precision, switch_in_regions
 from autovaruna.graph.quiet import quiet_failure
 from autovaruna.graph.random import python_generators
@@ -88,11 +88,12 @@ def export(model: nn.Module, call: CallSpec, batch_size: int, is_dynamic: bool, 
                 return _attempt(model, call, batch_size, is_dynamic, device, kept)
         except _KeepMoreError as stopped:
             kept = stopped.kept
-        except TraceError:
-            if kept == replace(first, functions=kept.functions, notes_draws=kept.notes_draws):
+        except TraceError as error:
+            is_first = kept == replace(first, functions=kept.functions, notes_draws=kept.notes_draws)
+            if is_first or not is_of_keeper(error):
                 raise
             kept = None
-    with quiet_failure():  # fails again, and says why: of the model itself, not of what was kept whole
+    with quiet_failure():  # fails again, and says why: nobody has asked for what was kept whole
         return _attempt(model, call, batch_size, is_dynamic, device, replace(first, can_grow=False, notes_draws=True))
 
 

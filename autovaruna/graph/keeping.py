@@ -7,6 +7,7 @@ call of `run_kept`. What the module returns is learned by trying it out (`trial.
 from __future__ import annotations
 
 import importlib
+import traceback
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -189,6 +190,11 @@ class Keeper:
         _calls[key] = KeptModule(path, script_of(module), spare.copy(), call, returned, num_parameters)
         results = _module(tensors, state, self._batch[0], key)
         return returned.tree.unflatten(results)
+
+
+def is_of_keeper(error: BaseException) -> bool:
+    """Whether an error says that a module cannot be kept whole."""
+    return any(frame.f_code is Keeper.call.__code__ for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
 def take_modules(module: fx.GraphModule) -> None:

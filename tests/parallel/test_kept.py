@@ -252,6 +252,21 @@ def test_the_model_itself_is_not_kept_whole() -> None:
         AutoVaruna(OwnBranch(Between(Branch())), num_micro_batches=2, **QUIET)(**labelled(SIZE, 0)[1])
 
 
+class OwnNumbers(Classifier):
+    """Hands numbers to numpy itself."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return super().forward(x, y) * float(numpy.abs(x.numpy()).mean())
+
+
+def test_what_only_a_trace_lacks_is_not_called_an_error_of_the_model() -> None:
+    """Numbers that numpy wants are there without a trace, so the inputs are not to blame."""
+    batch = labelled(SIZE, 0)[1]
+    OwnNumbers(Branch())(**batch).backward()
+    with pytest.raises(TraceError, match=r"cannot be traced at .*x\.numpy\(\).*needs the number in a tensor"):
+        AutoVaruna(OwnNumbers(Branch()), num_micro_batches=2, **QUIET)(**batch)
+
+
 def test_measuring_leaves_no_trace_in_a_kept_module() -> None:
     """What is measured runs on a copy; hooks of backward see the gradients of the steps alone."""
     layer = nn.Linear(WIDTH, WIDTH)
