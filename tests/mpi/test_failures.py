@@ -39,6 +39,7 @@ ENDINGS: dict[str, str] = {
     "script_calls_less_often": r"rank 1 ended its script while rank 0 waits .*the same number of times",
     "script_asks_for_state_in_backward": r"rank 0 is in 'agreeing on the outputs .*, rank 1 is in 'state_dict'",
     "script_never_calls": r"rank 1 ended its script while rank 0 waits .*the same number of times",
+    "process_is_gone_before_others_begin": r"1 of the 2 ranks on this host ended .* before rank 0 came",
     "setting_is_unknown_to_one": r"keyword num_stage: there is no such setting; did you mean num_stages\?",
     "tracing_fails_at_once": r"rank 1 failed while tracing:\nTraceback(?s:.*)ValueError: the story's error",
     "error_is_swallowed": r"rank 1, stage 1, micro-batch 0 (?s:.*)the story's error",
