@@ -17,15 +17,25 @@ def conf_dir(environ: Mapping[str, str]) -> Path:
     """Returns the user's conf directory, which exists only if the environment names it.
 
     Raises:
-        ConfigError: the directory that the environment names does not exist.
+        ConfigError: the directory that the environment names does not exist, or there is no home directory.
     """
     named = environ.get(CONF_DIR_VARIABLE)
     if not named:
-        return Path("~/.autovaruna").expanduser()
+        return _at_home()
     path = Path(named).expanduser()
     if not path.is_dir():
         raise ConfigError(f"{CONF_DIR_VARIABLE}={named}: there is no such directory; create it or unset the variable")
     return path
+
+
+def _at_home() -> Path:
+    try:
+        return Path("~/.autovaruna").expanduser()
+    except RuntimeError as error:
+        raise ConfigError(
+            "This user has no home directory: HOME is not set, and the system knows none. Set HOME, or set "
+            f"{CONF_DIR_VARIABLE} to a directory for settings and measurements."
+        ) from error
 
 
 def read_toml(path: Path) -> dict[str, object]:

@@ -12,6 +12,7 @@ from autovaruna.checkpoint.manifest import MANIFEST, read_manifest
 from autovaruna.checkpoint.source import Source, open_source
 from autovaruna.checkpoint.together import on_first, together
 from autovaruna.errors import CheckpointError
+from autovaruna.runtime.differences import differences
 from autovaruna.runtime.world import World
 
 logger = logging.getLogger(__name__)
@@ -26,22 +27,25 @@ def choose(world: World, root: str | os.PathLike[str], step: int | str) -> Sourc
         step: The step, or ``"latest"``: the newest that is intact.
 
     Raises:
-        CheckpointError: there is none; says what is damaged, and how.
+        CheckpointError: there is none, and what is damaged, and how; or the ranks ask for different ones.
     """
     path = Path(root)
     step = step if isinstance(step, str | bool) or not isinstance(step, SupportsIndex) else step.__index__()
-    found = on_first(world, lambda: _candidates(path, step), "looking for checkpoints")
-    if found is None:
+    asked = world.gather_objects({"step": repr(step)}, "looking for checkpoints")
+    if found := differences(asked):
+        raise CheckpointError(f"The ranks load different checkpoints: {found}. Expected the same step on every rank.")
+    candidates = on_first(world, lambda: _candidates(path, step), "looking for checkpoints")
+    if candidates is None:
         return together(world, lambda: open_source(path), "opening a checkpoint")
     damages: list[str] = []
-    for saved in found:
+    for saved in candidates:
         own = _damages(saved.path, world)
         every = world.gather_objects(own, "checking a checkpoint")
         fresh = list(dict.fromkeys(damage for of_rank in every for damage in of_rank))
         if not fresh:
             return together(world, lambda saved=saved: open_source(saved.path), "opening a checkpoint")  # type: ignore[misc]
         damages += fresh
-        if step == "latest" and world.rank == 0 and saved is not found[-1]:
+        if step == "latest" and world.rank == 0 and saved is not candidates[-1]:
             logger.warning("%s; going back to an earlier checkpoint", "; ".join(fresh))
     raise CheckpointError(
         f"No checkpoint in {path} can be loaded: {'; '.join(damages)}. Nothing has been changed; load an earlier step, "

@@ -26,6 +26,7 @@ from autovaruna.checkpoint.stream import write_snapshot
 from autovaruna.checkpoint.subject import Subject
 from autovaruna.checkpoint.together import on_first, together
 from autovaruna.errors import CheckpointError
+from autovaruna.runtime.differences import differences
 from autovaruna.runtime.world import World
 
 logger = logging.getLogger(__name__)
@@ -81,6 +82,7 @@ class Saver:
             CheckpointError: it cannot be saved; the same on every rank. What was there before is as it was.
         """
         self.wait()
+        self._compare(content, way)
         part = together(self._world, lambda: compose(subject, content, way.is_shared), "composing a checkpoint")
         partial = Path(on_first(self._world, lambda: str(_begin(Path(root), content.step)), "beginning a checkpoint"))
         try:
@@ -94,6 +96,12 @@ class Saver:
             if self._world.rank == 0 and self._job is None:
                 shutil.rmtree(partial, ignore_errors=True)
             raise
+
+    def _compare(self, content: Content, way: Way) -> None:
+        """Makes sure that the ranks save the same. Collective."""
+        own = {"step": str(content.step), "background": str(way.in_background), "shard": str(way.is_shared)}
+        if found := differences(self._world.gather_objects(own, "saving a checkpoint")):
+            raise CheckpointError(f"The ranks save different checkpoints: {found}. Expected the same on every rank.")
 
     def poll(self) -> None:
         """Looks how the checkpoint in the background is doing. Collective while `is_busy`; never waits for it.

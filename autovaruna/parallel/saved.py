@@ -48,8 +48,7 @@ def read_plan(settings: Settings, fingerprint: Fingerprint, graph: Graph) -> Pla
             raise
         changed = [str(error)]
         if settings.save_deployment:
-            shutil.copyfile(path, f"{path}.damaged")
-            changed.append(f"a copy is kept as {path}.damaged")
+            changed.append(_keep_copy(path))
     if is_required:
         raise DeploymentError(
             f"The deployment {path} is stale: {'; '.join(changed)}. Expected one for this run; delete it, or pass "
@@ -57,6 +56,15 @@ def read_plan(settings: Settings, fingerprint: Fingerprint, graph: Graph) -> Pla
         )
     logger.info("planning again: %s", "; ".join(changed))
     return None
+
+
+def _keep_copy(path: Path) -> str:
+    """Keeps what may be lost when a new plan is saved; returns in words how that went."""
+    try:
+        shutil.copyfile(path, f"{path}.damaged")
+    except OSError as error:
+        return f"no copy of it can be kept: {error.strerror}"
+    return f"a copy is kept as {path}.damaged"
 
 
 def _runnable(deployment: Deployment, graph: Graph, settings: Settings, fingerprint: Fingerprint, path: Path) -> Plan:

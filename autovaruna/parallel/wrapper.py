@@ -63,6 +63,12 @@ class AutoVaruna(StatefulModule):
     ) -> None:
         if isinstance(model, AutoVaruna) or not isinstance(model, nn.Module):
             raise InputError(f"AutoVaruna wraps a torch.nn.Module that is not wrapped yet: got {type(model).__name__}.")
+        if any(hasattr(parameter, "is_held_elsewhere") for parameter in model.parameters()):
+            raise InputError(
+                "The model has been split over the ranks by an earlier AutoVaruna: other ranks hold parameters of it. "
+                "Expected a model that is whole: go on with the first wrapper, or wrap a new model and load the "
+                "state_dict() of the first into it."
+            )
         if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
             raise InputError(
                 f"The second argument is the optimizer: got {type(optimizer).__name__}, expected a "
@@ -92,6 +98,8 @@ class AutoVaruna(StatefulModule):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the model on this rank's mini-batch; returns what the model returns, for the global batch."""
+        if torch.compiler.is_dynamo_compiling():  # torch.compile around the wrapper: there is nothing in it to compile
+            return torch.compiler.disable(self.forward)(*args, **kwargs)  # type: ignore[no-untyped-call]
         self._persistence.poll()
         if self._is_plain():
             return self.module(*args, **kwargs)

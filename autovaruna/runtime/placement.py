@@ -151,4 +151,6 @@ class OwnedState:
     def _let_go(self, name: str) -> None:
         tensor = self.tensor(name)
         if isinstance(tensor, nn.Parameter):
-            self.replace(name, nn.Parameter(tensor.detach().to("meta"), tensor.requires_grad))
+            gone = nn.Parameter(tensor.detach().to("meta"), tensor.requires_grad)
+            gone.is_held_elsewhere = True  # type: ignore[attr-defined]
+            self.replace(name, gone)

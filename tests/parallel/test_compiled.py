@@ -7,12 +7,14 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from torch import nn
 from torch._dynamo.utils import counters
 
+from autovaruna import AutoVaruna
 from tests.catalogue import CASES, Case
 from tests.parallel.precision import WAYS, Trained, train_in
 from tests.parallel.test_precision import MIXED
-from tests.parallel.training import Setup, pipeline
+from tests.parallel.training import QUIET, Setup, pipeline
 from tests.reference import bit_equal, compare
 
 SIZES = (9, 7)
@@ -69,3 +71,15 @@ def test_no_batch_size_compiles_again() -> None:
         train_in(WAYS["float32"], case, setup, [case.batch(size, step) for step, size in enumerate(sizes)])
         graphs.append(counters["stats"]["unique_graphs"])
     assert graphs[0] == graphs[1] > 0
+
+
+def test_torch_compile_around_the_wrapper_changes_nothing() -> None:
+    """Once, it compiled the library itself, piece after piece, for minutes."""
+    net = nn.Linear(4, 2)
+    model = torch.compile(AutoVaruna(net, num_micro_batches=2, **QUIET), backend="eager")
+    x = torch.randn(6, 4)
+    model(x).square().mean().backward()
+    found, net.weight.grad = net.weight.grad, None
+    net(x).square().mean().backward()
+    torch.testing.assert_close(found, net.weight.grad)
+    assert counters["stats"]["unique_graphs"] == 0

@@ -193,6 +193,14 @@ def test_a_broken_one_is_planned_again_and_a_copy_is_kept(
     start(load_deployment=True)
 
 
+def test_what_cannot_be_read_or_copied_is_named(file: Path) -> None:
+    """Once, keeping a copy failed with a bare ``IsADirectoryError``."""
+    file.unlink()
+    file.mkdir()
+    with pytest.raises(DeploymentError, match=f"{file}.*irectory"):
+        start()
+
+
 @pytest.mark.parametrize("act", ["trace", "measure", "make_plan", "save"])
 def test_a_failure_leaves_it_unharmed(file: Path, act: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any, **__: Any) -> None:

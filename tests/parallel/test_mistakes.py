@@ -109,6 +109,21 @@ def test_option_objects_are_told_apart_by_what_they_hold() -> None:
     assert losses[0] == losses[1] != losses[2]
 
 
+def test_a_model_that_is_split_already_is_refused() -> None:
+    """Once, a second wrapper failed at its first call: 'Cannot copy out of meta tensor; no data!'."""
+
+    def be_rank(world: World) -> bool:
+        model = Net()
+        stepped(AutoVaruna(model, **TWO))
+        if is_part := any(parameter.is_meta for parameter in model.parameters()):
+            for part in (model, nn.Sequential(model.first, model.last)):
+                with pytest.raises(InputError, match=r"split over the ranks by an earlier.*state_dict\(\)"):
+                    AutoVaruna(part, **TWO)
+        return is_part
+
+    assert any(run_ranks(2, be_rank))
+
+
 def test_the_norm_of_one_rank_clips_nothing() -> None:
     """PyTorch's own clipping sees the gradients of this rank alone, where the model is split."""
 

@@ -1,0 +1,27 @@
+"""Ranks that save or load different checkpoints are told, rather than given rank 0's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from torch import nn
+
+from autovaruna import AutoVaruna, CheckpointError
+from autovaruna.runtime.in_process import run_ranks
+from autovaruna.runtime.world import World
+
+
+def test_other_steps_are_told(tmp_path: Path) -> None:
+    def be_rank(world: World) -> None:
+        model = AutoVaruna(nn.Linear(4, 1))
+        with pytest.raises(CheckpointError, match=r"step is 1 on rank 0, 2 on rank 1"):
+            model.save_checkpoint(tmp_path, step=1 + world.rank)
+        with pytest.raises(CheckpointError, match=r"background is False on rank 0, True on rank 1"):
+            model.save_checkpoint(tmp_path, step=1, background=bool(world.rank))
+        model.save_checkpoint(tmp_path, step=1)
+        with pytest.raises(CheckpointError, match=r"step is 'latest' on rank 0, 1 on rank 1"):
+            model.load_checkpoint(tmp_path, step=1 if world.rank else "latest")
+        assert model.load_checkpoint(tmp_path, step=1).step == 1
+
+    run_ranks(2, be_rank)
