@@ -138,6 +138,16 @@ def test_loose_nodes_do_not_multiply_downsets(num_devices: int) -> None:
     assert found.num_downsets < 100_000
 
 
+def test_loose_nodes_come_back_few_at_a_time() -> None:
+    """Memory places these sums, so that many of their nets are cut; two of them make the bound, and four times 25."""
+    chain = training_problem(24, [(i, i + 1) for i in range(23)], seed=3, crossing=0.5)
+    sums = tuple(PartitionNode(f"sum{i}", 0.3, 0.4, 6 + 3 * i, is_backward=True) for i in range(8))
+    edges = [pair for i in range(8) for pair in ((f"n{3 * i}b", f"sum{i}"), (f"sum{i}", f"n{3 * i + 2}b"))]
+    found = partition(PartitionProblem(chain.nodes + sums, chain.edges + tuple(edges), limit_bytes=80), 6)
+    assert found.gap == 0.0
+    assert found.num_downsets == 100
+
+
 def test_crossings_that_cost_as_much_as_compute_are_solved() -> None:
     """Three parallel chains between two nodes, again and again, as in attention: a cut inside costs thrice."""
     shape = branches(3, 3)

@@ -25,6 +25,7 @@ _EFFORTS = ((20_000, 0.3), (200_000, 0.6), (600_000, 0.8))
 _SHARE_TO_REFINE = 0.2
 _NEGLIGIBLE = 1e-6
 _FEW_LOOSE = 4
+_MOST_BACK = 2
 
 
 def partition(
@@ -115,7 +116,7 @@ def _search_without_loose(graph: BlockGraph, bounds: Bounds, max_downsets: int) 
         room = max_downsets // max(1, bounds.num_downsets)  # each block that comes back doubles the downsets
         if room < 2:
             break
-        dropped = still_dropped(graph, bounds.tried, dropped, room.bit_length() - 1)
+        dropped = still_dropped(graph, bounds.tried, dropped, min(_MOST_BACK, room.bit_length() - 1))
     return bounds.is_closed or bounds.is_impossible or bounds.gap <= _NEGLIGIBLE * bool(loose)
 
 
