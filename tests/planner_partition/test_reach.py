@@ -98,6 +98,18 @@ def test_late_decisions_prove_nothing() -> None:
     assert answer.chain is None and not answer.is_exact
 
 
+def test_tables_are_not_laid_out_when_time_is_over() -> None:
+    graph = build_blocks(forward_problem(*grid(3, 3)))
+    levels, resources = list_downsets(graph, 1000), resources_of(graph, "added", None)
+    assert levels is not None
+    with pytest.raises(TimeoutError):
+        FullReach(graph, levels, resources, 2, deadline=0.0)
+    with pytest.raises(TimeoutError):
+        Cuts.of_list(graph, levels[1].downsets, resources, deadline=0.0)
+    with pytest.raises(TimeoutError):
+        remaining_after(levels, resources.use[0], 5.0, deadline=0.0)
+
+
 def test_remaining_devices_are_the_fewest() -> None:
     problem = forward_problem(*branches(2, 2), crossing=0.0)
     graph = build_blocks(problem)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 from collections.abc import Sequence
@@ -38,9 +39,10 @@ def close_in(
     num_downsets = count(levels)
     bounds.num_downsets = max(bounds.num_downsets, num_downsets)
     resources = resources_of(graph, bounds.problem.border, bounds.problem.limit_bytes)
-    search = _Search(graph, FullReach(graph, levels, resources, bounds.num_devices), bounds, proof, loose)
-    _log.debug("closing in: %d blocks, %d downsets, bounds %g to %g", len(graph), num_downsets, search.low, search.high)
-    search.run()
+    _log.debug("closing in: %d blocks, %d downsets, up to %g", len(graph), num_downsets, bounds.upper)
+    with contextlib.suppress(TimeoutError):
+        reach = FullReach(graph, levels, resources, bounds.num_devices, bounds.deadline)
+        _Search(graph, reach, bounds, proof, loose).run()
     return True
 
 

@@ -15,11 +15,13 @@ So of the cuts that so many devices reach, only those from which no step of the 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import numpy as np
 
 from autovaruna.planner.partition.blocks import BlockGraph
+from autovaruna.planner.partition.clock import check_time
 from autovaruna.planner.partition.lattice import Level
 from autovaruna.planner.partition.resources import Resources
 from autovaruna.planner.partition.words import Bools, Floats, Ints, Words, byte_sums, pack, weigh
@@ -44,20 +46,32 @@ class Cuts:
         self._steps: list[tuple[Ints, Ints]] = []
 
     @staticmethod
-    def of_levels(levels: list[Level], resources: Resources) -> Cuts:
-        """Takes all downsets of a graph."""
+    def of_levels(levels: list[Level], resources: Resources, deadline: float = math.inf) -> Cuts:
+        """Takes all downsets of a graph.
+
+        Raises:
+            TimeoutError: it is later than `deadline`, on ``time.monotonic``'s clock.
+        """
         cuts = Cuts(
             np.concatenate([level.downsets for level in levels]),
             np.concatenate([level.open_nets for level in levels]),
             np.concatenate([level.border for level in levels]),
             resources,
         )
-        cuts._steps = [cuts._further(resources, *step) for step in _steps_between(levels)]
+        for step in _steps_between(levels):
+            cuts._steps.append(cuts._further(resources, *step))
+            check_time(deadline)
         return cuts
 
     @staticmethod
-    def of_list(graph: BlockGraph, downsets: Words, resources: Resources) -> tuple[Cuts, Ints]:
-        """Takes some downsets, and adds the empty one and everything; returns as well which cut each downset became."""
+    def of_list(
+        graph: BlockGraph, downsets: Words, resources: Resources, deadline: float = math.inf
+    ) -> tuple[Cuts, Ints]:
+        """Takes some downsets, and adds the empty one and everything; returns as well which cut each downset became.
+
+        Raises:
+            TimeoutError: it is later than `deadline`, on ``time.monotonic``'s clock.
+        """
         ends = pack([0, (1 << len(graph)) - 1], len(graph))
         downsets, which = _unlike(graph, np.concatenate([downsets, ends]))
         sizes = weigh(downsets, byte_sums([1.0] * len(graph), downsets.shape[1]))
@@ -65,7 +79,7 @@ class Cuts:
         downsets, sizes = downsets[order], sizes[order]
         open_nets, border = _open_nets(graph, downsets)
         cuts = Cuts(downsets, open_nets, border, resources)
-        source, target, block = _steps_within(graph, downsets)
+        source, target, block = _steps_within(graph, downsets, deadline)
         first = np.searchsorted(sizes[source], np.unique(sizes[source]))
         cuts._steps = [
             cuts._further(resources, *step)
@@ -106,7 +120,7 @@ def _steps_between(levels: list[Level]) -> Iterator[tuple[Ints, Ints, Ints]]:
         yield source, level.target + begin, level.block
 
 
-def _steps_within(graph: BlockGraph, downsets: Words) -> tuple[Ints, Ints, Ints]:
+def _steps_within(graph: BlockGraph, downsets: Words, deadline: float) -> tuple[Ints, Ints, Ints]:
     """Finds the steps between listed downsets, those of small ones first: (cut, cut after it, block that joins)."""
     size, rows = len(graph), len(downsets)
     keys_of, keys = _keys(graph, downsets)
@@ -118,6 +132,7 @@ def _steps_within(graph: BlockGraph, downsets: Words) -> tuple[Ints, Ints, Ints]
     needs = pack(before, size)
     steps: list[tuple[Ints, Ints, Ints]] = []
     for block in range(size):
+        check_time(deadline)
         is_ready = ((downsets & needs[block]) == needs[block]).all(axis=1)
         source = np.flatnonzero(is_ready & ~_holds(downsets, block))
         wanted = keys[source] ^ keys_of[block]

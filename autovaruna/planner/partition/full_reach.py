@@ -25,15 +25,36 @@ _ROUNDING = 1e-12
 class FullReach:
     """Answers for one list of all downsets and many limits."""
 
-    def __init__(self, graph: BlockGraph, levels: list[Level], resources: Resources, num_devices: int) -> None:
+    def __init__(
+        self,
+        graph: BlockGraph,
+        levels: list[Level],
+        resources: Resources,
+        num_devices: int,
+        deadline: float = math.inf,
+    ) -> None:
+        """Lays the cuts out.
+
+        Args:
+            graph: the blocks.
+            levels: all their downsets.
+            resources: what a device may hold.
+            num_devices: the number of devices.
+            deadline: when to give up all that follows, on ``time.monotonic``'s clock.
+
+        Raises:
+            TimeoutError: it is later; as `may_exist` and `decide`.
+        """
+        self._deadline = deadline
         self._levels, self._resources, self._num_devices = levels, resources, num_devices
-        self._cuts = Cuts.of_levels(levels, resources)
+        self._cuts = Cuts.of_levels(levels, resources, deadline)
         self._reach = Reach(graph, self._cuts, resources, num_devices)
 
     def may_exist(self, load: float) -> bool:
         """Tells whether compute alone leaves room for a chain with no load above `load`."""
         limit = float(self._resources.limits(load)[0])
-        return int(remaining_after(self._levels, self._resources.use[0], limit)[0].devices[0]) <= self._num_devices
+        rest = remaining_after(self._levels, self._resources.use[0], limit, self._deadline)
+        return int(rest[0].devices[0]) <= self._num_devices
 
     def decide(self, load: float, deadline: float = math.inf) -> Answer:
         """Looks for a chain on which no load exceeds `load`.
@@ -52,7 +73,8 @@ class FullReach:
     def _fewest(self, load: float) -> Ints:
         """Returns the fewest devices that compute alone needs after each cut."""
         limit = float(min(self._resources.limits(load)[0], 2.0 * self._resources.use[0].sum()))
-        return np.concatenate([rest.devices for rest in remaining_after(self._levels, self._resources.use[0], limit)])
+        rest = remaining_after(self._levels, self._resources.use[0], limit, self._deadline)
+        return np.concatenate([after.devices for after in rest])
 
     def _may_end(self, limits: Floats, device: int) -> Bools:
         """Tells at which cuts the sums of all loads allow so many devices before, and the others after."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from autovaruna.planner.partition.clock import check_time
 from autovaruna.planner.partition.lattice import Level
 from autovaruna.planner.partition.words import Bools, Floats, Ints
 
@@ -41,17 +42,21 @@ class Remaining:
         return device + more - joins <= num_devices
 
 
-def remaining_after(levels: list[Level], seconds: Floats, limit: float) -> list[Remaining]:
+def remaining_after(levels: list[Level], seconds: Floats, limit: float, deadline: float = math.inf) -> list[Remaining]:
     """Packs what lies outside each downset on devices, from the last block backwards.
 
     With compute alone, packings are totally ordered: fewer devices first, then less load on the first of them. Adding
     a block in front keeps this order, so the best packing of each downset's rest follows from those of the downsets
     one block larger.
+
+    Raises:
+        TimeoutError: it is later than `deadline`, on ``time.monotonic``'s clock.
     """
     span = 2.0 ** math.ceil(math.log2(4.0 * limit + 1.0))  # a power of two, so that division loses nothing
     key = np.zeros(1)
     found = [key]
     for level in reversed(levels[:-1]):
+        check_time(deadline)
         after, added = key[level.target], seconds[level.block]
         load = after - span * np.floor(after / span)
         opens = (load + added > limit) | (after == 0.0)
