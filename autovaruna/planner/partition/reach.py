@@ -23,6 +23,8 @@ from autovaruna.planner.partition.words import Bools, Floats, Ints, Words, pack,
 Chain = tuple[int, ...]
 _NO_CUT = -1
 _ONE = np.uint64(1)
+_ROUNDING = 1e-9
+_FRESH = 0.9
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,30 +67,29 @@ class Reach:
     def _next_starts(self, search: _Search, starts: Ints, ends: Ints) -> Ints:
         """Reaches what one more device reaches, and returns the cuts at which the next one may start."""
         new = [np.zeros(0, dtype=np.int64)]
+        pool = _Pool(self._cuts, ends)
         for count, start in enumerate(starts):
-            found = self._ends(int(start), ends, search.limits)
+            found = self._ends(int(start), pool, search)
             search.reach(found, int(start))
             if search.is_over:
                 break
             if len(found):
                 new.append(found)
-                ends = ends[search.is_open[ends]]
             if (count & (count + 1)) == 0:  # after 1, 2, 4, 8, ... starts
                 search.drop_beaten()
-                ends = ends[search.is_open[ends]]
+            if not pool.is_fresh(search.is_open):
+                pool = _Pool(self._cuts, pool.ends[search.is_open[pool.ends]])
         search.drop_beaten()
         found = np.concatenate(new)
         found = found[~search.beaten[found]]
         return found[np.lexsort((found, -self._cuts.use[0, found]))]
 
-    def _ends(self, start: int, cuts: Ints, limits: Floats) -> Ints:
-        """Returns the cuts at which a device may end that starts at `start`."""
+    def _ends(self, start: int, pool: _Pool, search: _Search) -> Ints:
+        """Returns the open cuts at which a device may end that starts at `start`."""
         table, crossing = self._cuts, self._resources.crossing[:, None]
-        room = limits[:, None]
-        least = (
-            table.use[:, cuts] - table.use[:, start, None] + crossing * np.abs(table.border[cuts] - table.border[start])
-        )
-        cuts = cuts[(least <= room).all(axis=0) & (cuts > start)]
+        room = search.limits[:, None]
+        cuts = pool.within(start, search.limits, crossing)
+        cuts = cuts[search.is_open[cuts]]
         for word, mask in enumerate(table.downsets[start]):
             if mask:
                 cuts = cuts[table.downsets[cuts, word] & mask == mask]
@@ -138,6 +139,33 @@ def _holds_any(sets: Words, words: tuple[tuple[int, np.uint64], ...]) -> Bools:
     common = functools.reduce(operator.or_, (sets[position] & word for position, word in words))
     holds: Bools = common != 0
     return holds
+
+
+class _Pool:
+    """Cuts at which a device may end, by their compute seconds, with what is asked of them laid out in this order.
+
+    Attributes:
+        ends: the cuts.
+    """
+
+    def __init__(self, cuts: Cuts, ends: Ints) -> None:
+        self.ends = ends[np.argsort(cuts.use[0, ends])]
+        self._cuts = cuts
+        self._use, self._border = cuts.use[:, self.ends], cuts.border[self.ends]
+
+    def is_fresh(self, is_open: Bools) -> bool:
+        """Tells whether not many of the cuts are closed by now."""
+        return bool(is_open[self.ends].mean() > _FRESH) if len(self.ends) else True
+
+    def within(self, start: int, limits: Floats, crossing: Floats) -> Ints:
+        """Returns those that a device from `start` may reach by its blocks, and by what crosses at one end alone."""
+        use, border = self._cuts.use[:, start], self._cuts.border[start]
+        first = np.searchsorted(self._use[0], use[0] * (1.0 - _ROUNDING))
+        last = np.searchsorted(self._use[0], (use[0] + limits[0]) * (1.0 + _ROUNDING), side="right")
+        least = self._use[:, first:last] - use[:, None] + crossing * np.abs(self._border[first:last] - border)
+        within = self.ends[first:last][(least <= limits[:, None]).all(axis=0)]
+        further: Ints = within[within > start]
+        return further
 
 
 class _Search:
