@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -83,6 +84,11 @@ def join_blocks(graph: BlockGraph, labels: Sequence[int]) -> BlockGraph:
         edges=frozenset((new[a], new[b]) for a, b in graph.edges if new[a] != new[b]),
         nets=_join_nets(graph.nets, new),
     )
+
+
+def turn(graph: BlockGraph) -> BlockGraph:
+    """Turns all edges round, so that downsets become their complements; the order of blocks is not topological."""
+    return dataclasses.replace(graph, edges=frozenset((b, a) for a, b in graph.edges))
 
 
 def _sum_members(graph: BlockGraph, new: Sequence[int], size: int) -> tuple[tuple[int, ...], ...]:

@@ -7,6 +7,8 @@ import math
 from autovaruna.planner.partition.bounds import Bounds
 
 _CLOSE = 1e-3
+_FIRST_STEP = 0.1
+_GROWTH = 2.0
 
 
 class Hunt:
@@ -24,6 +26,7 @@ class Hunt:
         self.low, self.high = bounds.lower, bounds.upper
         self.cap, self.floor = math.inf, bounds.lower
         self._was_for_proof = False
+        self._step = (self.high - self.low) * _FIRST_STEP
 
     def next_step(self) -> tuple[float, bool] | None:
         """Returns a limit, and whether to prove something about it; ``None`` when there is nothing left to do."""
@@ -32,7 +35,8 @@ class Hunt:
         if self.low >= top:
             return None
         if self.cap > top:
-            return (top if self.high - self.low <= near else (self.low + top) / 2), True
+            self._was_for_proof = True
+            return (top if self.high - self.low <= near else self.low + min(self._step, (top - self.low) / 2)), True
         can_prove, can_find = self.cap - self.low > near, self.high - self.floor > near
         if not can_prove and not can_find:
             return None
@@ -47,8 +51,12 @@ class Hunt:
 
     def refuted(self, load: float) -> None:
         """Notes that a limit has no chain."""
+        self._step *= _GROWTH
         self.low = self.high if load >= self.high * (1.0 - self._tolerance) else load
 
     def gave_up(self, load: float) -> None:
         """Notes that a limit could not be decided."""
-        self.cap, self.floor = min(self.cap, load), max(self.floor, load)
+        if self._was_for_proof:
+            self.cap = min(self.cap, load)
+        else:
+            self.floor = max(self.floor, load)

@@ -21,7 +21,7 @@ from autovaruna.planner.partition.resources import resources_of
 from autovaruna.planner.partition.squeeze import squeeze
 
 _SMALL, _LARGE = 20_000, 200_000
-_EFFORTS = ((20_000, 0.3), (200_000, 0.6), (600_000, 0.8))
+_EFFORTS = ((20_000, 0.3), (1_500_000, 0.9))
 _SHARE_TO_REFINE = 0.2
 _NEGLIGIBLE = 1e-6
 _FEW_LOOSE = 4
