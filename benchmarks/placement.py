@@ -199,7 +199,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="*", metavar="FILE", help="workloads, as JSON (default: one made up)")
     parser.add_argument("--devices", type=int, metavar="k", help="number of devices (default: the workload's maxFPGAs)")
-    parser.add_argument("--seconds", type=float, default=40.0, help="time for each workload (default: 40)")
+    parser.add_argument("--seconds", type=float, default=50.0, help="time for each workload (default: 50)")
     parser.add_argument("--output", metavar="FILE", help="write {workload: {node id: device}} as JSON")
     return parser.parse_args(arguments)
 
