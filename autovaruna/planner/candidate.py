@@ -9,10 +9,9 @@ from functools import lru_cache
 
 import numpy as np
 
-from autovaruna.planner.costs import Array, costs_at
+from autovaruna.planner.costs import Array
 from autovaruna.planner.edges import Edges
 from autovaruna.planner.fitting import Option, bytes_of, fit
-from autovaruna.planner.memory import Holdings
 from autovaruna.planner.pipeline import pipeline_of, policy_of
 from autovaruna.planner.prediction import Predictor, least_seconds, short_enough
 from autovaruna.planner.problem import SPLIT_SCHEDULE, Problem
@@ -127,7 +126,7 @@ class Planner:
     def with_block_bytes(self, plan: Plan) -> Plan:
         """Returns the plan with the bytes of each block that its memory was predicted from."""
         size = math.ceil(plan.micro_batch_size - 1e-9)
-        costs = costs_at(self.problem.profile, size)
+        costs = self.problem.cost_table.at(size)
         saved, work = tuple(costs.saved_bytes.tolist()), tuple(costs.work_bytes.tolist())
         model = self.sized(plan.num_micro_batches).model
         rules = (model.process_bytes, model.heap_share, model.work_of_all, model.work_of_largest)
@@ -140,7 +139,7 @@ class Planner:
         is_fixed = self.problem.constraints.in_flight or candidate.schedule == "gpipe"
         options = []
         for s, ranks in enumerate(candidate.ranks):
-            held, depth = _holdings(sized.held, *_range(candidate, s, self.tables)), self._depth(candidate, s, counts)
+            held, depth = sized.held_by(*_range(candidate, s, self.tables)), self._depth(candidate, s, counts)
             deferred = self._most_deferred(sized, candidate, s, counts)
             options.append(Option(held, ranks, depth, depth if is_fixed else 1, first_choice, deferred))
         return options
@@ -206,7 +205,3 @@ class Planner:
 def _range(candidate: Candidate, stage: int, tables: RangeTables) -> tuple[int, int]:
     ends = [*candidate.starts[1:], tables.num_segments]
     return candidate.starts[stage], ends[stage]
-
-
-def _holdings(held: Holdings, i: int, j: int) -> Holdings[float]:  # type: ignore[type-arg]
-    return Holdings(**{name: float(getattr(held, name)[i, j]) for name in Holdings.__dataclass_fields__})

@@ -31,16 +31,26 @@ class Costs:
         return np.maximum(self.backward_seconds - self.weight_seconds, 0.0) + self.split_seconds
 
 
-def costs_at(profile: Profile, micro_batch_size: float) -> Costs:
-    """Interpolates a profile linearly between the measured sizes, and extrapolates from the two nearest.
+class CostTable:
+    """The costs of a profile as arrays, to be read at any micro-batch size.
 
     Two rules keep noise out: a larger micro-batch never costs less than a smaller one, and below the smallest
     measured size a cost falls no faster than in proportion.
+
+    Args:
+        profile: The profile.
     """
-    sizes = np.array(profile.micro_batch_sizes, dtype=np.float64)
-    order = np.argsort(sizes)
-    arrays = (_interpolate(_field(profile, name)[order], sizes[order], micro_batch_size) for name in _FIELDS)
-    return Costs(micro_batch_size, *arrays)
+
+    def __init__(self, profile: Profile) -> None:
+        sizes = np.array(profile.micro_batch_sizes, dtype=np.float64)
+        order = np.argsort(sizes)
+        self._sizes = sizes[order]
+        self._fields = [np.maximum.accumulate(_field(profile, name)[order], axis=0) for name in _FIELDS]
+
+    def at(self, micro_batch_size: float) -> Costs:
+        """Interpolates linearly between the measured sizes, and extrapolates from the two nearest."""
+        arrays = (_interpolate(rows, self._sizes, micro_batch_size) for rows in self._fields)
+        return Costs(micro_batch_size, *arrays)
 
 
 _FIELDS = (
@@ -59,8 +69,7 @@ def _field(profile: Profile, name: str) -> Array:
 
 
 def _interpolate(rows: Array, sizes: Array, size: float) -> Array:
-    """Returns the row at `size`; `rows` is ``(len(sizes), num_blocks)`` with ascending sizes."""
-    rows = np.maximum.accumulate(rows, axis=0)
+    """Returns the row at `size`; `rows` is ``(len(sizes), num_blocks)`` with ascending sizes and numbers."""
     if len(sizes) == 1:
         return np.asarray(rows[0] * (size / sizes[0]), dtype=np.float64)
     right = int(np.clip(np.searchsorted(sizes, size), 1, len(sizes) - 1))

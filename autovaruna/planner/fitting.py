@@ -48,7 +48,7 @@ def fit(sized: Sized, options: Sequence[Option]) -> list[Option] | None:
 def bytes_of(sized: Sized, option: Option) -> float:
     """Returns the peak of a stage on one replica."""
     share = -(-sized.num_micro_batches // len(option.ranks))
-    return float(sized.model.total(option.held, option.in_flight, option.needs_recompute, option.deferred, share))
+    return float(sized.peak_of(option.held, option.needs_recompute, option.deferred).at(option.in_flight, share))
 
 
 def _fit_rank(sized: Sized, options: list[Option], limit: float) -> list[Option] | None:

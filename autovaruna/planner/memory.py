@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from autovaruna.graph.records import Graph
 from autovaruna.planner.costs import Array, Costs
@@ -80,12 +81,23 @@ class StageBytes(Generic[Bytes]):
             share: micro-batches of the replica. If all of them are in flight before the first backward, one less is
                 there when all gradients are.
         """
-        if in_flight < share:
-            later = self.once + self.each * in_flight
-        else:
-            later = self.once + self.each * (in_flight - 1) if in_flight > 1 else self.least
-        peak: Bytes = np.maximum(np.maximum(self.first + self.each * in_flight, later), self.least)
+        first, later = self._peaks(in_flight, share)
+        if isinstance(later, float):  # a comparison of two numbers takes numpy ten times as long
+            return max(first, later, self.least)
+        peak: Bytes = np.maximum(np.maximum(first, later), self.least)
         return peak
+
+    def fits(self: StageBytes[Array], limit: float, in_flight: float, share: float) -> NDArray[np.bool_]:
+        """Returns whether the peak over the whole step is within a limit; the other arguments are those of `at`."""
+        first, later = self._peaks(in_flight, share)
+        return np.asarray((first <= limit) & (later <= limit) & (self.least <= limit))
+
+    def _peaks(self, in_flight: float, share: float) -> tuple[Bytes, Bytes]:
+        """Returns the peak of the first backward, and that of all others."""
+        first = self.first + self.each * in_flight
+        if in_flight < share:
+            return first, self.once + self.each * in_flight
+        return first, self.once + self.each * (in_flight - 1) if in_flight > 1 else self.least
 
     def on_top_of(self, lasting: Bytes) -> StageBytes[Bytes]:
         """Returns the same with something that is always there."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from autovaruna.planner.costs import Array, costs_at
+from autovaruna.planner.costs import Array
 from autovaruna.planner.cuts import resolve_cuts
 from autovaruna.planner.marks import marked_blocks
 from autovaruna.planner.pipeline import policy_of
@@ -39,7 +39,7 @@ def cut_positions(problem: Problem) -> list[int]:
     limit = MAX_SEGMENTS if problem.cluster.num_ranks <= MAX_UNITS else MAX_SEGMENTS_OF_MANY_RANKS
     if n <= limit:
         return list(range(n + 1))
-    costs = costs_at(problem.profile, problem.profile.micro_batch_sizes[0])
+    costs = problem.cost_table.at(problem.profile.micro_batch_sizes[0])
     work = np.cumsum(costs.forward_seconds + costs.backward_seconds)
     shares = np.minimum((work / work[-1] * limit).astype(int), limit - 1)
     crossing = _crossing_bytes(problem)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from autovaruna.errors import PlanError
 from autovaruna.graph.records import Graph
+from autovaruna.planner.costs import CostTable
 from autovaruna.profiler.records import Cluster, OptimizerCost, Profile
 
 MOST_STAGES_PER_RANK = 4
@@ -63,7 +65,7 @@ class Constraints:
         return bool(self.cuts) or self.cutpoints == "only"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Problem:
     """A graph, what it costs, the ranks to run it on, and how.
 
@@ -84,6 +86,11 @@ class Problem:
     needs_gradient: bool = True
     min_micro_batches_for_inputs: int = 1
     constraints: Constraints = field(default_factory=Constraints)
+
+    @cached_property
+    def cost_table(self) -> CostTable:
+        """What the profile says, as arrays."""
+        return CostTable(self.profile)
 
     def micro_batch_size(self, num_micro_batches: int) -> float:
         """Returns the mean number of samples of one of M micro-batches."""

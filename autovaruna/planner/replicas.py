@@ -50,6 +50,8 @@ class ReplicaSearch:
         n = sized.tables.num_segments
         # Row i of every matrix here is about the ranges i .. i, i .. i + 1, and so on, as far as the width.
         self.ends = np.arange(n + 1)[:, None] + 1 + np.arange(min(width or n, n))[None, :]
+        self._places = np.arange(n + 1)[:, None] * (n + 1) + np.minimum(self.ends, n)
+        self._is_outside = self.ends > n
         self.sized, self.choices, self.max_stages = sized, sorted(choices), max_stages
         cluster = sized.problem.cluster
         self.speeds = np.array([cluster.speeds[rank] for rank in order])
@@ -62,9 +64,9 @@ class ReplicaSearch:
         self.costs: dict[tuple[int, int, float, float, float, bool], Array] = {}
 
     def _windows(self, table: Array) -> Array:
-        n = self.sized.tables.num_segments
-        values = table[np.arange(n + 1)[:, None], np.minimum(self.ends, n)]
-        return np.where(self.ends <= n, values, np.inf)
+        values: Array = table.take(self._places)
+        values[self._is_outside] = np.inf
+        return values
 
     def chains(self) -> list[Chain]:
         """Returns the best split for each number of stages and of ranks that has one."""

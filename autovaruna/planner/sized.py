@@ -8,7 +8,7 @@ from functools import cached_property
 
 import numpy as np
 
-from autovaruna.planner.costs import Array, Costs, costs_at
+from autovaruna.planner.costs import Array, Costs
 from autovaruna.planner.memory import Holdings, MemoryModel, StageBytes, forbid_empty, holdings_of_ranges
 from autovaruna.planner.problem import Problem
 from autovaruna.planner.ranges import RangeTables
@@ -32,7 +32,7 @@ class Sized:
     @cached_property
     def costs(self) -> Costs:
         """The cost of each block, at the mean micro-batch size (bytes are those of the greatest one)."""
-        return costs_at(self.problem.profile, self.micro_batch_size)
+        return self.problem.cost_table.at(self.micro_batch_size)
 
     @cached_property
     def step_seconds(self) -> Array:
@@ -76,9 +76,20 @@ class Sized:
     def held(self) -> Holdings[Array]:
         """What each range holds."""
         whole = math.ceil(self.micro_batch_size - 1e-9)
-        held = holdings_of_ranges(self.tables, costs_at(self.problem.profile, whole))
+        held = holdings_of_ranges(self.tables, self.problem.cost_table.at(whole))
         held.deferred[0, -1] = 0.0  # The only stage of a plan is never split.
         return held
+
+    @cached_property
+    def _held_by(self) -> dict[tuple[int, int], Holdings[float]]:
+        return {}
+
+    def held_by(self, i: int, j: int) -> Holdings[float]:
+        """Returns what the range of the segments i .. j-1 holds; the search asks for the same ones again and again."""
+        if (i, j) not in self._held_by:
+            numbers = {name: float(getattr(self.held, name)[i, j]) for name in Holdings.__dataclass_fields__}
+            self._held_by[i, j] = Holdings(**numbers)
+        return self._held_by[i, j]
 
     @cached_property
     def model(self) -> MemoryModel:
@@ -92,6 +103,17 @@ class Sized:
             problem.optimizer_cost.work_of_all,
             problem.optimizer_cost.work_of_largest,
         )
+
+    @cached_property
+    def _peaks(self) -> dict[tuple[int, bool, int], tuple[Holdings[float], StageBytes[float]]]:
+        return {}
+
+    def peak_of(self, held: Holdings[float], needs_recompute: bool, deferred: int) -> StageBytes[float]:
+        """Returns the peak of a stage on one replica, for any number of forwards not yet backwarded."""
+        key = id(held), needs_recompute, deferred
+        if key not in self._peaks:
+            self._peaks[key] = held, self.model.of_stage(held, needs_recompute, deferred)
+        return self._peaks[key][1]
 
     @cached_property
     def rings(self) -> Rings:
@@ -172,6 +194,6 @@ class Ways:
         best = np.full_like(self.options[0][0], np.inf)
         for depth in sorted({in_flight, (in_flight + 1) // 2, 1}):
             for seconds, num_bytes in self.options:
-                fits = num_bytes.at(depth, share) <= limit_bytes
-                best = np.where(fits, np.minimum(seconds * (in_flight / depth), best), best)
+                fits = num_bytes.fits(limit_bytes, depth, share)
+                np.minimum(seconds * (in_flight / depth), best, out=best, where=fits)
         return best

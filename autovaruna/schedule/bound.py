@@ -15,7 +15,7 @@ has its forwards and backwards without weight gradients before its tail, and all
 
 from __future__ import annotations
 
-from autovaruna.schedule.costs import fastest_seconds, work_seconds
+from autovaruna.schedule.costs import distinct_replicas, fastest_seconds, work_seconds
 from autovaruna.schedule.instruction import Kind
 from autovaruna.schedule.messages import exact, wiring
 from autovaruna.schedule.pipeline import Pipeline
@@ -76,14 +76,14 @@ def _backward_seconds(pipeline: Pipeline, stage: int, replica: int) -> tuple[flo
 
 
 def _fastest_backward(pipeline: Pipeline, stage: int) -> float:
-    return min(_backward_seconds(pipeline, stage, i)[0] for i in range(pipeline.stages[stage].num_replicas))
+    return min(_backward_seconds(pipeline, stage, i)[0] for i in distinct_replicas(pipeline.stages[stage]))
 
 
 def _apart_seconds(pipeline: Pipeline, stage: int) -> float:
     """Returns the least seconds between the end of a backward's part that others wait for and its own end."""
     if not pipeline.needs_gradients:
         return 0.0
-    each = [_backward_seconds(pipeline, stage, i) for i in range(pipeline.stages[stage].num_replicas)]
+    each = [_backward_seconds(pipeline, stage, i) for i in distinct_replicas(pipeline.stages[stage])]
     return min(whole - part for part, whole in each)
 
 

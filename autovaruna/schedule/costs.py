@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from autovaruna.schedule.instruction import Kind
 from autovaruna.schedule.messages import exact
-from autovaruna.schedule.pipeline import Pipeline
+from autovaruna.schedule.pipeline import Pipeline, StageTimes
 
 
 def work_seconds(pipeline: Pipeline, stage: int, replica: int, *, is_split: bool = False) -> dict[Kind, float]:
@@ -29,4 +29,9 @@ def work_seconds(pipeline: Pipeline, stage: int, replica: int, *, is_split: bool
 
 def fastest_seconds(pipeline: Pipeline, stage: int, kind: Kind) -> float:
     """Returns the seconds of an instruction on the fastest replica of a stage."""
-    return min(work_seconds(pipeline, stage, i)[kind] for i in range(pipeline.stages[stage].num_replicas))
+    return min(work_seconds(pipeline, stage, i)[kind] for i in distinct_replicas(pipeline.stages[stage]))
+
+
+def distinct_replicas(times: StageTimes) -> range:
+    """Returns replicas of a stage that stand for all: the first one, where all have one speed."""
+    return range(times.num_replicas if times.speeds else 1)

@@ -8,7 +8,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from autovaruna.planner.costs import costs_at
+from autovaruna.planner.costs import CostTable
 from autovaruna.profiler.records import BlockCost, Profile
 
 
@@ -24,19 +24,19 @@ def profile(*rows: tuple[int, float]) -> Profile:
     ids=["measured", "between", "measured-2", "between-2", "measured-3", "beyond"],
 )
 def test_lines_between_the_nearest_sizes(size: float, expected: float) -> None:
-    costs = costs_at(profile((1, 1.0), (3, 2.0), (5, 6.0)), size)
+    costs = CostTable(profile((1, 1.0), (3, 2.0), (5, 6.0))).at(size)
     assert costs.forward_seconds[0] == pytest.approx(expected)
     assert costs.backward_seconds[0] == pytest.approx(2 * expected)
     assert costs.saved_bytes[0] == pytest.approx(100 * size)
 
 
 def test_one_size_scales_in_proportion() -> None:
-    assert costs_at(profile((2, 3.0)), 6).forward_seconds[0] == pytest.approx(9.0)
+    assert CostTable(profile((2, 3.0))).at(6).forward_seconds[0] == pytest.approx(9.0)
 
 
 def test_order_of_sizes_does_not_matter() -> None:
     one, other = profile((1, 1.0), (4, 3.0)), profile((4, 3.0), (1, 1.0))
-    assert costs_at(one, 2.5).forward_seconds[0] == costs_at(other, 2.5).forward_seconds[0]
+    assert CostTable(one).at(2.5).forward_seconds[0] == CostTable(other).at(2.5).forward_seconds[0]
 
 
 def test_noise_never_makes_more_samples_cheaper_or_time_negative() -> None:
@@ -44,6 +44,6 @@ def test_noise_never_makes_more_samples_cheaper_or_time_negative() -> None:
     for _ in range(40):
         sizes = sorted(rng.sample(range(1, 20), 3))
         noisy = profile(*((size, rng.uniform(0.1, 1.0)) for size in sizes))
-        seconds = [costs_at(noisy, size).forward_seconds[0] for size in np.linspace(0.25, 40, 30)]
+        seconds = [CostTable(noisy).at(size).forward_seconds[0] for size in np.linspace(0.25, 40, 30)]
         assert seconds[0] > 0
         assert all(a <= b + 1e-12 for a, b in pairwise(seconds))

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from autovaruna.graph.records import Graph
-from autovaruna.planner.costs import Array, costs_at
+from autovaruna.planner.costs import Array, CostTable
 from autovaruna.planner.cuts import stage_blocks
 from autovaruna.planner.edges import Edges
 from autovaruna.planner.memory import (
@@ -34,7 +34,7 @@ def test_ranges_hold_what_the_stage_holds(seed: int) -> None:
     graph, rng = case(seed)
     n = len(graph.blocks)
     positions = sorted({0, n, *rng.sample(range(n), rng.randint(1, n))})
-    costs = costs_at(make_profile(graph, rng), 3)
+    costs = CostTable(make_profile(graph, rng)).at(3)
     ranges = holdings_of_ranges(RangeTables(graph, positions), costs)
     for i in range(len(positions) - 1):
         for j in range(i + 1, len(positions)):
@@ -49,7 +49,7 @@ def test_what_stages_receive_is_what_edges_carry(seed: int) -> None:
     n = len(graph.blocks)
     starts = sorted({0, *rng.sample(range(n), min(n, 3))})
     stages = stage_blocks(starts, n)
-    costs = costs_at(make_profile(graph, rng), 2)
+    costs = CostTable(make_profile(graph, rng)).at(2)
     edges = Edges(graph).between(stages, 2)
     for s, blocks in enumerate(stages):
         held = holdings_of_stage(graph, costs, blocks)
@@ -74,7 +74,7 @@ def test_memory_grows_with_depth_size_blocks_and_optimizer(seed: int) -> None:
     last = rng.randint(0, n - 1)
 
     def total(blocks: range, size: float, depth: int, factor: float, again: bool) -> float:
-        held = holdings_of_stage(graph, costs_at(profile, size), blocks)
+        held = holdings_of_stage(graph, CostTable(profile).at(size), blocks)
         return MemoryModel(factor).total(held, depth, again)
 
     for again in (False, True):
@@ -105,7 +105,7 @@ def test_the_peak_is_that_of_the_optimizer_step_if_it_needs_more_than_micro_batc
 
 def test_what_later_blocks_have_saved_is_gone_when_an_earlier_one_goes_backward() -> None:
     graph = make_graph(3)
-    costs = replace(costs_at(make_profile(graph), 1), saved_bytes=np.array([10.0, 20.0, 40.0]))
+    costs = replace(CostTable(make_profile(graph)).at(1), saved_bytes=np.array([10.0, 20.0, 40.0]))
     for work, needed in (([90.0, 5.0, 1.0], 30.0), ([30.0, 55.0, 1.0], 15.0), ([30.0, 5.0, 7.0], 7.0)):
         assert holdings_of_stage(graph, replace(costs, work_bytes=np.array(work)), range(3)).work == needed
 
@@ -142,7 +142,7 @@ def test_the_peak_is_that_of_a_step_done_by_hand(seed: int) -> None:
     graph, rng = case(seed)
     n = len(graph.blocks)
     saved, work = (np.array([float(rng.randint(0, 50)) for _ in range(n)]) for _ in range(2))
-    costs = replace(costs_at(make_profile(graph, rng), 1), saved_bytes=saved, work_bytes=work)
+    costs = replace(CostTable(make_profile(graph, rng)).at(1), saved_bytes=saved, work_bytes=work)
     held = holdings_of_stage(graph, costs, range(n))
     held = replace(held, received=0.0, inputs=0.0, sent=0.0, gradients_received=0.0, gradients_sent=0.0)
     model = MemoryModel(0.0)
@@ -175,7 +175,7 @@ def test_forward_alone_needs_no_gradients() -> None:
 def test_tied_parameters_count_once_with_an_accumulator_for_each_use() -> None:
     graph = make_graph(4, num_tied=1)
     tied = next(p for p in graph.parameters if p.name == "tied0")
-    held = holdings_of_stage(graph, costs_at(make_profile(graph), 1), range(4))
+    held = holdings_of_stage(graph, CostTable(make_profile(graph)).at(1), range(4))
     assert held.parameters == sum(p.num_bytes for p in graph.parameters)
     assert held.tied == 2 * tied.num_bytes
     assert held.tied_once == tied.num_bytes
