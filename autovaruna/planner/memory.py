@@ -94,10 +94,10 @@ class StageBytes(Generic[Bytes]):
 
     def _peaks(self, in_flight: float, share: float) -> tuple[Bytes, Bytes]:
         """Returns the peak of the first backward, and that of all others."""
-        first = self.first + self.each * in_flight
+        each = self.each * in_flight
         if in_flight < share:
-            return first, self.once + self.each * in_flight
-        return first, self.once + self.each * (in_flight - 1) if in_flight > 1 else self.least
+            return self.first + each, self.once + each
+        return self.first + each, self.once + self.each * (in_flight - 1) if in_flight > 1 else self.least
 
     def on_top_of(self, lasting: Bytes) -> StageBytes[Bytes]:
         """Returns the same with something that is always there."""

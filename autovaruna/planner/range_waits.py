@@ -91,7 +91,7 @@ def _fill(
     work = np.append(0.0, np.cumsum(seconds))
     fill, from_neighbour, slack = np.zeros(n), np.zeros(n), np.zeros(n)
     table = np.zeros((len(positions), len(positions)))
-    columns = {int(position): column for column, position in enumerate(positions)}
+    columns, starts = {int(position): column for column, position in enumerate(positions)}, positions[:-1]
     for q in range(n):
         for h in holders.get(q, ()):
             since = work[h + 1] + slack[h]
@@ -100,9 +100,9 @@ def _fill(
                 from_neighbour[q] = since + messages[q]
         slack[q] = (fill[: q + 1] - work[: q + 1]).min()
         if q + 1 in columns:
-            waits = np.where(fill > 0, np.maximum(fill, from_neighbour) + once, 0.0)
-            starts = positions[:-1]
-            table[:-1, columns[q + 1]] = waits[starts] if is_exact else np.minimum.reduceat(waits, starts)
+            filled, near = (fill[starts], from_neighbour[starts]) if is_exact else (fill, from_neighbour)
+            waits = np.where(filled > 0, np.maximum(filled, near) + once, 0.0)
+            table[:-1, columns[q + 1]] = waits if is_exact else np.minimum.reduceat(waits, starts)
     return table
 
 

@@ -181,7 +181,7 @@ class Sized:
 
 @dataclass(frozen=True, slots=True)
 class Ways:
-    """Ways to run ranges, without recompute and with it: seconds, and bytes."""
+    """Ways to run ranges, the fastest first: without recompute, and with it; seconds, and bytes."""
 
     options: tuple[tuple[Array, StageBytes[Array]], ...]
 
@@ -191,9 +191,15 @@ class Ways:
         A range that only fits with fewer micro-batches in flight waits for each of them in proportion. A replica has
         `share` micro-batches.
         """
-        best = np.full_like(self.options[0][0], np.inf)
+        fastest, its_bytes = self.options[0]
+        fits = its_bytes.fits(limit_bytes, in_flight, share)
+        best = np.where(fits, fastest, np.inf)
+        left = np.flatnonzero(~fits & np.logical_or.reduce([held.least <= limit_bytes for _, held in self.options]))
+        others = [(seconds.take(left), held.map(lambda part: part.take(left))) for seconds, held in self.options]
+        slower = np.full(len(left), np.inf)
         for depth in sorted({in_flight, (in_flight + 1) // 2, 1}):
-            for seconds, num_bytes in self.options:
+            for seconds, num_bytes in others:
                 fits = num_bytes.fits(limit_bytes, depth, share)
-                np.minimum(seconds * (in_flight / depth), best, out=best, where=fits)
+                np.minimum(seconds * (in_flight / depth), slower, out=slower, where=fits)
+        best.put(left, slower)
         return best

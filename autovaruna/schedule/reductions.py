@@ -32,6 +32,6 @@ def _ends_of_gradients(pipeline: Pipeline, acts: tuple[list[Act], ...]) -> list[
     last = [0.0] * pipeline.num_stages
     for row in acts:
         for _, end, replica, kind, _ in row:
-            if kind in (Kind.BACKWARD, Kind.WEIGHT) and end > last[replica.stage]:
+            if end > last[replica.stage] and (kind is Kind.BACKWARD or kind is Kind.WEIGHT):
                 last[replica.stage] = end
     return last

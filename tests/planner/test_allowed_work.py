@@ -1,0 +1,38 @@
+"""Holds that the work that memory allows is the least over every way that fits."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from autovaruna.planner.costs import Array
+from autovaruna.planner.memory import StageBytes
+from autovaruna.planner.sized import Ways
+
+SHAPE = (9, 7)
+
+
+def _ways(rng: np.random.Generator) -> Ways:
+    """Draws a fast way that takes much memory and a slow one that takes less; the last column is in no range."""
+
+    def drawn(most: float) -> Array:
+        table = rng.uniform(0, most, SHAPE)
+        table[:, -1] = np.inf
+        return table
+
+    work, times = drawn(4), (1.0, 0.4)
+    held = (StageBytes(drawn(9) * f, drawn(3) * f, drawn(6) * f, drawn(9) * f) for f in times)
+    return Ways(tuple(zip((work, work + drawn(2)), held, strict=True)))
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("share", [3, 8])
+def test_allowed_work_is_the_least_of_all_ways_that_fit(seed: int, share: int) -> None:
+    rng = np.random.default_rng(seed)
+    ways, limit, in_flight = _ways(rng), rng.uniform(2, 20), int(rng.integers(1, share + 1))
+    expected = np.full(SHAPE, np.inf)
+    for depth in (in_flight, (in_flight + 1) // 2, 1):
+        for seconds, num_bytes in ways.options:
+            slowed = seconds * (in_flight / depth)
+            expected = np.where(num_bytes.at(depth, share) <= limit, np.minimum(slowed, expected), expected)
+    assert np.array_equal(ways.allowed_work(in_flight, limit, share), expected)
