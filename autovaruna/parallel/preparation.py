@@ -15,6 +15,7 @@ import torch
 from rich.console import Console
 from torch import nn
 
+from autovaruna.errors import ConfigError
 from autovaruna.graph.traced import TracedModel
 from autovaruna.parallel.calls import SharedCall
 from autovaruna.parallel.machine import describe_cluster, optimizer_cost, optimizer_factor, rank_memory
@@ -111,7 +112,13 @@ class Preparation:
         """Writes the traced graph as JSON, if it is asked for."""
         path = self._settings.dump_graph
         if path and self._world.rank == 0:
-            Path(path).write_text(json.dumps(asdict(self._traced.graph), indent=1), encoding="utf-8")
+            try:
+                Path(path).parent.mkdir(parents=True, exist_ok=True)
+                Path(path).write_text(json.dumps(asdict(self._traced.graph), indent=1), encoding="utf-8")
+            except OSError as error:
+                raise ConfigError(
+                    f"dump_graph: {path} cannot be written ({error.strerror}); name a file that can be"
+                ) from error
             logger.info("wrote the graph to %s", path)
 
     def save(self, path: str) -> None:

@@ -9,8 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
 
+from autovaruna.errors import ConfigError
 from autovaruna.runtime.clock import offset_to_first
 from autovaruna.runtime.lost import Ends, Span, account, table
+from autovaruna.runtime.on_all import on_all
 from autovaruna.runtime.world import World
 from autovaruna.schedule import Simulation
 from autovaruna.schedule.instruction import Instruction, Kind
@@ -62,6 +64,10 @@ class EventTrace:
         world: The ranks.
         predicted: The simulated step.
         edges: What stages send each other.
+
+    Raises:
+        ConfigError: the file cannot be written, when training begins; the same kind on every rank. Later, training goes
+            on without the rest of the trace.
     """
 
     def __init__(self, path: str, world: World, predicted: Simulation, edges: Sequence[Edge]) -> None:
@@ -69,12 +75,21 @@ class EventTrace:
         self._world = world
         self._predicted = predicted
         self._num_steps = self._num_written = 0
-        world.barrier("starting the trace")
+        self._is_broken = False
+        on_all(world, self._begin, "starting the trace")
         self.recorder = Recorder(offset_to_first(world))
         self._awaited = awaited_by(predicted, edges) if world.rank == 0 else {}
-        if world.rank == 0:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._path.write_text("[\n" + "".join(_head(predicted)), encoding="utf-8")
+
+    def _begin(self) -> None:
+        if self._world.rank == 0:
+            try:
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                self._path.write_text("[\n" + "".join(_head(self._predicted)), encoding="utf-8")
+            except OSError as error:
+                raise ConfigError(
+                    f"trace_events_file: {self._path} cannot be written ({error.strerror}); name a file that can be, "
+                    "or leave out trace_events"
+                ) from error
 
     def write_step(self) -> None:
         """Ends a step; appends what was recorded, if it is time to. Collective."""
@@ -84,8 +99,15 @@ class EventTrace:
             return
         steps, self.recorder.steps = self.recorder.steps, []
         known = self._world.gather_objects(steps, "writing the trace")
-        if self._world.rank != 0:
+        if self._world.rank != 0 or self._is_broken:
             return
+        try:
+            self._append(known)
+        except OSError as error:
+            self._is_broken = True
+            logger.warning("the trace ends here: %s cannot be written (%s)", self._path, error.strerror)
+
+    def _append(self, known: Sequence[Sequence[Step]]) -> None:
         with self._path.open("a", encoding="utf-8") as file:
             for place, step in enumerate(zip(*known, strict=True)):
                 self._num_written += 1

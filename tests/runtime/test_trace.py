@@ -7,13 +7,15 @@ import logging
 from pathlib import Path
 
 import pytest
+import torch
 
+from autovaruna import AutoVaruna, ConfigError
 from autovaruna.__main__ import main
 from autovaruna.runtime.clock import offset_to_first
 from autovaruna.runtime.in_process import run_ranks
 from autovaruna.runtime.lost import account
 from tests.catalogue import PLAIN
-from tests.parallel.training import Setup, train
+from tests.parallel.training import QUIET, Setup, train
 from tests.reference import sgd
 
 CASE = next(case for case in PLAIN if case.max_stages >= 4).without_dropout()
@@ -96,6 +98,33 @@ def test_a_step_is_reported_in_the_log(tmp_path: Path, caplog: pytest.LogCapture
         logger.removeHandler(caplog.handler)
         logger.setLevel(level)
     assert "bubble  imbalance  messages" in caplog.text
+
+
+def step_of(model: AutoVaruna) -> None:
+    model(torch.ones(4, 3)).sum().backward()
+
+
+@pytest.mark.parametrize("setting", ["trace_events_file", "dump_graph"])
+def test_a_file_that_cannot_be_written_is_named_with_its_setting(setting: str, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    settings = {**QUIET, "num_micro_batches": 2, "trace_events": True, setting: str(tmp_path / "file" / "inner.json")}
+    with pytest.raises(ConfigError, match=f"{setting}: .*inner.json cannot be written"):
+        step_of(AutoVaruna(torch.nn.Linear(3, 1), **settings))
+
+
+def test_training_goes_on_when_its_trace_cannot(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Once, a full disk ended a run for its trace."""
+    path = tmp_path / "events.json"
+    model = AutoVaruna(
+        torch.nn.Linear(3, 1), **QUIET, num_micro_batches=2, trace_events=True, trace_events_file=str(path)
+    )
+    step_of(model)
+    path.unlink()
+    path.mkdir()
+    with caplog.at_level(logging.WARNING):
+        step_of(model)
+        step_of(model)
+    assert caplog.text.count("the trace ends here") == 1
 
 
 def test_lost_time_adds_up_and_is_told_apart() -> None:
