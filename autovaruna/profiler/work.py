@@ -16,6 +16,16 @@ from autovaruna.graph.weight_gradients import Deferred
 from autovaruna.profiler.parts import Part
 from autovaruna.profiler.samples import Samples
 
+aten = torch.ops.aten
+_LEFT_TO_CHANCE = (
+    aten.empty.memory_format,
+    aten.empty_like.default,
+    aten.empty_strided.default,
+    aten.empty_permuted.default,
+    aten.new_empty.default,
+    aten.new_empty_strided.default,
+)
+
 Outputs = Sequence[Tensor]
 
 
@@ -77,6 +87,7 @@ def make_work(part: Part, samples: Samples, batch_size: int) -> Work:
     """Returns a part as work on `batch_size` samples."""
     traced = part.traced
     piece = extract(traced, part.nodes, part.outputs, is_bare=True)
+    _fill_memory(piece.module)
     arguments = tuple(samples.argument(argument, batch_size) for argument in piece.arguments)
     values = {
         argument.name: tensor
@@ -96,6 +107,19 @@ def make_work(part: Part, samples: Samples, batch_size: int) -> Work:
         split=split,
         weights=tuple(at[argument] for argument in split.weights) if split else (),
     )
+
+
+def _fill_memory(module: fx.GraphModule) -> None:
+    """Has a graph fill memory that it leaves to chance.
+
+    A model that writes it all at the places of a permutation, to index with it then, would index with what is there:
+    here the permutation is zeros.
+    """
+    for node in list(module.graph.nodes):
+        if node.target in _LEFT_TO_CHANCE:
+            with module.graph.inserting_after(node):
+                module.graph.call_function(aten.zero_.default, (node,))
+    module.recompile()
 
 
 def empty_work(num_values: int, device: torch.device) -> Work:
