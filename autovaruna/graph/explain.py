@@ -13,8 +13,10 @@ from autovaruna.errors import TraceError
 from autovaruna.graph.call import CallSpec
 from autovaruna.graph.origin import is_users
 
-_WANTS_NUMBERS = ("data-dependent", "DataDependent", "DynamicOutputShape", "tensor subclasses", "FakeTensor.__format__")
-"""What torch says where the numbers in a tensor are wanted and a trace has none; the last two: NumPy and formats."""
+_OF_TRACERS = ("data-dependent", "DataDependent", "DynamicOutputShape")
+_OF_OTHERS = ("tensor subclasses", "FakeTensor.__format__", "concrete integers")  # NumPy, formats, and torch's C++
+_WANTS_NUMBERS = (*_OF_TRACERS, *_OF_OTHERS)
+"""What is said where the numbers in a tensor are wanted, and a trace has none."""
 
 
 def own_error(flat: nn.Module, inputs: list[Tensor], mode: FakeTensorMode) -> Exception | None:
@@ -47,13 +49,17 @@ def explain(
             "samples (a contrastive loss, say) out of the model, or pass dynamic_batch=False: each micro-batch is then "
             "a batch of its own to the model."
         )
-    reason = (
-        "it needs the number in a tensor, which a trace does not have" if _is_about_data(error) else _first_line(error)
-    )
     return TraceError(
-        f"{name} cannot be traced{_where(error)}: {reason}. Expected a forward whose Python control flow does not "
-        "depend on the numbers in tensors. Replace the branch by torch.where or torch.cond, move it out of forward, or "
-        "into a submodule, which is then kept whole as one operation."
+        f"{name} cannot be traced{_where(error)}: {reason_of(error)}. Expected a forward whose Python control flow "
+        "does not depend on the numbers in tensors. Replace the branch by torch.where or torch.cond, move it out of "
+        "forward, or into a submodule, which is then kept whole as one operation."
+    )
+
+
+def reason_of(error: Exception) -> str:
+    """Returns why an operation cannot run without numbers."""
+    return (
+        "it needs the number in a tensor, which a trace does not have" if _is_about_data(error) else _first_line(error)
     )
 
 

@@ -17,12 +17,15 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
+from autovaruna.errors import TraceError
 from autovaruna.graph import flops
 from autovaruna.graph.call import CallSpec
+from autovaruna.graph.explain import reason_of
 from autovaruna.graph.export import Exported, example_inputs
 from autovaruna.graph.fake import fake_like
 from autovaruna.graph.kept import run_kept
 from autovaruna.graph.layout import storage_of
+from autovaruna.graph.origin import origin
 from autovaruna.graph.precision import in_precision, precision_of
 from autovaruna.graph.recall import Memory
 
@@ -100,6 +103,16 @@ class _Pass(fx.Interpreter):
         return value
 
     def run_node(self, n: fx.Node) -> Any:
+        try:
+            return self._noted(n)
+        except Exception as error:
+            raise TraceError(
+                f"The model cannot be traced at {origin(n) or n.name}: {reason_of(error)}. Expected operations whose "
+                "sizes follow from the shapes of their arguments. Move the line out of forward, or give it sizes that "
+                "are numbers."
+            ) from error
+
+    def _noted(self, n: fx.Node) -> Any:
         inputs = [leaf for arg in n.all_input_nodes for leaf in _tensors(self.env[arg])]
         versions = [tensor._version for tensor in inputs]
         self.num_flops = 0

@@ -259,12 +259,21 @@ class OwnNumbers(Classifier):
         return super().forward(x, y) * float(numpy.abs(x.numpy()).mean())
 
 
-def test_what_only_a_trace_lacks_is_not_called_an_error_of_the_model() -> None:
-    """Numbers that numpy wants are there without a trace, so the inputs are not to blame."""
+class OwnSizes(Classifier):
+    """Takes lengths from its labels."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        lengths: Any = (y.max() + 1, y.min() + 1)
+        return super().forward(x, y) * F.interpolate(x[:, None, None], size=lengths).mean()
+
+
+@pytest.mark.parametrize(("kind", "line"), [(OwnNumbers, r"x\.numpy"), (OwnSizes, "interpolate")])
+def test_what_only_a_trace_lacks_is_not_called_an_error_of_the_model(kind: type[Classifier], line: str) -> None:
+    """Numbers that others than torch's tracers want are there without a trace, so the inputs are not to blame."""
     batch = labelled(SIZE, 0)[1]
-    OwnNumbers(Branch())(**batch).backward()
-    with pytest.raises(TraceError, match=r"cannot be traced at .*x\.numpy\(\).*needs the number in a tensor"):
-        AutoVaruna(OwnNumbers(Branch()), num_micro_batches=2, **QUIET)(**batch)
+    kind(Branch())(**batch).backward()
+    with pytest.raises(TraceError, match=rf"cannot be traced at .*{line}.*needs the number in a tensor"):
+        AutoVaruna(kind(Branch()), num_micro_batches=2, **QUIET)(**batch)
 
 
 def test_measuring_leaves_no_trace_in_a_kept_module() -> None:
