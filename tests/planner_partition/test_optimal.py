@@ -32,6 +32,7 @@ def test_partition_is_the_best_of_all_splits(batch: int, border: Border) -> None
         assert found.gap == 0.0
 
 
+@pytest.mark.filterwarnings("error::RuntimeWarning")
 @pytest.mark.parametrize("border", ["added", "overlapped"])
 def test_the_optimum_is_within_the_gap_where_downsets_are_too_many_to_list(border: Border) -> None:
     num_closed = num_searched = 0

@@ -203,7 +203,7 @@ class FewCuts:
         for _ in range(_ROUNDS):
             before = sum(map(len, lists))
             lists = [room.keep(boundary, cuts) for boundary, cuts in enumerate(lists)]
-            if not is_complete or sum(map(len, lists)) == before:
+            if not is_complete or not all(map(len, lists)) or sum(map(len, lists)) == before:
                 break
             room.least = np.maximum(room.least, [cuts.price.min(initial=math.inf) for cuts in lists])
         return lists, is_complete
