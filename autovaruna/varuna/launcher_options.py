@@ -98,21 +98,24 @@ def read_machines(path: str, num_slots: int) -> dict[str, int]:
     Raises:
         ConfigError: there is no such file, or it lists no machine.
     """
-    try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise ConfigError(
-            f"--machine_list {path} cannot be read: {error.strerror}; expected a machine a line"
-        ) from None
+    lines = _lines_of(path, "--machine_list", "a machine a line")
     names = [line.partition("#")[0].strip() for line in lines]
     machines: dict[str, int] = {}
     for name in filter(None, names):
-        if len(name.split()) > 1:
+        if len(name.split()) > 1 or name.startswith("-"):
             raise ConfigError(f"--machine_list {path} holds {name!r}; expected one name or address a line")
         machines[name] = machines.get(name, 0) + num_slots
     if not machines:
         raise ConfigError(f"--machine_list {path} lists no machine; expected one a line, as localhost")
     return machines
+
+
+def _lines_of(file: str, option: str, expected: str) -> list[str]:
+    try:
+        return Path(file).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise ConfigError(f"{option} {file} cannot be read: {why}; expected {expected}") from None
 
 
 def read_variables(path: str | None) -> dict[str, str]:
@@ -124,10 +127,7 @@ def read_variables(path: str | None) -> dict[str, str]:
     if path is None and not Path(DEFAULT_ENV_FILE).is_file():
         return {}
     file = path or DEFAULT_ENV_FILE
-    try:
-        lines = Path(file).read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise ConfigError(f"--env_file {file} cannot be read: {error.strerror}; expected lines NAME=value") from None
+    lines = _lines_of(file, "--env_file", "lines NAME=value")
     found: dict[str, str] = {}
     for number, line in enumerate(lines, 1):
         try:

@@ -87,6 +87,9 @@ def test_a_machine_that_is_listed_twice_has_twice_the_ranks() -> None:
         (["--batch_size", "0"], "--batch_size is 0"),
         (["--machine_list", "none"], "No such file"),
         (["--machine_list", "empty"], "lists no machine"),
+        (["--machine_list", "binary"], "--machine_list binary cannot be read: not UTF-8"),
+        (["--machine_list", "option"], "holds '-x'"),
+        (["--env_file", "binary"], "--env_file binary cannot be read: not UTF-8"),
         (["--machine_list", "train.py"], "lists no machine"),
         (["--code_dir", "none"], "no directory"),
         (["--env_file", "none"], "cannot be read"),
@@ -98,6 +101,8 @@ def test_a_machine_that_is_listed_twice_has_twice_the_ranks() -> None:
 )
 def test_what_cannot_start_says_why(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     Path("empty").write_text("\n")
+    Path("binary").write_bytes(b"\xff\n")
+    Path("option").write_text("-x\n")
     Path("bad").write_text("A=1\nno value\n")
     assert launcher.main(options(*words)) == 2
     assert message in capsys.readouterr().err
