@@ -17,7 +17,7 @@ _split: WeakSet[OwnedState] = WeakSet()
 
 
 def refuse_local_norms(state: OwnedState) -> None:
-    """Refuses ``torch.nn.utils.clip_grad_norm_`` for the gradients of a model that is split, from now on.
+    """Refuses ``torch.nn.utils.clip_grad_norm_`` and ``get_total_norm`` for gradients of a model that is split.
 
     Args:
         state: The model's parameters, of which this rank has but some.
@@ -36,6 +36,8 @@ def refuse_local_norms(state: OwnedState) -> None:
 
     checked.refuses_local_norms = True  # type: ignore[attr-defined]
     module._get_total_norm = checked
+    if hasattr(torch.nn.utils, "get_total_norm"):
+        torch.nn.utils.get_total_norm = checked
 
 
 def _check(tensors: Iterable[Tensor]) -> None:
@@ -43,6 +45,6 @@ def _check(tensors: Iterable[Tensor]) -> None:
     for state in _split:
         if any(id(each.grad) in given for each in state.parameters().values()):
             raise InputError(
-                "torch.nn.utils.clip_grad_norm_ got gradients of a model that is split over the ranks: it would clip "
-                "by the norm of this rank's part. Expected model.clip_grad_norm_(max_norm), on every rank."
+                "torch.nn.utils got gradients of a model that is split over the ranks: it would clip by the norm of "
+                "this rank's part. Expected model.clip_grad_norm_(max_norm), on every rank."
             )

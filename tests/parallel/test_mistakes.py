@@ -133,6 +133,8 @@ def test_the_norm_of_one_rank_clips_nothing() -> None:
         if any(parameter.grad is not None for parameter in wrapped.parameters()):
             with pytest.raises(InputError, match=r"model\.clip_grad_norm_\(max_norm\)"):
                 torch.nn.utils.clip_grad_norm_(wrapped.parameters(), 0.1)
+            with pytest.raises(InputError, match="the norm of this rank's part"):
+                torch.nn.utils.get_total_norm([each.grad for each in wrapped.parameters() if each.grad is not None])
 
     run_ranks(2, be_rank)
     model = stepped(AutoVaruna(Net(), **ONE))
