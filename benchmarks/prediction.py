@@ -55,6 +55,16 @@ def pipeline(cut: str, num_micro_batches: int, schedule: str, recompute: str = "
     }
 
 
+def shared(num_stages: int, num_micro_batches: int, schedule: str) -> dict[str, Any]:
+    """Returns the settings of more stages than ranks."""
+    return {
+        "num_stages": num_stages,
+        "num_micro_batches": num_micro_batches,
+        "schedule": schedule,
+        "recompute": "none",
+    }
+
+
 def replicas(num_micro_batches: int) -> dict[str, Any]:
     """Returns the settings of one stage on both ranks."""
     return {"num_stages": 1, "num_micro_batches": num_micro_batches, "recompute": "none"}
@@ -66,10 +76,12 @@ SETTINGS = [
     Setting("gpt, uneven", "gpt", 8, "adamw", pipeline("layers.4", 8, "1f1b")),
     Setting("gpt, gpipe", "gpt", 8, "momentum", pipeline("layers.3", 16, "gpipe")),
     Setting("gpt, recompute", "gpt", 8, "adamw", pipeline("layers.3", 8, "varuna", "all")),
+    Setting("gpt, interleaved", "gpt", 8, "adamw", shared(4, 8, "interleaved")),
     Setting("gpt, replicas", "gpt", 8, "adamw", replicas(2)),
     Setting("mlp, replicas", "mlp", 256, "adamw", replicas(4)),
     Setting("mlp, 1f1b", "mlp", 512, "sgd", pipeline("layers.6", 8, "1f1b")),
     Setting("mlp, whole batch", "mlp", 256, "adamw", {**pipeline("layers.6", 1, "gpipe"), "inputs": "replicated"}),
+    Setting("mlp, deepest", "mlp", 512, "sgd", shared(6, 8, "deepest_first")),
     Setting("resnet, gpipe", "resnet", 32, "momentum", pipeline("blocks.3", 4, "gpipe")),
     Setting("resnet, 1f1b", "resnet", 32, "adamw", pipeline("blocks.2", 8, "1f1b")),
     Setting("lopsided, 1f1b", "lopsided", 8, "adamw", pipeline("layers.1", 4, "1f1b")),
@@ -188,7 +200,7 @@ def be_rank(setting: Setting, num_steps: int, output: Path) -> None:
     measured = resident_bytes("VmHWM") - empty
     plan = wrapped.plan
     assert plan is not None
-    predicted = sum(stage.memory_bytes for stage in plan.stages if world.rank in stage.ranks)
+    predicted = plan.rank_bytes()[world.rank]
     known = world.gather_objects((seconds, predicted, measured), "results")
     if world.rank == 0:
         words = f"{plan.schedule} S={plan.num_stages} M={plan.num_micro_batches}"

@@ -11,7 +11,7 @@ import numpy as np
 
 from autovaruna.planner.costs import Array
 from autovaruna.planner.edges import Edges
-from autovaruna.planner.fitting import Option, bytes_of, fit
+from autovaruna.planner.fitting import Option, fit, peak_of
 from autovaruna.planner.pipeline import pipeline_of, policy_of
 from autovaruna.planner.prediction import Predictor, least_seconds, short_enough
 from autovaruna.planner.problem import SPLIT_SCHEDULE, Problem
@@ -169,6 +169,7 @@ class Planner:
             float(seconds[blocks[0] : blocks[-1] + 1].sum()) for seconds in (costs.input_seconds, costs.weight_seconds)
         ]
         speeds = tuple(cluster.speeds[rank] for rank in option.ranks)
+        peak = peak_of(sized, option)
         return StagePlan(
             blocks=blocks,
             ranks=option.ranks,
@@ -176,7 +177,8 @@ class Planner:
             in_flight=option.in_flight,
             forward_seconds=forward,
             backward_seconds=backward if self.problem.needs_gradient else 0.0,
-            memory_bytes=bytes_of(sized, option),
+            memory_bytes=peak.num_bytes,
+            shared_bytes=peak.shared_bytes,
             recompute_seconds=forward if option.needs_recompute else 0.0,
             reduce_seconds=reduce,
             optimizer_seconds=float(sized.optimizer_seconds[i, j]),

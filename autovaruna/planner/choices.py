@@ -84,7 +84,7 @@ def _choice(problem: Problem, num_stages: int, num_replicas: int, size: int) -> 
     except PlanError:
         return None
     rate = problem.global_batch_size / plan.predicted_seconds if plan.predicted_seconds > 0 else math.inf
-    memory = max(stage.memory_bytes for stage in plan.stages)
+    memory = max(plan.rank_bytes())
     return Choice(num_stages, num_replicas, size, plan, rate, memory)
 
 

@@ -161,7 +161,7 @@ _PREDICTED = (
     "parameter_bytes",
 )
 _RULES_OF_BYTES = ("process_bytes", "heap_share", "work_of_all", "work_of_largest")
-_PREDICTED_SINCE = ("optimizer_seconds", "input_seconds", "weight_seconds")
+_PREDICTED_SINCE = ("optimizer_seconds", "input_seconds", "weight_seconds", "shared_bytes")
 """Files of an older library lack these two kinds; then they are 0, as they were for the plan."""
 
 

@@ -11,7 +11,7 @@ from autovaruna.planner.costs import Costs
 from autovaruna.planner.fingerprint import Fingerprint
 from autovaruna.planner.infeasible import readable
 from autovaruna.planner.memory import MemoryModel, holdings_of_stage
-from autovaruna.planner.records import Plan
+from autovaruna.planner.records import Peak, Plan, together
 
 _ROUNDING = 1e-6
 
@@ -32,18 +32,19 @@ def memory_complaint(plan: Plan, valid_for: Fingerprint, graph: Graph) -> str:
     factor = float(valid_for.settings.get("optimizer_bytes_factor", 0.0))
     rules = (known.process_bytes, known.heap_share, known.work_of_all, known.work_of_largest)
     model = MemoryModel(factor, plan.needs_gradient, *rules)
-    used = [known.process_bytes] * plan.num_ranks
+    peaks: list[list[Peak]] = [[] for _ in range(plan.num_ranks)]
     for stage in plan.stages:
         held = holdings_of_stage(graph, costs, stage.blocks)
         share = -(-plan.num_micro_batches // len(stage.ranks))
-        num_bytes = model.total(held, stage.in_flight, stage.needs_recompute, stage.deferred, share)
+        peak = model.peak(held, stage.in_flight, stage.needs_recompute, stage.deferred, share)
         for rank in stage.ranks:
-            used[rank] += num_bytes - known.process_bytes  # The stages of a rank are in one process.
+            peaks[rank].append(peak)
     for rank, limit in enumerate(valid_for.memory_bytes):
-        if used[rank] > (limit + known.process_bytes) * (1 + _ROUNDING):  # a limit is for what the model brings
+        used = together(peaks[rank])
+        if used > (limit + known.process_bytes) * (1 + _ROUNDING):  # a limit is for what the model brings
             stages = [str(number) for number, stage in enumerate(plan.stages) if rank in stage.ranks]
             return (
-                f"rank {rank} has {readable(limit)}, but its stages ({', '.join(stages)}) need {readable(used[rank])}: "
+                f"rank {rank} has {readable(limit)}, but its stages ({', '.join(stages)}) need {readable(used)}: "
                 "move a cut, lower in_flight, let them recompute, or give the rank fewer stages"
             )
     return ""

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from autovaruna.planner.memory import Holdings
+from autovaruna.planner.records import Peak, together
 from autovaruna.planner.sized import Sized
 
 
@@ -45,10 +46,11 @@ def fit(sized: Sized, options: Sequence[Option]) -> list[Option] | None:
     return fitted
 
 
-def bytes_of(sized: Sized, option: Option) -> float:
+def peak_of(sized: Sized, option: Option) -> Peak:
     """Returns the peak of a stage on one replica."""
     share = -(-sized.num_micro_batches // len(option.ranks))
-    return float(sized.peak_of(option.held, option.needs_recompute, option.deferred).at(option.in_flight, share))
+    num_bytes = sized.stage_bytes(option.held, option.needs_recompute, option.deferred)
+    return num_bytes.peak(option.in_flight, share, sized.model.process_bytes)
 
 
 def _fit_rank(sized: Sized, options: list[Option], limit: float) -> list[Option] | None:
@@ -67,7 +69,8 @@ def _fit_rank(sized: Sized, options: list[Option], limit: float) -> list[Option]
 def _recompute_saving(sized: Sized, option: Option) -> float:
     if option.needs_recompute or True not in sized.recompute_choices:
         return 0.0
-    return bytes_of(sized, option) - bytes_of(sized, replace(option, needs_recompute=True))
+    with_recompute = replace(option, needs_recompute=True)
+    return peak_of(sized, option).num_bytes - peak_of(sized, with_recompute).num_bytes
 
 
 def _with_less_in_flight(sized: Sized, options: list[Option], limit: float) -> list[Option] | None:
@@ -92,4 +95,4 @@ def _lowered(options: Iterable[Option], depth: int) -> list[Option]:
 
 def _total(sized: Sized, options: Sequence[Option]) -> float:
     """Returns the peak of one rank: its stages together, in one process."""
-    return sum(bytes_of(sized, option) for option in options) - (len(options) - 1) * sized.model.process_bytes
+    return together(peak_of(sized, option) for option in options)

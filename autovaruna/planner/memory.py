@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from autovaruna.graph.records import Graph
 from autovaruna.planner.costs import Array, Costs
 from autovaruna.planner.ranges import RangeTables, gradient_bytes
+from autovaruna.planner.records import Peak
 
 Bytes = TypeVar("Bytes", float, Array)
 
@@ -66,12 +67,16 @@ class StageBytes(Generic[Bytes]):
         each: on top for each micro-batch in flight.
         least: the peak after the last backward, in the optimizer's step.
         first: in place of `once` in the first backward of a step, which gradients come with.
+        running: the part of `once` that is there while the stage runs alone.
+        gradients: the part of `once` that comes with the first backward.
     """
 
     once: Bytes
     each: Bytes
     least: Bytes
     first: Bytes
+    running: Bytes
+    gradients: Bytes
 
     def at(self, in_flight: float, share: float = math.inf) -> Bytes:
         """Returns the peak over the whole step.
@@ -99,13 +104,21 @@ class StageBytes(Generic[Bytes]):
             return self.first + each, self.once + each
         return self.first + each, self.once + self.each * (in_flight - 1) if in_flight > 1 else self.least
 
+    def beside_others(self, in_flight: float, share: float = math.inf) -> Bytes:
+        """Returns the peak while other stages of the rank run, in the optimizer's step at the latest."""
+        idle = self.once - self.running + self.each * in_flight
+        if in_flight >= share:
+            idle = np.maximum(idle - self.gradients, idle - self.each)
+        peak: Bytes = np.maximum(idle, self.least)
+        return peak
+
     def on_top_of(self, lasting: Bytes) -> StageBytes[Bytes]:
         """Returns the same with something that is always there."""
-        return StageBytes(self.once + lasting, self.each, self.least + lasting, self.first + lasting)
+        return replace(self, once=self.once + lasting, least=self.least + lasting, first=self.first + lasting)
 
     def map(self, change: Callable[[Bytes], Bytes]) -> StageBytes[Bytes]:
         """Returns the same with every part changed."""
-        return StageBytes(change(self.once), change(self.each), change(self.least), change(self.first))
+        return StageBytes(*(change(getattr(self, part.name)) for part in fields(self)))
 
 
 def deepest(held: StageBytes[Array], limit: float, least_share: float) -> Array:
@@ -165,13 +178,15 @@ class MemoryModel:
         kept = held.received + held.inputs
         return kept if needs_recompute else kept + held.saved + held.sent
 
-    def passing(self, held: Holdings[Bytes], needs_recompute: bool) -> Bytes:
-        """Returns the bytes of the micro-batch at work, and of messages on their way."""
-        passing = held.received + held.work
+    def running(self, held: Holdings[Bytes], needs_recompute: bool) -> Bytes:
+        """Returns the bytes of the micro-batch at work."""
         if not self.needs_gradient:
-            return passing + held.inputs + held.sent
-        passing = passing + held.gradients_received + held.gradients_sent
-        return passing + held.saved + held.sent if needs_recompute else passing
+            return held.work + held.inputs + held.sent
+        return held.work + held.saved + held.sent if needs_recompute else held.work
+
+    def messages(self, held: Holdings[Bytes]) -> Bytes:
+        """Returns the bytes of messages on their way."""
+        return held.received + held.gradients_received + held.gradients_sent if self.needs_gradient else held.received
 
     def updating(self, held: Holdings[Bytes]) -> Bytes:
         """Returns the bytes on top when no micro-batch is there: tied gradients meet, then the optimizer steps."""
@@ -197,8 +212,10 @@ class MemoryModel:
             deferred: backwards whose weight gradients are not yet computed.
         """
         each, lasting, gradients = self.per_micro_batch(held, needs_recompute), self.lasting(held), self.gradients(held)
-        work = gradients + self.passing(held, needs_recompute) + held.deferred * deferred
-        made = StageBytes(work, each, gradients + self.updating(held), work + self.before_gradients(held))
+        running = self.running(held, needs_recompute)
+        work = gradients + self.messages(held) + running + held.deferred * deferred
+        first = work + self.before_gradients(held)
+        made = StageBytes(work, each, gradients + self.updating(held), first, running, gradients)
         return made.map(lambda part: part * (1.0 + self.heap_share)).on_top_of(lasting)
 
     def total(
@@ -211,6 +228,12 @@ class MemoryModel:
     ) -> Bytes:
         """Returns the peak on one replica, with `in_flight` forwards not yet backwarded of `share` in all."""
         return self.of_stage(held, needs_recompute, deferred).at(in_flight, share)
+
+    def peak(self, held: Holdings[float], in_flight: int, needs_recompute: bool, deferred: int, share: float) -> Peak:
+        """Returns the same as `total`, with what other stages of the rank use as well; the process is one of that."""
+        num_bytes = self.of_stage(held, needs_recompute, deferred)
+        peak = float(num_bytes.at(in_flight, share))
+        return Peak(peak, peak - float(num_bytes.beside_others(in_flight, share)) + self.process_bytes)
 
 
 def holdings_of_stage(graph: Graph, costs: Costs, blocks: Collection[int]) -> Holdings[float]:

@@ -2,12 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from autovaruna.profiler.records import LinkCost
 
 FORMAT_VERSION = 1
 UNKNOWN_LINK = LinkCost(1e-5, 1e10)
+
+
+class Peak(NamedTuple):
+    """The peak of a stage on one replica, and the part of it that other stages of its rank use in turn."""
+
+    num_bytes: float
+    shared_bytes: float
+
+
+def together(peaks: Iterable[Peak]) -> float:
+    """Returns the peak of a rank that holds some stages, in bytes: it runs one of them at a time."""
+    every = list(peaks)
+    return sum(peak.num_bytes - peak.shared_bytes for peak in every) + max(
+        (peak.shared_bytes for peak in every), default=0.0
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +39,7 @@ class StagePlan:
         forward_seconds, backward_seconds: predicted, for one micro-batch on a rank of speed 1; backward without the
             recompute.
         memory_bytes: predicted peak on one replica.
+        shared_bytes: the part of `memory_bytes` that other stages of the same rank use in turn.
         recompute_seconds: predicted, for one micro-batch; 0 without recompute.
         reduce_seconds: predicted all-reduce of the stage's gradients.
         optimizer_seconds: predicted optimizer step over the stage's parameters, on a rank of speed 1.
@@ -38,6 +56,7 @@ class StagePlan:
     forward_seconds: float = 0.0
     backward_seconds: float = 0.0
     memory_bytes: float = 0.0
+    shared_bytes: float = 0.0
     recompute_seconds: float = 0.0
     reduce_seconds: float = 0.0
     optimizer_seconds: float = 0.0
@@ -121,6 +140,14 @@ class Plan:
             for replica, rank in enumerate(stage.ranks):
                 seconds[rank] += stage.optimizer_seconds / (stage.speeds[replica] if stage.speeds else 1.0)
         return tuple(seconds)
+
+    def rank_bytes(self) -> tuple[float, ...]:
+        """Returns the predicted peak of each rank, over all stages that it holds."""
+        held: list[list[Peak]] = [[] for _ in range(self.num_ranks)]
+        for stage in self.stages:
+            for rank in stage.ranks:
+                held[rank].append(Peak(stage.memory_bytes, stage.shared_bytes))
+        return tuple(together(peaks) for peaks in held)
 
     def rank_of(self, stage: int, micro_batch: int) -> int:
         """Returns the rank that runs a micro-batch at a stage."""

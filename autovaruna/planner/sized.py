@@ -108,7 +108,7 @@ class Sized:
     def _peaks(self) -> dict[tuple[int, bool, int], tuple[Holdings[float], StageBytes[float]]]:
         return {}
 
-    def peak_of(self, held: Holdings[float], needs_recompute: bool, deferred: int) -> StageBytes[float]:
+    def stage_bytes(self, held: Holdings[float], needs_recompute: bool, deferred: int) -> StageBytes[float]:
         """Returns the peak of a stage on one replica, for any number of forwards not yet backwarded."""
         key = id(held), needs_recompute, deferred
         if key not in self._peaks:

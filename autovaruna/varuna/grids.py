@@ -113,7 +113,7 @@ def choice_at(measured: Measured, wishes: Wishes, num_stages: int) -> Choice:
     )
     plan = make_plan(problem)
     size = wishes.chunk_size or math.ceil(share / (plan.num_micro_batches // replicas))
-    memory = max(stage.memory_bytes for stage in plan.stages)
+    memory = max(plan.rank_bytes())
     return Choice(num_stages, replicas, size, plan.num_micro_batches, plan.predicted_seconds, memory, plan)
 
 
