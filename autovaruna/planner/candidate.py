@@ -9,13 +9,15 @@ from functools import lru_cache
 
 import numpy as np
 
-from autovaruna.planner.costs import Array
+from autovaruna.planner.costs import Array, Costs
 from autovaruna.planner.edges import Edges
 from autovaruna.planner.fitting import Option, fit, peak_of
+from autovaruna.planner.memory import holdings_of_stage
 from autovaruna.planner.pipeline import pipeline_of, policy_of
 from autovaruna.planner.prediction import Predictor, least_seconds, short_enough
 from autovaruna.planner.problem import SPLIT_SCHEDULE, Problem
 from autovaruna.planner.ranges import RangeTables
+from autovaruna.planner.rank_memory import peaks_of_ranks
 from autovaruna.planner.records import BlockBytes, Plan, StagePlan
 from autovaruna.planner.sized import Sized
 from autovaruna.schedule import Pipeline, latency_depth, simulate, textbook_depth
@@ -119,19 +121,28 @@ class Planner:
         return replace(plan, predicted_seconds=seconds) if seconds < below else None
 
     def predict_whole(self, plan: Plan) -> Plan:
-        """Returns the plan with its predicted seconds, with the links of every rank, unless there are very many."""
-        simulation = simulate(short_enough(self.pipeline(plan)), policy_of(plan.schedule))
-        return replace(plan, predicted_seconds=simulation.step_seconds)
+        """Returns the plan with its predicted seconds and memory, with the links of every rank if they are not many."""
+        pipeline = short_enough(self.pipeline(plan))
+        simulation = simulate(pipeline, policy_of(plan.schedule))
+        model, costs = self.sized(plan.num_micro_batches).model, self._greatest_costs(plan)
+        held = (holdings_of_stage(self.problem.graph, costs, stage.blocks) for stage in plan.stages)
+        pairs = zip(held, plan.stages, strict=True)
+        stages = [model.of_stage(each, stage.needs_recompute, stage.deferred) for each, stage in pairs]
+        peaks = peaks_of_ranks(plan, stages, model.process_bytes, pipeline, simulation.schedule)
+        return replace(plan, predicted_seconds=simulation.step_seconds, rank_memory_bytes=peaks)
+
+    def _greatest_costs(self, plan: Plan) -> Costs:
+        """Returns the cost of each block for the greatest micro-batch."""
+        return self.problem.cost_table.at(math.ceil(plan.micro_batch_size - 1e-9))
 
     def with_block_bytes(self, plan: Plan) -> Plan:
         """Returns the plan with the bytes of each block that its memory was predicted from."""
-        size = math.ceil(plan.micro_batch_size - 1e-9)
-        costs = self.problem.cost_table.at(size)
+        costs = self._greatest_costs(plan)
         saved, work = tuple(costs.saved_bytes.tolist()), tuple(costs.work_bytes.tolist())
         model = self.sized(plan.num_micro_batches).model
         rules = (model.process_bytes, model.heap_share, model.work_of_all, model.work_of_largest)
         deferred = tuple(costs.deferred_bytes.tolist()) if plan.schedule == SPLIT_SCHEDULE else ()
-        return replace(plan, block_bytes=BlockBytes(size, saved, work, *rules, deferred))
+        return replace(plan, block_bytes=BlockBytes(int(costs.micro_batch_size), saved, work, *rules, deferred))
 
     def _options(self, sized: Sized, candidate: Candidate) -> list[Option]:
         counts = [len(ranks) for ranks in candidate.ranks]

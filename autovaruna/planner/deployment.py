@@ -129,6 +129,7 @@ def _to_json(deployment: Deployment) -> dict[str, Any]:
             "local_link": _link_to_json(plan.local_link),
             "remote_link": _link_to_json(plan.remote_link),
             "overhead_seconds": plan.overhead_seconds,
+            "rank_memory_bytes": list(plan.rank_memory_bytes),
             **({"block_bytes": asdict(plan.block_bytes)} if plan.block_bytes else {}),
         },
         "valid_for": asdict(valid_for)
@@ -191,6 +192,7 @@ def _from_json(fields: Fields) -> Deployment:
         remote_link=_link(predicted.inside("remote_link")),
         host_of=_host_of(valid_for, fingerprint.num_ranks),
         overhead_seconds=predicted.amount("overhead_seconds", missing=0.0),
+        rank_memory_bytes=_rank_memory(predicted, fingerprint.num_ranks),
         block_bytes=_block_bytes(predicted.inside("block_bytes")) if "block_bytes" in predicted.content else None,
         needs_gradient=valid_for.get("needs_gradient", bool),
         is_measured=predicted.content.get("is_measured", True) is not False,
@@ -221,6 +223,14 @@ def _block_bytes(fields: Fields) -> BlockBytes:
     rules = {name: fields.amount(name, missing=0.0) for name in _RULES_OF_BYTES}
     deferred = fields.amounts("deferred_bytes", is_positive=False) if "deferred_bytes" in fields.content else ()
     return BlockBytes(fields.at_least("micro_batch_size", 1), saved, work, **rules, deferred_bytes=deferred)
+
+
+def _rank_memory(fields: Fields, num_ranks: int) -> tuple[float, ...]:
+    name = "rank_memory_bytes"
+    known = fields.amounts(name, is_positive=False) if name in fields.content else ()
+    if known and len(known) != num_ranks:
+        raise fields.error(name, f"has {len(known)} numbers, expected one for each of {num_ranks} ranks")
+    return known
 
 
 def _host_of(fields: Fields, num_ranks: int) -> tuple[int, ...]:

@@ -36,7 +36,8 @@ def memory_complaint(plan: Plan, valid_for: Fingerprint, graph: Graph) -> str:
     for stage in plan.stages:
         held = holdings_of_stage(graph, costs, stage.blocks)
         share = -(-plan.num_micro_batches // len(stage.ranks))
-        peak = model.peak(held, stage.in_flight, stage.needs_recompute, stage.deferred, share)
+        num_bytes = model.of_stage(held, stage.needs_recompute, stage.deferred)
+        peak = num_bytes.peak(stage.in_flight, share, model.process_bytes)
         for rank in stage.ranks:
             peaks[rank].append(peak)
     for rank, limit in enumerate(valid_for.memory_bytes):

@@ -112,6 +112,11 @@ class StageBytes(Generic[Bytes]):
         peak: Bytes = np.maximum(idle, self.least)
         return peak
 
+    def peak(self: StageBytes[float], in_flight: float, share: float, process_bytes: float) -> Peak:
+        """Returns the peak over the whole step, with what other stages of the rank use as well: the process, too."""
+        peak = float(self.at(in_flight, share))
+        return Peak(peak, peak - float(self.beside_others(in_flight, share)) + process_bytes)
+
     def on_top_of(self, lasting: Bytes) -> StageBytes[Bytes]:
         """Returns the same with something that is always there."""
         return replace(self, once=self.once + lasting, least=self.least + lasting, first=self.first + lasting)
@@ -228,12 +233,6 @@ class MemoryModel:
     ) -> Bytes:
         """Returns the peak on one replica, with `in_flight` forwards not yet backwarded of `share` in all."""
         return self.of_stage(held, needs_recompute, deferred).at(in_flight, share)
-
-    def peak(self, held: Holdings[float], in_flight: int, needs_recompute: bool, deferred: int, share: float) -> Peak:
-        """Returns the same as `total`, with what other stages of the rank use as well; the process is one of that."""
-        num_bytes = self.of_stage(held, needs_recompute, deferred)
-        peak = float(num_bytes.at(in_flight, share))
-        return Peak(peak, peak - float(num_bytes.beside_others(in_flight, share)) + self.process_bytes)
 
 
 def holdings_of_stage(graph: Graph, costs: Costs, blocks: Collection[int]) -> Holdings[float]:

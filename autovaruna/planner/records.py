@@ -92,11 +92,11 @@ class Plan:
 
     `predicted_seconds` comes from the simulator; `bound_seconds` is a lower bound on the step over all plans of the
     searched kind, `single_bound_seconds` over those with one stage a rank (0: none fits), and `bound_proof` says in one
-    sentence how they were proved. The links, `host_of` (a host number for
-    each rank; empty: one host) and `overhead_seconds` (of the executor, for each instruction) are those that the
-    prediction was made with: with them the plan alone gives the schedule, the same one on every rank. `is_measured` is
-    False if the costs came from a roofline. `block_bytes` is what memory was predicted from, so that a plan edited by
-    hand can be checked.
+    sentence how they were proved. The links, `host_of` (a host number for each rank; empty: one host) and
+    `overhead_seconds` (of the executor, for each instruction) are those that the prediction was made with: with them
+    the plan alone gives the schedule, the same one on every rank. `is_measured` is False if the costs came from a
+    roofline. `rank_memory_bytes` is the predicted peak of each rank over its instructions (empty: not known).
+    `block_bytes` is what memory was predicted from, so that a plan edited by hand can be checked.
     """
 
     stages: tuple[StagePlan, ...]
@@ -114,6 +114,7 @@ class Plan:
     overhead_seconds: float = 0.0
     needs_gradient: bool = True
     is_measured: bool = True
+    rank_memory_bytes: tuple[float, ...] = ()
     block_bytes: BlockBytes | None = None
     format_version: int = FORMAT_VERSION
 
@@ -143,6 +144,8 @@ class Plan:
 
     def rank_bytes(self) -> tuple[float, ...]:
         """Returns the predicted peak of each rank, over all stages that it holds."""
+        if self.rank_memory_bytes:
+            return self.rank_memory_bytes
         held: list[list[Peak]] = [[] for _ in range(self.num_ranks)]
         for stage in self.stages:
             for rank in stage.ranks:

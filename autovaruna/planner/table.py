@@ -54,6 +54,9 @@ def explain(plan: Plan, graph: Graph) -> str:
             f"single stages   no plan with one stage a rank takes less than {seconds(plan.single_bound_seconds)}"
         )
     lines.append(f"these stages    no schedule of them takes less than {seconds(lower_bound(fold(pipeline)))}")
+    if sum(len(stage.ranks) for stage in plan.stages) > len(used):
+        peaks = [plan.rank_bytes()[rank] for rank in used]
+        lines.append(f"memory of ranks {readable(min(peaks))} to {readable(max(peaks))}, for all stages of a rank")
     if len(used) < plan.num_ranks:
         lines.append(f"ranks used      {len(used)} of {plan.num_ranks}: more are not faster, or were not asked for")
     for name, parts in _parts([lost[rank] for rank in used] if len(lost) == plan.num_ranks else lost):

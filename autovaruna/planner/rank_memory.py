@@ -1,0 +1,67 @@
+"""Predicts the memory of a rank from its instructions, one after the other.
+
+The in-flight depths of stages bound what each of them holds, but stages of one rank seldom reach theirs together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from autovaruna.planner.memory import StageBytes
+from autovaruna.planner.records import Plan
+from autovaruna.schedule import Instruction, Kind, Pipeline, Schedule
+
+
+def peaks_of_ranks(
+    plan: Plan,
+    stages: Sequence[StageBytes[float]],
+    process_bytes: float,
+    pipeline: Pipeline,
+    schedule: Schedule,
+) -> tuple[float, ...]:
+    """Returns the most that each rank holds in a step, in bytes; 0 for a rank without a stage.
+
+    Args:
+        plan: the plan.
+        stages: what each of its stages takes; each counts the process as its own.
+        process_bytes: of the process.
+        pipeline: the plan as it was simulated: with all replicas, or with one for every so many.
+        schedule: the instructions of the pipeline's ranks.
+    """
+    simulated: dict[int, int] = {}
+    held: dict[int, dict[int, StageBytes[float]]] = {}
+    for s, (stage, times) in enumerate(zip(plan.stages, pipeline.stages, strict=True)):
+        together = len(stage.ranks) // len(times.ranks)
+        for place, rank in enumerate(stage.ranks):
+            simulated[rank] = times.ranks[place // together]
+            held.setdefault(simulated[rank], {})[s] = stages[s]
+    peaks = {rank: peak_of_instructions(schedule[rank], own, process_bytes) for rank, own in held.items()}
+    return tuple(peaks[simulated[rank]] if rank in simulated else 0.0 for rank in range(plan.num_ranks))
+
+
+def peak_of_instructions(
+    instructions: Iterable[Instruction], stages: Mapping[int, StageBytes[float]], process_bytes: float
+) -> float:
+    """Returns the most that a rank holds in a step, in bytes.
+
+    Args:
+        instructions: of the rank, in order.
+        stages: those of the rank; each counts the process as its own.
+        process_bytes: of the process.
+    """
+    peak = sum(stage.least for stage in stages.values())
+    begun: set[int] = set()
+    idle = sum(stage.once - stage.running - stage.gradients for stage in stages.values())
+    for instruction in instructions:
+        stage = stages[instruction.stage]
+        if instruction.kind is Kind.FORWARD:
+            idle += stage.each
+        if instruction.kind is Kind.BACKWARD and instruction.stage not in begun:
+            begun.add(instruction.stage)
+            peak = max(peak, idle + stage.first - (stage.once - stage.running - stage.gradients))
+            idle += stage.gradients
+        else:
+            peak = max(peak, idle + stage.running)
+        if instruction.kind is Kind.BACKWARD:
+            idle -= stage.each
+    return peak - (len(stages) - 1) * process_bytes

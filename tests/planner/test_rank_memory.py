@@ -1,0 +1,103 @@
+"""The memory of a rank, from its instructions: what its stages hold together, moment by moment."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import fields, replace
+
+import pytest
+
+from autovaruna.planner.memory import StageBytes
+from autovaruna.planner.orders import Orders
+from autovaruna.planner.rank_memory import peak_of_instructions
+from autovaruna.planner.records import Peak, Plan, together
+from autovaruna.planner.search import make_plan
+from autovaruna.planner.table import explain
+from autovaruna.schedule import POLICIES, Instruction, Kind, simulate
+from tests.planner.cases import make_problem
+from tests.schedule.pipelines import chain, placed
+
+PROCESS = 3.0
+
+
+def drawn_stage(chance: random.Random) -> StageBytes[float]:
+    """A stage as the memory model makes them: what runs and gradients are parts of all, the process is in each."""
+    running, gradients, each, rest = (float(chance.randint(0, 9)) for _ in range(4))
+    once = rest + running + gradients + PROCESS
+    first = once - min(gradients, chance.randint(0, 9))
+    return StageBytes(once, each, rest + gradients + PROCESS + chance.randint(0, 9), first, running, gradients)
+
+
+def by_hand(row: tuple[Instruction, ...], stages: dict[int, StageBytes[float]]) -> float:
+    """Counts anew at each instruction what every stage holds."""
+    peak = sum(stage.least for stage in stages.values())
+    for place, now in enumerate(row):
+        total = 0.0
+        for s, stage in stages.items():
+            before = [step.kind for step in row[:place] if step.stage == s]
+            in_flight = before.count(Kind.FORWARD) - before.count(Kind.BACKWARD)
+            has_begun, runs = Kind.BACKWARD in before, now.stage == s
+            in_flight += runs and now.kind is Kind.FORWARD
+            if runs and now.kind is Kind.BACKWARD and not has_begun:
+                total += stage.first
+            else:
+                total += stage.once - (not runs) * stage.running - (not has_begun) * stage.gradients
+            total += stage.each * in_flight
+        peak = max(peak, total)
+    return peak - (len(stages) - 1) * PROCESS
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_it_is_the_most_of_any_moment_and_never_above_what_the_depths_allow(seed: int) -> None:
+    chance = random.Random(seed)
+    num_stages, num_ranks, count = chance.randint(1, 6), chance.randint(1, 3), chance.randint(1, 7)
+    recompute = chance.choice((None, 1.0))
+    pipeline = placed(
+        chain(num_stages, count, recompute=recompute), [(s % num_ranks,) for s in range(num_stages)], num_ranks
+    )
+    schedule = simulate(pipeline, POLICIES[chance.choice(("1f1b", "interleaved", "varuna", "deepest_first"))]).schedule
+    every = [drawn_stage(chance) for _ in range(num_stages)]
+    for rank in range(min(num_ranks, num_stages)):
+        mine = {s: every[s] for s in range(rank, num_stages, num_ranks)}
+        found = peak_of_instructions(schedule[rank], mine, PROCESS)
+        assert found == by_hand(schedule[rank], mine)
+        depths = {s: min(pipeline.stages[s].in_flight, count) for s in mine}
+        peaks = [
+            Peak(held.at(depths[s], count), held.at(depths[s], count) - held.beside_others(depths[s], count) + PROCESS)
+            for s, held in mine.items()
+        ]
+        assert found <= together(peaks)
+
+
+def test_changes_of_a_stage_are_changes_of_every_part() -> None:
+    held = drawn_stage(random.Random(0))
+    doubled = held.map(lambda part: 2 * part)
+    assert all(getattr(doubled, part.name) == 2 * getattr(held, part.name) for part in fields(held))
+
+
+def rank_zero(plan: Plan) -> float:
+    """The sum of what each stage of rank 0 would take by itself."""
+    return sum(stage.memory_bytes for stage in plan.stages if 0 in stage.ranks)
+
+
+def test_a_rank_with_several_stages_takes_less_than_they_would_apart() -> None:
+    problem = make_problem(16, 2, 4, num_stages=8, num_micro_batches=4)
+    plan = make_plan(problem)
+    apart = replace(plan, rank_memory_bytes=())
+    assert plan.rank_bytes()[0] <= apart.rank_bytes()[0] < rank_zero(plan)
+    assert "memory of ranks" in explain(plan, problem.graph)
+
+
+def test_a_rank_with_one_stage_takes_what_its_depth_asks_for() -> None:
+    problem = make_problem(8, 3, 12, num_stages=3, num_replicas=1, schedule="1f1b")
+    plan = make_plan(problem)
+    reached = [max(_in_flight(row)) for row in Orders(plan, problem.graph).planned]
+    for stage, depth, num_bytes in zip(plan.stages, reached, plan.rank_bytes(), strict=True):
+        if depth == stage.in_flight:
+            assert num_bytes == pytest.approx(stage.memory_bytes)
+    assert any(depth == stage.in_flight for stage, depth in zip(plan.stages, reached, strict=True))
+
+
+def _in_flight(row: tuple[Instruction, ...]) -> list[int]:
+    change = {Kind.FORWARD: 1, Kind.BACKWARD: -1}
+    return [sum(change.get(step.kind, 0) for step in row[: place + 1]) for place in range(len(row))]
