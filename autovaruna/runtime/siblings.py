@@ -14,7 +14,7 @@ from pathlib import Path
 from autovaruna.errors import RankError
 
 _JOB, _RANK, _NUM_HERE = "PMIX_NAMESPACE", "PMIX_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"
-_PATIENCE_SECONDS = 0.5
+_PATIENCE_SECONDS = 2.0
 """How long a rank may take to appear: a launcher starts all of a host at once."""
 _LAUNCHERS = ("prterun", "prted", "mpirun", "mpiexec", "orted")
 
