@@ -21,7 +21,8 @@ def _ways(rng: np.random.Generator) -> Ways:
         return table
 
     work, times = drawn(4), (1.0, 0.4)
-    held = (StageBytes(drawn(9) * f, drawn(3) * f, drawn(6) * f, drawn(9) * f) for f in times)
+    none = np.zeros(SHAPE)
+    held = (StageBytes(drawn(9) * f, drawn(3) * f, drawn(6) * f, drawn(9) * f, none, none) for f in times)
     return Ways(tuple(zip((work, work + drawn(2)), held, strict=True)))
 
 
