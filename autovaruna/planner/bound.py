@@ -35,9 +35,9 @@ import numpy as np
 from autovaruna.planner.chain import partition_chain
 from autovaruna.planner.costs import Array
 from autovaruna.planner.demand import Computed, Demand, Listed, Needs
-from autovaruna.planner.memory import deepest
 from autovaruna.planner.range_waits import RangeWaits, range_waits_of
 from autovaruna.planner.sized import Sized
+from autovaruna.planner.stage_bytes import deepest
 from autovaruna.planner.ways import ROUNDING, Way
 
 _PRECISION = 1e-5

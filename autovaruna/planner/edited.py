@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 
@@ -11,7 +12,7 @@ from autovaruna.planner.costs import Costs
 from autovaruna.planner.fingerprint import Fingerprint
 from autovaruna.planner.infeasible import readable
 from autovaruna.planner.memory import MemoryModel, holdings_of_stage
-from autovaruna.planner.records import Peak, Plan, together
+from autovaruna.planner.records import Plan
 
 _ROUNDING = 1e-6
 
@@ -32,20 +33,19 @@ def memory_complaint(plan: Plan, valid_for: Fingerprint, graph: Graph) -> str:
     factor = float(valid_for.settings.get("optimizer_bytes_factor", 0.0))
     rules = (known.process_bytes, known.heap_share, known.work_of_all, known.work_of_largest)
     model = MemoryModel(factor, plan.needs_gradient, *rules)
-    peaks: list[list[Peak]] = [[] for _ in range(plan.num_ranks)]
+    stages = []
     for stage in plan.stages:
         held = holdings_of_stage(graph, costs, stage.blocks)
         share = -(-plan.num_micro_batches // len(stage.ranks))
         num_bytes = model.of_stage(held, stage.needs_recompute, stage.deferred)
         peak = num_bytes.peak(stage.in_flight, share, model.process_bytes)
-        for rank in stage.ranks:
-            peaks[rank].append(peak)
-    for rank, limit in enumerate(valid_for.memory_bytes):
-        used = together(peaks[rank])
+        stages.append(replace(stage, memory_bytes=peak.num_bytes, shared_bytes=peak.shared_bytes))
+    by_rank = replace(plan, stages=tuple(stages), rank_memory_bytes=()).rank_bytes()
+    for rank, (used, limit) in enumerate(zip(by_rank, valid_for.memory_bytes, strict=True)):
         if used > (limit + known.process_bytes) * (1 + _ROUNDING):  # a limit is for what the model brings
-            stages = [str(number) for number, stage in enumerate(plan.stages) if rank in stage.ranks]
+            own = [str(number) for number, stage in enumerate(plan.stages) if rank in stage.ranks]
             return (
-                f"rank {rank} has {readable(limit)}, but its stages ({', '.join(stages)}) need {readable(used)}: "
+                f"rank {rank} has {readable(limit)}, but its stages ({', '.join(own)}) need {readable(used)}: "
                 "move a cut, lower in_flight, let them recompute, or give the rank fewer stages"
             )
     return ""

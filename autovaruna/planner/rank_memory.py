@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from autovaruna.planner.memory import StageBytes
 from autovaruna.planner.records import Plan
+from autovaruna.planner.stage_bytes import StageBytes
 from autovaruna.schedule import Instruction, Kind, Pipeline, Schedule
 
 
@@ -51,14 +51,14 @@ def peak_of_instructions(
     """
     peak = sum(stage.least for stage in stages.values())
     begun: set[int] = set()
-    idle = sum(stage.once - stage.running - stage.gradients for stage in stages.values())
+    idle = sum(stage.waiting for stage in stages.values())
     for instruction in instructions:
         stage = stages[instruction.stage]
         if instruction.kind is Kind.FORWARD:
             idle += stage.each
         if instruction.kind is Kind.BACKWARD and instruction.stage not in begun:
             begun.add(instruction.stage)
-            peak = max(peak, idle + stage.first - (stage.once - stage.running - stage.gradients))
+            peak = max(peak, idle + stage.first - stage.waiting)
             idle += stage.gradients
         else:
             peak = max(peak, idle + stage.running)

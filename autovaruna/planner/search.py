@@ -121,7 +121,7 @@ class _Search:
             return None
         best = self._zoomed(chosen)
         self.progress("proving how good the plan is", 1.0)
-        plan = self.planner.predict_whole(self.planner.with_block_bytes(best))
+        plan = self.planner.with_block_bytes(self.planner.predict_whole(best))
         if chosen is trials:
             single = plan
         return self.proof.put_into(plan, single, was_cut_short=trials.was_cut_short or chosen.was_cut_short)

@@ -9,10 +9,11 @@ from functools import cached_property
 import numpy as np
 
 from autovaruna.planner.costs import Array, Costs
-from autovaruna.planner.memory import Holdings, MemoryModel, StageBytes, forbid_empty, holdings_of_ranges
+from autovaruna.planner.memory import Holdings, MemoryModel, forbid_empty, holdings_of_ranges
 from autovaruna.planner.problem import Problem
 from autovaruna.planner.ranges import RangeTables
 from autovaruna.planner.rings import Rings
+from autovaruna.planner.stage_bytes import StageBytes
 
 
 @dataclass(frozen=True)

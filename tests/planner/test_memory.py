@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import replace
 
@@ -15,13 +16,19 @@ from autovaruna.planner.edges import Edges
 from autovaruna.planner.memory import (
     Holdings,
     MemoryModel,
-    StageBytes,
-    deepest,
     holdings_of_ranges,
     holdings_of_stage,
 )
 from autovaruna.planner.ranges import RangeTables, gradient_bytes
+from autovaruna.planner.stage_bytes import StageBytes, deepest
 from tests.planner.cases import make_graph, make_profile
+
+
+def most(
+    model: MemoryModel, held: Holdings[float], in_flight: int, needs_recompute: bool, share: float = math.inf
+) -> float:
+    """The most on one replica."""
+    return model.of_stage(held, needs_recompute).at(in_flight, share)
 
 
 def case(seed: int) -> tuple[Graph, random.Random]:
@@ -75,7 +82,7 @@ def test_memory_grows_with_depth_size_blocks_and_optimizer(seed: int) -> None:
 
     def total(blocks: range, size: float, depth: int, factor: float, again: bool) -> float:
         held = holdings_of_stage(graph, CostTable(profile).at(size), blocks)
-        return MemoryModel(factor).total(held, depth, again)
+        return most(MemoryModel(factor), held, depth, again)
 
     for again in (False, True):
         base = total(range(last + 1), 2, 2, 1.0, again)
@@ -88,19 +95,19 @@ def test_memory_grows_with_depth_size_blocks_and_optimizer(seed: int) -> None:
 def test_recompute_saves_memory_of_every_micro_batch_but_one() -> None:
     held = Holdings(10.0, 10.0, 4.0, 0.0, 0.0, 1.0, 1.0, 2.0, 2.0, 2.0, 2.0, saved=100.0, work=5.0)
     model = MemoryModel(2.0)
-    assert model.total(held, 8, False) - model.total(held, 8, True) == pytest.approx(7 * (100 + 2))
-    assert model.total(held, 8, True) - model.total(held, 7, True) == pytest.approx(3.0)
+    assert most(model, held, 8, False) - most(model, held, 8, True) == pytest.approx(7 * (100 + 2))
+    assert most(model, held, 8, True) - most(model, held, 7, True) == pytest.approx(3.0)
 
 
 def test_the_peak_is_that_of_the_optimizer_step_if_it_needs_more_than_micro_batches() -> None:
     """It needs its temporaries when no micro-batch is there any more; for all parameters at once, or one by one."""
     held = Holdings(10.0, 10.0, 4.0, 0.0, 0.0, 1.0, 1.0, 2.0, 2.0, 2.0, 2.0, saved=3.0, work=5.0)
-    plain, state = MemoryModel(2.0).total(held, 1, False), 10 + 1 + 3 * 10
+    plain, state = most(MemoryModel(2.0), held, 1, False), 10 + 1 + 3 * 10
     assert plain > state + 10
-    assert MemoryModel(2.0, work_of_largest=1.0).total(held, 1, False) == plain
-    assert MemoryModel(2.0, work_of_largest=20.0).total(held, 1, False) == state + 80
-    assert MemoryModel(2.0, work_of_all=5.0, work_of_largest=20.0).total(held, 1, False) == state + 50 + 80
-    assert MemoryModel(2.0, needs_gradient=False, work_of_all=50.0).total(held, 1, False) < plain
+    assert most(MemoryModel(2.0, work_of_largest=1.0), held, 1, False) == plain
+    assert most(MemoryModel(2.0, work_of_largest=20.0), held, 1, False) == state + 80
+    assert most(MemoryModel(2.0, work_of_all=5.0, work_of_largest=20.0), held, 1, False) == state + 50 + 80
+    assert most(MemoryModel(2.0, needs_gradient=False, work_of_all=50.0), held, 1, False) < plain
 
 
 def test_what_later_blocks_have_saved_is_gone_when_an_earlier_one_goes_backward() -> None:
@@ -114,9 +121,9 @@ def test_holes_of_the_heap_grow_with_all_that_a_step_makes_and_frees() -> None:
     held = Holdings(10.0, 10.0, 4.0, 0.0, 0.0, 1.0, 1.0, 2.0, 2.0, 2.0, 2.0, saved=100.0, work=5.0)
     solid, holed = MemoryModel(2.0, process_bytes=7.0), MemoryModel(2.0, process_bytes=7.0, heap_share=0.5)
     for in_flight in (1, 5):
-        total = solid.total(held, in_flight, False)
+        total = most(solid, held, in_flight, False)
         lasting = 10 + 1 + 2 * 10 + 7
-        assert holed.total(held, in_flight, False) == pytest.approx(lasting + (total - lasting) * 1.5)
+        assert most(holed, held, in_flight, False) == pytest.approx(lasting + (total - lasting) * 1.5)
 
 
 def peak_by_hand(saved: Array, work: Array, gradients: Array, in_flight: int, share: int) -> float:
@@ -149,10 +156,10 @@ def test_the_peak_is_that_of_a_step_done_by_hand(seed: int) -> None:
     fixed, share = held.parameters + held.buffers, rng.randint(1, 4)
     for in_flight in range(1, share + 1):
         peak = fixed + peak_by_hand(saved, work, gradient_bytes(graph), in_flight, share)
-        predicted = model.total(held, in_flight, needs_recompute=False, share=share)
+        predicted = most(model, held, in_flight, needs_recompute=False, share=share)
         in_optimizer = model.of_stage(held, needs_recompute=False).least
         assert predicted == pytest.approx(max(peak, in_optimizer)) or in_flight == share > 1
-        assert max(peak, in_optimizer) - 1e-6 <= predicted <= model.total(held, in_flight, needs_recompute=False) + 1e-6
+        assert max(peak, in_optimizer) - 1e-6 <= predicted <= most(model, held, in_flight, needs_recompute=False) + 1e-6
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -169,7 +176,7 @@ def test_no_depth_that_fits_is_deeper_than_the_deepest(seed: int) -> None:
 
 def test_forward_alone_needs_no_gradients() -> None:
     held = Holdings(10.0, 10.0, 4.0, 3.0, 2.0, 1.0, 1.0, 2.0, 2.0, 2.0, 2.0, saved=100.0, work=5.0)
-    assert MemoryModel(2.0, needs_gradient=False).total(held, 4, False) == 10 + 1 + 1 + 2 + 2 + 5
+    assert most(MemoryModel(2.0, needs_gradient=False), held, 4, False) == 10 + 1 + 1 + 2 + 2 + 5
 
 
 def test_tied_parameters_count_once_with_an_accumulator_for_each_use() -> None:

@@ -1,0 +1,102 @@
+"""Defines `StageBytes`: the memory of a stage on one replica, as its in-flight depth asks for it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import Generic, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autovaruna.planner.costs import Array
+from autovaruna.planner.records import Peak
+
+Bytes = TypeVar("Bytes", float, Array)
+
+
+@dataclass(frozen=True, slots=True)
+class StageBytes(Generic[Bytes]):
+    """The peak of a stage as its in-flight depth asks for it.
+
+    Attributes:
+        once: there as long as micro-batches run, at any depth.
+        each: on top for each micro-batch in flight.
+        least: the peak after the last backward, in the optimizer's step.
+        first: in place of `once` in the first backward of a step, which gradients come with.
+        running: the part of `once` that is there while the stage runs alone.
+        gradients: the part of `once` that comes with the first backward.
+    """
+
+    once: Bytes
+    each: Bytes
+    least: Bytes
+    first: Bytes
+    running: Bytes
+    gradients: Bytes
+
+    @property
+    def waiting(self) -> Bytes:
+        """The part of `once` that is there before the first backward, while others run."""
+        return self.once - self.running - self.gradients
+
+    def at(self, in_flight: float, share: float = math.inf) -> Bytes:
+        """Returns the peak over the whole step.
+
+        Args:
+            in_flight: forwards not yet backwarded, at most.
+            share: micro-batches of the replica. If all of them are in flight before the first backward, one less is
+                there when all gradients are.
+        """
+        first, later = self._peaks(in_flight, share)
+        if isinstance(later, float):  # a comparison of two numbers takes numpy ten times as long
+            return max(first, later, self.least)
+        peak: Bytes = np.maximum(np.maximum(first, later), self.least)
+        return peak
+
+    def fits(self: StageBytes[Array], limit: float, in_flight: float, share: float) -> NDArray[np.bool_]:
+        """Returns whether the peak over the whole step is within a limit; the other arguments are those of `at`."""
+        first, later = self._peaks(in_flight, share)
+        return np.asarray((first <= limit) & (later <= limit) & (self.least <= limit))
+
+    def _peaks(self, in_flight: float, share: float) -> tuple[Bytes, Bytes]:
+        """Returns the peak of the first backward, and that of all others."""
+        each = self.each * in_flight
+        if in_flight < share:
+            return self.first + each, self.once + each
+        return self.first + each, self.once + self.each * (in_flight - 1) if in_flight > 1 else self.least
+
+    def beside_others(self, in_flight: float, share: float = math.inf) -> Bytes:
+        """Returns the peak while other stages of the rank run, in the optimizer's step at the latest."""
+        idle = self.once - self.running + self.each * in_flight
+        if in_flight >= share:
+            idle = np.maximum(idle - self.gradients, idle - self.each)
+        peak: Bytes = np.maximum(idle, self.least)
+        return peak
+
+    def peak(self: StageBytes[float], in_flight: float, share: float, process_bytes: float) -> Peak:
+        """Returns the peak over the whole step, with what other stages of the rank use as well: the process, too."""
+        peak = float(self.at(in_flight, share))
+        return Peak(peak, peak - float(self.beside_others(in_flight, share)) + process_bytes)
+
+    def on_top_of(self, lasting: Bytes) -> StageBytes[Bytes]:
+        """Returns the same with something that is always there."""
+        return replace(self, once=self.once + lasting, least=self.least + lasting, first=self.first + lasting)
+
+    def map(self, change: Callable[[Bytes], Bytes]) -> StageBytes[Bytes]:
+        """Returns the same with every part changed."""
+        return StageBytes(*(change(getattr(self, part.name)) for part in fields(self)))
+
+
+def deepest(held: StageBytes[Array], limit: float, least_share: float) -> Array:
+    """Returns the greatest depth at which a peak may be within a limit; a replica has `least_share` or more."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        some, whole = (
+            np.floor(np.where(held.each > 0, (limit - part) / held.each, np.where(part <= limit, np.inf, 0.0)))
+            for part in (held.once, held.first)
+        )
+    some = np.maximum(some, 0.0)
+    whole = np.minimum(whole, some + 1.0)
+    depth = np.maximum(some, np.where(whole >= least_share, whole, 0.0))
+    return np.where(held.least <= limit, depth, 0.0)
