@@ -11,7 +11,8 @@ from zlib import crc32
 from torch import Tensor
 from torch.optim import Optimizer
 
-_PLAIN = (bool, int, float, str, type(None))
+from autovaruna.graph.held import is_plain
+
 _STEP, _ZERO = "steps of the optimizer", "calls of its zero_grad()"
 
 
@@ -82,4 +83,4 @@ def _plain(value: object) -> object:
         return value.item() if value.numel() == 1 and value.device.type == "cpu" else None
     if isinstance(value, tuple | list):
         return tuple(map(_plain, value))
-    return value if isinstance(value, _PLAIN) else None
+    return value if is_plain(value) else None

@@ -33,5 +33,13 @@ def pick_in_turn(
     return None
 
 
+def num_in_flight(replicas: Sequence[Replica]) -> int:
+    """Returns how many forwards a rank has not yet gone backward for, over all its stages."""
+    held = 0
+    for each in replicas:
+        held += each.forwards - each.backwards
+    return held
+
+
 def _backward(replica: Replica) -> Choice:
     return replica, Kind.BACKWARD if replica.can_backward else Kind.RECOMPUTE

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from autovaruna.schedule.policy import Choice, Policy
 from autovaruna.schedule.replica import Replica
-from autovaruna.schedule.turns import pick_in_turn
+from autovaruna.schedule.turns import num_in_flight, pick_in_turn
 
 
 class DeepestFirst(Policy):
@@ -34,7 +34,5 @@ def _is_ahead(replicas: Sequence[Replica]) -> bool:
     """Returns whether a rank has as many micro-batches in flight as it needs; its stages come deepest first."""
     deepest, first = replicas[0], replicas[-1]
     needed = 1 + deepest.stage - first.stage + 2 * deepest.num_later
-    held = 0
-    for each in replicas:
-        held += each.forwards - each.backwards
+    held = num_in_flight(replicas)
     return held >= needed and held >= first.depth

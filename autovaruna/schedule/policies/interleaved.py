@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from autovaruna.schedule.policy import Choice, Policy
 from autovaruna.schedule.replica import Replica
-from autovaruna.schedule.turns import pick_in_turn
+from autovaruna.schedule.turns import num_in_flight, pick_in_turn
 
 
 class Interleaved(Policy):
@@ -55,7 +55,4 @@ def _is_ahead(replicas: Sequence[Replica], num_rounds: int) -> bool:
     deepest = replicas[0]
     longest = -(-deepest.num_micro_batches // num_rounds)
     needed = 1 + (len(replicas) - 1) * longest + 2 * deepest.num_later
-    held = 0
-    for each in replicas:
-        held += each.forwards - each.backwards
-    return held >= needed
+    return num_in_flight(replicas) >= needed
