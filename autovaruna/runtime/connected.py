@@ -1,28 +1,26 @@
 """Defines `ConnectedWorld`: all of `World` on top of a transport that moves single tensors and notices.
 
-A transport fills the methods at the end: it posts the sending and receiving of one dense host tensor, and carries
-notices to the hub and answers from it. Everything else is here once: waiting, collectives, staging, counting.
+A transport fills the methods at the end, which post the sending and receiving of one dense host tensor, and those of
+`WatchedWorld`, on which it waits. Everything else is here once: messages, staging, reductions.
 """
 
 from __future__ import annotations
 
 import pickle
-import time
 from abc import abstractmethod
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from autovaruna.errors import RankError
-from autovaruna.runtime.hub import Answer, Event, Failure, Farewell, Join, Leave, Need, Notice, Report, Values
+from autovaruna.runtime.hub import Need
 from autovaruna.runtime.message import Message
 from autovaruna.runtime.reduction import GROUP_CHANNEL, Group, broadcast_in_tree
 from autovaruna.runtime.staging import check_dense, empty_on_host, flat, to_host
-from autovaruna.runtime.world import Done, Pending, World
+from autovaruna.runtime.watched import WatchedWorld
+from autovaruna.runtime.world import Done, Pending
 
 if TYPE_CHECKING:
     from autovaruna.runtime.channel import TorchChannel
@@ -35,76 +33,17 @@ CARRIER_CHANNEL = 4
 CHANNELS = (TENSOR_CHANNEL, OBJECT_CHANNEL, GROUP_CHANNEL, HEADER_CHANNEL)
 MAX_PART_BYTES = 1 << 30
 SENDS_AT_ONCE = 16
-REPORT_SECONDS = 0.5
-PATIENCE_SECONDS = 3.0
-"""How long a rank with an error waits for the others to hear of it; then it ends them."""
 
 
-class ConnectedWorld(World):
-    """Several ranks that exchange messages, with a hub at rank 0 that finds waits that cannot end."""
+class ConnectedWorld(WatchedWorld):
+    """Several ranks that exchange messages."""
 
     def __init__(self, rank: int, num_ranks: int) -> None:
-        self.rank = rank
-        self.num_ranks = num_ranks
-        self._counts: Counter[Event] = Counter()
-        self._answers: deque[Answer] = deque()
-        self._failure: Failure | None = None
-        self._give_up: Callable[[], NoReturn] | None = None
+        super().__init__(rank, num_ranks)
         self._sends: deque[Pending] = deque()
         self._carrier: TorchChannel | None = None
         self._receives: set[Pending] = set()
         self._groups: dict[tuple[int, ...], Group] = {}
-
-    # Collectives, through the hub.
-
-    def gather_objects(self, value: object, what: str) -> list[Any]:
-        """Returns the values that the ranks passed, by rank."""
-        self._raise_failure()
-        join = Join(what, pickle.dumps(value))
-        self.count(("joined", -1, -1, -1))
-        self.tell(join)
-        answer = self._await_answer(f"in {what!r}")
-        if isinstance(answer, Failure):
-            raise RankError(answer.text)
-        assert isinstance(answer, Values), answer
-        return [pickle.loads(item) for item in answer.values]
-
-    def agree(self, error: BaseException | None, what: str, value: object = None) -> list[Any]:
-        """Raises on every rank if any passes an error; ends those that do not come soon to hear of it."""
-        if error is not None:
-            self._give_up = partial(self.abort, error, f"rank {self.rank} failed while {what}")
-        try:
-            return super().agree(error, what, value)
-        finally:
-            self._give_up = None
-
-    def leave(self) -> None:
-        """Tells the others that this rank has come to its end, and waits until all have.
-
-        Raises:
-            RankError: another rank waits for an act of this one.
-        """
-        self._raise_failure()
-        self.tell(Leave(dict(self._counts)))
-        answer = self._await_answer("for the other ranks to end")
-        assert isinstance(answer, Farewell), answer
-
-    def _await_answer(self, words: str) -> Answer:
-        self.wait_until(self._has_answer, lambda: (words, ()))
-        return self._answers.popleft()
-
-    def _has_answer(self) -> bool:
-        self.listen()
-        return bool(self._answers)
-
-    def take_answer(self, answer: Answer) -> None:
-        """Takes what the hub says: the answer to this rank's notice, or that no rank can go on."""
-        if isinstance(answer, Failure) and answer.is_final:
-            self._failure = answer
-        else:
-            self._answers.append(answer)
-
-    # Messages.
 
     def send(self, tensors: Sequence[Tensor], destination: int, tag: int) -> Pending:
         """Starts to send tensors."""
@@ -223,15 +162,6 @@ class ConnectedWorld(World):
             return [self._carrier.post_receive(part, source, tag) for part in parts]
         return [self.post_receive(part, source, channel, tag) for part in parts]
 
-    def count(self, event: Event, num_times: int = 1) -> int:
-        """Counts an act of this rank's script, which others may wait for; returns how often it has happened.
-
-        Acts that happen by themselves while a rank waits, as the later messages of a reduction, are not counted:
-        the hub takes it that a waiting rank does not act.
-        """
-        self._counts[event] += num_times
-        return self._counts[event]
-
     # Groups of ranks.
 
     def broadcast(self, tensor: Tensor, root: int, ranks: tuple[int, ...]) -> None:
@@ -262,16 +192,16 @@ class ConnectedWorld(World):
             self._groups[ranks] = group
         return self._groups[ranks]
 
-    # Waiting.
+    # Progress.
 
     def progress(self) -> None:
         """Lets messages and reductions advance; forgets finished sends."""
         self._forget_sends()
         if self._carrier is not None:
             self._carrier.advance()
-        self._advance_groups()
+        self.advance()
         self.listen()
-        self._raise_failure()
+        self.raise_failure()
 
     def flush(self) -> None:
         """Blocks until everything that this rank sent has left it."""
@@ -287,40 +217,10 @@ class ConnectedWorld(World):
             if not message.is_done():
                 self._sends.append(message)
 
-    def _advance_groups(self) -> None:
+    def advance(self) -> None:
+        """Lets reductions advance."""
         for group in self._groups.values():
             group.is_idle()
-
-    def wait_until(self, is_done: Callable[[], bool], waiting: Callable[[], tuple[str, tuple[Need, ...]]]) -> None:
-        """Blocks until `is_done()`; after a while tells the hub `waiting()`.
-
-        Raises:
-            RankError: the hub found that it can never be done.
-        """
-        started, has_reported, num_turns = 0.0, False, 0
-        while not is_done():
-            num_turns += 1
-            if num_turns & 31:
-                continue
-            now = time.monotonic()
-            started = started or now
-            self._advance_groups()
-            self.listen()
-            self._raise_failure()
-            if not has_reported and now - started > REPORT_SECONDS:
-                has_reported = True
-                self.tell(Report(*waiting(), dict(self._counts)))
-            if self._give_up is not None and now - started > PATIENCE_SECONDS:
-                self._give_up()
-            self.rest(now - started)
-
-    def num_acts(self) -> int:
-        """Returns how often this rank's script has used the world."""
-        return sum(self._counts.values())
-
-    def _raise_failure(self) -> None:
-        if self._failure is not None:
-            raise RankError(self._failure.text)
 
     # The transport.
 
@@ -331,18 +231,6 @@ class ConnectedWorld(World):
     @abstractmethod
     def post_receive(self, tensor: Tensor, source: int, channel: int, tag: int) -> Pending:
         """Starts to receive into the memory of a dense host tensor."""
-
-    @abstractmethod
-    def tell(self, notice: Notice) -> None:
-        """Carries a notice to the hub; never blocks."""
-
-    @abstractmethod
-    def listen(self) -> None:
-        """Passes what has come from the hub to `take_answer`; on rank 0, lets the hub work. Never blocks."""
-
-    @abstractmethod
-    def rest(self, waited_seconds: float) -> None:
-        """Leaves the core to others for a moment that suits how long this rank has waited."""
 
 
 def split(tensor: Tensor) -> list[Tensor]:
