@@ -31,10 +31,16 @@ class Interleaved(Policy):
 
     def pick(self, replicas: Sequence[Replica]) -> Choice | None:
         """Chooses a backward if it is the rank's turn, else a forward, else any backward or recompute."""
+        backwards = [each for each in replicas if each.has_gradient or each.can_recompute]
+        forwards = [each for each in replicas if each.can_forward]
+        if not (backwards or forwards):
+            return None
         num_rounds = _num_rounds(replicas)
-        backwards = sorted(replicas, key=lambda each: (_round(each, each.backwards, num_rounds), -each.stage))
-        forwards = sorted(replicas, key=lambda each: (_round(each, each.forwards, num_rounds), each.stage))
-        is_turn = _is_ahead(replicas, num_rounds)
+        if len(backwards) > 1:
+            backwards.sort(key=lambda each: (_round(each, each.backwards, num_rounds), -each.stage))
+        if len(forwards) > 1:
+            forwards.sort(key=lambda each: (_round(each, each.forwards, num_rounds), each.stage))
+        is_turn = bool(backwards) and _is_ahead(replicas, num_rounds)
         return pick_in_turn(backwards, forwards, lambda replica: is_turn)
 
 
