@@ -18,6 +18,7 @@ from autovaruna.graph.checks import noted_checks, take_checks
 from autovaruna.graph.culprit import function_to_keep, more_to_keep, outermost
 from autovaruna.graph.cutpoint import Marker, named_cut_points, take_markers
 from autovaruna.graph.deferred import compile_regions, deferred_compilation
+from autovaruna.graph.detached import traced_data
 from autovaruna.graph.draws import noted_draws
 from autovaruna.graph.explain import explain, is_about_batch, own_error
 from autovaruna.graph.fake import faked
@@ -144,6 +145,7 @@ def _attempt(
         watched(kept.functions) as function_calls,
         noted_fixed_sizes() as fixing,
         tried_guards(),
+        traced_data(),
         noted_checks(),
         noted_draws(model, kept.notes_draws) as draws,
         in_precision(call.precision),

@@ -93,7 +93,19 @@ def dispatched(self: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(self.last(rows.clone().add_(mixed).view(x.shape)), y)
 
 
-PASSING = (length, distributions, distances, checked, unknown, counted, probabilities, matrices, per_sample, dispatched)
+def behind(self: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """Goes past autograd through ``data``, of values and of a buffer, which it changes and assigns."""
+    with torch.no_grad():
+        self.codes.data[0].mul_(0.9).add_(x.data.mean(0))
+    self.codes.data = self.codes / 2
+    nearest = self.codes[(x.data @ self.codes.t()).argmax(1)]
+    return F.cross_entropy(self.last(x + (nearest - x).data), y)
+
+
+PASSING = (
+    *(length, distributions, distances, checked, unknown, counted),
+    *(probabilities, matrices, per_sample, dispatched, behind),
+)
 
 
 @pytest.mark.timeout(60)
@@ -106,6 +118,15 @@ def test_right_numbers(function: Callable[[nn.Module, Tensor, Tensor], Tensor]) 
     plain = plain_micro_batched(case, [[part(batch, *bounds) for bounds in ranges(SIZE, 3)] for batch in batches])
     compare(train(case, pipeline(2), batches), plain)
     AutoVaruna(case.model(), num_micro_batches=2, **QUIET)(**batches[0][1]).backward()
+
+
+def test_data_of_another_kind_is_refused() -> None:
+    def shorten(self: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        self.codes.data = self.codes[:3]
+        return F.cross_entropy(self.last(x), y)
+
+    with pytest.raises(TraceError, match=r"got \(3, 12\) .*Keep the shape"):
+        AutoVaruna(Steps(shorten), num_micro_batches=2, **QUIET)(**labelled(SIZE, 0)[1])
 
 
 class Mapped(nn.Module):
