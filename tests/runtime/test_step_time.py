@@ -5,16 +5,18 @@ from __future__ import annotations
 import json
 import random
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from autovaruna.runtime import delayed
 from autovaruna.runtime.connected import ConnectedWorld
 from autovaruna.runtime.delayed import delay_messages
-from autovaruna.runtime.in_process import InProcessWorld, run_ranks
+from autovaruna.runtime.in_process import make_worlds
 from autovaruna.schedule.instruction import Instruction, Kind
 from autovaruna.stage.module import StageModule
 from tests.catalogue import PLAIN
@@ -83,38 +85,59 @@ def sleep_in_stages(monkeypatch: pytest.MonkeyPatch, seconds: Mapping[int, Any])
     monkeypatch.setattr(StageModule, "run", slow)
 
 
+def holds_in_one_try(run: Callable[[float], tuple[float, float]]) -> bool:
+    """Says whether the first of two times is at most the second, in one try of several.
+
+    `run` takes the seconds of a sleep, which double from try to try, so that what a busy machine adds matters less.
+    """
+    return any(found <= most for found, most in (run(0.01 * 2**each) for each in range(6)))
+
+
 @pytest.mark.parametrize("late", [0, 1])
 def test_a_rank_that_is_late_at_random_costs_what_it_must(
     late: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """50 ms now and then: the others wait for what they need, and for nothing else."""
-    chance = random.Random(late)
-    sleeps = {late: lambda: 0.05 if chance.random() < 0.4 else 0.01, 1 - late: lambda: 0.01}
-    sleep_in_stages(monkeypatch, sleeps)
-    times = run_traced(tmp_path / "trace.json")
-    assert step_seconds(times) <= 1.15 * forced_seconds(times, 2) + 0.02
+    """Five times as long now and then: the others wait for what they need, and for nothing else."""
+
+    def run(seconds: float) -> tuple[float, float]:
+        chance = random.Random(late)
+        sleeps = {late: lambda: seconds * (5 if chance.random() < 0.4 else 1), 1 - late: lambda: seconds}
+        with monkeypatch.context() as patch:
+            sleep_in_stages(patch, sleeps)
+            times = run_traced(tmp_path / f"{seconds}.json")
+        return step_seconds(times), 1.15 * forced_seconds(times, 2) + 2 * seconds
+
+    assert holds_in_one_try(run)
 
 
 def test_the_ranks_work_at_the_same_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sleep_in_stages(monkeypatch, {0: lambda: 0.02, 1: lambda: 0.02})
-    times = run_traced(tmp_path / "trace.json")
-    assert step_seconds(times) < 0.8 * sum(end - start for _, start, end in times.values())
+    def run(seconds: float) -> tuple[float, float]:
+        with monkeypatch.context() as patch:
+            sleep_in_stages(patch, {0: lambda: seconds, 1: lambda: seconds})
+            times = run_traced(tmp_path / f"{seconds}.json")
+        return step_seconds(times), 0.8 * sum(end - start for _, start, end in times.values())
+
+    assert holds_in_one_try(run)
 
 
-def test_a_delayed_message_comes_after_its_latency() -> None:
-    def talk(world: InProcessWorld) -> float:
+def test_a_delayed_message_comes_after_its_latency(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the clock of its ranks, which here goes on when somebody sleeps, and not before."""
+    now = [100.0]
+
+    def sleep(seconds: float) -> None:
+        now[0] += seconds
+
+    monkeypatch.setattr(delayed, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
+    rank, other = make_worlds(2)
+    for world in (rank, other):
         delay_messages(world, 0.05)
-        if world.rank == 0:
-            world.send([torch.ones(3)], 1, 0).wait()
-            return 0.05
-        buffer, begin = torch.zeros(3), time.monotonic()
-        pending = world.receive([buffer], 0, 0)
-        assert not pending.is_done()
-        pending.wait()
-        assert buffer.sum() == 3
-        return time.monotonic() - begin
-
-    assert all(0.04 < seconds < 0.5 for seconds in run_ranks(2, talk))
+    other.send([torch.ones(3)], 0, 0)
+    buffer = torch.zeros(3)
+    pending = rank.receive([buffer], 1, 0)
+    assert not pending.is_done()
+    pending.wait()
+    assert pending.is_done() and buffer.sum() == 3
+    assert 100.05 <= now[0] < 100.052
 
 
 def count_messages(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:

