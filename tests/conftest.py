@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -26,3 +28,12 @@ def _own_seed() -> None:
     import torch
 
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_ranks_are_left() -> Iterator[None]:
+    """Ends the ranks that were kept for further tests."""
+    yield
+    launch = sys.modules.get("tests.mpi.launch")
+    if launch is not None:
+        launch.end_kept_ranks()

@@ -1,12 +1,14 @@
 """Starts programs and functions on several ranks, for tests; never leaves a process behind.
 
-As a program (``python -m tests.mpi.launch module:function folder``) it is one rank of `run_on_ranks`.
+As a program (``python -m tests.mpi.launch folder process``) it is one rank of `run_on_ranks`.
 """
 
 from __future__ import annotations
 
+import gc
 import importlib
 import importlib.util
+import itertools
 import os
 import pickle
 import shutil
@@ -14,8 +16,12 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
+
+import torch
 
 from autovaruna.runtime.environment import get_world
 
@@ -26,6 +32,9 @@ QUIET = {
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
     "OMPI_MCA_mpi_yield_when_idle": "1",
 }
+
+
+POLL_SECONDS = 0.01
 
 
 def find_mpirun() -> str:
@@ -61,12 +70,17 @@ def mpirun(
         env: variables that are added to the environment; None as a value is not allowed, "" is.
         check: whether a non-zero status fails the test.
     """
-    script = [str(target)] if str(target).endswith(".py") else ["-m", str(target)]
-    command = [find_mpirun(), "-n", str(num_ranks), "--oversubscribe", "--bind-to", "none", sys.executable, *script]
-    done = run_group([*command, *map(str, args)], timeout, {**os.environ, **QUIET, **(env or {})})
+    done = run_group(mpirun_command(num_ranks, target, *args), timeout, {**os.environ, **QUIET, **(env or {})})
     if check and done.returncode != 0:
         fail(f"status {done.returncode} of {target} on {num_ranks} ranks\n{done.stdout}\n{done.stderr}")
     return done
+
+
+def mpirun_command(num_ranks: int, target: str | Path, *args: object) -> list[str]:
+    """Returns the command that starts a module or a script on several ranks."""
+    script = [str(target)] if str(target).endswith(".py") else ["-m", str(target)]
+    command = [find_mpirun(), "-n", str(num_ranks), "--oversubscribe", "--bind-to", "none", sys.executable, *script]
+    return [*command, *map(str, args)]
 
 
 def run_group(command: list[str], timeout: float, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
@@ -108,24 +122,132 @@ def session_of(process: int) -> int:
         return -1
 
 
+@dataclass
+class Ranks:
+    """Several ranks, started once, that run one function after another: what a rank imports and traces stays there."""
+
+    num_ranks: int
+    env: dict[str, str]
+    num_calls: int = 0
+
+    def __post_init__(self) -> None:
+        self._place = tempfile.TemporaryDirectory()
+        self._folder = Path(self._place.name)
+        command = mpirun_command(self.num_ranks, "tests.mpi.launch", self._folder, os.getpid())
+        with (self._folder / "log").open("wb") as log:
+            self._process = subprocess.Popen(
+                command, cwd=ROOT, env=self.env, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                start_new_session=True,
+            )  # fmt: skip
+
+    def call(self, target: str, args: tuple[Any, ...], timeout: float) -> list[Any]:
+        """Has each rank run a function; returns the results by rank. If a rank fails, the test does, and all end."""
+        number, self.num_calls = self.num_calls, self.num_calls + 1
+        write_whole(self._folder / f"call{number}", pickle.dumps((target, args, own_variables())))
+        results = [self._folder / f"result{number}.{rank}" for rank in range(self.num_ranks)]
+        until = time.monotonic() + timeout
+        while not all(result.exists() for result in results):
+            if self._process.poll() is not None or time.monotonic() > until:
+                self._fail(f"{target} on {self.num_ranks} ranks", timeout)
+            time.sleep(POLL_SECONDS)
+        return [pickle.loads(result.read_bytes()) for result in results]
+
+    def _fail(self, what: str, timeout: float) -> NoReturn:
+        status, text = self._process.poll(), (self._folder / "log").read_text()
+        self.kill()
+        fail(f"{what}: " + (f"took longer than {timeout} s" if status is None else f"status {status}") + f"\n{text}")
+
+    def let_go(self) -> None:
+        """Lets the ranks come to the end of their script."""
+        write_whole(self._folder / f"call{self.num_calls}", pickle.dumps(None))
+
+    def end(self, timeout: float = 120) -> None:
+        """Waits for the end of their script, which must be a good one."""
+        try:
+            status = self._process.wait(timeout)
+            assert status == 0, f"status {status} of {self.num_ranks} ranks\n{(self._folder / 'log').read_text()}"
+        finally:
+            self.kill()
+
+    def kill(self) -> None:
+        """Ends the ranks, however they are."""
+        kept.pop(self.num_ranks, None)
+        kill_session(self._process.pid)
+        self._process.wait()
+        self._place.cleanup()
+
+
+kept: dict[int, Ranks] = {}
+"""The ranks that wait for their next function, by their number."""
+
+
+def end_kept_ranks() -> None:
+    """Ends all ranks that wait."""
+    for ranks in kept.values():
+        ranks.let_go()
+    for ranks in list(kept.values()):
+        ranks.end()
+
+
 def run_on_ranks(
-    num_ranks: int, target: str, *args: Any, timeout: float = 60, env: dict[str, str] | None = None
+    num_ranks: int, target: str, *args: Any, timeout: float = 300, env: dict[str, str] | None = None
 ) -> list[Any]:
-    """Runs ``module:function`` with picklable arguments on several ranks; returns their results by rank."""
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "args").write_bytes(pickle.dumps(args))
-        mpirun(num_ranks, "tests.mpi.launch", target, folder, timeout=timeout, env=env)
-        return [pickle.loads((Path(folder) / f"result{rank}").read_bytes()) for rank in range(num_ranks)]
+    """Runs ``module:function`` with picklable arguments on several ranks; returns their results by rank.
+
+    The ranks stay for the next function, unless they are asked to have an environment of their own.
+    """
+    if env is None:
+        ranks = kept.get(num_ranks) or kept.setdefault(num_ranks, Ranks(num_ranks, {**os.environ, **QUIET}))
+        return ranks.call(target, args, timeout)
+    ranks = Ranks(num_ranks, {**os.environ, **QUIET, **env})
+    try:
+        results = ranks.call(target, args, timeout)
+        ranks.let_go()
+        ranks.end()
+        return results
+    finally:
+        ranks.kill()
 
 
-def be_rank(target: str, folder: Path) -> None:
-    """Runs the function as one rank, and writes its result."""
-    module, _, function = target.partition(":")
-    args = pickle.loads((folder / "args").read_bytes())
-    result = getattr(importlib.import_module(module), function)(*args)
-    rank = get_world().rank
-    (folder / f"result{rank}").write_bytes(pickle.dumps(result))
+def own_variables() -> dict[str, str]:
+    """Returns the variables that a test may have set."""
+    return {name: value for name, value in os.environ.items() if name.startswith("AUTOVARUNA_")}
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Writes a file that is there whole or not at all."""
+    part = path.with_name(f"{path.name}.part")
+    part.write_bytes(content)
+    part.rename(path)
+
+
+def be_rank(folder: Path, parent: int) -> None:
+    """Runs functions as one rank, and writes their results, until there is nobody who asks for more."""
+    rank, threads = get_world().rank, torch.get_num_threads()
+    for number in itertools.count():
+        call = wait_for(folder / f"call{number}", parent)
+        if call is None:
+            return
+        target, args, variables = call
+        for name in own_variables():
+            del os.environ[name]
+        os.environ.update(variables)
+        gc.collect()
+        torch.set_num_threads(threads)
+        torch.manual_seed(0)
+        module, _, function = target.partition(":")
+        result = getattr(importlib.import_module(module), function)(*args)
+        write_whole(folder / f"result{number}.{rank}", pickle.dumps(result))
+
+
+def wait_for(path: Path, parent: int) -> Any:
+    """Returns the content of a file as soon as it is there; None if its writer has ended."""
+    while not path.exists():
+        if session_of(parent) < 0:
+            return None
+        time.sleep(POLL_SECONDS)
+    return pickle.loads(path.read_bytes())
 
 
 if __name__ == "__main__":
-    be_rank(sys.argv[1], Path(sys.argv[2]))
+    be_rank(Path(sys.argv[1]), int(sys.argv[2]))

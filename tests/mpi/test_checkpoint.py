@@ -33,7 +33,7 @@ def test_a_model_on_meta_loads_in_parts_from_a_folder_of_hugging_face(tmp_path: 
     net.save_pretrained(tmp_path, max_shard_size="25MB")  # type: ignore[operator]
     expected = call(net)
     parts = 0
-    for loss, peak, part, whole in run_on_ranks(2, f"{MODULE}:load_on_meta", str(tmp_path), 6, 768, timeout=100):
+    for loss, peak, part, whole in run_on_ranks(2, f"{MODULE}:load_on_meta", str(tmp_path), 6, 768, env={}):
         assert loss == pytest.approx(expected, rel=1e-5)
         assert peak < part + 0.1 * whole, f"{peak / whole:.2f} of the whole model, its part is {part / whole:.2f}"
         parts += part
