@@ -78,6 +78,11 @@ class Mail:
         self._posted: dict[Route, deque[_Posted]] = {}
         self._expected: dict[Route, deque[Kind]] = {}
 
+    @property
+    def awaits_layouts(self) -> bool:
+        """Whether messages are expected whose layouts are not known, and so not their bytes."""
+        return any(self._expected.values())
+
     def send(self, tensors: Sequence[Tensor | None], kind: Kind) -> Pending:
         """Starts to send tensors; they must not change until it is done. Never blocks."""
         route = kind.route

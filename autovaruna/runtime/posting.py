@@ -15,7 +15,7 @@ SMALL_BYTES = 1 << 20
 
 
 class Posting:
-    """The receives of one program: those of the next few instructions are posted, and more while they are small.
+    """The receives of one program: of the next few instructions, and of more while they are known to be small.
 
     Args:
         program: The instructions of this rank, in order.
@@ -34,9 +34,13 @@ class Posting:
     def go_to(self, position: int) -> None:
         """Posts what is to be posted when instruction `position` starts."""
         end = min(position + 1 + SMALL_AHEAD, len(self._program))
-        while self._next < end and (self._next <= position + AHEAD or self._mail.num_posted_bytes < SMALL_BYTES):
+        while self._next < end and (self._next <= position + AHEAD or self._is_small()):
             self._post(self._program[self._next])
             self._next += 1
+
+    def _is_small(self) -> bool:
+        """Returns whether more may be posted; what is still without layouts may become large all at once."""
+        return self._mail.num_posted_bytes < SMALL_BYTES and not self._mail.awaits_layouts
 
     def _post(self, instruction: Instruction) -> None:
         if instruction.kind in (Kind.RECOMPUTE, Kind.WEIGHT):
