@@ -21,6 +21,7 @@ from autovaruna.parallel.prepared import Prepared, PreparedGraphs
 from autovaruna.parallel.step import Step, input_key
 from autovaruna.planner.records import Plan
 from autovaruna.runtime.batch import GlobalBatch
+from autovaruna.runtime.elsewhere import note_gradients
 from autovaruna.runtime.events import EventTrace
 from autovaruna.runtime.exchange import GradientExchange
 from autovaruna.runtime.executor import Executor
@@ -77,13 +78,11 @@ class Engine:
         self._loss_scale = loss_scale
         self._of_model = of_model
         self._mail = Mail(world, device)
-        self._latest: Prepared | None = None
-        self._changed: set[str] = set()
-        self._stale: set[str] = set()
         self._trace = trace
         self.is_synchronising = True
         self._num_backwards = 0
         self._last_gradient = "none"
+        self._owes_gradients = False
 
     def run(self, traced: TracedModel, shared: SharedCall, batch: GlobalBatch) -> Any:
         """Runs one call and returns what the model returns. Collective.
@@ -131,13 +130,14 @@ class Engine:
             is_synchronising=self.is_synchronising,
             delivers_all=self._settings.outputs == "all",
             note_backward=self._note_backward,
+            note_gradients=self._note_gradients,
             loss_scale=self._loss_scale,
             factor=self._loss_scale.before(prepared.is_half) if is_whole else 1.0,
         )
         with self._guard(executor):
-            self._follow_first_replicas(prepared)
             executor.send_inputs()
             outputs = step.whole() if is_whole else step.forwards()
+            self._share_buffers(traced)
             self._world.flush()
             if self._trace is not None:
                 self._trace.write_step()
@@ -162,9 +162,17 @@ class Engine:
         self._num_backwards += 1
         self._last_gradient = gradient
 
+    def _note_gradients(self, is_summed: bool) -> None:
+        """Shows gradients of the parameters that other ranks hold, where plain PyTorch has them."""
+        self._owes_gradients = not is_summed
+        if is_summed:
+            note_gradients(self._state.parameters())
+
     def synchronise(self) -> None:
         """Sums the gradients that were kept back and adds them to ``.grad``. Collective."""
         self._add(self._kept())
+        if self._owes_gradients:
+            self._note_gradients(True)
 
     def _take_kept(self) -> dict[str, Tensor]:
         """Sums the gradients that were kept back; no backward gives a parameter its own that was frozen since."""
@@ -199,20 +207,17 @@ class Engine:
         }
         return sources | {input_key(name): inputs[name] for name in prepared.split.input_gradients}
 
-    def _follow_first_replicas(self, prepared: Prepared) -> None:
-        """Overwrites buffers that steps have changed by those of the first rank that holds them.
-
-        Before another step of the same graph its replicas follow; another graph may read them anywhere, so all do.
-        """
-        is_same = prepared is self._latest
-        for name in sorted(self._changed if is_same else self._stale):
-            ranks = self.placement.ranks_of(name)
-            followers = ranks if is_same else tuple(range(self._world.num_ranks))
-            if len(followers) > 1 and self._world.rank in followers:
-                self._world.broadcast(self._state.tensor(name), ranks[0], followers)
-        self._latest = prepared
-        self._changed = set(prepared.split.traced.changed_buffers)
-        self._stale = self._changed | self._stale if is_same else self._changed
+    def _share_buffers(self, traced: TracedModel) -> None:
+        """Gives every rank the buffers that a call has changed, as the first rank that holds each has them."""
+        changed = {name: self._state.tensor(name).detach() for name in sorted(traced.changed_buffers)}
+        roots = {name: (self.placement.ranks_of(name)[0], buffer.dtype) for name, buffer in changed.items()}
+        for root, dtype in sorted(set(roots.values()), key=str) if self._world.num_ranks > 1 else ():
+            own = [buffer for name, buffer in changed.items() if roots[name] == (root, dtype)]
+            flat = torch.cat([buffer.reshape(-1) for buffer in own])
+            self._world.broadcast(flat, root, tuple(range(self._world.num_ranks)))
+            if self._world.rank != root:
+                for buffer, part in zip(own, torch.split(flat, [each.numel() for each in own]), strict=True):
+                    buffer.data.copy_(part.view(buffer.shape))  # autograd may have kept it
 
     @contextmanager
     def _guard(self, executor: Executor) -> Iterator[None]:

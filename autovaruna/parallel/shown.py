@@ -22,10 +22,6 @@ class ShownModule(nn.Module):
         self.__dict__["module"] = module  # not registered: names must stay the module's own
         self.training = module.training
 
-    def holds_a_part(self) -> bool:
-        """Says whether parameters on ``meta`` are those that other ranks hold."""
-        raise NotImplementedError
-
     def train(self: Shown, mode: bool = True) -> Shown:
         """Sets training mode on the model."""
         self.training = mode
@@ -35,10 +31,8 @@ class ShownModule(nn.Module):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yields the parameters that this rank holds, under the model's own names."""
-        for name, parameter in self.module.named_parameters(prefix, recurse, remove_duplicate):
-            if not (self.holds_a_part() and parameter.is_meta):
-                yield name, parameter
+        """Yields the parameters of the model, under its own names."""
+        yield from self.module.named_parameters(prefix, recurse, remove_duplicate)
 
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True

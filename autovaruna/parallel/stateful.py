@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from os import PathLike
 from typing import Any, SupportsIndex
@@ -24,6 +24,7 @@ from autovaruna.parallel.machine import find_device
 from autovaruna.parallel.persistence import Persistence
 from autovaruna.parallel.shown import ShownModule
 from autovaruna.runtime.environment import get_world
+from autovaruna.runtime.lent import Lent
 from autovaruna.runtime.optimizer import CutOptimizer
 from autovaruna.runtime.placement import OwnedState, Placement
 from autovaruna.runtime.state import load_part, whole_state
@@ -51,8 +52,10 @@ class StatefulModule(ShownModule):
         self._num_calls = 0
         self._persistence = Persistence()
         self._acts = Acts()
+        self._lent = lent = Lent()
         if self._cut_optimizer is not None:
             self._acts.watch(self._cut_optimizer.optimizer, self._cut_optimizer.names)
+            self._cut_optimizer.optimizer.register_step_pre_hook(lambda *_: lent.settle())
         self._known_world: World | None = None
         self._number = 0
 
@@ -75,31 +78,66 @@ class StatefulModule(ShownModule):
         return self._known_world
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refuses to copy or pickle a model that is split: this rank has but a part of it."""
+        """Refuses to pickle a model that is split: this rank has but a part of it."""
         if self._engine is not None:
             raise InputError(
-                "The model has been split over the ranks: got a copy or pickle of the wrapper. Expected one of its "
-                "state: state_dict() (on every rank), or save_checkpoint()."
+                "The model has been split over the ranks: got a pickle, or a shallow copy, of the wrapper. Expected "
+                "one of its state: state_dict() (on every rank), or save_checkpoint(); or copy.deepcopy(model)."
             )
         return super().__reduce_ex__(protocol)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """Returns the whole model's state under its own names, on every rank. Collective after the first call."""
-        if self._engine is None:
+        if self._engine is None or kwargs.get("keep_vars"):
             return dict(self.module.state_dict(*args, **kwargs))
-        prefix = kwargs.get("prefix", "")
-        entries = whole_state(self._state, self._engine.placement, self.world, f"state_dict{self.of_model}")
-        return {prefix + name: value for name, value in entries.items()}
+        self._lent.settle()
+        what, destination = f"state_dict{self.of_model}", kwargs.get("destination")
+        whole = whole_state(self._state, self._engine.placement, self.world, what, self._lent)
+        entries = {kwargs.get("prefix", "") + name: value for name, value in whole.items()}
+        if destination is not None:  # a module around the wrapper asks
+            destination.update(entries)
+        return entries
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Loads a whole model's state, of which this rank takes its part; `assign` is as in plain PyTorch."""
         self._persistence.before_change(weights=True)
         self._acts.note("load_state_dict()")
+        self._lent.settle()
         if self._engine is None:
             result = self.module.load_state_dict(state_dict, strict=strict, assign=assign)
             self._state = OwnedState(self.module)
             return result
         return load_part(self._state, state_dict, strict)
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        """Loads what a module around the wrapper hands down, as PyTorch asks each module to."""
+        own = {name.removeprefix(prefix): value for name, value in state_dict.items() if name.startswith(prefix)}
+        try:
+            found = self.load_state_dict(
+                own, strict=False, assign=local_metadata.get("assign_to_params_buffers", False)
+            )
+        except RuntimeError as error:
+            error_msgs.append(str(error))
+            return
+        missing_keys += [prefix + name for name in found.missing_keys]
+        if strict:
+            unexpected_keys += [prefix + name for name in found.unexpected_keys]
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yields the parameters of the model, under its own names; those that other ranks hold are `Elsewhere`."""
+        self._lent.settle()
+        yield from super().named_parameters(prefix, recurse, remove_duplicate)
 
     def optimizer_state_dict(self) -> dict[str, Any]:
         """Returns the state of the whole optimizer, in the form of plain PyTorch, on every rank. Collective."""
@@ -193,12 +231,9 @@ class StatefulModule(ShownModule):
             self._engine.seed = self._persistence.seed
         return info
 
-    def holds_a_part(self) -> bool:
-        """Says whether the model has been split over the ranks."""
-        return self._engine is not None
-
     def _subject(self) -> Subject:
         """Returns what checkpoints are of."""
+        self._lent.settle()
         self._follow_groups()
         engine = self._engine
         placement = None if engine is None else engine.placement

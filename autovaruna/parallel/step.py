@@ -47,6 +47,7 @@ class Step:
         is_synchronising: whether gradients are summed over ranks now.
         delivers_all: whether a whole step returns the outputs beside the loss.
         note_backward: hears of each backward of the caller, and of the gradient that comes in.
+        note_gradients: hears that parameters get gradients, and whether that is now or when they are summed.
         loss_scale: hears of the gradient that comes into the loss.
         factor: what that gradient is expected to be; the step goes backward from it.
     """
@@ -63,6 +64,7 @@ class Step:
     is_synchronising: bool
     delivers_all: bool
     note_backward: Callable[[str], None]
+    note_gradients: Callable[[bool], None]
     loss_scale: LossScale
     factor: float
 
@@ -97,6 +99,7 @@ class Step:
             if gradient is None:
                 return self._for_sources({}, kept, {})
             self.loss_scale.after(gradient.item())
+            self.note_gradients(self.is_synchronising)
             scale = gradient.item() / self.factor
             if not self.is_synchronising:
                 self.gradients.keep(_scaled(own, scale))
@@ -118,6 +121,7 @@ class Step:
         """Runs all backwards for the gradients of this rank's outputs."""
         self.note_backward("of its outputs")
         self.loss_scale.after(1.0)
+        self.note_gradients(self.is_synchronising)
         with self.guard():
             self.exchange.spread_output_gradients(gradients, zeros)
             self.executor.origin = self.exchange.origin

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,30 +13,19 @@ from torch import Tensor, nn
 from autovaruna.config import resolve
 from autovaruna.errors import InputError, RankError
 from autovaruna.graph.call import describe
-from autovaruna.graph.mode import ModeReader
 from autovaruna.parallel.calls import SharedCall, compare_settings, input_groups, share_call
-from autovaruna.parallel.engine import Engine
-from autovaruna.parallel.machine import find_device, give_back_freed_memory, keep_freed_memory, resident_bytes
-from autovaruna.parallel.modes import as_in_training
-from autovaruna.parallel.preparation import Preparation
-from autovaruna.parallel.prepared import PreparedGraphs
-from autovaruna.parallel.stateful import StatefulModule
-from autovaruna.parallel.traces import Traces
+from autovaruna.parallel.splittable import SplittableModule
 from autovaruna.parallel.weights import micro_batch_weights
 from autovaruna.planner.records import Plan
 from autovaruna.runtime.batch import GlobalBatch, cut_batch, weigh
-from autovaruna.runtime.channel_choice import open_channel
+from autovaruna.runtime.elsewhere import Elsewhere
 from autovaruna.runtime.environment import promise
-from autovaruna.runtime.local_norm import refuse_local_norms
 from autovaruna.runtime.norm import clip_grad_norm
-from autovaruna.runtime.optimizer import refuse_joint_steps
-from autovaruna.runtime.placement import OwnedState
-from autovaruna.runtime.scaler import LossScale
 
 logger = logging.getLogger(__name__)
 
 
-class AutoVaruna(StatefulModule):
+class AutoVaruna(SplittableModule):
     """Trains a model over all ranks of ``mpirun``, split as the planner finds best.
 
     The first call traces the model, measures it, plans, and gives each rank its part. On one process the model is
@@ -63,7 +51,7 @@ class AutoVaruna(StatefulModule):
     ) -> None:
         if isinstance(model, AutoVaruna) or not isinstance(model, nn.Module):
             raise InputError(f"AutoVaruna wraps a torch.nn.Module that is not wrapped yet: got {type(model).__name__}.")
-        if any(hasattr(parameter, "is_held_elsewhere") for parameter in model.parameters()):
+        if any(isinstance(parameter, Elsewhere) for parameter in model.parameters()):
             raise InputError(
                 "The model has been split over the ranks by an earlier AutoVaruna: other ranks hold parameters of it. "
                 "Expected a model that is whole: go on with the first wrapper, or wrap a new model and load the "
@@ -74,13 +62,7 @@ class AutoVaruna(StatefulModule):
                 f"The second argument is the optimizer: got {type(optimizer).__name__}, expected a "
                 "torch.optim.Optimizer; settings are keywords."
             )
-        super().__init__(model, optimizer, resolve(settings))
-        self._scaler = scaler
-        self._mode = ModeReader(model)
-        self._parameter_names = [self._state.first_name[name] for name, _ in model.named_parameters()]
-        self._preparation: Preparation | None = None
-        self._traces: Traces | None = None
-        self._is_synchronising = True
+        super().__init__(model, optimizer, scaler, resolve(settings))
         promise()
 
     @property
@@ -101,6 +83,7 @@ class AutoVaruna(StatefulModule):
         if torch.compiler.is_dynamo_compiling():  # torch.compile around the wrapper: there is nothing in it to compile
             return torch.compiler.disable(self.forward)(*args, **kwargs)  # type: ignore[no-untyped-call]
         self._persistence.poll()
+        self._lent.settle()
         if self._is_plain():
             return self.module(*args, **kwargs)
         if torch.is_inference_mode_enabled():
@@ -149,19 +132,6 @@ class AutoVaruna(StatefulModule):
         """Returns what this rank's script has done since the start, in words."""
         return self._acts.words() | ({} if self._engine is None else self._engine.doings)
 
-    def _check_parameters(self) -> None:
-        """Takes the parameters as they are, before the first call; refuses others later."""
-        if self._engine is None:
-            if self._mode.attributes.replaced():
-                self._state = OwnedState(self.module)
-            return
-        if replaced := self._mode.attributes.replaced():
-            raise InputError(
-                f"Parameters of the model have been replaced after the first call: got other ones for {replaced[:5]}. "
-                "Expected the same ones, which are split over the ranks; copy numbers into them (copy_(), "
-                "load_state_dict()), or wrap the changed model anew."
-            )
-
     def _is_plain(self) -> bool:
         """Whether the model is called as it is: one process, and no setting that asks for more."""
         settings = self.settings
@@ -175,57 +145,6 @@ class AutoVaruna(StatefulModule):
             settings.stage_ranks,
         )
         return self.world.num_ranks == 1 and not any(asks)
-
-    def _start(self, shared: SharedCall) -> Engine:
-        """Plans, and gives each rank its part of the model. Collective.
-
-        With an optimizer, the plan is one for training, even if the first call only evaluates.
-        """
-        if self._optimizer is not None and not torch.is_grad_enabled():
-            with as_in_training(self.module):
-                return self._start(replace(shared, call=replace(shared.call, mode=self._mode.words())))
-        self._follow_groups()
-        if self._cut_optimizer is not None:
-            self._cut_optimizer.check()
-        keep_freed_memory()
-        resident = resident_bytes()
-        device = find_device(self.module, self.settings)
-        self._traces = Traces(self.module, self.settings, self.world, device)
-        traced = self._traces.first(shared)
-        preparation = Preparation(
-            traced, self.module, self._optimizer, shared, self.settings, self.world, device, resident
-        )
-        self._preparation = preparation
-        plan, assignment, placement = preparation.plan, preparation.assignment, preparation.placement
-        seed = preparation.seed if self._persistence.seed is None else self._persistence.seed
-        given = self._persistence.given(self._subject())
-        open_channel(self.settings.channel, plan, self.world, preparation.device)
-        if self._optimizer is not None:
-            refuse_joint_steps(self._optimizer, placement)
-        self._state.distribute(placement, self.world, preparation.device, seed, given)
-        if any(len(ranks) < self.world.num_ranks for ranks in placement.holders.values()):
-            refuse_local_norms(self._state)
-        if self._cut_optimizer is not None:
-            held = {name: parameter for name, parameter in self._state.parameters().items() if not parameter.is_meta}
-            self._cut_optimizer.cut(held)
-        device, orders = preparation.device, preparation.orders
-        self._engine = Engine(
-            PreparedGraphs(self._state, plan, assignment, placement, orders, self.settings, self.world, device),
-            self._state,
-            plan,
-            self.settings,
-            self.world,
-            device,
-            seed,
-            LossScale(self._optimizer, self._scaler, self.world),
-            self.of_model,
-            preparation.event_trace(),
-        )
-        self._engine.is_synchronising = self._is_synchronising
-        give_back_freed_memory()
-        self._persistence.fill(self._subject())
-        self._mode.attributes.settle()
-        return self._engine
 
     @property
     def _groups(self) -> tuple[tuple[int, ...], ...]:
@@ -283,17 +202,6 @@ class AutoVaruna(StatefulModule):
         Raises:
             InputError: there is no plan yet.
         """
-        if self._preparation is None:
+        if self._copies.preparation is None:
             raise InputError("There is no plan to save: got no call of the model yet, or one process that needs none.")
-        self._preparation.save(path)
-
-    def _apply(self, fn: Any, recurse: bool = True) -> AutoVaruna:
-        """Moves or casts the model, as ``to``, ``half`` and the like ask; before the first call only."""
-        if self._engine is not None:
-            raise InputError(
-                "The model has been split over the ranks: got to(), cuda() or a cast after the first call. "
-                "Move or cast it before the first call."
-            )
-        self.module._apply(fn, recurse)
-        self._state = OwnedState(self.module)
-        return self
+        self._copies.preparation.save(path)

@@ -43,7 +43,8 @@ def clip_grad_norm(
         RankError: the ranks clip to other norms.
         RuntimeError: the norm is not finite and `error_if_nonfinite` is set.
     """
-    own = {name: parameter.grad for name, parameter in state.parameters().items() if parameter.grad is not None}
+    here = {name: parameter for name, parameter in state.parameters().items() if not parameter.is_meta}
+    own = {name: parameter.grad for name, parameter in here.items() if parameter.grad is not None}
     device = next((gradient.device for gradient in own.values()), torch.device("cpu"))
     norms = torch.zeros(len(names), dtype=torch.float64, device=device)
     for place, name in enumerate(names):

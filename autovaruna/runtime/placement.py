@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from autovaruna.graph.fake import put
 from autovaruna.planner.records import Plan
+from autovaruna.runtime.elsewhere import Home, elsewhere
 from autovaruna.runtime.materialize import materialize
 from autovaruna.runtime.world import World
 from autovaruna.stage.assignment import Assignment
@@ -63,7 +64,7 @@ class OwnedState:
     """The parameters and buffers of a model by first name, of which this rank keeps its part.
 
     Args:
-        model: The model; parameters that this rank does not hold are replaced by ones on ``meta``.
+        model: The model; parameters that this rank does not hold are replaced by ones that are `Elsewhere`.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -122,7 +123,8 @@ class OwnedState:
             if world.rank in group and len(group) > 1:
                 world.broadcast(self.tensor(name).detach(), root, group)
         for name in self.places.keys() - held:
-            self._let_go(name)
+            if isinstance(tensor := self.tensor(name), nn.Parameter):
+                self.replace(name, elsewhere(tensor, Home(name, placement.ranks_of(name), world.rank, device)))
 
     def follow_frozen(self, placement: Placement, world: World) -> bool:
         """Lets parameters that this rank does not hold need a gradient if they do where they are held. Collective.
@@ -147,10 +149,3 @@ class OwnedState:
         """Puts another tensor in every place of a parameter or buffer."""
         for module, attribute in self.places[name]:
             put(module, attribute, tensor)
-
-    def _let_go(self, name: str) -> None:
-        tensor = self.tensor(name)
-        if isinstance(tensor, nn.Parameter):
-            gone = nn.Parameter(tensor.detach().to("meta"), tensor.requires_grad)
-            gone.is_held_elsewhere = True  # type: ignore[attr-defined]
-            self.replace(name, gone)

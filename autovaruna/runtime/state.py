@@ -8,14 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from autovaruna.runtime.lent import Lent
 from autovaruna.runtime.placement import OwnedState, Placement
 from autovaruna.runtime.world import World
 
 
-def whole_state(state: OwnedState, placement: Placement, world: World, what: str) -> dict[str, Any]:
+def whole_state(state: OwnedState, placement: Placement, world: World, what: str, lent: Lent) -> dict[str, Any]:
     """Returns the whole model's ``state_dict`` on every rank. Collective; `what` names it in errors.
 
-    Tied entries share one tensor, as in plain PyTorch.
+    Tied entries share one tensor, as in plain PyTorch. What a script writes into them reaches the model through `lent`.
     """
     world.barrier(what)  # says so if a rank is elsewhere, as messages do not
     entries: dict[str, Any] = state.model.state_dict()
@@ -31,6 +32,8 @@ def whole_state(state: OwnedState, placement: Placement, world: World, what: str
                 if len(ranks) == world.num_ranks and first not in placement.holders
                 else _fetch(value, ranks[0], world)
             )
+            if fetched[first] is not value and not value.is_meta:
+                lent.lend(fetched[first], value)
         entries[name] = fetched[first]
     return entries
 

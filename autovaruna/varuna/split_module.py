@@ -63,7 +63,8 @@ class SplitModule(nn.Module):
         Where there are none, as in a stage that is only a loss, it yields one without elements: torch makes no
         optimizer of nothing.
         """
-        own = list(self.model.named_parameters(prefix, recurse, remove_duplicate))
+        every = self.model.named_parameters(prefix, recurse, remove_duplicate)
+        own = [(name, parameter) for name, parameter in every if not parameter.is_meta]
         yield from own or [("no_parameters", self._placeholder)]
 
     @cached_property

@@ -47,4 +47,8 @@ def train(num_stages: int) -> tuple[list[float], dict[str, Tensor], int]:
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    return losses, model.state_dict(), sum(parameter.numel() for parameter in model.parameters())
+    return (
+        losses,
+        model.state_dict(),
+        sum(parameter.numel() for parameter in model.parameters() if not parameter.is_meta),
+    )

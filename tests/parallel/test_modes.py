@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from autovaruna import AutoVaruna
 from tests.catalogue import CASES, Batch, Case
 from tests.catalogue.structure import Answer
-from tests.parallel.training import Setup, gradients_of, merge, on_ranks, pipeline, share_of, train, train_rank
+from tests.parallel.training import Setup, gradients_of, held, merge, on_ranks, pipeline, share_of, train, train_rank
 from tests.reference import Record, bit_equal, compare, part, plain_steps, sgd
 from tests.reference import gradients_of as plain_gradients
 
@@ -210,12 +210,12 @@ def test_hooks_of_parameters_fire_on_the_ranks_that_hold_them() -> None:
     def run(model: AutoVaruna, optimizer: Any, rank: int) -> None:
         seen: list[str] = []
         model(**batch[1])
-        held = dict(model.named_parameters())
-        for name, parameter in held.items():
+        for name, parameter in model.named_parameters():
             parameter.register_hook(lambda gradient, name=name: seen.append(name))
             parameter.register_post_accumulate_grad_hook(lambda parameter, name=name: seen.append(f"{name}!"))
         model(**batch[1]).backward()
-        assert sorted(seen) == sorted([*held, *(f"{name}!" for name in held)])
+        own = held(model)
+        assert sorted(seen) == sorted([*own, *(f"{name}!" for name in own)])
 
     on_ranks(pipeline(2), case.model(), run)
 

@@ -15,7 +15,7 @@ from autovaruna import AutoVaruna
 from autovaruna.errors import AutoVarunaError
 from tests.catalogue import CASES
 from tests.parallel.precision import Way, plain_in, train_in
-from tests.parallel.training import Setup, on_ranks, pipeline
+from tests.parallel.training import Setup, held, on_ranks, pipeline
 from tests.reference import bit_equal
 
 CASE = CASES["chain"]
@@ -52,12 +52,12 @@ def test_overflow_on_one_rank_skips_the_step_on_all(setup: str) -> None:
     def run(model: Any, optimizer: Any, rank: int) -> tuple[float, list[bool]]:
         loss = model(*BATCHES[0][0], **BATCHES[0][1])
         model._scaler.scale(loss).backward()
-        before = [parameter.detach().clone() for parameter in model.parameters()]
+        before = [parameter.detach().clone() for parameter in held(model).values()]
         if rank == 1:
-            next(iter(model.parameters())).grad.view(-1)[0] = torch.inf
+            next(iter(held(model).values())).grad.view(-1)[0] = torch.inf
         model._scaler.step(optimizer)
         model._scaler.update()
-        kept = [torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True)]
+        kept = [torch.equal(old, new) for old, new in zip(before, held(model).values(), strict=True)]
         return model._scaler.get_scale(), kept
 
     results = on_ranks(SETUPS[setup], CASE.model(), run, wrap=scaled)
@@ -78,7 +78,7 @@ def scaled_gradient(setup: Setup, num_scalers: int, wrap: Any = AutoVaruna) -> T
         with HALF.around():
             loss = model(*BATCHES[0][0], **BATCHES[0][1])
         (model._scaler or scalers[0]).scale(loss).backward()
-        return torch.cat([parameter.grad.view(-1) for parameter in model.parameters()])
+        return torch.cat([parameter.grad.view(-1) for parameter in held(model).values()])
 
     gc.collect()
     gradient: Tensor = on_ranks(setup, CASE.model(), run, wrap=wrap)[0]

@@ -238,9 +238,15 @@ def train_rank(
     return with_state(record, model)
 
 
+def held(model: AutoVaruna) -> dict[str, nn.Parameter]:
+    """Returns the parameters whose numbers a rank holds."""
+    return {name: parameter for name, parameter in model.named_parameters() if not parameter.is_meta}
+
+
 def gradients_of(model: AutoVaruna) -> dict[str, Tensor]:
     """Returns copies of the gradients that a rank holds, by name."""
-    return {name: p.grad.detach().clone() for name, p in model.named_parameters() if p.grad is not None}
+    gradients = {name: parameter.grad for name, parameter in held(model).items()}
+    return {name: gradient.detach().clone() for name, gradient in gradients.items() if gradient is not None}
 
 
 def with_state(record: Record, model: AutoVaruna) -> Record:

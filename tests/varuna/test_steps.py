@@ -48,7 +48,7 @@ def test_stages_start_at_cut_points_unless_the_model_is_partitioned_for_the_user
     def starts(auto: bool) -> Any:
         def script(world: Any) -> Any:
             model = wrap("0;1", auto_partitioned=auto)
-            graph = model.model._preparation._traced.graph
+            graph = model.model.preparation._traced.graph
             return [stage.blocks[0] for stage in model.model.plan.stages[1:]], [m.block for m in graph.cut_marks]
 
         return on_ranks(2, script)[0]
