@@ -148,8 +148,9 @@ def _backward(case: Case, model: nn.Module, micro_batches: Sequence[Batch]) -> T
 
 
 def gradients_of(model: nn.Module) -> Tensors:
-    """Returns copies of the gradients that are there, by parameter name."""
-    return {name: p.grad.detach().clone() for name, p in model.named_parameters() if p.grad is not None}
+    """Returns copies of the gradients that are on this rank, by parameter name."""
+    held = [(name, p.grad) for name, p in model.named_parameters() if not p.is_meta]
+    return {name: gradient.detach().clone() for name, gradient in held if gradient is not None}
 
 
 def weights_of(model: nn.Module) -> Tensors:
