@@ -9,6 +9,7 @@ The rules (each is a method of `_Rules`, each has a test):
 5. A value with three or more users in need of a gradient: users stay in execution order, so that the sum of their
    gradients has the order of one process. Where grouping would break that order, those users join one block.
 6. Groups on a cycle are one group.
+7. A number that is taken out of a tensor stays with the integers that it was counted from.
 
 Nodes without gradient, parameters, randomness or much arithmetic (masks, positions, casts of inputs) belong to no
 block: they are repeated in every stage that uses them and so never cross a cut.
@@ -23,9 +24,10 @@ from dataclasses import dataclass
 import networkx as nx
 import torch
 from networkx.utils import UnionFind
-from torch import fx
+from torch import Tensor, fx
 
 from autovaruna.graph.checks import check
+from autovaruna.graph.counts import counted
 from autovaruna.graph.facts import Fact
 
 _CHEAP_SHARE = 1e-3
@@ -68,6 +70,7 @@ def group(
     rules.tuples_stay_whole()
     rules.changes_stay_with_what_they_change()
     rules.data_dependent_shapes_stay()
+    rules.numbers_stay_with_what_they_count(parameters)
     repeated = _repeated(rules, parameters)
     worked = [node for node in nodes if node.name not in repeated]
     if not worked:  # nothing has a parameter, or needs a gradient: a stage has to hold something
@@ -117,6 +120,13 @@ class _Rules:
         for node in self.nodes:
             if self.depends_on_data(node):
                 self._join([node, *node.users], "a value whose shape depends on data stays with its users")
+
+    def numbers_stay_with_what_they_count(self, parameters: Collection[str]) -> None:
+        """Applies rule 7."""
+        data = [node for node in self.nodes if self.depends_on_data(node)]
+        numbers = [node for node in data if not isinstance(self.facts[node.name].value, Tensor)]
+        for number, sources in counted(numbers, self.facts, parameters):
+            self._join([number, *sources], "a number out of a tensor stays with what it was counted from")
 
     def join_users_out_of_order(self, nodes: Sequence[fx.Node]) -> bool:
         """Applies rule 5; returns whether anything was joined."""

@@ -76,6 +76,21 @@ def test_rule_4_a_shape_that_depends_on_data_crosses_no_cut() -> None:
     assert not {value.name for value in model.graph.values} & {named(model, "masked_select")}
 
 
+def test_rule_7_a_number_stays_with_what_it_was_counted_from() -> None:
+    """Sizes that a router counts come from its ranking, which random numbers have, too."""
+
+    def routed(self: nn.Module, x: Tensor) -> Tensor:
+        scores = torch.tanh(self.first(x))
+        first = scores.topk(2, dim=1).indices
+        chosen = torch.zeros_like(scores).scatter(1, first, 1.0).long()
+        parts = self.second(x)[first.flatten().sort().values // 2].split(chosen.sum(0).tolist())
+        return torch.cat([part * 2.0 for part in parts]).sum()
+
+    model = traced_function(routed, X, first=linear(), second=linear())
+    assert blocks_of(model, "topk", "zeros_like", "scatter", "split_with_sizes") == {model.block_of["item"]}
+    assert model.block_of["linear"] not in blocks_of(model, "topk")
+
+
 @pytest.mark.parametrize("case", [case for case in PLAIN if not case.refusal], ids=str)
 def test_rule_5_users_of_a_value_stay_in_order(case: object) -> None:
     """The users of every value with three or more stand in execution order, so that gradients add up in one order."""
