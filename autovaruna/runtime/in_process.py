@@ -97,8 +97,8 @@ class InProcessWorld(ConnectedWorld):
             self.take_answer(answer)
 
     def rest(self, waited_seconds: float) -> None:
-        """Lets the other threads run."""
-        time.sleep(0.0 if waited_seconds < 1e-3 else 100e-6)
+        """Lets the other threads run; a long wait becomes longer by a fiftieth at most."""
+        time.sleep(0.0 if waited_seconds < 1e-3 else min(100e-6 + waited_seconds / 50, 3e-3))
 
     def abort(self, error: BaseException, where: str) -> NoReturn:
         """Ends the waits of all ranks with an error that quotes this one, and raises it."""
@@ -123,7 +123,7 @@ def world_of_thread() -> InProcessWorld | None:
 
 
 def run_ranks(
-    num_ranks: int, function: Callable[[InProcessWorld], Result], timeout_seconds: float = 60.0
+    num_ranks: int, function: Callable[[InProcessWorld], Result], timeout_seconds: float = 500.0
 ) -> list[Result]:
     """Runs `function(world)` on each rank, a thread each; returns the results by rank.
 

@@ -18,6 +18,8 @@ from autovaruna.errors import RankError
 from autovaruna.runtime.hub import Answer, Event, Failure, Farewell, Join, Leave, Need, Notice, Report, Values
 from autovaruna.runtime.world import World
 
+EAGER_SECONDS = 3e-3
+"""So long a waiting rank looks many times before it rests; then once, and leaves its core to ranks that work."""
 REPORT_SECONDS = 0.5
 PATIENCE_SECONDS = 3.0
 """How long a rank with an error waits for the others to hear of it; then it ends them."""
@@ -101,10 +103,11 @@ class WatchedWorld(World):
         Raises:
             RankError: the hub found that it can never be done.
         """
-        started, has_reported, num_turns = 0.0, False, 0
+        started = now = 0.0
+        has_reported, num_turns = False, 0
         while not is_done():
             num_turns += 1
-            if num_turns & 31:
+            if num_turns & 31 and now - started < EAGER_SECONDS:
                 continue
             now = time.monotonic()
             started = started or now
