@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 from dataclasses import replace
 
 import pytest
@@ -16,6 +15,7 @@ from autovaruna.planner.prediction import fold
 from autovaruna.planner.ranges import RangeTables
 from autovaruna.planner.search import make_plan
 from autovaruna.schedule import simulate
+from tests.own_time import takes_at_most
 from tests.planner.cases import make_problem
 
 
@@ -52,9 +52,9 @@ def test_a_long_step_is_predicted_from_shorter_ones(seed: int, monkeypatch: pyte
 
 def test_hundreds_of_blocks_on_many_ranks() -> None:
     problem = make_problem(300, 64, 256, memory_bytes=1e7)
-    begin = time.perf_counter()
-    plan = make_plan(problem)
-    assert time.perf_counter() - begin < 20
+    plans = []
+    assert takes_at_most(60, lambda: plans.append(make_plan(problem)))
+    plan = plans[0]
     assert all(stage.memory_bytes <= 1e7 for stage in plan.stages)
     assert 0 <= plan.gap < 0.5
 

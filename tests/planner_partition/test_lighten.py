@@ -18,7 +18,7 @@ _BORDERS: tuple[Border, ...] = ("added", "overlapped")
 
 
 def _bounds(problem: PartitionProblem, num_devices: int) -> Bounds:
-    return Bounds(problem, num_devices, 1e-9, time.monotonic() + 60.0)
+    return Bounds(problem, num_devices, 1e-9, time.monotonic() + 500.0)
 
 
 @pytest.mark.parametrize("border", _BORDERS)

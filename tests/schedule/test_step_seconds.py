@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import time
 
 import pytest
 
 from autovaruna.profiler.records import LinkCost
 from autovaruna.schedule import POLICIES, Edge, Kind, Pipeline, StageTimes, latency_depth, lower_bound, simulate
+from tests.own_time import takes_at_most
 from tests.schedule.pipelines import chain, deepened, placed
 
 F, B = 1.0, 2.0
@@ -157,6 +157,6 @@ def test_decimal_times_tie_as_they_do_on_paper() -> None:
 @pytest.mark.parametrize("name", POLICIES)
 def test_twenty_thousand_micro_batches(name: str) -> None:
     pipeline = deepened(chain(2, 20_000, F, B))
-    start = time.perf_counter()
-    assert seconds(pipeline, name) == 20_001 * (F + B)
-    assert time.perf_counter() - start < 10
+    found = []
+    assert takes_at_most(30, lambda: found.append(seconds(pipeline, name)))
+    assert found[0] == 20_001 * (F + B)
