@@ -26,8 +26,6 @@ from autovaruna.runtime.in_process import InProcessWorld, run_ranks
 from autovaruna.settings import Settings
 from tests.planner.cases import make_problem
 
-pytestmark = pytest.mark.timeout(100)
-
 
 class Net(nn.Module):
     """Has a loss, and places to be cut."""
@@ -58,11 +56,21 @@ def start(num_ranks: int = 2, width: int = 8, batch: int = 4, **settings: Any) -
     return run_ranks(num_ranks, be_rank)[0]
 
 
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """Returns what the default of `start` saves."""
+    folder = tmp_path_factory.mktemp("saved")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("AUTOVARUNA_CONF_DIR", str(folder))
+        start(deployment_file=str(folder / "deployment.json"))
+    return (folder / "deployment.json").read_bytes()
+
+
 @pytest.fixture
-def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def file(saved: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Returns the file of a deployment of two stages, whose run is the default of `start`."""
     monkeypatch.setenv("AUTOVARUNA_DEPLOYMENT_FILE", str(tmp_path / "deployment.json"))
-    start()
+    (tmp_path / "deployment.json").write_bytes(saved)
     return tmp_path / "deployment.json"
 
 

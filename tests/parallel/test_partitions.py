@@ -12,7 +12,9 @@ from tests.reference import OPTIMIZERS, Record, bit_equal
 
 SIZE, STEPS = 7, 3
 SETUPS: dict[str, tuple[Setup, str]] = {
-    **{f"{stages}_stages_{name}": (pipeline(stages), name) for stages in (2, 3, 4) for name in OPTIMIZERS},
+    "2_stages": (pipeline(2), "sgd"),
+    "3_stages": (pipeline(3), "adamw"),
+    "4_stages": (pipeline(4), "sgd"),
     "cut_early": (pipeline(2, shares=(0.0,)), "sgd"),
     "cut_late": (pipeline(2, shares=(1.0,)), "adamw"),
     "recompute": (pipeline(3, recompute=True), "sgd"),
@@ -25,7 +27,7 @@ SETUPS: dict[str, tuple[Setup, str]] = {
     "backwards": (Setup(((2,), (0,), (1,)), shares=(0.5, 0.8)), "sgd"),
     "idle_rank": (Setup(((0,), (2,)), num_ranks=3), "sgd"),
 }
-LARGE = ("3_stages_adamw", "recompute", "two_stages_a_rank", "zero_bubble")
+LARGE = ("3_stages", "recompute", "two_stages_a_rank", "zero_bubble")
 
 
 @cache
@@ -67,4 +69,4 @@ def test_the_partition_of_a_hugging_face_model_changes_no_bit(case: Case, setup:
 @pytest.mark.parametrize("case", MORE, ids=str)
 def test_three_stages_of_other_architectures_change_no_bit(case: Case) -> None:
     pytest.importorskip("transformers")
-    hold(case.name, "3_stages_adamw")
+    hold(case.name, "3_stages")
