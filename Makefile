@@ -13,7 +13,7 @@ MPI_ENV := PATH="$(BIN):$$PATH" OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_
 # More ranks than cores: a rank that waits gives its core to another.
 TEST_ENV := $(MPI_ENV) OMPI_MCA_mpi_yield_when_idle=1 OMP_NUM_THREADS=1
 MPIRUN := mpirun --oversubscribe --bind-to none
-# Files of tests that run at once; PYTEST_FLAGS is added, as -x or -k.
+# Files of tests that run at once, the longest first; PYTEST_FLAGS is added, as -x or -k.
 TEST_JOBS ?= 2
 
 .DEFAULT_GOAL := demo
@@ -23,7 +23,7 @@ demo: $(STAMP)
 	$(MPI_ENV) $(MPIRUN) -np 2 $(BIN)/python examples/train_gpt.py
 
 test: $(STAMP)
-	$(TEST_ENV) $(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile $(PYTEST_FLAGS)
+	$(TEST_ENV) $(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder $(PYTEST_FLAGS)
 
 test-mpi-%: $(STAMP)
 	$(TEST_ENV) $(MPIRUN) -np $* $(BIN)/python -m pytest tests/mpi

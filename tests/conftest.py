@@ -13,6 +13,27 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch starts its threads
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
+FIRST = (
+    "mpi/test_failures.py",
+    "mpi/test_numbers.py",
+    "test_examples.py",
+    "mpi/test_world.py",
+    "parallel/test_partitions.py",
+    "planner/test_bound.py",
+    "mpi/test_checkpoint.py",
+    "parallel/test_against_plain.py",
+    "parallel/test_modes.py",
+    "parallel/test_drawn_calls.py",
+    "planner/test_interleaving.py",
+)
+"""The files that take longest. Workers take whole files: one that begins last is waited for with idle cores."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Puts the longest files first."""
+    here, places = Path(__file__).parent, {name: place for place, name in enumerate(FIRST)}
+    items.sort(key=lambda item: places.get(item.path.relative_to(here).as_posix(), len(FIRST)))
+
 
 @pytest.fixture(autouse=True)
 def _own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

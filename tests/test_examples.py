@@ -34,7 +34,7 @@ def start(command: list[str], directory: Path) -> str:
         env={**os.environ, **ROOT, "PYTHONPATH": path},
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=500,
     )
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout

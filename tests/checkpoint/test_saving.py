@@ -71,7 +71,7 @@ def test_killed_at_any_moment_the_newest_complete_one_loads(tmp_path: Path) -> N
 def run_script(script: str, root: Path) -> subprocess.CompletedProcess[str]:
     """Runs a program that saves in a folder."""
     command = [sys.executable, "-c", script, str(root)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
 
 
 def full_disk(monkeypatch: pytest.MonkeyPatch, after: int) -> None:
@@ -131,7 +131,7 @@ def test_a_real_limit_of_the_size_of_files_is_told(tmp_path: Path) -> None:
         "except CheckpointError as error: print(error)\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", script, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", script, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=300
     )
     assert "cannot be written: File too large" in done.stdout, done.stderr
     assert not list(tmp_path.iterdir())
@@ -216,7 +216,7 @@ def test_the_end_of_the_program_waits_and_tells(is_full: bool, tmp_path: Path) -
         "AutoVaruna(torch.nn.Linear(3, 3)).save_checkpoint(sys.argv[1], step=1, background=True)\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", script, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", script, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=300
     )
     if is_full:
         assert done.returncode != 0 and "No space left on device" in done.stderr

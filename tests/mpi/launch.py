@@ -56,7 +56,7 @@ def mpirun(
     num_ranks: int,
     target: str | Path,
     *args: str | Path,
-    timeout: float,
+    timeout: float = 300,
     env: dict[str, str] | None = None,
     check: bool = True,
 ) -> subprocess.CompletedProcess[str]:

@@ -18,8 +18,6 @@ from tests.mpi import failures
 from tests.mpi.launch import mpirun, run_on_ranks
 from tests.mpi.refusals import AFTER, BEFORE, DURING, Refusal
 
-pytestmark = pytest.mark.timeout(240)
-
 RANK_SECONDS = 5.0
 MPIRUN_SECONDS = 15.0
 MODEL = r"failures\.py:\d+ \(out = self\.output\(x\)\)"
@@ -52,7 +50,7 @@ def deployment(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Returns the file of the deployment that a good run has saved."""
     folder = tmp_path_factory.mktemp("saved")
     file = folder / "deployment.json"
-    mpirun(2, "tests.mpi.failures", "nothing_fails", folder, timeout=60, env={"AUTOVARUNA_DEPLOYMENT_FILE": str(file)})
+    mpirun(2, "tests.mpi.failures", "nothing_fails", folder, env={"AUTOVARUNA_DEPLOYMENT_FILE": str(file)})
     return file
 
 
@@ -99,7 +97,7 @@ def test_a_failure_ends_every_rank(story: str, tmp_path: Path, deployment: Path)
     before = deployment.read_bytes()
     with Watch(tmp_path) as watch:
         env = {"AUTOVARUNA_DEPLOYMENT_FILE": str(deployment)}
-        done = mpirun(2, "tests.mpi.failures", story, tmp_path, timeout=60, env=env, check=False)
+        done = mpirun(2, "tests.mpi.failures", story, tmp_path, env=env, check=False)
         ended = time.time()
     fault = float((tmp_path / "fault").read_text())
     assert done.returncode != 0
@@ -131,7 +129,7 @@ def test_a_conf_file_that_cannot_be_used_names_itself(
 
 def test_a_conf_file_that_cannot_be_used_ends_all_ranks(tmp_path: Path) -> None:
     (tmp_path / "conf.toml").write_text("num_stage = 2")
-    done = mpirun(2, "tests.mpi.failures", "settings_are_broken", tmp_path, timeout=60, check=False)
+    done = mpirun(2, "tests.mpi.failures", "settings_are_broken", tmp_path, check=False)
     assert done.returncode != 0
     assert "did you mean num_stages?" in done.stderr
 
@@ -186,7 +184,7 @@ REFUSALS: dict[str, tuple[str, str]] = {
 
 @cache
 def refusals() -> list[dict[str, Refusal]]:
-    return run_on_ranks(2, "tests.mpi.refusals:refusals", timeout=150)
+    return run_on_ranks(2, "tests.mpi.refusals:refusals")
 
 
 @pytest.mark.parametrize("story", [*BEFORE, *DURING, *AFTER])

@@ -6,8 +6,8 @@ from tests.mpi.launch import run_on_ranks
 
 
 def test_a_model_on_meta_is_made_in_parts_and_trains_the_same():
-    [(losses, state, whole)] = run_on_ranks(1, "tests.mpi.meta:train", 1, timeout=60)
-    parts = run_on_ranks(2, "tests.mpi.meta:train", 2, timeout=60)
+    [(losses, state, whole)] = run_on_ranks(1, "tests.mpi.meta:train", 1)
+    parts = run_on_ranks(2, "tests.mpi.meta:train", 2)
     assert losses[-1] < losses[0]
     assert sum(held for _, _, held in parts) == whole
     for other, its_state, held in parts:

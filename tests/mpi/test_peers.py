@@ -9,7 +9,6 @@ import inspect
 from functools import cache
 from typing import Any
 
-import pytest
 import torch
 
 from tests.catalogue import CASES
@@ -18,7 +17,6 @@ from tests.mpi.launch import run_on_ranks
 from tests.parallel.training import merge
 from tests.reference import Record, bit_equal, compare, gradients_of, part, plain_micro_batched, plain_steps, ranges
 
-pytestmark = pytest.mark.timeout(180)
 STORIES = [
     name for name, value in vars(peers).items() if inspect.isfunction(value) and value.__module__ == peers.__name__
 ]
@@ -28,7 +26,7 @@ STORIES.remove("train")
 @cache
 def job() -> list[dict[str, Any]]:
     """Runs all stories in one job."""
-    return run_on_ranks(2, "tests.mpi.numbers:stories", STORIES, timeout=170)
+    return run_on_ranks(2, "tests.mpi.numbers:stories", STORIES)
 
 
 def of_ranks(story: str) -> list[Any]:

@@ -14,13 +14,11 @@ from tests.parallel.precision import WAYS, plain_in
 from tests.parallel.training import merge
 from tests.reference import bit_equal, compare
 
-pytestmark = pytest.mark.timeout(300)
-
 
 @cache
 def job(num_ranks: int) -> list[dict[str, Any]]:
     """Runs one job on a number of ranks; returns what each rank found."""
-    return run_on_ranks(num_ranks, "tests.mpi.precision:precisions", timeout=140)
+    return run_on_ranks(num_ranks, "tests.mpi.precision:precisions")
 
 
 @pytest.mark.parametrize("way", CHOSEN)

@@ -17,7 +17,7 @@ import pytest
 from tests.mpi.launch import QUIET, ROOT, find_mpirun, run_group
 
 GPT = str(ROOT / "examples" / "varuna_gpt.py")
-TIMEOUT = 110
+TIMEOUT = 500
 
 
 def command(folder: Path, *words: str, machine: str = "localhost") -> list[str]:

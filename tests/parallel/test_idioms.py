@@ -108,7 +108,6 @@ PASSING = (
 )
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("function", PASSING, ids=lambda function: function.__name__)
 def test_right_numbers(function: Callable[[nn.Module, Tensor, Tensor], Tensor]) -> None:
     """They train with the bits of plain PyTorch, and their parts can be measured."""

@@ -35,7 +35,6 @@ class Searched(Setup):
         return plan
 
 
-@pytest.mark.timeout(200)
 @pytest.mark.parametrize(("case", "num_ranks"), [(case, 2 + k % 2) for k, case in enumerate(LONG)], ids=str)
 def test_searched_interleaving_changes_no_bit(case: Case, num_ranks: int) -> None:
     batches = [case.batch(SIZE, step) for step in range(STEPS)]

@@ -139,7 +139,6 @@ def case_of(kind: Callable[[], nn.Module]) -> Case:
     return Case(f"kept_{kind.__name__}", lambda: Classifier(Between(kind())), labelled)
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_kept_modules_train_like_plain_pytorch(kind: Callable[[], nn.Module]) -> None:
     """With one micro-batch the bits are those of plain PyTorch; with three, those of one stage, recompute or not."""

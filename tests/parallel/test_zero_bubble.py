@@ -34,7 +34,7 @@ def measured(name: str, schedule: str, **settings: Any) -> tuple[Any, list[AutoV
         wrapped = AutoVaruna(model, optimizer, **given, schedule=schedule, cuts=("body.2",), **settings)
         return train_rank(case, wrapped, optimizer, [case.batch(8, step) for step in range(2)]), wrapped
 
-    records, wrapped_models = zip(*run_ranks(2, be_rank, timeout_seconds=60.0), strict=True)
+    records, wrapped_models = zip(*run_ranks(2, be_rank), strict=True)
     return merge(records), list(wrapped_models)
 
 

@@ -149,7 +149,7 @@ def on_ranks(
     run: Run,
     make_optimizer: MakeOptimizer = sgd,
     token: object = None,
-    timeout: float = 100.0,
+    timeout: float = 500.0,
     wrap: Callable[..., AutoVaruna] = AutoVaruna,
 ) -> list[Any]:
     """Runs ``run(model, optimizer, rank)`` on every rank, each with a copy of `model`, wrapped by `wrap`."""

@@ -12,13 +12,11 @@ from autovaruna.runtime.reduction import GROUP_CHANNEL
 from autovaruna.runtime.world import Pending
 from tests.runtime.world_laws import LAWS
 
-pytestmark = pytest.mark.timeout(120)
-
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("law", LAWS)
 def test_law(law: str, num_ranks: int) -> None:
-    run_ranks(num_ranks, LAWS[law], timeout_seconds=100)
+    run_ranks(num_ranks, LAWS[law])
 
 
 class Late(Pending):

@@ -105,7 +105,7 @@ def plain_steps(model: nn.Module, batch_size: int, numbers: range, max_norm: flo
     return losses
 
 
-def on_ranks(num_ranks: int, run: Callable[[InProcessWorld], Any], timeout: float = 100.0) -> list[Any]:
+def on_ranks(num_ranks: int, run: Callable[[InProcessWorld], Any], timeout: float = 500.0) -> list[Any]:
     """Runs a function on ranks that are threads; returns the results by rank."""
     return run_ranks(num_ranks, run, timeout)
 
