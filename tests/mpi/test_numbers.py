@@ -21,7 +21,7 @@ REPLICATED = ["chain", "tied_three_ways", "skip", "outputs_dict", "two_losses", 
 
 
 def names_on(num_ranks: int) -> list[str]:
-    """Returns the models that run on a number of ranks: all on one and two, and each on three or on four.
+    """Returns the models that run on a number of ranks: all on one and two, a quarter each on three and on four.
 
     `tests.parallel.test_partitions` runs all on three and four ranks that are threads.
     """
@@ -29,8 +29,8 @@ def names_on(num_ranks: int) -> list[str]:
 
 
 def drawn(names: list[str], num_ranks: int) -> list[str]:
-    """Returns every second name on three ranks, and the others on four."""
-    return names if num_ranks < 3 else names[num_ranks - 3 :: 2]
+    """Returns every fourth name on three ranks, and others on four."""
+    return names if num_ranks < 3 else names[2 * num_ranks - 6 :: 4]
 
 
 @cache
