@@ -69,9 +69,11 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 @pytest.fixture
 def file(saved: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Returns the file of a deployment of two stages, whose run is the default of `start`."""
-    monkeypatch.setenv("AUTOVARUNA_DEPLOYMENT_FILE", str(tmp_path / "deployment.json"))
-    (tmp_path / "deployment.json").write_bytes(saved)
-    return tmp_path / "deployment.json"
+    file = tmp_path / "alone" / "deployment.json"
+    file.parent.mkdir()
+    file.write_bytes(saved)
+    monkeypatch.setenv("AUTOVARUNA_DEPLOYMENT_FILE", str(file))
+    return file
 
 
 @pytest.fixture
