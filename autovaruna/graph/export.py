@@ -108,6 +108,7 @@ class Kept:
         modules: paths of submodules.
         can_grow: whether a submodule that stops the trace joins them.
         is_told: whether the model is told that it is traced, for which libraries have ways of their own.
+        can_tell: whether that is still to be tried.
         notes_draws: whether modules that draw from Python's generators are looked for.
     """
 
@@ -115,7 +116,8 @@ class Kept:
     operations: frozenset[str] = frozenset({"torch.cdist"})
     modules: frozenset[str] = frozenset()
     can_grow: bool = True
-    is_told: bool = True
+    is_told: bool = False
+    can_tell: bool = True
     notes_draws: bool = False
 
 
@@ -198,9 +200,10 @@ def _attempt(
 
 
 def _try_otherwise(error: Exception, model: nn.Module, kept: Kept) -> None:
-    """Asks for another attempt: first one in which the model is not told of it, then without what stopped this one."""
-    if kept.is_told and not isinstance(error, InModuleError):
-        raise _KeepMoreError(replace(kept, is_told=False)) from error
+    """Asks for another attempt: first one in which the model is told of it, then without what stopped this one."""
+    if kept.can_tell and not isinstance(error, InModuleError):
+        raise _KeepMoreError(replace(kept, is_told=True, can_tell=False)) from error
+    kept = replace(kept, is_told=False, can_tell=False)
     modules = more_to_keep(error, model, kept.modules)
     if modules:
         _warn(sorted(modules - kept.modules), error)

@@ -200,3 +200,22 @@ def test_the_fingerprint_tells_models_apart() -> None:
     prints.add(traced(nn.Sequential(nn.Linear(4, 4), nn.Tanh()).double(), X.double()).graph.fingerprint)
     same = traced(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), torch.zeros(6, 4)).graph.fingerprint
     assert len(prints) == 4 and same in prints
+
+
+class Asking(nn.Module):
+    """Computes something else where it is told that it is traced; it may have to."""
+
+    def __init__(self, branches: bool) -> None:
+        super().__init__()
+        self.layer, self.branches = nn.Linear(4, 4), branches
+
+    def forward(self, x: Tensor) -> Tensor:
+        if torch.compiler.is_compiling() or torch.compiler.is_exporting():
+            return self.layer(x).tanh()
+        return -x if self.branches and x.sum() > 9 else self.layer(x)
+
+
+@pytest.mark.parametrize("branches", [False, True])
+def test_a_model_hears_that_it_is_traced_only_where_it_must(branches: bool) -> None:
+    """Once, libraries went ways of their own, whose kernels round elsewhere: 7e-3 for Llama in bfloat16."""
+    assert any("tanh" in name for name in traced(Asking(branches), X).nodes) is branches
