@@ -6,7 +6,8 @@ The graph runs once on fake tensors (shapes alone, no numbers) of one batch size
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import sympy
@@ -46,7 +47,8 @@ class Fact:
 
     Attributes:
         value: its fake result for the batch size of the pass.
-        needs_gradient: whether any tensor of the result takes part in autograd.
+        needs_gradient: whether any tensor of the result takes part in autograd, at the end: what is written into a
+            view of it counts.
         reads: storages of its arguments.
         writes: storages that it changes in place.
         makes: storages of its result.
@@ -164,7 +166,17 @@ def learn(
     with mode:
         graph_pass = _Pass(exported.module, attributes, flops.counter(), mode)
         graph_pass.run(*inputs, enable_io_processing=False)
-    return graph_pass.facts
+    return graph_pass.facts | _later_in_need(exported.module.graph, graph_pass.facts)
+
+
+def _later_in_need(graph: fx.Graph, facts: Mapping[str, Fact]) -> dict[str, Fact]:
+    """Returns the facts of values that need a gradient since something was written into them, or into a view."""
+    return {
+        node.name: replace(facts[node.name], needs_gradient=True)
+        for node in graph.nodes
+        if node.op == "call_function" and not facts[node.name].needs_gradient
+        if any(tensor.requires_grad for tensor in _tensors(facts[node.name].value))
+    }
 
 
 def _plain(number: Any) -> float:

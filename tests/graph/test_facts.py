@@ -29,6 +29,19 @@ def test_gradients_follow_parameters_and_stop_at_detach() -> None:
     assert [fact.needs_gradient for fact in found] == [True, False, False, False]
 
 
+def test_what_is_written_into_needs_a_gradient() -> None:
+    """Memory that was made without a gradient gets one by what is written into it, or into a view of it."""
+
+    def filled(self: nn.Module, x: Tensor) -> Tensor:
+        out, other = torch.zeros_like(x), torch.ones_like(x)
+        out[:, :2] = self.layer(x)[:, :2]
+        other[:, :2] = x[:, :2]
+        return out.exp() + other.exp()
+
+    found = facts_of(filled, "zeros", "ones", layer=nn.Linear(4, 4))
+    assert [fact.needs_gradient for fact in found] == [True, False]
+
+
 def test_views_share_memory_and_copies_do_not() -> None:
     """A view is made of its argument's storage; arithmetic and contiguous copies are not."""
 
@@ -49,7 +62,7 @@ def test_changes_are_seen() -> None:
     (trained,) = facts_of(lambda self, x: self.norm(x), "batch_norm", norm=norm)
     assert len(trained.writes) == 2
     model = traced(nn.Sequential(nn.BatchNorm1d(4).eval()), X)
-    assert not model.facts["batch_norm"].writes and not model.changed_buffers
+    assert not model.facts["batch_norm"].writes and not model.changed_state
 
 
 def test_dropout_is_random_only_while_it_drops() -> None:
