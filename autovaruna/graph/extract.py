@@ -29,8 +29,6 @@ class Source(str, Enum):
     """A parameter, by first name; one argument for each block that uses it, so that each has its own gradient."""
     BUFFER = "buffer"
     """A buffer, by first name; the stage may change it."""
-    SNAPSHOT = "snapshot"
-    """A buffer, by first name, as it was before the stage changed it: what autograd may keep."""
     CONSTANT = "constant"
     """A tensor that is neither parameter nor buffer."""
     RANDOM = "random"
@@ -134,7 +132,9 @@ class _Extraction:
 
     def _copy(self, node: fx.Node) -> fx.Node:
         block = self.traced.block_of.get(node.name, -1)
-        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda source: self._resolve(source, block, node))
+        args, kwargs = fx.map_arg(
+            (node.args, node.kwargs), lambda source: self._kept(source, node, self._resolve(source, block))
+        )
         if not self.traced.facts[node.name].is_random:
             return self.graph.create_node(node.op, node.target, args, kwargs, node.name)
         stream = self._argument(Argument(Source.RANDOM, "stream"))
@@ -143,12 +143,12 @@ class _Extraction:
             operation, args = args[0], args[1:]
         return self.graph.call_function(draw, (stream, self.traced.places[node.name], operation, *args), kwargs)
 
-    def _resolve(self, node: fx.Node, block: int, user: fx.Node | None = None) -> Any:
+    def _resolve(self, node: fx.Node, block: int) -> Any:
         """Returns what stands for a node of the traced graph inside the piece."""
         if node.name in self.copies:
             return self.copies[node.name]
         if node.op == "get_attr":
-            return self._attribute(node, block, user)
+            return self._attribute(node, block)
         if node.op == "placeholder":
             return self._argument(Argument(Source.INPUT, node.name))
         if self.traced.sizes.is_size(node):
@@ -157,7 +157,7 @@ class _Extraction:
             return self._argument(Argument(Source.SIZE, node.name)) if is_symbolic else value
         return self._argument(Argument(Source.VALUE, node.name))
 
-    def _attribute(self, node: fx.Node, block: int, user: fx.Node | None) -> fx.Node:
+    def _attribute(self, node: fx.Node, block: int) -> fx.Node:
         name = str(node.target)
         if name in self.traced.parameters:
             needs_gradient = self.traced.facts[node.name].needs_gradient
@@ -165,8 +165,7 @@ class _Extraction:
                 Argument(Source.PARAMETER, self.traced.parameters[name], block if needs_gradient else -1)
             )
         if name in self.traced.buffers:
-            is_old = user is not None and self._reads_before_change(node, user)
-            return self._argument(Argument(Source.SNAPSHOT if is_old else Source.BUFFER, self.traced.buffers[name]))
+            return self._argument(Argument(Source.BUFFER, self.traced.buffers[name]))
         if name in self.traced.constants:
             return self._argument(Argument(Source.CONSTANT, name))
         region = getattr(self.traced.module, name)
@@ -174,14 +173,13 @@ class _Extraction:
         self.regions[name] = region
         return self.graph.get_attr(name)
 
-    def _reads_before_change(self, buffer: fx.Node, user: fx.Node) -> bool:
-        """Whether `user` only reads a buffer that a later node changes; autograd may keep what it read."""
-        storages = self.traced.facts[buffer.name].makes
+    def _kept(self, source: fx.Node, user: fx.Node, copied: Any) -> Any:
+        """Returns a copy of state that forward changes, where autograd may keep it: the next micro-batch changes it."""
         fact = self.traced.facts[user.name]
-        if not fact.needs_gradient or (fact.makes | fact.writes) & storages:
-            return False
-        last = max(self.traced.last_write.get(storage, -1) for storage in storages)
-        return last > self.traced.places[user.name]
+        memory = self.traced.facts[source.name].makes & self.traced.changed_storages
+        if not memory or not fact.needs_gradient or (fact.makes | fact.writes) & memory:
+            return copied
+        return self.graph.call_function(torch.ops.aten.clone.default, (copied,))
 
     def _argument(self, argument: Argument) -> fx.Node:
         if argument not in self.arguments:

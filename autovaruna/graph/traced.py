@@ -49,7 +49,7 @@ class TracedModel:
         parameters: first name of each parameter, by each of its names.
         buffers: first name of each buffer, by each of its names.
         constants: other tensors, by attribute name.
-        changed_buffers: first names of buffers that a step changes.
+        changed_state: first names of buffers, and of parameters, that forward changes.
         reads: attributes of modules that the model has read, as ``path.of.module.attribute``.
     """
 
@@ -64,7 +64,7 @@ class TracedModel:
     parameters: dict[str, str]
     buffers: dict[str, str]
     constants: dict[str, Tensor]
-    changed_buffers: frozenset[str]
+    changed_state: frozenset[str]
     reads: frozenset[str] = frozenset()
 
     @property
@@ -102,9 +102,11 @@ class TracedModel:
         return {name: place for place, name in enumerate(self.nodes)}
 
     @cached_property
-    def last_write(self) -> dict[int, int]:
-        """Position of the last node that changes each storage."""
-        return {storage: self.places[name] for name, fact in self.facts.items() for storage in fact.writes}
+    def changed_storages(self) -> frozenset[int]:
+        """Storages of parameters and buffers that forward changes."""
+        attributes = self.module.graph.find_nodes(op="get_attr")
+        state = {storage for node in attributes for storage in self.facts[node.name].makes}
+        return frozenset(state & {storage for fact in self.facts.values() for storage in fact.writes})
 
     @cached_property
     def block_of(self) -> dict[str, int]:
@@ -174,7 +176,7 @@ def _trace(
         parameters=parameters,
         buffers=buffers,
         constants=exported.constants,
-        changed_buffers=_changed(module, facts, buffers),
+        changed_state=_changed(module, facts, parameters | buffers),
         reads=exported.reads,
     )
 
@@ -238,11 +240,9 @@ def _first_names(named: dict[str, Tensor]) -> dict[str, str]:
     return {name: first.setdefault(id(tensor), name) for name, tensor in named.items()}
 
 
-def _changed(module: fx.GraphModule, facts: dict[str, Fact], buffers: dict[str, str]) -> frozenset[str]:
+def _changed(module: fx.GraphModule, facts: dict[str, Fact], state: dict[str, str]) -> frozenset[str]:
     written = {storage for fact in facts.values() for storage in fact.writes}
     attributes = module.graph.find_nodes(op="get_attr")
     return frozenset(
-        buffers[str(node.target)]
-        for node in attributes
-        if str(node.target) in buffers and facts[node.name].makes & written
+        state[str(node.target)] for node in attributes if str(node.target) in state and facts[node.name].makes & written
     )

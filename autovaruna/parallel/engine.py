@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from autovaruna.errors import InputError
 from autovaruna.graph.precision import without_autocast
@@ -137,7 +137,7 @@ class Engine:
         with self._guard(executor):
             executor.send_inputs()
             outputs = step.whole() if is_whole else step.forwards()
-            self._share_buffers(traced)
+            self._share_state(traced)
             self._world.flush()
             if self._trace is not None:
                 self._trace.write_step()
@@ -207,17 +207,28 @@ class Engine:
         }
         return sources | {input_key(name): inputs[name] for name in prepared.split.input_gradients}
 
-    def _share_buffers(self, traced: TracedModel) -> None:
-        """Gives every rank the buffers that a call has changed, as the first rank that holds each has them."""
-        changed = {name: self._state.tensor(name).detach() for name in sorted(traced.changed_buffers)}
-        roots = {name: (self.placement.ranks_of(name)[0], buffer.dtype) for name, buffer in changed.items()}
-        for root, dtype in sorted(set(roots.values()), key=str) if self._world.num_ranks > 1 else ():
-            own = [buffer for name, buffer in changed.items() if roots[name] == (root, dtype)]
-            flat = torch.cat([buffer.reshape(-1) for buffer in own])
-            self._world.broadcast(flat, root, tuple(range(self._world.num_ranks)))
-            if self._world.rank != root:
-                for buffer, part in zip(own, torch.split(flat, [each.numel() for each in own]), strict=True):
-                    buffer.data.copy_(part.view(buffer.shape))  # autograd may have kept it
+    def _share_state(self, traced: TracedModel) -> None:
+        """Gives ranks what a call has changed, as the first rank that holds it has it: buffers to every rank.
+
+        Parameters go to the ranks that hold them.
+        """
+        every = tuple(range(self._world.num_ranks))
+        groups: dict[tuple[int, tuple[int, ...], torch.dtype], list[Tensor]] = {}
+        for name in sorted(traced.changed_state):
+            tensor, holders = self._state.tensor(name), self.placement.ranks_of(name)
+            ranks = holders if isinstance(tensor, nn.Parameter) else every
+            groups.setdefault((holders[0], ranks, tensor.dtype), []).append(tensor.detach())
+        for (root, ranks, _), tensors in sorted(groups.items(), key=lambda group: str(group[0])):
+            if len(ranks) > 1 and self._world.rank in ranks:
+                self._overwrite(tensors, root, ranks)
+
+    def _overwrite(self, tensors: list[Tensor], root: int, ranks: tuple[int, ...]) -> None:
+        """Overwrites tensors of one dtype on `ranks` by those of rank `root`."""
+        flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+        self._world.broadcast(flat, root, ranks)
+        if self._world.rank != root:
+            for tensor, part in zip(tensors, torch.split(flat, [each.numel() for each in tensors]), strict=True):
+                tensor.data.copy_(part.view(tensor.shape))  # autograd may have kept it
 
     @contextmanager
     def _guard(self, executor: Executor) -> Iterator[None]:

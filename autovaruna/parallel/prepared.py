@@ -144,7 +144,7 @@ class PreparedGraphs:
 
     def _learn_holders(self, traced: TracedModel, assignment: Assignment) -> None:
         """Notes who holds the buffers that this graph changes and earlier ones (of eval mode, say) did not."""
-        stages = {name: assignment.holders[name] for name in traced.changed_buffers - self.placement.holders.keys()}
+        stages = {name: assignment.holders[name] for name in traced.changed_state - self.placement.holders.keys()}
         every = placement_of(assignment, self._plan).holders
         ranks = {name: every[name] for name in stages}
         self._assignment = replace(self._assignment, holders=self._assignment.holders | stages)

@@ -64,7 +64,7 @@ class Samples:
                 return self.traced.sizes.number(self.traced.nodes[argument.name].meta["val"], batch_size)
             case Source.PARAMETER:
                 return self._parameter(argument.name)
-            case Source.BUFFER | Source.SNAPSHOT:
+            case Source.BUFFER:
                 return self._copy(self.model.get_buffer(argument.name))
             case Source.CONSTANT:
                 return self._copy(self.traced.constants[argument.name])

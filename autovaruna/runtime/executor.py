@@ -38,7 +38,7 @@ class _InFlight:
     tensors: dict[str, Tensor]
     returned: dict[str, Tensor] = field(default_factory=dict)
     gradients: dict[str, Tensor] = field(default_factory=dict)
-    buffers: dict[str, Tensor] = field(default_factory=dict)
+    before: dict[str, Tensor] = field(default_factory=dict)
     stash: Stash | None = None
     deferred: Deferred | None = None
 
@@ -147,8 +147,8 @@ class Executor:
         state = _InFlight(self._arrived(stage, part))
         keeps_graph = self._job.needs_gradient and not self._recomputes(stage.index)
         if self._job.needs_gradient and not keeps_graph:
-            changed = stage.changed_buffers(self._job.split.traced.changed_buffers)
-            state.buffers = {name: buffer.clone() for name, buffer in changed.items()}
+            changed = stage.changed_state(self._job.split.traced.changed_state)
+            state.before = {name: tensor.clone() for name, tensor in changed.items()}
         returned = self._run_stage(stage, part, state, keeps_graph)
         for edge in stage.part.leaving:
             self._mail.send([returned[name].detach() for name in edge.values], self._traffic.activations(edge, part))
@@ -163,16 +163,16 @@ class Executor:
             self._in_flight[stage.index, part.index] = state
 
     def _recompute(self, stage: StageModule, part: MicroBatch) -> None:
-        """Runs the forward of a micro-batch again, from the same buffers and with the same random numbers."""
+        """Runs the forward of a micro-batch again, from the same state and with the same random numbers."""
         state = self._in_flight[stage.index, part.index]
-        buffers = stage.changed_buffers(self._job.split.traced.changed_buffers)
-        now = {name: buffer.clone() for name, buffer in buffers.items()}
-        _overwrite(buffers, state.buffers)
+        changed = stage.changed_state(self._job.split.traced.changed_state)
+        now = {name: tensor.clone() for name, tensor in changed.items()}
+        _overwrite(changed, state.before)
         assert state.stash is not None, "a stage that recomputes has kept what it received"
         state.tensors = state.stash.take()
         state.returned = self._run_stage(stage, part, state, keeps_graph=True)
         state.tensors = {}
-        _overwrite(buffers, now)
+        _overwrite(changed, now)
 
     def _backward(self, stage: StageModule, part: MicroBatch) -> None:
         """Waits for gradients, runs backward, starts to send the gradients of what the stage received."""
@@ -282,8 +282,8 @@ def _forgetting() -> saved_tensors_hooks:
     return saved_tensors_hooks(lambda tensor: None, lambda nothing: nothing)
 
 
-def _overwrite(buffers: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
-    """Puts values back into buffers; no backward reads them, so autograd need not know."""
+def _overwrite(state: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
+    """Puts values back into what forward changes; no backward reads that, so autograd need not know."""
     for name, value in values.items():
-        with _unsafe_preserve_version_counter(buffers[name]):
-            buffers[name].copy_(value)
+        with _unsafe_preserve_version_counter(state[name]):
+            state[name].copy_(value)

@@ -137,6 +137,6 @@ def _holders(traced: TracedModel, stage_of: Mapping[str, int]) -> dict[str, tupl
     found: dict[str, set[int]] = {}
     for name, stage in stage_of.items():
         for state in _state_of(traced, traced.nodes[name]):
-            if state in traced.parameters.values() or state in traced.changed_buffers:
+            if state in traced.parameters.values() or state in traced.changed_state:
                 found.setdefault(state, set()).add(stage)
     return {name: tuple(sorted(stages)) for name, stages in found.items()}

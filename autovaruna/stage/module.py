@@ -76,9 +76,11 @@ class StageModule:
         is_same = all(leaf.data_ptr() == self._parameters[name].data_ptr() for (name, _), leaf in self.leaves.items())
         return is_same and all(self._buffers[name] is known for name, known in self._bound_buffers)
 
-    def changed_buffers(self, names: frozenset[str]) -> dict[str, Tensor]:
-        """Returns the buffers among `names` that this stage uses."""
-        return {name: self._buffers[name] for name in self.part.piece.named(Source.BUFFER) if name in names}
+    def changed_state(self, names: frozenset[str]) -> dict[str, Tensor]:
+        """Returns the parameters and buffers among `names` that this stage uses."""
+        named = self.part.piece.named
+        buffers: dict[str, Tensor] = {name: self._buffers[name] for name in named(Source.BUFFER) if name in names}
+        return buffers | {name: self._parameters[name].detach() for name in named(Source.PARAMETER) if name in names}
 
     @cached_property
     def split(self) -> SplitPiece | None:
@@ -125,8 +127,6 @@ class StageModule:
                 return self._size_of(argument.name, micro_batch_size)
             case Source.RANDOM:
                 return stream
-            case Source.SNAPSHOT:
-                return self._buffers[argument.name].clone()
             case _:
                 return tensors[argument.name]
 

@@ -141,8 +141,6 @@ class Pieces:
                 )
             case Source.BUFFER:
                 return self.buffers[argument.name]
-            case Source.SNAPSHOT:
-                return self.buffers[argument.name].clone()
             case Source.CONSTANT:
                 return self.traced.constants[argument.name]
             case Source.RANDOM:

@@ -120,7 +120,7 @@ def test_buffers_assigned_in_nested_modules_are_kept() -> None:
     """An assignment, an in-place addition and a second one all reach the buffer, two calls in a row."""
     model, x = Outer(Inner()), torch.randn(5, 4)
     found = traced(model, X)
-    assert found.changed_buffers == {"inner.deep.mean", "inner.deep.calls"}
+    assert found.changed_state == {"inner.deep.mean", "inner.deep.calls"}
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
     pieces = Pieces(model, found, [0])
     outputs = pieces.run([x])
@@ -151,7 +151,7 @@ def test_changes_under_no_grad_are_kept() -> None:
 
     model, x = Function(counted, layer=nn.Linear(4, 4), total=torch.zeros(4)), torch.randn(5, 4)
     found = traced(model, X)
-    assert found.changed_buffers == {"total"}
+    assert found.changed_state == {"total"}
     pieces = Pieces(model, found, [0])
     pieces.run([x])
     model(x)

@@ -61,7 +61,7 @@ def test_rule_3_lasting_memory_that_changes_stays_in_one_block() -> None:
 
     model = traced_function(updated, X, first=linear(), second=linear(), mean=torch.zeros(WIDTH))
     assert len(blocks_of(model, "add", "copy", "sub")) == 1
-    assert model.changed_buffers == {"mean"}
+    assert model.changed_state == {"mean"}
 
 
 def test_rule_4_a_shape_that_depends_on_data_crosses_no_cut() -> None:

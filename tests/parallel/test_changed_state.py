@@ -1,0 +1,85 @@
+"""Holds what forward changes besides outputs: buffers and parameters change once a micro-batch, recompute or not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from autovaruna import AutoVaruna
+from tests.catalogue.case import Case
+from tests.catalogue.small import CLASSES, WIDTH, labelled
+from tests.parallel.training import QUIET, Setup, pipeline, train
+from tests.reference import compare, part, plain_micro_batched, ranges
+
+SIZE, STEPS = 6, 2
+
+
+class Layers(nn.Module):
+    """Has two layers, a slow copy of the first that nobody trains, and a scale."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.slow, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES)
+        self.slow.requires_grad_(False)
+        self.register_buffer("scale", torch.ones(WIDTH))
+
+
+class Scaled(Layers):
+    """Divides by a running scale, of which autograd keeps what it was."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        x = self.first(x)
+        with torch.no_grad():
+            self.scale.mul_(0.5).add_(x.abs().mean(0))
+        return F.cross_entropy(self.last(torch.tanh(x / self.scale.detach()) * self.scale), y)
+
+
+class Followed(Layers):
+    """Has a copy of its weights follow them in forward, and trains towards what that says."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        for slow, fast in zip(self.slow.parameters(), self.first.parameters(), strict=True):
+            slow.data = slow.data * 0.5 + fast.data * 0.5
+        wanted = self.slow(x)
+        return F.cross_entropy(self.last(torch.tanh(self.first(x))), y) + F.mse_loss(self.first(x), 2.0 * wanted)
+
+
+class Shrunk(Layers):
+    """Shrinks a weight that is trained, before and after it is used."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        self.first.weight.data.mul_(0.9)
+        x = torch.tanh(self.first(x))
+        with torch.no_grad():
+            self.first.bias.mul_(0.9)
+        return F.cross_entropy(self.last(x), y)
+
+
+MODELS = (Scaled, Followed, Shrunk)
+
+
+def case_of(model: type[nn.Module]) -> Case:
+    """Returns a case whose micro-batches change what the next one finds."""
+    return Case(model.__name__.lower(), model, labelled, has_batch_norm=True)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("model", MODELS)
+def test_a_pipeline_changes_state_as_one_process_does(model: type[nn.Module], recompute: bool) -> None:
+    case = case_of(model)
+    batches = [case.batch(SIZE, step) for step in range(STEPS)]
+    plain = plain_micro_batched(case, [[part(batch, *bounds) for bounds in ranges(SIZE, 3)] for batch in batches])
+    compare(train(case, pipeline(2, recompute=recompute), batches), plain)
+    compare(train(case, pipeline(2, recompute=recompute, shares=(0.99,)), batches), plain)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_replicas_follow_the_first(model: type[nn.Module]) -> None:
+    """Ranks agree after each step on what each has changed; parts with such state can be measured."""
+    case = case_of(model)
+    batches = [case.batch(SIZE, step) for step in range(STEPS)]
+    record = train(case, Setup(((0, 1), (2,))), batches)
+    assert all(value.isfinite().all() for value in record.weights.values())
+    AutoVaruna(case.model(), num_micro_batches=2, **QUIET)(**batches[0][1]).backward()
