@@ -14,6 +14,7 @@ from torch import nn
 
 from autovaruna.errors import PlanError
 from autovaruna.graph.random import untouched_generator
+from autovaruna.planner.heap import MAPPED_BYTES
 from autovaruna.profiler.optimizer import measure_step, state_factor
 from autovaruna.profiler.records import Cluster, OptimizerCost
 from autovaruna.profiler.speed import measure_speed
@@ -26,16 +27,13 @@ logger = logging.getLogger(__name__)
 _CALLS_OF_AN_INSTRUCTION = 10.0
 """What the executor adds to an instruction, counted in calls of an empty piece; found from steps of tiny models."""
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-_LARGEST_KEPT_BYTES = 32 << 20
 _PROCESS_BYTES = 16 << 20
 """What a process holds on the CPU beside tensors, once it has traced a model, where the system does not say."""
 _HEAP_SHARE, _HEAP_SHARE_WITH_PIECES = 1 / 3, 1 / 2
-"""What the C library's heap needs on the CPU on top of what a step makes and frees, found from resident sets.
+"""What the C library's heap needs on the CPU on top of what a step makes and frees, in the middle of many models.
 
-For a block of n bytes, aligned to 64 as torch's are, glibc asks itself for n + 128; where one lay between others,
-n + 112 are free if n is a multiple of 64. So no tensor fits where one of its size has been, only smaller ones do: where
-all are of one size, half and more may be lost. More is needed, and less can be said, unless
-``GLIBC_TUNABLES=glibc.malloc.tcache_count=0``: small pieces that the library keeps for itself lie between holes."""
+More is needed, and less can be said, unless ``GLIBC_TUNABLES=glibc.malloc.tcache_count=0``: small pieces that the
+library keeps for itself lie between holes."""
 _SMALL_BYTES = 1 << 16
 """Tensors of less than this are few bytes beside others."""
 _TUNABLES = ("glibc.malloc.mmap_threshold", "glibc.malloc.trim_threshold", "glibc.malloc.mmap_max")
@@ -192,7 +190,7 @@ def keep_freed_memory() -> None:
     is_set = any(name.startswith("MALLOC_") for name in os.environ) or any(name in tunables for name in _TUNABLES)
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None and not is_set:
-        mallopt(_M_MMAP_THRESHOLD, _LARGEST_KEPT_BYTES)
+        mallopt(_M_MMAP_THRESHOLD, MAPPED_BYTES)
         mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
 
 

@@ -12,6 +12,7 @@ import numpy as np
 from autovaruna.planner.costs import Array, Costs
 from autovaruna.planner.edges import Edges
 from autovaruna.planner.fitting import Option, fit, peak_of
+from autovaruna.planner.holes import finder_of_holes
 from autovaruna.planner.memory import holdings_of_stage
 from autovaruna.planner.pipeline import pipeline_of, policy_of
 from autovaruna.planner.prediction import Predictor, least_seconds, short_enough
@@ -125,10 +126,13 @@ class Planner:
         pipeline = short_enough(self.pipeline(plan))
         simulation = simulate(pipeline, policy_of(plan.schedule))
         model, costs = self.sized(plan.num_micro_batches).model, self._greatest_costs(plan)
+        holes_of = finder_of_holes(self.problem, plan, costs)
+        if holes_of is not None:
+            model = replace(model, heap_share=0.0)
         held = (holdings_of_stage(self.problem.graph, costs, stage.blocks) for stage in plan.stages)
         pairs = zip(held, plan.stages, strict=True)
         stages = [model.of_stage(each, stage.needs_recompute, stage.deferred) for each, stage in pairs]
-        peaks = peaks_of_ranks(plan, stages, model.process_bytes, pipeline, simulation.schedule)
+        peaks = peaks_of_ranks(plan, stages, model.process_bytes, pipeline, simulation.schedule, holes_of)
         return replace(plan, predicted_seconds=simulation.step_seconds, rank_memory_bytes=peaks)
 
     def _greatest_costs(self, plan: Plan) -> Costs:

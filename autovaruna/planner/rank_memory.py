@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
+from autovaruna.planner.holes import Holes
 from autovaruna.planner.records import Plan
 from autovaruna.planner.stage_bytes import StageBytes
 from autovaruna.schedule import Instruction, Kind, Pipeline, Schedule
@@ -18,6 +19,7 @@ def peaks_of_ranks(
     process_bytes: float,
     pipeline: Pipeline,
     schedule: Schedule,
+    holes_of: Holes | None = None,
 ) -> tuple[float, ...]:
     """Returns the most that each rank holds in a step, in bytes; 0 for a rank without a stage.
 
@@ -27,6 +29,7 @@ def peaks_of_ranks(
         process_bytes: of the process.
         pipeline: the plan as it was simulated: with all replicas, or with one for every so many.
         schedule: the instructions of the pipeline's ranks.
+        holes_of: says what the heap of a rank holds on top, by its instructions and stages.
     """
     simulated: dict[int, int] = {}
     held: dict[int, dict[int, StageBytes[float]]] = {}
@@ -36,6 +39,10 @@ def peaks_of_ranks(
             simulated[rank] = times.ranks[place // together]
             held.setdefault(simulated[rank], {})[s] = stages[s]
     peaks = {rank: peak_of_instructions(schedule[rank], own, process_bytes) for rank, own in held.items()}
+    if holes_of is not None:
+        alike = {frozenset(own): rank for rank, own in reversed(held.items())}
+        holes = {own: holes_of(schedule[rank], own) for own, rank in alike.items()}
+        peaks = {rank: peak + holes[frozenset(held[rank])] for rank, peak in peaks.items()}
     return tuple(peaks[simulated[rank]] if rank in simulated else 0.0 for rank in range(plan.num_ranks))
 
 

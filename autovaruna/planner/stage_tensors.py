@@ -1,0 +1,90 @@
+"""Defines `StageTensors`: the tensors that a stage makes for one micro-batch, one after the other."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from autovaruna.graph.records import Graph
+from autovaruna.planner.costs import Costs
+
+
+@dataclass(frozen=True, slots=True)
+class BlockTensors:
+    """The tensors of one block, in bytes; values by their place in the graph.
+
+    Attributes:
+        made: values that it makes; `kept` are those that stay until its backward.
+        unused: values that no later block of the stage reads.
+        rest: what forward keeps besides.
+        read: values that it reads and whose gradients it makes.
+        weights: gradients of its parameters.
+        work: what its backward needs besides.
+    """
+
+    made: dict[int, float]
+    kept: frozenset[int]
+    unused: tuple[int, ...]
+    rest: float
+    read: dict[int, float]
+    weights: tuple[float, ...]
+    work: float
+
+
+@dataclass(frozen=True, slots=True)
+class StageTensors:
+    """The tensors of a stage: of its blocks in order, and what it receives, forward and back, by value."""
+
+    blocks: tuple[BlockTensors, ...]
+    received: dict[int, float]
+    gradients_received: dict[int, float]
+
+
+def tensors_of_stage(graph: Graph, costs: Costs, blocks: Collection[int]) -> StageTensors:
+    """Returns the tensors of a stage at the micro-batch size of `costs`.
+
+    What a block saves are the values that it makes, as far as they fit into that, and one tensor for the rest.
+    """
+    inside, values = set(blocks), graph.values
+    num_bytes = [value.size.at(math.ceil(costs.micro_batch_size)) for value in values]
+    made: dict[int, list[int]] = {k: [] for k in inside}
+    read: dict[int, list[int]] = {k: [] for k in inside}
+    last: dict[int, list[int]] = {k: [] for k in inside}
+    weights: dict[int, list[float]] = {k: [] for k in inside}
+    received, sent = {}, {}
+    for v, value in enumerate(values):
+        readers = inside.intersection(value.consumers)
+        for k in readers:
+            read[k].append(v)
+        if value.producer not in inside:
+            if readers:
+                received[v] = num_bytes[v]
+            continue
+        made[value.producer].append(v)
+        if len(readers) < len(value.consumers):
+            sent[v] = num_bytes[v]
+        else:
+            last[max(readers)].append(v)
+    for parameter in graph.parameters:
+        for k in inside.intersection(parameter.blocks) if parameter.needs_gradient else ():
+            weights[k].append(float(parameter.num_bytes))
+
+    def tensors(k: int) -> BlockTensors:
+        left, kept = float(costs.saved_bytes[k]), set(sent.keys() & made[k])
+        for v in made[k]:
+            if num_bytes[v] <= left * _NEARLY:
+                left -= num_bytes[v]
+                kept.add(v)
+        back = {v: num_bytes[v] for v in read[k] if values[v].needs_gradient}
+        come = sum(num_bytes[v] for v in made[k] if values[v].needs_gradient)
+        work = float(costs.work_bytes[k]) - come - sum(back.values()) - sum(weights[k])
+        own = {v: num_bytes[v] for v in made[k]}
+        return BlockTensors(own, frozenset(kept), tuple(last[k]), left, back, tuple(weights[k]), work)
+
+    back = {v: size for v, size in sent.items() if values[v].needs_gradient}
+    return StageTensors(tuple(tensors(k) for k in sorted(inside)), received, back)
+
+
+_NEARLY = 1.02
+"""Sizes of values are exact, saved bytes are interpolated."""

@@ -1,0 +1,109 @@
+"""The model of the heap: its laws, and the holes that it finds in plans."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+
+from autovaruna.planner.heap import MAPPED_BYTES, Heap
+from autovaruna.planner.holes import heap_of_steps
+from autovaruna.planner.orders import Orders
+from autovaruna.planner.search import make_plan
+from autovaruna.planner.stage_tensors import BlockTensors, StageTensors, tensors_of_stage
+from autovaruna.schedule import Instruction, Kind
+from tests.planner.cases import make_problem
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_tensors_never_overlap_and_all_free_is_one_piece(seed: int) -> None:
+    chance, heap = random.Random(seed), Heap()
+    used: dict[int, int] = {}
+    for _ in range(300):
+        if used and chance.random() < 0.45:
+            begin = chance.choice(list(used))
+            heap.give(begin)
+            del used[begin]
+        else:
+            size = chance.randint(1, 20)
+            used[heap.take(size)] = size
+        spans = sorted((begin, begin + size) for begin, size in used.items())
+        assert all(end <= begin for (_, end), (begin, _) in pairwise(spans))
+        assert heap.live_bytes == sum(used.values()) <= heap.peak_bytes <= heap.num_bytes
+    for begin in used:
+        heap.give(begin)
+    before = heap.num_bytes
+    assert heap.take(before - 1) == 0 and heap.num_bytes == before
+
+
+def test_no_tensor_fits_where_one_of_its_size_has_been() -> None:
+    heap = Heap()
+    _, second, _ = (heap.take(64) for _ in range(3))
+    heap.give(second)
+    assert heap.take(64) == 3 * 64
+    assert heap.take(63) == second
+
+
+def stage_of(num_blocks: int, num_bytes: float) -> StageTensors:
+    """A stage each of whose blocks keeps what it makes, and makes a gradient for what it reads."""
+    reads = [{k - 1: num_bytes} if k else {} for k in range(num_blocks)]
+    blocks = (BlockTensors({k: num_bytes}, frozenset({k}), (), 0.0, reads[k], (), 0.0) for k in range(num_blocks))
+    return StageTensors(tuple(blocks), {}, {num_blocks - 1: num_bytes})
+
+
+def program_of(text: str) -> list[Instruction]:
+    """Returns the instructions of a stage: F and B with the micro-batch."""
+    return [Instruction(0, Kind.FORWARD if each[0] == "F" else Kind.BACKWARD, int(each[1])) for each in text.split()]
+
+
+ALTERNATING = program_of("F0 F1 B0 F2 B1 F3 B2 B3")
+
+
+def test_equal_tensors_leave_holes_where_micro_batches_alternate() -> None:
+    heap = heap_of_steps(ALTERNATING, {0: stage_of(6, 1e6)}, 0.0, 0.0)
+    assert heap.peak_bytes >= 2 * 6e6
+    assert 0 < heap.hole_bytes < heap.peak_bytes
+
+
+def test_tensors_that_are_mapped_leave_none() -> None:
+    assert heap_of_steps(ALTERNATING, {0: stage_of(6, float(MAPPED_BYTES))}, 0.0, 0.0).num_bytes == 0
+
+
+def test_a_stage_that_recomputes_holds_one_micro_batch() -> None:
+    program = [step for each in ALTERNATING for step in recomputed(each)]
+    stage = {0: stage_of(6, 1e6)}
+    assert (
+        heap_of_steps(program, stage, 0.0, 0.0).peak_bytes
+        < 2 * 6e6
+        <= heap_of_steps(ALTERNATING, stage, 0.0, 0.0).peak_bytes
+    )
+
+
+def recomputed(step: Instruction) -> list[Instruction]:
+    """Returns an instruction, after a recompute if it goes backward."""
+    return [replace(step, kind=Kind.RECOMPUTE), step] if step.kind is Kind.BACKWARD else [step]
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("recompute", ["none", "all"])
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved", "zero_bubble"])
+def test_a_step_gives_back_all_that_it_takes(schedule: str, recompute: str, seed: int) -> None:
+    """All but the state of the optimizer, here a byte for each byte of the parameters."""
+    num_stages = 4 if schedule == "interleaved" else 2
+    problem = make_problem(8, seed=seed, skips=3, tied=1, schedule=schedule, recompute=recompute, num_stages=num_stages)
+    plan = make_plan(problem)
+    costs = problem.cost_table.at(plan.micro_batch_size)
+    tensors = {s: tensors_of_stage(problem.graph, costs, stage.blocks) for s, stage in enumerate(plan.stages)}
+    for rank, program in enumerate(Orders(plan, problem.graph).planned):
+        own = {s: tensors[s] for s, stage in enumerate(plan.stages) if rank in stage.ranks}
+        state = sum(int(each) for stage in own.values() for block in stage.blocks for each in block.weights)
+        assert heap_of_steps(program, own, 1.0, 1.0).live_bytes == state
+
+
+def test_a_plan_on_a_heap_holds_more_than_one_without() -> None:
+    problem = make_problem(8, num_stages=2, num_micro_batches=8, schedule="1f1b")
+    holed = replace(problem, cluster=replace(problem.cluster, heap_share=0.3))
+    plain, with_holes = make_plan(problem).rank_bytes(), make_plan(holed).rank_bytes()
+    assert all(a < b < 2 * a for a, b in zip(plain, with_holes, strict=True))
