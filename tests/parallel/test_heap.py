@@ -34,3 +34,26 @@ def test_a_high_threshold_leaves_the_heap_as_it_is(monkeypatch: pytest.MonkeyPat
     plain = machine._heap_share()
     monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", str(1 << 25))
     assert machine._heap_share() == plain
+
+
+class Library:
+    """A C library that notes what it is told."""
+
+    def __init__(self) -> None:
+        self.told: dict[int, int] = {}
+
+    def mallopt(self, option: int, value: int) -> None:
+        self.told[option] = value
+
+
+@pytest.mark.parametrize("is_set", [False, True])
+def test_small_pieces_join_their_neighbours_unless_the_user_has_decided(
+    is_set: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = Library()
+    monkeypatch.setattr(machine.ctypes, "CDLL", lambda name: library)
+    if is_set:
+        monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "4096")
+    machine.keep_freed_memory()
+    m_mxfast = 1
+    assert library.told.get(m_mxfast) == (None if is_set else 0)
