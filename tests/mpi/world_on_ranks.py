@@ -29,7 +29,7 @@ def try_laws() -> dict[str, str]:
 
 
 def ping_seconds(num_bytes: int, num_times: int) -> float:
-    """Returns the median seconds of a message one way between ranks 0 and 1."""
+    """Returns the seconds of a message one way between ranks 0 and 1, as a quarter of them take at most."""
     world = get_world()
     outgoing, incoming = torch.zeros(num_bytes, dtype=torch.uint8), torch.empty(num_bytes, dtype=torch.uint8)
     seconds = []
@@ -42,7 +42,7 @@ def ping_seconds(num_bytes: int, num_times: int) -> float:
             world.send([outgoing], 0, 0)
         seconds.append(time.perf_counter() - start)
     world.flush()
-    return sorted(seconds)[num_times // 2] / 2
+    return sorted(seconds)[num_times // 4] / 2
 
 
 def huge_message(num_bytes: int) -> bool:
