@@ -94,7 +94,11 @@ class Trial:
             python_generators(0),
             with_state(places_of(self.module), state),
         ):
+            before = [bits.clone() for bits in _bits_of_parameters(self.module)]
             outputs, tree = flatten(self.module(*args, **kwargs), "output")
+            is_same = all(map(torch.equal, before, _bits_of_parameters(self.module)))
+        if not is_same:
+            raise CannotKeepError("its forward changes its parameters")
         check_state(numbers, plain_state(self.module))
         if any(0 in each.shape for each in outputs) and any(map(self._has_open_length, self.inputs)):
             raise CannotKeepError(_BY_NUMBERS)
@@ -151,6 +155,11 @@ def copy_of(module: nn.Module) -> nn.Module:
 def own_tensors(module: nn.Module) -> list[Tensor]:
     """Returns the tensors of a module's state, in the order of `places_of`."""
     return [getattr(*shared[0]) for shared in places_of(module)]
+
+
+def _bits_of_parameters(module: nn.Module) -> list[Tensor]:
+    owned = [getattr(owner, name) for (owner, name), *_ in places_of(module) if name in owner._parameters]
+    return [parameter.detach().reshape(-1).view(torch.uint8) for parameter in owned]
 
 
 def random_tensor(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> Tensor:

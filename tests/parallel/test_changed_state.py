@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autovaruna import AutoVaruna
+from autovaruna import AutoVaruna, TraceError
 from tests.catalogue.case import Case
 from tests.catalogue.small import CLASSES, WIDTH, labelled
 from tests.parallel.training import QUIET, Setup, pipeline, train
@@ -83,3 +83,30 @@ def test_replicas_follow_the_first(model: type[nn.Module]) -> None:
     record = train(case, Setup(((0, 1), (2,))), batches)
     assert all(value.isfinite().all() for value in record.weights.values())
     AutoVaruna(case.model(), num_micro_batches=2, **QUIET)(**batches[0][1]).backward()
+
+
+class Judged(nn.Linear):
+    """Branches on numbers, and shrinks its weight past autograd."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.sum() > 1e9:
+            return x
+        self.weight.data.mul_(0.9)
+        return super().forward(x)
+
+
+class Between(Layers):
+    """Has such a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = Judged(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(self.last(self.first(x)), y)
+
+
+def test_a_module_that_is_kept_whole_may_not_change_its_parameters() -> None:
+    """Neither a later micro-batch nor a recompute would know."""
+    with pytest.raises(TraceError, match="cannot be traced at"):
+        AutoVaruna(Between(), num_micro_batches=2, **QUIET)(**labelled(SIZE, 0)[1])
