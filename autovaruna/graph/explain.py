@@ -14,7 +14,8 @@ from autovaruna.graph.call import CallSpec
 from autovaruna.graph.origin import is_users
 
 _OF_TRACERS = ("data-dependent", "DataDependent", "DynamicOutputShape")
-_OF_OTHERS = ("tensor subclasses", "FakeTensor.__format__", "concrete integers")  # NumPy, formats, and torch's C++
+# NumPy, formats, and torch's C++
+_OF_OTHERS = ("tensor subclasses", "FakeTensor.__format__", "got FakeTensor", "concrete integers")
 _WANTS_NUMBERS = (*_OF_TRACERS, *_OF_OTHERS)
 """What is said where the numbers in a tensor are wanted, and a trace has none."""
 

@@ -266,7 +266,22 @@ class OwnSizes(Classifier):
         return super().forward(x, y) * F.interpolate(x[:, None, None], size=lengths).mean()
 
 
-@pytest.mark.parametrize(("kind", "line"), [(OwnNumbers, r"x\.numpy"), (OwnSizes, "interpolate")])
+class OwnSequences(Classifier):
+    """Runs over sequences as long as its labels say."""
+
+    def __init__(self, body: nn.Module) -> None:
+        super().__init__(body)
+        self.reader = nn.GRU(1, CLASSES, batch_first=True)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        rows = nn.utils.rnn.pack_padded_sequence(x[:, :, None], y + 1, batch_first=True, enforce_sorted=False)
+        return self.reader(rows)[1].mean() * super().forward(x, y)
+
+
+OWN = [(OwnNumbers, r"x\.numpy"), (OwnSizes, "interpolate"), (OwnSequences, "reader")]
+
+
+@pytest.mark.parametrize(("kind", "line"), OWN)
 def test_what_only_a_trace_lacks_is_not_called_an_error_of_the_model(kind: type[Classifier], line: str) -> None:
     """Numbers that others than torch's tracers want are there without a trace, so the inputs are not to blame."""
     batch = labelled(SIZE, 0)[1]
