@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import warnings
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,6 +28,7 @@ from autovaruna.graph.fixed_size import noted_fixed_sizes
 from autovaruna.graph.flat_call import FlatCall
 from autovaruna.graph.functions import Function, take_functions
 from autovaruna.graph.guards import hooked, watched, with_own_backward
+from autovaruna.graph.hidden_state import Changes, compare_graphs
 from autovaruna.graph.idioms import idioms
 from autovaruna.graph.keeping import is_of_keeper, kept_whole, take_modules
 from autovaruna.graph.precision import in_precision, noted_precision, switch_in_regions
@@ -55,6 +58,7 @@ class Exported:
         is_dynamic: whether the batch size is a symbol in the graph.
         markers: where the user's cut points were.
         reads: attributes of modules that the model has read, as ``path.of.module.attribute``.
+        changes: the Python state that forward has changed.
     """
 
     module: fx.GraphModule
@@ -63,6 +67,7 @@ class Exported:
     is_dynamic: bool
     markers: tuple[Marker, ...] = ()
     reads: frozenset[str] = frozenset()
+    changes: Changes = field(default_factory=Changes)
 
 
 def export(model: nn.Module, call: CallSpec, batch_size: int, is_dynamic: bool, device: torch.device) -> Exported:
@@ -86,7 +91,10 @@ def export(model: nn.Module, call: CallSpec, batch_size: int, is_dynamic: bool, 
     while kept is not None:
         try:
             with quiet_failure():
-                return _attempt(model, call, batch_size, is_dynamic, device, kept)
+                found = _attempt(model, call, batch_size, is_dynamic, device, kept)
+            if found.changes.names:
+                _check_next(found, partial(_attempt, model, call, batch_size, is_dynamic, device, kept))
+            return found
         except _KeepMoreError as stopped:
             kept = stopped.kept
         except TraceError as error:
@@ -136,7 +144,8 @@ def _attempt(
     mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
     output_trees: list[Tree] = []
     reads: set[str] = set()
-    flat = FlatCall(model, call, output_trees, reads, kept.is_told)
+    changes = Changes()
+    flat = FlatCall(model, call, output_trees, reads, changes, kept.is_told)
     dimension = torch.export.Dim("batch", min=1)
     shapes = [{0: dimension} if spec.is_batch and is_dynamic else None for spec in call.inputs]
     with (
@@ -196,7 +205,18 @@ def _attempt(
     take_functions(graph_module)
     constants = tidy(graph_module, [spec.name for spec in call.inputs], state)
     markers = take_markers(graph_module)
-    return Exported(graph_module, output_trees[-1], constants, is_dynamic, markers, frozenset(reads))
+    return Exported(graph_module, output_trees[-1], constants, is_dynamic, markers, frozenset(reads), changes)
+
+
+def _check_next(found: Exported, trace_again: Callable[[], Exported]) -> None:
+    """Makes sure that the model's next call gives the same graph, after what this one has changed."""
+    try:
+        with quiet_failure(), found.changes.as_left():
+            again = trace_again()
+    except Exception as error:  # what is kept for later calls are tensors of the first trace
+        logger.debug("forward cannot be traced a second time: %s", error)
+        return
+    compare_graphs(found.module, again.module, found.changes.names)
 
 
 def _try_otherwise(error: Exception, model: nn.Module, kept: Kept) -> None:

@@ -12,6 +12,7 @@ from autovaruna.errors import TraceError
 from autovaruna.graph.attribute_reads import noted_reads
 from autovaruna.graph.call import CallSpec
 from autovaruna.graph.guards import check_state, plain_state
+from autovaruna.graph.hidden_state import Changes, hidden_state
 from autovaruna.graph.told import untold
 from autovaruna.graph.tree import Tree, flatten
 
@@ -20,7 +21,13 @@ class FlatCall(nn.Module):
     """Calls the model on a flat list of tensors and returns a flat tuple of them."""
 
     def __init__(
-        self, model: nn.Module, call: CallSpec, output_trees: list[Tree], reads: set[str], is_told: bool
+        self,
+        model: nn.Module,
+        call: CallSpec,
+        output_trees: list[Tree],
+        reads: set[str],
+        changes: Changes,
+        is_told: bool,
     ) -> None:
         super().__init__()
         self.is_told = is_told
@@ -29,18 +36,20 @@ class FlatCall(nn.Module):
         self.note_batch: Callable[[list[Any]], None] = lambda sizes: None
         self.report = output_trees.append  # torch.export puts back every attribute that a trace sets
         self.report_reads = reads.update
+        self.report_changes = changes.note
 
     def forward(self, tensors: list[Tensor]) -> tuple[Tensor, ...]:
         pairs = zip(tensors, self.call.inputs, strict=True)
         self.note_batch([each.shape[0] for each, spec in pairs if spec.is_batch])
         args, kwargs = self.call.tree.unflatten(tensors)
         before = [(module, dict(module._buffers)) for module in self.model.modules()]
-        numbers = plain_state(self.model)
+        numbers, hidden = plain_state(self.model), hidden_state(self.model)
         with nullcontext() if self.is_told else untold(), noted_reads(self.model) as reads:
             returned = self.model(*args, **kwargs)
         self.report_reads(reads)
         outputs, tree = flatten(returned, "output")
         check_state(numbers, plain_state(self.model))
+        self.report_changes(self.model, hidden)
         for module, buffers in before:
             _write_back(module, buffers)
         self.report(tree)

@@ -1,0 +1,115 @@
+"""Finds the Python state that a forward changes: lists, objects, iterators, attributes of classes, globals.
+
+A trace would fix what forward reads of them. So a forward that has changed some is traced again, as the second call of
+the model would be: two graphs mean that calls differ by more than their inputs.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import FunctionType
+from typing import Any
+
+from torch import Tensor, fx, nn
+
+from autovaruna.errors import TraceError
+from autovaruna.graph.held import entries, is_plain, records
+
+_OF_MODULES = frozenset(vars(nn.Module()))
+_OF_TORCH = ("torch.", "builtins")
+
+
+def hidden_state(model: nn.Module) -> dict[str, Any]:
+    """Returns what a forward may change besides tensors and the numbers of its modules, by name."""
+    return dict(_held_by_modules(model)) | dict(_of_classes(model))
+
+
+@dataclass
+class Changes:
+    """What a forward has changed of the Python state.
+
+    Attributes:
+        names: of it.
+        left: the lists and dicts of modules among it, as forward has left them: torch.export puts the old ones back.
+    """
+
+    names: set[str] = field(default_factory=set)
+    left: list[tuple[nn.Module, str, Any]] = field(default_factory=list)
+
+    def note(self, model: nn.Module, before: dict[str, Any]) -> None:
+        """Compares the state with that before forward."""
+        after = hidden_state(model)
+        self.names = {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
+        self.left = [
+            (module, name, copy.copy(value))
+            for path, module in (model.named_modules() if self.names else ())
+            for name, value in vars(module).items()
+            if isinstance(value, list | dict) and name not in _OF_MODULES
+            if any(each.startswith(f"{path}.{name}".removeprefix(".")) for each in self.names)
+        ]
+
+    @contextmanager
+    def as_left(self) -> Iterator[None]:
+        """Lets modules hold what forward has left in them while the context lasts."""
+        before = [(module, name, vars(module).get(name)) for module, name, _ in self.left]
+        for module, name, value in self.left:
+            vars(module)[name] = value
+        try:
+            yield
+        finally:
+            for module, name, old in before:
+                vars(module)[name] = old
+
+
+def compare_graphs(first: fx.GraphModule, again: fx.GraphModule, names: Collection[str]) -> None:
+    """Makes sure that a second trace, after what the first one has changed, gives the same graph.
+
+    Raises:
+        TraceError: it does not.
+    """
+    if first.code != again.code:
+        raise TraceError(
+            "forward changes Python state, and its next call computes something else: got changes of "
+            f"{', '.join(sorted(names)[:5])}, which a trace would fix for good. Expected a forward that changes "
+            "buffers alone; make it a tensor with register_buffer(), or pass it to the model as an argument."
+        )
+
+
+def _held_by_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    owners = [*model.named_modules(), *records(model)]
+    for path, owner in owners:
+        for name, value in list(vars(owner).items()):
+            if not (isinstance(owner, nn.Module) and (name in _OF_MODULES or is_plain(value))):
+                yield from _entries(f"{path}.{name}".removeprefix("."), value)
+
+
+def _of_classes(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yields the attributes of the modules' classes, and the globals that their methods name."""
+    kinds = {kind for module in model.modules() for kind in type(module).__mro__}
+    for kind in sorted(kinds, key=lambda each: f"{each.__module__}.{each.__qualname__}"):
+        if not kind.__module__.startswith(_OF_TORCH):
+            for name, value in list(vars(kind).items()):
+                if isinstance(value, FunctionType):
+                    yield from _globals(value)
+                elif not name.startswith("__"):
+                    yield from _entries(f"{kind.__qualname__}.{name}", value)
+
+
+def _globals(function: FunctionType) -> Iterator[tuple[str, Any]]:
+    for name in function.__code__.co_names:
+        if name in function.__globals__ and not isinstance(function.__globals__[name], type):
+            yield from _entries(f"{function.__module__}.{name}", function.__globals__[name])
+
+
+def _entries(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yields plain values; of iterators, where they are."""
+    if is_plain(value):
+        yield path, value
+    elif isinstance(value, list | dict):
+        for name, inner in entries(path, value, depth=2):
+            yield name, "a tensor" if isinstance(inner, Tensor) else inner
+    elif type(value).__module__ == "itertools":
+        yield path, repr(value)
