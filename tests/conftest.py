@@ -32,7 +32,7 @@ FIRST = (
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Puts the longest files first."""
     here, places = Path(__file__).parent, {name: place for place, name in enumerate(FIRST)}
-    items.sort(key=lambda item: places.get(item.path.relative_to(here).as_posix(), len(FIRST)))
+    items.sort(key=lambda item: places.get(os.path.relpath(item.path, here), len(FIRST)))
 
 
 @pytest.fixture(autouse=True)
