@@ -23,7 +23,7 @@ def encode_groups(optimizer: CutOptimizer, tensors: dict[str, Tensor]) -> Json:
     Raises:
         CheckpointError: an option of a group is of a type that no checkpoint can hold.
     """
-    own = optimizer.optimizer.state_dict()["param_groups"]
+    own = optimizer.own_state()["param_groups"]
     groups = []
     for index, (group, names) in enumerate(zip(own, optimizer.names, strict=True)):
         options = {key: value for key, value in group.items() if key != "params"}
@@ -40,7 +40,7 @@ def encode_state(
         CheckpointError: something in it is of a type that no checkpoint can hold.
     """
     optimizer.check()
-    own = optimizer.optimizer.state_dict()
+    own = optimizer.own_state()
     places = [place for group in own["param_groups"] for place in group["params"]]
     names = _own_names(optimizer, subject)
     return {
@@ -104,7 +104,7 @@ def load_optimizer(
                 own[place] = _decode_state(by_first[name], optimizer.state.get(parameter, {}), reader)
         groups.append({**options, "params": list(range(start, start + len(group["params"])))})
     reader.fill()
-    optimizer.load_state_dict({"state": own, "param_groups": groups})
+    subject.optimizer.load_own({"state": own, "param_groups": groups})
     _keep_dtypes(optimizer, own)
 
 

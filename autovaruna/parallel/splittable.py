@@ -23,7 +23,7 @@ from autovaruna.parallel.traces import Traces
 from autovaruna.runtime.channel_choice import open_channel
 from autovaruna.runtime.local_norm import refuse_local_norms
 from autovaruna.runtime.optimizer import refuse_joint_steps
-from autovaruna.runtime.placement import OwnedState
+from autovaruna.runtime.placement import OwnedState, Placement
 from autovaruna.runtime.scaler import LossScale
 from autovaruna.settings import Settings
 
@@ -138,8 +138,15 @@ class SplittableModule(StatefulModule):
         if self._cut_optimizer is not None:
             held = {name: parameter for name, parameter in self._state.parameters().items() if not parameter.is_meta}
             self._cut_optimizer.cut(held)
+            self._show_whole_state(self._cut_optimizer.optimizer, placement)
         self._run_part(preparation)
         self._persistence.fill(self._subject())
+
+    def _show_whole_state(self, optimizer: torch.optim.Optimizer, placement: Placement) -> None:
+        """Lets the optimizer's own methods give and take the state of all parameters, if this rank has but some."""
+        if any(len(ranks) < self.world.num_ranks for ranks in placement.holders.values()):
+            optimizer.state_dict = self.optimizer_state_dict  # type: ignore[method-assign]
+            optimizer.load_state_dict = self.load_optimizer_state_dict  # type: ignore[method-assign]
 
     def _run_part(self, preparation: Preparation) -> None:
         """Makes what runs this rank's part."""

@@ -108,11 +108,19 @@ class CutOptimizer:
             group["params"][:] = [parameter for parameter in own if parameter is not None]
         self._is_cut = True
 
+    def own_state(self) -> dict[str, Any]:
+        """Returns the state of what this rank holds, whatever the optimizer's own ``state_dict()`` shows."""
+        return type(self.optimizer).state_dict(self.optimizer)
+
+    def load_own(self, state: dict[str, Any]) -> None:
+        """Loads the state of what this rank holds."""
+        type(self.optimizer).load_state_dict(self.optimizer, state)
+
     def state_dict(self, placement: Placement, world: World) -> dict[str, Any]:
         """Returns the state of the whole optimizer, in the form of plain PyTorch, on every rank. Collective."""
         if not self._is_cut:
-            return self.optimizer.state_dict()
-        own = self.optimizer.state_dict()
+            return self.own_state()
+        own = self.own_state()
         mine = {name: own["state"].get(place, {}) for place, name in enumerate(self._own_names(world.rank, placement))}
         known = world.gather_objects({name: _without_numbers(state) for name, state in mine.items()}, "optimizer state")
         state: dict[int, dict[str, Any]] = {}
@@ -129,7 +137,7 @@ class CutOptimizer:
             InputError: the state is of an optimizer with other groups.
         """
         if not self._is_cut:
-            self.optimizer.load_state_dict(dict(state))
+            self.load_own(dict(state))
             return
         sizes = [len(group["params"]) for group in state["param_groups"]]
         expected = [len(names) for names in self._groups]
@@ -147,7 +155,7 @@ class CutOptimizer:
             count = sum(name in places for name in names)
             groups.append({**group, "params": list(range(index, index + count))})
             index += count
-        self.optimizer.load_state_dict({"state": own, "param_groups": groups})
+        self.load_own({"state": own, "param_groups": groups})
 
     def _own_names(self, rank: int, placement: Placement) -> list[str]:
         return [name for names in self._groups for name in names if not name or rank in placement.ranks_of(name)]

@@ -119,6 +119,18 @@ def second_optimizer(model: Any, optimizer: Any) -> Any:
     return evaluated(model)
 
 
+def saved_in_the_middle(model: Any, optimizer: Any) -> Any:
+    """Saves model and optimizer by their own methods, goes on, and goes back."""
+    step(model, optimizer, 0)
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    assert len(saved[1]["state"]) == len(list(model.parameters()))
+    step(model, optimizer, 1)
+    model.load_state_dict(saved[0])
+    optimizer.load_state_dict(saved[1])
+    step(model, optimizer, 2)
+    return evaluated(model)
+
+
 def teacher(model: Any, optimizer: Any) -> Any:
     """Calls a frozen copy first, which then follows the model."""
     frozen = copy.deepcopy(model).requires_grad_(False)
@@ -136,6 +148,7 @@ STORIES: tuple[Story, ...] = (
     averaged_model,
     edits,
     second_optimizer,
+    saved_in_the_middle,
     teacher,
 )
 
