@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 def materialize(
     state: OwnedState, held: Iterable[str], device: torch.device, seed: int, given: Container[str] = ()
 ) -> list[str]:
-    """Initialises the held parameters and all buffers that are on ``meta``.
+    """Initialises parameters and buffers that are on ``meta``.
 
     Each module is initialised from a seed of its own path, so that its numbers do not depend on the partition.
 
     Args:
         state: The model's state.
-        held: First names of what this rank holds.
+        held: First names of those that get memory on this rank.
         device: Where its numbers go.
         seed: What they are drawn from.
         given: First names of what a checkpoint will fill; it gets memory alone, unless its module has other tensors.

@@ -112,7 +112,7 @@ class OwnedState:
             given: First names of what a checkpoint will fill on every rank that holds it.
         """
         held = {name for name in self.places if world.rank in placement.ranks_of(name)}
-        drawn = set(materialize(self, held, device, seed, given))
+        drawn = set(materialize(self, held | self.buffers().keys(), device, seed, given))  # all ranks get all buffers
         somewhere = set().union(*world.gather_objects(drawn, "materialising weights"))
         for name in self.places:
             if name in given:

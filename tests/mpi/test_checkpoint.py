@@ -14,14 +14,14 @@ MODULE = "tests.mpi.checkpoint"
 
 
 def test_other_numbers_of_ranks_go_on_with_the_same_bits(tmp_path: Path) -> None:
-    whole = run_on_ranks(2, f"{MODULE}:train", str(tmp_path), 2, False, 5)
+    whole = run_on_ranks(2, f"{MODULE}:train", str(tmp_path), 2, False, 5, env={})
     assert (tmp_path / "step-00000003").is_dir()
     for losses in run_on_ranks(3, f"{MODULE}:train", str(tmp_path), 3, True, 2):
         assert losses == whole[0][3:]
 
 
 def test_a_rank_without_room_fails_the_checkpoint_on_all(tmp_path: Path) -> None:
-    for heard, left in run_on_ranks(2, f"{MODULE}:fail", str(tmp_path)):
+    for heard, left in run_on_ranks(2, f"{MODULE}:fail", str(tmp_path), env={}):
         assert "in the background failed" in heard and "No space left on device" in heard
         assert left == []
 
