@@ -29,8 +29,9 @@ def gpt2(num_layers: int, width: int) -> nn.Module:
 
 
 def two_stages(net: nn.Module) -> AutoVaruna:
-    """Wraps a model that is to be evaluated in two stages."""
-    return AutoVaruna(net, num_stages=2, num_micro_batches=2, inputs="replicated", **QUIET).eval()
+    """Wraps a GPT-2 that is to be evaluated in two stages, cut in the middle whatever its layers take."""
+    middle = f"transformer.h.{net.config.n_layer // 2}"
+    return AutoVaruna(net, num_micro_batches=2, cuts=(middle,), inputs="replicated", **QUIET).eval()
 
 
 def call(model: nn.Module) -> float:
@@ -40,30 +41,22 @@ def call(model: nn.Module) -> float:
         return float(model(input_ids=tokens, labels=tokens).loss.item())
 
 
-def num_bytes(model: nn.Module) -> int:
-    """Returns the bytes of its parameters that are not on ``meta``, or of all while none has memory."""
-    parameters = list(model.parameters())
-    held = [parameter for parameter in parameters if not parameter.is_meta] or parameters
-    return sum(parameter.numel() * parameter.element_size() for parameter in held)
-
-
 def resident_bytes() -> int:
     """Returns the memory of this process that is not shared with files."""
     memory = psutil.Process().memory_info()
     return memory.rss - memory.shared
 
 
-def load_on_meta(folder: str, num_layers: int, width: int) -> tuple[float, int, int, int]:
+def load_on_meta(folder: str, num_layers: int, width: int) -> tuple[float, int, int]:
     """Builds a model on ``meta``, loads it in two stages and calls it.
 
     Returns:
-        The loss, the peak of memory that came on top while it was loaded, the bytes of this rank's part of the model,
-        and those of the whole.
+        The loss, the peak of memory that came on top while it was loaded, and the bytes of the whole model.
     """
     call(two_stages(gpt2(2, 32)))  # what the first call of any model brings into memory is not counted
     with torch.device("meta"):
         net = gpt2(num_layers, width)
-    whole = num_bytes(net)
+    whole = sum(parameter.numel() * parameter.element_size() for parameter in net.parameters())
     model = two_stages(net)
     before, peak, is_over = resident_bytes(), [0], threading.Event()
 
@@ -77,7 +70,7 @@ def load_on_meta(folder: str, num_layers: int, width: int) -> tuple[float, int, 
     loss = call(model)
     is_over.set()
     thread.join()
-    return loss, peak[0] - before, num_bytes(model), whole
+    return loss, peak[0] - before, whole
 
 
 class Net(nn.Module):
