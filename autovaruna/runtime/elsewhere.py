@@ -22,6 +22,8 @@ from autovaruna.errors import InputError
 _PLAIN = torch._C.DisableTorchFunctionSubclass
 _BY_SHAPE_ALONE = frozenset({"view_as", "expand_as", "reshape_as", "is_same_size"})
 _MOVES = frozenset({"to", "cpu", "cuda", "type", "type_as"})
+_FLAGS = frozenset(getattr(Tensor, name).__get__ for name in ("requires_grad", "is_meta", "is_leaf", "dtype", "shape"))
+"""Attributes that are the tensor's own; every step reads some of every parameter."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,9 @@ class Elsewhere(Tensor):
         cls, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Does what PyTorch asks for without numbers, or raises an `InputError` that says whose numbers they are."""
+        if func in _FLAGS:
+            with _PLAIN():
+                return func(*args)
         return _Operation(func, args, dict(kwargs or {})).run()
 
 
@@ -66,9 +71,10 @@ def elsewhere(tensor: Tensor, home: Home) -> Tensor:
 
 def note_gradients(parameters: Mapping[str, Tensor]) -> None:
     """Gives the parameters that are elsewhere, and that need a gradient, a gradient that is elsewhere."""
-    for parameter in parameters.values():
-        if isinstance(parameter, Elsewhere) and parameter.requires_grad and parameter.grad is None:
-            parameter.grad = torch.empty_like(parameter.detach())
+    with _PLAIN():  # a step looks at every parameter
+        for parameter in parameters.values():
+            if isinstance(parameter, Elsewhere) and parameter.requires_grad and parameter.grad is None:
+                parameter.grad = _wrapped(torch.empty_like(parameter.detach()), parameter.home)
 
 
 def _wrapped(tensor: Tensor, home: Home) -> Elsewhere:
@@ -124,7 +130,7 @@ class _Operation:
         try:
             with _PLAIN():
                 found = self._func(*args, **kwargs)
-        except (RuntimeError, TypeError) as error:  # NotImplementedError is a RuntimeError
+        except (RuntimeError, TypeError) as error:  # what meta has no kernel for is one
             if "meta" in str(error).lower() or self._name == "__format__":
                 self.refuse(error)
             raise
