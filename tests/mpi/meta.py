@@ -30,7 +30,7 @@ def train(num_stages: int) -> tuple[list[float], dict[str, Tensor], int]:
     model = AutoVaruna(
         net,
         optimizer,
-        num_stages=num_stages,
+        cuts=("last",)[: num_stages - 1],  # whatever a busy machine measures
         num_micro_batches=2,
         inputs="replicated",
         seed=1,
