@@ -11,6 +11,7 @@ from torch import nn
 
 from autovaruna.errors import InputError, OrderError
 from autovaruna.graph.mode import ModeReader
+from autovaruna.graph.outline import CallReader
 from autovaruna.parallel.calls import SharedCall
 from autovaruna.parallel.copies import Copies
 from autovaruna.parallel.engine import Engine
@@ -50,6 +51,7 @@ class SplittableModule(StatefulModule):
         super().__init__(module, optimizer, settings)
         self._scaler = scaler
         self._mode = ModeReader(module)
+        self._reader = CallReader(module, settings.batch_inputs)
         self._parameter_names = [self._state.first_name[name] for name, _ in module.named_parameters()]
         self._traces: Traces | None = None
         self._is_synchronising = True

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from autovaruna.config import resolve
 from autovaruna.errors import InputError, RankError
-from autovaruna.graph.call import describe
 from autovaruna.parallel.calls import SharedCall, compare_settings, input_groups, share_call
 from autovaruna.parallel.splittable import SplittableModule
 from autovaruna.parallel.weights import micro_batch_weights
@@ -112,7 +111,7 @@ class AutoVaruna(SplittableModule):
         try:
             mode = self._mode.words()
             self._check_parameters()
-            tensors, call = describe(self.module, args, kwargs, self.settings.batch_inputs, mode)
+            tensors, call = self._reader.read(args, kwargs, mode)
             report = call.key(), call.batch_size, self._digest()
         except Exception as caught:
             error = caught

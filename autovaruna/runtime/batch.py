@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from autovaruna.errors import InputError
 
@@ -60,8 +60,9 @@ class GlobalBatch:
         return sum(part.size for part in self.micro_batches.values())
 
 
+@lru_cache(maxsize=64)  # steps differ in their numbers, rarely in their sizes
 def cut_batch(
-    mini_batch_sizes: Sequence[int], num_micro_batches: int, groups: Sequence[tuple[int, ...]]
+    mini_batch_sizes: tuple[int, ...], num_micro_batches: int, groups: tuple[tuple[int, ...], ...]
 ) -> GlobalBatch:
     """Cuts the mini-batches of all groups into micro-batches of as equal a size as can be.
 
@@ -96,7 +97,7 @@ def cut_batch(
             if length:
                 parts[index] = MicroBatch(index, groups[group][0], start, length, length / total)
             start += length
-    return GlobalBatch(dict(sorted(parts.items())), tuple(groups))
+    return GlobalBatch(dict(sorted(parts.items())), groups)
 
 
 def weigh(batch: GlobalBatch, weights: Sequence[float], is_sum: bool) -> GlobalBatch:

@@ -73,7 +73,7 @@ class Executor:
         self._world = world
         self._mail = mail
         self._stages = stages
-        self._inputs = inputs
+        self._inputs = {name: tensor.detach() for name, tensor in inputs.items()}
         self._device = device
         self._recorder = recorder
         self._in_flight: dict[Place, _InFlight] = {}
@@ -252,7 +252,7 @@ class Executor:
 
     def _slice(self, name: str, part: MicroBatch) -> Tensor:
         """Returns a micro-batch's part of one of this rank's inputs."""
-        tensor = self._inputs[name].detach()
+        tensor = self._inputs[name]
         return tensor.narrow(0, part.start, part.size).contiguous() if name in self._batch_inputs else tensor
 
     def _recomputes(self, stage: int) -> bool:

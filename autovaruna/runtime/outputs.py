@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -39,6 +39,7 @@ class OutputCollector:
         self._mail = mail
         self._made = made
         self._device = device
+        self._stacked: dict[int, Tensor] = {}
         self._stage = {place: stage.index for stage in job.split.stages for place, _ in stage.outputs}
 
     def collect(self, places: Mapping[int, OutputSpec]) -> dict[int, Tensor]:
@@ -87,26 +88,31 @@ class OutputCollector:
 
     def _send_numbers(self, place: int, spec: OutputSpec) -> None:
         """Sends what this rank's micro-batches gave for an output without samples to all others, in one message."""
-        made = self._own_numbers(place, self._parts(spec))
-        for receiver in range(self._world.num_ranks):
-            if made and receiver != self._world.rank:
-                self._mail.send([torch.stack(made)], self._number_kind(place, self._world.rank, receiver, len(made)))
+        parts = self._parts(spec)
+        made = [self._made[place, part.index] for part in parts if self._maker(place, part) == self._world.rank]
+        if made:
+            self._stacked[place] = stacked = torch.stack(made)
+            for receiver in range(self._world.num_ranks):
+                if receiver != self._world.rank:
+                    self._mail.send([stacked], self._number_kind(place, self._world.rank, receiver, len(made)))
 
     def _number(self, place: int, spec: OutputSpec) -> Tensor:
         """Puts an output without samples together: one slot a micro-batch, whoever computed it."""
         parts = self._parts(spec)
-        made: dict[int, Iterator[Tensor]] = {}
-        for maker, count in Counter(self._maker(place, part) for part in parts).items():
-            if maker == self._world.rank:
-                made[maker] = iter(self._own_numbers(place, parts))
-            else:
-                taken = self._mail.take(self._number_kind(place, maker, self._world.rank, count))[0]
-                assert taken is not None, "numbers are always there"
-                made[maker] = iter(taken)
-        return self._combine(torch.stack([next(made[self._maker(place, part)]) for part in parts]), parts, spec)
+        makers = [self._maker(place, part) for part in parts]
+        made = {maker: self._made_by(maker, place, count) for maker, count in Counter(makers).items()}
+        if len(made) == 1:
+            return self._combine(made[makers[0]], parts, spec)
+        turns = {maker: iter(slots) for maker, slots in made.items()}
+        return self._combine(torch.stack([next(turns[maker]) for maker in makers]), parts, spec)
 
-    def _own_numbers(self, place: int, parts: list[MicroBatch]) -> list[Tensor]:
-        return [self._made[place, part.index] for part in parts if self._maker(place, part) == self._world.rank]
+    def _made_by(self, maker: int, place: int, count: int) -> Tensor:
+        """Returns what a rank's micro-batches gave for an output; one slot each, in order."""
+        if maker == self._world.rank:
+            return self._stacked.pop(place)
+        taken = self._mail.take(self._number_kind(place, maker, self._world.rank, count))[0]
+        assert taken is not None, "numbers are always there"
+        return taken
 
     def _parts(self, spec: OutputSpec) -> list[MicroBatch]:
         """Returns the micro-batches whose numbers count: the first alone if all have the same."""

@@ -10,7 +10,7 @@ from autovaruna.runtime.batch import cut_batch
 @pytest.mark.parametrize("groups", [((0,), (1,), (2,)), ((0, 1, 2),), ((0, 2), (1,))])
 @pytest.mark.parametrize("num_micro_batches", [3, 4, 7])
 def test_what_ranks_own_is_what_they_passed(groups: tuple[tuple[int, ...], ...], num_micro_batches: int) -> None:
-    sizes = [5, 5, 5] if len(groups) == 1 else [5, 8, 5]
+    sizes = (5, 5, 5) if len(groups) == 1 else (5, 8, 5)
     batch = cut_batch(sizes, num_micro_batches, groups)
     for rank, size in enumerate(sizes):
         mine = batch.owned_by(rank)
@@ -20,11 +20,11 @@ def test_what_ranks_own_is_what_they_passed(groups: tuple[tuple[int, ...], ...],
 
 
 def test_a_rank_without_samples_owns_none() -> None:
-    batch = cut_batch([4, 0], 4, ((0,), (1,)))
+    batch = cut_batch((4, 0), 4, ((0,), (1,)))
     assert batch.num_samples_of(1) == 0 and batch.owned_by(1) == []
 
 
 def test_20_000_micro_batches_are_asked_for_quickly() -> None:
-    batch = cut_batch([20_000], 20_000, ((0,),))
+    batch = cut_batch((20_000,), 20_000, ((0,),))
     assert sum(batch.num_samples_of(0) for _ in range(20_000)) == 20_000**2
     assert len(batch.owned_by(0)) == 20_000
