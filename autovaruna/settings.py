@@ -109,6 +109,11 @@ class Settings:
     dynamic_batch: bool = _setting(
         BOOLEAN, True, "Whether the model is traced for any batch size; false: for the first one's alone."
     )
+    check_trace: bool = _setting(
+        BOOLEAN,
+        True,
+        "Whether what a trace computes is compared with the model itself, on a few samples, before it is split.",
+    )
     reduction: Literal["mean", "sum"] = _setting(
         choice("mean", "sum"), "mean", "Whether the model's loss is a mean over its samples, or their sum."
     )

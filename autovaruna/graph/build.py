@@ -9,6 +9,7 @@ from torch import Tensor, fx
 
 from autovaruna.graph.facts import Fact
 from autovaruna.graph.grouping import Grouping
+from autovaruna.graph.origin import modules_of
 from autovaruna.graph.precision import cast_dtype
 from autovaruna.graph.records import Block, CutMark, Graph, Input, Parameter, Value
 from autovaruna.graph.signature import signature
@@ -133,7 +134,7 @@ class Builder:
 
     def _block(self, index: int, names: Iterable[str], buffer_bytes: int) -> Block:
         nodes = [self.nodes[name] for name in names]
-        module = _module_path(nodes[0])
+        module = (modules_of(nodes[0]) or [""])[-1]
         flops = sum(self.facts[node.name].num_flops for node in nodes)
         return Block(
             index=index,
@@ -144,9 +145,3 @@ class Builder:
             buffer_bytes=buffer_bytes,
             num_flops_per_sample=flops / self.sizes.batch_size,
         )
-
-
-def _module_path(node: fx.Node) -> str:
-    stack = list((node.meta.get("nn_module_stack") or {}).values())
-    path = stack[-1][0] if stack else ""
-    return str(path).removeprefix("model").removeprefix(".")

@@ -39,7 +39,7 @@ def explain(
     if own is not None:
         inputs = ", ".join(f"{spec.name} {tuple(spec.shape)} {spec.dtype}" for spec in call.inputs)
         return TraceError(
-            f"{name} raises {type(own).__name__} on these inputs{_where(own)}: {_first_line(own)}. Got {inputs}. "
+            f"{name} raises {type(own).__name__} on these inputs{_where(own)}: {first_line(own)}. Got {inputs}. "
             "Expected inputs that the model takes on one process, without AutoVaruna; try it so."
         )
     if is_dynamic and is_about_batch(error):
@@ -60,17 +60,18 @@ def explain(
 def reason_of(error: Exception) -> str:
     """Returns why an operation cannot run without numbers."""
     return (
-        "it needs the number in a tensor, which a trace does not have" if _is_about_data(error) else _first_line(error)
+        "it needs the number in a tensor, which a trace does not have" if _is_about_data(error) else first_line(error)
     )
 
 
 def _size_reason(error: Exception) -> str:
     """Returns torch's words, unless they are about marks that the user has not made."""
-    line = _first_line(error)
+    line = first_line(error)
     return "its result for one batch size does not hold for others" if line.startswith("Constraints violated") else line
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """Returns the first line of an error's text, or its name."""
     return (str(error).strip() or type(error).__name__).splitlines()[0].removesuffix(".")
 
 

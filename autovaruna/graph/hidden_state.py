@@ -64,6 +64,45 @@ class Changes:
                 vars(module)[name] = old
 
 
+@contextmanager
+def untouched_globals(model: nn.Module) -> Iterator[None]:
+    """Puts back, when the context ends, what a forward has changed of classes and globals: numbers, and containers."""
+    before = [(owner, name, value, copy.copy(value)) for _, owner, name, value in _shared(model) if _is_kept(value)]
+    try:
+        yield
+    finally:
+        for owner, name, value, content in before:
+            if isinstance(owner, type):
+                if vars(owner).get(name) is not value:
+                    setattr(owner, name, value)
+            else:
+                owner[name] = value
+            _refill(value, content)
+
+
+def _is_kept(value: Any) -> bool:
+    return is_plain(value) or type(value) in (list, dict, set)
+
+
+def _refill(value: Any, content: Any) -> None:
+    """Gives a container what was in it, if there is something else now."""
+    if is_plain(value) or _ids(value) == _ids(content):
+        return
+    if isinstance(value, list):
+        value[:] = content
+    else:
+        value.clear()
+        value.update(content)
+
+
+def _ids(container: Any) -> list[Any]:
+    return (
+        [(id(name), id(inner)) for name, inner in container.items()]
+        if isinstance(container, dict)
+        else [*map(id, container)]
+    )
+
+
 def compare_graphs(first: fx.GraphModule, again: fx.GraphModule, names: Collection[str]) -> None:
     """Makes sure that a second trace, after what the first one has changed, gives the same graph.
 
@@ -87,7 +126,15 @@ def _held_by_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _of_classes(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yields the attributes of the modules' classes, and the globals that their methods name."""
+    for path, _, _, value in _shared(model):
+        yield from _entries(path, value)
+
+
+def _shared(model: nn.Module) -> Iterator[tuple[str, Any, str, Any]]:
+    """Yields the attributes of the modules' classes, and the globals that their methods name.
+
+    Each with its path, the class or the globals that it is in, its name there, and itself.
+    """
     kinds = {kind for module in model.modules() for kind in type(module).__mro__}
     for kind in sorted(kinds, key=lambda each: f"{each.__module__}.{each.__qualname__}"):
         if not kind.__module__.startswith(_OF_TORCH):
@@ -95,13 +142,14 @@ def _of_classes(model: nn.Module) -> Iterator[tuple[str, Any]]:
                 if isinstance(value, FunctionType):
                     yield from _globals(value)
                 elif not name.startswith("__"):
-                    yield from _entries(f"{kind.__qualname__}.{name}", value)
+                    yield f"{kind.__qualname__}.{name}", kind, name, value
 
 
-def _globals(function: FunctionType) -> Iterator[tuple[str, Any]]:
+def _globals(function: FunctionType) -> Iterator[tuple[str, Any, str, Any]]:
+    known = function.__globals__
     for name in function.__code__.co_names:
-        if name in function.__globals__ and not isinstance(function.__globals__[name], type):
-            yield from _entries(f"{function.__module__}.{name}", function.__globals__[name])
+        if name in known and not isinstance(known[name], type):
+            yield f"{function.__module__}.{name}", known, name, known[name]
 
 
 def _entries(path: str, value: Any) -> Iterator[tuple[str, Any]]:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from autovaruna.errors import InputError
 from autovaruna.graph.fake import put
@@ -235,8 +236,13 @@ def _called(module: nn.Module, args: Any, kwargs: Any) -> Any:
 @contextmanager
 def _saving() -> Iterator[None]:
     """Lets a forward that goes backward itself do so where nothing is saved for a backward."""
-    with torch.autograd.graph.saved_tensors_hooks(_same, _same) if _is_forgetting() else nullcontext():
+    with saved_tensors_hooks(_same, _same) if _is_forgetting() else nullcontext():
         yield
+
+
+def forgetting() -> saved_tensors_hooks:
+    """Keeps nothing for a backward; under no_grad, lstm and others choose another kernel, with other last bits."""
+    return saved_tensors_hooks(lambda tensor: None, lambda nothing: nothing)
 
 
 def _is_forgetting() -> bool:

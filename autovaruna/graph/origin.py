@@ -26,6 +26,12 @@ def origin(node: fx.Node) -> str:
     return next((f"{file}:{line} ({code})" for file, line, code in reversed(frames) if is_users(file)), "")
 
 
+def modules_of(node: fx.Node) -> list[str]:
+    """Returns the paths of the modules that a node of a traced graph is in, the outermost first."""
+    stack = (node.meta.get("nn_module_stack") or {}).values()
+    return [str(path).removeprefix("model").removeprefix(".") for path, _ in stack]
+
+
 def failed_at(error: BaseException, nodes: Mapping[str, fx.Node]) -> str:
     """Returns ``, at file:line (code)`` of the user's line whose operation raised while a graph ran; else nothing.
 

@@ -6,7 +6,7 @@ import hashlib
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from threading import Lock
 from typing import Any
 
@@ -38,14 +38,20 @@ class RandomStream:
 
     def draw(self, node: int, operation: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Runs a random operation with the numbers that belong to `node`."""
-        with _generator_lock:
-            default_generator(self._device).manual_seed((self._base + node * 0x9E3779B97F4A7C15) % 2**63)
-            return operation(*args, **kwargs)
+        seed = (self._base + node * 0x9E3779B97F4A7C15) % 2**63
+        return draw_from(seed, self._device, partial(operation, *args, **kwargs))
 
 
 def draw(stream: RandomStream, node: int, operation: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Runs a random operation of a piece; a function, since graphs call functions."""
     return stream.draw(node, operation, *args, **kwargs)
+
+
+def draw_from(seed: int, device: torch.device, operation: Callable[[], Any]) -> Any:
+    """Runs a random operation with the numbers that follow from a seed."""
+    with _generator_lock:
+        default_generator(device).manual_seed(seed)
+        return operation()
 
 
 def default_generator(device: torch.device) -> torch.Generator:

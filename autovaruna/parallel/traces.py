@@ -8,14 +8,19 @@ import torch
 from torch import nn
 
 from autovaruna.errors import InputError, RankError
+from autovaruna.graph.comparing import compare
 from autovaruna.graph.statistics import refuse_single_values
 from autovaruna.graph.traced import TracedModel, trace
 from autovaruna.parallel.calls import SharedCall
 from autovaruna.runtime.batch import GlobalBatch
 from autovaruna.runtime.differences import differences
+from autovaruna.runtime.elsewhere import Elsewhere
 from autovaruna.runtime.on_all import on_all
 from autovaruna.runtime.world import World
 from autovaruna.settings import Settings
+
+_MOST_SAMPLES = 4
+"""Samples on which a graph is compared with its model."""
 
 
 class Traces:
@@ -87,7 +92,32 @@ class Traces:
         )
         traced = on_all(self._world, act, "tracing")
         self._compare(traced)
+        if self._settings.check_trace:
+            self._check(traced, shared, micro_batch_size)
         return traced
+
+    def _check(self, traced: TracedModel, shared: SharedCall, micro_batch_size: int) -> None:
+        """Makes sure that the graph computes what the model does, on the first rank that has it whole. Collective.
+
+        After the split no rank has, as a rule: the traces of later kinds of calls are not compared then.
+        """
+        size = min(micro_batch_size, _MOST_SAMPLES) if self._settings.dynamic_batch else micro_batch_size
+        can = shared.sizes[self._world.rank] >= size and self._is_whole()
+        able = self._world.gather_objects(can, "finding who has the whole model")
+        is_chosen = any(able) and able.index(True) == self._world.rank
+
+        def compare_here() -> None:
+            if is_chosen:
+                compare(traced, self._model, shared.samples(size), self._device)
+
+        on_all(self._world, compare_here, "comparing the trace with the model")
+
+    def _is_whole(self) -> bool:
+        """Whether this rank has all numbers of the model where it computes."""
+        state = [*self._model.parameters(), *self._model.buffers()]
+        return not any(isinstance(each, Elsewhere) or each.is_meta for each in state) and all(
+            each.device.type == self._device.type for each in state
+        )
 
     def _compare(self, traced: TracedModel) -> None:
         """Makes sure that every rank traced the same model."""

@@ -10,8 +10,8 @@ from time import perf_counter
 import torch
 from torch import Tensor
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
-from torch.autograd.graph import saved_tensors_hooks
 
+from autovaruna.graph.kept import forgetting
 from autovaruna.graph.origin import failed_at
 from autovaruna.graph.random import RandomStream
 from autovaruna.graph.weight_gradients import Deferred
@@ -210,7 +210,7 @@ class Executor:
                 return stage.run(state.tensors, part.size, stream)
         if keeps_graph and stage.index in self._job.splitting:
             state.deferred = Deferred()
-        with torch.enable_grad(), nullcontext() if keeps_graph else _forgetting():
+        with torch.enable_grad(), nullcontext() if keeps_graph else forgetting():
             return stage.run(self._leaves(stage, state), part.size, stream, state.deferred)
 
     def _leaves(self, stage: StageModule, state: _InFlight) -> dict[str, Tensor]:
@@ -275,11 +275,6 @@ def _alone(output: Tensor) -> Tensor:
 
 def _no_gradient(place: int, part: MicroBatch) -> Tensor | None:
     return None
-
-
-def _forgetting() -> saved_tensors_hooks:
-    """Keeps nothing for a backward; under no_grad, lstm and others choose another kernel, with other last bits."""
-    return saved_tensors_hooks(lambda tensor: None, lambda nothing: nothing)
 
 
 def _overwrite(state: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
