@@ -1,7 +1,7 @@
 """Keeps the checks of a model: lines that raise if a number in a tensor is wrong, and do nothing else.
 
-While a model is traced, such a condition counts as passed and leaves the operator ``autovaruna::check``; `take_checks`
-makes each a call of `check`, which looks at the number in every run.
+While a model is traced, such a condition counts as passed, unless its numbers are known, and leaves the operator
+``autovaruna::check``; `take_checks` makes each a call of `check`, which looks at the number in every run.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 
 from autovaruna.errors import InputError
 from autovaruna.graph.kept import is_rehearsing
+from autovaruna.graph.known import truth_of
 from autovaruna.graph.origin import is_users, origin
 from autovaruna.graph.raising import passing
 
@@ -71,7 +72,11 @@ def noted_checks() -> Iterator[None]:
 
     def truth_or_note(self: Tensor) -> bool:
         frame = sys._getframe(1)
-        wanted = passing(frame.f_code.co_filename, frame.f_lineno) if is_traced(self) else None
+        if not is_traced(self):
+            return truth(self)
+        if (known := truth_of(self)) is not None:
+            return known
+        wanted = passing(frame.f_code.co_filename, frame.f_lineno)
         if wanted is None:
             return truth(self)
         torch.ops.autovaruna.check(self, wanted, _line(frame))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
@@ -13,7 +13,7 @@ from autovaruna.graph.attribute_reads import noted_reads
 from autovaruna.graph.call import CallSpec
 from autovaruna.graph.guards import check_state, plain_state
 from autovaruna.graph.hidden_state import Changes, hidden_state
-from autovaruna.graph.told import untold
+from autovaruna.graph.told import unseen_fakes, untold
 from autovaruna.graph.tree import Tree, flatten
 
 
@@ -44,7 +44,7 @@ class FlatCall(nn.Module):
         args, kwargs = self.call.tree.unflatten(tensors)
         before = [(module, dict(module._buffers)) for module in self.model.modules()]
         numbers, hidden = plain_state(self.model), hidden_state(self.model)
-        with nullcontext() if self.is_told else untold(), noted_reads(self.model) as reads:
+        with self._hidden(), noted_reads(self.model) as reads:
             returned = self.model(*args, **kwargs)
         self.report_reads(reads)
         outputs, tree = flatten(returned, "output")
@@ -54,6 +54,15 @@ class FlatCall(nn.Module):
             _write_back(module, buffers)
         self.report(tree)
         return tuple(outputs)
+
+    @contextmanager
+    def _hidden(self) -> Iterator[None]:
+        """Hides that the model is traced, unless it is to be told."""
+        if self.is_told:
+            yield
+        else:
+            with untold(), unseen_fakes():
+                yield
 
 
 def _write_back(module: nn.Module, before: dict[str, Tensor | None]) -> None:

@@ -96,6 +96,14 @@ def waves(size: int, seed: int) -> Batch:
     return (), {"input_values": floats(size, 800, of=g), "labels": integers(2, size, of=g)}
 
 
+def shown(size: int, seed: int) -> Batch:
+    """Returns pictures, each in the first four places of a sentence."""
+    pixels = floats(size, 3, 16, 16, of=generator(seed))
+    words = language(size, seed)[1]["input_ids"] % 60 + 3
+    words[:, :4] = WORDS - 1
+    return (), {"input_ids": words, "pixel_values": pixels, "labels": words.where(words < WORDS - 1, -100)}
+
+
 def captioned(size: int, seed: int) -> Batch:
     """Returns pictures and words that belong together; the model makes a contrastive loss."""
     words = language(size, seed)[1]["input_ids"]
@@ -174,6 +182,11 @@ WAV2VEC |= {"num_conv_pos_embeddings": 8, "num_conv_pos_embedding_groups": 2, "m
 MAE = {**VIT, "decoder_hidden_size": 16, "decoder_intermediate_size": 32, "decoder_num_hidden_layers": 1}
 MAE |= {"decoder_num_attention_heads": 2}
 
+SIGLIP = {**VIT, "model_type": "siglip_vision_model", "image_size": 16, "num_hidden_layers": 1, "projection_dim": WIDTH}
+SIGLIP |= {"vision_use_head": False}
+PALIGEMMA = {"vision_config": SIGLIP, "text_config": {**GEMMA, "model_type": "gemma"}, "image_token_id": WORDS - 1}
+PALIGEMMA |= {"projection_dim": WIDTH, "hidden_size": WIDTH}
+
 MORE = (
     case("bart", "BartForConditionalGeneration", SEQUENCE, translation),
     case("mixtral", "MixtralForCausalLM", MOE, has_dropout=False),
@@ -192,6 +205,7 @@ MORE = (
     case("gemma", "GemmaForCausalLM", GEMMA, has_dropout=False),
     case("phi", "PhiForCausalLM", {**LLAMA, "resid_pdrop": 0.1, "embd_pdrop": 0.1}),
     case("bloom", "BloomForCausalLM", BLOOM),
+    case("paligemma", "PaliGemmaForConditionalGeneration", PALIGEMMA, shown, "PaliGemmaConfig", has_dropout=False),
     case("vit_mae", "ViTMAEForPreTraining", MAE, pictures, is_always_random=True),
 )
 

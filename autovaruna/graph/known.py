@@ -1,0 +1,156 @@
+"""Knows the numbers in some tensors of a trace: those that follow from constants and shapes, as positions do."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
+from torch.utils._python_dispatch import _disable_current_modes
+
+_SIZES = (2, 7)
+"""Batch sizes for which numbers are computed; what holds for both is taken to hold for all."""
+_MOST_ELEMENTS = 2**24
+_EMPTY = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "empty_permuted")
+_SIZED = torch.SymInt | torch.SymFloat | torch.SymBool
+
+
+class _UnknownError(Exception):
+    """Says that numbers follow from inputs or weights, were drawn, or were written into memory."""
+
+
+def truth_of(tensor: Tensor) -> bool | None:
+    """Returns the truth of a fake tensor while a model is traced; None: it follows from more than constants.
+
+    Args:
+        tensor: A tensor with one element.
+    """
+    truths = set(_truths(tensor))
+    return truths.pop() if len(truths) == 1 else None
+
+
+def is_known(tensor: Tensor) -> bool:
+    """Whether the numbers in a fake tensor follow from constants and shapes alone."""
+    return bool(_truths(tensor))
+
+
+def _truths(tensor: Tensor) -> list[bool | None]:
+    """Returns the truth of a tensor for some batch sizes, None if it has none; empty: its numbers are not known."""
+    node = _node_of(tensor)
+    if node is None:
+        return []
+    try:
+        cone = _cone(node)
+        _refuse_writes(cone)
+        with torch.no_grad(), _disable_current_modes(), torch._C.DisableTorchFunction():
+            numbers = [_computed(node, size, {}) for size in _SIZES]
+            return [bool(each) if each.numel() == 1 else None for each in numbers]
+    except _UnknownError:
+        return []
+
+
+def _node_of(tensor: Tensor) -> fx.Node | None:
+    mode = get_proxy_mode()
+    slot: Any = None if mode is None else get_proxy_slot(tensor, mode.tracer, None)
+    found = getattr(getattr(slot, "proxy", None), "node", None)
+    return found if isinstance(found, fx.Node) else None
+
+
+def _cone(last: fx.Node) -> list[fx.Node]:
+    """Returns the operations that a value comes from, sizes left out."""
+    found, waiting = {last}, [last]
+    while waiting:
+        node = waiting.pop()
+        if not _is_computable(node):
+            raise _UnknownError
+        for source in node.all_input_nodes:
+            if source not in found and not isinstance(source.meta.get("val"), _SIZED):
+                found.add(source)
+                waiting.append(source)
+    return list(found)
+
+
+def _is_computable(node: fx.Node) -> bool:
+    if node.target is operator.getitem:
+        return True
+    target, value = node.target, node.meta.get("val")
+    if not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable:
+        return False
+    is_drawn = torch.Tag.nondeterministic_seeded in target.tags or target.overloadpacket.__name__ in _EMPTY
+    return not is_drawn and not (isinstance(value, Tensor) and _elements(value) > _MOST_ELEMENTS)
+
+
+def _elements(tensor: Tensor) -> int:
+    total = 1
+    for length in tensor.shape:
+        total *= length if isinstance(length, int) else _size(length, _SIZES[-1])
+    return total
+
+
+def _refuse_writes(cone: list[fx.Node]) -> None:
+    """Makes sure that nothing has been written into what a value comes from, or into views of it."""
+    seen, waiting = set(cone), list(cone)
+    while waiting:
+        for user in waiting.pop().users:
+            if isinstance(user.target, torch._ops.OpOverload) and user.target._schema.is_mutable:
+                raise _UnknownError
+            if user not in seen and _is_view(user):
+                seen.add(user)
+                waiting.append(user)
+
+
+def _is_view(node: fx.Node) -> bool:
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return True
+    return any(each.alias_info is not None for each in node.target._schema.returns)
+
+
+def _computed(node: fx.Node, size: int, known: dict[fx.Node, Any]) -> Any:
+    """Computes a node for a batch size."""
+    for each in _in_order(node):
+        if isinstance(each.meta.get("val"), _SIZED):
+            known[each] = _size(each.meta["val"], size)
+        elif each not in known:
+            args, kwargs = fx.map_arg((each.args, each.kwargs), known.__getitem__)
+            target: Any = each.target
+            known[each] = target(*args, **kwargs)
+    return known[node]
+
+
+def _in_order(last: fx.Node) -> Iterator[fx.Node]:
+    """Yields what a node needs, and then itself."""
+    done: set[fx.Node] = set()
+    waiting = [last]
+    while waiting:
+        node = waiting[-1]
+        needs = [] if isinstance(node.meta.get("val"), _SIZED) else node.all_input_nodes
+        missing = [each for each in needs if each not in done]
+        if missing:
+            waiting += missing
+            continue
+        waiting.pop()
+        if node not in done:
+            done.add(node)
+            yield node
+
+
+def _size(value: Any, size: int) -> Any:
+    """Returns a size for a batch size.
+
+    Raises:
+        _UnknownError: it depends on the numbers in tensors.
+    """
+    if not value.node.has_hint():
+        raise _UnknownError
+    expression = value.node.expr
+    number = expression.subs(dict.fromkeys(expression.free_symbols, size))
+    return (
+        bool(number)
+        if isinstance(value, torch.SymBool)
+        else float(number)
+        if isinstance(value, torch.SymFloat)
+        else int(number)
+    )
