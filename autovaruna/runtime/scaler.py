@@ -19,7 +19,6 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from autovaruna.errors import InputError
-from autovaruna.runtime.on_all import on_all
 from autovaruna.runtime.world import World
 
 _MOST_SEARCHES = 8
@@ -125,9 +124,14 @@ class LossScale:
 
     def _share(self, unscale: Callable[[], dict[torch.device, Tensor]], found: Tensor) -> dict[torch.device, Tensor]:
         """Unscales this rank's gradients and returns what overflowed on any rank. Collective."""
-        own = on_all(self._world, unscale, "unscaling gradients")
+        own: dict[torch.device, Tensor] = {}
+        error: Exception | None = None
+        try:
+            own = unscale()
+        except Exception as caught:
+            error = caught
         is_overflow = any(bool(flag.item()) for flag in own.values())
-        flags: list[Any] = self._world.gather_objects(is_overflow, "looking for overflow")
+        flags = self._world.agree(error, "unscaling gradients", is_overflow)
         own = own or {found.device: found}  # a rank without gradients takes part, too
         if any(flags):
             for flag in own.values():
