@@ -43,6 +43,7 @@ from autovaruna.graph.stack import short_stacks
 from autovaruna.graph.tidy import PREFIX, tidy
 from autovaruna.graph.tree import Tree
 from autovaruna.graph.unlift import unlift
+from autovaruna.graph.whole_slices import drop_whole_slices
 
 logger = logging.getLogger(__name__)
 
@@ -200,6 +201,7 @@ def _attempt(
             *dict(model.named_buffers(remove_duplicate=False)),
         ]
     }
+    drop_whole_slices(graph_module)
     compile_regions(graph_module)
     switch_in_regions(graph_module)
     take_functions(graph_module)
