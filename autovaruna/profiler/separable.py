@@ -1,0 +1,257 @@
+"""Finds out whether an optimizer updates each parameter by its own numbers alone, by trying a copy of it out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from itertools import product
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from autovaruna.graph.random import python_generators, untouched_generator
+from autovaruna.profiler.optimizer_copy import copy_for
+
+_NUM_STEPS, _NUM_ALIKE = 12, 8
+"""Steps of a trial, and how many of them have gradients of about the same direction: sums over steps then grow."""
+_LARGER = 1e3
+"""What rates and gradients are multiplied by, too: what an optimizer joins may count only once it is large enough."""
+_LONGEST = 8
+_MOST_GROUPS, _MOST_ALIKE = 12, 2
+_RATE = 1e-3
+
+Way = Callable[[Optimizer, Callable[[], Tensor]], Any]
+Paths = dict[int, list[Tensor]]
+"""The numbers of each parameter after each step, by its place among those that are tried."""
+
+
+@dataclass(frozen=True)
+class Steps:
+    """How an optimizer steps.
+
+    Attributes:
+        kind: each parameter by itself; several together; with numbers that it draws; or that cannot be tried.
+        what: what was seen, in words.
+    """
+
+    kind: Literal["separate", "joint", "random", "unknown"]
+    what: str = ""
+
+
+def steps_of(optimizer: Optimizer, device: torch.device) -> Steps:
+    """Compares some steps over a few small tensors with the same steps over halves of them, the others left out.
+
+    A copy steps, with the options, attributes and optimizers that the optimizer holds, whose generators of random
+    numbers are given back as they were. What a step does later than a few steps is not seen.
+
+    Args:
+        optimizer: The optimizer, with all its parameters, of which some may be elsewhere.
+        device: Where it steps.
+    """
+    chosen = list(_chosen(optimizer))
+    if len(chosen) < 2:
+        return Steps("unknown", "it has less than two parameters that are trained")
+    errors = []
+    with untouched_generator(torch.device("cpu")), untouched_generator(device), python_generators(0):
+        for way, is_new in product(_WAYS, (False, True)):
+            try:
+                return _of_scales(partial(_Trial, optimizer, chosen, device, way, is_new))
+            except Exception as error:  # whatever a class of the script's raises
+                errors.append(f"{type(error).__name__}: {error}")
+    return Steps("unknown", errors[0])
+
+
+def _of_scales(make: Callable[[float], _Trial]) -> Steps:
+    """Returns what is seen at the optimizer's own rates, unless larger ones show more."""
+    own = _compared(make(1.0))
+    if own.kind != "separate":
+        return own
+    larger = _compared(make(_LARGER))
+    return larger if larger.kind == "joint" else own
+
+
+def _compared(trial: _Trial) -> Steps:
+    every = range(len(trial.chosen))
+    (whole, numbers), (again, _) = trial.run(every), trial.run(every)
+    for place in every:
+        if not whole[place][0].isfinite().all() or torch.equal(whole[place][-1], trial.start(place)):
+            return Steps("unknown", "a trial step on small tensors changes nothing, or gives no numbers")
+    if not all(_are_equal(whole[place], again[place]) for place in every):
+        return Steps("random", "the same steps from the same start gave other numbers")
+    half, parts = len(every) // 2, []
+    for part in (every[::2], every[1::2], every[:half], every[half:]):
+        alone, numbers_alone = trial.run(part)
+        parts.append(numbers_alone)
+        for place in part:
+            for number, (one, other) in enumerate(zip(whole[place], alone[place], strict=True), 1):
+                if not _are_close(one, other, trial.start(place)):
+                    what = f"step {number} over {len(every)} small tensors changed one of shape {tuple(one.shape)}"
+                    return Steps("joint", f"{what} otherwise than the same step over {len(part)} of them")
+    odd = next((name for each in parts for name in numbers if numbers[name] != each.get(name)), None)
+    return Steps("separate") if odd is None else Steps("unknown", f"{odd} depends on which parameters there are")
+
+
+class _Trial:
+    """Steps of copies of an optimizer.
+
+    Args:
+        optimizer: The optimizer.
+        chosen: The parameters that are tried.
+        device: Where they are.
+        way: How a step is asked for.
+        is_new: Whether copies start without the state that the optimizer has: it may not fit small tensors.
+        scale: What rates and gradients are multiplied by.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        chosen: Sequence[Tensor],
+        device: torch.device,
+        way: Way,
+        is_new: bool,
+        scale: float,
+    ) -> None:
+        self.chosen = chosen
+        self._optimizer, self._device, self._way, self._is_new, self._scale = optimizer, device, way, is_new, scale
+
+    def start(self, place: int) -> Tensor:
+        """Returns the numbers that a parameter starts with: small and large ones, and zeros that show any change."""
+        parameter = self.chosen[place]
+        shape = tuple(min(size, _LONGEST) for size in parameter.shape)
+        sign, exponent, choice = (_normal(place, -number, shape) for number in (1, 2, 3))
+        numbers = sign.sign() * 10.0 ** (exponent - 1.0) * (choice > -0.7)
+        return numbers.to(self._device, parameter.dtype)
+
+    def run(self, part: Sequence[int]) -> tuple[Paths, dict[str, float]]:
+        """Returns what steps over some of the parameters make of them, and of the optimizer's own numbers."""
+        made = {place: self._parameter(place) for place in range(len(self.chosen))}
+        optimizers = copy_for(self._optimizer, {id(self.chosen[place]): made[place] for place in made})
+        stepped = {place: made[place] for place in part}
+        for each in optimizers:
+            if self._is_new:
+                each.state.clear()
+            _leave(each, {id(parameter) for parameter in stepped.values()})
+        _scale_rates(optimizers, self._scale)
+        paths: Paths = {place: [] for place in part}
+        for number in range(_NUM_STEPS):
+            self._step(optimizers[0], stepped, number)
+            for place, parameter in stepped.items():
+                paths[place].append(parameter.detach().clone())
+        return paths, dict(_numbers(optimizers))
+
+    def _parameter(self, place: int) -> nn.Parameter:
+        made = nn.Parameter(self.start(place))
+        made.__dict__.update(vars(self.chosen[place]))  # marks that a script puts on parameters
+        return made
+
+    def _step(self, optimizer: Optimizer, parameters: dict[int, nn.Parameter], number: int) -> None:
+        calls = 0
+
+        def closure() -> Tensor:
+            nonlocal calls
+            calls += 1
+            for place, parameter in parameters.items():
+                parameter.grad = self._gradient(place, number, calls, parameter)
+                if self._way is _with_sparse:
+                    parameter.grad = parameter.grad.to_sparse(1)
+            return torch.tensor(2.0 - number / _NUM_STEPS + calls / 100, device=self._device)
+
+        closure()
+        with torch.enable_grad():
+            self._way(optimizer, closure)
+
+    def _gradient(self, place: int, number: int, calls: int, parameter: Tensor) -> Tensor:
+        """Draws a gradient, which changes with the parameter; those of one are up to 30,000 times those of another."""
+        shape = tuple(parameter.shape)
+        base, noise = _normal(place, number // _NUM_ALIKE, shape), _normal(place, 100 * (number + 1) + calls, shape)
+        curved = parameter.detach().cpu().double() * _normal(place, 2, shape).abs()
+        scale: float = 10.0 ** (1.5 * (place * 5 % 4) - 3.0) * (30.0 if number >= _NUM_ALIKE else 1.0)
+        return ((base + 0.3 * noise + curved) * scale * self._scale).to(parameter)
+
+
+@lru_cache(maxsize=4096)
+def _normal(place: int, number: int, shape: tuple[int, ...]) -> Tensor:
+    """Draws normal numbers that depend on the arguments alone."""
+    generator = torch.Generator().manual_seed(1_000_003 * (place + 1) + number)
+    return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+
+def _chosen(optimizer: Optimizer) -> Iterator[Tensor]:
+    """Yields up to two trained parameters of each group and number of dimensions, of the first groups and the last."""
+    groups = optimizer.param_groups
+    half = _MOST_GROUPS // 2
+    for group in groups if len(groups) <= _MOST_GROUPS else [*groups[:half], *groups[-half:]]:
+        alike: dict[int, int] = {}
+        for parameter in group["params"]:
+            if parameter.requires_grad and parameter.numel() and parameter.is_floating_point():
+                alike[parameter.dim()] = alike.get(parameter.dim(), 0) + 1
+                if alike[parameter.dim()] <= _MOST_ALIKE:
+                    yield parameter
+
+
+def _leave(optimizer: Optimizer, stepped: set[int]) -> None:
+    """Leaves some parameters in the groups."""
+    for group in optimizer.param_groups:
+        group["params"][:] = [each for each in group["params"] if id(each) in stepped]
+
+
+def _scale_rates(optimizers: Sequence[Optimizer], scale: float) -> None:
+    """Multiplies learning rates; lets groups learn whose rate is zero at the start."""
+    groups = {id(group): group for each in optimizers for group in each.param_groups}
+    for group in groups.values():
+        rate = group.get("lr")
+        if isinstance(rate, Tensor):
+            rate.copy_((rate if rate.any() else torch.full_like(rate, _RATE)) * scale)
+        elif isinstance(rate, int | float):
+            group["lr"] = (rate or _RATE) * scale
+
+
+def _numbers(optimizers: Sequence[Optimizer]) -> Iterator[tuple[str, float]]:
+    """Yields the floating-point numbers that optimizers keep beside the state of parameters."""
+    for place, each in enumerate(optimizers):
+        tables = [vars(each), *each.param_groups]
+        for number, table in enumerate(tables):
+            for name, value in table.items():
+                is_number = isinstance(value, Tensor) and value.numel() == 1 and value.is_floating_point()
+                if is_number or isinstance(value, float):
+                    owner = "its attribute" if number == 0 else f"in group {number - 1} its option"
+                    yield f"{owner} {name}" + (f" (optimizer {place})" if place else ""), float(value)
+
+
+def _plain_step(optimizer: Optimizer) -> Callable[..., Any]:
+    """Returns the step of a class without what PyTorch puts around it to call hooks."""
+    step: Any = type(optimizer).step
+    return step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[no-any-return]
+
+
+def _alone(optimizer: Optimizer, closure: Callable[[], Tensor]) -> None:
+    _plain_step(optimizer)(optimizer)
+
+
+def _with_closure(optimizer: Optimizer, closure: Callable[[], Tensor]) -> None:
+    _plain_step(optimizer)(optimizer, closure)
+
+
+def _with_sparse(optimizer: Optimizer, closure: Callable[[], Tensor]) -> None:
+    _plain_step(optimizer)(optimizer)
+
+
+_WAYS: tuple[Way, ...] = (_alone, _with_closure, _with_sparse)
+
+
+def _are_equal(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
+    pairs = zip(one, other, strict=True)
+    return all(torch.equal(torch.nan_to_num(first), torch.nan_to_num(second)) for first, second in pairs)
+
+
+def _are_close(one: Tensor, other: Tensor, start: Tensor) -> bool:
+    """Says whether two results differ by no more than rounding, of the numbers and of how far they have come."""
+    epsilon = torch.finfo(one.dtype).eps
+    tolerance = min(64 * epsilon, 1e-2)
+    way = (one - start).abs().max().nan_to_num().item()
+    return torch.allclose(one, other, rtol=tolerance, atol=tolerance * min(way, math.inf), equal_nan=True)

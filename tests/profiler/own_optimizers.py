@@ -1,0 +1,217 @@
+"""Defines optimizers as scripts bring them along: some update each parameter by itself, some join all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from tests.reference import MakeOptimizer
+
+
+class EachAlone(Optimizer):
+    """Updates one parameter after the other; what makes an update of a gradient is for the class to say."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter], lr: float = 0.01, **options: Any) -> None:
+        super().__init__(parameters, {"lr": lr, **options})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Makes a step."""
+        for group in self.param_groups:
+            for each in group["params"]:
+                if each.grad is not None:
+                    each.add_(self.update(each, each.grad, self.state[each]), alpha=-group["lr"])
+
+    def update(self, parameter: Tensor, gradient: Tensor, state: dict[str, Any]) -> Tensor:
+        """Returns what is taken off, but for the learning rate."""
+        raise NotImplementedError
+
+
+class Lion(EachAlone):
+    """Follows the sign of an average of gradients (Chen et al., 2023)."""
+
+    def update(self, parameter: Tensor, gradient: Tensor, state: dict[str, Any]) -> Tensor:
+        average = state.setdefault("average", torch.zeros_like(parameter))
+        sign = torch.lerp(average, gradient, 0.1).sign()
+        average.lerp_(gradient, 0.01)
+        return sign
+
+
+class AdaBelief(EachAlone):
+    """Divides by how far gradients are from their average (Zhuang et al., 2020)."""
+
+    def update(self, parameter: Tensor, gradient: Tensor, state: dict[str, Any]) -> Tensor:
+        average = state.setdefault("average", torch.zeros_like(parameter))
+        spread = state.setdefault("spread", torch.zeros_like(parameter))
+        average.lerp_(gradient, 0.1)
+        spread.lerp_((gradient - average).square() + 1e-6, 0.01)
+        return average / (spread.sqrt() + 1e-3)
+
+
+class Lars(EachAlone):
+    """Scales each tensor's update to the norm of the tensor (You et al., 2017)."""
+
+    def update(self, parameter: Tensor, gradient: Tensor, state: dict[str, Any]) -> Tensor:
+        weight, slope = parameter.norm(), gradient.norm()
+        return gradient * (weight / slope if weight > 0 and slope > 0 else 1.0)
+
+
+class Lamb(AdaBelief):
+    """Scales Adam's update to the norm of the tensor; may first clip all gradients by their norm (You et al., 2020)."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter], max_norm: float = 0.0) -> None:
+        super().__init__(parameters)
+        self.max_norm = max_norm
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Makes a step."""
+        every = [each for group in self.param_groups for each in group["params"]]
+        if self.max_norm:
+            nn.utils.clip_grad_norm_(every, self.max_norm)
+        super().step()
+
+    def update(self, parameter: Tensor, gradient: Tensor, state: dict[str, Any]) -> Tensor:
+        found = super().update(parameter, gradient, state)
+        return found * parameter.norm() / (found.norm() + 1e-6)
+
+
+class Shampoo(EachAlone):
+    """Preconditions each tensor by a matrix of its own (Gupta et al., 2018)."""
+
+    def update(self, parameter: Tensor, gradient: Tensor, state: dict[str, Any]) -> Tensor:
+        rows = gradient.reshape(gradient.shape[0], -1)
+        total = state.setdefault("total", 1e-3 * torch.eye(rows.shape[0]))
+        total += rows @ rows.T
+        values, vectors = torch.linalg.eigh(total)
+        return (vectors @ (values.clamp(min=1e-6) ** -0.25).diag() @ vectors.T @ rows).reshape(gradient.shape)
+
+
+class Prodigy(EachAlone):
+    """Estimates one learning rate from sums over all parameters (after Mishchenko and Defazio, 2023)."""
+
+    distance = 1e-6
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Makes a step."""
+        joined, total = 0.0, 0.0
+        for group in self.param_groups:
+            for each in group["params"]:
+                state = self.state[each]
+                start = state.setdefault("start", each.clone())
+                total_of_one = state.setdefault("total", torch.zeros_like(each))
+                total_of_one += each.grad
+                joined += float((each.grad * (start - each)).sum())
+                total += float(total_of_one.abs().sum())
+        self.distance = max(self.distance, joined / total)
+        super().step()
+
+    def update(self, parameter: Tensor, gradient: Tensor, state: dict[str, Any]) -> Tensor:
+        return gradient.sign() * self.distance
+
+
+class Langevin(EachAlone):
+    """Adds noise (Welling and Teh, 2011)."""
+
+    def update(self, parameter: Tensor, gradient: Tensor, state: dict[str, Any]) -> Tensor:
+        return gradient + torch.randn_like(gradient)
+
+
+class Lookahead(Optimizer):
+    """Steps with another one and follows it slowly (Zhang et al., 2019); initialises nothing of its base class."""
+
+    def __init__(self, base: Optimizer) -> None:
+        self.base, self.param_groups, self.defaults = base, base.param_groups, base.defaults
+        self.state = {}  # type: ignore[assignment]
+        self.slow = {each: each.detach().clone() for group in base.param_groups for each in group["params"]}
+        self.num_steps = 0
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clears gradients."""
+        self.base.zero_grad(set_to_none)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Makes a step."""
+        self.base.step()
+        self.num_steps += 1
+        if self.num_steps % 2 == 0:
+            for group in self.param_groups:
+                for each in group["params"]:
+                    self.slow[each].lerp_(each.detach(), 0.5)
+                    each.data.copy_(self.slow[each])
+
+
+class Sam(Optimizer):
+    """Takes the gradient where a step along it, as long as `rho` over all parameters, leads (Foret et al., 2021)."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter], base: Callable[..., Optimizer], rho: float = 0.05) -> None:
+        super().__init__(parameters, {"rho": rho})
+        self.base = base(self.param_groups, lr=0.01)
+        self.param_groups = self.base.param_groups
+
+    @torch.no_grad()
+    def first_step(self) -> None:
+        """Goes up."""
+        every = [each for group in self.param_groups for each in group["params"]]
+        norm = torch.stack([each.grad.norm() for each in every]).norm()
+        for each in every:
+            self.state[each]["up"] = each.grad * 0.05 / norm
+            each.add_(self.state[each]["up"])
+
+    @torch.no_grad()
+    def second_step(self) -> None:
+        """Goes back, and makes a step with the gradient from there."""
+        for group in self.param_groups:
+            for each in group["params"]:
+                each.sub_(self.state[each]["up"])
+        self.base.step()
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Makes both."""
+        assert closure is not None, "SAM needs a closure"
+        for act in (self.first_step, self.second_step):
+            with torch.enable_grad():
+                closure()
+            act()
+
+
+class Unknown(EachAlone):
+    """Cannot be copied: it holds a module."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter], does_join: bool = False) -> None:
+        super().__init__(parameters)
+        self.held, self.does_join = nn.Linear(1, 1), does_join
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Makes a step."""
+        every = [each for group in self.param_groups for each in group["params"]]
+        self.total = sum(each.grad.square().sum() for each in every) if self.does_join else 1.0
+        super().step()
+
+    def update(self, parameter: Tensor, gradient: Tensor, state: dict[str, Any]) -> Tensor:
+        return gradient / (1 + gradient.norm()) / self.total
+
+
+def lookahead(parameters: Iterable[nn.Parameter]) -> Optimizer:
+    """Makes Lookahead around Adam."""
+    return Lookahead(torch.optim.Adam(parameters, lr=0.01))
+
+
+SEPARATE: dict[str, MakeOptimizer] = {
+    "lion": Lion,
+    "ada_belief": AdaBelief,
+    "lars": Lars,
+    "lamb": Lamb,
+    "shampoo": Shampoo,
+    "lookahead": lookahead,
+}
+JOINT: dict[str, MakeOptimizer] = {
+    "lamb_that_clips": lambda parameters: Lamb(parameters, max_norm=0.1),
+    "prodigy": Prodigy,
+    "sam": lambda parameters: Sam(parameters, torch.optim.SGD),
+    "lbfgs": torch.optim.LBFGS,
+}
