@@ -12,6 +12,7 @@ from autovaruna.checkpoint.read import Reader
 from autovaruna.checkpoint.subject import Subject
 from autovaruna.errors import CheckpointError
 from autovaruna.runtime.optimizer import CutOptimizer
+from autovaruna.runtime.own_part import own_of
 
 STATE_PREFIX = "optimizer.state."
 """What the names of tensors begin with that change in the optimizer's step alone."""
@@ -97,12 +98,12 @@ def load_optimizer(
     names = iter(_own_names(subject.optimizer, subject))
     for given, group in zip(known["param_groups"], optimizer.param_groups, strict=True):
         options = decode({key: value for key, value in given.items() if key != "params"}, reader.tensor)
-        start = sum(len(each["params"]) for each in groups)
-        for place, parameter in enumerate(group["params"], start):
+        start, parameters = sum(len(each["params"]) for each in groups), own_of(group["params"])
+        for place, parameter in enumerate(parameters, start):
             name = next(names)
             if name in by_first:
                 own[place] = _decode_state(by_first[name], optimizer.state.get(parameter, {}), reader)
-        groups.append({**options, "params": list(range(start, start + len(group["params"])))})
+        groups.append({**options, "params": list(range(start, start + len(parameters)))})
     reader.fill()
     subject.optimizer.load_own({"state": own, "param_groups": groups})
     _keep_dtypes(optimizer, own)
@@ -118,7 +119,7 @@ def _decode_state(given: Json, now: Mapping[str, Any], reader: Reader) -> Any:
 
 def _keep_dtypes(optimizer: Any, own: Mapping[int, Any]) -> None:
     """Undoes the cast of state tensors to the dtype of their parameters, which loses digits."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    parameters = [parameter for group in optimizer.param_groups for parameter in own_of(group["params"])]
     for place, content in own.items():
         now = optimizer.state[parameters[place]]
         for key, value in content.items():
@@ -127,9 +128,9 @@ def _keep_dtypes(optimizer: Any, own: Mapping[int, Any]) -> None:
 
 
 def _own_names(optimizer: CutOptimizer, subject: Subject) -> list[str]:
-    """Returns the first names of the parameters in the groups as they are now, in order."""
+    """Returns the first names of this rank's parameters in the groups as they are now, in order."""
     names = {id(subject.state.tensor(name)): name for name in subject.state.places}
-    own = [names.get(id(each)) for group in optimizer.optimizer.param_groups for each in group["params"]]
+    own = [names.get(id(each)) for group in optimizer.optimizer.param_groups for each in own_of(group["params"])]
     if None in own:
         raise CheckpointError(
             "The optimizer has parameters that are not the model's (any more): make it from model.parameters() after "

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -9,7 +11,10 @@ import torch
 from autovaruna.errors import InputError, RankError
 from autovaruna.parallel.calls import compare_settings
 from autovaruna.parallel.wrapper import AutoVaruna
+from autovaruna.runtime.on_all import on_all
 from autovaruna.runtime.optimizer import CutOptimizer
+from autovaruna.runtime.own_part import OwnSteps, with_hooks
+from autovaruna.runtime.own_steps import step_over_own_part
 
 
 def prepare(model: AutoVaruna, *args: Any, **kwargs: Any) -> None:
@@ -32,7 +37,7 @@ def adopt(model: AutoVaruna, optimizer: torch.optim.Optimizer) -> None:
         optimizer: Has as many groups as on every other rank.
 
     Raises:
-        InputError: it has parameters that this rank does not hold.
+        InputError: it has parameters that this rank does not hold, or its steps join numbers of several.
         RankError: the ranks' optimizers have different numbers of groups.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
@@ -56,5 +61,9 @@ def adopt(model: AutoVaruna, optimizer: torch.optim.Optimizer) -> None:
         )
     order = {name: place for place, name in enumerate(model._parameter_names)}
     cut.adopt([sorted(set().union(*groups), key=order.__getitem__) for groups in zip(*of_ranks, strict=True)])
-    model._optimizer, model._cut_optimizer = optimizer, cut
+    own_steps = OwnSteps(with_hooks(optimizer))
+    if model._placement().splits(chain(*cut.names)):
+        act = partial(step_over_own_part, optimizer, own_steps, model.world.num_ranks, model.preparation.device)
+        on_all(model.world, act, "trying the optimizer")
+    model._optimizer, model._cut_optimizer, model._own_steps = optimizer, cut, own_steps
     model._acts.watch(optimizer, cut.names)

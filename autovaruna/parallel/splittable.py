@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -22,10 +23,12 @@ from autovaruna.parallel.prepared import PreparedGraphs
 from autovaruna.parallel.stateful import StatefulModule
 from autovaruna.parallel.traces import Traces
 from autovaruna.runtime.channel_choice import open_channel
-from autovaruna.runtime.local_norm import refuse_local_norms
-from autovaruna.runtime.optimizer import refuse_joint_steps
+from autovaruna.runtime.joint_norm import join_norms
+from autovaruna.runtime.on_all import on_all
+from autovaruna.runtime.own_steps import step_over_own_part, watch_later_optimizers
 from autovaruna.runtime.placement import OwnedState, Placement
 from autovaruna.runtime.scaler import LossScale
+from autovaruna.runtime.split_models import note_split
 from autovaruna.settings import Settings
 
 _SEED_OF_COPY = 1_000_003
@@ -125,7 +128,7 @@ class SplittableModule(StatefulModule):
         )
         open_channel(self.settings.channel, preparation.plan, self.world, preparation.device)
         if self._optimizer is not None:
-            refuse_joint_steps(self._optimizer, preparation.placement)
+            self._check_steps(self._optimizer, preparation)
         self._copies.preparation = preparation
         for each in self._copies.members():
             each._take_part(preparation)
@@ -133,28 +136,36 @@ class SplittableModule(StatefulModule):
         assert self._engine is not None
         return self._engine
 
+    def _check_steps(self, optimizer: torch.optim.Optimizer, preparation: Preparation) -> None:
+        """Lets the optimizer step over this rank's part, if it will have but a part and may. Collective."""
+        num_ranks, device = self.world.num_ranks, preparation.device
+        if preparation.placement.splits(chain(*self._need_optimizer().names)):
+            what = f"trying the optimizer{self.of_model}"
+            on_all(self.world, lambda: step_over_own_part(optimizer, self._own_steps, num_ranks, device), what)
+
     def _take_part(self, preparation: Preparation) -> None:
         """Gives each rank its part, and what a checkpoint holds of it. Collective."""
         placement, given = preparation.placement, self._persistence.given(self._subject())
         self._state.distribute(placement, self.world, preparation.device, self._seed(preparation, 0), given)
         if self._cut_optimizer is not None:
-            held = {name: parameter for name, parameter in self._state.parameters().items() if not parameter.is_meta}
-            self._cut_optimizer.cut(held)
+            self._cut_optimizer.cut(self._state.parameters())
             self._show_whole_state(self._cut_optimizer.optimizer, placement)
         self._run_part(preparation)
         self._persistence.fill(self._subject())
 
     def _show_whole_state(self, optimizer: torch.optim.Optimizer, placement: Placement) -> None:
         """Lets the optimizer's own methods give and take the state of all parameters, if this rank has but some."""
-        if any(len(ranks) < self.world.num_ranks for ranks in placement.holders.values()):
+        if placement.splits(placement.holders):
             optimizer.state_dict = self.optimizer_state_dict  # type: ignore[method-assign]
             optimizer.load_state_dict = self.load_optimizer_state_dict  # type: ignore[method-assign]
 
     def _run_part(self, preparation: Preparation) -> None:
         """Makes what runs this rank's part."""
         plan, placement, device = preparation.plan, preparation.placement, preparation.device
-        if any(len(ranks) < self.world.num_ranks for ranks in placement.holders.values()):
-            refuse_local_norms(self._state)
+        if placement.splits(placement.holders):
+            note_split(self._state, placement, self.world)
+            join_norms()
+            watch_later_optimizers()
         self._traces = self._traces or Traces(self.module, self.settings, self.world, device)
         self._engine = Engine(
             PreparedGraphs(

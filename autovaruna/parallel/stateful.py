@@ -26,6 +26,7 @@ from autovaruna.parallel.shown import ShownModule
 from autovaruna.runtime.environment import get_world
 from autovaruna.runtime.lent import Lent
 from autovaruna.runtime.optimizer import CutOptimizer
+from autovaruna.runtime.own_part import OwnSteps, with_hooks
 from autovaruna.runtime.placement import OwnedState, Placement
 from autovaruna.runtime.state import load_part, whole_state
 from autovaruna.runtime.world import World
@@ -44,7 +45,7 @@ class StatefulModule(ShownModule):
     def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer | None, settings: Settings) -> None:
         super().__init__(module)
         self.settings = settings
-        self._optimizer = optimizer
+        self._optimizer = None if optimizer is None else with_hooks(optimizer)
         self._state = OwnedState(module)
         self._first_parameters = [(ref(each), name) for name, each in self._state.parameters().items()]
         self._cut_optimizer = None if optimizer is None else CutOptimizer(optimizer, self._names())
@@ -54,6 +55,7 @@ class StatefulModule(ShownModule):
         self._acts = Acts()
         self._lent = lent = Lent()
         if self._cut_optimizer is not None:
+            self._own_steps = OwnSteps(self._cut_optimizer.optimizer)
             self._acts.watch(self._cut_optimizer.optimizer, self._cut_optimizer.names)
             self._cut_optimizer.optimizer.register_step_pre_hook(lambda *_: lent.settle())
         self._known_world: World | None = None
@@ -247,10 +249,9 @@ class StatefulModule(ShownModule):
         return self._cut_optimizer
 
     def _follow_groups(self) -> None:
-        """Takes the groups of parameters that the optimizer was given after wrapping."""
-        if self._cut_optimizer is not None and self._cut_optimizer.has_grown:
-            held = {name: each for name, each in self._state.parameters().items() if not each.is_meta}
-            self._cut_optimizer.grow(self._names(), held)
+        """Takes the groups of parameters as a script has made them after wrapping."""
+        if self._cut_optimizer is not None and self._cut_optimizer.has_changed:
+            self._cut_optimizer.follow(self._names(), self._state.parameters())
 
     def _names(self) -> dict[int, str]:
         """Returns the first name of each parameter, by identity, those included that this rank has let go."""

@@ -32,7 +32,7 @@ class AutoVaruna(SplittableModule):
 
     Args:
         model: Any model that torch.export can trace.
-        optimizer: Its optimizer; its groups are cut down in place to this rank's parameters.
+        optimizer: Its optimizer; each rank steps over the parameters whose numbers it has.
         scaler: The loop's GradScaler, if it has one; None: the program's own, if there is one.
         **settings: See ``python -m autovaruna config``.
 

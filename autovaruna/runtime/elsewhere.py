@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 from autovaruna.errors import InputError
 
-_PLAIN = torch._C.DisableTorchFunctionSubclass
+PLAIN = torch._C.DisableTorchFunctionSubclass
 _BY_SHAPE_ALONE = frozenset({"view_as", "expand_as", "reshape_as", "is_same_size"})
 _MOVES = frozenset({"to", "cpu", "cuda", "type", "type_as"})
 _FLAGS = frozenset(getattr(Tensor, name).__get__ for name in ("requires_grad", "is_meta", "is_leaf", "dtype", "shape"))
@@ -55,7 +55,7 @@ class Elsewhere(Tensor):
     ) -> Any:
         """Does what PyTorch asks for without numbers, or raises an `InputError` that says whose numbers they are."""
         if func in _FLAGS:
-            with _PLAIN():
+            with PLAIN():
                 return func(*args)
         return _Operation(func, args, dict(kwargs or {})).run()
 
@@ -71,14 +71,14 @@ def elsewhere(tensor: Tensor, home: Home) -> Tensor:
 
 def note_gradients(parameters: Mapping[str, Tensor]) -> None:
     """Gives the parameters that are elsewhere, and that need a gradient, a gradient that is elsewhere."""
-    with _PLAIN():  # a step looks at every parameter
+    with PLAIN():  # a step looks at every parameter
         for parameter in parameters.values():
             if isinstance(parameter, Elsewhere) and parameter.requires_grad and parameter.grad is None:
                 parameter.grad = _wrapped(torch.empty_like(parameter.detach()), parameter.home)
 
 
 def _wrapped(tensor: Tensor, home: Home) -> Elsewhere:
-    with _PLAIN():
+    with PLAIN():
         made = tensor.as_subclass(Elsewhere)
     made.home = home
     return made
@@ -109,7 +109,7 @@ class _Operation:
         if isinstance(self._first, Elsewhere):
             return self._without_numbers()
         if self._name in _BY_SHAPE_ALONE:
-            with _PLAIN():
+            with PLAIN():
                 return self._func(*self._args, **self._kwargs)
         self.refuse()
 
@@ -128,7 +128,7 @@ class _Operation:
             self.refuse()
         args, kwargs = pytree.tree_map_only(Tensor, _on_meta, (self._args, self._kwargs))
         try:
-            with _PLAIN():
+            with PLAIN():
                 found = self._func(*args, **kwargs)
         except (RuntimeError, TypeError) as error:  # what meta has no kernel for is one
             if "meta" in str(error).lower() or self._name == "__format__":
@@ -154,7 +154,7 @@ class _Operation:
             value = [elsewhere(value[0], self._home)]
             if name == "data":
                 return None
-        with _PLAIN():
+        with PLAIN():
             return self._func(owner, *value)
 
     def _move(self) -> Any:
@@ -165,7 +165,7 @@ class _Operation:
             return owner.to(target.home.device, target.dtype)
         dtype = self._kwargs.get("dtype") or next((each for each in rest if isinstance(each, torch.dtype)), None)
         dtype = dtype or next((each.dtype for each in rest if isinstance(each, Tensor)), owner.dtype)
-        with _PLAIN():
+        with PLAIN():
             return owner if dtype == owner.dtype else _wrapped(owner.to(dtype), self._home)
 
     def _for_each(self) -> Any:

@@ -9,27 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from autovaruna.errors import InputError
+from autovaruna.runtime.elsewhere import Elsewhere
+from autovaruna.runtime.own_part import own_part, own_state
 from autovaruna.runtime.placement import Placement
 from autovaruna.runtime.world import World
 
 
-def refuse_joint_steps(optimizer: torch.optim.Optimizer, placement: Placement) -> None:
-    """Refuses an optimizer that needs all parameters at once, unless every rank holds them all.
-
-    Raises:
-        InputError: it is LBFGS, and the plan splits the model.
-    """
-    split = [name for name, ranks in placement.holders.items() if len(ranks) < placement.num_ranks]
-    if isinstance(optimizer, torch.optim.LBFGS) and split:
-        raise InputError(
-            f"LBFGS makes one step of all parameters together: got a plan that puts {split[0]} on ranks "
-            f"{list(placement.ranks_of(split[0]))} alone. Expected every rank to hold them all; pass num_stages=1 and "
-            f"num_replicas={placement.num_ranks}, or take another optimizer."
-        )
-
-
 class CutOptimizer:
-    """An optimizer whose groups keep this rank's parameters alone; schedulers and hooks go on working.
+    """An optimizer of which each rank has the state of its own parameters; schedulers and hooks go on working.
 
     Args:
         optimizer: The user's optimizer, made from all parameters of the model.
@@ -44,34 +31,38 @@ class CutOptimizer:
         self._groups = [
             [names.get(id(parameter), "") for parameter in group["params"]] for group in optimizer.param_groups
         ]
-        self._is_cut = False
+        self._is_cut = self._lists_own_alone = False
         if not any(name for names in self._groups for name in names):
             self.check()
 
     def adopt(self, names: list[list[str]]) -> None:
         """Takes the names of the whole optimizer, group by group: this one was made from this rank's part."""
-        self._groups, self._is_cut = names, True
+        self._groups, self._is_cut, self._lists_own_alone = names, True, True
 
-    @property
-    def has_grown(self) -> bool:
-        """Whether groups have been added that are not known yet."""
-        return len(self.optimizer.param_groups) > len(self._groups)
-
-    def grow(self, names: Mapping[int, str], held: Mapping[str, nn.Parameter]) -> None:
-        """Takes the groups that have been added; if the optimizer has been cut, they are cut, too.
+    def follow(self, names: Mapping[int, str], parameters: Mapping[str, nn.Parameter]) -> None:
+        """Takes groups and parameters that have been added, or taken out.
 
         Args:
             names: First name of each parameter, by identity, those included that this rank has let go.
-            held: What this rank holds, by first name.
+            parameters: All parameters by first name.
 
         Raises:
-            InputError: they have parameters that are not the model's.
+            InputError: the model has been split, and there are parameters that are not the model's.
         """
-        for group in self.optimizer.param_groups[len(self._groups) :]:
-            self._groups.append([names.get(id(parameter), "") for parameter in group["params"]])
+        first = len(self._groups) if self._lists_own_alone else 0
+        for place, group in enumerate(self.optimizer.param_groups[first:], first):
+            self._groups[place:] = [names.get(id(each), "") for each in group["params"]], *self._groups[place + 1 :]
             if self._is_cut:
                 self.check()
-                group["params"][:] = [held[name] for name in self._groups[-1] if name in held]
+                group["params"][:] = [parameters[name] for name in self._groups[place]]
+
+    @property
+    def has_changed(self) -> bool:
+        """Whether groups have other numbers of parameters than are known."""
+        groups, known = self.optimizer.param_groups, self._groups
+        if len(groups) != len(known) or self._lists_own_alone:
+            return len(groups) > len(known)
+        return any(len(group["params"]) != len(names) for group, names in zip(groups, known, strict=True))
 
     @property
     def names(self) -> list[list[str]]:
@@ -93,28 +84,30 @@ class CutOptimizer:
                 "parameters an optimizer of their own."
             )
 
-    def cut(self, held: Mapping[str, nn.Parameter]) -> None:
-        """Takes the parameters that this rank does not hold out of every group; empty groups stay.
+    def cut(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Takes the parameters as they are now into the groups, and drops the state of those that are elsewhere.
 
         Args:
-            held: What this rank holds, by first name; a parameter that was on ``meta`` is another object now.
+            parameters: All of them by first name; one that was on ``meta`` is another object now.
         """
         for group, names in zip(self.optimizer.param_groups, self._groups, strict=True):
-            own = [held.get(name) for name in names]
-            for old, new in zip(group["params"], own, strict=True):
+            now = [parameters[name] for name in names]
+            for old, new in zip(group["params"], now, strict=True):
                 state = self.optimizer.state.pop(old, None)
-                if new is not None and state is not None:
+                if state is not None and not isinstance(new, Elsewhere):
                     self.optimizer.state[new] = state
-            group["params"][:] = [parameter for parameter in own if parameter is not None]
+            group["params"][:] = now
         self._is_cut = True
 
     def own_state(self) -> dict[str, Any]:
         """Returns the state of what this rank holds, whatever the optimizer's own ``state_dict()`` shows."""
-        return type(self.optimizer).state_dict(self.optimizer)
+        with own_state(self.optimizer):
+            return type(self.optimizer).state_dict(self.optimizer)
 
     def load_own(self, state: dict[str, Any]) -> None:
         """Loads the state of what this rank holds."""
-        type(self.optimizer).load_state_dict(self.optimizer, state)
+        with own_part(self.optimizer):
+            type(self.optimizer).load_state_dict(self.optimizer, state)
 
     def state_dict(self, placement: Placement, world: World) -> dict[str, Any]:
         """Returns the state of the whole optimizer, in the form of plain PyTorch, on every rank. Collective."""

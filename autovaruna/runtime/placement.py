@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from autovaruna.graph.fake import put
 from autovaruna.planner.records import Plan
-from autovaruna.runtime.elsewhere import Home, elsewhere
+from autovaruna.runtime.elsewhere import Home
+from autovaruna.runtime.let_go import let_go
 from autovaruna.runtime.materialize import materialize
 from autovaruna.runtime.world import World
 from autovaruna.stage.assignment import Assignment
@@ -47,6 +48,10 @@ class Placement:
     def ranks_of(self, name: str) -> tuple[int, ...]:
         """Returns the ranks that hold a parameter or buffer, the leading one first."""
         return self.holders.get(name, tuple(range(self.num_ranks)))
+
+    def splits(self, names: Iterable[str]) -> bool:
+        """Says whether any of some parameters is missing on a rank."""
+        return any(len(self.ranks_of(name)) < self.num_ranks for name in names)
 
 
 def placement_of(assignment: Assignment, plan: Plan) -> Placement:
@@ -124,7 +129,7 @@ class OwnedState:
                 world.broadcast(self.tensor(name).detach(), root, group)
         for name in self.places.keys() - held:
             if isinstance(tensor := self.tensor(name), nn.Parameter):
-                self.replace(name, elsewhere(tensor, Home(name, placement.ranks_of(name), world.rank, device)))
+                self.replace(name, let_go(tensor, Home(name, placement.ranks_of(name), world.rank, device)))
 
     def follow_frozen(self, placement: Placement, world: World) -> bool:
         """Lets parameters that this rank does not hold need a gradient if they do where they are held. Collective.

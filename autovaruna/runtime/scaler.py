@@ -19,6 +19,7 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from autovaruna.errors import InputError
+from autovaruna.runtime.own_part import own_part
 from autovaruna.runtime.world import World
 
 _MOST_SEARCHES = 8
@@ -118,7 +119,8 @@ class LossScale:
             if optimizer is not self._optimizer:
                 return unscale(optimizer, inverse, found, allow_fp16)
             self._known = known
-            return self._share(lambda: unscale(optimizer, inverse, found, allow_fp16), found)
+            with own_part(optimizer):
+                return self._share(lambda: unscale(optimizer, inverse, found, allow_fp16), found)
 
         scaler._unscale_grads_ = unscale_everywhere  # type: ignore[method-assign, assignment]
 

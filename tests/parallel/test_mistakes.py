@@ -122,28 +122,11 @@ def test_a_model_that_is_split_already_is_refused() -> None:
     assert any(run_ranks(2, be_rank))
 
 
-def test_the_norm_of_one_rank_clips_nothing() -> None:
-    """PyTorch's own clipping sees the gradients of this rank alone, where the model is split."""
-
-    def be_rank(world: World) -> None:
-        model = Net()
-        wrapped = stepped(AutoVaruna(model, torch.optim.SGD(model.parameters(), lr=0.1), **TWO))
-        if any(parameter.grad is not None for parameter in wrapped.parameters()):
-            with pytest.raises(InputError, match=r"model\.clip_grad_norm_\(max_norm\)"):
-                torch.nn.utils.clip_grad_norm_(wrapped.parameters(), 0.1)
-            with pytest.raises(InputError, match="the norm of this rank's part"):
-                torch.nn.utils.get_total_norm([each.grad for each in wrapped.parameters() if each.grad is not None])
-
-    run_ranks(2, be_rank)
-    model = stepped(AutoVaruna(Net(), **ONE))
-    assert torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1) > 0
-
-
 def test_lbfgs_needs_all_parameters_on_each_rank() -> None:
     def be_rank(world: World) -> None:
         model = Net()
         optimizer = torch.optim.LBFGS(model.parameters())
-        with pytest.raises(InputError, match=r"LBFGS makes one step of all parameters.*num_replicas=2"):
+        with pytest.raises(InputError, match=r"LBFGS joins numbers of several parameters.*num_replicas=2"):
             AutoVaruna(model, optimizer, **TWO, optimizer_bytes_factor=20.0)(**BATCH)
 
     run_ranks(2, be_rank)
