@@ -18,7 +18,7 @@ from torch import Tensor
 from autovaruna.runtime.hub import Need
 from autovaruna.runtime.message import Message
 from autovaruna.runtime.reduction import GROUP_CHANNEL, Group, broadcast_in_tree
-from autovaruna.runtime.staging import check_dense, empty_on_host, flat, to_host
+from autovaruna.runtime.staging import check_dense, empty_on_host, flat, rows_on_host, to_host
 from autovaruna.runtime.watched import WatchedWorld
 from autovaruna.runtime.world import Done, Pending
 
@@ -166,11 +166,10 @@ class ConnectedWorld(WatchedWorld):
 
     def broadcast(self, tensor: Tensor, root: int, ranks: tuple[int, ...]) -> None:
         """Overwrites `tensor` with that of rank `root`, on `ranks`."""
-        check_dense(tensor)
         assert root in ranks, f"root {root} must be among ranks {ranks}"
-        host = to_host(tensor)
+        host = rows_on_host(tensor)
         broadcast_in_tree(self._group(ranks), host, root)
-        if host is not tensor:
+        if host is not tensor and self.rank != root:
             tensor.detach().copy_(host)
 
     def start_all_reduce(self, tensor: Tensor, ranks: tuple[int, ...]) -> Pending:

@@ -14,6 +14,7 @@ from autovaruna.planner.records import Plan
 from autovaruna.runtime.elsewhere import Home
 from autovaruna.runtime.let_go import let_go
 from autovaruna.runtime.materialize import materialize
+from autovaruna.runtime.staging import distinct
 from autovaruna.runtime.world import World
 from autovaruna.stage.assignment import Assignment
 
@@ -126,7 +127,7 @@ class OwnedState:
             root = ranks[0] if name in somewhere else 0
             group = tuple(sorted({root, *ranks}))
             if world.rank in group and len(group) > 1:
-                world.broadcast(self.tensor(name).detach(), root, group)
+                world.broadcast(distinct(self.tensor(name).detach()), root, group)
         for name in self.places.keys() - held:
             if isinstance(tensor := self.tensor(name), nn.Parameter):
                 self.replace(name, let_go(tensor, Home(name, placement.ranks_of(name), world.rank, device)))

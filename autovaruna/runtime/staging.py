@@ -40,6 +40,24 @@ def to_host(tensor: Tensor) -> Tensor:
     return host
 
 
+def rows_on_host(tensor: Tensor) -> Tensor:
+    """Returns `tensor` itself if it is contiguous and on the CPU, else a copy of which this is so.
+
+    Its bytes are then its elements in order, however ranks lay out their memory.
+    """
+    if tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
+        return tensor
+    return to_host(tensor.detach().resolve_conj().resolve_neg().contiguous())
+
+
+def distinct(tensor: Tensor) -> Tensor:
+    """Returns the part of a tensor whose elements lie in memory of their own: of what is expanded, the original."""
+    for dimension, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+        if stride == 0 and size > 1:
+            tensor = tensor.narrow(dimension, 0, 1)
+    return tensor
+
+
 def empty_on_host(tensor: Tensor) -> Tensor:
     """Returns uninitialised host memory laid out as `tensor`, pinned where the device is CUDA."""
     return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, pin_memory=tensor.is_cuda)
