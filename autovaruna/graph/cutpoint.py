@@ -146,7 +146,7 @@ def _take(module: fx.GraphModule, is_region: bool = False) -> list[Marker]:
         if _is_marker(node):
             node.replace_all_uses_with(node.args[0])
             module.graph.erase_node(node)
-    if markers:
+    if markers and is_region:
         module.recompile()
     return markers
 

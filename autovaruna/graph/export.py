@@ -150,6 +150,7 @@ def _attempt(
     dimension = torch.export.Dim("batch", min=1)
     shapes = [{0: dimension} if spec.is_batch and is_dynamic else None for spec in call.inputs]
     with (
+        torch.compiler.set_stance("force_eager"),  # torch.compile has nothing to compile on fake tensors
         shells(model) as scripts,
         kept_whole(model, outermost([*kept.modules, *scripts]), kept.operations, device) as keeper,
         faked(model, mode, device),

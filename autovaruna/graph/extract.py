@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -184,9 +185,8 @@ class _Extraction:
     def _argument(self, argument: Argument) -> fx.Node:
         if argument not in self.arguments:
             suffix = f"_{argument.block}" if argument.block >= 0 else ""
-            self.arguments[argument] = self.graph.placeholder(
-                f"{argument.source.value}_{argument.name}{suffix}".replace(".", "_")
-            )
+            name = re.sub(r"\W", "_", f"{argument.source.value}_{argument.name}{suffix}")
+            self.arguments[argument] = self.graph.placeholder(name)
         return self.arguments[argument]
 
     def _arguments_first(self) -> None:

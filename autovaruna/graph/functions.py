@@ -87,7 +87,6 @@ def take_functions(module: fx.GraphModule) -> None:
         if node.target is torch.ops.autovaruna.function.default:
             tensors, key = node.args
             node.target, node.args = run_function, (key, tensors)
-    module.recompile()
 
 
 def _key_of(call: _Call) -> str:

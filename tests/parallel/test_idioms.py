@@ -27,6 +27,8 @@ class Steps(nn.Module):
         super().__init__()
         self.first, self.last, self.function = FIRST(), LAST(), function
         self.register_buffer("codes", torch.randn(7, WIDTH))
+        self.compiled = torch.compile(FIRST(), backend="eager")
+        self.layers = nn.ModuleDict({name: FIRST() for name in ("block-1", "2-3", "class", "a b")})
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         return self.function(self, torch.tanh(self.first(x)), y)
@@ -102,9 +104,27 @@ def behind(self: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(self.last(x + (nearest - x).data), y)
 
 
+@torch.compile(backend="eager")
+def squashed(x: Tensor) -> Tensor:
+    return torch.tanh(x) / 2
+
+
+def compiled(self: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """Calls a function and a module that torch.compile has wrapped."""
+    return F.cross_entropy(self.last(self.compiled(squashed(x))), y)
+
+
+def named(self: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """Calls layers whose names are no names of Python."""
+    for layer in self.layers.values():
+        x = layer(x)
+    return F.cross_entropy(self.last(x), y)
+
+
 PASSING = (
     *(length, distributions, distances, checked, unknown, counted),
     *(probabilities, matrices, per_sample, dispatched, behind),
+    *(compiled, named),
 )
 
 
