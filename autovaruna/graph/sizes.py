@@ -65,17 +65,26 @@ class Sizes:
         for dimension, length in enumerate(value.shape):
             if self.symbol is None and length == self.batch_size:
                 return dimension
-            if self.symbol is not None and self._grows(length):
+            if self.symbol is not None and self.grows(length):
                 return dimension
         return None
 
     def mixes_samples(self, value: Tensor) -> bool:
         """Whether two dimensions of a value grow with the batch: samples meet each other in it."""
-        return self.symbol is not None and sum(self._grows(length) for length in value.shape) > 1
+        return self.symbol is not None and sum(self.grows(length) for length in value.shape) > 1
 
-    def _grows(self, length: Any) -> bool:
+    def grows(self, length: Any) -> bool:
+        """Whether a size grows with the batch."""
         expression = _expression(length)
         return isinstance(expression, sympy.Basic) and self.symbol in expression.free_symbols
+
+    def is_part(self, length: Any) -> bool:
+        """Whether a size follows from that of the batch, but is no multiple of it: some samples are left out."""
+        if not self.grows(length) or not self._is_known(length):
+            return False
+        sizes = (840, 1680)  # which any small number divides
+        small, large = (self.number(length, size) for size in sizes)
+        return bool(small % sizes[0] or large != 2 * small)
 
     def _is_known(self, value: Any) -> bool:
         expression = _expression(value)

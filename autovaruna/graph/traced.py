@@ -22,7 +22,7 @@ from autovaruna.graph.export import Exported, export
 from autovaruna.graph.facts import Fact, learn
 from autovaruna.graph.grouping import Grouping, group
 from autovaruna.graph.kept import KeptModule
-from autovaruna.graph.origin import origin
+from autovaruna.graph.mixing import refuse_mixing
 from autovaruna.graph.outputs import OutputKind, OutputSpec, classify
 from autovaruna.graph.records import Graph
 from autovaruna.graph.sizes import Sizes
@@ -151,9 +151,11 @@ def _trace(
     batch_size = _hint(model, call) if is_dynamic else micro_batch_size
     exported = export(model, call, batch_size, is_dynamic, device)
     sizes = _sizes(exported, call, batch_size)
-    _refuse_mixing(exported, sizes, model)
     facts = learn(exported, model, call, batch_size, device)
     module = exported.module
+    placeholders = module.graph.find_nodes(op="placeholder")
+    batch = frozenset(node.name for node, spec in zip(placeholders, call.inputs, strict=True) if spec.is_batch)
+    refuse_mixing(type(model).__qualname__, module.graph, facts, sizes, batch)
     parameters = _first_names(dict(model.named_parameters(remove_duplicate=False)))
     if not any(node.op == "call_function" for node in module.graph.nodes):
         raise TraceError(
@@ -220,19 +222,6 @@ def _sizes(exported: Exported, call: CallSpec, batch_size: int) -> Sizes:
     symbol = length.node.expr
     assert isinstance(symbol, sympy.Symbol)
     return Sizes(symbol, batch_size)
-
-
-def _refuse_mixing(exported: Exported, sizes: Sizes, model: nn.Module) -> None:
-    for node in exported.module.graph.nodes:
-        value = node.meta.get("val")
-        if isinstance(value, Tensor) and sizes.mixes_samples(value):
-            raise TraceError(
-                f"{type(model).__qualname__} mixes the samples of a batch: the value {node.name} has the shape "
-                f"{tuple(value.shape)} at {origin(node) or node.name}. Expected a model that treats "
-                "samples one by one, so that a batch can go through in micro-batches. Move what mixes samples (a "
-                "contrastive loss, say) out of the model, or pass dynamic_batch=False: each micro-batch is then a "
-                "batch of its own to the model."
-            )
 
 
 def _first_names(named: dict[str, Tensor]) -> dict[str, str]:

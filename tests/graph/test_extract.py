@@ -72,7 +72,7 @@ def test_a_shape_that_depends_on_data_runs_in_pieces() -> None:
 
     def selected(self: nn.Module, x: Tensor) -> Tensor:
         out = self.first(x)
-        return self.second(torch.tanh(out)) * torch.masked_select(out, x > 0).sum()
+        return self.second(torch.tanh(out)).sum() * torch.masked_select(out, x > 0).sum()
 
     model = Function(selected, first=nn.Linear(4, 4), second=nn.Linear(4, 4))
     traced = trace(model, describe(model, (torch.zeros(3, 4),), {})[1], CPU)

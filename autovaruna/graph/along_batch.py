@@ -1,0 +1,80 @@
+"""Tells whether an operation runs along the batch, so that its result for a sample depends on the other samples."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import Tensor, fx
+
+from autovaruna.graph.sizes import Sizes
+
+_BY_DIMENSION = re.compile(
+    r"aten\.(_?(log_)?softmax|cumsum_?|cumprod_?|logcumsumexp|cummax|cummin|sort|msort|flip|flipud|roll|fft_\w+)\."
+)
+_WINDOWS = re.compile(r"aten\.\w*(pool|upsample_\w+)(1|2|3)d\w*\.")
+_CONVOLUTIONS = re.compile(r"aten\.conv(_transpose)?(1|2|3)d\.")
+_RECURRENT = re.compile(r"aten\.(lstm|gru|rnn_tanh|rnn_relu)\.input")
+
+
+def runs_along(node: fx.Node, sizes: Sizes) -> bool:
+    """Whether the operation of a node goes from sample to sample."""
+    name = f"{node.target}."
+    lengths = next((rule(node) for pattern, rule in _RULES if pattern.match(name)), ())
+    return any(sizes.grows(length) for length in lengths)
+
+
+def _by_dimension(node: fx.Node) -> Iterable[Any]:
+    given = _arguments(node)
+    shape = _shape(node.args[0])
+    dims = given.get("dim", given.get("dims"))
+    places = [dims] if isinstance(dims, int) else list(dims or range(len(shape)))
+    if str(node.target).startswith(("aten.msort", "aten.flipud")):
+        places = [0]
+    return [shape[place] for place in places if shape]
+
+
+def _last(node: fx.Node) -> Iterable[Any]:
+    """Returns the dimensions over which a window moves."""
+    found = _WINDOWS.match(f"{node.target}.")
+    assert found is not None
+    return _shape(node.args[0])[-int(found[2]) :]
+
+
+def _convolved(node: fx.Node) -> Iterable[Any]:
+    kernel = _shape(node.args[1])[2:]
+    lengths = _shape(node.args[0])[-len(kernel) :]
+    return [length for length, size in zip(lengths, kernel, strict=True) if size > 1]
+
+
+def _steps(node: fx.Node) -> Iterable[Any]:
+    shape = _shape(node.args[0])
+    is_second = bool(_arguments(node).get("batch_first")) and len(shape) == 3
+    return shape[1:2] if is_second else shape[:1]
+
+
+def _keys(node: fx.Node) -> Iterable[Any]:
+    return _shape(node.args[1])[-2:-1]
+
+
+def _shape(argument: Any) -> tuple[Any, ...]:
+    value = argument.meta.get("val") if isinstance(argument, fx.Node) else None
+    return tuple(value.shape) if isinstance(value, Tensor) else ()
+
+
+def _arguments(node: fx.Node) -> dict[str, Any]:
+    """Returns the arguments of an operation by name, defaults included."""
+    target: Any = node.target
+    arguments = target._schema.arguments
+    given = {argument.name: argument.default_value for argument in arguments if argument.has_default_value()}
+    return given | dict(zip([argument.name for argument in arguments], node.args, strict=False)) | dict(node.kwargs)
+
+
+_RULES: tuple[tuple[re.Pattern[str], Callable[[fx.Node], Iterable[Any]]], ...] = (
+    (_BY_DIMENSION, _by_dimension),
+    (_WINDOWS, _last),
+    (_CONVOLUTIONS, _convolved),
+    (_RECURRENT, _steps),
+    (re.compile(r"aten\.scaled_dot_product_attention\."), _keys),
+)
