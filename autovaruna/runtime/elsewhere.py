@@ -47,6 +47,8 @@ class Elsewhere(Tensor):
     """A tensor whose numbers other ranks hold; see the head of this file. Its memory is on ``meta``."""
 
     home: Home
+    gradient: Elsewhere | None = None
+    """The last one of a parameter: it has no numbers, so the next step's is the same."""
     _is_param: bool
 
     @classmethod
@@ -71,10 +73,13 @@ def elsewhere(tensor: Tensor, home: Home) -> Tensor:
 
 def note_gradients(parameters: Mapping[str, Tensor]) -> None:
     """Gives the parameters that are elsewhere, and that need a gradient, a gradient that is elsewhere."""
-    with PLAIN():  # a step looks at every parameter
+    with PLAIN():  # a step looks at every parameter, and as a rule finds that zero_grad() has taken all gradients
         for parameter in parameters.values():
             if isinstance(parameter, Elsewhere) and parameter.requires_grad and parameter.grad is None:
-                parameter.grad = _wrapped(torch.empty_like(parameter.detach()), parameter.home)
+                known = parameter.gradient
+                if known is None or known.dtype is not parameter.dtype or known.shape != parameter.shape:
+                    known = parameter.gradient = _wrapped(torch.empty_like(parameter.detach()), parameter.home)
+                parameter.grad = known
 
 
 def _wrapped(tensor: Tensor, home: Home) -> Elsewhere:
