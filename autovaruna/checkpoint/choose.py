@@ -58,7 +58,7 @@ def _candidates(path: Path, step: int | str) -> list[Saved] | None:
     if step != "latest" and (not isinstance(step, int) or isinstance(step, bool)):
         raise CheckpointError(f"step is {step!r}; expected a number, or 'latest'.")
     if path.is_dir() and (path / MANIFEST).exists():
-        own = Saved(read_manifest(path).step, 0, path)
+        own = Saved(0, read_manifest(path).step, 0, path)
         if step not in ("latest", own.step):
             raise CheckpointError(f"{path} is of step {own.step}; got a request for step {step}.")
         return [own]

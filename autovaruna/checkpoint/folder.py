@@ -3,11 +3,15 @@
 root/
   step-00000300/       complete: it has a manifest
   step-00000300.1/     the same step, saved again; it replaces the one above
+  step-00000200.branch1/  saved after them, by a run that went back; so are all that follow, until one goes back again
   .step-00000400.x7ab/ on its way, or left behind by a run that was killed
+
+So names alone say which is the newest, whatever clocks say, and a damaged file changes nothing about that.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import secrets
@@ -15,16 +19,27 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
+from autovaruna.checkpoint.claim import is_claimed
 from autovaruna.checkpoint.manifest import MANIFEST, sync_folder
 
-_COMPLETE = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
+logger = logging.getLogger(__name__)
+
+_COMPLETE = re.compile(r"step-(\d{8,})(?:\.branch(\d+))?(?:\.(\d+))?")
 _PARTIAL = re.compile(r"\.step-\d{8,}\.[0-9a-f]{8}")
 
 
 @dataclass(frozen=True, order=True)
 class Saved:
-    """A complete checkpoint; the last in order is the newest."""
+    """A complete checkpoint; the last in order was written last.
 
+    Attributes:
+        branch: how often runs had gone back to an earlier step.
+        step: its step.
+        edition: how often it had been saved before.
+        path: its folder.
+    """
+
+    branch: int
     step: int
     edition: int
     path: Path
@@ -40,7 +55,7 @@ def saved_in(root: Path) -> list[Saved]:
     for entry in os.scandir(root):
         match = _COMPLETE.fullmatch(entry.name)
         if match and (Path(entry.path) / MANIFEST).exists():
-            found.append(Saved(int(match[1]), int(match[2] or 0), Path(entry.path)))
+            found.append(Saved(int(match[2] or 0), int(match[1]), int(match[3] or 0), Path(entry.path)))
     return sorted(found, reverse=True)
 
 
@@ -64,31 +79,38 @@ def _partial_path(root: Path, step: int) -> Path:
 def remove_partial(root: Path) -> None:
     """Removes checkpoints that were never completed."""
     for entry in os.scandir(root):
-        if _PARTIAL.fullmatch(entry.name):
+        if _PARTIAL.fullmatch(entry.name) and is_claimed(Path(entry.path)):
+            logger.warning("another job is saving a checkpoint to %s, too: %s", root, entry.name)
+        elif _PARTIAL.fullmatch(entry.name):
             shutil.rmtree(entry.path, ignore_errors=True)
 
 
 def finish(partial: Path, step: int) -> Path:
     """Gives a checkpoint, all of which is on the disk, its name: from now on it is there. Returns its folder."""
     root = partial.parent
-    editions = [saved.edition for saved in saved_in(root) if saved.step == step]
-    edition = max(editions) + 1 if editions else 0
-    while True:
-        path = root / (f"step-{step:08d}.{edition}" if edition else f"step-{step:08d}")
-        if not path.exists():
-            break
-        edition += 1
+    path = _next(root, step)
     os.rename(partial, path)
     sync_folder(root)
     return path
 
 
+def _next(root: Path, step: int) -> Path:
+    """Returns the first free name that is newer than all that are there."""
+    newest = next(iter(saved_in(root)), Saved(0, -1, 0, root))
+    branch = newest.branch + (step < newest.step)
+    edition = newest.edition + 1 if step == newest.step else 0
+    stem = f"step-{step:08d}{f'.branch{branch}' if branch else ''}"
+    while (path := root / (f"{stem}.{edition}" if edition else stem)).exists():
+        edition += 1
+    return path
+
+
 def remove_old(newest: Path, keep: int | None) -> None:
-    """Removes other editions of the newest step, and all but the last `keep` checkpoints."""
-    every = saved_in(newest.parent)
-    step = next(saved.step for saved in every if saved.path == newest)
+    """Removes what else there is of the newest step, and all but the last `keep` checkpoints."""
+    every = [saved for saved in saved_in(newest.parent) if saved.path != newest]
+    step = int(_COMPLETE.fullmatch(newest.name)[1])  # type: ignore[index]
     others = [saved for saved in every if saved.step != step]
-    doomed = [saved for saved in every if saved.step == step and saved.path != newest]
+    doomed = [saved for saved in every if saved.step == step]
     for saved in doomed + (others[keep - 1 :] if keep else []):
         remove(saved)
 
@@ -96,5 +118,9 @@ def remove_old(newest: Path, keep: int | None) -> None:
 def remove(saved: Saved) -> None:
     """Removes a checkpoint: its name first, so that what is left is never taken for a complete one."""
     doomed = _partial_path(saved.path.parent, saved.step)
-    os.rename(saved.path, doomed)
+    try:
+        os.rename(saved.path, doomed)
+    except OSError as error:  # the new one is complete, whatever becomes of this
+        logger.warning("the old checkpoint %s cannot be removed: %s", saved.path, error.strerror)
+        return
     shutil.rmtree(doomed, ignore_errors=True)

@@ -9,6 +9,7 @@ import shutil
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from torch.optim import Optimizer
 from autovaruna.checkpoint import folder
 from autovaruna.checkpoint.background import Background, mark_of
 from autovaruna.checkpoint.checksum import Bytes
+from autovaruna.checkpoint.claim import claim
 from autovaruna.checkpoint.commit import commit
 from autovaruna.checkpoint.compose import Content, compose, config_files
 from autovaruna.checkpoint.optimizer_state import STATE_PREFIX
@@ -62,6 +64,7 @@ class Saver:
 
     def __init__(self, world: World) -> None:
         self._world = world
+        self._claim = ExitStack()
         self._job: Background | None = None
         self._snapshot: Snapshot | None = None
         self._spare: list[Bytes] = []
@@ -84,7 +87,8 @@ class Saver:
         self.wait()
         self._compare(content, way)
         part = together(self._world, lambda: compose(subject, content, way.is_shared), "composing a checkpoint")
-        partial = Path(on_first(self._world, lambda: str(_begin(Path(root), content.step)), "beginning a checkpoint"))
+        made = on_first(self._world, lambda: str(self._begin(Path(root), content.step)), "beginning a checkpoint")
+        partial = Path(made)
         try:
             together(self._world, lambda: self._mark(partial), "finding the folder of a checkpoint")
             extra_files = on_first(self._world, lambda: config_files(subject.model), "writing the configuration")
@@ -92,10 +96,24 @@ class Saver:
                 self._start(subject, part, partial, content, way, extra_files)
             else:
                 self._save_now(part, partial, content, way, extra_files)
+                self._claim.close()
         except BaseException:
-            if self._world.rank == 0 and self._job is None:
-                shutil.rmtree(partial, ignore_errors=True)
+            if self._job is None:
+                self._abandon(partial)
             raise
+
+    def _abandon(self, partial: Path) -> None:
+        if self._world.rank == 0:
+            shutil.rmtree(partial, ignore_errors=True)
+        self._claim.close()
+
+    def _begin(self, root: Path, step: int) -> Path:
+        try:
+            partial = folder.begin(root, step)
+            self._claim.enter_context(claim(partial))
+        except OSError as error:
+            raise cannot_write(root, error) from error
+        return partial
 
     def _compare(self, content: Content, way: Way) -> None:
         """Makes sure that the ranks save the same. Collective."""
@@ -135,8 +153,9 @@ class Saver:
         self._job = None
         error = job.error
         texts = self._world.gather_objects(job.news(), "the end of a checkpoint in the background")
-        if self._world.rank == 0 and any(texts):
-            shutil.rmtree(job.folder, ignore_errors=True)
+        if any(texts):
+            self._abandon(job.folder)
+        self._claim.close()
         own = [text for text in texts if text and "it says why" not in text]
         first = next(iter(own or [text for text in news if text]), "")
         if first:
@@ -224,13 +243,6 @@ class Saver:
             except SystemExit:
                 sys.stderr.flush()
                 os._exit(1)
-
-
-def _begin(root: Path, step: int) -> Path:
-    try:
-        return folder.begin(root, step)
-    except OSError as error:
-        raise cannot_write(root, error) from error
 
 
 def _steady(part: Part, subject: Subject) -> set[tuple[str, str]]:

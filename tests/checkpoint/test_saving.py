@@ -147,10 +147,10 @@ def test_old_ones_go_when_the_new_one_is_complete(tmp_path: Path) -> None:
     model = trained()
     for step in (1, 5, 3):
         model.save_checkpoint(tmp_path, step=step, keep=2)
-    assert sorted(each.name for each in tmp_path.iterdir()) == ["step-00000003", "step-00000005"]
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["step-00000003.branch1", "step-00000005"]
     (tmp_path / ".step-00000009.0123abcd").mkdir()
     model.save_checkpoint(tmp_path, step=6, keep=1)
-    assert [each.name for each in tmp_path.iterdir()] == ["step-00000006"]
+    assert [each.name for each in tmp_path.iterdir()] == ["step-00000006.branch1"]
 
 
 def test_the_same_step_again_replaces_it(tmp_path: Path) -> None:

@@ -1,0 +1,148 @@
+"""Holds that the newest checkpoint is the one that was written last, and that jobs leave each other's alone."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from autovaruna import AutoVaruna
+from autovaruna.checkpoint import folder
+from autovaruna.checkpoint.manifest import MANIFEST
+from tests.checkpoint.test_damage import trained
+
+
+def save_steps(root: Path, steps: str, keep: int | None = None) -> list[str]:
+    """Saves some steps, one after the other; returns the names of what is there, the newest first."""
+    model = trained()
+    for step in map(int, steps.split()):
+        model.save_checkpoint(root, step=step, keep=keep)
+        assert model.load_checkpoint(root).step == step
+    return [saved.path.name[5:].lstrip("0") for saved in folder.saved_in(root)]
+
+
+@pytest.mark.parametrize(
+    ("steps", "keep", "expected"),
+    [
+        ("5 10", None, "10 5"),
+        ("5 10 6 7", None, "7.branch1 6.branch1 10 5"),
+        ("5 10 6 7", 2, "7.branch1 6.branch1"),
+        ("5 10 6 7 10 11", None, "11.branch1 10.branch1 7.branch1 6.branch1 5"),
+        ("5 10 6 7 5", 3, "5.branch2 7.branch1 6.branch1"),
+        ("5 10 10 10 11", None, "11 10.2 5"),
+        ("5 3 3 4", None, "4.branch1 3.branch1.1 5"),
+        ("5 3 3 4 1", 1, "1.branch2"),
+    ],
+)
+def test_the_newest_is_what_was_written_last(steps: str, keep: int | None, expected: str, tmp_path: Path) -> None:
+    assert save_steps(tmp_path, steps, keep) == expected.split()
+
+
+def test_clocks_that_go_back_change_nothing(tmp_path: Path) -> None:
+    save_steps(tmp_path, "5 10 6")
+    for age, path in enumerate(tmp_path.iterdir()):
+        os.utime(path, (age, age))
+        os.utime(path / MANIFEST, (-age, -age))
+    assert trained().load_checkpoint(tmp_path).step == 6
+
+
+def test_a_step_is_that_of_the_last_branch_and_damage_leads_to_what_was_before(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = trained()
+    for step, extra in ((5, "old"), (10, "old"), (6, "new"), (5, "newest")):
+        model.save_checkpoint(tmp_path, step=step, extra=extra)
+    assert model.load_checkpoint(tmp_path, step=5).extra == "newest"
+    (tmp_path / "step-00000005.branch2" / MANIFEST).write_text("{}")
+    with caplog.at_level(logging.WARNING):
+        assert model.load_checkpoint(tmp_path).step == 6
+    assert "going back" in caplog.text
+    model.save_checkpoint(tmp_path, step=7)
+    assert model.load_checkpoint(tmp_path).step == 7
+
+
+def test_editions_of_earlier_versions_come_before_later_steps(tmp_path: Path) -> None:
+    trained().save_checkpoint(tmp_path, step=300)
+    os.rename(tmp_path / "step-00000300", tmp_path / "step-00000300.2")
+    assert save_steps(tmp_path, "300 400") == ["400", "300.3"]
+
+
+SAVE = """
+import sys, time, torch
+from pathlib import Path
+from autovaruna import AutoVaruna
+from autovaruna.checkpoint import direct
+real = direct.write_at
+def slow(*args):
+    while not Path(sys.argv[1], "go").exists():
+        time.sleep(0.01)
+    real(*args)
+direct.write_at = slow
+AutoVaruna(torch.nn.Linear(3, 3)).save_checkpoint(Path(sys.argv[1], "saved"), step=1, background=True)
+"""
+
+
+@pytest.fixture
+def other(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """Another job, which saves to the folder ``saved`` until there is a file ``go``."""
+    command = [sys.executable, "-c", SAVE, str(tmp_path)]
+    process = subprocess.Popen(command, cwd=Path(__file__).parents[2], stderr=subprocess.PIPE, text=True)
+    while process.poll() is None and not list(tmp_path.glob("saved/.step*/model*")):
+        time.sleep(0.01)
+    yield process
+    process.kill()
+    process.communicate()
+
+
+def test_what_another_job_is_saving_stays(
+    tmp_path: Path, other: subprocess.Popen[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    model = trained()
+    with caplog.at_level(logging.WARNING):
+        model.save_checkpoint(tmp_path / "saved", step=2)
+    assert "another job is saving" in caplog.text
+    (tmp_path / "go").touch()
+    assert other.wait(60) == 0, other.stderr and other.stderr.read()
+    assert [saved.step for saved in folder.saved_in(tmp_path / "saved")] == [1, 2]
+
+
+def test_what_a_killed_job_leaves_goes(tmp_path: Path, other: subprocess.Popen[str]) -> None:
+    other.kill()
+    other.wait(60)
+    assert list(tmp_path.glob("saved/.step*"))
+    trained().save_checkpoint(tmp_path / "saved", step=2)
+    assert [each.name for each in (tmp_path / "saved").iterdir()] == ["step-00000002"]
+
+
+def test_two_models_of_one_program_leave_each_other_s_alone(tmp_path: Path) -> None:
+    first, second = trained(), trained()
+    first.save_checkpoint(tmp_path, step=1, background=True)
+    second.save_checkpoint(tmp_path, step=2, background=True)
+    first.wait_checkpoint()
+    second.wait_checkpoint()
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_an_old_one_that_cannot_be_removed_is_told_and_the_new_one_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model: AutoVaruna = trained()
+    model.save_checkpoint(tmp_path, step=1)
+    real = os.rename
+
+    def refuse(old: Path, new: Path) -> None:
+        if not Path(old).name.startswith("."):
+            raise PermissionError(1, "not yours")
+        real(old, new)
+
+    monkeypatch.setattr(os, "rename", refuse)
+    with caplog.at_level(logging.WARNING):
+        model.save_checkpoint(tmp_path, step=2, keep=1)
+    assert "cannot be removed: not yours" in caplog.text
+    assert model.load_checkpoint(tmp_path).step == 2
