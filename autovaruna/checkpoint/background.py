@@ -17,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from autovaruna.checkpoint.manifest import write_synced
+from autovaruna.checkpoint.pace import Pace
 from autovaruna.checkpoint.part import Report, cannot_write
 from autovaruna.errors import CheckpointError
 
@@ -44,6 +45,7 @@ class Background:
         num_ranks: N.
         write: Writes this rank's part.
         complete: Completes the checkpoint from the reports; for rank 0.
+        pace: How urgent it is.
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class Background:
         num_ranks: int,
         write: Callable[[], Report],
         complete: Callable[[list[Report]], Path],
+        pace: Pace,
     ) -> None:
         self.folder = folder
         self.error: BaseException | None = None
@@ -60,11 +63,13 @@ class Background:
         self._num_ranks = num_ranks
         self._write = write
         self._complete = complete
+        self._pace = pace
         self._thread = threading.Thread(target=self._run, name=f"autovaruna checkpoint {folder.name}")
         self._thread.start()
 
     def join(self) -> None:
         """Waits until this rank has nothing more to do."""
+        self._pace.hurry()
         self._thread.join()
 
     def news(self) -> str | None:

@@ -22,6 +22,7 @@ from autovaruna.checkpoint.claim import claim
 from autovaruna.checkpoint.commit import commit
 from autovaruna.checkpoint.compose import Content, compose, config_files
 from autovaruna.checkpoint.optimizer_state import STATE_PREFIX
+from autovaruna.checkpoint.pace import Pace
 from autovaruna.checkpoint.part import METADATA, Part, cannot_write, report_of, write_part
 from autovaruna.checkpoint.snapshot import Snapshot
 from autovaruna.checkpoint.stream import write_snapshot
@@ -199,6 +200,7 @@ class Saver:
             "copying a checkpoint",
         )
         report = report_of(part, {})
+        pace = Pace(sum(layout.num_bytes for layout in snapshot.layouts.values()))
         self._snapshot = snapshot
         if subject.optimizer is not None:
             self._hook(subject.optimizer.optimizer)
@@ -207,8 +209,9 @@ class Saver:
             partial,
             self._world.rank,
             self._world.num_ranks,
-            lambda: replace(report, files=write_snapshot(snapshot, partial, way.tempdir)),
+            lambda: replace(report, files=write_snapshot(snapshot, partial, way.tempdir, pace)),
             lambda reports: commit(partial, content.step, reports, extra_files, way.keep),
+            pace,
         )
 
     def _hook(self, optimizer: Optimizer) -> None:

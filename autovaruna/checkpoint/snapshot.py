@@ -1,8 +1,10 @@
 """Takes chunks of files from tensors of a model that goes on training, before they change.
 
 Large weights and the optimizer's state change when the optimizer steps. So they are written straight from where they
-are, beside forwards and backwards; what a step comes too early for is copied before it, by whoever has time. What may
-change earlier (buffers), what is small, and what is not on the host, is copied at once.
+are, beside forwards and backwards; what a step comes too early for is copied before it, by whoever has time. A step
+waits for nobody: what the thread that writes, of lower priority, is taking at that moment is copied, too, and the
+thread then takes the copy. What may change earlier (buffers), what is small, and what is not on the host, is copied at
+once.
 
 That they did not change is checked by the versions that torch counts, and, for changes that it does not see, by some
 of their words.
@@ -74,7 +76,7 @@ class Snapshot:
         self._held: dict[Chunk, Bytes] = {}
         self._watched: list[_Watched] = []
         self._spare = [] if spare is None else spare
-        self._num_at_work = 0
+        self._at_work: list[Chunk] = []
         self._changed: list[str] = []
         self._change = threading.Condition()
         self._deadline = None if seconds is None else time.monotonic() + seconds
@@ -91,19 +93,19 @@ class Snapshot:
         while self._is_short_of_time() and self._hold_one():
             pass
         key = file, chunk
-        with self._change:
-            is_live = key in self._pending
-            if is_live:
-                del self._pending[key]
-                self._num_at_work += 1
-            elif key in self._live:
-                self._change.wait_for(lambda: key in self._held or not self._num_at_work)
-                return self._held.pop(key)
-        try:
+        if key not in self._live:
             self.layouts[file].fill(chunk, scratch)
-        finally:
-            self._end_work(is_live)
-        return scratch
+            return scratch
+        with self._change:
+            is_untouched = key in self._pending
+            if is_untouched:
+                del self._pending[key]
+                self._at_work.append(key)
+        if is_untouched:
+            self._fill(key, scratch)
+        with self._change:
+            self._change.wait_for(lambda: key not in self._at_work)
+            return scratch if is_untouched and key not in self._held else self._held.pop(key)
 
     def give_back(self, memory: Bytes) -> None:
         """Takes memory back that `take` returned and that was not the scratch."""
@@ -114,7 +116,11 @@ class Snapshot:
         while self._hold_one():
             pass
         with self._change:
-            self._change.wait_for(lambda: not self._num_at_work)
+            at_work = list(self._at_work)
+            self._at_work += at_work
+        for key in at_work:
+            self._hold(key)
+        with self._change:
             self._settle()
 
     def finish(self) -> None:
@@ -152,21 +158,33 @@ class Snapshot:
         with self._change:
             if not self._pending:
                 return False
-            (file, chunk), _ = self._pending.popitem()
-            memory = self._spare.pop() if self._spare else None
-            self._num_at_work += 1
-        try:
-            memory = chunk_memory() if memory is None else memory
-            self.layouts[file].fill(chunk, memory)
-            self._held[file, chunk] = memory
-        finally:
-            self._end_work(True)
+            key, _ = self._pending.popitem()
+            self._at_work.append(key)
+        self._hold(key)
         return True
 
-    def _end_work(self, was_live: bool) -> None:
-        with self._change:
-            self._num_at_work -= was_live
-            self._change.notify_all()
+    def _hold(self, key: Chunk) -> None:
+        """Copies a chunk to memory of its own, unless another thread has done so before."""
+        try:
+            memory = self._spare.pop()
+        except IndexError:
+            memory = chunk_memory()
+        self._fill(key, memory, holds=True)
+
+    def _fill(self, key: Chunk, memory: Bytes, holds: bool = False) -> None:
+        """Copies a chunk that is at work."""
+        file, chunk = key
+        try:
+            self.layouts[file].fill(chunk, memory)
+            with self._change:
+                if holds and key not in self._held:
+                    self._held[key] = memory
+                elif holds:
+                    self._spare.append(memory)
+        finally:
+            with self._change:
+                self._at_work.remove(key)
+                self._change.notify_all()
 
 
 def _can_stay(tensor: Tensor) -> bool:

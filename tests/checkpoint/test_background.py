@@ -7,7 +7,7 @@ import os
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from autovaruna import AutoVaruna, CheckpointError
 from autovaruna.checkpoint import layout
 from autovaruna.checkpoint.checksum import CHUNK_BYTES
 from autovaruna.checkpoint.direct import DirectFile, chunk_memory
+from autovaruna.checkpoint.pace import Pace
 from autovaruna.checkpoint.snapshot import Snapshot
 from autovaruna.checkpoint.stream import write_snapshot
 from tests.checkpoint.test_damage import is_same, trained
@@ -46,7 +47,7 @@ def test_whenever_the_step_comes_it_does_not_reach_into_the_files(
         every = tensors | {"small": torch.ones(3), "buffer": torch.ones(100_000)}
         shot = Snapshot({"x": every}, {("x", name) for name in every if name != "buffer"}, {}, seconds, spare)
         (tmp_path / str(trial)).mkdir()
-        thread = threading.Thread(target=write_snapshot, args=(shot, tmp_path / str(trial), None))
+        thread = threading.Thread(target=write_snapshot, args=(shot, tmp_path / str(trial), None, Pace(0)))
         every["buffer"].zero_()
         every["small"].zero_()
         thread.start()
@@ -95,6 +96,59 @@ def test_short_steps_let_the_thread_copy_ahead(tmp_path: Path, monkeypatch: pyte
         other.load_checkpoint(tmp_path, step=step)
         assert is_same(other, expected)
     assert asked[0] is None and all(0 < seconds < 5 for seconds in asked[1:])
+
+
+def priority() -> str:
+    return "idle" if os.sched_getscheduler(0) == os.SCHED_IDLE else "usual"
+
+
+@pytest.mark.skipif(not hasattr(os, "SCHED_IDLE"), reason="this system has no such priority")
+def test_who_waits_for_a_checkpoint_does_not_wait_for_idle_cores() -> None:
+    pace, found = Pace(0), []
+
+    def steps() -> Iterator[None]:
+        for step in range(4):
+            found.append(priority())
+            if step == 1:
+                pace.hurry()
+            yield
+
+    pace.run(steps())
+    pace.run(steps())
+    assert found == ["idle", "idle"] + ["usual"] * 6 and priority() == "usual"
+
+
+@pytest.mark.skipif(not hasattr(os, "SCHED_IDLE"), reason="this system has no such priority")
+def test_what_takes_too_long_is_written_with_the_usual_priority(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("autovaruna.checkpoint.pace._LEAST_SECONDS", 0.0)
+    found: list[str] = []
+    Pace(0).run(found.append(priority()) or time.sleep(0.01) for _ in range(20))  # type: ignore[func-returns-value]
+    assert found[-1] == "usual" and len(found) == 20
+
+
+def test_a_step_waits_for_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that writes stands still in the middle of a chunk."""
+    goes_on, real = threading.Event(), layout.Layout.fill
+
+    def stand_still(self: Any, chunk: int, memory: Any) -> Any:
+        if threading.current_thread() is not threading.main_thread():
+            goes_on.wait(60)
+        return real(self, chunk, memory)
+
+    tensor = torch.full((5_000_000,), 1.0)
+    shot = Snapshot({"x": {"t": tensor}}, {("x", "t")}, {})
+    monkeypatch.setattr(layout.Layout, "fill", stand_still)
+    taken: list[Any] = []
+    scratch = chunk_memory()
+    thread = threading.Thread(target=lambda: taken.extend(shot.take("x", chunk, scratch).copy() for chunk in range(3)))
+    thread.start()
+    while len(shot._pending) == 3:
+        time.sleep(0.001)
+    shot.wait()
+    tensor.zero_()
+    goes_on.set()
+    thread.join()
+    assert (taken[0][4096:].view(np.float32) == 1).all()
 
 
 def in_place(model: AutoVaruna) -> None:
