@@ -61,3 +61,8 @@ def original(name: str, shape: tuple[int, ...], noted: str | None) -> tuple[torc
     if dtype not in KEPT_AS or KEPT_AS[dtype] != DTYPES[name]:
         raise ValueError(f"its header notes {noted!r} of a tensor of {name}")
     return dtype, shape[:-1] if dtype.itemsize > KEPT_AS[dtype].itemsize else shape
+
+
+def can_become(dtype: torch.dtype, other: torch.dtype) -> bool:
+    """Says whether numbers of a dtype may be read as another: floating point as any floating point, rounded."""
+    return dtype == other or (dtype.is_floating_point and other.is_floating_point)

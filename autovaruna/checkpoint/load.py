@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import logging
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from autovaruna.checkpoint.document import decode
+from autovaruna.checkpoint.dtypes import can_become
 from autovaruna.checkpoint.optimizer_state import check_optimizer, load_optimizer
 from autovaruna.checkpoint.read import Reader, read_all, read_new
 from autovaruna.checkpoint.source import Source
@@ -19,6 +21,8 @@ from autovaruna.checkpoint.tensor_file import Entry
 from autovaruna.errors import CheckpointError
 
 _MOST_NAMES = 8
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -68,6 +72,24 @@ class Loading:
                 f"{self.source.path} does not fit the model: {'; '.join(problems)}. Nothing has been changed."
             )
 
+    def remark(self, subject: Subject, **parts: Any) -> None:
+        """Warns of what a user may have forgotten, and of what changes on the way."""
+        for text in self._remarks(subject, **parts):
+            logger.warning("loading %s: %s", self.source.path, text)
+
+    def _remarks(self, subject: Subject, scaler: Any = None, lr_scheduler: Any = None) -> list[str]:
+        tensors = subject.tensors()
+        others = {
+            entry.dtype for name in tensors if (entry := self._entry(name)) and entry.dtype != tensors[name].dtype
+        }
+        found = [f"weights of {dtype} become those of the model's own dtype" for dtype in sorted(others, key=str)]
+        for name, part in (("scaler", scaler), ("lr_scheduler", lr_scheduler)):
+            if part is None and name in self.state:
+                found.append(f"it holds the state of a {name}, which load_checkpoint got none for: give it {name}=")
+        if self.state and subject.optimizer is not None and "optimizer" not in self.state:
+            found.append("it was saved without an optimizer: the optimizer goes on with what state it has")
+        return found
+
     def names(self, subject: Subject) -> dict[str, Entry]:
         """Returns where the tensors of the model are read from, by first name."""
         found: dict[str, Entry] = {}
@@ -92,7 +114,9 @@ class Loading:
         known = self.state.get("optimizer")
         if subject.optimizer is not None and known is not None:
             state = self.state.get("optimizer_state", {}) if with_state else {}
-            load_optimizer(subject, known, state, lambda name: _first(subject, name), Reader(self.source.others))
+            dtypes = {name: entry.dtype for name, entry in self.names(subject).items()}
+            reader = Reader(self.source.others)
+            load_optimizer(subject, known, state, lambda name: _first(subject, name), reader, dtypes)
 
     def load_rest(self, rank: int, scaler: Any = None, lr_scheduler: Any = None) -> CheckpointInfo:
         """Gives scaler, schedule and generators their states, and returns the rest."""
@@ -120,18 +144,19 @@ class Loading:
     def _misfits(self, subject: Subject, is_strict: bool) -> list[str]:
         tensors = subject.tensors()
         found = self.names(subject)
-        problems = [
+        odd = [
             f"{name} has shape {entry.shape} and {entry.dtype}, expected {tuple(tensor.shape)} and {tensor.dtype}"
             for name, tensor in tensors.items()
             for entry in [self._entry(name)]
-            if entry is not None and (entry.shape != tuple(tensor.shape) or entry.dtype != tensor.dtype)
+            if entry is not None and (entry.shape != tuple(tensor.shape) or not can_become(entry.dtype, tensor.dtype))
         ]
+        problems = [_some(odd, "; ")] if odd else []
         missing = [name for name in tensors if subject.state.first_name[name] not in found]
         unexpected = [name for name in self.source.weights if name not in tensors]
         if is_strict and missing:
             problems.append(f"missing: {_some(missing)}")
         if is_strict and unexpected:
-            problems.append(f"not expected: {_some(unexpected)}")
+            problems.append(f"not expected: {_some(unexpected)}{_hint(missing, unexpected)}")
         return problems
 
 
@@ -139,7 +164,17 @@ def _first(subject: Subject, name: str) -> str:
     return subject.state.first_name.get(name, name)
 
 
-def _some(names: Iterable[str]) -> str:
+def _some(names: Iterable[str], between: str = ", ") -> str:
     every = list(names)
     more = f" and {len(every) - _MOST_NAMES} more" if len(every) > _MOST_NAMES else ""
-    return ", ".join(every[:_MOST_NAMES]) + more
+    return between.join(every[:_MOST_NAMES]) + more
+
+
+def _hint(missing: Sequence[str], unexpected: Sequence[str]) -> str:
+    """Says so if names differ by what they begin with, as those of a model in a wrapper do."""
+    for longer, shorter, words in ((unexpected, missing, "has"), (missing, unexpected, "lacks")):
+        first = min(longer, default="")
+        begins = [first[: -len(name)] for name in shorter if first.endswith(f".{name}")]
+        if begins and {f"{begins[0]}{name}" for name in shorter} == set(longer):
+            return f" (it {words} {begins[0]!r} in front of each name: rename them in the file)"
+    return ""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from autovaruna.checkpoint.document import Json, decode, encode
@@ -78,6 +79,7 @@ def load_optimizer(
     state: Mapping[str, Json],
     first_of: Callable[[str], str],
     reader: Reader,
+    dtypes: Mapping[str, torch.dtype],
 ) -> None:
     """Gives an optimizer the saved options of its groups, and the state of the parameters that this rank holds.
 
@@ -89,13 +91,15 @@ def load_optimizer(
         state: State by name; empty: options alone.
         first_of: Turns a saved name into the first name of this model.
         reader: Reads tensors.
+        dtypes: Those of the saved weights, by first name.
     """
     assert subject.optimizer is not None
     optimizer = subject.optimizer.optimizer
     by_first = {first_of(name): content for name, content in state.items()}
     own: dict[int, Any] = {}
     groups: list[dict[str, Any]] = []
-    names = iter(_own_names(subject.optimizer, subject))
+    every = _own_names(subject.optimizer, subject)
+    names = iter(every)
     for given, group in zip(known["param_groups"], optimizer.param_groups, strict=True):
         options = decode({key: value for key, value in given.items() if key != "params"}, reader.tensor)
         start, parameters = sum(len(each["params"]) for each in groups), own_of(group["params"])
@@ -106,7 +110,7 @@ def load_optimizer(
         groups.append({**options, "params": list(range(start, start + len(parameters)))})
     reader.fill()
     subject.optimizer.load_own({"state": own, "param_groups": groups})
-    _keep_dtypes(optimizer, own)
+    _keep_dtypes(optimizer, own, [dtypes.get(name) for name in every])
 
 
 def _decode_state(given: Json, now: Mapping[str, Any], reader: Reader) -> Any:
@@ -117,13 +121,17 @@ def _decode_state(given: Json, now: Mapping[str, Any], reader: Reader) -> Any:
     return decode(given, lambda name: reader.tensor(name, places.get(name)))
 
 
-def _keep_dtypes(optimizer: Any, own: Mapping[int, Any]) -> None:
-    """Undoes the cast of state tensors to the dtype of their parameters, which loses digits."""
+def _keep_dtypes(optimizer: Any, own: Mapping[int, Any], saved: Sequence[torch.dtype | None]) -> None:
+    """Undoes the cast of state tensors to the dtype of their parameters, which loses digits.
+
+    What had the dtype of its parameter when it was saved has that of the parameter now.
+    """
     parameters = [parameter for group in optimizer.param_groups for parameter in own_of(group["params"])]
     for place, content in own.items():
         now = optimizer.state[parameters[place]]
         for key, value in content.items():
-            if isinstance(value, Tensor) and isinstance(now.get(key), Tensor) and now[key].dtype != value.dtype:
+            is_cast = isinstance(value, Tensor) and isinstance(now.get(key), Tensor) and now[key].dtype != value.dtype
+            if is_cast and value.dtype != saved[place]:
                 now[key] = value.to(now[key].device)
 
 

@@ -50,6 +50,7 @@ def load_checkpoint(
     subject = Subject(world, state, optimizer=None if optimizer is None else CutOptimizer(optimizer, names))
     loading = Loading(choose(world, dir, step))
     loading.check(subject, strict, scaler, lr_scheduler)
+    loading.remark(subject, scaler=scaler, lr_scheduler=lr_scheduler)
     load_all(loading, subject, torch.device("cpu"))
     return loading.load_rest(world.rank, scaler, lr_scheduler)
 

@@ -18,7 +18,7 @@ PIECE_BYTES = 16 << 20
 
 
 def read_all(pairs: Sequence[tuple[Entry, Tensor]]) -> None:
-    """Overwrites each tensor with what its entry says; shapes and dtypes agree.
+    """Overwrites each tensor with what its entry says, rounded to the tensor's dtype; shapes agree.
 
     Raises:
         CheckpointError: a file has become shorter, or cannot be read.
@@ -73,17 +73,22 @@ def read_new(entry: Entry) -> Tensor:
 
 
 def _read_piece(descriptor: int, entry: Entry, tensor: Tensor, start: int) -> None:
+    if not tensor.is_contiguous():  # its bytes are not in one row: all of it at once
+        if start == 0:
+            numbers = _read_numbers(descriptor, entry, 0, entry.num_bytes)
+            tensor.detach().copy_(numbers.reshape(entry.shape))
+        return
     count = min(PIECE_BYTES, entry.num_bytes - start)
-    if tensor.is_contiguous():
-        target = tensor.detach().reshape(-1).view(torch.uint8)[start : start + count]
-        if tensor.device.type == "cpu":
-            _read_into(descriptor, entry, target, start)
-        else:
-            target.copy_(_read_into(descriptor, entry, torch.empty(count, dtype=torch.uint8), start))
-    elif start == 0:  # its bytes are not in one row: all of it at once
-        whole = torch.empty(entry.num_bytes, dtype=torch.uint8)
-        _read_into(descriptor, entry, whole, 0)
-        tensor.detach().copy_(whole.view(entry.dtype).reshape(entry.shape))
+    first, last = start // entry.dtype.itemsize, (start + count) // entry.dtype.itemsize
+    target = tensor.detach().reshape(-1)[first:last]
+    if tensor.device.type == "cpu" and tensor.dtype == entry.dtype:
+        _read_into(descriptor, entry, target.view(torch.uint8), start)
+    else:
+        target.copy_(_read_numbers(descriptor, entry, start, count))
+
+
+def _read_numbers(descriptor: int, entry: Entry, start: int, count: int) -> Tensor:
+    return _read_into(descriptor, entry, torch.empty(count, dtype=torch.uint8), start).view(entry.dtype)
 
 
 def _read_into(descriptor: int, entry: Entry, target: Tensor, start: int) -> Tensor:

@@ -56,7 +56,10 @@ def open_source(path: Path) -> Source:
 
 
 def _from_index(path: Path) -> Source:
-    weight_map: dict[str, str] = _json(path / INDEX)["weight_map"]
+    index = _json(path / INDEX)
+    weight_map = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        raise CheckpointError(f"{path / INDEX} has no weight_map; expected the file of each weight, by name.")
     files = [path / name for name in dict.fromkeys(weight_map.values())]
     source = _from_files(path, files)
     absent = [name for name, file in weight_map.items() if name not in source.weights]

@@ -97,6 +97,8 @@ class Persistence:
         self.before_change()
         loading = Loading(choose(world, root, step))
         together(world, lambda: loading.check(subject, is_strict, **parts), "comparing a checkpoint with the model")
+        if world.rank == 0:
+            loading.remark(subject, **parts)
         self.pending = self._read(subject, loading, find_device)
         self.seed, self.num_calls = loading.state.get("seed"), loading.state.get("num_calls", subject.num_calls)
         return together(world, lambda: loading.load_rest(world.rank, **parts), "loading a checkpoint")

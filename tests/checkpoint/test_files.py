@@ -120,13 +120,13 @@ def test_loads_what_others_wrote(kind: str, tmp_path: Path) -> None:
 
 
 def test_what_does_not_fit_is_listed_and_nothing_changes(tmp_path: Path) -> None:
-    state = {"0.weight": torch.ones(3, 2), "0.bias": torch.ones(2, dtype=torch.float64), "more": torch.ones(1)}
+    state = {"0.weight": torch.ones(3, 2), "0.bias": torch.ones(2, dtype=torch.int64), "more": torch.ones(1)}
     safetensors.torch.save_file(state, tmp_path / "x.safetensors")
     net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     before = {name: value.clone() for name, value in net.state_dict().items()}
     with pytest.raises(CheckpointError) as caught:
         load_checkpoint(tmp_path / "x.safetensors", net)
-    for words in ("0.weight has shape (3, 2)", "torch.float64", "missing: 1.weight, 1.bias", "not expected: more"):
+    for words in ("0.weight has shape (3, 2)", "torch.int64", "missing: 1.weight, 1.bias", "not expected: more"):
         assert words in str(caught.value)
     assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
 
@@ -152,6 +152,67 @@ def test_state_of_another_precision_keeps_its_digits(tmp_path: Path) -> None:
     its = torch.optim.Adam(other.parameters())
     load_checkpoint(tmp_path, other, its)
     assert torch.equal(its.state[other.weight]["exp_avg"], optimizer.state[net.weight]["exp_avg"])
+
+
+@pytest.mark.parametrize("dtypes", [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)])
+def test_a_model_of_another_precision_takes_the_numbers_rounded_and_trains(
+    dtypes: tuple[torch.dtype, torch.dtype], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def trained(dtype: torch.dtype, seed: int) -> tuple[AutoVaruna, torch.optim.Optimizer]:
+        torch.manual_seed(seed)
+        net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)).to(dtype)
+        net[0].weight.data = net[0].weight.data.t().contiguous().t()  # not in one row
+        optimizer = torch.optim.Adam(net.parameters())
+        model = AutoVaruna(net, optimizer)
+        model(torch.randn(4, 4, dtype=dtype)).sum().backward()
+        optimizer.step()
+        return model, optimizer
+
+    (saved, its), (model, optimizer) = trained(dtypes[0], 0), trained(dtypes[1], 1)
+    saved.save_checkpoint(tmp_path, step=1)
+    model.load_checkpoint(tmp_path)
+    assert f"weights of {dtypes[0]} become" in caplog.text
+    for name, value in saved.state_dict().items():
+        got = model.state_dict()[name]
+        assert got.dtype == (dtypes[1] if value.is_floating_point() else value.dtype)
+        assert torch.equal(got, value.to(got.dtype)), name
+    for parameter, other in zip(saved.parameters(), model.parameters(), strict=True):
+        now = optimizer.state[other]["exp_avg"]
+        assert now.dtype == dtypes[1] and torch.equal(now, its.state[parameter]["exp_avg"].to(dtypes[1]))
+    optimizer.step()
+
+
+def test_names_that_begin_otherwise_are_told(tmp_path: Path) -> None:
+    net = nn.Linear(2, 2)
+    path = tmp_path / "x.safetensors"
+    safetensors.torch.save_file({f"module.{name}": value for name, value in net.state_dict().items()}, path)
+    with pytest.raises(CheckpointError, match=r"it has 'module\.' in front of each name"):
+        load_checkpoint(path, net)
+    safetensors.torch.save_file(net.state_dict(), path)
+    with pytest.raises(CheckpointError, match=r"it lacks '0\.' in front of each name"):
+        load_checkpoint(path, nn.Sequential(net))
+
+
+def test_what_is_left_in_a_checkpoint_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    net = nn.Linear(2, 2)
+    optimizer = torch.optim.Adam(net.parameters())
+    parts = {"scaler": torch.amp.GradScaler("cpu"), "lr_scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1)}
+    model = AutoVaruna(net, optimizer)
+    model.save_checkpoint(tmp_path / "all", step=0, **parts)
+    AutoVaruna(net).save_checkpoint(tmp_path / "weights", step=0)
+    model.load_checkpoint(tmp_path / "all", **parts)
+    assert "loading" not in caplog.text
+    model.load_checkpoint(tmp_path / "all")
+    assert "give it scaler=" in caplog.text and "give it lr_scheduler=" in caplog.text
+    model.load_checkpoint(tmp_path / "weights")
+    assert "saved without an optimizer" in caplog.text
+
+
+@pytest.mark.parametrize("text", ["[]", '{"a": 1}', '{"weight_map": {"a": 1}}', "{"])
+def test_an_index_that_is_none_is_told(text: str, tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(CheckpointError, match=r"index\.json (has no weight_map|cannot be read)"):
+        load_checkpoint(tmp_path, nn.Linear(2, 2))
 
 
 VALUES: dict[str, Any] = {
