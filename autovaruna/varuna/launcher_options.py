@@ -27,7 +27,6 @@ class Options:
     arguments: tuple[str, ...]
     profile_folder: str | None
     resume_step: int | None
-    is_morphing: bool
 
     @property
     def num_ranks(self) -> int:
@@ -60,7 +59,6 @@ def read_options(arguments: Sequence[str] | None = None) -> Options:
         arguments=tuple(given.arguments),
         profile_folder=given.profile_folder,
         resume_step=given.resume_step,
-        is_morphing=not given.no_morphing,
     )
     if options.num_stages > options.num_ranks:
         raise ConfigError(
@@ -86,7 +84,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--env_file", metavar="FILE", help=f"variables for the ranks, NAME=value; {DEFAULT_ENV_FILE} if it is there")
     add("--code_dir", default=".", metavar="DIR", help="directory to run in, the same on every machine")
     add("--resume_step", type=int, metavar="STEP", help="passed on to the script: the checkpoint to go on from")
-    add("--no_morphing", action="store_true", help="end with the job, whatever becomes of the machines")
+    add("--no_morphing", action="store_true", help="taken as Varuna does; jobs are never restarted")
     add("script", help="the training script, in code_dir")
     add("arguments", nargs=argparse.REMAINDER, help="its own arguments")
     return parser

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import IO
 
 from autovaruna.varuna.rank_script import STARTED
@@ -36,11 +38,11 @@ class Output:
             thread.join()
 
     def _pump(self, stream: IO[bytes], target: IO[str]) -> None:
+        is_lost = False  # the stream is read to its end all the same, or the job would stand still
         for line in stream:
             shown = self._shown(line.decode(errors="replace"))
-            if shown is not None:
-                target.write(shown)
-                target.flush()
+            if shown is not None and not is_lost:
+                is_lost = not _write(target, shown)
 
     def _shown(self, line: str) -> str | None:
         """Returns a line as it is shown: ``[rank] text``; words of mpirun itself stay as they are."""
@@ -54,3 +56,18 @@ class Output:
                 self._on_start()
             return None
         return f"[{tag[1]}] {text}"
+
+
+def _write(target: IO[str], text: str) -> bool:
+    """Writes and flushes a text; returns False if nobody reads it any more."""
+    try:
+        try:
+            target.write(text)
+        except UnicodeEncodeError as error:
+            target.write(text.encode(error.encoding, "backslashreplace").decode(error.encoding))
+        target.flush()
+    except (OSError, ValueError) as error:
+        with suppress(OSError, ValueError):
+            sys.stderr.write(f"run_varuna: the output is lost from here on: {error}\n")
+        return False
+    return True

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -73,6 +75,27 @@ def test_output_has_its_rank_in_front() -> None:
     assert output._shown("a word of mpirun\n") == "a word of mpirun\n"
     assert not output.has_started
     assert output._shown(f"[1,0]<stderr>: {rank_script.STARTED}\n") is None and started == [1]
+
+
+def test_output_that_a_terminal_cannot_show_is_escaped() -> None:
+    stream = io.BytesIO(b"[1,0]<stdout>: a\n[1,0]<stdout>: b\xff\n")
+    shown = io.TextIOWrapper(io.BytesIO(), "ascii")
+    output = Output(lambda: None)
+    output.follow(stream, shown)
+    output.wait()
+    shown.seek(0)
+    assert shown.read() == "[0] a\n[0] b\\ufffd\n"
+
+
+def test_output_that_nobody_reads_any_more_does_not_stop_the_job(capsys: pytest.CaptureFixture[str]) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    stream = io.BytesIO(b"[1,0]<stdout>: a\n" * 10_000)
+    output = Output(lambda: None)
+    output.follow(stream, os.fdopen(writer, "w", closefd=False))
+    output.wait()
+    os.close(writer)
+    assert not stream.read() and capsys.readouterr().err.count("the output is lost from here on") == 1
 
 
 def test_a_machine_that_is_listed_twice_has_twice_the_ranks() -> None:
