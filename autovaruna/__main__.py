@@ -12,7 +12,7 @@ from autovaruna.errors import AutoVarunaError
 
 _COMMANDS = {"config": config, "show": show, "measure": measure, "plan": plan, "trace": trace}
 
-_RARELY = 1_000_000, 50, 100
+_RARELY = 10_000_000, 50, 100
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

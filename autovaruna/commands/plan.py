@@ -62,5 +62,7 @@ def run(options: argparse.Namespace) -> None:
         )
     from autovaruna.commands.planning import Planning  # imports torch
     from autovaruna.commands.report import report
+    from autovaruna.parallel.machine import keep_freed_memory
 
+    keep_freed_memory()  # the planner makes and frees matrices of megabytes by the thousand
     report(Planning(options), options)

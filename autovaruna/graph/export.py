@@ -202,12 +202,13 @@ def _attempt(
             *dict(model.named_buffers(remove_duplicate=False)),
         ]
     }
-    drop_whole_slices(graph_module)
+    with deferred_compilation():
+        drop_whole_slices(graph_module)
+        switch_in_regions(graph_module)
+        take_functions(graph_module)
+        constants = tidy(graph_module, [spec.name for spec in call.inputs], state)
+        markers = take_markers(graph_module)
     compile_regions(graph_module)
-    switch_in_regions(graph_module)
-    take_functions(graph_module)
-    constants = tidy(graph_module, [spec.name for spec in call.inputs], state)
-    markers = take_markers(graph_module)
     return Exported(graph_module, output_trees[-1], constants, is_dynamic, markers, frozenset(reads), changes)
 
 

@@ -109,7 +109,7 @@ def compare_graphs(first: fx.GraphModule, again: fx.GraphModule, names: Collecti
     Raises:
         TraceError: it does not.
     """
-    if first.code != again.code:
+    if first.graph.python_code("self").src != again.graph.python_code("self").src:
         raise TraceError(
             "forward changes Python state, and its next call computes something else: got changes of "
             f"{', '.join(sorted(names)[:5])}, which a trace would fix for good. Expected a forward that changes "

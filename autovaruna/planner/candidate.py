@@ -129,7 +129,8 @@ class Planner:
         holes_of = finder_of_holes(self.problem, plan, costs)
         if holes_of is not None:
             model = replace(model, heap_share=0.0)
-        held = (holdings_of_stage(self.problem.graph, costs, stage.blocks) for stage in plan.stages)
+        graph, made = self.problem.graph, self.tables.gradient_bytes
+        held = (holdings_of_stage(graph, costs, stage.blocks, made) for stage in plan.stages)
         pairs = zip(held, plan.stages, strict=True)
         stages = [model.of_stage(each, stage.needs_recompute, stage.deferred) for each, stage in pairs]
         peaks = peaks_of_ranks(plan, stages, model.process_bytes, pipeline, simulation.schedule, holes_of)
@@ -196,7 +197,7 @@ class Planner:
             shared_bytes=peak.shared_bytes,
             recompute_seconds=forward if option.needs_recompute else 0.0,
             reduce_seconds=reduce,
-            optimizer_seconds=float(sized.optimizer_seconds[i, j]),
+            optimizer_seconds=sized.optimizer_seconds_of(i, j),
             parameter_bytes=option.held.parameters,
             speeds=speeds if any(speed != 1.0 for speed in speeds) else (),
             deferred=option.deferred,

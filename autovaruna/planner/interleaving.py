@@ -143,7 +143,7 @@ class Interleaving:
         memory = max(self.problem.cluster.memory_bytes)
         for shape in self.shapes(counts, known):
             sized = self.planner.sized(shape.num_micro_batches)
-            state = float(sized.model.fixed(sized.held)[0, self.planner.tables.num_segments])
+            state = sized.model.fixed(sized.held_by(0, self.planner.tables.num_segments))
             if shape.seconds >= known.least_seconds * WORTH or state > memory * len(shape.groups):
                 continue
             if self.planner.spent_seconds > limit and found:

@@ -140,8 +140,10 @@ class MemoryModel:
         return made.map(lambda part: part * (1.0 + self.heap_share)).on_top_of(lasting)
 
 
-def holdings_of_stage(graph: Graph, costs: Costs, blocks: Collection[int]) -> Holdings[float]:
-    """Returns what a stage of any blocks holds (not only of a range)."""
+def holdings_of_stage(
+    graph: Graph, costs: Costs, blocks: Collection[int], made: Array | None = None
+) -> Holdings[float]:
+    """Returns what a stage of any blocks holds (not only of a range); `made` are the graph's `gradient_bytes`."""
     inside, size = set(blocks), math.ceil(costs.micro_batch_size)
     used = [p for p in graph.parameters if inside & set(p.blocks)]
     trained = [p for p in used if p.needs_gradient]
@@ -151,7 +153,7 @@ def holdings_of_stage(graph: Graph, costs: Costs, blocks: Collection[int]) -> Ho
     sent = [v for v in held if max(v.consumers) > last]
     index = sorted(inside)
     saved = costs.saved_bytes[index]
-    gradients = gradient_bytes(graph)[index]
+    gradients = (gradient_bytes(graph) if made is None else made)[index]
     at_peak, after = saved.cumsum() + costs.work_bytes[index] - saved.sum(), gradients.sum() - gradients.cumsum()
     return Holdings(
         parameters=float(sum(p.num_bytes for p in used)),
@@ -196,10 +198,54 @@ def holdings_of_ranges(tables: RangeTables, costs: Costs) -> Holdings[Array]:
 
 def _work_of_ranges(tables: RangeTables, costs: Costs, gradients: Array) -> Array:
     """Returns what is saved up to a block, what it needs, and later gradients, less all that is saved; at most."""
+    at_peak, at_ends = _work_of_blocks(tables, costs, gradients)
+    return np.asarray(np.maximum(tables.greatest(at_peak) - at_ends[None, :], 0.0), dtype=np.float64)
+
+
+def _work_of_blocks(tables: RangeTables, costs: Costs, gradients: Array) -> tuple[Array, Array]:
+    """Returns what is there while each block works, and where a range ends, both with all that came before it."""
     saved, made = costs.saved_bytes.cumsum(), gradients.cumsum()
-    at_ends = (np.append(0.0, saved) - np.append(0.0, made))[tables.positions]
-    at_peak = tables.greatest(saved + costs.work_bytes - made)
-    return np.asarray(np.maximum(at_peak - at_ends[None, :], 0.0), dtype=np.float64)
+    return saved + costs.work_bytes - made, (np.append(0.0, saved) - np.append(0.0, made))[tables.positions]
+
+
+class HoldingsByRange:
+    """Says what single ranges of segments hold, to the bit what `holdings_of_ranges` does, without its matrices.
+
+    Args:
+        tables: of the graph.
+        costs: at some micro-batch size.
+    """
+
+    def __init__(self, tables: RangeTables, costs: Costs) -> None:
+        self.tables, self.size = tables, math.ceil(costs.micro_batch_size)
+        self._saved, self._deferred = tables.prefix(costs.saved_bytes), tables.prefix(costs.deferred_bytes)
+        self._work = _work_of_blocks(tables, costs, np.zeros_like(costs.work_bytes))
+        self._work_of_first = _work_of_blocks(tables, costs, tables.gradient_bytes)
+
+    def of(self, i: int, j: int) -> Holdings[float]:
+        """Returns what the range of the segments i .. j-1 holds."""
+        tables, size = self.tables, self.size
+        return Holdings(
+            parameters=float(tables.parameter_bytes[i, j]),
+            trained=float(tables.trained_bytes[i, j]),
+            largest=float(tables.largest_bytes[i, j]),
+            tied=float(tables.tied_bytes[i, j]),
+            tied_once=float(tables.tied_once_bytes[i, j]),
+            buffers=float(tables.buffer_bytes[i, j]),
+            inputs=tables.inputs.of(i, j, size),
+            received=tables.received.of(i, j, size),
+            sent=tables.sent.of(i, j, size),
+            gradients_received=tables.gradients_received.of(i, j, size),
+            gradients_sent=tables.gradients_sent.of(i, j, size),
+            saved=max(float(self._saved[j] - self._saved[i]), 0.0),
+            work=self._most(i, j, *self._work),
+            deferred=max(float(self._deferred[j] - self._deferred[i]), 0.0),
+            work_of_first=self._most(i, j, *self._work_of_first),
+        )
+
+    def _most(self, i: int, j: int, at_peak: Array, at_ends: Array) -> float:
+        positions = self.tables.positions
+        return max(float(at_peak[positions[i] : positions[j]].max() - at_ends[j]), 0.0)
 
 
 def forbid_empty(table: Array) -> Array:

@@ -32,6 +32,10 @@ class SizedTable:
         """Returns the table for a micro-batch of `micro_batch_size` samples."""
         return np.asarray(self.fixed_bytes + self.sample_bytes * micro_batch_size, dtype=np.float64)
 
+    def of(self, i: int, j: int, micro_batch_size: float) -> float:
+        """Returns one entry of the table for a micro-batch of `micro_batch_size` samples."""
+        return float(self.fixed_bytes[i, j] + self.sample_bytes[i, j] * micro_batch_size)
+
 
 class _Rectangles:
     """Adds weights to rectangles of an ``(n+1, n+1)`` matrix, and sums them."""
@@ -90,8 +94,12 @@ class RangeTables:
 
     def add_up(self, weights: Array) -> Array:
         """Returns the sums over ranges of one weight a block."""
-        prefix = np.concatenate([[0.0], np.cumsum(weights)])[self.positions]
+        prefix = self.prefix(weights)
         return np.asarray(np.maximum(prefix[None, :] - prefix[:, None], 0.0), dtype=np.float64)
+
+    def prefix(self, weights: Array) -> Array:
+        """Returns the sum of one weight a block before each position."""
+        return np.asarray(np.concatenate([[0.0], np.cumsum(weights)])[self.positions], dtype=np.float64)
 
     def greatest(self, weights: Array) -> Array:
         """Returns the greatest weight of a block in each range."""

@@ -73,18 +73,24 @@ def cut_evenly(work: Array, loads: Sequence[float], pattern: Pattern) -> Iterato
 def _least_squares(total: Array, factors: Array, others: Array, width: int) -> tuple[int, ...] | None:
     """Returns the first segments of the stages for which the sum of ``(own + others)^2 + own^2 / 4`` is least."""
     n, num_stages = len(total) - 1, len(factors)
-    ends = np.minimum(np.arange(n + 1)[:, None] + 1 + np.arange(width)[None, :], n)
-    own = np.where(np.arange(n + 1)[:, None] < ends, total[ends] - total[:, None], np.inf)
+    rows = np.arange(n + 1)
+    ends = np.minimum(rows[:, None] + 1 + np.arange(width)[None, :], n)
+    own = np.where(rows[:, None] < ends, total[ends] - total[:, None], np.inf)
+    seconds = {factor: factor * own for factor in {*factors.tolist()}}
+    quarters = {factor: each**2 / 4 for factor, each in seconds.items()}
     best = np.full(n + 1, np.inf)
     best[n] = 0.0
-    choices = []
+    choices, costs = [], np.empty_like(own)
     for stage in range(num_stages - 1, -1, -1):
-        seconds = factors[stage] * own
-        costs = (seconds + others[stage]) ** 2 + seconds**2 / 4 + best[ends]
+        factor = float(factors[stage])
+        np.add(seconds[factor], others[stage], out=costs)
+        np.square(costs, out=costs)
+        costs += quarters[factor]
+        costs += best.take(ends)
         columns = costs.argmin(axis=1)
-        best = costs[np.arange(n + 1), columns]
+        best = costs[rows, columns]
         best[n] = np.inf
-        choices.append(ends[np.arange(n + 1), columns])
+        choices.append(ends[rows, columns])
     if not np.isfinite(best[0]):
         return None
     starts = [0]

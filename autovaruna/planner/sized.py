@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 
 from autovaruna.planner.costs import Array, Costs
-from autovaruna.planner.memory import Holdings, MemoryModel, forbid_empty, holdings_of_ranges
+from autovaruna.planner.memory import (
+    Holdings,
+    HoldingsByRange,
+    MemoryModel,
+    forbid_empty,
+    holdings_of_ranges,
+)
 from autovaruna.planner.problem import Problem
 from autovaruna.planner.ranges import RangeTables
 from autovaruna.planner.rings import Rings
@@ -76,10 +82,18 @@ class Sized:
     @cached_property
     def held(self) -> Holdings[Array]:
         """What each range holds."""
-        whole = math.ceil(self.micro_batch_size - 1e-9)
-        held = holdings_of_ranges(self.tables, self.problem.cost_table.at(whole))
+        held = holdings_of_ranges(self.tables, self._greatest_costs)
         held.deferred[0, -1] = 0.0  # The only stage of a plan is never split.
         return held
+
+    @property
+    def _greatest_costs(self) -> Costs:
+        """The cost of each block for the greatest micro-batch."""
+        return self.problem.cost_table.at(math.ceil(self.micro_batch_size - 1e-9))
+
+    @cached_property
+    def _by_range(self) -> HoldingsByRange:
+        return HoldingsByRange(self.tables, self._greatest_costs)
 
     @cached_property
     def _held_by(self) -> dict[tuple[int, int], Holdings[float]]:
@@ -88,8 +102,8 @@ class Sized:
     def held_by(self, i: int, j: int) -> Holdings[float]:
         """Returns what the range of the segments i .. j-1 holds; the search asks for the same ones again and again."""
         if (i, j) not in self._held_by:
-            numbers = {name: float(getattr(self.held, name)[i, j]) for name in Holdings.__dataclass_fields__}
-            self._held_by[i, j] = Holdings(**numbers)
+            held, is_whole = self._by_range.of(i, j), j - i == self.tables.num_segments
+            self._held_by[i, j] = replace(held, deferred=0.0) if is_whole else held  # The only stage is never split.
         return self._held_by[i, j]
 
     @cached_property
@@ -143,9 +157,12 @@ class Sized:
     @property
     def whole_optimizer_seconds(self) -> float:
         """Seconds of the optimizer step over all parameters, on a rank of speed 1."""
-        cost, n = self.problem.optimizer_cost, self.tables.num_segments
-        num_trained, trained = self.tables.num_trained[0, n], self.tables.trained_bytes[0, n]
-        each = cost.seconds_per_parameter * num_trained + cost.seconds_per_byte * trained
+        return self.optimizer_seconds_of(0, self.tables.num_segments)
+
+    def optimizer_seconds_of(self, i: int, j: int) -> float:
+        """Returns an entry of `optimizer_seconds`."""
+        cost, num_trained, trained = self.problem.optimizer_cost, self.tables.num_trained, self.tables.trained_bytes
+        each = cost.seconds_per_parameter * num_trained[i, j] + cost.seconds_per_byte * trained[i, j]
         return float(each) if self.problem.needs_gradient else 0.0
 
     @cached_property

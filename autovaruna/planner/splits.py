@@ -84,7 +84,7 @@ class Splitter:
     def equal_replicas(self, num_stages: int, count: int) -> Iterator[Split]:
         """Yields the best split into so many stages with equally many replicas each."""
         sized, segments = self.planner.sized(count), self.planner.tables.num_segments
-        state = float(sized.model.fixed(sized.held)[0, segments])
+        state = sized.model.fixed(sized.held_by(0, segments))
         if state / num_stages > max(self.problem.cluster.memory_bytes):
             return
         width = 0 if num_stages <= _WIDEST else math.ceil(segments * _WIDEST / num_stages)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from functools import lru_cache
+
 from autovaruna.schedule.instruction import Kind
 from autovaruna.schedule.messages import exact
 from autovaruna.schedule.pipeline import Pipeline, StageTimes
 
 
-def work_seconds(pipeline: Pipeline, stage: int, replica: int, *, is_split: bool = False) -> dict[Kind, float]:
+def work_seconds(pipeline: Pipeline, stage: int, replica: int, *, is_split: bool = False) -> Mapping[Kind, float]:
     """Returns the seconds of each kind of instruction on one replica, executor overhead included.
 
     Args:
@@ -17,13 +20,22 @@ def work_seconds(pipeline: Pipeline, stage: int, replica: int, *, is_split: bool
         is_split: Whether weight gradients are computed apart from backward.
     """
     times = pipeline.stages[stage]
-    speed, overhead = times.speed(replica), exact(pipeline.overhead_seconds)
     backward = times.input_seconds if is_split else times.backward_seconds
+    each = times.forward_seconds, times.recompute_seconds, backward, times.weight_seconds
+    return _by_kind(*each, times.speed(replica), pipeline.overhead_seconds)
+
+
+@lru_cache(maxsize=1 << 12)
+def _by_kind(
+    forward: float, recompute: float, backward: float, weight: float, speed: float, overhead: float
+) -> Mapping[Kind, float]:
+    """Returns the seconds by kind; the pipelines of a search have the same few stages."""
+    more = exact(overhead)
     return {
-        Kind.FORWARD: exact(times.forward_seconds / speed) + overhead,
-        Kind.RECOMPUTE: exact(times.recompute_seconds / speed) + overhead,
-        Kind.BACKWARD: exact(backward / speed) + overhead,
-        Kind.WEIGHT: exact(times.weight_seconds / speed) + overhead,
+        Kind.FORWARD: exact(forward / speed) + more,
+        Kind.RECOMPUTE: exact(recompute / speed) + more,
+        Kind.BACKWARD: exact(backward / speed) + more,
+        Kind.WEIGHT: exact(weight / speed) + more,
     }
 
 

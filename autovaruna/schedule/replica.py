@@ -7,6 +7,7 @@ a time and every kind goes in ascending micro-batch order, so three counters say
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 from autovaruna.schedule.instruction import Kind
 
@@ -66,7 +67,7 @@ class Replica:
         self.needs_gradients = True
         self.needs_recompute = self.is_split = False
         self.most_deferred = 0
-        self.seconds: dict[Kind, float] = {}
+        self.seconds: Mapping[Kind, float] = {}
         self.activations = Inbox(num_micro_batches, 0)
         self.gradients = Inbox(num_micro_batches, 0)
         self.forwards = self.recomputes = self.backwards = self.weights = self.peak = 0

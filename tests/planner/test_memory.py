@@ -15,6 +15,7 @@ from autovaruna.planner.cuts import stage_blocks
 from autovaruna.planner.edges import Edges
 from autovaruna.planner.memory import (
     Holdings,
+    HoldingsByRange,
     MemoryModel,
     holdings_of_ranges,
     holdings_of_stage,
@@ -42,12 +43,14 @@ def test_ranges_hold_what_the_stage_holds(seed: int) -> None:
     n = len(graph.blocks)
     positions = sorted({0, n, *rng.sample(range(n), rng.randint(1, n))})
     costs = CostTable(make_profile(graph, rng)).at(3)
-    ranges = holdings_of_ranges(RangeTables(graph, positions), costs)
+    tables = RangeTables(graph, positions)
+    ranges, single = holdings_of_ranges(tables, costs), HoldingsByRange(tables, costs)
     for i in range(len(positions) - 1):
         for j in range(i + 1, len(positions)):
             stage = holdings_of_stage(graph, costs, range(positions[i], positions[j]))
             for name in Holdings.__dataclass_fields__:
                 assert getattr(ranges, name)[i, j] == pytest.approx(getattr(stage, name)), (name, i, j)
+                assert getattr(single.of(i, j), name) == getattr(ranges, name)[i, j], (name, i, j)
 
 
 @pytest.mark.parametrize("seed", range(20))
