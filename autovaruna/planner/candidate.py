@@ -81,12 +81,17 @@ class Planner:
         counts = [len(ranks) for ranks in candidate.ranks]
         return least_seconds(counts, candidate.num_micro_batches, is_shared=candidate.is_interleaved)
 
-    def build(self, candidate: Candidate) -> Plan | None:
-        """Returns the plan of a candidate without a prediction, or None if it does not fit into memory."""
+    def build(self, candidate: Candidate, limits: Sequence[float] = ()) -> Plan | None:
+        """Returns the plan of a candidate without a prediction, or None if it does not fit into memory.
+
+        Args:
+            candidate: what to build.
+            limits: of each rank, in bytes; those of the cluster if there are none.
+        """
         sized = self.sized(candidate.num_micro_batches)
         if candidate.is_interleaved:
             self.predictor.num_acts += _ACTS_OF_A_FIT * len(candidate.starts)
-        options = fit(sized, self._options(sized, candidate))
+        options = fit(sized, self._options(sized, candidate), limits or self.problem.cluster.memory_bytes)
         if options is None:
             return None
         cluster, problem = self.problem.cluster, self.problem

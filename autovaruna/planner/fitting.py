@@ -26,10 +26,9 @@ class Option:
     deferred: int = 0
 
 
-def fit(sized: Sized, options: Sequence[Option]) -> list[Option] | None:
-    """Saves memory where a rank has too little; returns None if there is no way."""
+def fit(sized: Sized, options: Sequence[Option], limits: Sequence[float]) -> list[Option] | None:
+    """Saves memory where a rank has less than its limit asks for; returns None if there is no way."""
     fitted = list(options)
-    limits = sized.problem.cluster.memory_bytes
     held: dict[int, list[int]] = {}
     for stage, option in enumerate(options):
         for rank in option.ranks:

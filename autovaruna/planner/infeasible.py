@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import cycle, islice
 
 import numpy as np
 
@@ -71,7 +72,8 @@ def _rank_choices(problem: Problem, tables: RangeTables) -> Iterator[tuple[tuple
     for stages in [forced] if forced else range(most, 0, -1) if most <= _FEW_RANKS else [most]:
         chosen = largest[: stages * replicas]
         for order in (chosen, chosen[::-1], sorted(chosen)):
-            yield tuple(tuple(order[s * replicas : (s + 1) * replicas]) for s in range(stages))
+            in_turn = cycle(order)  # with more stages than ranks, each has several
+            yield tuple(tuple(islice(in_turn, replicas)) for _ in range(stages))
 
 
 def _shortage(sized: Sized, ranks: tuple[tuple[int, ...], ...]) -> _Shortage | None:

@@ -34,6 +34,7 @@ from autovaruna.planner.problem import Problem, check_problem, forced_stages
 from autovaruna.planner.proof import PROVEN, WORTH, Proof
 from autovaruna.planner.ranges import RangeTables
 from autovaruna.planner.records import Plan
+from autovaruna.planner.settling import Found, explain_excess, first_that_fits, loosen_best
 from autovaruna.planner.splits import Splitter
 from autovaruna.planner.trials import Trials, is_long, varied
 
@@ -93,6 +94,8 @@ class _Search:
         self.is_small = is_small(problem, self.tables.num_segments)
         self.trials = Trials(self.planner, is_small=self.is_small, below_seconds=below_seconds)
         self.proof = Proof(self.planner, self.counts, self.most_each)
+        self.excess: Plan | None = None
+        """The fastest plan, if all that were found need more memory than they seemed to."""
 
     def run(self) -> Plan:
         """Returns the best plan.
@@ -101,6 +104,8 @@ class _Search:
             PlanError: none fits.
         """
         plan = self.find()
+        if plan is None and self.excess is not None:
+            raise explain_excess(self.planner, self.excess)
         if plan is None:
             raise explain_infeasible(self.problem, self.tables, self.counts)
         return plan
@@ -119,9 +124,12 @@ class _Search:
             chosen = self._try_interleaved()
         if chosen.best is None:
             return None
-        best = self._zoomed(chosen)
+        settled = first_that_fits(self._fastest_first(chosen))
+        if settled is None:
+            self.excess = chosen.best
+            return None
         self.progress("proving how good the plan is", 1.0)
-        plan = self.planner.with_block_bytes(self.planner.predict_whole(best))
+        plan = self.planner.with_block_bytes(settled)
         if chosen is trials:
             single = plan
         return self.proof.put_into(plan, single, was_cut_short=trials.was_cut_short or chosen.was_cut_short)
@@ -224,6 +232,7 @@ class _Search:
         self._climb(trials, _SHAPES_CLIMB_SECONDS, _SHAPES_STARTS)
         if self.is_small:
             self._try_all_patterns(trials)
+        loosen_best(trials, _SHAPES_STARTS)
         return trials if trials.least_seconds < known.least_seconds * WORTH else known
 
     def _try_all_patterns(self, trials: Trials) -> None:
@@ -244,19 +253,29 @@ class _Search:
 
     # The best of all.
 
-    def _zoomed(self, trials: Trials) -> Plan:
+    def _fastest_first(self, chosen: Trials) -> list[Found]:
+        """Returns all plans that were faster than they had to be, those with finer cuts among them."""
+        found: dict[int, Found] = {}
+        for trials in (self._zoomed(chosen), chosen, self.trials):
+            for variant, plan in trials.built.values():
+                found.setdefault(id(plan), (trials.planner, variant, plan))
+        return sorted(found.values(), key=lambda each: each[2].predicted_seconds)
+
+    def _zoomed(self, trials: Trials) -> Trials:
         """Lets the cuts of the best plan move between the segments of a large graph."""
         assert trials.best is not None
         is_whole = self.tables.num_segments == len(self.problem.graph.blocks)
         if is_whole or self.problem.constraints.has_fixed_places:
-            return trials.best
+            return trials
         candidate = trials.best_few(1)[0]
         cuts = [int(self.tables.positions[start]) for start in candidate.starts]
         positions = zoomed_positions(self.problem, cuts, self.tables.num_segments)
         tables = RangeTables(self.problem.graph, positions)
         fine = Trials(Planner(self.problem, tables), is_small=self.is_small)
         starts = tuple(int(np.searchsorted(tables.positions, cut)) for cut in cuts)
-        fine.best, fine.ranked = trials.best, {replace(candidate, starts=starts): trials.best.predicted_seconds}
+        variant, start = trials.built[candidate][0], replace(candidate, starts=starts)
+        fine.best, fine.ranked = trials.best, {start: trials.best.predicted_seconds}
+        fine.built = {start: (replace(variant, starts=starts), trials.best)}
         self._climb(fine, _CLIMB_SECONDS, 1)
         trials.was_cut_short = trials.was_cut_short or fine.was_cut_short
-        return fine.best
+        return fine

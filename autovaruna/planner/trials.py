@@ -26,6 +26,7 @@ class Trials:
         below_seconds: plans that take as long or longer are of no use.
 
     Attributes:
+        built: for each of `ranked`, the variant that takes so long, and its plan.
         ranked: the least seconds of each candidate that was faster than it had to be.
         was_cut_short: whether something was left out since its simulation is long, or time was up.
     """
@@ -33,6 +34,7 @@ class Trials:
     def __init__(self, planner: Planner, *, is_small: bool, below_seconds: float = math.inf) -> None:
         self.planner, self.is_small, self.below_seconds = planner, is_small, below_seconds
         self.best: Plan | None = None
+        self.built: dict[Candidate, tuple[Candidate, Plan]] = {}
         self.ranked: dict[Candidate, float] = {}
         self.seen: dict[Candidate, float] = {}
         self.was_cut_short = False
@@ -48,7 +50,7 @@ class Trials:
             return self.seen[candidate]
         found, bounds = float("inf"), dict[tuple[bool, ...], float]()
         most = self._most_variants(candidate)
-        for tried, plan in enumerate(self._plans(candidate)):
+        for tried, (variant, plan) in enumerate(self._plans(candidate)):
             if tried >= most and found < float("inf"):
                 self.was_cut_short = True
                 break
@@ -63,10 +65,17 @@ class Trials:
             if predicted:
                 found = predicted.predicted_seconds
                 self.best = predicted if found < self.least_seconds else self.best
+                self.built[candidate] = variant, predicted
         self.seen[candidate] = found
         if found < float("inf"):
             self.ranked[candidate] = found
         return found
+
+    def put(self, candidate: Candidate, variant: Candidate, plan: Plan) -> None:
+        """Notes a plan of a candidate that was built otherwise, if it is faster than what is known of it."""
+        if plan.predicted_seconds < self.ranked[candidate]:
+            self.ranked[candidate], self.built[candidate] = plan.predicted_seconds, (variant, plan)
+            self.best = plan if plan.predicted_seconds < self.least_seconds else self.best
 
     def _most_variants(self, candidate: Candidate) -> float:
         """Returns how many variants to simulate: all, unless that takes long."""
@@ -74,18 +83,18 @@ class Trials:
             return math.inf
         return _LONG_INTERLEAVED_VARIANTS if candidate.is_interleaved else 1
 
-    def _plans(self, candidate: Candidate) -> Iterator[Plan]:
-        """Yields the plans of a candidate that fit into memory, in every variant worth a simulation."""
+    def _plans(self, candidate: Candidate) -> Iterator[tuple[Candidate, Plan]]:
+        """Yields the variants of a candidate that are worth a simulation, with their plans, if they fit into memory."""
         is_free = self.planner.problem.constraints.schedule == "auto" and not self.is_small
         built: dict[tuple[str, bool], Plan | None] = {}
         for depth, schedule in variants(self.planner.problem, len(candidate.starts), candidate.is_interleaved):
-            key = depth, schedule == "gpipe"
+            key, variant = (depth, schedule == "gpipe"), replace(candidate, depth=depth, schedule=schedule)
             if key not in built:
-                built[key] = self.planner.build(replace(candidate, depth=depth, schedule=schedule))
+                built[key] = self.planner.build(variant)
             plan = built[key]
             is_like_1f1b = is_free and schedule == "varuna" and plan and not any(s.needs_recompute for s in plan.stages)
             if plan and not is_like_1f1b:
-                yield replace(plan, schedule=schedule)
+                yield variant, replace(plan, schedule=schedule)
 
     def few_if_long(self, candidates: list[Candidate]) -> list[Candidate]:
         """Returns the candidates, or, if their simulations are long, the one whose stages have the least bound."""

@@ -1,0 +1,67 @@
+"""A plan fits the limit by the figure that is shown, and saves no memory that its instructions do not need."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+from dataclasses import replace
+
+import pytest
+
+from autovaruna.errors import PlanError
+from autovaruna.planner import search
+from autovaruna.planner.problem import Problem
+from autovaruna.planner.search import make_plan
+from autovaruna.planner.settling import Found
+from tests.planner.cases import make_problem
+
+
+def tight(seed: int, share: float, heap_share: float = 0.4) -> Problem:
+    """A problem with several stages a rank, whose ranks have a share of what the best plan would take."""
+    chance = random.Random(seed)
+    blocks, ranks = chance.randint(6, 12), chance.randint(2, 3)
+    stages = chance.choice([0, 2 * ranks])
+    problem = make_problem(blocks, ranks, 12, seed=seed, num_stages=stages, max_stages_per_rank=2)
+    limit = share * max(make_plan(problem).rank_bytes())
+    cluster = replace(problem.cluster, memory_bytes=(limit,) * ranks, heap_share=heap_share)
+    return replace(problem, cluster=cluster)
+
+
+@pytest.mark.parametrize(("seed", "share"), [(4, 0.7), (3, 0.9), (1, 0.8)])
+def test_what_is_shown_of_a_rank_is_within_its_limit(seed: int, share: float) -> None:
+    problem = tight(seed, share)
+    plan = make_plan(problem)
+    assert max(plan.rank_bytes()) <= problem.cluster.memory_bytes[0]
+
+
+def test_a_plan_that_needs_more_than_it_seemed_gives_way_to_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = tight(4, 0.7)
+    plan = make_plan(problem)
+
+    def first(found: Iterable[Found]) -> object:
+        planner, _, fastest = next(iter(found))
+        return planner.predict_whole(fastest)
+
+    monkeypatch.setattr(search, "first_that_fits", first)
+    other = make_plan(problem)
+    assert other.predicted_seconds < plan.predicted_seconds
+    assert max(other.rank_bytes()) > problem.cluster.memory_bytes[0]
+
+
+def test_stages_do_not_save_memory_that_their_rank_has_at_every_instruction(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = tight(3, 0.9)
+    plan = make_plan(problem)
+    monkeypatch.setattr(search, "loosen_best", lambda trials, most: None)
+    monkeypatch.setattr("autovaruna.planner.settling.loosened", lambda planner, candidate, plan: plan)
+    assert plan.predicted_seconds < 0.95 * make_plan(problem).predicted_seconds
+
+
+def test_where_no_plan_fits_by_its_instructions_it_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("autovaruna.planner.settling._fits", lambda planner, plan: False)
+    with pytest.raises(PlanError, match=r"need .* on rank [01], which has .* give it that much"):
+        make_plan(make_problem(6, 2, 4))
+
+
+def test_more_stages_than_ranks_that_do_not_fit_are_explained() -> None:
+    with pytest.raises(PlanError, match="no plan fits into memory"):
+        make_plan(make_problem(8, 3, 12, num_stages=6, max_stages_per_rank=2, memory_bytes=2e4))
