@@ -12,13 +12,11 @@ import numpy as np
 from autovaruna.planner.costs import Array, Costs
 from autovaruna.planner.edges import Edges
 from autovaruna.planner.fitting import Option, fit, peak_of
-from autovaruna.planner.holes import finder_of_holes
-from autovaruna.planner.memory import holdings_of_stage
 from autovaruna.planner.pipeline import pipeline_of, policy_of
 from autovaruna.planner.prediction import Predictor, least_seconds, short_enough
 from autovaruna.planner.problem import SPLIT_SCHEDULE, Problem
 from autovaruna.planner.ranges import RangeTables
-from autovaruna.planner.rank_memory import peaks_of_ranks
+from autovaruna.planner.rank_memory import bytes_of_ranks
 from autovaruna.planner.records import BlockBytes, Plan, StagePlan
 from autovaruna.planner.sized import Sized
 from autovaruna.schedule import Pipeline, latency_depth, simulate, textbook_depth
@@ -131,15 +129,8 @@ class Planner:
         pipeline = short_enough(self.pipeline(plan))
         simulation = simulate(pipeline, policy_of(plan.schedule))
         model, costs = self.sized(plan.num_micro_batches).model, self._greatest_costs(plan)
-        holes_of = finder_of_holes(self.problem, plan, costs)
-        if holes_of is not None:
-            model = replace(model, heap_share=0.0)
-        graph, made = self.problem.graph, self.tables.gradient_bytes
-        held = (holdings_of_stage(graph, costs, stage.blocks, made) for stage in plan.stages)
-        pairs = zip(held, plan.stages, strict=True)
-        stages = [model.of_stage(each, stage.needs_recompute, stage.deferred) for each, stage in pairs]
-        peaks = peaks_of_ranks(plan, stages, model.process_bytes, pipeline, simulation.schedule, holes_of)
-        return replace(plan, predicted_seconds=simulation.step_seconds, rank_memory_bytes=peaks)
+        needed = bytes_of_ranks(self.problem.graph, plan, costs, model, pipeline, simulation.schedule)
+        return replace(plan, predicted_seconds=simulation.step_seconds, rank_memory_bytes=needed)
 
     def _greatest_costs(self, plan: Plan) -> Costs:
         """Returns the cost of each block for the greatest micro-batch."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -12,7 +13,11 @@ from autovaruna.planner.costs import Costs
 from autovaruna.planner.fingerprint import Fingerprint
 from autovaruna.planner.infeasible import readable
 from autovaruna.planner.memory import MemoryModel, holdings_of_stage
+from autovaruna.planner.pipeline import pipeline_of, policy_of
+from autovaruna.planner.prediction import short_enough
+from autovaruna.planner.rank_memory import bytes_of_ranks
 from autovaruna.planner.records import Plan
+from autovaruna.schedule import simulate
 
 _ROUNDING = 1e-6
 
@@ -33,6 +38,24 @@ def memory_complaint(plan: Plan, valid_for: Fingerprint, graph: Graph) -> str:
     factor = float(valid_for.settings.get("optimizer_bytes_factor", 0.0))
     rules = (known.process_bytes, known.heap_share, known.work_of_all, known.work_of_largest)
     model = MemoryModel(factor, plan.needs_gradient, *rules)
+    limits = [limit + known.process_bytes for limit in valid_for.memory_bytes]  # a limit is for what the model brings
+    if _first_above(_by_depths(plan, graph, costs, model), limits) is None:
+        return ""
+    pipeline = short_enough(pipeline_of(plan, graph))
+    schedule = simulate(pipeline, policy_of(plan.schedule)).schedule
+    needed = bytes_of_ranks(graph, plan, costs, model, pipeline, schedule)
+    rank = _first_above(needed, limits)
+    if rank is None:
+        return ""
+    own = [str(number) for number, stage in enumerate(plan.stages) if rank in stage.ranks]
+    return (
+        f"rank {rank} has {readable(valid_for.memory_bytes[rank])}, but its stages ({', '.join(own)}) need "
+        f"{readable(needed[rank])}: move a cut, lower in_flight, let them recompute, or give the rank fewer stages"
+    )
+
+
+def _by_depths(plan: Plan, graph: Graph, costs: Costs, model: MemoryModel) -> Sequence[float]:
+    """Returns what ranks need if all their stages reach their in-flight depths: quick, and more than they need."""
     stages = []
     for stage in plan.stages:
         held = holdings_of_stage(graph, costs, stage.blocks)
@@ -40,12 +63,9 @@ def memory_complaint(plan: Plan, valid_for: Fingerprint, graph: Graph) -> str:
         num_bytes = model.of_stage(held, stage.needs_recompute, stage.deferred)
         peak = num_bytes.peak(stage.in_flight, share, model.process_bytes)
         stages.append(replace(stage, memory_bytes=peak.num_bytes, shared_bytes=peak.shared_bytes))
-    by_rank = replace(plan, stages=tuple(stages), rank_memory_bytes=()).rank_bytes()
-    for rank, (used, limit) in enumerate(zip(by_rank, valid_for.memory_bytes, strict=True)):
-        if used > (limit + known.process_bytes) * (1 + _ROUNDING):  # a limit is for what the model brings
-            own = [str(number) for number, stage in enumerate(plan.stages) if rank in stage.ranks]
-            return (
-                f"rank {rank} has {readable(limit)}, but its stages ({', '.join(own)}) need {readable(used)}: "
-                "move a cut, lower in_flight, let them recompute, or give the rank fewer stages"
-            )
-    return ""
+    return replace(plan, stages=tuple(stages), rank_memory_bytes=()).rank_bytes()
+
+
+def _first_above(needed: Sequence[float], limits: Sequence[float]) -> int | None:
+    each = zip(needed, limits, strict=True)
+    return next((rank for rank, (used, limit) in enumerate(each) if used > limit * (1 + _ROUNDING)), None)

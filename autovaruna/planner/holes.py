@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
+from autovaruna.graph.records import Graph
 from autovaruna.planner.costs import Costs
 from autovaruna.planner.heap import MAPPED_BYTES, Heap
-from autovaruna.planner.problem import Problem
+from autovaruna.planner.memory import MemoryModel
 from autovaruna.planner.records import Plan
 from autovaruna.planner.stage_tensors import BlockTensors, StageTensors, tensors_of_stage
 from autovaruna.schedule import Instruction, Kind
@@ -29,23 +30,24 @@ Key = tuple[int, int, bool]
 """A stage, a micro-batch, and whether it goes forward."""
 
 
-def finder_of_holes(problem: Problem, plan: Plan, costs: Costs) -> Holes | None:
+def finder_of_holes(graph: Graph, plan: Plan, costs: Costs, model: MemoryModel) -> Holes | None:
     """Returns what finds the holes in the heap of a rank of a plan; None where there is no heap, or a step is long.
 
     Args:
-        problem: what was planned.
+        graph: what was planned.
         plan: the plan.
         costs: of the blocks, at the size of the greatest micro-batch.
+        model: the rules of memory.
     """
-    share, factor = problem.cluster.heap_share, problem.optimizer_bytes_factor
+    share, factor = model.heap_share, model.optimizer_bytes_factor
     num_blocks = 2 * plan.num_micro_batches * sum(len(stage.blocks) for stage in plan.stages)
     if not share or not plan.needs_gradient or num_blocks > _MOST_BLOCKS:
         return None
-    tensors = [tensors_of_stage(problem.graph, costs, stage.blocks) for stage in plan.stages]
+    tensors = [tensors_of_stage(graph, costs, stage.blocks) for stage in plan.stages]
 
     def find(program: Sequence[Instruction], stages: Collection[int]) -> float:
         own = {stage: tensors[stage] for stage in stages}
-        heap = heap_of_steps(program, own, factor, problem.optimizer_cost.work_of_largest)
+        heap = heap_of_steps(program, own, factor, model.work_of_largest)
         return share / _MODEL_SHARE * heap.hole_bytes
 
     return find

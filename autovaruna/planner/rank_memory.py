@@ -6,11 +6,38 @@ The in-flight depths of stages bound what each of them holds, but stages of one 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
-from autovaruna.planner.holes import Holes
+from autovaruna.graph.records import Graph
+from autovaruna.planner.costs import Costs
+from autovaruna.planner.holes import Holes, finder_of_holes
+from autovaruna.planner.memory import MemoryModel, holdings_of_stage
+from autovaruna.planner.ranges import gradient_bytes
 from autovaruna.planner.records import Plan
 from autovaruna.planner.stage_bytes import StageBytes
 from autovaruna.schedule import Instruction, Kind, Pipeline, Schedule
+
+
+def bytes_of_ranks(
+    graph: Graph, plan: Plan, costs: Costs, model: MemoryModel, pipeline: Pipeline, schedule: Schedule
+) -> tuple[float, ...]:
+    """Returns the most that each rank of a plan holds in a step, in bytes; 0 for a rank without a stage.
+
+    Args:
+        graph: what was planned.
+        plan: the plan.
+        costs: of the blocks, at the size of the greatest micro-batch.
+        model: the rules of memory.
+        pipeline: the plan as it was simulated: with all replicas, or with one for every so many.
+        schedule: the instructions of the pipeline's ranks.
+    """
+    holes_of = finder_of_holes(graph, plan, costs, model)
+    if holes_of is not None:
+        model = replace(model, heap_share=0.0)
+    made = gradient_bytes(graph)
+    pairs = [(holdings_of_stage(graph, costs, stage.blocks, made), stage) for stage in plan.stages]
+    stages = [model.of_stage(held, stage.needs_recompute, stage.deferred) for held, stage in pairs]
+    return peaks_of_ranks(plan, stages, model.process_bytes, pipeline, schedule, holes_of)
 
 
 def peaks_of_ranks(

@@ -81,11 +81,11 @@ def test_edited_by_hand(saved: tuple[Path, Deployment], problem: Problem) -> Non
 
 
 @pytest.mark.parametrize(
-    "change",
-    [{"in_flight": 500}, {"cut": "layers.0.part1"}, {"ranks": [0, 1]}],
+    ("stage", "change"),
+    [(0, {"in_flight": 500}), (1, {"cut": "layers.0.part1"}), (1, {"ranks": [0, 1]})],
     ids=["depth", "cut", "two stages on one rank"],
 )
-def test_edits_that_do_not_fit_into_memory_are_refused(change: dict[str, Any], tmp_path: Path) -> None:
+def test_edits_that_do_not_fit_into_memory_are_refused(stage: int, change: dict[str, Any], tmp_path: Path) -> None:
     problem = make_problem(8, 3, 12, num_stages=3, skips=2, recompute="none")
     plan = make_plan(problem)
     limit = max(stage.memory_bytes for stage in plan.stages) * 1.01
@@ -93,7 +93,7 @@ def test_edits_that_do_not_fit_into_memory_are_refused(change: dict[str, Any], t
     path = tmp_path / "deployment.json"
     save(path, deployment_of(plan, problem.graph, valid))
     assert plan_from(load(path), problem.graph) == plan
-    edit(path, lambda content: content["stages"][1].update(change))
+    edit(path, lambda content: content["stages"][stage].update(change))
     with pytest.raises(DeploymentError, match=r"does not fit into memory: rank \d has .* need .*: move a cut"):
         plan_from(load(path), problem.graph)
 

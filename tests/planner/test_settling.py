@@ -10,6 +10,8 @@ import pytest
 
 from autovaruna.errors import PlanError
 from autovaruna.planner import search
+from autovaruna.planner.edited import memory_complaint
+from autovaruna.planner.fingerprint import Fingerprint
 from autovaruna.planner.problem import Problem
 from autovaruna.planner.search import make_plan
 from autovaruna.planner.settling import Found
@@ -54,6 +56,17 @@ def test_stages_do_not_save_memory_that_their_rank_has_at_every_instruction(monk
     monkeypatch.setattr(search, "loosen_best", lambda trials, most: None)
     monkeypatch.setattr("autovaruna.planner.settling.loosened", lambda planner, candidate, plan: plan)
     assert plan.predicted_seconds < 0.95 * make_plan(problem).predicted_seconds
+
+
+def test_what_was_chosen_by_its_instructions_is_not_refused_when_it_is_loaded() -> None:
+    problem = tight(3, 0.9)
+    plan, limits = make_plan(problem), problem.cluster.memory_bytes
+    assert any(x > limit for x, limit in zip(replace(plan, rank_memory_bytes=()).rank_bytes(), limits, strict=True))
+    told = {"optimizer_bytes_factor": problem.optimizer_bytes_factor}
+    valid_for = Fingerprint(problem.graph.fingerprint, num_ranks=plan.num_ranks, memory_bytes=limits, settings=told)
+    assert not memory_complaint(plan, valid_for, problem.graph)
+    less = tuple(0.9 * max(plan.rank_bytes()) for _ in limits)
+    assert "need" in memory_complaint(plan, replace(valid_for, memory_bytes=less), problem.graph)
 
 
 def test_where_no_plan_fits_by_its_instructions_it_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
