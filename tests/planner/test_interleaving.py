@@ -130,7 +130,7 @@ def test_the_stages_of_a_rank_share_its_process() -> None:
     valid_for = Fingerprint(problem.graph.fingerprint, num_ranks=2, memory_bytes=tuple(x - process for x in limits))
     told = {"optimizer_bytes_factor": problem.optimizer_bytes_factor}
     assert not memory_complaint(plan, replace(valid_for, settings=told), problem.graph)
-    less = tuple(0.99 * (x - process) for x in limits)
+    less = tuple(0.99 * (x - process) for x in plan.rank_bytes())
     assert memory_complaint(plan, replace(valid_for, settings=told, memory_bytes=less), problem.graph)
 
 
