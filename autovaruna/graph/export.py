@@ -28,7 +28,7 @@ from autovaruna.graph.fixed_size import noted_fixed_sizes
 from autovaruna.graph.flat_call import FlatCall
 from autovaruna.graph.functions import Function, take_functions
 from autovaruna.graph.guards import hooked, watched, with_own_backward
-from autovaruna.graph.hidden_state import Changes, compare_graphs
+from autovaruna.graph.hidden_state import Changes, compare_calls
 from autovaruna.graph.idioms import idioms
 from autovaruna.graph.keeping import is_of_keeper, kept_whole, take_modules
 from autovaruna.graph.precision import in_precision, noted_precision, switch_in_regions
@@ -220,7 +220,7 @@ def _check_next(found: Exported, trace_again: Callable[[], Exported]) -> None:
     except Exception as error:  # what is kept for later calls are tensors of the first trace
         logger.debug("forward cannot be traced a second time: %s", error)
         return
-    compare_graphs(found.module, again.module, found.changes.names)
+    compare_calls(found.changes, found.module, again.module, again.constants)
 
 
 def _try_otherwise(error: Exception, model: nn.Module, kept: Kept) -> None:

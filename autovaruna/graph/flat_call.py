@@ -46,10 +46,10 @@ class FlatCall(nn.Module):
         numbers, hidden = plain_state(self.model), hidden_state(self.model)
         with self._hidden(), noted_reads(self.model) as reads:
             returned = self.model(*args, **kwargs)
-        self.report_reads(reads)
+        self.report_reads(reads.names)
         outputs, tree = flatten(returned, "output")
         check_state(numbers, plain_state(self.model))
-        self.report_changes(self.model, hidden)
+        self.report_changes(self.model, hidden, reads.replaced)
         for module, buffers in before:
             _write_back(module, buffers)
         self.report(tree)

@@ -1,4 +1,4 @@
-"""Finds the Python state that a forward changes: lists, objects, iterators, attributes of classes, globals.
+"""Finds the Python state that a forward changes: lists, objects, iterators, attributes of classes, globals, tensors.
 
 A trace would fix what forward reads of them. So a forward that has changed some is traced again, as the second call of
 the model would be: two graphs mean that calls differ by more than their inputs.
@@ -7,18 +7,22 @@ the model would be: two graphs mean that calls differ by more than their inputs.
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FunctionType
 from typing import Any
 
+import torch
 from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from autovaruna.errors import TraceError
 from autovaruna.graph.held import entries, is_plain, records
+from autovaruna.graph.known import for_real, is_known
 
 _OF_MODULES = frozenset(vars(nn.Module()))
+_NOTHING = object()
 _OF_TORCH = ("torch.", "builtins")
 
 
@@ -27,41 +31,102 @@ def hidden_state(model: nn.Module) -> dict[str, Any]:
     return dict(_held_by_modules(model)) | dict(_of_classes(model))
 
 
+Place = tuple[str, dict[str, Any], str]
+"""An attribute by its name, the ``__dict__`` that it is in, and its name there."""
+
+
 @dataclass
 class Changes:
     """What a forward has changed of the Python state.
 
     Attributes:
         names: of it.
-        left: the lists and dicts of modules among it, as forward has left them: torch.export puts the old ones back.
+        left: what modules hold since, as forward has left it, by their ``__dict__`` and its name there: containers, and
+            tensors in place of some that forward has read. torch.export puts the old ones back.
+        stand_ins: stand for what forward has put there of tensors, by the address of their numbers; with their names.
     """
 
     names: set[str] = field(default_factory=set)
-    left: list[tuple[nn.Module, str, Any]] = field(default_factory=list)
+    left: list[tuple[dict[str, Any], str, Any]] = field(default_factory=list)
+    stand_ins: dict[int, str] = field(default_factory=dict)
 
-    def note(self, model: nn.Module, before: dict[str, Any]) -> None:
-        """Compares the state with that before forward."""
+    def note(
+        self, model: nn.Module, before: dict[str, Any], replaced: Sequence[tuple[str, dict[str, Any], str]]
+    ) -> None:
+        """Compares the state with that before forward; `replaced` are tensors that forward has read and replaced."""
         after = hidden_state(model)
         self.names = {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
         self.left = [
-            (module, name, copy.copy(value))
+            (vars(module), name, self._standing(f"{path}.{name}".removeprefix("."), value))
             for path, module in (model.named_modules() if self.names else ())
             for name, value in vars(module).items()
             if isinstance(value, list | dict) and name not in _OF_MODULES
             if any(each.startswith(f"{path}.{name}".removeprefix(".")) for each in self.names)
         ]
+        for path, owner, name in replaced:
+            if not is_known(owner[name]):
+                self.names.add(path)
+                self.left.append((owner, name, self._stand_in(path, owner[name])))
+
+    def _standing(self, path: str, value: Any) -> Any:
+        """Returns a copy of a container in which others stand for fake tensors."""
+        if isinstance(value, FakeTensor):
+            return value if is_known(value) else self._stand_in(path, value)
+        if type(value) is list:
+            return [self._standing(f"{path}.{place}", each) for place, each in enumerate(value)]
+        if type(value) is dict:
+            return {name: self._standing(f"{path}.{name}", each) for name, each in value.items()}
+        return copy.copy(value) if isinstance(value, list | dict) else value
+
+    def _stand_in(self, path: str, tensor: Tensor) -> Tensor:
+        shape = [length if isinstance(length, int) else length.node.hint for length in tensor.shape]
+        with for_real():
+            made = torch.zeros([max(length or 0, 1) for length in shape], dtype=tensor.dtype)
+            self.stand_ins[made.data_ptr()] = path
+        return made
 
     @contextmanager
     def as_left(self) -> Iterator[None]:
         """Lets modules hold what forward has left in them while the context lasts."""
-        before = [(module, name, vars(module).get(name)) for module, name, _ in self.left]
-        for module, name, value in self.left:
-            vars(module)[name] = value
+        before = [(owner, name, owner.get(name, _NOTHING)) for owner, name, _ in self.left]
+        for owner, name, value in self.left:
+            owner[name] = value
         try:
             yield
         finally:
-            for module, name, old in before:
-                vars(module)[name] = old
+            for owner, name, old in before:
+                owner[name] = old
+                if old is _NOTHING:
+                    del owner[name]
+
+    def read_by(self, constants: Mapping[str, Tensor]) -> set[str]:
+        """Returns the names of the tensors that forward has left and its next call reads, which has such constants."""
+        places = [each.data_ptr() for each in constants.values()]
+        return {self.stand_ins[place] for place in places if place in self.stand_ins}
+
+
+def compare_calls(
+    changes: Changes, first: fx.GraphModule, again: fx.GraphModule, constants: Mapping[str, Tensor]
+) -> None:
+    """Makes sure that a second trace, after what the first one has changed, gives the same graph.
+
+    Args:
+        changes: What the first one has changed.
+        first: Its graph.
+        again: The second graph.
+        constants: Tensors that the second graph holds.
+
+    Raises:
+        TraceError: it does not, or reads a tensor that the first call has left.
+    """
+    read = changes.read_by(constants)
+    if read or first.graph.python_code("self").src != again.graph.python_code("self").src:
+        names = sorted(read or changes.names)
+        raise TraceError(
+            "forward changes Python state, and its next call computes something else: got changes of "
+            f"{', '.join(names[:5])}, which a trace would fix for good. Expected a forward that changes "
+            "buffers alone; make it a tensor with register_buffer(), or pass it to the model as an argument."
+        )
 
 
 @contextmanager
@@ -101,20 +166,6 @@ def _ids(container: Any) -> list[Any]:
         if isinstance(container, dict)
         else [*map(id, container)]
     )
-
-
-def compare_graphs(first: fx.GraphModule, again: fx.GraphModule, names: Collection[str]) -> None:
-    """Makes sure that a second trace, after what the first one has changed, gives the same graph.
-
-    Raises:
-        TraceError: it does not.
-    """
-    if first.graph.python_code("self").src != again.graph.python_code("self").src:
-        raise TraceError(
-            "forward changes Python state, and its next call computes something else: got changes of "
-            f"{', '.join(sorted(names)[:5])}, which a trace would fix for good. Expected a forward that changes "
-            "buffers alone; make it a tensor with register_buffer(), or pass it to the model as an argument."
-        )
 
 
 def _held_by_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -158,6 +209,6 @@ def _entries(path: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield path, value
     elif isinstance(value, list | dict):
         for name, inner in entries(path, value, depth=2):
-            yield name, "a tensor" if isinstance(inner, Tensor) else inner
+            yield name, id(inner) if isinstance(inner, Tensor) else inner
     elif type(value).__module__ == "itertools":
         yield path, repr(value)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -20,6 +21,13 @@ _SIZED = torch.SymInt | torch.SymFloat | torch.SymBool
 
 class _UnknownError(Exception):
     """Says that numbers follow from inputs or weights, were drawn, or were written into memory."""
+
+
+@contextmanager
+def for_real() -> Iterator[None]:
+    """Computes with numbers, and traces nothing, while the context lasts."""
+    with torch.no_grad(), _disable_current_modes(), torch._C.DisableTorchFunction():
+        yield
 
 
 def truth_of(tensor: Tensor) -> bool | None:
@@ -45,7 +53,7 @@ def _truths(tensor: Tensor) -> list[bool | None]:
     try:
         cone = _cone(node)
         _refuse_writes(cone)
-        with torch.no_grad(), _disable_current_modes(), torch._C.DisableTorchFunction():
+        with for_real():
             numbers = [_computed(node, size, {}) for size in _SIZES]
             return [bool(each) if each.numel() == 1 else None for each in numbers]
     except _UnknownError:

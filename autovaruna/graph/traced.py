@@ -26,6 +26,7 @@ from autovaruna.graph.mixing import refuse_mixing
 from autovaruna.graph.outputs import OutputKind, OutputSpec, classify
 from autovaruna.graph.records import Graph
 from autovaruna.graph.sizes import Sizes
+from autovaruna.graph.tidy import PREFIX
 from autovaruna.graph.tree import Tree
 
 logger = logging.getLogger(__name__)
@@ -152,6 +153,7 @@ def _trace(
     exported = export(model, call, batch_size, is_dynamic, device)
     sizes = _sizes(exported, call, batch_size)
     facts = learn(exported, model, call, batch_size, device)
+    _refuse_writing(exported, facts, model)
     module = exported.module
     placeholders = module.graph.find_nodes(op="placeholder")
     batch = frozenset(node.name for node, spec in zip(placeholders, call.inputs, strict=True) if spec.is_batch)
@@ -222,6 +224,19 @@ def _sizes(exported: Exported, call: CallSpec, batch_size: int) -> Sizes:
     symbol = length.node.expr
     assert isinstance(symbol, sympy.Symbol)
     return Sizes(symbol, batch_size)
+
+
+def _refuse_writing(exported: Exported, facts: dict[str, Fact], model: nn.Module) -> None:
+    """Refuses a forward that writes into a tensor of its own that is no buffer: ranks would not share what it holds."""
+    written = {storage for fact in facts.values() for storage in fact.writes}
+    for node in exported.module.graph.find_nodes(op="get_attr"):
+        name = str(node.target)
+        if name in exported.constants and facts[node.name].makes & written:
+            raise TraceError(
+                f"forward changes the tensor {name.removeprefix(PREFIX)} of {type(model).__qualname__} in place, which "
+                "is neither a parameter nor a buffer: ranks would each change their own. Expected a forward that "
+                "changes buffers alone; make it one with register_buffer()."
+            )
 
 
 def _first_names(named: dict[str, Tensor]) -> dict[str, str]:

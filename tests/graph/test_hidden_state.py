@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import pytest
@@ -10,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from autovaruna.errors import TraceError
-from tests.graph.models import traced
+from autovaruna.graph.comparing import compare
+from tests.graph.models import CPU, traced
 
 X = torch.zeros(3, 4)
 GLOBAL = {"calls": 0}
@@ -33,6 +35,8 @@ class Stateful(nn.Module):
         self.seen: list[Any] = []
         self.options = {"scale": 1.0}
         self.counter, self.numbers = Counter(), itertools.count(1)
+        self.last: Tensor | None = None
+        self.held = {"last": torch.zeros(())}
 
     def forward(self, x: Tensor) -> Tensor:
         out = self.layer(x)
@@ -58,12 +62,20 @@ class Stateful(nn.Module):
         GLOBAL["calls"] += 1
         return GLOBAL["calls"]
 
+    def count_tensor(self, out: Tensor) -> Any:
+        last, self.last = self.last, out.detach().mean()
+        return 1.0 if last is None else last
+
+    def count_tensor_in_dict(self, out: Tensor) -> Tensor:
+        last, self.held["last"] = self.held["last"], out.detach().mean()
+        return last
+
     def count_class(self, out: Tensor) -> int:
         self.of_class.append(1)
         return len(self.of_class)
 
 
-KINDS = ("list", "dict", "object", "iterator", "global", "class")
+KINDS = ("list", "dict", "object", "iterator", "global", "class", "tensor", "tensor_in_dict")
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -76,3 +88,54 @@ def test_what_calls_differ_by_is_refused(kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_no_call_reads_is_left_alone(kind: str) -> None:
     assert traced(Stateful(kind, is_used=False), X)
+
+
+class Carrying(nn.Module):
+    """Has a tensor that is no buffer, and does something with it."""
+
+    def __init__(self, act: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layer, self.act, self.prev = nn.Linear(4, 4), act, torch.zeros(())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(self, self.layer(x))
+
+
+def carry(self: Any, out: Tensor) -> Tensor:
+    last, self.prev = self.prev, out.detach().mean()
+    return out + last  # type: ignore[no-any-return]
+
+
+def write(self: Any, out: Tensor) -> Tensor:
+    self.prev.mul_(0.5).add_(out.detach().mean())
+    return out + self.prev  # type: ignore[no-any-return]
+
+
+def write_first(self: Any, out: Tensor) -> Tensor:
+    self.prev = out.detach().mean()
+    return out + self.prev  # type: ignore[no-any-return]
+
+
+def fill(self: Any, out: Tensor) -> Tensor:
+    if not hasattr(self, "places"):
+        self.places = torch.arange(4)
+    return out + self.places  # type: ignore[no-any-return]
+
+
+def own(self: Any, out: Tensor) -> Tensor:
+    made = torch.tensor([1.0, 2.0, 3.0, 4.0])
+    made.add_(out.detach().mean())
+    return out + made
+
+
+@pytest.mark.parametrize("act", [carry, write])
+def test_a_tensor_that_calls_carry_on_is_refused_by_name(act: Any) -> None:
+    """Once, it stayed as it was traced."""
+    with pytest.raises(TraceError, match=r"\bprev\b.*register_buffer\(\)"):
+        traced(Carrying(act), X)
+
+
+@pytest.mark.parametrize("act", [write_first, fill, own])
+def test_a_tensor_that_is_made_in_each_call_is_left_alone(act: Any) -> None:
+    model = Carrying(act)
+    compare(traced(model, X), model, [X], CPU)
