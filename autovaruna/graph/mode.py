@@ -7,6 +7,7 @@ from torch import nn
 
 from autovaruna.graph.attributes import Attributes
 from autovaruna.graph.precision import current_precision
+from autovaruna.graph.shared_values import SharedValues
 
 
 class ModeReader:
@@ -24,6 +25,7 @@ class ModeReader:
 
     def __init__(self, model: nn.Module) -> None:
         self.attributes = Attributes(model)
+        self._shared = SharedValues(model)
 
     def words(self) -> str:
         """Returns the mode as a text that is equal for calls that one trace serves."""
@@ -33,7 +35,18 @@ class ModeReader:
         parameters = [each for table in self.attributes.tables for each in table.values() if each is not None]
         frozen = "".join(["g" if each.requires_grad else "f" for each in parameters])
         mode = f"training={flags} gradient={torch.is_grad_enabled()} autocast={autocast} parameters={frozen}"
-        return f"{mode} attributes={changed}" if changed else mode
+        shared = self._shared.words()
+        return f"{mode}{changed and f' attributes={changed}'}{shared and f' globals={shared}'}"
+
+    def watch(self, reads: frozenset[str]) -> None:
+        """Takes what a trace has read, now: the names of attributes, and all globals that forward names."""
+        self.attributes.watch(reads)
+        self._shared.watch()
+
+    def settle(self) -> None:
+        """Takes everything as it is now: a call of the library's own has ended."""
+        self.attributes.settle()
+        self._shared.settle()
 
 
 def mode_of(model: nn.Module) -> str:

@@ -189,7 +189,7 @@ class SplittableModule(StatefulModule):
             None if self._number_of_copy else preparation.event_trace(),
         )
         self._engine.is_synchronising = self._is_synchronising
-        self._mode.attributes.settle()
+        self._mode.settle()
 
     def _seed(self, preparation: Preparation, number: int) -> int:
         """Returns what random nodes draw from: a copy draws other numbers, as it would in plain PyTorch."""

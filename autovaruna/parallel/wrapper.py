@@ -99,9 +99,9 @@ class AutoVaruna(SplittableModule):
         self._num_calls += 1
         returned = engine.run(traced, shared, batch)
         if self._traces.num_known > num_known:
-            self._mode.attributes.watch(traced.reads)
+            self._mode.watch(traced.reads)
         if self._traces.num_known > num_known or traced.has_kept_modules:  # both may set attributes
-            self._mode.attributes.settle()
+            self._mode.settle()
         return returned
 
     def _share(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> SharedCall:
