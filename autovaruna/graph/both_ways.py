@@ -183,4 +183,6 @@ def _seed_python(module: nn.Module, args: Any) -> None:
 
 def _note(returned: Returned, path: str, module: nn.Module, args: Any, result: Any) -> None:
     returned.pop(path, None)
-    returned[path] = [each.detach() for each in pytree.tree_leaves(result) if isinstance(each, Tensor)]
+    returned[path] = [
+        each.detach() for each in pytree.tree_leaves(result) if isinstance(each, Tensor) and not each.is_nested
+    ]

@@ -31,6 +31,7 @@ from autovaruna.graph.guards import hooked, watched, with_own_backward
 from autovaruna.graph.hidden_state import Changes, compare_calls
 from autovaruna.graph.idioms import idioms
 from autovaruna.graph.keeping import is_of_keeper, kept_whole, take_modules
+from autovaruna.graph.padding import padded_encoders
 from autovaruna.graph.precision import in_precision, noted_precision, switch_in_regions
 from autovaruna.graph.quiet import quiet_failure
 from autovaruna.graph.random import python_generators
@@ -164,6 +165,7 @@ def _attempt(
         in_precision(call.precision),
         python_generators(0),
         idioms(),
+        padded_encoders(),
         noted_precision(call.precision),
         short_stacks(),
     ):
