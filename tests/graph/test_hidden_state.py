@@ -112,7 +112,7 @@ def write(self: Any, out: Tensor) -> Tensor:
 
 
 def write_first(self: Any, out: Tensor) -> Tensor:
-    self.prev = out.detach().mean()
+    self.prev = out.detach()
     return out + self.prev  # type: ignore[no-any-return]
 
 
@@ -124,7 +124,7 @@ def fill(self: Any, out: Tensor) -> Tensor:
 
 def own(self: Any, out: Tensor) -> Tensor:
     made = torch.tensor([1.0, 2.0, 3.0, 4.0])
-    made.add_(out.detach().mean())
+    made.add_(1.0)
     return out + made
 
 
