@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
-from itertools import combinations, permutations
+from dataclasses import replace
+from itertools import combinations, permutations, product
 
 from autovaruna.planner.candidate import Candidate, Planner
 from autovaruna.planner.options import micro_batch_counts
+from autovaruna.planner.pipeline import policy_of
 from autovaruna.planner.problem import Problem
 from autovaruna.planner.ranges import RangeTables
-from autovaruna.planner.records import Plan
+from autovaruna.planner.records import Plan, StagePlan
 from autovaruna.profiler.records import LinkCost
+from autovaruna.schedule import simulate
 from tests.planner.cases import make_problem
 
 SLOW = LinkCost(2e-3, 1e6)
@@ -30,6 +33,19 @@ def in_any_order(num_ranks: int, num_stages: int) -> Iterator[Ranks]:
     for ends in combinations(range(1, num_ranks + 1), num_stages):
         for order in permutations(range(num_ranks), ends[-1]):
             yield tuple(order[a:b] for a, b in zip((0, *ends), ends, strict=False))
+
+
+def orders(problem: Problem, num_stages: int, *, is_ordered: bool) -> Iterator[Ranks]:
+    """All replica counts, with the ranks in their order or in any; one order of ranks that are alike stands for all."""
+    cluster, num_ranks = problem.cluster, problem.cluster.num_ranks
+    if is_ordered:
+        yield from in_order(num_ranks, num_stages)
+        return
+    kinds = list(zip(cluster.hosts, cluster.speeds, cluster.memory_bytes, strict=True))
+    known: dict[object, Ranks] = {}
+    for ranks in in_any_order(num_ranks, num_stages):
+        known.setdefault(tuple(tuple(kinds[rank] for rank in stage) for stage in ranks), ranks)
+    yield from known.values()
 
 
 def patterns(num_groups: int, most_stages: int) -> Iterator[tuple[int, ...]]:
@@ -53,7 +69,7 @@ def every_interleaved_plan(problem: Problem, *, is_ordered: bool = True) -> Iter
     planner = Planner(problem, RangeTables(problem.graph, range(n + 1)))
     for count in micro_batch_counts(problem):
         for num_groups in range(2, num_ranks + 1):
-            for groups in (in_order if is_ordered else in_any_order)(num_ranks, num_groups):
+            for groups in orders(problem, num_groups, is_ordered=is_ordered):
                 for pattern in patterns(num_groups, n):
                     ranks = tuple(groups[group] for group in pattern)
                     for inner in combinations(range(1, n), len(pattern) - 1):
@@ -68,20 +84,21 @@ def every_plan(
     planner = Planner(problem, RangeTables(problem.graph, range(n + 1)))
     for count in micro_batch_counts(problem):
         for num_stages in range(1, min(n, num_ranks) + 1):
-            for ranks in (in_order if is_ordered else in_any_order)(num_ranks, num_stages):
+            for ranks in orders(problem, num_stages, is_ordered=is_ordered):
                 for inner in combinations(range(1, n), num_stages - 1):
                     yield from _variants(planner, Candidate((0, *inner), ranks, count), schedules)
 
 
 def _variants(planner: Planner, candidate: Candidate, schedules: Sequence[str]) -> Iterator[Plan]:
-    for depth in ("textbook", "latency"):
-        for schedule in schedules:
-            if schedule == "gpipe" and planner.problem.constraints.in_flight:
-                continue
-            point = (candidate.starts, candidate.ranks, candidate.num_micro_batches)
-            built = planner.build(Candidate(*point, depth, schedule))
-            if built:
-                yield planner.predict_whole(built)
+    known: list[tuple[str, tuple[StagePlan, ...]]] = []
+    for depth, schedule in product(("textbook", "latency"), schedules):
+        if schedule == "gpipe" and planner.problem.constraints.in_flight:
+            continue
+        built = planner.build(replace(candidate, depth=depth, schedule=schedule))
+        if built and (schedule, built.stages) not in known:
+            known.append((schedule, built.stages))
+            seconds = simulate(planner.pipeline(built), policy_of(schedule)).step_seconds
+            yield replace(built, predicted_seconds=seconds)
 
 
 def small_problem(seed: int) -> Problem:
