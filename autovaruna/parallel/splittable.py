@@ -100,6 +100,7 @@ class SplittableModule(StatefulModule):
                 "Expected the same ones, which are split over the ranks; copy numbers into them (copy_(), "
                 "load_state_dict()), or wrap the changed model anew."
             )
+        self._state.check_types()
 
     def _start(self, shared: SharedCall) -> Engine:
         """Plans, and gives each rank its part of the model and of its copies. Collective.

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from autovaruna.errors import InputError
 from autovaruna.graph.fake import put
 from autovaruna.planner.records import Plan
 from autovaruna.runtime.elsewhere import Home
@@ -78,6 +79,7 @@ class OwnedState:
         self.places: dict[str, list[tuple[nn.Module, str]]] = {}
         self.first_name: dict[str, str] = {}
         self._tables: dict[str, tuple[Any, str]] = {}
+        self._types: dict[str, tuple[torch.dtype, torch.device]] = {}
         first: dict[int, str] = {}
         for path, module in model.named_modules(remove_duplicate=False):
             for table in (module._parameters, module._buffers):
@@ -128,6 +130,8 @@ class OwnedState:
             group = tuple(sorted({root, *ranks}))
             if world.rank in group and len(group) > 1:
                 world.broadcast(distinct(self.tensor(name).detach()), root, group)
+        own = {name: each for name, each in self.parameters().items() if name in held}
+        self._types = {name: (each.dtype, each.device) for name, each in own.items()}
         for name in self.places.keys() - held:
             if isinstance(tensor := self.tensor(name), nn.Parameter):
                 self.replace(name, let_go(tensor, Home(name, placement.ranks_of(name), world.rank, device)))
@@ -150,6 +154,21 @@ class OwnedState:
             if world.rank in followers:
                 parameter.requires_grad_(needs_gradient)
         return is_changed
+
+    def check_types(self) -> None:
+        """Makes sure that what this rank holds has the dtypes and devices that it was given.
+
+        Raises:
+            InputError: parameters have been cast or moved.
+        """
+        for name, (dtype, device) in self._types.items():
+            tensor = self.tensor(name)
+            if tensor.dtype != dtype or tensor.device != device:
+                raise InputError(
+                    f"Parameters have been cast or moved after the model was split: {name} is {tensor.dtype} on "
+                    f"{tensor.device}, expected {dtype} on {device}. Cast or move the model before the first call; for "
+                    "lower precision from then on, use torch.autocast around the call."
+                )
 
     def replace(self, name: str, tensor: Tensor) -> None:
         """Puts another tensor in every place of a parameter or buffer."""

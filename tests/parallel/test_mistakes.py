@@ -122,6 +122,20 @@ def test_a_model_that_is_split_already_is_refused() -> None:
     assert any(run_ranks(2, be_rank))
 
 
+def test_a_cast_of_the_inner_module_after_the_split_says_what_to_do() -> None:
+    """Once, the stage of each rank failed in its first operation, or took a dtype that no other rank knew of."""
+
+    def be_rank(world: World) -> None:
+        wrapped = stepped(AutoVaruna(Net(), **TWO, cuts=["last"]))
+        wrapped.module.half()
+        with pytest.raises(
+            InputError, match=r"weight is torch.float16 on cpu, expected torch.float32.*torch\.autocast"
+        ):
+            wrapped(**BATCH)
+
+    run_ranks(2, be_rank)
+
+
 def test_lbfgs_needs_all_parameters_on_each_rank() -> None:
     def be_rank(world: World) -> None:
         model = Net()
