@@ -27,7 +27,7 @@ def copy_for(optimizer: Optimizer, exchanged: Mapping[int, nn.Parameter]) -> lis
     Raises:
         CannotCopyError: it holds a module, or a function with variables of its own.
     """
-    originals = list(_nested(optimizer))
+    originals = list(nested(optimizer))
     memo: dict[int, Any] = {id(each): type(each).__new__(type(each)) for each in originals}
     for each in originals:
         for parameter in _parameters(each):
@@ -41,7 +41,7 @@ def copy_for(optimizer: Optimizer, exchanged: Mapping[int, nn.Parameter]) -> lis
     return [memo[id(each)] for each in originals]
 
 
-def _nested(optimizer: Optimizer) -> Iterator[Optimizer]:
+def nested(optimizer: Optimizer) -> Iterator[Optimizer]:
     """Yields an optimizer and those that it holds."""
     known: dict[int, Optimizer] = {}
     waiting = [optimizer]

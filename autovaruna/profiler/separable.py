@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from itertools import product
 from typing import Any, Literal
 
 import torch
@@ -14,12 +12,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from autovaruna.graph.random import python_generators, untouched_generator
-from autovaruna.profiler.optimizer_copy import copy_for
+from autovaruna.profiler.optimizer_copy import copy_for, nested
 
 _NUM_STEPS, _NUM_ALIKE = 12, 8
 """Steps of a trial, and how many of them have gradients of about the same direction: sums over steps then grow."""
-_LARGER = 1e3
-"""What rates and gradients are multiplied by, too: what an optimizer joins may count only once it is large enough."""
+_SCALES = (1.0, 1.0), (1e3, 1e3), (1.0, 1e-4), (1e3, 1e-4)
+"""What rates and gradients are multiplied by: what is joined may count only where something is large or small."""
 _LONGEST = 8
 _MOST_GROUPS, _MOST_ALIKE = 12, 2
 _RATE = 1e-3
@@ -55,23 +53,33 @@ def steps_of(optimizer: Optimizer, device: torch.device) -> Steps:
     chosen = list(_chosen(optimizer))
     if len(chosen) < 2:
         return Steps("unknown", "it has less than two parameters that are trained")
-    errors = []
+    errors: list[str] = []
+    starts = (False, True) if any(each.state for each in nested(optimizer)) else (False,)
     with untouched_generator(torch.device("cpu")), untouched_generator(device), python_generators(0):
-        for way, is_new in product(_WAYS, (False, True)):
-            try:
-                return _of_scales(partial(_Trial, optimizer, chosen, device, way, is_new))
-            except Exception as error:  # whatever a class of the script's raises
-                errors.append(f"{type(error).__name__}: {error}")
+        for way in _WAYS:
+            found: list[Steps] = []
+            for is_new in starts:
+                try:
+                    found.append(_of_scales(partial(_Trial, optimizer, chosen, device, way, is_new)))
+                except Exception as error:  # whatever a class of the script's raises
+                    errors.append(f"{type(error).__name__}: {error}")
+            if found:
+                return next((each for each in found if each.kind in ("joint", "random")), found[0])
     return Steps("unknown", errors[0])
 
 
-def _of_scales(make: Callable[[float], _Trial]) -> Steps:
-    """Returns what is seen at the optimizer's own rates, unless larger ones show more."""
-    own = _compared(make(1.0))
-    if own.kind != "separate":
-        return own
-    larger = _compared(make(_LARGER))
-    return larger if larger.kind == "joint" else own
+def _of_scales(make: Callable[[float, float], _Trial]) -> Steps:
+    """Returns what is seen at the optimizer's own rates, unless others show more."""
+    own, *others = _SCALES
+    found = _compared(make(*own))
+    for scales in others:
+        if found.kind == "separate":
+            try:
+                other = _compared(make(*scales))
+            except Exception:  # numbers have run away, which says nothing
+                continue
+            found = other if other.kind == "joint" else found
+    return found
 
 
 def _compared(trial: _Trial) -> Steps:
@@ -103,8 +111,9 @@ class _Trial:
         chosen: The parameters that are tried.
         device: Where they are.
         way: How a step is asked for.
-        is_new: Whether copies start without the state that the optimizer has: it may not fit small tensors.
-        scale: What rates and gradients are multiplied by.
+        is_new: Whether copies start without the state that the optimizer has: it may not fit small tensors, or hide
+            what the first steps join.
+        rate, gradient: What rates and gradients are multiplied by.
     """
 
     def __init__(
@@ -114,10 +123,12 @@ class _Trial:
         device: torch.device,
         way: Way,
         is_new: bool,
-        scale: float,
+        rate: float,
+        gradient: float,
     ) -> None:
         self.chosen = chosen
-        self._optimizer, self._device, self._way, self._is_new, self._scale = optimizer, device, way, is_new, scale
+        self._optimizer, self._device, self._way, self._is_new = optimizer, device, way, is_new
+        self._rate, self._scale = rate, gradient
 
     def start(self, place: int) -> Tensor:
         """Returns the numbers that a parameter starts with: small and large ones, and zeros that show any change."""
@@ -136,7 +147,7 @@ class _Trial:
             if self._is_new:
                 each.state.clear()
             _leave(each, {id(parameter) for parameter in stepped.values()})
-        _scale_rates(optimizers, self._scale)
+        _scale_rates(optimizers, self._rate)
         paths: Paths = {place: [] for place in part}
         for number in range(_NUM_STEPS):
             self._step(optimizers[0], stepped, number)
@@ -169,7 +180,7 @@ class _Trial:
         """Draws a gradient, which changes with the parameter; those of one are up to 30,000 times those of another."""
         shape = tuple(parameter.shape)
         base, noise = _normal(place, number // _NUM_ALIKE, shape), _normal(place, 100 * (number + 1) + calls, shape)
-        curved = parameter.detach().cpu().double() * _normal(place, 2, shape).abs()
+        curved = 5.0 * parameter.detach().cpu().double() * _normal(place, 2, shape).abs()
         scale: float = 10.0 ** (1.5 * (place * 5 % 4) - 3.0) * (30.0 if number >= _NUM_ALIKE else 1.0)
         return ((base + 0.3 * noise + curved) * scale * self._scale).to(parameter)
 
@@ -250,8 +261,8 @@ def _are_equal(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
 
 
 def _are_close(one: Tensor, other: Tensor, start: Tensor) -> bool:
-    """Says whether two results differ by no more than rounding, of the numbers and of how far they have come."""
-    epsilon = torch.finfo(one.dtype).eps
+    """Says whether two results are the same, on a GPU but for rounding of the numbers and of how far they have come."""
+    epsilon = 0.0 if one.device.type == "cpu" else torch.finfo(one.dtype).eps
     tolerance = min(64 * epsilon, 1e-2)
     way = (one - start).abs().max().nan_to_num().item()
-    return torch.allclose(one, other, rtol=tolerance, atol=tolerance * min(way, math.inf), equal_nan=True)
+    return torch.allclose(one, other, rtol=tolerance, atol=tolerance * way, equal_nan=True)

@@ -57,6 +57,18 @@ def test_a_rate_that_warms_up_from_zero_hides_nothing(rate: Any) -> None:
     assert float(optimizer.param_groups[0]["lr"]) == 0.0
 
 
+def test_what_counts_for_small_gradients_alone_is_found() -> None:
+    """Once, a decay over the size of all gradients was lost beside large ones."""
+
+    class Decays(EachAlone):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            size = sum(float(each.grad.square().sum()) for each in self.param_groups[0]["params"])
+            for each in self.param_groups[0]["params"]:
+                each.data.mul_(1 - 1e-9 / (1e-9 + size)).sub_(each.grad, alpha=1e-3)
+
+    assert steps_of(Decays(parameters()), CPU).kind == "joint"
+
+
 def test_groups_are_tried_together() -> None:
     class OverGroups(EachAlone):
         """Scales a group by how many gradients the one before has."""
