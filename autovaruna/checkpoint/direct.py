@@ -5,12 +5,13 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import threading
 from pathlib import Path
 
 import numpy as np
 
 from autovaruna.checkpoint.checksum import CHUNK_BYTES, Bytes
-from autovaruna.checkpoint.write import write_at
+from autovaruna.checkpoint.descriptor import write_at
 
 PAGE_BYTES = 4096
 
@@ -23,20 +24,22 @@ def chunk_memory() -> Bytes:
 
 
 class DirectFile:
-    """A new file that is written chunk by chunk; through the cache, where the file system has no other way.
+    """A new file that threads write chunk by chunk; through the cache, where the file system has no other way.
 
     Args:
         path: The file.
+        is_direct: Whether to try that other way.
 
     Raises:
         OSError: it cannot be made.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, is_direct: bool = True) -> None:
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
         self._num_bytes = 0
+        self._change = threading.Lock()
         try:
-            self._descriptor = os.open(path, flags | getattr(os, "O_DIRECT", 0), 0o666)
+            self._descriptor = os.open(path, flags | is_direct * getattr(os, "O_DIRECT", 0), 0o666)
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
@@ -52,10 +55,12 @@ class DirectFile:
         try:
             write_at(self._descriptor, whole, offset)
         except OSError as error:
-            if error.errno != errno.EINVAL or not self._leave_direct():
+            if error.errno != errno.EINVAL:
                 raise
+            self._leave_direct()  # perhaps another thread has done so meanwhile
             write_at(self._descriptor, whole, offset)
-        self._num_bytes = max(self._num_bytes, offset + count)
+        with self._change:
+            self._num_bytes = max(self._num_bytes, offset + count)
 
     def finish(self, syncs: bool) -> None:
         """Gives the file its size, and makes sure that it is on the disk if wanted."""
@@ -67,9 +72,7 @@ class DirectFile:
         """Closes it."""
         os.close(self._descriptor)
 
-    def _leave_direct(self) -> bool:
-        """Goes on through the cache; returns whether it did not before."""
-        direct = getattr(os, "O_DIRECT", 0)
+    def _leave_direct(self) -> None:
+        """Goes on through the cache."""
         flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL)
-        fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags & ~direct)
-        return bool(flags & direct)
+        fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags & ~getattr(os, "O_DIRECT", 0))

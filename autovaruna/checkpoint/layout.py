@@ -55,12 +55,6 @@ class Layout:
             np.copyto(memory[place : place + len(piece)], piece.cpu().numpy())
         return memory[: self.size_of(chunk)]
 
-    def view(self, chunk: int) -> Bytes | None:
-        """Returns a chunk that lies in one tensor of the host, without a copy; else None."""
-        _, piece = next(self._pieces(chunk))
-        is_whole = len(piece) == self.size_of(chunk) and piece.device.type == "cpu"
-        return piece.numpy() if is_whole and piece.data_ptr() % 8 == 0 else None
-
     def _pieces(self, chunk: int) -> Iterator[tuple[int, Tensor]]:
         """Yields what a chunk is made of, in order: places in it, and bytes."""
         start = chunk * CHUNK_BYTES

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from autovaruna.checkpoint.checksum import CHUNK_BYTES, checksums_of_file, num_chunks
-from autovaruna.checkpoint.write import set_to_work, write_at
+from autovaruna.checkpoint.descriptor import set_to_work, write_at
 from autovaruna.errors import CheckpointError
 
 MANIFEST = "manifest.json"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import random
 import threading
@@ -13,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 
 from autovaruna import AutoVaruna, CheckpointError
@@ -22,6 +24,7 @@ from autovaruna.checkpoint.direct import DirectFile, chunk_memory
 from autovaruna.checkpoint.pace import Pace
 from autovaruna.checkpoint.snapshot import Snapshot
 from autovaruna.checkpoint.stream import write_snapshot
+from autovaruna.checkpoint.write import write
 from tests.checkpoint.test_damage import is_same, trained
 from tests.checkpoint.test_damage import snapshot as weights_of
 from tests.checkpoint.test_damage import step as train
@@ -227,3 +230,23 @@ def test_where_files_cannot_be_written_past_the_cache_they_go_through_it(
     file.finish(True)
     file.close()
     assert len(calls) > 1 and (tmp_path / "x").read_bytes() == b"\5" * (CHUNK_BYTES + 1001)
+
+
+@pytest.mark.skipif(not hasattr(os, "O_DIRECT"), reason="this system has no other way than the cache")
+def test_threads_that_write_a_file_go_through_the_cache_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, refused = os.pwrite, []
+
+    def refuse(descriptor: int, data: Any, offset: int) -> int:
+        if fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT:
+            refused.append(offset)
+            time.sleep(0.02)
+            raise OSError(errno.EINVAL, "no direct access here")
+        return real(descriptor, data, offset)
+
+    monkeypatch.setattr(os, "pwrite", refuse)
+    tensors = {f"t{place}": torch.randn(1_500_001) for place in range(5)}
+    write(tmp_path / "x", layout.lay_out(tensors, {}))
+    found = safetensors.torch.load_file(tmp_path / "x")
+    assert refused and all(torch.equal(found[name], value) for name, value in tensors.items())

@@ -20,7 +20,6 @@ from torch import nn
 
 from autovaruna import AutoVaruna, CheckpointError, InputError, OrderError
 from autovaruna.checkpoint import background, commit, direct, manifest, part
-from autovaruna.checkpoint import write as write_module
 from tests.catalogue import CASES
 from tests.checkpoint.test_damage import is_same, trained
 from tests.checkpoint.test_damage import snapshot as weights_of
@@ -87,8 +86,7 @@ def full_disk(monkeypatch: pytest.MonkeyPatch, after: int) -> None:
 
         return write
 
-    for module in (write_module, direct):
-        monkeypatch.setattr(module, "write_at", failing(write_module.write_at))
+    monkeypatch.setattr(direct, "write_at", failing(direct.write_at))
     for module in (commit, background):
         monkeypatch.setattr(module, "write_synced", failing(manifest.write_synced))
 
