@@ -10,6 +10,7 @@ from torch import nn
 from autovaruna.errors import InputError, RankError
 from autovaruna.graph.comparing import compare
 from autovaruna.graph.statistics import refuse_single_values
+from autovaruna.graph.sums import refuse_sum
 from autovaruna.graph.traced import TracedModel, trace
 from autovaruna.parallel.calls import SharedCall
 from autovaruna.runtime.batch import GlobalBatch
@@ -54,7 +55,8 @@ class Traces:
         """Returns the graph of a call. Collective if it is not known yet.
 
         Raises:
-            InputError: the graph serves one micro-batch size alone, and micro-batches differ; or one is too small.
+            InputError: the graph serves one micro-batch size alone, and micro-batches differ; one is too small; or
+                losses that are sums would be averaged.
         """
         sizes = {part.size for part in batch.micro_batches.values()}
         if not self._settings.dynamic_batch and len(sizes) > 1:
@@ -64,6 +66,12 @@ class Traces:
             )
         traced = self._find(shared, max(sizes))
         refuse_single_values(traced, sizes)
+        if (
+            self._settings.reduction == "mean"
+            and not self._settings.micro_batch_weight
+            and len(batch.micro_batches) > 1
+        ):
+            refuse_sum(traced)
         return traced
 
     def _expected_parts(self, shared: SharedCall) -> int:
