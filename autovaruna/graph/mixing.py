@@ -26,7 +26,12 @@ from autovaruna.graph.sizes import Sizes
 
 aten = torch.ops.aten
 _LAYERS = frozenset({aten.linear.default, aten.matmul.default, aten.mm.default, aten.addmm.default, aten.bmm.default})
-_SHAPE_ALONE = ("zeros_like", "ones_like", "full_like", "empty_like", "new_zeros", "new_ones", "new_full", "new_empty")
+_SHAPE_ALONE = (
+    *("zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like", "randint_like"),
+    *("new_zeros", "new_ones", "new_full", "new_empty"),
+)
+_AS_ANOTHER = frozenset({aten.to.other, aten.type_as.default, aten.expand_as.default, aten.view_as.default})
+"""Operations that take from their second argument its kind or shape alone."""
 
 
 class Reach(IntEnum):
@@ -94,7 +99,7 @@ class _Reaches:
         fact = self._facts.get(node.name)
         if node.op != "call_function" or fact is None or self._is_state(node, fact) or _is_shape_alone(node):
             return Reach.NONE
-        most = max((self._known[each] for each in node.all_input_nodes), default=Reach.NONE)
+        most = max((self._known[each] for each in _read(node)), default=Reach.NONE)
         if most is Reach.COUNTS and fact.needs_gradient:
             most = Reach.SAMPLES
         return self._of_numbers(node, most)
@@ -138,7 +143,7 @@ class _Reaches:
 
     def _brought_back(self, node: fx.Node) -> str:
         """Finds what was made of all samples and meets each of them, or a layer, again."""
-        made_of_all = [each for each in node.all_input_nodes if self._known[each] is Reach.ALL]
+        made_of_all = [each for each in _read(node) if self._known[each] is Reach.ALL]
         if not made_of_all:
             return ""
         what = f"{made_of_all[0].name}, which is made of several samples,"
@@ -166,6 +171,11 @@ class _Reaches:
 def _tensors(node: fx.Node) -> list[Tensor]:
     value = node.meta.get("val")
     return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+def _read(node: fx.Node) -> list[fx.Node]:
+    """Returns the arguments whose numbers a node takes."""
+    return node.all_input_nodes[:1] if node.target in _AS_ANOTHER else node.all_input_nodes
 
 
 def _has_numbers(tensor: Tensor) -> bool:

@@ -122,8 +122,13 @@ def joined(self: nn.Module, x: Tensor) -> Tensor:
     return left * right
 
 
+def alike(self: nn.Module, x: Tensor) -> Tensor:
+    """Takes the kind of one value for another."""
+    return x + self.last.bias.to(x) + self.mean.type_as(x)
+
+
 @pytest.mark.parametrize(
-    "function", (auxiliary, chosen, lengths, followed, joined), ids=lambda function: function.__name__
+    "function", (auxiliary, chosen, lengths, followed, joined, alike), ids=lambda function: function.__name__
 )
 def test_samples_that_go_alone_are_not(function: Callable[..., Tensor]) -> None:
     assert trace(model(function), call_of(model(function), X), CPU).sizes.symbol is not None
