@@ -161,10 +161,10 @@ class _Reaches:
         return f"{node.name} runs along the batch" if runs_along(node, self._sizes) else ""
 
     def _cut(self, node: fx.Node) -> str:
-        """Finds parts of a batch: all but the first sample, or one half of them."""
+        """Finds other than whole batches: all but the first sample, one half of them, or some rows more."""
         for tensor in _tensors(node):
             if any(self._sizes.is_part(length) for length in tensor.shape):
-                return f"{node.name}, of the shape {tuple(tensor.shape)}, is made of some of the samples"
+                return f"{node.name}, of the shape {tuple(tensor.shape)}, leaves samples out or adds some"
         return ""
 
 

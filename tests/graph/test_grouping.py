@@ -69,7 +69,7 @@ def test_rule_4_a_shape_that_depends_on_data_crosses_no_cut() -> None:
 
     def selected(self: nn.Module, x: Tensor) -> Tensor:
         out = self.first(x)
-        return self.second(x) * torch.masked_select(out, out > 0).sum()
+        return self.second(x).mean() * torch.masked_select(out, out > 0).sum()
 
     model = traced_function(selected, X, first=linear(), second=linear())
     assert len(blocks_of(model, "masked_select", "sum")) == 1

@@ -18,7 +18,8 @@ def shaped(self: nn.Module, x: Tensor) -> Tensor:
     out = self.layer(x)
     table = torch.arange(6, device=x.device).float()
     pairs = torch.cat((out, out)).reshape(x.shape[0], 8)
-    padded = torch.cat((out, out.new_zeros(2, 4)))
+    words = x.long()
+    padded = torch.cat((words, words.new_zeros(2, 4)))
     return pairs.sum() + padded.sum() + table.sum()
 
 
@@ -51,7 +52,7 @@ def test_bytes_have_a_fixed_part_and_one_that_grows() -> None:
     """A padded value is a line with both; a table is all fixed; an activation all grows."""
     model = traced_function(shaped, X, layer=nn.Linear(4, 4))
     sizes = {name: model.sizes.num_bytes(model.nodes[name].meta["val"]) for name in ("linear", "cat_1")}
-    assert sizes == {"linear": Size(0.0, 16.0), "cat_1": Size(32.0, 16.0)}
+    assert sizes == {"linear": Size(0.0, 16.0), "cat_1": Size(64.0, 32.0)}
     assert model.sizes.num_bytes(model.nodes[named(model, "arange")].meta["val"]).sample_bytes == 0
 
 
