@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-from itertools import chain
 from typing import Any
 
 import torch
@@ -11,10 +9,8 @@ import torch
 from autovaruna.errors import InputError, RankError
 from autovaruna.parallel.calls import compare_settings
 from autovaruna.parallel.wrapper import AutoVaruna
-from autovaruna.runtime.on_all import on_all
 from autovaruna.runtime.optimizer import CutOptimizer
 from autovaruna.runtime.own_part import OwnSteps, with_hooks
-from autovaruna.runtime.own_steps import step_over_own_part
 
 
 def prepare(model: AutoVaruna, *args: Any, **kwargs: Any) -> None:
@@ -62,8 +58,6 @@ def adopt(model: AutoVaruna, optimizer: torch.optim.Optimizer) -> None:
     order = {name: place for place, name in enumerate(model._parameter_names)}
     cut.adopt([sorted(set().union(*groups), key=order.__getitem__) for groups in zip(*of_ranks, strict=True)])
     own_steps = OwnSteps(with_hooks(optimizer))
-    if model._placement().splits(chain(*cut.names)):
-        act = partial(step_over_own_part, optimizer, own_steps, model.world.num_ranks, model.preparation.device)
-        on_all(model.world, act, "trying the optimizer")
+    model._check_steps(cut, own_steps, model.preparation)
     model._optimizer, model._cut_optimizer, model._own_steps = optimizer, cut, own_steps
     model._acts.watch(optimizer, cut.names)

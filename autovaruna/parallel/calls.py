@@ -63,10 +63,10 @@ class SharedCall:
         """Digest that is equal for calls that one trace serves."""
         return self.call.key()
 
-    def samples(self, size: int) -> list[Tensor]:
-        """Returns this rank's tensors with its first samples alone."""
+    def samples(self, start: int, size: int) -> list[Tensor]:
+        """Returns this rank's tensors with some of its samples alone."""
         pairs = zip(self.tensors, self.call.inputs, strict=True)
-        return [tensor[:size] if spec.is_batch else tensor for tensor, spec in pairs]
+        return [tensor[start : start + size] if spec.is_batch else tensor for tensor, spec in pairs]
 
 
 def input_groups(settings: Settings, num_ranks: int) -> tuple[tuple[int, ...], ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -25,6 +26,8 @@ from autovaruna.parallel.traces import Traces
 from autovaruna.runtime.channel_choice import open_channel
 from autovaruna.runtime.joint_norm import join_norms
 from autovaruna.runtime.on_all import on_all
+from autovaruna.runtime.optimizer import CutOptimizer
+from autovaruna.runtime.own_part import OwnSteps
 from autovaruna.runtime.own_steps import step_over_own_part, watch_later_optimizers
 from autovaruna.runtime.placement import OwnedState, Placement
 from autovaruna.runtime.scaler import LossScale
@@ -129,7 +132,7 @@ class SplittableModule(StatefulModule):
         )
         open_channel(self.settings.channel, preparation.plan, self.world, preparation.device)
         if self._optimizer is not None:
-            self._check_steps(self._optimizer, preparation)
+            self._check_steps(self._need_optimizer(), self._own_steps, preparation)
         self._copies.preparation = preparation
         for each in self._copies.members():
             each._take_part(preparation)
@@ -137,12 +140,11 @@ class SplittableModule(StatefulModule):
         assert self._engine is not None
         return self._engine
 
-    def _check_steps(self, optimizer: torch.optim.Optimizer, preparation: Preparation) -> None:
-        """Lets the optimizer step over this rank's part, if it will have but a part and may. Collective."""
-        num_ranks, device = self.world.num_ranks, preparation.device
-        if preparation.placement.splits(chain(*self._need_optimizer().names)):
-            what = f"trying the optimizer{self.of_model}"
-            on_all(self.world, lambda: step_over_own_part(optimizer, self._own_steps, num_ranks, device), what)
+    def _check_steps(self, cut: CutOptimizer, own: OwnSteps, preparation: Preparation) -> None:
+        """Lets an optimizer step over this rank's part, if it will have but a part and may. Collective."""
+        if preparation.placement.splits(chain(*cut.names)):
+            act = partial(step_over_own_part, cut.optimizer, own, self.world.num_ranks, preparation.device)
+            on_all(self.world, act, f"trying the optimizer{self.of_model}")
 
     def _take_part(self, preparation: Preparation) -> None:
         """Gives each rank its part, and what a checkpoint holds of it. Collective."""

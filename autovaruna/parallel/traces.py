@@ -116,7 +116,7 @@ class Traces:
 
         def compare_here() -> None:
             if is_chosen:
-                compare(traced, self._model, shared.samples(size), self._device)
+                compare(traced, self._model, shared.samples(0, size), self._device)
 
         on_all(self._world, compare_here, "comparing the trace with the model")
 

@@ -6,12 +6,12 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from autovaruna.errors import InputError
 from autovaruna.parallel.calls import SharedCall
 from autovaruna.runtime.batch import GlobalBatch, MicroBatch
-from autovaruna.runtime.on_all import on_all
+from autovaruna.runtime.on_all import gather_on_all
 from autovaruna.runtime.world import World
 
 
@@ -33,25 +33,16 @@ def micro_batch_weights(
     def weights_of_own() -> dict[int, float]:
         return {part.index: _weight(weigh, model, shared, part) for part in batch.owned_by(world.rank)}
 
-    own = on_all(world, weights_of_own, "weighing micro-batches")
     known: dict[int, float] = {}
-    for found in world.gather_objects(own, "weighing micro-batches"):
+    for found in gather_on_all(world, weights_of_own, "weighing micro-batches"):
         known |= found
     return [known[index] for index in batch.micro_batches]
 
 
 def _weight(weigh: Callable[..., float], model: nn.Module, shared: SharedCall, part: MicroBatch) -> float:
-    tensors = [
-        _rows(tensor, part) if spec.is_batch else tensor
-        for tensor, spec in zip(shared.tensors, shared.call.inputs, strict=True)
-    ]
-    args, kwargs = shared.call.tree.unflatten(tensors)
+    args, kwargs = shared.call.tree.unflatten(shared.samples(part.start, part.size))
     weight: Any = weigh(dict(inspect.signature(model.forward).bind(*args, **kwargs).arguments))
     number = float(weight)
     if not number >= 0:
         raise InputError(f"micro_batch_weight returned {weight!r}; expected a number of at least zero.")
     return number
-
-
-def _rows(tensor: Tensor, part: MicroBatch) -> Tensor:
-    return tensor[part.start : part.start + part.size]

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from autovaruna.runtime.staging import distinct
+
 
 @dataclass(frozen=True, slots=True)
 class Layout:
@@ -48,10 +50,7 @@ class Layout:
         """Returns what travels: the tensor's own memory if it is dense, else a copy without holes."""
         if self.is_dense:
             return tensor
-        for dimension, (length, stride) in enumerate(zip(self.shape, self.strides, strict=True)):
-            if stride == 0 and length > 1:
-                tensor = tensor.narrow(dimension, 0, 1)
-        return tensor.contiguous()
+        return distinct(tensor).contiguous()
 
     def buffer(self, device: torch.device) -> Tensor:
         """Returns memory for what travels."""

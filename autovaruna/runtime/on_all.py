@@ -19,13 +19,26 @@ def on_all(world: World, act: Callable[[], Result], what: str, *, waits: bool = 
         what: What to call it in a message.
         waits: Whether ranks that are done wait for those that are still at work, however long.
     """
-    error: Exception | None = None
-    results: list[Result] = []
-    try:
-        results.append(act())
-    except Exception as caught:
-        error = caught
+    results, error = _tried(act)
     if waits:
         world.barrier(what)
     world.agree(error, what)
     return results[0]
+
+
+def gather_on_all(world: World, act: Callable[[], Result], what: str) -> list[Result]:
+    """Returns what `act` returns on each rank; an error on one rank is an error on all. Collective.
+
+    Args:
+        world, act, what: As in `on_all`; what `act` returns goes to every rank.
+    """
+    results, error = _tried(act)
+    return world.agree(error, what, *results)
+
+
+def _tried(act: Callable[[], Result]) -> tuple[list[Result], Exception | None]:
+    """Returns what was returned, if anything, and the error, if there was one."""
+    try:
+        return [act()], None
+    except Exception as error:
+        return [], error

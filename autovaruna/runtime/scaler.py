@@ -19,6 +19,7 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from autovaruna.errors import InputError
+from autovaruna.runtime.on_all import gather_on_all
 from autovaruna.runtime.own_part import own_part
 from autovaruna.runtime.world import World
 
@@ -127,13 +128,12 @@ class LossScale:
     def _share(self, unscale: Callable[[], dict[torch.device, Tensor]], found: Tensor) -> dict[torch.device, Tensor]:
         """Unscales this rank's gradients and returns what overflowed on any rank. Collective."""
         own: dict[torch.device, Tensor] = {}
-        error: Exception | None = None
-        try:
-            own = unscale()
-        except Exception as caught:
-            error = caught
-        is_overflow = any(bool(flag.item()) for flag in own.values())
-        flags = self._world.agree(error, "unscaling gradients", is_overflow)
+
+        def overflows() -> bool:
+            own.update(unscale())
+            return any(bool(flag.item()) for flag in own.values())
+
+        flags = gather_on_all(self._world, overflows, "unscaling gradients")
         own = own or {found.device: found}  # a rank without gradients takes part, too
         if any(flags):
             for flag in own.values():
