@@ -31,7 +31,6 @@ from autovaruna.runtime.outputs import OutputCollector
 from autovaruna.runtime.placement import OwnedState, Placement
 from autovaruna.runtime.scaler import LossScale
 from autovaruna.runtime.world import World
-from autovaruna.schedule.instruction import Instruction, Kind
 from autovaruna.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -116,7 +115,8 @@ class Engine:
         )
         inputs = dict(zip(traced.inputs, shared.tensors, strict=True))
         recorder = self._trace.recorder if self._trace else None
-        executor = Executor(job, self._world, self._mail, prepared.stages, inputs, self._device, recorder)
+        traffic = prepared.traffic(batch)
+        executor = Executor(job, self._world, self._mail, traffic, prepared.stages, inputs, self._device, recorder)
         step = Step(
             job=job,
             executor=executor,
@@ -125,7 +125,7 @@ class Engine:
             collector=OutputCollector(job, self._world, self._mail, executor.outputs, self._device),
             exchange=GradientExchange(job, self._world, self._mail, executor, inputs),
             sources=self._sources(prepared, inputs),
-            program=partial(_program, prepared.instructions, batch),
+            program=traffic.program,
             guard=partial(self._guard, executor),
             is_synchronising=self.is_synchronising,
             delivers_all=self._settings.outputs == "all",
@@ -247,11 +247,6 @@ class Engine:
         self._mail = Mail(self._world, self._device)
         for prepared in self._graphs:
             prepared.gradients.take()
-
-
-def _program(instructions: Sequence[Instruction], batch: GlobalBatch, kinds: Sequence[Kind]) -> list[Instruction]:
-    """Returns the instructions of some kinds, without those of empty micro-batches."""
-    return [step for step in instructions if step.kind in kinds and step.micro_batch in batch.micro_batches]
 
 
 def _stand_ins(traced: TracedModel, outputs: Sequence[Tensor | None]) -> list[Any]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -14,16 +15,21 @@ from autovaruna.graph.traced import TracedModel
 from autovaruna.planner.orders import Orders
 from autovaruna.planner.problem import SPLIT_REFUSAL
 from autovaruna.planner.records import Plan
+from autovaruna.runtime.batch import GlobalBatch
 from autovaruna.runtime.gradient_book import GradientBook
 from autovaruna.runtime.gradients import GradientSum
 from autovaruna.runtime.placement import OwnedState, Placement, placement_of
+from autovaruna.runtime.traffic import Traffic
 from autovaruna.runtime.world import World
-from autovaruna.schedule.instruction import Instruction, Kind, Schedule
+from autovaruna.schedule.instruction import Kind, Schedule
 from autovaruna.settings import Settings
 from autovaruna.stage.assignment import Assignment, carry_over
 from autovaruna.stage.compiled import CompiledPiece
 from autovaruna.stage.module import StageModule
 from autovaruna.stage.split import Split, StagePart, split
+
+_KNOWN_BATCHES = 8
+"""Batches of other sizes whose messages are kept: the last one of an epoch, for example."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +40,7 @@ class Prepared:
         split: its stages.
         stages: those of this rank.
         gradients: sums what they collect.
-        instructions: of this rank.
+        traffic: the messages of this rank, for the micro-batches of a call.
         recomputing, splitting: the stages that run forward again, and those that compute weight gradients apart.
         is_half: whether some of its gradients are float16.
     """
@@ -42,7 +48,7 @@ class Prepared:
     split: Split
     stages: dict[int, StageModule]
     gradients: GradientBook
-    instructions: tuple[Instruction, ...]
+    traffic: Callable[[GlobalBatch], Traffic]
     recomputing: frozenset[int]
     splitting: frozenset[int]
     is_half: bool
@@ -113,7 +119,9 @@ class PreparedGraphs:
             parts,
             stages,
             GradientBook(total, list(stages.values()), self._world),
-            tuple(schedule[self._world.rank]),
+            lru_cache(_KNOWN_BATCHES)(
+                partial(Traffic, parts, self._plan, self._world.rank, schedule[self._world.rank])
+            ),
             _stages_with(Kind.RECOMPUTE, schedule),
             _stages_with(Kind.WEIGHT, schedule),
             _is_half(traced),

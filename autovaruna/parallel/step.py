@@ -20,9 +20,11 @@ from autovaruna.runtime.job import Job
 from autovaruna.runtime.outputs import OutputCollector
 from autovaruna.runtime.publish import Gradients, publish
 from autovaruna.runtime.scaler import LossScale
-from autovaruna.schedule.instruction import Instruction, Kind
+from autovaruna.runtime.traffic import Act
+from autovaruna.schedule.instruction import Kind
 
 Key = TypeVar("Key")
+_ALL = tuple(Kind)
 
 
 def input_key(name: str) -> str:
@@ -42,7 +44,7 @@ class Step:
         collector: puts outputs together.
         exchange: takes the gradients of outputs in and of inputs out.
         sources: what gets gradients on this rank: parameters by name, inputs by `input_key`.
-        program: this rank's instructions of some kinds.
+        program: this rank's instructions of some kinds, for a backward that starts from some origin.
         guard: surrounds whatever runs instructions.
         is_synchronising: whether gradients are summed over ranks now.
         delivers_all: whether a whole step returns the outputs beside the loss.
@@ -59,7 +61,7 @@ class Step:
     collector: OutputCollector
     exchange: GradientExchange
     sources: Mapping[str, Tensor]
-    program: Callable[[Sequence[Kind]], list[Instruction]]
+    program: Callable[[tuple[Kind, ...], str], list[Act]]
     guard: Callable[[], AbstractContextManager[None]]
     is_synchronising: bool
     delivers_all: bool
@@ -80,7 +82,7 @@ class Step:
         self.executor.output_gradients = lambda place, part: shares[part.share] if place == loss else None
         if self.is_synchronising:
             self.executor.stage_ended = self.gradients.begin(self.exchange.origin)
-        self.executor.run(self.program(tuple(Kind)))
+        self.executor.run(self.program(_ALL, self.exchange.origin))
         wanted = {place: spec for place, spec in self.specs.items() if self.delivers_all or place == loss}
         self.collector.send(wanted)
         own = self.gradients.take()
@@ -110,7 +112,7 @@ class Step:
 
     def forwards(self) -> list[Tensor | None]:
         """Runs forwards; where gradients are wanted, the backwards run when the caller goes backward."""
-        self.executor.run(self.program((Kind.FORWARD,)))
+        self.executor.run(self.program((Kind.FORWARD,), self.exchange.origin))
         outputs = self.collector.collect(self.specs)
         if not self.job.needs_gradient:
             return list(outputs.values())
@@ -124,11 +126,10 @@ class Step:
         self.note_gradients(self.is_synchronising)
         with self.guard():
             self.exchange.spread_output_gradients(gradients, zeros)
-            self.executor.origin = self.exchange.origin
             self.executor.output_gradients = self.exchange.output_gradient
             if self.is_synchronising:
                 self.executor.stage_ended = self.gradients.begin(self.exchange.origin)
-            self.executor.run(self.program((Kind.RECOMPUTE, Kind.BACKWARD, Kind.WEIGHT)))
+            self.executor.run(self.program((Kind.RECOMPUTE, Kind.BACKWARD, Kind.WEIGHT), self.exchange.origin))
             own = self.gradients.take()
             inputs = self.exchange.input_gradients()
             if not self.is_synchronising:

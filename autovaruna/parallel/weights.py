@@ -17,7 +17,7 @@ from autovaruna.runtime.world import World
 
 def micro_batch_weights(
     weigh: Callable[..., float] | None, model: nn.Module, shared: SharedCall, batch: GlobalBatch, world: World
-) -> list[float]:
+) -> tuple[float, ...]:
     """Returns a weight for each micro-batch, in order; empty without a function. Collective.
 
     Args:
@@ -28,7 +28,7 @@ def micro_batch_weights(
         world: The ranks.
     """
     if weigh is None:
-        return []
+        return ()
 
     def weights_of_own() -> dict[int, float]:
         return {part.index: _weight(weigh, model, shared, part) for part in batch.owned_by(world.rank)}
@@ -36,7 +36,7 @@ def micro_batch_weights(
     known: dict[int, float] = {}
     for found in gather_on_all(world, weights_of_own, "weighing micro-batches"):
         known |= found
-    return [known[index] for index in batch.micro_batches]
+    return tuple(known[index] for index in batch.micro_batches)
 
 
 def _weight(weigh: Callable[..., float], model: nn.Module, shared: SharedCall, part: MicroBatch) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 
@@ -23,12 +22,12 @@ class MicroBatch:
     share: float
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class GlobalBatch:
     """The micro-batches of one call, without empty ones.
 
     `groups` are the ranks that pass the same mini-batch, each with the rank that speaks for it first; a rank in none of
-    them passes nothing that counts.
+    them passes nothing that counts. Calls of the same sizes have the same object: what follows from it is kept.
     """
 
     micro_batches: dict[int, MicroBatch]
@@ -100,7 +99,8 @@ def cut_batch(
     return GlobalBatch(dict(sorted(parts.items())), groups)
 
 
-def weigh(batch: GlobalBatch, weights: Sequence[float], is_sum: bool) -> GlobalBatch:
+@lru_cache(maxsize=64)
+def weigh(batch: GlobalBatch, weights: tuple[float, ...], is_sum: bool) -> GlobalBatch:
     """Gives each micro-batch its share of the loss.
 
     Args:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from time import perf_counter
 
@@ -22,16 +21,16 @@ from autovaruna.runtime.job import Job
 from autovaruna.runtime.mail import Mail
 from autovaruna.runtime.offload import Stash
 from autovaruna.runtime.posting import Posting
-from autovaruna.runtime.traffic import Traffic
+from autovaruna.runtime.traffic import Act, Traffic
 from autovaruna.runtime.world import Pending, World
-from autovaruna.schedule.instruction import Instruction, Kind
+from autovaruna.schedule.instruction import Kind
 from autovaruna.stage.module import StageModule
 
 Place = tuple[int, int]
 """A stage and a micro-batch."""
 
 
-@dataclass
+@dataclass(slots=True)
 class _InFlight:
     """What a stage keeps of a micro-batch between its forward and its backward."""
 
@@ -50,6 +49,7 @@ class Executor:
         job: The call.
         world: The ranks.
         mail: Carries tensors.
+        traffic: Knows what each instruction receives and sends.
         stages: The stages that this rank holds, by index.
         inputs: This rank's mini-batch, by input name.
         device: Where it computes.
@@ -64,6 +64,7 @@ class Executor:
         job: Job,
         world: World,
         mail: Mail,
+        traffic: Traffic,
         stages: Mapping[int, StageModule],
         inputs: Mapping[str, Tensor],
         device: torch.device,
@@ -82,30 +83,16 @@ class Executor:
         self.input_gradients: dict[tuple[str, int], Tensor | None] = {}
         self.output_gradients: Callable[[int, MicroBatch], Tensor | None] = _no_gradient
         self.stage_ended: Callable[[int], None] = lambda stage: None
-        self._traffic = Traffic(job, world.rank, mail)
-        self._wanted = {stage: self._names_of_leaves(stage) for stage in stages}
+        self._traffic = traffic
         self._sent_inputs: list[Pending] = []
-        self._instruction: Instruction | None = None
-        self._batch_inputs = job.split.traced.batch_inputs
-
-    @property
-    def origin(self) -> str:
-        """Names the outputs that have a gradient, where calls differ in that: then messages back differ, too."""
-        return self._traffic.origin
-
-    @origin.setter
-    def origin(self, origin: str) -> None:
-        self._traffic.origin = origin
+        self._act: Act | None = None
+        self._slices: dict[str, Mapping[int, Tensor]] = {}
 
     def send_inputs(self) -> None:
         """Starts to send this rank's samples to the stages that use them."""
-        for part in self._job.batch.owned_by(self._world.rank):
-            for stage in self._job.split.stages if part.origin == self._world.rank else ():
-                destination = self._job.rank_of(stage.index, part.index)
-                names = self._traffic.travelling(stage.index)
-                if names and not self._job.batch.has(destination, part):
-                    tensors = [self._slice(name, part) for name in names]
-                    self._sent_inputs.append(self._mail.send(tensors, self._traffic.inputs(stage.index, part)))
+        for part, parcel in self._traffic.handed_out:
+            tensors = [self._slice(name, part) for name in parcel.names]
+            self._sent_inputs.append(self._mail.send(tensors, parcel.kind))
 
     def let_go_of_inputs(self) -> None:
         """Waits until this rank's samples have left it: the caller may change them after the call."""
@@ -113,45 +100,46 @@ class Executor:
             pending.wait()
         self._sent_inputs = []
 
-    def run(self, program: Sequence[Instruction]) -> None:
+    def run(self, program: Sequence[Act]) -> None:
         """Executes instructions in order."""
-        posting = Posting(program, self._job, self._mail, self._traffic)
-        last = {step.stage: place for place, step in enumerate(program) if step.kind in (Kind.BACKWARD, Kind.WEIGHT)}
-        for position, instruction in enumerate(program):
-            posting.go_to(position)
-            part = self._job.batch.micro_batches[instruction.micro_batch]
-            self._instruction = instruction
-            begin, waited = perf_counter(), self._mail.waited_seconds
-            _METHODS[instruction.kind](self, self._stages[instruction.stage], part)
-            if self._recorder is not None:
-                self._recorder.note(instruction, begin, perf_counter(), self._mail.waited_seconds - waited)
-            if last.get(instruction.stage) == position:
-                self.stage_ended(instruction.stage)
-            self._world.progress()
-        for stage in self._stages.keys() - last.keys():
+        posting = Posting(program, self._mail)
+        idle = self._stages.keys() - {act.instruction.stage for act in program if act.ends_stage}
+        with torch.set_grad_enabled(self._job.needs_gradient):
+            for position, act in enumerate(program):
+                posting.go_to(position)
+                self._act = act
+                begin, waited = perf_counter(), self._mail.waited_seconds
+                _METHODS[act.instruction.kind](self, self._stages[act.instruction.stage], act)
+                if self._recorder is not None:
+                    self._recorder.note(act.instruction, begin, perf_counter(), self._mail.waited_seconds - waited)
+                if act.ends_stage:
+                    self.stage_ended(act.instruction.stage)
+                self._world.progress()
+        for stage in idle:
             self.stage_ended(stage)
         self.output_gradients = _no_gradient  # its owner may own this executor: no cycle keeps tensors after the step
 
     def where(self, error: BaseException) -> str:
         """Returns rank, stage and micro-batch, and the line of the user's model if an operation raised `error`."""
-        if self._instruction is None:
+        if self._act is None:
             return f"rank {self._world.rank}, before the first instruction"
-        part = self._job.batch.micro_batches[self._instruction.micro_batch]
+        part = self._act.part
         owner = "" if len(self._job.batch.groups) == 1 else f" of rank {part.origin}"
         samples = f"samples {part.start} to {part.start + part.size - 1}{owner}"
-        place = f"rank {self._world.rank}, stage {self._instruction.stage}, micro-batch {part.index} ({samples})"
+        place = f"rank {self._world.rank}, stage {self._act.instruction.stage}, micro-batch {part.index} ({samples})"
         return place + failed_at(error, self._job.split.traced.nodes)
 
-    def _forward(self, stage: StageModule, part: MicroBatch) -> None:
+    def _forward(self, stage: StageModule, act: Act) -> None:
         """Waits for inputs and activations, runs the stage, starts to send what it returns."""
-        state = _InFlight(self._arrived(stage, part))
-        keeps_graph = self._job.needs_gradient and not self._recomputes(stage.index)
+        part = act.part
+        state = _InFlight(self._arrived(act))
+        keeps_graph = self._job.needs_gradient and stage.index not in self._job.recomputing
         if self._job.needs_gradient and not keeps_graph:
             changed = stage.changed_state(self._job.split.traced.changed_state)
             state.before = {name: tensor.clone() for name, tensor in changed.items()}
         returned = self._run_stage(stage, part, state, keeps_graph)
-        for edge in stage.part.leaving:
-            self._mail.send([returned[name].detach() for name in edge.values], self._traffic.activations(edge, part))
+        for kind, names in act.sends:
+            self._mail.send([returned[name].detach() for name in names], kind)
         for place, name in stage.part.outputs:
             self.outputs[place, part.index] = _alone(returned[name])
         if keeps_graph:
@@ -162,24 +150,25 @@ class Executor:
         if self._job.needs_gradient:
             self._in_flight[stage.index, part.index] = state
 
-    def _recompute(self, stage: StageModule, part: MicroBatch) -> None:
+    def _recompute(self, stage: StageModule, act: Act) -> None:
         """Runs the forward of a micro-batch again, from the same state and with the same random numbers."""
-        state = self._in_flight[stage.index, part.index]
+        state = self._in_flight[stage.index, act.part.index]
         changed = stage.changed_state(self._job.split.traced.changed_state)
         now = {name: tensor.clone() for name, tensor in changed.items()}
         _overwrite(changed, state.before)
         assert state.stash is not None, "a stage that recomputes has kept what it received"
         state.tensors = state.stash.take()
-        state.returned = self._run_stage(stage, part, state, keeps_graph=True)
+        state.returned = self._run_stage(stage, act.part, state, keeps_graph=True)
         state.tensors = {}
         _overwrite(changed, now)
 
-    def _backward(self, stage: StageModule, part: MicroBatch) -> None:
+    def _backward(self, stage: StageModule, act: Act) -> None:
         """Waits for gradients, runs backward, starts to send the gradients of what the stage received."""
-        state = self._in_flight.pop((stage.index, part.index))
+        place = stage.index, act.part.index
+        state = self._in_flight.pop(place)
         roots: list[Tensor] = []
         gradients: list[Tensor] = []
-        for name, gradient in self._arrived_gradients(stage, part):
+        for name, gradient in self._arrived_gradients(stage, act):
             root = state.returned[name]
             if gradient is not None and root.requires_grad:
                 roots.append(root)
@@ -188,78 +177,67 @@ class Executor:
         if roots:
             go_backward(roots, gradients)
         if state.deferred is not None:
-            self._deferred[stage.index, part.index] = state.deferred
-        for edge in stage.part.arriving:
-            if edge.gradients:
-                found = [state.gradients.get(name) for name in edge.gradients]
-                self._mail.send(found, self._traffic.gradients(edge, part))
+            self._deferred[place] = state.deferred
+        for kind, names in act.sends:
+            self._mail.send([state.gradients.get(name) for name in names], kind)
         for name, holder in self._job.split.input_gradients.items():
             if holder == stage.index:
-                self.input_gradients[name, part.index] = state.gradients.get(name)
+                self.input_gradients[name, act.part.index] = state.gradients.get(name)
 
-    def _weights(self, stage: StageModule, part: MicroBatch) -> None:
+    def _weights(self, stage: StageModule, act: Act) -> None:
         """Computes the weight gradients that the backward has left."""
-        stage.compute_weights(self._deferred.pop((stage.index, part.index)))
+        stage.compute_weights(self._deferred.pop((stage.index, act.part.index)))
 
     def _run_stage(
         self, stage: StageModule, part: MicroBatch, state: _InFlight, keeps_graph: bool
     ) -> dict[str, Tensor]:
         stream = RandomStream(self._job.seed, self._job.step, part.index, self._device)
         if not self._job.needs_gradient:
-            with torch.no_grad():
-                return stage.run(state.tensors, part.size, stream)
-        if keeps_graph and stage.index in self._job.splitting:
+            return stage.run(state.tensors, part.size, stream)
+        if not keeps_graph:
+            with forgetting():
+                return stage.run(self._leaves(stage, state), part.size, stream)
+        if stage.index in self._job.splitting:
             state.deferred = Deferred()
-        with torch.enable_grad(), nullcontext() if keeps_graph else forgetting():
-            return stage.run(self._leaves(stage, state), part.size, stream, state.deferred)
+        return stage.run(self._leaves(stage, state), part.size, stream, state.deferred)
 
     def _leaves(self, stage: StageModule, state: _InFlight) -> dict[str, Tensor]:
         """Turns what the stage received into leaves whose gradients are noted in `state`."""
         tensors = dict(state.tensors)
-        for name in self._wanted[stage.index] & tensors.keys():
+        for name in self._traffic.wanted[stage.index] & tensors.keys():
             tensors[name] = arrive(tensors[name], state.gradients, name)
         return tensors
 
-    def _names_of_leaves(self, stage: int) -> frozenset[str]:
-        """Returns what a stage receives whose gradient is wanted."""
-        back = {name for edge in self._job.split.stages[stage].arriving for name in edge.gradients}
-        return frozenset(back | {name for name, holder in self._job.split.input_gradients.items() if holder == stage})
-
-    def _arrived(self, stage: StageModule, part: MicroBatch) -> dict[str, Tensor]:
+    def _arrived(self, act: Act) -> dict[str, Tensor]:
+        """Returns all that a forward receives, by name."""
         tensors: dict[str, Tensor] = {}
-        for edge in stage.part.arriving:
-            self._put(tensors, edge.values, self._mail.take(self._traffic.activations(edge, part)))
-        if self._traffic.needs_inputs(stage.index, part):
-            names = self._traffic.travelling(stage.index)
-            self._put(tensors, names, self._mail.take(self._traffic.inputs(stage.index, part)))
-        for name in stage.part.inputs:
-            if name not in tensors:
-                tensors[name] = self._slice(name, part)
+        for kind, names in act.receives:
+            for name, tensor in zip(names, self._mail.take(kind), strict=True):
+                assert tensor is not None, f"{name} is always there; gradients alone may be missing"
+                tensors[name] = tensor
+        for name in act.own:
+            tensors[name] = self._slice(name, act.part)
         return tensors
 
-    def _put(self, tensors: dict[str, Tensor], names: Sequence[str], taken: Sequence[Tensor | None]) -> None:
-        for name, tensor in zip(names, taken, strict=True):
-            assert tensor is not None, f"{name} is always there; gradients alone may be missing"
-            tensors[name] = tensor
-
-    def _arrived_gradients(self, stage: StageModule, part: MicroBatch) -> Iterable[tuple[str, Tensor | None]]:
+    def _arrived_gradients(self, stage: StageModule, act: Act) -> Iterable[tuple[str, Tensor | None]]:
         """Yields the gradients of what a stage returns: of the model's outputs first, then of what it sent."""
         for place, name in stage.part.outputs:
-            yield name, self.output_gradients(place, part)
-        for edge in stage.part.leaving:
-            if edge.gradients:
-                yield from zip(edge.gradients, self._mail.take(self._traffic.gradients(edge, part)), strict=True)
+            yield name, self.output_gradients(place, act.part)
+        for kind, names in act.receives:
+            yield from zip(names, self._mail.take(kind), strict=True)
 
     def _slice(self, name: str, part: MicroBatch) -> Tensor:
         """Returns a micro-batch's part of one of this rank's inputs."""
-        tensor = self._inputs[name]
-        return tensor.narrow(0, part.start, part.size).contiguous() if name in self._batch_inputs else tensor
+        if name not in self._job.split.traced.batch_inputs:
+            return self._inputs[name]
+        if name not in self._slices:
+            parts = self._job.batch.owned_by(self._world.rank)
+            slices = torch.unsafe_split_with_sizes(self._inputs[name], [each.size for each in parts])
+            self._slices[name] = {each.index: piece for each, piece in zip(parts, slices, strict=True)}
+        return self._slices[name][part.index].contiguous()
 
-    def _recomputes(self, stage: int) -> bool:
-        return stage in self._job.recomputing
 
-
-_METHODS: dict[Kind, Callable[[Executor, StageModule, MicroBatch], None]] = {
+_METHODS: dict[Kind, Callable[[Executor, StageModule, Act], None]] = {
     Kind.FORWARD: Executor._forward,
     Kind.RECOMPUTE: Executor._recompute,
     Kind.BACKWARD: Executor._backward,

@@ -7,8 +7,7 @@ bare numbers and can be received before they are needed.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from time import perf_counter
 from typing import NamedTuple
 
@@ -22,8 +21,7 @@ from autovaruna.runtime.world import Done, Pending, World
 TensorList = list[Tensor | None]
 
 
-@dataclass(frozen=True, slots=True)
-class Route:
+class Route(NamedTuple):
     """A stream of messages: from one rank to another, under one tag."""
 
     source: int
@@ -31,20 +29,12 @@ class Route:
     tag: int
 
 
-@dataclass(frozen=True, slots=True)
-class Kind:
+class Kind(NamedTuple):
     """Messages with the same layouts: of one graph, on one route, for one micro-batch size."""
 
     graph: str
     route: Route
     micro_batch_size: int
-    _hash: int = field(init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "_hash", hash((self.graph, self.route, self.micro_batch_size)))
-
-    def __hash__(self) -> int:
-        return self._hash
 
 
 class _Posted(NamedTuple):
@@ -63,14 +53,13 @@ class Mail:
         world: Carries the bytes.
         device: Where received tensors live.
 
-    `kinds` is where senders and receivers keep the kinds that they have made. `num_posted_bytes` is the memory of
-    receives that are posted and not taken; `waited_seconds` is how long this rank has waited for messages in all.
+    `num_posted_bytes` is the memory of receives that are posted and not taken; `waited_seconds` is how long this rank
+    has waited for messages in all.
     """
 
     def __init__(self, world: World, device: torch.device) -> None:
         self._world = world
         self._device = device
-        self.kinds: dict[Hashable, Kind] = {}
         self.num_posted_bytes = 0
         self.waited_seconds = 0.0
         self._layouts: dict[Kind, Layouts] = {}

@@ -1,84 +1,144 @@
-"""Knows which messages each stage gets and sends for a micro-batch; works each kind out once, for all later steps."""
+"""Knows what each instruction of a rank receives and sends; worked out once, for all steps of one batch."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
-from autovaruna.runtime.batch import MicroBatch
-from autovaruna.runtime.job import Job
-from autovaruna.runtime.mail import Kind, Mail, Route
-from autovaruna.stage.split import Edge, StagePart
+from autovaruna.planner.records import Plan
+from autovaruna.runtime.batch import GlobalBatch, MicroBatch
+from autovaruna.runtime.mail import Kind, Route
+from autovaruna.schedule.instruction import Instruction
+from autovaruna.schedule.instruction import Kind as Work
+from autovaruna.stage.split import Edge, Split, StagePart
+
+
+class Parcel(NamedTuple):
+    """Tensors that travel together: the kind of their message, and their names."""
+
+    kind: Kind
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Act:
+    """An instruction with what it needs to know of its micro-batch.
+
+    Attributes:
+        instruction: what is done.
+        part: the micro-batch.
+        receives: what it waits for.
+        sends: what it makes for others.
+        own: inputs of a forward that are this rank's own.
+        ends_stage: whether the stage has its last gradients on this rank afterwards.
+    """
+
+    instruction: Instruction
+    part: MicroBatch
+    receives: tuple[Parcel, ...]
+    sends: tuple[Parcel, ...]
+    own: tuple[str, ...]
+    ends_stage: bool
 
 
 class Traffic:
-    """The kinds of messages of one job, as one rank sees them.
+    """The messages of one kind of call, as one rank sees them.
 
     Args:
-        job: The call.
+        split: The stages of the call's graph.
+        plan: Where each runs.
         rank: This rank.
-        mail: Carries the messages; keeps their kinds from step to step.
+        instructions: All that this rank may do, in order.
+        batch: The micro-batches.
+
+    Attributes:
+        wanted: what each stage receives whose gradient is wanted.
+        handed_out: this rank's own samples that other ranks compute with, and whose samples they are.
     """
 
-    def __init__(self, job: Job, rank: int, mail: Mail) -> None:
-        self._job = job
+    def __init__(
+        self, split: Split, plan: Plan, rank: int, instructions: Sequence[Instruction], batch: GlobalBatch
+    ) -> None:
+        self._split = split
+        self._plan = plan
         self._rank = rank
-        self._known = mail.kinds
-        self._batch_inputs = job.split.traced.batch_inputs
-        self._travelling = {stage.index: self._batches(stage.inputs) for stage in job.split.stages}
-        self._num_replicas = [len(stage.ranks) for stage in job.plan.stages]
-        self.origin = ""
+        self._instructions = instructions
+        self._batch = batch
+        self._graph_key = split.traced.key
+        self._programs: dict[tuple[tuple[Work, ...], str], list[Act]] = {}
+        self._travelling = [
+            tuple(name for name in stage.inputs if name in split.traced.batch_inputs) for stage in split.stages
+        ]
+        self.wanted = [self._wanted_by(stage) for stage in split.stages]
+        self.handed_out = [
+            (part, self._inputs(stage, part))
+            for part in batch.owned_by(rank)
+            for stage in (split.stages if part.origin == rank else ())
+            if self._travelling[stage.index] and not batch.has(plan.rank_of(stage.index, part.index), part)
+        ]
 
-    def travelling(self, stage: int) -> tuple[str, ...]:
-        """Returns the inputs of a stage that go from rank to rank; others are the same on all of them."""
-        return self._travelling[stage]
+    def program(self, kinds: tuple[Work, ...], origin: str = "") -> list[Act]:
+        """Returns this rank's instructions of some kinds, without those of empty micro-batches.
 
-    def needs_inputs(self, stage: int, part: MicroBatch) -> bool:
-        """Whether a stage's inputs of a micro-batch come to this rank by mail."""
-        return bool(self._travelling[stage]) and not self._job.batch.has(self._rank, part)
+        Args:
+            kinds: The kinds.
+            origin: Names the outputs that have a gradient, where calls differ in that: then messages back differ, too.
+        """
+        known = self._programs.get((kinds, origin))
+        if known is None:
+            known = self._programs[kinds, origin] = self._made(kinds, origin)
+        return known
 
-    def activations(self, edge: Edge, part: MicroBatch) -> Kind:
-        """Returns the kind of message that takes a cut's values on."""
-        return self._of_edge(edge, part, is_back=False)
+    def _made(self, kinds: tuple[Work, ...], origin: str) -> list[Act]:
+        chosen = [step for step in self._instructions if step.kind in kinds and self._is_full(step)]
+        last = {step.stage: step for step in chosen if step.kind in (Work.BACKWARD, Work.WEIGHT)}
+        return [self._act(step, origin, last.get(step.stage) is step) for step in chosen]
 
-    def gradients(self, edge: Edge, part: MicroBatch) -> Kind:
-        """Returns the kind of message that takes the gradients of a cut's values back."""
-        return self._of_edge(edge, part, is_back=True)
+    def _is_full(self, step: Instruction) -> bool:
+        return step.micro_batch in self._batch.micro_batches
 
-    def inputs(self, stage: int, part: MicroBatch) -> Kind:
-        """Returns the kind of message that takes inputs to a stage."""
-        place = part.index % self._num_replicas[stage]
-        key = self._job.graph_key, "inputs", stage, part.origin, place, part.size
-        kind = self._known.get(key)
-        if kind is None:
-            route = Route(part.origin, self._job.rank_of(stage, part.index), 4 * stage + 2)
-            kind = self._remember(key, Kind(self._job.graph_key, route, part.size))
-        return kind
+    def _act(self, step: Instruction, origin: str, ends_stage: bool) -> Act:
+        part, stage = self._batch.micro_batches[step.micro_batch], self._split.stages[step.stage]
+        receives: list[Parcel] = []
+        sends: list[Parcel] = []
+        own: tuple[str, ...] = ()
+        if step.kind is Work.FORWARD:
+            receives, own = self._received(stage, part)
+            sends = [self._activations(edge, part) for edge in stage.leaving]
+        elif step.kind is Work.BACKWARD:
+            receives = [self._gradients(edge, part, origin) for edge in stage.leaving if edge.gradients]
+            sends = [self._gradients(edge, part, origin) for edge in stage.arriving if edge.gradients]
+        return Act(step, part, tuple(receives), tuple(sends), own, ends_stage)
 
-    def awaited_by_forward(self, stage: StagePart, part: MicroBatch) -> list[Kind]:
-        """Returns the messages that a forward waits for."""
-        kinds = [self.activations(edge, part) for edge in stage.arriving]
-        if self.needs_inputs(stage.index, part):
-            kinds.append(self.inputs(stage.index, part))
-        return kinds
+    def _received(self, stage: StagePart, part: MicroBatch) -> tuple[list[Parcel], tuple[str, ...]]:
+        """Returns the messages that a forward waits for, and the inputs that it takes from this rank's own."""
+        parcels = [self._activations(edge, part) for edge in stage.arriving]
+        if self._travelling[stage.index] and not self._batch.has(self._rank, part):
+            parcels.append(self._inputs(stage, part))
+        come = {name for parcel in parcels for name in parcel.names}
+        return parcels, tuple(name for name in stage.inputs if name not in come)
 
-    def awaited_by_backward(self, stage: StagePart, part: MicroBatch) -> list[Kind]:
-        """Returns the messages that a backward waits for."""
-        return [self.gradients(edge, part) for edge in stage.leaving if edge.gradients]
+    def _inputs(self, stage: StagePart, part: MicroBatch) -> Parcel:
+        """Returns the parcel that takes inputs to a stage; those that are no batches are the same on all ranks."""
+        route = Route(part.origin, self._plan.rank_of(stage.index, part.index), 4 * stage.index + 2)
+        return Parcel(Kind(self._graph_key, route, part.size), self._travelling[stage.index])
 
-    def _of_edge(self, edge: Edge, part: MicroBatch, *, is_back: bool) -> Kind:
-        places = part.index % self._num_replicas[edge.source], part.index % self._num_replicas[edge.destination]
-        origin = self.origin if is_back else ""
-        key = self._job.graph_key, origin, is_back, edge.index, places, part.size
-        kind = self._known.get(key)
-        if kind is None:
-            ends = self._job.rank_of(edge.source, part.index), self._job.rank_of(edge.destination, part.index)
-            route = Route(ends[1], ends[0], 4 * edge.index + 1) if is_back else Route(*ends, 4 * edge.index)
-            kind = self._remember(key, Kind(self._job.graph_key + origin, route, part.size))
-        return kind
+    def _activations(self, edge: Edge, part: MicroBatch) -> Parcel:
+        """Returns the parcel that takes a cut's values on."""
+        route = Route(*self._ends(edge, part), 4 * edge.index)
+        return Parcel(Kind(self._graph_key, route, part.size), edge.values)
 
-    def _remember(self, key: Hashable, kind: Kind) -> Kind:
-        self._known[key] = kind
-        return kind
+    def _gradients(self, edge: Edge, part: MicroBatch, origin: str) -> Parcel:
+        """Returns the parcel that takes the gradients of a cut's values back."""
+        source, destination = self._ends(edge, part)
+        route = Route(destination, source, 4 * edge.index + 1)
+        return Parcel(Kind(self._graph_key + origin, route, part.size), edge.gradients)
 
-    def _batches(self, names: Sequence[str]) -> tuple[str, ...]:
-        return tuple(name for name in names if name in self._batch_inputs)
+    def _ends(self, edge: Edge, part: MicroBatch) -> tuple[int, int]:
+        return self._plan.rank_of(edge.source, part.index), self._plan.rank_of(edge.destination, part.index)
+
+    def _wanted_by(self, stage: StagePart) -> frozenset[str]:
+        back = {name for edge in stage.arriving for name in edge.gradients}
+        held = self._split.input_gradients.items()
+        return frozenset(back | {name for name, holder in held if holder == stage.index})

@@ -14,6 +14,9 @@ class Kind(str, Enum):
     BACKWARD = "B"
     WEIGHT = "W"
 
+    __hash__ = str.__hash__
+    """That of `Enum` is a function of Python's, and every instruction of a step is looked up by its kind."""
+
 
 @dataclass(frozen=True, slots=True, order=True)
 class Instruction:

@@ -51,7 +51,8 @@ class StageModule:
         self._buffers = buffers
         self._constants = constants
         self._size_of = size_of
-        self._bound: list[tuple[Argument, Tensor | None]] = []
+        self._bound: list[Any] = []
+        self._coming: list[tuple[int, Argument]] = []
         self._bound_buffers: list[tuple[str, Tensor]] = []
         self.bind()
 
@@ -68,7 +69,9 @@ class StageModule:
         """
         for name, known in self._bound_buffers:
             _check_kind(name, self._buffers[name], known)
-        self._bound = [(argument, self._state(argument)) for argument in self.part.piece.arguments]
+        arguments = self.part.piece.arguments
+        self._bound = [self._state(argument) for argument in arguments]
+        self._coming = [each for each in enumerate(arguments) if self._bound[each[0]] is None]
         self._bound_buffers = [(name, self._buffers[name]) for name in self.part.piece.named(Source.BUFFER)]
 
     def is_bound(self) -> bool:
@@ -110,10 +113,9 @@ class StageModule:
         Returns:
             What the stage returns, by name.
         """
-        arguments = [
-            bound if bound is not None else self._dynamic(argument, tensors, micro_batch_size, stream)
-            for argument, bound in self._bound
-        ]
+        arguments = self._bound.copy()
+        for place, argument in self._coming:
+            arguments[place] = self._dynamic(argument, tensors, micro_batch_size, stream)
         piece = self.part.piece
         if deferred is not None and self.split is not None:
             return dict(zip(piece.outputs, self.split.module(deferred, *arguments), strict=True))
@@ -122,13 +124,9 @@ class StageModule:
     def _dynamic(
         self, argument: Argument, tensors: Mapping[str, Tensor], micro_batch_size: int, stream: RandomStream
     ) -> Any:
-        match argument.source:
-            case Source.SIZE:
-                return self._size_of(argument.name, micro_batch_size)
-            case Source.RANDOM:
-                return stream
-            case _:
-                return tensors[argument.name]
+        if argument.source is Source.SIZE:
+            return self._size_of(argument.name, micro_batch_size)
+        return stream if argument.source is Source.RANDOM else tensors[argument.name]
 
     def _state(self, argument: Argument) -> Tensor | None:
         match argument.source:
