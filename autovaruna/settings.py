@@ -118,7 +118,9 @@ class Settings:
         choice("mean", "sum"), "mean", "Whether the model's loss is a mean over its samples, or their sum."
     )
     micro_batch_weight: Callable[..., float] | None = _setting(
-        kinds.CALLABLE, None, "Weight of a micro-batch in the loss, a function of its batch; its samples if not given."
+        kinds.CALLABLE,
+        None,
+        "Weight of a micro-batch in the loss, a function of its batch; not given: the loss is that of the whole batch.",
     )
     loss_mode: Literal["auto", "loss", "outputs"] = _setting(
         choice("auto", "loss", "outputs"),

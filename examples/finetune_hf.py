@@ -1,6 +1,7 @@
 """Trains an unmodified model of the library transformers: keyword arguments, `.loss`, a scheduler, clipping.
 
-The task is BERT's own: find the masked bytes in pieces of Python's standard library.
+The task is BERT's own: find the masked bytes in pieces of Python's standard library. Micro-batches have unequal numbers
+of them; the loss is the mean over all of the batch, as on one process.
 
 mpirun -n 2 python examples/finetune_hf.py
 """
@@ -37,11 +38,6 @@ def draw(text: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
     return {"input_ids": inputs, "attention_mask": is_text.long(), "labels": words.where(is_masked, -100)}
 
 
-def num_masked(batch: dict[str, Tensor]) -> float:
-    """Counts what the loss is a mean over; without this, micro-batches count by their samples."""
-    return float((batch["labels"] != -100).sum())
-
-
 torch.manual_seed(0)
 config = BertConfig(
     vocab_size=258,
@@ -55,7 +51,7 @@ config = BertConfig(
 net = BertForMaskedLM(config)
 optimizer = torch.optim.AdamW(net.parameters(), lr=3e-3)
 scheduler = get_linear_schedule_with_warmup(optimizer, num_warmup_steps=10, num_training_steps=NUM_STEPS)
-model = AutoVaruna(net, optimizer, save_deployment=False, load_deployment=False, micro_batch_weight=num_masked)
+model = AutoVaruna(net, optimizer, save_deployment=False, load_deployment=False)
 
 text, generator = load(), torch.Generator().manual_seed(get_rank())
 losses = []

@@ -77,7 +77,7 @@ class Builder:
             for user in users:
                 if user.name in self.block_of:
                     found.add(self.block_of[user.name])
-                elif user.op != "output" and not self.sizes.is_size(user):
+                elif user.op != "output" and not self.sizes.is_given(user):
                     found |= self.users(user)
             self._users |= dict.fromkeys(together, found)
         return self._users[node]

@@ -26,6 +26,7 @@ from autovaruna.graph.explain import explain, is_about_batch, own_error
 from autovaruna.graph.fake import faked
 from autovaruna.graph.fixed_size import noted_fixed_sizes
 from autovaruna.graph.flat_call import FlatCall
+from autovaruna.graph.free_regions import open_free_regions
 from autovaruna.graph.functions import Function, take_functions
 from autovaruna.graph.guards import hooked, watched, with_own_backward
 from autovaruna.graph.hidden_state import Changes, compare_calls
@@ -197,15 +198,11 @@ def _attempt(
     if torch.is_grad_enabled() and (found := with_own_backward(function_calls)):
         raise _KeepMoreError(replace(kept, functions=kept.functions | found))
     assert output_trees
-    state = {
-        PREFIX + name
-        for name in [
-            *dict(model.named_parameters(remove_duplicate=False)),
-            *dict(model.named_buffers(remove_duplicate=False)),
-        ]
-    }
+    parameters = {PREFIX + name for name, _ in model.named_parameters(remove_duplicate=False)}
+    state = parameters | {PREFIX + name for name, _ in model.named_buffers(remove_duplicate=False)}
     with deferred_compilation():
         drop_whole_slices(graph_module)
+        open_free_regions(graph_module, parameters, [spec.needs_gradient for spec in call.inputs])
         switch_in_regions(graph_module)
         take_functions(graph_module)
         constants = tidy(graph_module, [spec.name for spec in call.inputs], state)

@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from autovaruna.graph.kept import KeptModule, run_kept
+from autovaruna.graph.of_batch import is_of_batch
 from autovaruna.graph.precision import Switch, precision_of
 from autovaruna.graph.random import draw
 from autovaruna.graph.traced import TracedModel
@@ -26,6 +27,8 @@ class Source(str, Enum):
     """A tensor made by a block outside the piece."""
     SIZE = "size"
     """A number that follows from the micro-batch size."""
+    OF_BATCH = "of_batch"
+    """A value of the whole batch, by the name of the call of `of_batch` that stands for it."""
     PARAMETER = "parameter"
     """A parameter, by first name; one argument for each block that uses it, so that each has its own gradient."""
     BUFFER = "buffer"
@@ -90,7 +93,7 @@ def reads(traced: TracedModel, nodes: Iterable[str], outputs: Sequence[str]) -> 
     sources = [source for node in wanted for source in node.all_input_nodes] + [traced.nodes[name] for name in outputs]
     outside = dict.fromkeys(source for source in sources if source.name not in inside and source.op != "get_attr")
     inputs = [node.name for node in outside if node.op == "placeholder"]
-    values = [node.name for node in outside if node.op != "placeholder" and not traced.sizes.is_size(node)]
+    values = [node.name for node in outside if node.op != "placeholder" and not traced.sizes.is_given(node)]
     return values, inputs
 
 
@@ -152,7 +155,9 @@ class _Extraction:
             return self._attribute(node, block)
         if node.op == "placeholder":
             return self._argument(Argument(Source.INPUT, node.name))
-        if self.traced.sizes.is_size(node):
+        if is_of_batch(node):
+            return self._argument(Argument(Source.OF_BATCH, node.name))
+        if self.traced.sizes.is_given(node):
             value = node.meta["val"]
             is_symbolic = isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool)
             return self._argument(Argument(Source.SIZE, node.name)) if is_symbolic else value

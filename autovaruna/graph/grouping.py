@@ -52,7 +52,7 @@ class Grouping:
 def group(
     graph: fx.Graph,
     facts: Mapping[str, Fact],
-    is_size: Callable[[fx.Node], bool],
+    is_given: Callable[[fx.Node], bool],
     depends_on_data: Callable[[fx.Node], bool],
     parameters: Collection[str] = (),
 ) -> Grouping:
@@ -61,11 +61,11 @@ def group(
     Args:
         graph: A tidied graph of torch.export.
         facts: What is known of each node.
-        is_size: Whether a node is a number that follows from the micro-batch size.
+        is_given: Whether stages are given the value of a node, so that it runs in none.
         depends_on_data: Whether the shape of a node's value depends on the numbers in tensors.
         parameters: Names of the attributes that are parameters.
     """
-    nodes = [node for node in graph.nodes if node.op in ("call_function", "call_module") and not is_size(node)]
+    nodes = [node for node in graph.nodes if node.op in ("call_function", "call_module") and not is_given(node)]
     rules = _Rules(nodes, facts, depends_on_data)
     rules.tuples_stay_whole()
     rules.changes_stay_with_what_they_change()

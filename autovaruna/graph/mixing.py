@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 from autovaruna.errors import TraceError
 from autovaruna.graph.along_batch import runs_along
 from autovaruna.graph.facts import Fact
+from autovaruna.graph.of_batch import is_of_batch
 from autovaruna.graph.origin import origin
 from autovaruna.graph.sizes import Sizes
 
@@ -97,7 +98,9 @@ class _Reaches:
         if node.op == "placeholder":
             return self._of_numbers(node, Reach.SAMPLES if node.name in self._batch else Reach.NONE)
         fact = self._facts.get(node.name)
-        if node.op != "call_function" or fact is None or self._is_state(node, fact) or _is_shape_alone(node):
+        if node.op != "call_function" or fact is None or self._is_state(node, fact):
+            return Reach.NONE
+        if _is_shape_alone(node) or is_of_batch(node):
             return Reach.NONE
         most = max((self._known[each] for each in _read(node)), default=Reach.NONE)
         if most is Reach.COUNTS and fact.needs_gradient:

@@ -11,6 +11,7 @@ import sympy
 import torch
 from torch import Tensor, fx
 
+from autovaruna.graph.of_batch import is_of_batch
 from autovaruna.graph.records import Size
 
 
@@ -24,10 +25,11 @@ class Sizes:
     symbol: sympy.Symbol | None
     batch_size: int
 
-    def is_size(self, node: fx.Node) -> bool:
-        """Whether a node is a plain number that follows from the batch size alone."""
+    def is_given(self, node: fx.Node) -> bool:
+        """Whether a stage is given the value of a node: a number that follows from the batch size, or `of_batch`."""
         value = node.meta.get("val")
-        return node.op == "call_function" and not isinstance(value, Tensor) and self._is_known(value)
+        is_size = node.op == "call_function" and not isinstance(value, Tensor) and self._is_known(value)
+        return is_size or is_of_batch(node)
 
     def depends_on_data(self, node: fx.Node) -> bool:
         """Whether a node is a number, or has a shape, that depends on the contents of tensors."""

@@ -6,27 +6,10 @@ scales, adds or reshapes, to where the samples were reduced.
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
-from torch import Tensor, fx
-
 from autovaruna.errors import InputError
 from autovaruna.graph.origin import origin
+from autovaruna.graph.reductions import Reductions
 from autovaruna.graph.traced import TracedModel
-
-aten = torch.ops.aten
-_SUM = 2
-"""The number of ``reduction="sum"`` in an operation."""
-_SUMS = frozenset({aten.sum.default, aten.sum.dim_IntList, aten.nansum.default})
-_ADDS = frozenset({aten.add.Tensor, aten.add_.Tensor, aten.sub.Tensor, aten.sub_.Tensor, aten.stack.default})
-_SCALES = frozenset({aten.mul.Tensor, aten.mul_.Tensor, aten.div.Tensor, aten.div_.Tensor})
-_KEEPS = frozenset(
-    {
-        *(aten.neg.default, aten.clone.default, aten.alias.default, aten.squeeze.default, aten.view.default),
-        *(aten.reshape.default, aten.to.dtype, aten._to_copy.default, aten.mean.default, *_SUMS),
-    }
-)
 
 
 def refuse_sum(traced: TracedModel) -> None:
@@ -35,7 +18,8 @@ def refuse_sum(traced: TracedModel) -> None:
     Raises:
         InputError: it is one; says where it is made, and which setting adds the micro-batches up.
     """
-    made = None if traced.loss is None else _Reductions(traced).sum_in(traced.nodes[traced.loss.node])
+    reductions = Reductions(traced.sizes, traced.batch_inputs)
+    made = None if traced.loss is None else reductions.sum_in(traced.nodes[traced.loss.node])
     if made is not None:
         raise InputError(
             f"The loss of the model is a sum over the samples, made by {made.name} at {origin(made) or made.name}, but "
@@ -43,60 +27,3 @@ def refuse_sum(traced: TracedModel) -> None:
             "reduction='sum', which adds the micro-batches of all ranks up; micro_batch_weight gives each a weight of "
             "its own."
         )
-
-
-class _Reductions:
-    """Follows a loss back to where the samples were reduced."""
-
-    def __init__(self, traced: TracedModel) -> None:
-        self._sizes = traced.sizes
-        self._inputs = traced.batch_inputs
-
-    def sum_in(self, node: Any) -> fx.Node | None:
-        """Returns the sum over the samples that a value is, or holds as a part; None if there is none."""
-        if not isinstance(node, fx.Node) or node.op != "call_function" or self._grows(node):
-            return None
-        if self._is_sum(node):
-            return node
-        if node.target in _ADDS:
-            terms = node.args[0] if node.target is aten.stack.default else node.args
-            return next((made for term in terms if (made := self.sum_in(term)) is not None), None)  # type: ignore[union-attr]
-        if node.target in _KEEPS:
-            return self.sum_in(node.args[0])
-        if node.target in _SCALES:
-            value, scale = node.args
-            return self.sum_in(value) if self._is_same_for_all(scale) else self._scaled(node)
-        return None
-
-    def _scaled(self, node: fx.Node) -> fx.Node | None:
-        """Returns the sum in a product whose first factor is the constant."""
-        is_product = node.target in (aten.mul.Tensor, aten.mul_.Tensor)
-        return self.sum_in(node.args[1]) if is_product and self._is_same_for_all(node.args[0]) else None
-
-    def _is_sum(self, node: fx.Node) -> bool:
-        if node.target in _SUMS:
-            return self._grows(node.args[0])
-        target: Any = node.target
-        if not isinstance(target, torch._ops.OpOverload) or not self._grows(node.args[0] if node.args else None):
-            return False
-        names = [argument.name for argument in target._schema.arguments]
-        given = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
-        return bool(given.get("reduction") == _SUM)
-
-    def _grows(self, node: Any) -> bool:
-        value = node.meta.get("val") if isinstance(node, fx.Node) else None
-        return isinstance(value, Tensor) and self._sizes.batch_dimension(value) is not None
-
-    def _is_same_for_all(self, scale: Any) -> bool:
-        """Whether a factor has nothing to do with the batch, so that it is the same in every micro-batch."""
-        if not isinstance(scale, fx.Node):
-            return not isinstance(scale, torch.SymInt | torch.SymFloat)
-        seen, open_ = {scale}, [scale]
-        while open_:
-            node = open_.pop()
-            if node.name in self._inputs:
-                return False
-            new = set(node.all_input_nodes) - seen
-            seen |= new
-            open_ += new
-        return True

@@ -14,6 +14,7 @@ from torch import Tensor, fx, nn
 from torch.nn.parameter import is_lazy
 
 from autovaruna.errors import TraceError
+from autovaruna.graph.batch_totals import NO_TOTALS, BatchTotals, take_totals
 from autovaruna.graph.build import Builder
 from autovaruna.graph.call import CallSpec, InputSpec
 from autovaruna.graph.candidates import crossing_sizes, merge_free_blocks
@@ -52,6 +53,7 @@ class TracedModel:
         constants: other tensors, by attribute name.
         changed_state: first names of buffers, and of parameters, that forward changes.
         reads: attributes of modules that the model has read, as ``path.of.module.attribute``.
+        totals: its values of the whole batch.
     """
 
     module: fx.GraphModule
@@ -67,6 +69,7 @@ class TracedModel:
     constants: dict[str, Tensor]
     changed_state: frozenset[str]
     reads: frozenset[str] = frozenset()
+    totals: BatchTotals = NO_TOTALS
 
     @property
     def key(self) -> str:
@@ -128,6 +131,7 @@ def trace(
     is_dynamic: bool = True,
     micro_batch_size: int = 0,
     loss_mode: str = "auto",
+    has_totals: bool = True,
 ) -> TracedModel:
     """Traces one call of a model in its present mode, without running it or holding its numbers.
 
@@ -138,16 +142,23 @@ def trace(
         is_dynamic: Whether the graph serves every batch size.
         micro_batch_size: The one size that it serves if not.
         loss_mode: ``auto``, ``loss`` or ``outputs``.
+        has_totals: Whether micro-batches use what was counted over the whole batch; else, over their own samples.
 
     Raises:
         TraceError: the model cannot be traced.
     """
     with _one_at_a_time:
-        return _trace(model, call, device, is_dynamic, micro_batch_size, loss_mode)
+        return _trace(model, call, device, is_dynamic, micro_batch_size, loss_mode, has_totals)
 
 
 def _trace(
-    model: nn.Module, call: CallSpec, device: torch.device, is_dynamic: bool, micro_batch_size: int, loss_mode: str
+    model: nn.Module,
+    call: CallSpec,
+    device: torch.device,
+    is_dynamic: bool,
+    micro_batch_size: int,
+    loss_mode: str,
+    has_totals: bool,
 ) -> TracedModel:
     batch_size = _hint(model, call) if is_dynamic else micro_batch_size
     exported = export(model, call, batch_size, is_dynamic, device)
@@ -157,14 +168,15 @@ def _trace(
     module = exported.module
     placeholders = module.graph.find_nodes(op="placeholder")
     batch = frozenset(node.name for node, spec in zip(placeholders, call.inputs, strict=True) if spec.is_batch)
-    refuse_mixing(type(model).__qualname__, module.graph, facts, sizes, batch)
     parameters = _first_names(dict(model.named_parameters(remove_duplicate=False)))
+    totals = take_totals(module.graph, facts, sizes, batch, parameters) if has_totals else NO_TOTALS
+    refuse_mixing(type(model).__qualname__, module.graph, facts, sizes, batch)
     if not any(node.op == "call_function" for node in module.graph.nodes):
         raise TraceError(
             f"{type(model).__qualname__} computes nothing: got a forward without operations. Expected a model with "
             "something to split over ranks; call it without AutoVaruna."
         )
-    grouping = group(module.graph, facts, sizes.is_size, sizes.depends_on_data, parameters)
+    grouping = group(module.graph, facts, sizes.is_given, sizes.depends_on_data, parameters)
     buffers = _first_names(dict(model.named_buffers(remove_duplicate=False)))
     graph = _build(exported, facts, sizes, grouping, parameters, buffers)
     logger.info("traced %s: %d operations in %d blocks", type(model).__name__, len(facts), len(graph.blocks))
@@ -182,6 +194,7 @@ def _trace(
         constants=exported.constants,
         changed_state=_changed(module, facts, parameters | buffers),
         reads=exported.reads,
+        totals=totals,
     )
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from autovaruna.config import replicas_of
 from autovaruna.errors import InputError, RankError
 from autovaruna.graph.call import CallSpec
+from autovaruna.parallel.totals import Totals
 from autovaruna.runtime.differences import differences
 from autovaruna.runtime.world import World
 from autovaruna.settings import Settings
@@ -31,8 +32,9 @@ _OF_ONE_RANK = {
 _FLAGS = {"t": "train()", "e": "eval()", "g": "trained", "f": "frozen"}
 
 
-Report = tuple[str, int, str]
-"""What a rank says of its call: key, samples, and a digest of what its script has done since the start."""
+Report = tuple[str, int, str, Totals | None]
+"""What a rank says of its call: key, samples, a digest of what its script has done since the start, and the totals of
+its mini-batch (None: the graph is not known yet)."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,7 @@ class SharedCall:
         sizes: samples of each rank's mini-batch.
         number: how many calls there were before.
         groups: the ranks that pass the same mini-batch.
+        totals: those of each rank's mini-batch; None: not known yet.
     """
 
     call: CallSpec
@@ -52,6 +55,7 @@ class SharedCall:
     sizes: tuple[int, ...]
     number: int
     groups: tuple[tuple[int, ...], ...]
+    totals: tuple[Totals | None, ...]
 
     @property
     def global_batch_size(self) -> int:
@@ -115,20 +119,20 @@ def share_call(
         InputError: no rank passed a sample.
         RankError: the ranks' calls do not fit together; says how they differ.
     """
-    if any(digest != reports[0][2] for _, _, digest in reports):
+    if any(digest != reports[0][2] for _, _, digest, _ in reports):
         strays = differences(world.gather_objects(doings(), "comparing what the ranks did"))
         raise RankError(
             f"The ranks did different things before call {number + 1} of the model: {strays}. Every rank must make the "
             "same calls with the same options, and go backward from the same loss; their copies of the weights would "
             "differ."
         )
-    if any(key != reports[0][0] for key, _, _ in reports):
+    if any(key != reports[0][0] for key, *_ in reports):
         found = differences(world.gather_objects(_words(call), "comparing calls")) or "they nest otherwise"
         raise RankError(
             f"The ranks call the model with inputs that do not fit together: {found}. Expected "
             "the same names, dtypes, constants, modes and shapes on every rank, but for the size of the batch."
         )
-    sizes = tuple(size for _, size, _ in reports)
+    sizes = tuple(size for _, size, *_ in reports)
     if not any(sizes):
         raise InputError("Every rank passed an empty batch; expected at least one sample on one rank.")
     for ranks in groups:
@@ -139,7 +143,7 @@ def share_call(
                 f"inputs='{mode}', but {who} pass batches of {passed} samples. Expected the same batch on each of "
                 "them; pass inputs='per_rank' if each rank has samples of its own."
             )
-    return SharedCall(call, tensors, sizes, number, groups)
+    return SharedCall(call, tensors, sizes, number, groups, tuple(totals for *_, totals in reports))
 
 
 def _words(call: CallSpec) -> dict[str, str]:

@@ -19,6 +19,7 @@ from autovaruna.graph.tree import Opaque, Undelivered
 from autovaruna.parallel.calls import SharedCall
 from autovaruna.parallel.prepared import Prepared, PreparedGraphs
 from autovaruna.parallel.step import Step, input_key
+from autovaruna.parallel.totals import ValuesOfBatch
 from autovaruna.planner.records import Plan
 from autovaruna.runtime.batch import GlobalBatch
 from autovaruna.runtime.elsewhere import note_gradients
@@ -83,13 +84,14 @@ class Engine:
         self._last_gradient = "none"
         self._owes_gradients = False
 
-    def run(self, traced: TracedModel, shared: SharedCall, batch: GlobalBatch) -> Any:
+    def run(self, traced: TracedModel, shared: SharedCall, batch: GlobalBatch, of_batch: ValuesOfBatch) -> Any:
         """Runs one call and returns what the model returns. Collective.
 
         Args:
             traced: The call's graph.
             shared: The call.
             batch: Its micro-batches.
+            of_batch: What they are given of the whole batch.
         """
         prepared = self._graphs.of(traced)
         needs_gradient = torch.is_grad_enabled() and any(spec.needs_gradient for spec in traced.outputs)
@@ -111,6 +113,7 @@ class Engine:
             recomputing=prepared.recomputing,
             splitting=prepared.splitting,
             offload=self._settings.offload,
+            of_batch=of_batch,
             name=f"call {shared.number + 1}{self._of_model}",
         )
         inputs = dict(zip(traced.inputs, shared.tensors, strict=True))

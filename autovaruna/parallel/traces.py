@@ -47,6 +47,10 @@ class Traces:
         """How many graphs there are."""
         return len(self._known)
 
+    def known(self, key: str) -> TracedModel | None:
+        """Returns the graph of the calls of a key; None: it is not known yet, or depends on the micro-batches."""
+        return self._known.get(key)
+
     def first(self, shared: SharedCall) -> TracedModel:
         """Returns the graph of the call that is to be planned, whose micro-batches are not known yet. Collective."""
         return self._find(shared, -(-max(shared.sizes) // self._expected_parts(shared)))
@@ -97,6 +101,7 @@ class Traces:
             is_dynamic=self._settings.dynamic_batch,
             micro_batch_size=micro_batch_size,
             loss_mode=self._settings.loss_mode,
+            has_totals=self._settings.reduction == "mean" and not self._settings.micro_batch_weight,
         )
         traced = on_all(self._world, act, "tracing")
         self._compare(traced)

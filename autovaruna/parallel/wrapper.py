@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,14 +13,17 @@ from torch import Tensor, nn
 
 from autovaruna.config import resolve
 from autovaruna.errors import InputError, RankError
+from autovaruna.graph.traced import TracedModel
 from autovaruna.parallel.calls import SharedCall, compare_settings, input_groups, share_call
 from autovaruna.parallel.splittable import SplittableModule
+from autovaruna.parallel.totals import BatchValues, Totals, ValuesOfBatch
 from autovaruna.parallel.weights import micro_batch_weights
 from autovaruna.planner.records import Plan
 from autovaruna.runtime.batch import GlobalBatch, cut_batch, weigh
 from autovaruna.runtime.elsewhere import Elsewhere
 from autovaruna.runtime.environment import promise
 from autovaruna.runtime.norm import clip_grad_norm
+from autovaruna.runtime.on_all import gather_on_all
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +66,7 @@ class AutoVaruna(SplittableModule):
                 "torch.optim.Optimizer; settings are keywords."
             )
         super().__init__(model, optimizer, scaler, resolve(settings))
+        self._batch_values: dict[str, BatchValues] = {}
         promise()
 
     @property
@@ -97,7 +102,7 @@ class AutoVaruna(SplittableModule):
         assert self._traces is not None
         traced = self._traces.of(shared, batch)
         self._num_calls += 1
-        returned = engine.run(traced, shared, batch)
+        returned = engine.run(traced, shared, batch, self._values_of_batch(traced, shared, batch))
         if self._traces.num_known > num_known:
             self._mode.watch(traced.reads)
         if self._traces.num_known > num_known or traced.has_kept_modules:  # both may set attributes
@@ -112,7 +117,7 @@ class AutoVaruna(SplittableModule):
             mode = self._mode.words()
             self._check_parameters()
             tensors, call = self._reader.read(args, kwargs, mode)
-            report = call.key(), call.batch_size, self._digest()
+            report = call.key(), call.batch_size, self._digest(), self._own_totals(call.key(), tensors, call.batch_size)
         except Exception as caught:
             error = caught
         reports = self.world.agree(error, f"reading the model's inputs{self.of_model}", report)
@@ -122,6 +127,32 @@ class AutoVaruna(SplittableModule):
             if self._engine is None or not self._state.follow_frozen(self._engine.placement, self.world):
                 raise
         return self._share(args, kwargs)
+
+    def _own_totals(self, key: str, tensors: Sequence[Tensor], num_samples: int) -> Totals | None:
+        """Returns the totals of this rank's mini-batch; None: the graph is not known yet."""
+        traced = None if self._traces is None else self._traces.known(key)
+        if traced is None:
+            return None
+        return self._values_in(traced).of_samples(tensors, num_samples) if traced.totals else []
+
+    def _values_of_batch(self, traced: TracedModel, shared: SharedCall, batch: GlobalBatch) -> ValuesOfBatch:
+        """Returns what micro-batches are given of the whole batch. Collective if the graph is new."""
+        if not traced.totals:
+            return {}
+        values = self._values_in(traced)
+        reported: Sequence[Totals | None] = shared.totals
+        if None in reported:  # on every rank
+            own = partial(values.of_samples, shared.tensors, shared.call.batch_size)
+            reported = gather_on_all(self.world, own, f"counting over the batch{self.of_model}")
+        first = [ranks[0] for ranks in shared.groups]
+        totals = [reported[rank] or [] for rank in first]
+        return values.of_batch(totals, [shared.sizes[rank] for rank in first], shared.tensors, batch)
+
+    def _values_in(self, traced: TracedModel) -> BatchValues:
+        if traced.key not in self._batch_values:
+            device = self.preparation.device
+            self._batch_values[traced.key] = BatchValues(traced, lambda: self._state.buffers(), device)
+        return self._batch_values[traced.key]
 
     def _digest(self) -> str:
         """Returns a short text that is equal for ranks whose scripts have done the same since the start."""

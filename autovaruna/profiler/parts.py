@@ -75,6 +75,7 @@ class Part:
                 source.name
                 for source in sources
                 if source.op == "call_function" and source.name not in inside and self._is_tensor(source.name)
+                if not self.traced.sizes.is_given(source)
             )
         )
 
@@ -88,7 +89,7 @@ class Part:
     def _leaves(self, name: str, inside: set[str], returned: set[str]) -> bool:
         users = self.traced.nodes[name].users
         used = any(
-            user.name not in inside and user.op != "output" and not self.traced.sizes.is_size(user) for user in users
+            user.name not in inside and user.op != "output" and not self.traced.sizes.is_given(user) for user in users
         )
         return used or name in returned
 

@@ -62,6 +62,9 @@ class Samples:
                 return RandomStream(0, 0, 0, self.device)
             case Source.SIZE:
                 return self.traced.sizes.number(self.traced.nodes[argument.name].meta["val"], batch_size)
+            case Source.OF_BATCH:
+                value = self.traced.nodes[argument.name].meta["val"]
+                return torch.ones(value.shape, dtype=value.dtype, device=self.device)
             case Source.PARAMETER:
                 return self._parameter(argument.name)
             case Source.BUFFER:

@@ -192,14 +192,15 @@ class Executor:
         self, stage: StageModule, part: MicroBatch, state: _InFlight, keeps_graph: bool
     ) -> dict[str, Tensor]:
         stream = RandomStream(self._job.seed, self._job.step, part.index, self._device)
+        of_batch = self._job.of_batch.get(part.share, {})
         if not self._job.needs_gradient:
-            return stage.run(state.tensors, part.size, stream)
+            return stage.run(state.tensors | of_batch, part.size, stream)
         if not keeps_graph:
             with forgetting():
-                return stage.run(self._leaves(stage, state), part.size, stream)
+                return stage.run(self._leaves(stage, state) | of_batch, part.size, stream)
         if stage.index in self._job.splitting:
             state.deferred = Deferred()
-        return stage.run(self._leaves(stage, state), part.size, stream, state.deferred)
+        return stage.run(self._leaves(stage, state) | of_batch, part.size, stream, state.deferred)
 
     def _leaves(self, stage: StageModule, state: _InFlight) -> dict[str, Tensor]:
         """Turns what the stage received into leaves whose gradients are noted in `state`."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from torch import Tensor
 
 from autovaruna.planner.records import Plan
 from autovaruna.runtime.batch import GlobalBatch
@@ -24,6 +27,7 @@ class Job:
         recomputing: stages that run forward again before backward.
         splitting: stages whose backward leaves weight gradients for later.
         offload: whether what they keep for that is on the host meanwhile.
+        of_batch: what micro-batches are given of the whole batch, by the weight of their loss and the name of the node.
         name: what to call it in errors.
     """
 
@@ -38,6 +42,7 @@ class Job:
     recomputing: frozenset[int]
     splitting: frozenset[int] = frozenset()
     offload: bool = False
+    of_batch: Mapping[float, dict[str, Tensor]] = field(default_factory=dict)
     name: str = "the call"
 
     def rank_weight(self, rank: int) -> float:

@@ -14,6 +14,8 @@ from autovaruna.graph.call import CallSpec, describe
 from autovaruna.graph.extract import Argument, Piece, Source, extract
 from autovaruna.graph.random import RandomStream, untouched_generator
 from autovaruna.graph.traced import TracedModel, trace
+from autovaruna.parallel.totals import BatchValues
+from autovaruna.runtime.batch import cut_batch
 
 CPU = torch.device("cpu")
 
@@ -85,6 +87,10 @@ class Pieces:
         self.batch_size = next(
             tensor.shape[0] for tensor, spec in zip(tensors, self.traced.call.inputs, strict=True) if spec.is_batch
         )
+        values = BatchValues(self.traced, lambda: self.buffers, CPU)
+        whole = cut_batch((self.batch_size,), 1, ((0,),))
+        totals = values.of_samples(tensors, self.batch_size)
+        self.of_batch = values.of_batch([totals], [self.batch_size], tensors, whole)[1.0]
         sent: dict[str, Tensor] = {}
         runs = []
         with untouched_generator(CPU):
@@ -132,6 +138,8 @@ class Pieces:
                 return self.inputs[argument.name]
             case Source.VALUE:
                 return received[argument.name]
+            case Source.OF_BATCH:
+                return self.of_batch[argument.name]
             case Source.SIZE:
                 return self.traced.sizes.number(self.traced.nodes[argument.name].meta["val"], self.batch_size)
             case Source.PARAMETER:

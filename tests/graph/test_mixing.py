@@ -48,10 +48,6 @@ def pooled(self: nn.Module, x: Tensor) -> Tensor:
     return F.avg_pool1d(x.permute(1, 2, 0), 3, 1, 1)
 
 
-def centred(self: nn.Module, x: Tensor) -> Tensor:
-    return self.last(x - x.mean(0))
-
-
 def scaled(self: nn.Module, x: Tensor) -> Tensor:
     return self.last(x) / self.first(x).norm()
 
@@ -74,7 +70,7 @@ def shifted(self: nn.Module, x: Tensor) -> Tensor:
 
 
 MIXING = (
-    *(attention, convolution, softmax, cumulated, turned, pooled, centred, scaled, against_the_first),
+    *(attention, convolution, softmax, cumulated, turned, pooled, scaled, against_the_first),
     *(covariance, one_bag, shifted),
 )
 
@@ -127,8 +123,13 @@ def alike(self: nn.Module, x: Tensor) -> Tensor:
     return x + self.last.bias.to(x) + self.mean.type_as(x)
 
 
+def centred(self: nn.Module, x: Tensor) -> Tensor:
+    """Uses a mean of the inputs alone: it is computed over the whole batch before the step."""
+    return self.last(x - x.mean(0))
+
+
 @pytest.mark.parametrize(
-    "function", (auxiliary, chosen, lengths, followed, joined, alike), ids=lambda function: function.__name__
+    "function", (auxiliary, chosen, lengths, followed, joined, alike, centred), ids=lambda function: function.__name__
 )
 def test_samples_that_go_alone_are_not(function: Callable[..., Tensor]) -> None:
     assert trace(model(function), call_of(model(function), X), CPU).sizes.symbol is not None

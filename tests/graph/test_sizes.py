@@ -63,7 +63,7 @@ def test_numbers_that_follow_from_the_batch_are_sizes() -> None:
         return self.layer(x) * (x.shape[0] * 2 + 1)
 
     model = traced_function(scaled, X, layer=nn.Linear(4, 4))
-    sizes = [node for node in model.nodes.values() if model.sizes.is_size(node)]
+    sizes = [node for node in model.nodes.values() if model.sizes.is_given(node)]
     assert sizes and not {node.name for node in sizes} & model.block_of.keys()
     assert model.sizes.number(sizes[-1].meta["val"], 5) == 11
 

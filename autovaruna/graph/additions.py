@@ -1,0 +1,69 @@
+"""Adds operations to a graph that has been traced already, with all that is known of the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, MutableMapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+
+from autovaruna.graph.facts import Fact
+from autovaruna.graph.layout import storage_of
+from autovaruna.graph.precision import in_precision, precision_of
+
+_KEPT = ("stack_trace", "nn_module_stack", "precision")
+
+
+class Additions:
+    """Adds nodes to a graph.
+
+    Args:
+        graph: The graph.
+        facts: What is known of each node; gets what is known of the new ones.
+    """
+
+    def __init__(self, graph: fx.Graph, facts: MutableMapping[str, Fact]) -> None:
+        self._graph = graph
+        self._facts = facts
+        placeholder = next(iter(graph.find_nodes(op="placeholder")))
+        self._modes = placeholder.meta["val"].fake_mode, facts[placeholder.name].value.fake_mode
+
+    def before(self, user: fx.Node, target: Any, *args: Any) -> fx.Node:
+        """Returns a new call of a function, right before a node, of whose line of the model it becomes a part."""
+        with self._graph.inserting_before(user):
+            node = self._graph.call_function(target, args)
+        node.meta = {name: user.meta[name] for name in _KEPT if name in user.meta}
+        self.learn(node)
+        return node
+
+    def learn(self, node: fx.Node) -> None:
+        """Notes what a node returns, and what else is known of it: that it is new, or has other arguments now."""
+        symbolic, numeric = self._modes
+        with torch.no_grad(), symbolic:
+            node.meta["val"] = _run(node, lambda each: each.meta["val"])
+        with numeric:
+            value = _run(node, lambda each: self._facts[each.name].value)
+        tensors = _tensors(value)
+        known = self._facts.get(node.name)
+        self._facts[node.name] = Fact(
+            value=value,
+            needs_gradient=any(tensor.requires_grad for tensor in tensors),
+            reads=frozenset(storage for each in node.all_input_nodes for storage in self._facts[each.name].makes),
+            writes=frozenset(),
+            makes=frozenset(map(storage_of, tensors)),
+            is_random=False,
+            num_flops=0.0 if known is None else known.num_flops,
+        )
+
+
+def _run(node: fx.Node, value_of: Callable[[fx.Node], Any]) -> Any:
+    target: Any = node.target
+    args, kwargs = fx.map_arg((node.args, node.kwargs), value_of)
+    with in_precision(precision_of(node)):
+        return target(*args, **kwargs)
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]

@@ -1,0 +1,233 @@
+"""Finds the values of a graph that are of the whole batch: what was reduced over the batch from the inputs alone.
+
+The number of labels that count is one, and whether any is there. A micro-batch alone would give another. Such a value
+is computed before the step, from the samples of all ranks: each computes the first reductions, the *totals*, of its own
+samples; they are merged; and what is made of them is computed from the merged ones. Where the model goes on with it,
+the graph has a call of `of_batch`, for which stages are given the value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from enum import Enum, IntEnum
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from autovaruna.graph.additions import Additions
+from autovaruna.graph.class_counts import count_by_class
+from autovaruna.graph.counted_means import part_means, picked_symbols
+from autovaruna.graph.facts import Fact
+from autovaruna.graph.from_inputs import from_inputs, what_makes
+from autovaruna.graph.of_batch import Use, is_of_batch, of_batch
+from autovaruna.graph.reductions import Reductions
+from autovaruna.graph.sizes import Sizes
+
+aten = torch.ops.aten
+_MOST_ELEMENTS = 65_536
+_DIVISIONS = frozenset({aten.div.Tensor, aten.div_.Tensor})
+_PRODUCTS = frozenset({aten.mul.Tensor, aten.mul_.Tensor})
+
+
+class Merge(str, Enum):
+    """How the totals of several mini-batches become that of all."""
+
+    SUM = "sum"
+    MEAN = "mean"
+    LARGEST = "largest"
+    SMALLEST = "smallest"
+
+
+_MERGES: dict[Any, Merge] = {
+    **dict.fromkeys((aten.sum.default, aten.sum.dim_IntList, aten.nansum.default), Merge.SUM),
+    **dict.fromkeys((aten.count_nonzero.default, aten.count_nonzero.dim_IntList), Merge.SUM),
+    count_by_class: Merge.SUM,
+    **dict.fromkeys((aten.mean.default, aten.mean.dim), Merge.MEAN),
+    **dict.fromkeys((aten.max.default, aten.amax.default), Merge.LARGEST),
+    **dict.fromkeys((aten.any.default, aten.any.dim, aten.any.dims), Merge.LARGEST),
+    **dict.fromkeys((aten.min.default, aten.amin.default), Merge.SMALLEST),
+    **dict.fromkeys((aten.all.default, aten.all.dim, aten.all.dims), Merge.SMALLEST),
+}
+
+
+@dataclass(frozen=True)
+class BatchTotals:
+    """The values of a graph that are of the whole batch; names are those of nodes.
+
+    Attributes:
+        merges: the totals, and how each is merged.
+        before: what computes them from the inputs.
+        after: what is computed from them, and from nothing else of the batch.
+        values: the calls of `of_batch`: the node whose value each stands for, and what becomes of it.
+    """
+
+    merges: dict[str, Merge]
+    before: tuple[str, ...]
+    after: tuple[str, ...]
+    values: dict[str, tuple[str, Use]]
+
+    def __bool__(self) -> bool:
+        return bool(self.values)
+
+
+NO_TOTALS = BatchTotals({}, (), (), {})
+
+
+def take_totals(
+    graph: fx.Graph,
+    facts: MutableMapping[str, Fact],
+    sizes: Sizes,
+    batch: Collection[str],
+    parameters: Collection[str],
+) -> BatchTotals:
+    """Finds the values of a graph that are of the whole batch, and puts calls of `of_batch` where they are used.
+
+    Args:
+        graph: The graph; changed.
+        facts: What is known of each node; changed with it.
+        sizes: Its sizes; those of one fixed batch size have no totals, for each micro-batch is a batch of its own.
+        batch: Names of the inputs whose first dimension is the batch.
+        parameters: Names of the attributes that are parameters.
+    """
+    if sizes.symbol is None:
+        return NO_TOTALS
+    additions = Additions(graph, facts)
+    part_means(graph, from_inputs(graph, facts, parameters), sizes, additions)
+    known = from_inputs(graph, facts, parameters)
+    kinds = _Kinds(graph, known, sizes, batch)
+    values = _mark(known, kinds, Reductions(sizes, batch), _in_outputs(graph, facts), additions)
+    if not values:
+        return NO_TOTALS
+    sources = {source for source, _ in values.values()}
+    needed = what_makes([node for node in known if node.name in sources], known, facts)
+    totals = [node for node in needed if node in kinds.merges]
+    before = what_makes(totals, known, facts)
+    after = [node for node in needed if kinds.of[node] is Kind.WHOLE and node not in kinds.merges]
+    merges = {node.name: kinds.merges[node] for node in totals}
+    return BatchTotals(merges, _names(before, sizes), _names(after, sizes), values)
+
+
+def _mark(
+    known: Sequence[fx.Node],
+    kinds: _Kinds,
+    reductions: Reductions,
+    in_outputs: Collection[fx.Node],
+    additions: Additions,
+) -> dict[str, tuple[str, Use]]:
+    """Puts a call of `of_batch` wherever a graph goes on from a value of the whole batch; returns them."""
+    values: dict[str, tuple[str, Use]] = {}
+    for value in [node for node in known if kinds.of[node] is Kind.WHOLE]:
+        for user in [user for user in value.users if user in in_outputs and kinds.goes_on(value, user)]:
+            use = _use(value, user, reductions)
+            is_cast = use is not Use.PLAIN or kinds.is_number(value)
+            dtype = (user if is_cast else value).meta["val"].dtype
+            stand_in = additions.before(user, of_batch, value, use, dtype)
+            user.replace_input_with(value, stand_in)
+            values[stand_in.name] = value.name, use
+    return values
+
+
+def _in_outputs(graph: fx.Graph, facts: Mapping[str, Fact]) -> set[fx.Node]:
+    """Returns what the outputs are made of, and no state: that follows micro-batches, as BatchNorm's does."""
+    before = [node for node in graph.nodes if node.op in ("placeholder", "get_attr")]
+    outliving = {storage for node in before for storage in facts[node.name].makes}
+    outputs: set[fx.Node] = set()
+    state: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        writes = facts[node.name].writes if node.name in facts else frozenset()
+        if writes & outliving or not state.isdisjoint(node.users):
+            state.add(node)
+        if node.op == "output" or writes or not outputs.isdisjoint(node.users):
+            outputs.add(node)
+    return outputs - state
+
+
+class Kind(IntEnum):
+    """What a value that follows from the inputs has to do with the batch."""
+
+    FIXED = 0
+    """Nothing, or it follows from its size."""
+    WHOLE = 1
+    """It is a total, or made of totals."""
+    SAMPLES = 2
+    """It has numbers of samples, or cannot be merged."""
+    AFTER = 3
+    """It joins the two."""
+
+
+class _Kinds:
+    """Tells the kind of each node that follows from the inputs; `merges` has the totals."""
+
+    def __init__(self, graph: fx.Graph, known: Sequence[fx.Node], sizes: Sizes, batch: Collection[str]) -> None:
+        self._sizes = sizes
+        self._batch = batch
+        self._picked = picked_symbols(graph)
+        self.merges: dict[fx.Node, Merge] = {}
+        self.of: dict[fx.Node, Kind] = {}
+        for node in known:
+            self.of[node] = self._kind(node)
+
+    def goes_on(self, value: fx.Node, user: fx.Node) -> bool:
+        """Whether a node goes on from a value of the whole batch to numbers of a micro-batch, or to the loss."""
+        if user.op != "call_function" or self.of.get(user) in (Kind.FIXED, Kind.WHOLE) or is_of_batch(user):
+            return False
+        result = user.meta.get("val")
+        if not isinstance(result, Tensor) or not (result.is_floating_point() or result.is_complex()):
+            return False
+        return not self.is_number(value) or user.target in _DIVISIONS | _PRODUCTS
+
+    def is_number(self, node: fx.Node) -> bool:
+        """Whether a node is a plain number, not a tensor."""
+        return not isinstance(node.meta["val"], Tensor)
+
+    def _kind(self, node: fx.Node) -> Kind:
+        if node.op == "placeholder":
+            return Kind.SAMPLES if node.name in self._batch else Kind.FIXED
+        if node.op == "get_attr" or self._sizes.is_given(node):
+            return Kind.FIXED
+        sources = [self.of[source] for source in node.all_input_nodes]
+        most = max(sources, default=Kind.FIXED)
+        if most is Kind.SAMPLES and Kind.WHOLE in sources:
+            return Kind.AFTER
+        if most is Kind.SAMPLES and (merge := self._merge(node)) is not None:
+            self.merges[node] = merge
+            return Kind.WHOLE
+        if most is Kind.WHOLE and not self._is_small(node):
+            return Kind.AFTER
+        return most
+
+    def _merge(self, node: fx.Node) -> Merge | None:
+        """Returns how the results of a node for several mini-batches are merged; None: no way is known."""
+        value = node.meta["val"]
+        if isinstance(value, torch.SymInt):
+            return Merge.SUM if value.node.expr in self._picked and node.target is aten.sym_size.int else None
+        merge = _MERGES.get(node.target)
+        source = node.args[0]
+        if merge is None or not self._is_small(node) or not isinstance(source, fx.Node):
+            return None
+        is_counted = self._sizes.depends_on_data(source)
+        if not is_counted and self._sizes.batch_dimension(source.meta["val"]) is None:
+            return None
+        return None if merge is Merge.MEAN and is_counted else merge
+
+    def _is_small(self, node: fx.Node) -> bool:
+        value = node.meta["val"]
+        if isinstance(value, Tensor):
+            return all(isinstance(length, int) for length in value.shape) and value.numel() <= _MOST_ELEMENTS
+        return isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool | int | float)
+
+
+def _use(value: fx.Node, user: fx.Node, reductions: Reductions) -> Use:
+    """Returns what becomes of a value of the whole batch in a node that goes on from it."""
+    first, second = (*user.args, None, None)[:2]
+    if user.target in _DIVISIONS and second is value and reductions.sum_in(first) is not None:
+        return Use.DIVISOR
+    if user.target in _PRODUCTS and reductions.sum_in(first if second is value else second) is not None:
+        return Use.FACTOR
+    return Use.PLAIN
+
+
+def _names(nodes: Sequence[fx.Node], sizes: Sizes) -> tuple[str, ...]:
+    return tuple(node.name for node in nodes if not sizes.is_given(node))

@@ -1,0 +1,126 @@
+"""Computes the values of the whole batch that a graph uses, from the inputs of all ranks, before its micro-batches run.
+
+Each rank computes the totals of its own mini-batch; they travel with what it says of its call, in one exchange.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autovaruna.graph.batch_totals import Merge
+from autovaruna.graph.extract import Argument, Piece, Source, extract
+from autovaruna.graph.traced import TracedModel
+from autovaruna.runtime.batch import GlobalBatch
+
+Totals = list[Any]
+"""What a rank says of its mini-batch: one number, or nested lists of them, for each total; empty: it has no samples."""
+ValuesOfBatch = Mapping[float, dict[str, Tensor]]
+"""By the weight of a micro-batch's loss, what it is given for each call of `of_batch`, by the name of the node."""
+
+
+class BatchValues:
+    """The values of the whole batch of one graph.
+
+    Args:
+        traced: The graph.
+        buffers: Returns the model's buffers by first name, as they are now.
+        device: Where the model computes.
+    """
+
+    def __init__(self, traced: TracedModel, buffers: Callable[[], Mapping[str, Tensor]], device: torch.device) -> None:
+        self._traced = traced
+        self._totals = traced.totals
+        self._buffers = buffers
+        self._device = device
+        made_of = [name for name, _ in self._totals.values.values()]
+        self._before = extract(traced, self._totals.before, list(self._totals.merges), is_bare=True)
+        self._after = extract(traced, self._totals.after, list(dict.fromkeys(made_of)), is_bare=True)
+
+    def of_samples(self, tensors: Sequence[Tensor], num_samples: int) -> Totals:
+        """Returns the totals of a mini-batch.
+
+        Args:
+            tensors: Its tensors, in the order of the call's inputs.
+            num_samples: Samples in it.
+        """
+        if not num_samples:
+            return []
+        found = self._run(self._before, tensors, num_samples, {})
+        return [total.tolist() if isinstance(total, Tensor) else total for total in found.values()]
+
+    def of_batch(
+        self, reported: Sequence[Totals], sizes: Sequence[int], tensors: Sequence[Tensor], batch: GlobalBatch
+    ) -> ValuesOfBatch:
+        """Returns what the micro-batches of a global batch are given.
+
+        Args:
+            reported: The totals of each of its mini-batches.
+            sizes: The samples in each.
+            tensors: This rank's tensors; those that are no batch are the same on all ranks.
+            batch: Its micro-batches.
+        """
+        parts = [(totals, size) for totals, size in zip(reported, sizes, strict=True) if size]
+        totals: dict[str, Any] = {
+            name: self._merged(name, [each[place] for each, _ in parts], [size for _, size in parts])
+            for place, name in enumerate(self._totals.merges)
+        }
+        made = self._run(self._after, tensors, batch.num_samples, totals)
+        return {share: self._given(made, share) for share in {part.share for part in batch.micro_batches.values()}}
+
+    def _given(self, made: Mapping[str, Any], share: float) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = {}
+        for name, (source, use) in self._totals.values.items():
+            dtype = self._traced.nodes[name].meta["val"].dtype
+            value = torch.as_tensor(made[source], device=self._device)
+            found[name] = use.of_share(value if value.dtype is dtype else value.to(dtype), share)
+        return found
+
+    def _merged(self, name: str, totals: Sequence[Any], sizes: Sequence[int]) -> Any:
+        """Returns the total of all mini-batches."""
+        value = self._traced.nodes[name].meta["val"]
+        dtype = value.dtype if isinstance(value, Tensor) else torch.int64
+        slots = torch.tensor(totals, dtype=_widest(dtype))
+        match self._totals.merges[name]:
+            case Merge.SUM:
+                merged = slots.sum(0)
+            case Merge.MEAN:
+                weights = torch.tensor(sizes, dtype=slots.dtype).view(-1, *[1] * (slots.dim() - 1))
+                merged = (slots * weights).sum(0) / sum(sizes)
+            case Merge.LARGEST:
+                merged = slots.amax(0)
+            case Merge.SMALLEST:
+                merged = slots.amin(0)
+        return merged.to(self._device, dtype) if isinstance(value, Tensor) else int(merged)
+
+    def _run(
+        self, piece: Piece, tensors: Sequence[Tensor], num_samples: int, totals: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        inputs = dict(zip(self._traced.inputs, tensors, strict=True))
+        given = [self._argument(argument, inputs, num_samples, totals) for argument in piece.arguments]
+        with torch.no_grad():
+            return dict(zip(piece.outputs, piece.module(*given), strict=True))
+
+    def _argument(
+        self, argument: Argument, inputs: Mapping[str, Tensor], num_samples: int, totals: Mapping[str, Any]
+    ) -> Any:
+        match argument.source:
+            case Source.INPUT:
+                return inputs[argument.name].detach().to(self._device)
+            case Source.SIZE:
+                return self._traced.sizes.number(self._traced.nodes[argument.name].meta["val"], num_samples)
+            case Source.BUFFER:
+                return self._buffers()[argument.name]
+            case Source.CONSTANT:
+                return self._traced.constants[argument.name].to(self._device)
+            case _:
+                return totals[argument.name]
+
+
+def _widest(dtype: torch.dtype) -> torch.dtype:
+    if dtype.is_complex:
+        return torch.complex128
+    return torch.float64 if dtype.is_floating_point else torch.int64
