@@ -19,15 +19,12 @@ class Use(str, Enum):
     FACTOR = "factor"
     """It multiplies such a sum."""
 
-    def of_share(self, value: Tensor, share: float) -> Tensor:
+    def of_share(self, value: Tensor | float, share: float) -> Tensor | float:
         """Returns what a micro-batch gets, whose loss has the weight `share` in that of the global batch."""
-        match self:
-            case Use.PLAIN:
-                return value
-            case Use.DIVISOR:
-                return (value.double() * share).to(value.dtype)
-            case Use.FACTOR:
-                return (value.double() / share).to(value.dtype)
+        if self is Use.PLAIN:
+            return value
+        wide = value.double() if isinstance(value, Tensor) else value
+        return wide * share if self is Use.DIVISOR else wide / share
 
 
 def of_batch(value: Any, use: Use, dtype: torch.dtype) -> Tensor:

@@ -64,37 +64,44 @@ class BatchValues:
             batch: Its micro-batches.
         """
         parts = [(totals, size) for totals, size in zip(reported, sizes, strict=True) if size]
-        totals: dict[str, Any] = {
-            name: self._merged(name, [each[place] for each, _ in parts], [size for _, size in parts])
+        counts = [size for _, size in parts]
+        made: dict[str, Any] = {
+            name: self._merged(name, [each[place] for each, _ in parts], counts)
             for place, name in enumerate(self._totals.merges)
         }
-        made = self._run(self._after, tensors, batch.num_samples, totals)
+        if self._totals.after:
+            totals = {name: self._as_traced(name, total) for name, total in made.items()}
+            made = self._run(self._after, tensors, batch.num_samples, totals)
         return {share: self._given(made, share) for share in {part.share for part in batch.micro_batches.values()}}
 
-    def _given(self, made: Mapping[str, Any], share: float) -> dict[str, Tensor]:
-        found: dict[str, Tensor] = {}
-        for name, (source, use) in self._totals.values.items():
-            dtype = self._traced.nodes[name].meta["val"].dtype
-            value = torch.as_tensor(made[source], device=self._device)
-            found[name] = use.of_share(value if value.dtype is dtype else value.to(dtype), share)
-        return found
-
     def _merged(self, name: str, totals: Sequence[Any], sizes: Sequence[int]) -> Any:
-        """Returns the total of all mini-batches."""
-        value = self._traced.nodes[name].meta["val"]
-        dtype = value.dtype if isinstance(value, Tensor) else torch.int64
-        slots = torch.tensor(totals, dtype=_widest(dtype))
+        """Returns a total of all mini-batches, of `sizes` samples each: a number, or a tensor of them."""
+        is_number = not isinstance(totals[0], list)
+        parts = totals if is_number else torch.tensor(totals, dtype=_widest(self._dtype(name)))
         match self._totals.merges[name]:
             case Merge.SUM:
-                merged = slots.sum(0)
+                return sum(parts)
             case Merge.MEAN:
-                weights = torch.tensor(sizes, dtype=slots.dtype).view(-1, *[1] * (slots.dim() - 1))
-                merged = (slots * weights).sum(0) / sum(sizes)
+                return sum(part * size for part, size in zip(parts, sizes, strict=True)) / sum(sizes)
             case Merge.LARGEST:
-                merged = slots.amax(0)
+                return max(parts) if is_number else torch.as_tensor(parts).amax(0)
             case Merge.SMALLEST:
-                merged = slots.amin(0)
-        return merged.to(self._device, dtype) if isinstance(value, Tensor) else int(merged)
+                return min(parts) if is_number else torch.as_tensor(parts).amin(0)
+
+    def _given(self, made: Mapping[str, Any], share: float) -> dict[str, Tensor]:
+        """Returns what micro-batches of a share are given, by the name of the call of `of_batch`."""
+        return {
+            name: torch.as_tensor(use.of_share(made[source], share)).to(self._device, self._dtype(name))
+            for name, (source, use) in self._totals.values.items()
+        }
+
+    def _as_traced(self, name: str, total: Any) -> Any:
+        """Returns a merged total as the operation would that computes it."""
+        is_tensor = isinstance(self._traced.nodes[name].meta["val"], Tensor)
+        return torch.as_tensor(total).to(self._device, self._dtype(name)) if is_tensor else total
+
+    def _dtype(self, name: str) -> torch.dtype:
+        return self._traced.nodes[name].meta["val"].dtype  # type: ignore[no-any-return]
 
     def _run(
         self, piece: Piece, tensors: Sequence[Tensor], num_samples: int, totals: Mapping[str, Any]
