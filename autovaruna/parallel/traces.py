@@ -9,6 +9,7 @@ from torch import nn
 
 from autovaruna.errors import InputError, RankError
 from autovaruna.graph.comparing import compare
+from autovaruna.graph.nonlinear import refuse_nonlinear
 from autovaruna.graph.statistics import refuse_single_values
 from autovaruna.graph.sums import refuse_sum
 from autovaruna.graph.traced import TracedModel, trace
@@ -40,6 +41,7 @@ class Traces:
         self._world = world
         self._device = device
         self._known: dict[str, TracedModel] = {}
+        self._parted: set[str] = set()
         self.latest: TracedModel | None = None
 
     @property
@@ -60,7 +62,7 @@ class Traces:
 
         Raises:
             InputError: the graph serves one micro-batch size alone, and micro-batches differ; one is too small; or
-                losses that are sums would be averaged.
+                losses that are sums, or no means at all, would be averaged.
         """
         sizes = {part.size for part in batch.micro_batches.values()}
         if not self._settings.dynamic_batch and len(sizes) > 1:
@@ -70,13 +72,17 @@ class Traces:
             )
         traced = self._find(shared, max(sizes))
         refuse_single_values(traced, sizes)
-        if (
-            self._settings.reduction == "mean"
-            and not self._settings.micro_batch_weight
-            and len(batch.micro_batches) > 1
-        ):
-            refuse_sum(traced)
+        if len(batch.micro_batches) > 1 and traced.key not in self._parted:
+            self._check_parts(traced)
+            self._parted.add(traced.key)
         return traced
+
+    def _check_parts(self, traced: TracedModel) -> None:
+        """Makes sure that the losses of micro-batches make up that of the batch, unless the user weighs them."""
+        if not self._settings.micro_batch_weight:
+            refuse_nonlinear(traced)
+            if self._settings.reduction == "mean":
+                refuse_sum(traced)
 
     def _expected_parts(self, shared: SharedCall) -> int:
         """Returns the micro-batches that a mini-batch will have if the planner keeps to the settings."""

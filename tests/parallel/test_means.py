@@ -1,0 +1,104 @@
+"""A loss that is no mean over its samples is refused with several micro-batches, whose losses are averaged."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from autovaruna import AutoVaruna, InputError
+from tests.catalogue.case import Case
+from tests.catalogue.small import CLASSES, WIDTH, labelled
+from tests.parallel.training import QUIET, pipeline, train
+from tests.reference import compare, plain_steps
+
+Loss = Callable[[nn.Module, Tensor, Tensor], Any]
+
+
+class Model(nn.Module):
+    """Returns a loss of its own."""
+
+    def __init__(self, loss: Loss) -> None:
+        super().__init__()
+        self.layers, self.loss = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, CLASSES)), loss
+        self.weight = nn.Parameter(torch.tensor(0.3))
+
+    def forward(self, x: Tensor, y: Tensor) -> Any:
+        return self.loss(self, self.layers(x), y)
+
+
+def case_of(loss: Loss) -> Case:
+    return Case(f"mean_{loss.__name__}", lambda: Model(loss), labelled)
+
+
+def root(self: nn.Module, s: Tensor, y: Tensor) -> Tensor:
+    return s.square().mean().sqrt()
+
+
+def norm(self: nn.Module, s: Tensor, y: Tensor) -> Tensor:
+    return (s - 1.0).norm() / 10.0
+
+
+def overlap(self: nn.Module, s: Tensor, y: Tensor) -> Tensor:
+    """Divides one sum by another, as the Dice loss does."""
+    p, t = s.softmax(1), F.one_hot(y, CLASSES).float()
+    return 1.0 - 2.0 * (p * t).sum() / (p.square().sum() + t.sum())
+
+
+def balance(self: nn.Module, s: Tensor, y: Tensor) -> Tensor:
+    """Multiplies two means, as losses of routers do."""
+    p = s.softmax(1)
+    return F.cross_entropy(s, y) + 0.1 * (p.mean(0) * p.mean(0)).sum()
+
+
+def spread(self: nn.Module, s: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(s, y) - s.std(0).mean()
+
+
+@pytest.mark.parametrize("loss", (root, norm, overlap, balance, spread), ids=lambda loss: loss.__name__)
+def test_a_loss_that_is_no_mean_is_refused(loss: Loss) -> None:
+    """The error names the line; with one micro-batch the numbers are those of plain PyTorch."""
+    case = case_of(loss)
+    batches = [case.batch(6, step) for step in range(2)]
+    with pytest.raises(InputError, match=r"no mean over its samples: .*test_means.py:\d+.*num_micro_batches=1"):
+        AutoVaruna(case.model(), num_micro_batches=2, **QUIET)(**batches[0][1])
+    compare(train(case, pipeline(2, num_micro_batches=1), batches), plain_steps(case, batches))
+
+
+def scaled(self: nn.Module, s: Tensor, y: Tensor) -> Tensor:
+    """Scales by parameters and constants, adds, picks, and turns into other types."""
+    first, second = F.cross_entropy(s, y), torch.einsum("bc,bc->", s, s) / len(s)
+    both = torch.stack([first, second.double().float()])
+    return (both * torch.exp(-self.weight)).sum() + self.weight.square() - 0.1 * both[0]
+
+
+def by_sample(self: nn.Module, s: Tensor, y: Tensor) -> Tensor:
+    """Takes roots and products of each sample's own numbers, before the mean."""
+    p = s.softmax(1).gather(1, y[:, None]).squeeze(1)
+    return (s.norm(dim=1) * (1.0 - p).pow(2) + s.square().mean(1).sqrt()).mean()
+
+
+@pytest.mark.parametrize("loss", (scaled, by_sample), ids=lambda loss: loss.__name__)
+def test_a_mean_is_not(loss: Loss) -> None:
+    case = case_of(loss)
+    batches = [case.batch(7, step) for step in range(2)]
+    compare(train(case, pipeline(2), batches), plain_steps(case, batches))
+
+
+def test_another_output_that_is_no_mean_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    """It is not trained on: the model goes on."""
+
+    def perplexity(self: nn.Module, s: Tensor, y: Tensor) -> dict[str, Tensor]:
+        loss = F.cross_entropy(s, y)
+        return {"loss": loss, "perplexity": loss.detach().exp()}
+
+    with caplog.at_level(logging.WARNING):
+        model = AutoVaruna(Model(perplexity), num_micro_batches=2, **QUIET)
+        model(**labelled(6, 0)[1])["loss"].backward()
+        model(**labelled(6, 1)[1])["loss"].backward()
+    assert sum("['perplexity'] is no mean over the samples" in each for each in caplog.messages) == 1
