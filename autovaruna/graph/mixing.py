@@ -108,8 +108,8 @@ class _Reaches:
         return self._of_numbers(node, most)
 
     def _is_state(self, node: fx.Node, fact: Fact) -> bool:
-        """Whether a node changes a parameter or buffer, or is what a buffer becomes."""
-        return bool(fact.writes & self._state) or node in self._becomes_state
+        """Whether a node returns a parameter or buffer that it changes, or what a buffer becomes."""
+        return bool(fact.writes & fact.makes & self._state) or node in self._becomes_state
 
     def _source(self, copy: fx.Node) -> Any:
         """Returns what a copy copies, where no view of it did."""

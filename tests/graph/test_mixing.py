@@ -133,3 +133,18 @@ def centred(self: nn.Module, x: Tensor) -> Tensor:
 )
 def test_samples_that_go_alone_are_not(function: Callable[..., Tensor]) -> None:
     assert trace(model(function), call_of(model(function), X), CPU).sizes.symbol is not None
+
+
+def test_samples_that_meet_behind_a_batch_norm_are_refused() -> None:
+    """What it returns is of the samples, though it changes buffers; its own mean is one of a micro-batch."""
+
+    def normal(self: nn.Module, x: Tensor) -> Tensor:
+        return self.norm(x.transpose(1, 2))
+
+    def centred_behind_it(self: nn.Module, x: Tensor) -> Tensor:
+        return normal(self, x) - normal(self, x).mean(0)
+
+    norm = nn.BatchNorm1d(WIDTH)
+    trace(Function(normal, norm=norm), call_of(Function(normal, norm=norm), X), CPU)
+    with pytest.raises(TraceError, match="made of several samples, meets each sample"):
+        trace(Function(centred_behind_it, norm=norm), call_of(Function(centred_behind_it, norm=norm), X), CPU)
