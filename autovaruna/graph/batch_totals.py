@@ -104,7 +104,7 @@ def take_totals(
     needed = what_makes([node for node in known if node.name in sources], known, facts)
     totals = [node for node in needed if node in kinds.merges]
     before = what_makes(totals, known, facts)
-    after = [node for node in needed if kinds.of[node] is Kind.WHOLE and node not in kinds.merges]
+    after = [node for node in needed if kinds.of[node] <= Kind.WHOLE and node not in kinds.merges]
     merges = {node.name: kinds.merges[node] for node in totals}
     return BatchTotals(merges, _names(before, sizes), _names(after, sizes), values)
 

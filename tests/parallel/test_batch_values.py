@@ -49,6 +49,11 @@ def weighted(self: nn.Module, s: Tensor, y: Tensor, m: Tensor) -> Tensor:
     return F.cross_entropy(s.transpose(1, 2), y, weight=self.weights, label_smoothing=0.1)
 
 
+def constant(self: nn.Module, s: Tensor, y: Tensor, m: Tensor) -> Tensor:
+    """Weighs classes by numbers that forward makes itself."""
+    return F.cross_entropy(s.transpose(1, 2), y, weight=torch.tensor([0.5, 1.0, 1.5, 2.0, 3.0]))
+
+
 def balanced(self: nn.Module, s: Tensor, y: Tensor, m: Tensor) -> Tensor:
     """Weighs classes by how seldom they are in the batch."""
     counts = (F.one_hot(y.clamp(min=0), CLASSES) * m.unsqueeze(-1)).sum((0, 1))
@@ -89,7 +94,7 @@ def relative(self: nn.Module, s: Tensor, y: Tensor, m: Tensor) -> Tensor:
     return torch.where(m.any(), s.sum(-1) / m.sum(1).max(), s.sum(-1)).mean()
 
 
-LOSSES = (labels, weighted, balanced, hidden, several, masked, unseen, picked, relative)
+LOSSES = (labels, weighted, constant, balanced, hidden, several, masked, unseen, picked, relative)
 SETUPS = {
     "three": pipeline(3, num_micro_batches=4),
     "recompute": pipeline(2, recompute=True),
