@@ -78,7 +78,8 @@ def _least_squares(total: Array, factors: Array, others: Array, width: int) -> t
     own = np.where(rows[:, None] < ends, total[ends] - total[:, None], np.inf)
     seconds = {factor: factor * own for factor in {*factors.tolist()}}
     quarters = {factor: each**2 / 4 for factor, each in seconds.items()}
-    best = np.full(n + 1, np.inf)
+    padded = np.full(n + width + 1, np.inf)  # the best rest behind each end; rows past the end see infinities
+    best, later = padded[: n + 1], np.lib.stride_tricks.sliding_window_view(padded[1:], width)[: n + 1]
     best[n] = 0.0
     choices, costs = [], np.empty_like(own)
     for stage in range(num_stages - 1, -1, -1):
@@ -86,9 +87,9 @@ def _least_squares(total: Array, factors: Array, others: Array, width: int) -> t
         np.add(seconds[factor], others[stage], out=costs)
         np.square(costs, out=costs)
         costs += quarters[factor]
-        costs += best.take(ends)
+        costs += later
         columns = costs.argmin(axis=1)
-        best = costs[rows, columns]
+        best[:] = costs[rows, columns]
         best[n] = np.inf
         choices.append(ends[rows, columns])
     if not np.isfinite(best[0]):
