@@ -9,7 +9,7 @@ from autovaruna.planner.bound import StepBound
 from autovaruna.planner.bound_of_all import bound_of_all
 from autovaruna.planner.options import cut_positions, micro_batch_counts
 from autovaruna.planner.problem import SPLIT_SCHEDULE, Problem
-from autovaruna.planner.ranges import RangeTables
+from autovaruna.planner.ranges import TablesOfGraph
 from autovaruna.planner.records import Plan
 from autovaruna.planner.sized import Sized
 
@@ -20,7 +20,10 @@ _BEYOND = 1.0 + 2e-5
 
 
 def plan_either_way(
-    problem: Problem, search: Callable[[Problem], Plan], search_below: Callable[[Problem, float], Plan | None]
+    problem: Problem,
+    search: Callable[[Problem], Plan],
+    search_below: Callable[[Problem, float], Plan | None],
+    tables: TablesOfGraph,
 ) -> Plan:
     """Returns the best plan of a search, over schedules that split backward too.
 
@@ -28,6 +31,7 @@ def plan_either_way(
         problem: What to plan.
         search: Plans a problem with the schedules that its constraints name; `auto` is those with whole backwards.
         search_below: The same, but returns None if no plan takes less than so many seconds.
+        tables: Of the problem's graph.
 
     Raises:
         PlanError: No plan fits.
@@ -36,7 +40,7 @@ def plan_either_way(
     if not _may_split(problem):
         return plan
     other = replace(problem, constraints=replace(problem.constraints, schedule=SPLIT_SCHEDULE, max_stages_per_rank=1))
-    bounds = _Bounds(other, plan)
+    bounds = _Bounds(other, plan, tables)
     below = _WORTH * plan.predicted_seconds
     # Plans that are hardly better than that show the way to those that count.
     split = search_below(other, plan.predicted_seconds) if bounds.leave_room(below) else None
@@ -52,10 +56,11 @@ class _Bounds:
     Args:
         problem: Asks for such plans.
         plan: The best plan with whole backwards.
+        tables: Of the problem's graph.
     """
 
-    def __init__(self, problem: Problem, plan: Plan) -> None:
-        self.problem, self.tables = problem, RangeTables(problem.graph, cut_positions(problem))
+    def __init__(self, problem: Problem, plan: Plan, tables: TablesOfGraph) -> None:
+        self.problem, self.tables = problem, tables.at(cut_positions(problem))
         counts = sorted(micro_batch_counts(problem), key=lambda count: abs(count - plan.num_micro_batches))
         self.of_all = {count: bound_of_all(self._sized(count)) for count in counts}
 

@@ -155,6 +155,21 @@ class RangeTables:
         )
 
 
+class TablesOfGraph:
+    """Makes the tables of a graph once for the same positions: the searches of one plan begin with the same ones."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self._made: dict[tuple[int, ...], RangeTables] = {}
+
+    def at(self, positions: Sequence[int]) -> RangeTables:
+        """Returns the tables for cuts at these positions."""
+        key = tuple(positions)
+        if key not in self._made:
+            self._made[key] = RangeTables(self.graph, key)
+        return self._made[key]
+
+
 def gradient_bytes(graph: Graph) -> Array:
     """Returns the bytes of the gradients that each block makes; a parameter's uses have one each."""
     made = np.zeros(len(graph.blocks))

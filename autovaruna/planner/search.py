@@ -32,7 +32,7 @@ from autovaruna.planner.options import (
 from autovaruna.planner.placing import rank_orders
 from autovaruna.planner.problem import Problem, check_problem, forced_stages
 from autovaruna.planner.proof import PROVEN, WORTH, Proof
-from autovaruna.planner.ranges import RangeTables
+from autovaruna.planner.ranges import RangeTables, TablesOfGraph
 from autovaruna.planner.records import Plan
 from autovaruna.planner.settling import Found, explain_excess, first_that_fits, loosen_best
 from autovaruna.planner.splits import Splitter
@@ -62,15 +62,15 @@ def make_plan(problem: Problem, progress: Progress | None = None) -> Plan:
         PlanError: the settings contradict each other, or no plan fits; says what is missing.
     """
     check_problem(problem)
-    hears = progress or (lambda what, share: None)
+    hears, tables = progress or (lambda what, share: None), TablesOfGraph(problem.graph)
 
     def search(each: Problem) -> Plan:
-        return plan_with_more(each, lambda wider: _Search(wider, hears).run())
+        return plan_with_more(each, lambda wider: _Search(wider, hears, tables).run())
 
     def search_below(each: Problem, seconds: float) -> Plan | None:
-        return _Search(each, hears, seconds).find()
+        return _Search(each, hears, tables, seconds).find()
 
-    plan = plan_with_marks(problem, lambda each: plan_either_way(each, search, search_below))
+    plan = plan_with_marks(problem, lambda each: plan_either_way(each, search, search_below, tables))
     _log.info(
         "planned %d stages, %d micro-batches: %.6g s a step, at most %.1f %% above the best possible",
         plan.num_stages,
@@ -84,10 +84,12 @@ def make_plan(problem: Problem, progress: Progress | None = None) -> Plan:
 class _Search:
     """One search: first with one stage a rank, then, if that may be better, with several."""
 
-    def __init__(self, problem: Problem, progress: Progress, below_seconds: float = math.inf) -> None:
+    def __init__(
+        self, problem: Problem, progress: Progress, tables: TablesOfGraph, below_seconds: float = math.inf
+    ) -> None:
         self.problem, self.progress = problem, progress
         self.counts = micro_batch_counts(problem)
-        self.tables = RangeTables(problem.graph, cut_positions(problem))
+        self.tables = tables.at(cut_positions(problem))
         self.planner = Planner(problem, self.tables)
         self.max_stages = stage_limit(problem, self.tables.num_segments)
         self.forced_stages, self.most_each = forced_stages(problem), stages_per_rank(problem)

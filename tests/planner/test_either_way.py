@@ -8,6 +8,8 @@ from dataclasses import replace
 import pytest
 
 from autovaruna.errors import PlanError
+from autovaruna.graph.records import Graph
+from autovaruna.planner import ranges
 from autovaruna.planner.bound import StepBound
 from autovaruna.planner.deployment import deployment_of, load, plan_from, save
 from autovaruna.planner.fingerprint import Fingerprint
@@ -31,6 +33,18 @@ def pipelined(share: float, added: float = 0.0, **more: object) -> Problem:
     """Eight blocks on four ranks, one stage each, with a share of weight gradients in each backward."""
     problem = make_problem(8, 4, 16, num_stages=4, num_micro_batches=8, **more)
     return make_split(problem, random.Random(0), share, added)
+
+
+def test_the_searches_of_one_plan_share_their_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[tuple[int, ...]] = []
+
+    def make(graph: Graph, positions: tuple[int, ...]) -> RangeTables:
+        made.append(positions)
+        return RangeTables(graph, positions)
+
+    monkeypatch.setattr(ranges, "RangeTables", make)
+    make_plan(pipelined(0.5))
+    assert made and len(made) == len(set(made))
 
 
 @pytest.mark.parametrize("start", range(0, 80, 40))
