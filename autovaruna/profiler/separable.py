@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from typing import Any, Literal
 
 import torch
@@ -71,32 +71,42 @@ def steps_of(optimizer: Optimizer, device: torch.device) -> Steps:
 def _of_scales(make: Callable[[float, float], _Trial]) -> Steps:
     """Returns what is seen at the optimizer's own rates, unless others show more."""
     own, *others = _SCALES
-    found = _compared(make(*own))
+    trial = make(*own)
+    found = _repeated(trial) or _compared(trial)
     for scales in others:
         if found.kind == "separate":
             try:
-                other = _compared(make(*scales))
+                trial = make(*scales)
+                other = _compared(trial)
+                if other.kind == "joint" and _repeated(trial) is None:
+                    found = other
             except Exception:  # numbers have run away, which says nothing
                 continue
-            found = other if other.kind == "joint" else found
     return found
+
+
+def _repeated(trial: _Trial) -> Steps | None:
+    """Returns what is seen if the same steps do not give the same numbers, or none."""
+    every = range(len(trial.chosen))
+    whole, again = trial.whole[0], trial.run(every)[0]
+    for place in every:
+        if not whole[place][0].isfinite().all() or torch.equal(whole[place][-1], trial.starts[place]):
+            return Steps("unknown", "a trial step on small tensors changes nothing, or gives no numbers")
+    if not all(_are_equal(whole[place], again[place]) for place in every):
+        return Steps("random", "the same steps from the same start gave other numbers")
+    return None
 
 
 def _compared(trial: _Trial) -> Steps:
     every = range(len(trial.chosen))
-    (whole, numbers), (again, _) = trial.run(every), trial.run(every)
-    for place in every:
-        if not whole[place][0].isfinite().all() or torch.equal(whole[place][-1], trial.start(place)):
-            return Steps("unknown", "a trial step on small tensors changes nothing, or gives no numbers")
-    if not all(_are_equal(whole[place], again[place]) for place in every):
-        return Steps("random", "the same steps from the same start gave other numbers")
+    whole, numbers = trial.whole
     half, parts = len(every) // 2, []
     for part in (every[::2], every[1::2], every[:half], every[half:]):
         alone, numbers_alone = trial.run(part)
         parts.append(numbers_alone)
         for place in part:
             for number, (one, other) in enumerate(zip(whole[place], alone[place], strict=True), 1):
-                if not _are_close(one, other, trial.start(place)):
+                if not _are_close(one, other, trial.starts[place]):
                     what = f"step {number} over {len(every)} small tensors changed one of shape {tuple(one.shape)}"
                     return Steps("joint", f"{what} otherwise than the same step over {len(part)} of them")
     odd = next((name for each in parts for name in numbers if numbers[name] != each.get(name)), None)
@@ -129,10 +139,15 @@ class _Trial:
         self.chosen = chosen
         self._optimizer, self._device, self._way, self._is_new = optimizer, device, way, is_new
         self._rate, self._scale = rate, gradient
+        self.starts = [self._start(place, parameter) for place, parameter in enumerate(chosen)]
 
-    def start(self, place: int) -> Tensor:
+    @cached_property
+    def whole(self) -> tuple[Paths, dict[str, float]]:
+        """What steps over all of the parameters make."""
+        return self.run(range(len(self.chosen)))
+
+    def _start(self, place: int, parameter: Tensor) -> Tensor:
         """Returns the numbers that a parameter starts with: small and large ones, and zeros that show any change."""
-        parameter = self.chosen[place]
         shape = tuple(min(size, _LONGEST) for size in parameter.shape)
         sign, exponent, choice = (_normal(place, -number, shape) for number in (1, 2, 3))
         numbers = sign.sign() * 10.0 ** (exponent - 1.0) * (choice > -0.7)
@@ -156,7 +171,7 @@ class _Trial:
         return paths, dict(_numbers(optimizers))
 
     def _parameter(self, place: int) -> nn.Parameter:
-        made = nn.Parameter(self.start(place))
+        made = nn.Parameter(self.starts[place].clone())
         made.__dict__.update(vars(self.chosen[place]))  # marks that a script puts on parameters
         return made
 
@@ -179,10 +194,22 @@ class _Trial:
     def _gradient(self, place: int, number: int, calls: int, parameter: Tensor) -> Tensor:
         """Draws a gradient, which changes with the parameter; those of one are up to 30,000 times those of another."""
         shape = tuple(parameter.shape)
-        base, noise = _normal(place, number // _NUM_ALIKE, shape), _normal(place, 100 * (number + 1) + calls, shape)
-        curved = 5.0 * parameter.detach().cpu().double() * _normal(place, 2, shape).abs()
+        curved = parameter.detach().to("cpu", torch.float64) * _curvature(place, shape)
         scale: float = 10.0 ** (1.5 * (place * 5 % 4) - 3.0) * (30.0 if number >= _NUM_ALIKE else 1.0)
-        return ((base + 0.3 * noise + curved) * scale * self._scale).to(parameter)
+        return curved.add_(_slope(place, number, calls, shape)).mul_(scale * self._scale).to(parameter)
+
+
+@lru_cache(maxsize=4096)
+def _slope(place: int, number: int, calls: int, shape: tuple[int, ...]) -> Tensor:
+    """Draws the part of a gradient that does not depend on the parameter."""
+    base, noise = _normal(place, number // _NUM_ALIKE, shape), _normal(place, 100 * (number + 1) + calls, shape)
+    return base + 0.3 * noise
+
+
+@lru_cache(maxsize=4096)
+def _curvature(place: int, shape: tuple[int, ...]) -> Tensor:
+    """Draws what a parameter is multiplied by in its gradient."""
+    return 5.0 * _normal(place, 2, shape).abs()
 
 
 @lru_cache(maxsize=4096)
@@ -262,6 +289,8 @@ def _are_equal(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
 
 def _are_close(one: Tensor, other: Tensor, start: Tensor) -> bool:
     """Says whether two results are the same, on a GPU but for rounding of the numbers and of how far they have come."""
+    if torch.equal(one, other):
+        return True
     epsilon = 0.0 if one.device.type == "cpu" else torch.finfo(one.dtype).eps
     tolerance = min(64 * epsilon, 1e-2)
     way = (one - start).abs().max().nan_to_num().item()
