@@ -20,6 +20,8 @@ from autovaruna.graph.traced import TracedModel, trace
 from autovaruna.parallel import traces
 from autovaruna.parallel.preparation import Preparation
 from autovaruna.planner.records import Plan, StagePlan
+from autovaruna.profiler.separable import Steps, steps_of
+from autovaruna.runtime import own_steps
 from autovaruna.runtime.in_process import run_ranks
 from autovaruna.runtime.world import World
 from tests.catalogue import Batch, Case, batch_size
@@ -88,7 +90,10 @@ def pipeline(num_stages: int, **changes: Any) -> Setup:
 
 @contextmanager
 def planned(setup: Setup, token: object = None) -> Iterator[None]:
-    """Lets every preparation take the plan of `setup`, without measuring; equal models (`token`) are traced once."""
+    """Lets every preparation take the plan of `setup`, without measuring; equal models (`token`) are traced once.
+
+    So are equal optimizers of torch's tried out.
+    """
     search = Preparation._new_plan
 
     def lay_down(self: Preparation) -> Plan:
@@ -99,11 +104,13 @@ def planned(setup: Setup, token: object = None) -> Iterator[None]:
         return plan
 
     Preparation._new_plan = lay_down  # type: ignore[method-assign]
+    own_steps.steps_of = try_once  # type: ignore[attr-defined]
     try:
         with trace_shared(token) if token is not None else nullcontext():
             yield
     finally:
         Preparation._new_plan = search  # type: ignore[method-assign]
+        own_steps.steps_of = steps_of  # type: ignore[attr-defined]
 
 
 @contextmanager
@@ -138,6 +145,25 @@ def trace_once(token: object, model: nn.Module, call: CallSpec, device: torch.de
         if not traced.has_kept_modules:
             _known[key] = traced
         return traced
+
+
+_tried: dict[Any, Steps] = {}
+
+
+def try_once(optimizer: torch.optim.Optimizer, device: torch.device) -> Steps:
+    """Tries one of several optimizers of torch's that are equal but for their numbers; others are tried each."""
+    if not type(optimizer).__module__.startswith("torch.optim."):
+        return steps_of(optimizer, device)
+    groups = [
+        [(name, str(value)) for name, value in group.items() if name != "params"]
+        + [(tuple(each.shape), each.dtype, each.requires_grad) for each in group["params"]]
+        for group in optimizer.param_groups
+    ]
+    key = (type(optimizer), device, str(groups), *vars(optimizer), *(len(each) for each in optimizer.state.values()))
+    with _one_at_a_time:
+        if key not in _tried:
+            _tried[key] = steps_of(optimizer, device)
+        return _tried[key]
 
 
 Run = Callable[[AutoVaruna, torch.optim.Optimizer, int], Any]
