@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,23 +16,45 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 FIRST = (
     "mpi/test_failures.py",
     "mpi/test_numbers.py",
-    "test_examples.py",
     "mpi/test_world.py",
+    "mpi/test_checkpoint.py",
+    "mpi/test_varuna.py",
+    "mpi/test_prediction.py",
+    "mpi/test_precision.py",
+    "mpi/test_peers.py",
+    "mpi/test_meta.py",
+    "mpi/test_zero_bubble.py",
+    "test_examples.py",
     "parallel/test_partitions.py",
     "planner/test_bound.py",
-    "mpi/test_checkpoint.py",
     "parallel/test_against_plain.py",
     "parallel/test_modes.py",
     "parallel/test_drawn_calls.py",
     "planner/test_interleaving.py",
 )
-"""The files that take longest. Workers take whole files: one that begins last is waited for with idle cores."""
+"""The files that take longest, and all that share ranks, one after the other.
+
+Workers take whole files: one that begins last is waited for with idle cores.
+"""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Puts the longest files first."""
     here, places = Path(__file__).parent, {name: place for place, name in enumerate(FIRST)}
     items.sort(key=lambda item: places.get(os.path.relpath(item.path, here), len(FIRST)))
+
+
+def pytest_collection_finish() -> None:
+    """Spares the collector of garbage all that has been imported: it would go over that again and again."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_runtest_teardown(nextitem: pytest.Item | None) -> None:
+    """Ends the ranks that were kept for further tests, where the next one needs none."""
+    launch = sys.modules.get("tests.mpi.launch")
+    if launch is not None and (nextitem is None or nextitem.path.parent.name != "mpi"):
+        launch.end_kept_ranks()
 
 
 @pytest.fixture(autouse=True)
@@ -49,12 +71,3 @@ def _own_seed() -> None:
     import torch
 
     torch.manual_seed(0)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _no_ranks_are_left() -> Iterator[None]:
-    """Ends the ranks that were kept for further tests."""
-    yield
-    launch = sys.modules.get("tests.mpi.launch")
-    if launch is not None:
-        launch.end_kept_ranks()

@@ -35,6 +35,8 @@ QUIET = {
 
 
 POLL_SECONDS = 0.01
+LONGEST_POLL_SECONDS = 0.2
+"""Ranks that wait for long look less and less often: there may be many of them."""
 
 
 def find_mpirun() -> str:
@@ -242,10 +244,11 @@ def be_rank(folder: Path, parent: int) -> None:
 
 def wait_for(path: Path, parent: int) -> Any:
     """Returns the content of a file as soon as it is there; None if its writer has ended."""
+    began = time.monotonic()
     while not path.exists():
         if session_of(parent) < 0:
             return None
-        time.sleep(POLL_SECONDS)
+        time.sleep(min(max(POLL_SECONDS, (time.monotonic() - began) / 10), LONGEST_POLL_SECONDS))
     return pickle.loads(path.read_bytes())
 
 
