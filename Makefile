@@ -17,13 +17,17 @@ MPIRUN := mpirun --oversubscribe --bind-to none
 TEST_JOBS ?= 2
 
 .DEFAULT_GOAL := demo
-.PHONY: demo test check bench clean
+.PHONY: demo test test-whole check bench clean
 
 demo: $(STAMP)
 	$(MPI_ENV) $(MPIRUN) -np 2 $(BIN)/python examples/train_gpt.py
 
 test: $(STAMP)
 	$(TEST_ENV) $(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder $(PYTEST_FLAGS)
+
+# All of the products that `make test` runs a part of.
+test-whole: $(STAMP)
+	WHOLE_PRODUCTS=1 DRAWN_GRAPHS=50 $(MAKE) test
 
 test-mpi-%: $(STAMP)
 	$(TEST_ENV) $(MPIRUN) -np $* $(BIN)/python -m pytest tests/mpi

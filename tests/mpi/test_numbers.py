@@ -12,25 +12,28 @@ from tests.catalogue import CASES, HUGGING_FACE, PLAIN, Case
 from tests.mpi.launch import run_on_ranks
 from tests.mpi.numbers import SIZE, STEPS, optimizer_of, sizes_of, stage_counts
 from tests.parallel.training import merge, weighted_losses
+from tests.products import WHOLE
 from tests.reference import OPTIMIZERS, Record, bit_equal, compare, plain_steps
 
 pytestmark = pytest.mark.timeout(1000)
 NAMES = [case.name for case in PLAIN]
 LARGE = [case.name for case in HUGGING_FACE] if find_spec("transformers") else []
+DRAWN = {2: slice(0, None, 2), 3: slice(1, None, 4), 4: slice(3, None, 4)}
+"""Which names run on a number of ranks."""
 REPLICATED = ["chain", "tied_three_ways", "skip", "outputs_dict", "two_losses", "lstm", "frozen"]
 
 
 def names_on(num_ranks: int) -> list[str]:
-    """Returns the models that run on a number of ranks: all on one and two, a quarter each on three and on four.
+    """Returns the models that run on a number of ranks: all on one, half on two, a quarter each on three and on four.
 
-    `tests.parallel.test_partitions` runs all on three and four ranks that are threads.
+    `tests.parallel.test_partitions` runs all on two, three and four ranks that are threads.
     """
     return drawn(NAMES, num_ranks) + drawn(LARGE, num_ranks)
 
 
 def drawn(names: list[str], num_ranks: int) -> list[str]:
-    """Returns every fourth name on three ranks, and others on four."""
-    return names if num_ranks < 3 else names[2 * num_ranks - 6 :: 4]
+    """Returns all names on one rank; each of them either on two, on three or on four."""
+    return names if WHOLE or num_ranks == 1 else names[DRAWN[num_ranks]]
 
 
 @cache
