@@ -18,12 +18,16 @@ import sys
 import tempfile
 import time
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
 from autovaruna.runtime.environment import get_world
+
+if TYPE_CHECKING:
+    from tests.mpi.warm import Warm
 
 ROOT = Path(__file__).resolve().parents[2]
 QUIET = {
@@ -61,6 +65,7 @@ def mpirun(
     timeout: float = 300,
     env: dict[str, str] | None = None,
     check: bool = True,
+    is_warm: bool = False,
 ) -> subprocess.CompletedProcess[str]:
     """Runs a Python program on several ranks, from the root of the repository.
 
@@ -71,18 +76,29 @@ def mpirun(
         timeout: seconds; the whole process group is killed after them, and the test fails.
         env: variables that are added to the environment; None as a value is not allowed, "" is.
         check: whether a non-zero status fails the test.
+        is_warm: whether the ranks of a module are forked (`tests.mpi.warm`).
     """
-    done = run_group(mpirun_command(num_ranks, target, *args), timeout, {**os.environ, **QUIET, **(env or {})})
+    command = mpirun_command(num_ranks, target, *args, is_warm=is_warm)
+    done = run_group(command, timeout, {**os.environ, **QUIET, **(env or {})})
     if check and done.returncode != 0:
         fail(f"status {done.returncode} of {target} on {num_ranks} ranks\n{done.stdout}\n{done.stderr}")
     return done
 
 
-def mpirun_command(num_ranks: int, target: str | Path, *args: object) -> list[str]:
+def mpirun_command(num_ranks: int, target: str | Path, *args: object, is_warm: bool = False) -> list[str]:
     """Returns the command that starts a module or a script on several ranks."""
+    command = [find_mpirun(), "-n", str(num_ranks), "--oversubscribe", "--bind-to", "none"]
     script = [str(target)] if str(target).endswith(".py") else ["-m", str(target)]
-    command = [find_mpirun(), "-n", str(num_ranks), "--oversubscribe", "--bind-to", "none", sys.executable, *script]
-    return [*command, *map(str, args)]
+    start = warm().words(str(target)) if is_warm else [sys.executable, *script]
+    return [*command, *start, *map(str, args)]
+
+
+@cache
+def warm() -> Warm:
+    """Returns the process that ranks are forked from, which starts with the first of them."""
+    from tests.mpi.warm import Warm
+
+    return Warm()
 
 
 def run_group(command: list[str], timeout: float, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
@@ -184,11 +200,14 @@ kept: dict[int, Ranks] = {}
 
 
 def end_kept_ranks() -> None:
-    """Ends all ranks that wait."""
+    """Ends all ranks that wait, and what further ones would be forked from."""
     for ranks in kept.values():
         ranks.let_go()
     for ranks in list(kept.values()):
         ranks.end()
+    if warm.cache_info().currsize:
+        warm().end()
+        warm.cache_clear()
 
 
 def run_on_ranks(
