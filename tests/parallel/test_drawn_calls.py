@@ -104,7 +104,7 @@ def wrapped(script: Script, case: Case, setup: Setup, make_optimizer: Any) -> Re
 
         return with_state(Record(script.run(model, model.module, optimizer, forward, model.clip_grad_norm_)), model)
 
-    return merge(on_ranks(setup, case.model(), run, make_optimizer))
+    return merge(on_ranks(setup, case.model(), run, make_optimizer, token=(case.name, case.has_dropout)))
 
 
 @pytest.mark.parametrize("seed", range(int(os.environ.get("DRAWN_GRAPHS", "12"))))

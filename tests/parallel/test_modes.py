@@ -27,7 +27,7 @@ SETUPS = {
 }
 
 
-def gradients(model: nn.Module, batches: list[Batch], backward: Backward, setup: Setup) -> dict[str, Tensor]:
+def gradients(case: Case, batches: list[Batch], backward: Backward, setup: Setup) -> dict[str, Tensor]:
     """Returns the gradients of a backward for each of some batches, added up."""
 
     def run(wrapped: AutoVaruna, optimizer: Any, rank: int) -> Record:
@@ -35,7 +35,7 @@ def gradients(model: nn.Module, batches: list[Batch], backward: Backward, setup:
             backward(wrapped(*batch[0], **batch[1]), step)
         return Record(gradients=[gradients_of(wrapped)])
 
-    return merge(on_ranks(setup, model, run)).gradients[0]
+    return merge(on_ranks(setup, case.model(), run, token=(case.name, case.has_dropout))).gradients[0]
 
 
 def plain(model: nn.Module, batches: list[Batch], backward: Backward) -> dict[str, Tensor]:
@@ -48,7 +48,7 @@ def plain(model: nn.Module, batches: list[Batch], backward: Backward) -> dict[st
 def hold(case: Case, backward: Backward, setup: Setup, num_batches: int = 1) -> None:
     """Asserts that a backward gives the gradients of plain PyTorch."""
     batches = [case.batch(7, step) for step in range(num_batches)]
-    found = gradients(case.model(), batches, backward, setup)
+    found = gradients(case, batches, backward, setup)
     compare(Record(gradients=[found]), Record(gradients=[plain(case.model(), batches, backward)]))
 
 
@@ -130,7 +130,7 @@ def test_a_loss_may_be_asked_for_by_mode() -> None:
     case, batch = CASES["loss_and_scores"], CASES["loss_and_scores"].batch(7, 0)
     batches, backward = [batch], lambda output, step: (output["loss"] + output["scores"].square().mean()).backward()
     setup = pipeline(2, settings={"loss_mode": "outputs"})
-    found = gradients(case.model(), batches, backward, setup)
+    found = gradients(case, batches, backward, setup)
     compare(Record(gradients=[found]), Record(gradients=[plain(case.model(), batches, backward)]))
 
 
@@ -355,8 +355,8 @@ def test_a_second_backward_through_a_step_is_refused() -> None:
 def test_a_gradient_is_added_to_what_is_there() -> None:
     case = CASES["tied"]
     batch = case.batch(7, 0)
-    once = gradients(case.model(), [batch], lambda loss, step: loss.backward(), pipeline(2))
-    twice = gradients(case.model(), [batch, batch], lambda loss, step: loss.backward(), pipeline(2))
+    once = gradients(case, [batch], lambda loss, step: loss.backward(), pipeline(2))
+    twice = gradients(case, [batch, batch], lambda loss, step: loss.backward(), pipeline(2))
     compare(Record(gradients=[twice]), Record(gradients=[{name: 2 * value for name, value in once.items()}]))
 
 
