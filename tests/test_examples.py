@@ -40,8 +40,10 @@ def start(command: list[str], directory: Path) -> str:
     return result.stdout
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-@pytest.mark.parametrize("name", ["tutorial", "train_digits", "finetune_hf"])
+@pytest.mark.parametrize(
+    ("name", "num_ranks"),
+    [("tutorial", 1), ("train_digits", 1), ("train_digits", 2), ("finetune_hf", 1), ("finetune_hf", 2)],
+)
 def test_an_example_holds_its_own_assertions(name: str, num_ranks: int, tmp_path: Path) -> None:
     assert run(name, num_ranks, tmp_path)
 
