@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
+from autovaruna.graph.places import are_in_turn
 from autovaruna.graph.sizes import Sizes
 
 _BY_DIMENSION = re.compile(
@@ -15,12 +16,15 @@ _BY_DIMENSION = re.compile(
 )
 _WINDOWS = re.compile(r"aten\.\w*(pool|upsample_\w+)(1|2|3)d\w*\.")
 _CONVOLUTIONS = re.compile(r"aten\.conv(_transpose)?(1|2|3)d\.")
+_PICKS = re.compile(r"aten\.(index\.Tensor|index_select\.default|gather\.default)")
 _RECURRENT = re.compile(r"aten\.(lstm|gru|rnn_tanh|rnn_relu)\.input")
 
 
 def runs_along(node: fx.Node, sizes: Sizes) -> bool:
     """Whether the operation of a node goes from sample to sample."""
     name = f"{node.target}."
+    if _PICKS.match(name):
+        return any(not are_in_turn(index, length, sizes) for index, length in _picked(node) if sizes.grows(length))
     lengths = next((rule(node) for pattern, rule in _RULES if pattern.match(name)), ())
     return any(sizes.grows(length) for length in lengths)
 
@@ -56,6 +60,15 @@ def _steps(node: fx.Node) -> Iterable[Any]:
 
 def _keys(node: fx.Node) -> Iterable[Any]:
     return _shape(node.args[1])[-2:-1]
+
+
+def _picked(node: fx.Node) -> list[tuple[fx.Node, Any]]:
+    """Returns the numbers by which a node picks, each with the length of the dimension."""
+    given = _arguments(node)
+    indices = given.get("indices", given.get("index"))
+    pairs = enumerate(indices) if isinstance(indices, list | tuple) else [(given["dim"], indices)]
+    shape = _shape(node.args[0])
+    return [(index, shape[dim]) for dim, index in pairs if isinstance(index, fx.Node)]
 
 
 def _shape(argument: Any) -> tuple[Any, ...]:

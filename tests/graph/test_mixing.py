@@ -69,9 +69,17 @@ def shifted(self: nn.Module, x: Tensor) -> Tensor:
     return self.first(x).flatten(0, 1)[:-1].square().mean()
 
 
+def backwards(self: nn.Module, x: Tensor) -> Tensor:
+    return self.last(x)[torch.arange(len(x) - 1, -1, -1)]
+
+
+def crosswise(self: nn.Module, x: Tensor) -> Tensor:
+    return self.first(x) * self.last(x).index_select(0, (torch.arange(x.shape[0]) + 1) % x.shape[0])
+
+
 MIXING = (
     *(attention, convolution, softmax, cumulated, turned, pooled, scaled, against_the_first),
-    *(covariance, one_bag, shifted),
+    *(covariance, one_bag, shifted, backwards, crosswise),
 )
 
 
@@ -128,8 +136,18 @@ def centred(self: nn.Module, x: Tensor) -> Tensor:
     return self.last(x - x.mean(0))
 
 
+def in_turn(self: nn.Module, x: Tensor) -> Tensor:
+    """Picks rows by numbers that follow from the size of the batch: each sample's own, one and several times."""
+    numbers = torch.arange(len(x))
+    flat = self.first(x).flatten(0, 1)
+    last = flat[numbers * LENGTH + LENGTH - 1] + self.last(x)[numbers, 0]
+    return last[torch.arange(2 * len(x)) // 2] * x[numbers.repeat_interleave(2), torch.randint(LENGTH, (2 * len(x),))]
+
+
 @pytest.mark.parametrize(
-    "function", (auxiliary, chosen, lengths, followed, joined, alike, centred), ids=lambda function: function.__name__
+    "function",
+    (auxiliary, chosen, lengths, followed, joined, alike, centred, in_turn),
+    ids=lambda function: function.__name__,
 )
 def test_samples_that_go_alone_are_not(function: Callable[..., Tensor]) -> None:
     assert trace(model(function), call_of(model(function), X), CPU).sizes.symbol is not None
