@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
+from autovaruna.graph.arguments import arguments
 from autovaruna.graph.places import are_in_turn
 from autovaruna.graph.sizes import Sizes
 
@@ -30,7 +31,7 @@ def runs_along(node: fx.Node, sizes: Sizes) -> bool:
 
 
 def _by_dimension(node: fx.Node) -> Iterable[Any]:
-    given = _arguments(node)
+    given = arguments(node)
     shape = _shape(node.args[0])
     dims = given.get("dim", given.get("dims"))
     places = [dims] if isinstance(dims, int) else list(dims or range(len(shape)))
@@ -54,7 +55,7 @@ def _convolved(node: fx.Node) -> Iterable[Any]:
 
 def _steps(node: fx.Node) -> Iterable[Any]:
     shape = _shape(node.args[0])
-    is_second = bool(_arguments(node).get("batch_first")) and len(shape) == 3
+    is_second = bool(arguments(node).get("batch_first")) and len(shape) == 3
     return shape[1:2] if is_second else shape[:1]
 
 
@@ -64,7 +65,7 @@ def _keys(node: fx.Node) -> Iterable[Any]:
 
 def _picked(node: fx.Node) -> list[tuple[fx.Node, Any]]:
     """Returns the numbers by which a node picks, each with the length of the dimension."""
-    given = _arguments(node)
+    given = arguments(node)
     indices = given.get("indices", given.get("index"))
     pairs = enumerate(indices) if isinstance(indices, list | tuple) else [(given["dim"], indices)]
     shape = _shape(node.args[0])
@@ -74,14 +75,6 @@ def _picked(node: fx.Node) -> list[tuple[fx.Node, Any]]:
 def _shape(argument: Any) -> tuple[Any, ...]:
     value = argument.meta.get("val") if isinstance(argument, fx.Node) else None
     return tuple(value.shape) if isinstance(value, Tensor) else ()
-
-
-def _arguments(node: fx.Node) -> dict[str, Any]:
-    """Returns the arguments of an operation by name, defaults included."""
-    target: Any = node.target
-    arguments = target._schema.arguments
-    given = {argument.name: argument.default_value for argument in arguments if argument.has_default_value()}
-    return given | dict(zip([argument.name for argument in arguments], node.args, strict=False)) | dict(node.kwargs)
 
 
 _RULES: tuple[tuple[re.Pattern[str], Callable[[fx.Node], Iterable[Any]]], ...] = (

@@ -3,18 +3,45 @@
 from __future__ import annotations
 
 import builtins
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import wraps
 from threading import get_ident
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 from torch.distributions import Distribution
+
+_LOSSES = (
+    *("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "kl_div", "poisson_nll_loss"),
+    *("binary_cross_entropy_with_logits", "soft_margin_loss"),
+)
+
+
+def _of_one_length(loss: Callable[..., Any], tracing: int) -> Callable[..., Any]:
+    """Returns a loss that says to the trace on a thread that its tensors are of one shape, where only data can tell."""
+
+    @wraps(loss)
+    def call(input: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
+        if get_ident() == tracing and isinstance(input, Tensor) and isinstance(target, Tensor):
+            for one, other in zip(input.shape, target.shape, strict=False):
+                if _is_of_data(one) and _is_of_data(other):
+                    torch._check(one == other)  # type: ignore[no-untyped-call]
+        return loss(input, target, *args, **kwargs)
+
+    return call
+
+
+def _is_of_data(length: Any) -> bool:
+    return isinstance(length, torch.SymInt) and not length.node.has_hint()
 
 
 @contextmanager
 def idioms() -> Iterator[None]:
     """Traces ``len(x)`` as ``x.shape[0]``, which fixes no batch size, and leaves checks of distributions out.
+
+    Losses of two tensors take it for granted that what masks have picked of both is of one length.
 
     For this thread, while the context lasts; checks of distributions for all threads, since torch has one switch.
     """
@@ -28,8 +55,13 @@ def idioms() -> Iterator[None]:
 
     builtins.len = length
     Distribution.set_default_validate_args(False)
+    losses = {name: getattr(nn.functional, name) for name in _LOSSES}
+    for name, loss in losses.items():
+        setattr(nn.functional, name, _of_one_length(loss, tracing))
     try:
         yield
     finally:
+        for name, loss in losses.items():
+            setattr(nn.functional, name, loss)
         builtins.len = plain
         Distribution.set_default_validate_args(checks)

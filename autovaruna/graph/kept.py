@@ -89,6 +89,11 @@ class KeptModule:
         self._num_parameters = num_parameters
         self.may_choose = num_parameters > 0
 
+    @property
+    def adds_up(self) -> bool:
+        """Whether it is called with ``reduction="sum"``."""
+        return any("reduction" in path and words == "'sum'" for path, words in self._call.constants())
+
     def __repr__(self) -> str:
         module = self._modules[False]
         return f"KeptModule({type(module).__qualname__}, {module!r}, {self._call.key()}, {self.returned.tree.key()})"

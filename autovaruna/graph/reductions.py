@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from operator import getitem
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
+from autovaruna.graph.arguments import arguments
+from autovaruna.graph.kept import KeptModule, run_kept
 from autovaruna.graph.sizes import Sizes
 
 aten = torch.ops.aten
@@ -60,12 +63,11 @@ class Reductions:
     def _is_sum(self, node: fx.Node) -> bool:
         if node.target in _SUMS:
             return self._grows(node.args[0])
-        target: Any = node.target
-        if not isinstance(target, torch._ops.OpOverload) or not self._grows(node.args[0] if node.args else None):
-            return False
-        names = [argument.name for argument in target._schema.arguments]
-        given = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
-        return bool(given.get("reduction") == _SUM)
+        if node.target is getitem:
+            made: Any = node.args[0]
+            kept = getattr(node.graph.owning_module, str(made.args[0].target)) if made.target is run_kept else None
+            return isinstance(kept, KeptModule) and kept.adds_up
+        return self._grows(node.args[0] if node.args else None) and arguments(node).get("reduction") == _SUM
 
     def _grows(self, node: Any) -> bool:
         value = node.meta.get("val") if isinstance(node, fx.Node) else None

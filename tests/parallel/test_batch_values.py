@@ -85,8 +85,7 @@ def unseen(self: nn.Module, s: Tensor, y: Tensor, m: Tensor) -> Tensor:
 
 def picked(self: nn.Module, s: Tensor, y: Tensor, m: Tensor) -> Tensor:
     """Averages over the places that a mask picks, in a loss and in a mean."""
-    is_there = m > 0
-    return F.mse_loss(s[is_there], s.detach()[is_there] + 1.0) + s[is_there].square().mean()
+    return F.mse_loss(s[m > 0], s.detach()[m > 0] + 1.0) + s[m > 0].square().mean()
 
 
 def relative(self: nn.Module, s: Tensor, y: Tensor, m: Tensor) -> Tensor:

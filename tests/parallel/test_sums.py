@@ -41,7 +41,13 @@ def of_several(scores: Tensor, y: Tensor) -> Tensor:
     return torch.stack([by_name(scores, y), scores.square().sum(1).sum() / 100]).sum()
 
 
-@pytest.mark.parametrize("loss", (by_name, by_hand, of_several), ids=lambda loss: loss.__name__)
+def of_sequences(scores: Tensor, y: Tensor) -> Tensor:
+    """Calls what torch.export cannot trace."""
+    steps, length = torch.stack([scores] * 3).log_softmax(2), torch.full((len(y),), 3)
+    return F.ctc_loss(steps, y.clamp(min=1)[:, None], length, torch.ones_like(length), reduction="sum") / 10
+
+
+@pytest.mark.parametrize("loss", (by_name, by_hand, of_several, of_sequences), ids=lambda loss: loss.__name__)
 def test_a_sum_is_added_up_or_refused(loss: Loss) -> None:
     """With the setting that the error names, the numbers are those of the whole batch; with one micro-batch always."""
     case = Case(f"sum_{loss.__name__}", lambda: Model(loss), labelled)

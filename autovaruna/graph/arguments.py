@@ -1,0 +1,28 @@
+"""Reads and changes the arguments of an operation by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+
+def arguments(node: fx.Node) -> dict[str, Any]:
+    """Returns the arguments of an operation by name, defaults included; those of other functions have no names."""
+    target: Any = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return {}
+    known = target._schema.arguments
+    given = {argument.name: argument.default_value for argument in known if argument.has_default_value()}
+    return given | dict(zip([argument.name for argument in known], node.args, strict=False)) | dict(node.kwargs)
+
+
+def give(node: fx.Node, **changed: Any) -> None:
+    """Gives other arguments to an operation."""
+    target: Any = node.target
+    places = [argument.name for argument in target._schema.arguments]
+    given = arguments(node) | changed
+    by_place = [name for name in places if not target._schema.arguments[places.index(name)].kwarg_only]
+    node.args = tuple(given.pop(name) for name in by_place)
+    node.kwargs = given
