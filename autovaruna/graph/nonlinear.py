@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from autovaruna.errors import InputError
+from autovaruna.graph.counted_means import arguments
 from autovaruna.graph.origin import origin
 from autovaruna.graph.outputs import OutputKind
 from autovaruna.graph.traced import TracedModel
@@ -27,6 +28,16 @@ _KEEP_MEANS = frozenset(
     }
 )
 """Pointwise operations that keep means, or take nothing of their argument but its shape."""
+_JOIN = frozenset(
+    {
+        *("sum", "nansum", "mean", "cumsum", "trace", "stack", "cat", "hstack", "vstack", "concat", "repeat", "flip"),
+        *("roll", "index", "index_select", "gather", "index_put", "index_put_", "index_add", "index_add_", "scatter"),
+        *("scatter_add", "scatter_add_", "select_scatter", "slice_scatter", "constant_pad_nd", "pad", "diag", "tile"),
+        *("contiguous", "reshape", "flatten", "view_as", "expand_as", "type_as", "lift_fresh_copy", "_unsafe_view"),
+        *("new_zeros", "new_ones", "new_full", "new_empty", "empty_like", "resolve_conj", "resolve_neg"),
+    }
+)
+"""Operations that add numbers of an argument up, or put them elsewhere."""
 _SCALE = frozenset({"mul", "mul_", "div", "div_", "matmul", "mm", "bmm", "mv", "dot", "linear", "addmm", "baddbmm"})
 """Operations that are linear in each argument."""
 _REDUCE_OTHERWISE = frozenset(
@@ -37,6 +48,10 @@ _REDUCE_OTHERWISE = frozenset(
     }
 )
 """Other operations after which a mean of micro-batches is not that of the batch."""
+_PICK = frozenset({"select", "slice", "index", "index_select", "gather", "narrow"})
+"""Operations that take some of the samples, where nothing of their result grows with the batch."""
+_MEAN = 1
+"""The number of ``reduction="mean"`` in an operation."""
 
 
 def refuse_nonlinear(traced: TracedModel) -> None:
@@ -75,6 +90,7 @@ class _Means:
 
     def __init__(self, traced: TracedModel) -> None:
         self._sizes = traced.sizes
+        self._facts = traced.facts
         self._fed: set[fx.Node] = set()
         for node in traced.module.graph.nodes:
             is_made = not self._fed.isdisjoint(node.all_input_nodes) and not self._sizes.is_given(node)
@@ -107,7 +123,14 @@ class _Means:
         if name in _SCALE:
             divides = name.startswith("div") and isinstance(node.args[1], fx.Node) and self._is_joint(node.args[1])
             return joint > 1 or divides or (joint > 0 and self._squares(node))
-        return joint > 0 and torch.Tag.pointwise in target.tags and name not in _KEEP_MEANS
+        if joint:
+            return name not in _KEEP_MEANS | _JOIN and not self._facts[node.name].is_view
+        return name in _PICK or self._averages_counted(node, name)
+
+    def _averages_counted(self, node: fx.Node, name: str) -> bool:
+        """Whether a node is a mean over as many numbers as numbers of the model say; counts of inputs are parted."""
+        is_mean = name == "mean" or arguments(node).get("reduction") == _MEAN
+        return is_mean and any(self._sizes.depends_on_data(source) for source in node.all_input_nodes)
 
     def _squares(self, node: fx.Node) -> bool:
         """Whether a product takes the same numbers twice."""

@@ -60,7 +60,25 @@ def spread(self: nn.Module, s: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(s, y) - s.std(0).mean()
 
 
-@pytest.mark.parametrize("loss", (root, norm, overlap, balance, spread), ids=lambda loss: loss.__name__)
+def moments(self: nn.Module, s: Tensor, y: Tensor) -> Tensor:
+    """Compares a mean with another number."""
+    return F.cross_entropy(s, y) + F.mse_loss(s.mean(0), self.layers[2].bias)
+
+
+def confident(self: nn.Module, s: Tensor, y: Tensor) -> Tensor:
+    """Averages over as many samples as the scores pick."""
+    return F.cross_entropy(s, y, reduction="none")[s.amax(1) > 0].mean()
+
+
+def first(self: nn.Module, s: Tensor, y: Tensor) -> Tensor:
+    """Adds a loss of one sample."""
+    return F.cross_entropy(s, y) + s[0].square().sum()
+
+
+NO_MEANS = (root, norm, overlap, balance, spread, moments, confident, first)
+
+
+@pytest.mark.parametrize("loss", NO_MEANS, ids=lambda loss: loss.__name__)
 def test_a_loss_that_is_no_mean_is_refused(loss: Loss) -> None:
     """The error names the line; with one micro-batch the numbers are those of plain PyTorch."""
     case = case_of(loss)
