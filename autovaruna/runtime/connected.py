@@ -50,14 +50,17 @@ class ConnectedWorld(WatchedWorld):
         if self._carrier is not None and self._carrier.sends_to(destination):
             there = [tensor.detach().to(self._carrier.device) for tensor in tensors]
             return self.post_sends(there, destination, CARRIER_CHANNEL, tag)
-        return self.post_sends([self.reachable(tensor) for tensor in tensors], destination, TENSOR_CHANNEL, tag)
+        reachable = [tensor if tensor.is_cpu else self.reachable(tensor) for tensor in tensors]
+        return self.post_sends(reachable, destination, TENSOR_CHANNEL, tag)
 
     def receive(self, buffers: Sequence[Tensor], source: int, tag: int) -> Pending:
         """Posts the receive of tensors."""
         is_carried = self._carrier is not None and self._carrier.receives_from(source)
-        posted = [self._landing(buffer, is_carried) for buffer in buffers]
-        staged = [(buffer, other) for buffer, other in zip(buffers, posted, strict=True) if other is not buffer]
         channel = CARRIER_CHANNEL if is_carried else TENSOR_CHANNEL
+        posted = [
+            buffer if buffer.is_cpu and not is_carried else self._landing(buffer, is_carried) for buffer in buffers
+        ]
+        staged = [(buffer, other) for buffer, other in zip(buffers, posted, strict=True) if other is not buffer]
         return self.post_receives(posted, source, channel, tag, (lambda: copy_all(staged)) if staged else None)
 
     def _landing(self, buffer: Tensor, is_carried: bool) -> Tensor:
@@ -70,7 +73,7 @@ class ConnectedWorld(WatchedWorld):
         return torch.empty_strided(buffer.size(), buffer.stride(), dtype=buffer.dtype, device=self._carrier.device)
 
     def reachable(self, tensor: Tensor) -> Tensor:
-        """Returns a tensor where the transport can send it from: on the host."""
+        """Returns a tensor, which is not on the host, where the transport can send it from."""
         return to_host(tensor)
 
     def landing(self, buffer: Tensor) -> Tensor:
@@ -150,17 +153,15 @@ class ConnectedWorld(WatchedWorld):
 
     def send_parts(self, tensors: Sequence[Tensor], destination: int, channel: int, tag: int) -> list[Pending]:
         """Starts to send host tensors, each in parts of at most 1 GiB."""
-        parts = (part for tensor in tensors for part in split(tensor))
         if channel == CARRIER_CHANNEL and self._carrier is not None:
-            return [self._carrier.post_send(part, destination, tag) for part in parts]
-        return [self.post_send(part, destination, channel, tag) for part in parts]
+            return [self._carrier.post_send(part, destination, tag) for each in tensors for part in split(each)]
+        return [self.post_send(part, destination, channel, tag) for each in tensors for part in split(each)]
 
     def receive_parts(self, tensors: Sequence[Tensor], source: int, channel: int, tag: int) -> list[Pending]:
         """Posts the receives of the same parts."""
-        parts = (part for tensor in tensors for part in split(tensor))
         if channel == CARRIER_CHANNEL and self._carrier is not None:
-            return [self._carrier.post_receive(part, source, tag) for part in parts]
-        return [self.post_receive(part, source, channel, tag) for part in parts]
+            return [self._carrier.post_receive(part, source, tag) for each in tensors for part in split(each)]
+        return [self.post_receive(part, source, channel, tag) for each in tensors for part in split(each)]
 
     # Groups of ranks.
 
@@ -195,7 +196,8 @@ class ConnectedWorld(WatchedWorld):
 
     def progress(self) -> None:
         """Lets messages and reductions advance; forgets finished sends."""
-        self._forget_sends()
+        if self._sends:
+            self._forget_sends()
         if self._carrier is not None:
             self._carrier.advance()
         self.advance()
@@ -235,10 +237,9 @@ class ConnectedWorld(WatchedWorld):
 def split(tensor: Tensor) -> list[Tensor]:
     """Returns a dense tensor as pieces of at most 1 GiB that share its memory: as a rule itself."""
     check_dense(tensor)
-    num_elements = MAX_PART_BYTES // tensor.element_size()
-    if tensor.numel() <= num_elements:
+    if tensor.nbytes <= MAX_PART_BYTES:
         return [tensor]
-    return list(torch.split(flat(tensor), num_elements))
+    return list(torch.split(flat(tensor), MAX_PART_BYTES // tensor.element_size()))
 
 
 def copy_all(staged: list[tuple[Tensor, Tensor]]) -> None:

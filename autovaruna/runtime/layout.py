@@ -71,10 +71,15 @@ Layouts = tuple[Layout | None, ...]
 
 def fit(layouts: Layouts, tensors: Sequence[Tensor | None]) -> bool:
     """Says whether a message has these layouts."""
-    return len(layouts) == len(tensors) and all(
-        tensor is None if layout is None else tensor is not None and layout.fits(tensor)
-        for layout, tensor in zip(layouts, tensors, strict=True)
-    )
+    if len(layouts) != len(tensors):
+        return False
+    for layout, tensor in zip(layouts, tensors, strict=True):
+        if layout is None:
+            if tensor is not None:
+                return False
+        elif tensor is None or not layout.fits(tensor):
+            return False
+    return True
 
 
 def layouts_of(tensors: Sequence[Tensor | None]) -> Layouts:

@@ -6,7 +6,7 @@ bare numbers and can be received before they are needed.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from time import perf_counter
 from typing import NamedTuple
@@ -63,9 +63,9 @@ class Mail:
         self.num_posted_bytes = 0
         self.waited_seconds = 0.0
         self._layouts: dict[Kind, Layouts] = {}
-        self._local: dict[Route, deque[TensorList]] = {}
-        self._posted: dict[Route, deque[_Posted]] = {}
-        self._expected: dict[Route, deque[Kind]] = {}
+        self._local: defaultdict[Route, deque[TensorList]] = defaultdict(deque)
+        self._posted: defaultdict[Route, deque[_Posted]] = defaultdict(deque)
+        self._expected: defaultdict[Route, deque[Kind]] = defaultdict(deque)
 
     @property
     def awaits_layouts(self) -> bool:
@@ -76,7 +76,7 @@ class Mail:
         """Starts to send tensors; they must not change until it is done. Never blocks."""
         route = kind.route
         if route.destination == self._world.rank:
-            self._local.setdefault(route, deque()).append(list(tensors))
+            self._local[route].append(list(tensors))
             return Done()
         layouts = self._layouts.get(kind)
         if layouts is None:
@@ -88,9 +88,8 @@ class Mail:
                 f"{layouts_of(tensors)}, expected {layouts}. An operation of the model chooses its "
                 "output's layout by the numbers it gets; make that output contiguous()."
             )
-        packed = [
-            layout.pack(t) for layout, t in zip(layouts, tensors, strict=True) if layout is not None and t is not None
-        ]
+        pairs = zip(layouts, tensors, strict=True)
+        packed = [layout.pack(tensor) for layout, tensor in pairs if layout is not None and tensor is not None]
         return self._world.send(packed, route.destination, route.tag) if packed else Done()
 
     def expect(self, kind: Kind) -> None:
@@ -99,7 +98,7 @@ class Mail:
         Messages are taken in the order in which they are expected.
         """
         if kind.route.source != self._world.rank:
-            self._expected.setdefault(kind.route, deque()).append(kind)
+            self._expected[kind.route].append(kind)
             self._post_known(kind.route)
 
     def take(self, kind: Kind) -> TensorList:
@@ -107,8 +106,8 @@ class Mail:
         route = kind.route
         if route.source == self._world.rank:
             return self._local[route].popleft()
-        if not self._posted.get(route):
-            if not self._expected.get(route):
+        if not self._posted[route]:
+            if not self._expected[route]:
                 self.expect(kind)
             if kind not in self._layouts:
                 self._layouts[kind] = self._world.receive_object(route.source, route.tag)
@@ -125,12 +124,13 @@ class Mail:
     def _post_known(self, route: Route) -> None:
         """Posts the receives of a route up to the first message whose layouts are not known."""
         expected = self._expected[route]
-        while expected and expected[0] in self._layouts:
-            self._post(route, self._layouts[expected.popleft()])
+        while expected and (layouts := self._layouts.get(expected[0])) is not None:
+            expected.popleft()
+            self._post(route, layouts)
 
     def _post(self, route: Route, layouts: Layouts) -> None:
         buffers = [layout.buffer(self._device) for layout in layouts if layout is not None]
         pending = self._world.receive(buffers, route.source, route.tag) if buffers else Done()
         num_bytes = sum(buffer.nbytes for buffer in buffers)
         self.num_posted_bytes += num_bytes
-        self._posted.setdefault(route, deque()).append(_Posted(layouts, buffers, pending, num_bytes))
+        self._posted[route].append(_Posted(layouts, buffers, pending, num_bytes))

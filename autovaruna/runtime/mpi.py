@@ -47,10 +47,10 @@ class Part(Pending):
         try:
             is_done = self._request.Test(self._status)
         except MPI.Exception as error:
-            raise RankError(f"a message did not fit its buffer of {num_bytes(self._memory)} bytes: {error}") from error
-        if is_done and self._status is not None and self._status.Get_count(MPI.BYTE) != num_bytes(self._memory):
-            got, source = self._status.Get_count(MPI.BYTE), self._status.Get_source()
-            raise RankError(f"rank {source} sent {got} bytes where {num_bytes(self._memory)} were expected")
+            raise RankError(f"a message did not fit its buffer of {self._memory.nbytes} bytes: {error}") from error
+        if is_done and self._status is not None and (got := self._status.Get_count(MPI.BYTE)) != self._memory.nbytes:
+            source = self._status.Get_source()
+            raise RankError(f"rank {source} sent {got} bytes where {self._memory.nbytes} were expected")
         return is_done
 
     def wait(self) -> None:
@@ -180,11 +180,6 @@ def is_cuda_aware() -> bool:
     return query is not None and torch.cuda.is_available() and bool(query())
 
 
-def num_bytes(tensor: Tensor) -> int:
-    """Returns the bytes of a dense tensor."""
-    return tensor.numel() * tensor.element_size()
-
-
 def memory_of(tensor: Tensor) -> tuple[MPI.memory, MPI.Datatype]:
     """Returns the memory of a dense host tensor as MPI sees it, with no copy."""
-    return MPI.memory.fromaddress(tensor.data_ptr(), num_bytes(tensor)), MPI.BYTE
+    return MPI.memory.fromaddress(tensor.data_ptr(), tensor.nbytes), MPI.BYTE

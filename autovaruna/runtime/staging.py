@@ -22,7 +22,9 @@ def is_dense(tensor: Tensor) -> bool:
 
 def check_dense(tensor: Tensor) -> None:
     """Asserts that the memory of `tensor` is its value: dense, and no lazy conjugate or negative."""
-    assert is_dense(tensor), f"tensor of shape {tuple(tensor.shape)} and stride {tensor.stride()} is not dense; copy it"
+    assert tensor.is_contiguous() or is_dense(tensor), (
+        f"tensor of shape {tuple(tensor.shape)} and stride {tensor.stride()} is not dense; copy it"
+    )
     assert not tensor.is_conj() and not tensor.is_neg(), "resolve the lazy conjugate or negative first"
 
 

@@ -94,8 +94,8 @@ class WatchedWorld(World):
         Acts that happen by themselves while a rank waits, as the later messages of a reduction, are not counted:
         the hub takes it that a waiting rank does not act.
         """
-        self._counts[event] += num_times
-        return self._counts[event]
+        count = self._counts[event] = self._counts[event] + num_times
+        return count
 
     def wait_until(self, is_done: Callable[[], bool], waiting: Callable[[], tuple[str, tuple[Need, ...]]]) -> None:
         """Blocks until `is_done()`; after a while tells the hub `waiting()`.
