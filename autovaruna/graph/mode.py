@@ -33,7 +33,8 @@ class ModeReader:
         flags = "".join(["t" if module.training else "e" for module in self.attributes.modules])
         autocast = ",".join(map(str, current_precision())) or "off"
         parameters = [each for table in self.attributes.tables for each in table.values() if each is not None]
-        frozen = "".join(["g" if each.requires_grad else "f" for each in parameters])
+        with torch._C.DisableTorchFunctionSubclass():  # those that other ranks hold answer through Python otherwise
+            frozen = "".join(["g" if each.requires_grad else "f" for each in parameters])
         mode = f"training={flags} gradient={torch.is_grad_enabled()} autocast={autocast} parameters={frozen}"
         shared = self._shared.words()
         return f"{mode}{changed and f' attributes={changed}'}{shared and f' globals={shared}'}"

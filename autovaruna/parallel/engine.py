@@ -22,7 +22,7 @@ from autovaruna.parallel.step import Step, input_key
 from autovaruna.parallel.totals import ValuesOfBatch
 from autovaruna.planner.records import Plan
 from autovaruna.runtime.batch import GlobalBatch
-from autovaruna.runtime.elsewhere import note_gradients
+from autovaruna.runtime.elsewhere import Elsewhere, note_gradients
 from autovaruna.runtime.events import EventTrace
 from autovaruna.runtime.exchange import GradientExchange
 from autovaruna.runtime.executor import Executor
@@ -206,7 +206,7 @@ class Engine:
         sources: dict[str, Tensor] = {
             name: parameter
             for name, parameter in parameters.items()
-            if parameter.requires_grad and not parameter.is_meta
+            if not isinstance(parameter, Elsewhere) and parameter.requires_grad and not parameter.is_meta
         }
         return sources | {input_key(name): inputs[name] for name in prepared.split.input_gradients}
 

@@ -64,7 +64,7 @@ class Traces:
             InputError: the graph serves one micro-batch size alone, and micro-batches differ; one is too small; or
                 losses that are sums, or no means at all, would be averaged.
         """
-        sizes = {part.size for part in batch.micro_batches.values()}
+        sizes = batch.sizes
         if not self._settings.dynamic_batch and len(sizes) > 1:
             raise InputError(
                 f"dynamic_batch=False needs micro-batches of one size: got {sorted(sizes)} samples. Pass batches that "

@@ -54,6 +54,11 @@ class GlobalBatch:
         return mine[-1].start + mine[-1].size if mine else 0
 
     @cached_property
+    def sizes(self) -> frozenset[int]:
+        """The numbers of samples that micro-batches have."""
+        return frozenset(part.size for part in self.micro_batches.values())
+
+    @cached_property
     def num_samples(self) -> int:
         """Samples in the global batch."""
         return sum(part.size for part in self.micro_batches.values())

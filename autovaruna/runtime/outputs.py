@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from autovaruna.graph.outputs import OutputKind, OutputSpec
-from autovaruna.runtime.batch import MicroBatch
+from autovaruna.runtime.batch import GlobalBatch, MicroBatch
 from autovaruna.runtime.job import Job
 from autovaruna.runtime.mail import Kind, Mail, Route
 from autovaruna.runtime.world import World
@@ -129,7 +130,7 @@ class OutputCollector:
                 if len(parts) == 1:
                     return slots[0]
                 wide = slots.to(torch.complex128 if slots.is_complex() else torch.float64)
-                shares = torch.tensor([part.share for part in parts], dtype=torch.float64, device=slots.device)
+                shares = _shares(self._job.batch, slots.device)
                 return (wide * shares.view(-1, *[1] * (slots.dim() - 1))).sum(0).to(slots.dtype)
 
     def _kind(self, place: int, part: MicroBatch, receiver: int) -> Kind:
@@ -140,3 +141,9 @@ class OutputCollector:
 
     def _maker(self, place: int, part: MicroBatch) -> int:
         return self._job.rank_of(self._stage[place], part.index)
+
+
+@lru_cache(maxsize=64)
+def _shares(batch: GlobalBatch, device: torch.device) -> Tensor:
+    """Returns the share of each micro-batch in the loss."""
+    return torch.tensor([part.share for part in batch.micro_batches.values()], dtype=torch.float64, device=device)

@@ -33,6 +33,11 @@ class StageModule:
         constants: Other tensors of the graph.
         size_of: Evaluates a size node for a micro-batch.
         run: Runs the piece on its arguments; None: its module does.
+
+    Attributes:
+        part: the stage.
+        index: which stage of the pipeline it is.
+        leaves: what collects the gradients of parameters.
     """
 
     def __init__(
@@ -45,6 +50,7 @@ class StageModule:
         run: Callable[..., Sequence[Tensor]] | None = None,
     ) -> None:
         self.part = part
+        self.index = part.index
         self._run = part.piece.module.forward if run is None else run
         self.leaves: dict[ParameterUse, Tensor] = {}
         self._parameters = parameters
@@ -55,11 +61,6 @@ class StageModule:
         self._coming: list[tuple[int, Argument]] = []
         self._bound_buffers: list[tuple[str, Tensor]] = []
         self.bind()
-
-    @property
-    def index(self) -> int:
-        """Which stage of the pipeline this is."""
-        return self.part.index
 
     def bind(self) -> None:
         """Makes the leaves share the parameters' present memory (an optimizer or a load may have replaced it).

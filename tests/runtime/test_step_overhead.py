@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
+from autovaruna.parallel.engine import Engine
+from autovaruna.runtime.arrival import arrive
+from autovaruna.runtime.elsewhere import Elsewhere
 from autovaruna.runtime.in_process import make_worlds
 from autovaruna.runtime.mail import Kind, Mail, Route
+from tests.catalogue import PLAIN
+from tests.parallel.training import Setup, train
+from tests.reference import sgd
 
 pytestmark = pytest.mark.timeout(60)
+CASE = next(case for case in PLAIN if case.max_stages >= 2).without_dropout()
 
 
 def calls_of_python(act: Callable[[], object]) -> int:
@@ -43,3 +51,33 @@ def test_a_message_takes_few_calls() -> None:
 
     message()
     assert calls_of_python(message) <= 50
+
+
+def test_what_arrives_joins_autograd_in_few_calls() -> None:
+    """It took 12: a layer of PyTorch's for torch.func looked at every argument."""
+    tensor = torch.randn(4, 3)
+    assert calls_of_python(lambda: arrive(tensor, {}, "x")) <= 4
+
+
+def test_a_step_asks_nothing_of_what_is_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each question goes through Python, for each parameter that other ranks hold."""
+    asked: list[str] = []
+    running = threading.local()
+    run, answer = Engine.run, Elsewhere.__dict__["__torch_function__"].__func__
+
+    def noted_run(self: Engine, *args: Any) -> Any:
+        running.is_on = True
+        try:
+            return run(self, *args)
+        finally:
+            running.is_on = False
+
+    def noted_answer(cls: type, func: Any, *rest: Any) -> Any:
+        if getattr(running, "is_on", False):
+            asked.append(str(func))
+        return answer(cls, func, *rest)
+
+    monkeypatch.setattr(Engine, "run", noted_run)
+    monkeypatch.setattr(Elsewhere, "__torch_function__", classmethod(noted_answer))
+    train(CASE, Setup(((0,), (1,)), 4), [CASE.batch(8, step) for step in range(3)], sgd)
+    assert asked == []
