@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from autovaruna.runtime.in_process import InProcessWorld, run_ranks
 from autovaruna.varuna import CutPoint, Varuna
+from tests.parallel.training import trace_shared
 
 WORDS, WIDTH, LAYERS = 40, 12, 4
 QUIET: dict[str, Any] = {
@@ -106,8 +107,9 @@ def plain_steps(model: nn.Module, batch_size: int, numbers: range, max_norm: flo
 
 
 def on_ranks(num_ranks: int, run: Callable[[InProcessWorld], Any], timeout: float = 500.0) -> list[Any]:
-    """Runs a function on ranks that are threads; returns the results by rank."""
-    return run_ranks(num_ranks, run, timeout)
+    """Runs a function on ranks that are threads, which trace the model once for all; returns the results by rank."""
+    with trace_shared(object()):
+        return run_ranks(num_ranks, run, timeout)
 
 
 def copy_of(state: dict[str, Tensor]) -> dict[str, Tensor]:
