@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from autovaruna.errors import InputError
-from autovaruna.graph.counted_means import arguments
+from autovaruna.graph.arguments import arguments
 from autovaruna.graph.origin import origin
 from autovaruna.graph.outputs import OutputKind
 from autovaruna.graph.traced import TracedModel

@@ -7,7 +7,7 @@ Containers that PyTorch's pytrees know (tuple, list, dict, named tuple, register
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -64,7 +64,7 @@ class Tree:
 
     def constants(self) -> list[tuple[str, str]]:
         """Returns the path and the words of each leaf that is no tensor; those inside dataclasses are left out."""
-        places, _ = pytree.tree_flatten_with_path(pytree.tree_unflatten(list(self.leaves), self.spec))
+        places, _ = _with_paths(pytree.tree_unflatten(list(self.leaves), self.spec))
         return [(pytree.keystr(keys), words(leaf.value)) for keys, leaf in places if isinstance(leaf, Constant)]
 
     def arrays(self) -> list[str]:
@@ -132,10 +132,24 @@ def flatten(value: Any, path: str = "") -> tuple[list[torch.Tensor], Tree]:
     Returns:
         Its tensors in order, and its `Tree`.
     """
-    with_paths, spec = pytree.tree_flatten_with_path(value, is_leaf=_is_dataclass)
+    with_paths, spec = _with_paths(value, _is_dataclass)
     tensors: list[torch.Tensor] = []
     leaves = [_flatten_leaf(leaf, path + pytree.keystr(keys), tensors) for keys, leaf in with_paths]
     return tensors, Tree(spec, tuple(leaves))
+
+
+def _with_paths(
+    value: Any, is_leaf: Callable[[Any], bool] | None = None
+) -> tuple[list[tuple[Any, Any]], pytree.TreeSpec]:
+    """Returns the leaves of a value with the keys that lead to them; some libraries have types that give no keys."""
+    try:
+        return pytree.tree_flatten_with_path(value, is_leaf=is_leaf)
+    except ValueError:
+        leaves, spec = pytree.tree_flatten(value, is_leaf=is_leaf)
+        is_flat = isinstance(value, Mapping) and len(value) == len(leaves)
+        keys: list[Any] = [pytree.MappingKey(name) for name in value] if is_flat else []
+        keys = keys or [pytree.SequenceKey(place) for place in range(len(leaves))]
+        return [((key,), leaf) for key, leaf in zip(keys, leaves, strict=True)], spec
 
 
 def _flatten_leaf(leaf: Any, path: str, tensors: list[torch.Tensor]) -> Leaf:

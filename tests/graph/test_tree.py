@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from autovaruna.errors import InputError
 from autovaruna.graph.tree import Opaque, Undelivered, flatten
@@ -77,6 +78,25 @@ def test_a_model_output_keeps_its_class() -> None:
     again = tree.unflatten([C, B])
     assert type(again) is type(value) and again.loss is C and again["logits"] is B and again.hidden_states is None
     assert [path.strip("[].'") for path in tree.tensor_paths()] == ["loss", "logits"] and len(tensors) == 2
+
+
+class Keyless(OrderedDict[str, Any]):
+    """A library's own output, registered without what names its places."""
+
+
+pytree.register_pytree_node(
+    Keyless, lambda it: ([*it.values()], [*it]), lambda values, keys: Keyless(zip(keys, values, strict=True))
+)
+
+
+def test_a_class_that_gives_no_keys_is_taken_apart() -> None:
+    """Its places have the names of its entries, or numbers where those hold more."""
+    for inner, paths in ((B, ["['sample']", "['scale']"]), ([B, C], ["[0]", "[1]", "[2]"])):
+        tensors, tree = flatten(Keyless(sample=A, scale=inner))
+        back = tree.unflatten(tensors)
+        assert type(back) is Keyless and back["sample"] is A
+        assert all(one is other for one, other in zip(flatten(back["scale"])[0], flatten(inner)[0], strict=True))
+        assert tree.tensor_paths() == paths and tree.constants() == []
 
 
 def test_paths_are_what_a_person_would_write() -> None:
