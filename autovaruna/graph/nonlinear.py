@@ -80,8 +80,8 @@ def _refuse(found: fx.Node) -> NoReturn:
         f"The loss of the model is no mean over its samples: {found.name}, at {origin(found) or found.name}, goes on "
         "from numbers that are made of several samples, or makes them in another way than by adding up, but losses of "
         "micro-batches are averaged. Return what it is computed from, and compute it outside of the model, from the "
-        "outputs of the whole batch; or pass num_micro_batches=1; or dynamic_batch=False: each micro-batch is then a "
-        "batch of its own to the model."
+        "outputs of the whole batch; or pass num_micro_batches=1, with inputs='replicated' on several ranks; or "
+        "dynamic_batch=False: each micro-batch is then a batch of its own to the model."
     )
 
 

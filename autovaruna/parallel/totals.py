@@ -13,6 +13,7 @@ from torch import Tensor
 
 from autovaruna.graph.batch_totals import Merge
 from autovaruna.graph.extract import Argument, Piece, Source, extract
+from autovaruna.graph.precision import without_autocast
 from autovaruna.graph.traced import TracedModel
 from autovaruna.runtime.batch import GlobalBatch
 
@@ -108,7 +109,7 @@ class BatchValues:
     ) -> dict[str, Any]:
         inputs = dict(zip(self._traced.inputs, tensors, strict=True))
         given = [self._argument(argument, inputs, num_samples, totals) for argument in piece.arguments]
-        with torch.no_grad():
+        with torch.no_grad(), without_autocast():  # a piece enters it as its nodes say
             return dict(zip(piece.outputs, piece.module(*given), strict=True))
 
     def _argument(
