@@ -22,6 +22,7 @@ from autovaruna.parallel.modes import as_in_training
 from autovaruna.parallel.preparation import Preparation
 from autovaruna.parallel.prepared import PreparedGraphs
 from autovaruna.parallel.stateful import StatefulModule
+from autovaruna.parallel.totals import BatchValues
 from autovaruna.parallel.traces import Traces
 from autovaruna.runtime.channel_choice import open_channel
 from autovaruna.runtime.joint_norm import join_norms
@@ -60,6 +61,7 @@ class SplittableModule(StatefulModule):
         self._reader = CallReader(module, settings.batch_inputs)
         self._parameter_names = [self._state.first_name[name] for name, _ in module.named_parameters()]
         self._traces: Traces | None = None
+        self._batch_values: dict[str, BatchValues] = {}
         self._is_synchronising = True
         self._join(Copies())
 

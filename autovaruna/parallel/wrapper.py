@@ -66,7 +66,6 @@ class AutoVaruna(SplittableModule):
                 "torch.optim.Optimizer; settings are keywords."
             )
         super().__init__(model, optimizer, scaler, resolve(settings))
-        self._batch_values: dict[str, BatchValues] = {}
         promise()
 
     @property
