@@ -117,7 +117,7 @@ class BatchValues:
     ) -> Any:
         match argument.source:
             case Source.INPUT:
-                return inputs[argument.name].detach().to(self._device)
+                return inputs[argument.name].detach().to(self._device).contiguous()  # as micro-batches are
             case Source.SIZE:
                 return self._traced.sizes.number(self._traced.nodes[argument.name].meta["val"], num_samples)
             case Source.BUFFER:

@@ -126,6 +126,18 @@ def test_ranks_count_together() -> None:
         compare(train(case, pipeline(2, num_micro_batches=4), batches, sizes=sizes), plain_steps(case, batches))
 
 
+def test_labels_may_lie_in_memory_as_they_like() -> None:
+    """A caller passes the words but the first, a view of all of them; a micro-batch of them is a tensor of its own."""
+
+    def reshaped(self: nn.Module, s: Tensor, y: Tensor, m: Tensor) -> Tensor:
+        return F.cross_entropy(s.reshape(-1, CLASSES), y.reshape(-1))
+
+    case, batch = case_of(reshaped), uneven(0)
+    words = torch.cat([batch[1]["y"], batch[1]["y"][:, :1]], dim=1)
+    given = [((), {**batch[1], "y": words[:, 1:]})] * 2
+    compare(train(case, pipeline(2), given), plain_steps(case, given))
+
+
 def test_a_weight_of_the_user_s_comes_first() -> None:
     """Micro-batches then count over their own samples, as weights and sums expect."""
     case, batch = case_of(labels), uneven(0)
