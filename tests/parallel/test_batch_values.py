@@ -129,13 +129,13 @@ def test_ranks_count_together() -> None:
 def test_labels_may_lie_in_memory_as_they_like() -> None:
     """A caller passes the words but the first, a view of all of them; a micro-batch of them is a tensor of its own."""
 
-    def reshaped(self: nn.Module, s: Tensor, y: Tensor, m: Tensor) -> Tensor:
-        return F.cross_entropy(s.reshape(-1, CLASSES), y.reshape(-1))
+    def viewed(self: nn.Module, s: Tensor, y: Tensor, m: Tensor) -> Tensor:
+        return F.cross_entropy(s.view(-1, CLASSES), y.view(-1))
 
-    case, batch = case_of(reshaped), uneven(0)
+    case, batch = case_of(viewed), uneven(0)
     words = torch.cat([batch[1]["y"], batch[1]["y"][:, :1]], dim=1)
-    given = [((), {**batch[1], "y": words[:, 1:]})] * 2
-    compare(train(case, pipeline(2), given), plain_steps(case, given))
+    view, copy = (((), {**batch[1], "y": each}) for each in (words[:, 1:], words[:, 1:].contiguous()))
+    compare(train(case, pipeline(2), [view, view]), plain_steps(case, [copy, copy]))
 
 
 def test_a_weight_of_the_user_s_comes_first() -> None:
