@@ -98,8 +98,8 @@ class LossScale:
         if factor in self._seen or len(self._seen) >= _MOST_SEARCHES or self._optimizer is None:
             return
         self._seen.add(factor)
-        if len(_enabled()) > 1:
-            gc.collect()  # one of an earlier run may only wait for this
+        if _enabled():
+            gc.collect()  # one of an earlier run may only wait for this, on one rank longer than on another
         found = _enabled()
         for scaler in found:
             self._join(scaler)

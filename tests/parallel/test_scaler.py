@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 from autovaruna import AutoVaruna
 from autovaruna.errors import AutoVarunaError
+from autovaruna.runtime.scaler import LossScale
+from autovaruna.runtime.single import SingleWorld
 from tests.catalogue import CASES
 from tests.parallel.precision import Way, plain_in, train_in
 from tests.parallel.training import Setup, held, on_ranks, pipeline
@@ -94,3 +96,16 @@ def test_a_scaler_that_is_not_given_is_found() -> None:
 def test_one_of_several_scalers_must_be_named() -> None:
     with pytest.raises(AutoVarunaError, match="scaler=scaler"):
         scaled_gradient(pipeline(1, num_micro_batches=2), num_scalers=2)
+
+
+def test_a_scaler_that_is_garbage_scales_nothing() -> None:
+    """Python may collect it on one rank sooner than on another, whose gradients alone would be scaled by it."""
+    gone: Any = HALF.scaler()
+    gone.itself = gone
+    optimizer = torch.optim.SGD([torch.zeros(1)])
+    gc.disable()
+    try:
+        del gone
+        assert LossScale(optimizer, None, SingleWorld()).before(is_half=False) == 1.0
+    finally:
+        gc.enable()
