@@ -6,10 +6,9 @@ from collections.abc import Callable, MutableMapping
 from typing import Any
 
 import torch
-from torch import Tensor, fx
-from torch.utils import _pytree as pytree
+from torch import fx
 
-from autovaruna.graph.facts import Fact
+from autovaruna.graph.facts import Fact, tensors_in
 from autovaruna.graph.layout import storage_of
 from autovaruna.graph.precision import in_precision, precision_of
 
@@ -45,7 +44,7 @@ class Additions:
             node.meta["val"] = _run(node, lambda each: each.meta["val"])
         with numeric:
             value = _run(node, lambda each: self._facts[each.name].value)
-        tensors = _tensors(value)
+        tensors = tensors_in(value)
         known = self._facts.get(node.name)
         self._facts[node.name] = Fact(
             value=value,
@@ -63,7 +62,3 @@ def _run(node: fx.Node, value_of: Callable[[fx.Node], Any]) -> Any:
     args, kwargs = fx.map_arg((node.args, node.kwargs), value_of)
     with in_precision(precision_of(node)):
         return target(*args, **kwargs)
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]

@@ -7,6 +7,9 @@ from typing import Any
 import torch
 from torch import fx
 
+MEAN, SUM = 1, 2
+"""The numbers of ``reduction="mean"`` and ``"sum"`` in an operation."""
+
 
 def arguments(node: fx.Node) -> dict[str, Any]:
     """Returns the arguments of an operation by name, defaults included; those of other functions have no names."""

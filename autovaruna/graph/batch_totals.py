@@ -19,7 +19,7 @@ from torch import Tensor, fx
 from autovaruna.graph.additions import Additions
 from autovaruna.graph.class_counts import count_by_class
 from autovaruna.graph.counted_means import part_means, picked_symbols
-from autovaruna.graph.facts import Fact
+from autovaruna.graph.facts import Fact, outliving_storages
 from autovaruna.graph.from_inputs import from_inputs, what_makes
 from autovaruna.graph.of_batch import Use, is_of_batch, of_batch
 from autovaruna.graph.reductions import Reductions
@@ -131,8 +131,7 @@ def _mark(
 
 def _in_outputs(graph: fx.Graph, facts: Mapping[str, Fact]) -> set[fx.Node]:
     """Returns what the outputs are made of, and no state: that follows micro-batches, as BatchNorm's does."""
-    before = [node for node in graph.nodes if node.op in ("placeholder", "get_attr")]
-    outliving = {storage for node in before for storage in facts[node.name].makes}
+    outliving = outliving_storages(graph, facts)
     outputs: set[fx.Node] = set()
     state: set[fx.Node] = set()
     for node in reversed(graph.nodes):
@@ -207,10 +206,9 @@ class _Kinds:
         source = node.args[0]
         if merge is None or not self._is_small(node) or not isinstance(source, fx.Node):
             return None
-        is_counted = self._sizes.depends_on_data(source)
-        if not is_counted and self._sizes.batch_dimension(source.meta["val"]) is None:
+        if not self._sizes.has_samples(source):
             return None
-        return None if merge is Merge.MEAN and is_counted else merge
+        return None if merge is Merge.MEAN and self._sizes.depends_on_data(source) else merge
 
     def _is_small(self, node: fx.Node) -> bool:
         value = node.meta["val"]

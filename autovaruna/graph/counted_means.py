@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx
 
 from autovaruna.graph.additions import Additions
-from autovaruna.graph.arguments import arguments, give
+from autovaruna.graph.arguments import MEAN, SUM, arguments, give
 from autovaruna.graph.class_counts import count_by_class
 from autovaruna.graph.sizes import Sizes
 
@@ -25,8 +25,6 @@ _LOSSES = frozenset(
 _MEANS = {aten.mean.default: aten.sum.default, aten.mean.dim: aten.sum.dim_IntList}
 _PICKS = {aten.masked_select.default: 1, aten.nonzero.default: 0}
 """Operations that pick elements, and the place of the mask that says which."""
-_MEAN, _SUM = 1, 2
-"""The numbers of ``reduction="mean"`` and ``"sum"`` in an operation."""
 _HALF = frozenset({torch.float16, torch.bfloat16})
 
 
@@ -59,10 +57,10 @@ class _Means:
             given = arguments(node)
             target, weight = given["target"], given.get("weight")
             is_known = target in self._known and (weight is None or weight in self._known)
-            if given["reduction"] != _MEAN or not is_known or not self._counts_labels(target):
+            if given["reduction"] != MEAN or not is_known or not self._counts_labels(target):
                 return None
             return lambda: self._labels(node, target, weight, given["ignore_index"])
-        if node.target in _MEANS or arguments(node).get("reduction") == _MEAN:
+        if node.target in _MEANS or arguments(node).get("reduction") == MEAN:
             return self._picked(node)
         return None
 
@@ -76,7 +74,7 @@ class _Means:
         if node.target in _MEANS:
             node.target = _MEANS[node.target]
         else:
-            give(node, reduction=_SUM)
+            give(node, reduction=SUM)
         self._add.learn(node)
         after = node.next
         mean = self._add.before(after, aten.div.Tensor, node, made)
@@ -94,8 +92,7 @@ class _Means:
         """Whether a target is one of class numbers that grows with the batch, or with what was picked from it."""
         value = target.meta["val"]
         is_whole = not (value.is_floating_point() or value.is_complex())
-        grows = self._sizes.batch_dimension(value) is not None or self._sizes.depends_on_data(target)
-        return is_whole and grows
+        return is_whole and self._sizes.has_samples(target)
 
     def _labels(self, node: fx.Node, target: fx.Node, weight: fx.Node | None, ignored: int) -> fx.Node:
         """Adds the number of labels that are not ignored, or the sum of the weights of their classes."""

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import torch
-from torch import Tensor, fx
-from torch.utils import _pytree as pytree
+from torch import fx
 
-from autovaruna.graph.facts import Fact
+from autovaruna.graph.facts import Fact, tensors_in
 
 _aten = torch.ops.aten
 _FILLED = {
@@ -53,7 +52,7 @@ def _whole(graph: fx.Graph, facts: Mapping[str, Fact]) -> set[fx.Node]:
             break
         fact = facts[node.name]
         is_made = node.op == "call_function" and not fact.is_random and found.issuperset(node.all_input_nodes)
-        if is_made or node.target in _FILLED or not any(leaf.is_floating_point() for leaf in _tensors(fact.value)):
+        if is_made or node.target in _FILLED or not any(leaf.is_floating_point() for leaf in tensors_in(fact.value)):
             found.add(node)
     return found
 
@@ -66,7 +65,3 @@ def _given(graph: fx.Graph, facts: Mapping[str, Fact], parameters: Collection[st
         if node.op != "output" and not is_parameter and not facts[node.name].is_random:
             found |= {node} if found.issuperset(node.all_input_nodes) else set()
     return found
-
-
-def _tensors(value: object) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]

@@ -115,13 +115,13 @@ class _Pass(fx.Interpreter):
             ) from error
 
     def _noted(self, n: fx.Node) -> Any:
-        inputs = [leaf for arg in n.all_input_nodes for leaf in _tensors(self.env[arg])]
+        inputs = [leaf for arg in n.all_input_nodes for leaf in tensors_in(self.env[arg])]
         versions = [tensor._version for tensor in inputs]
         self.num_flops = 0
         with in_precision(precision_of(n)):
             value = super().run_node(n)
         written = {storage_of(t) for t, version in zip(inputs, versions, strict=True) if t._version != version}
-        outputs = _tensors(value)
+        outputs = tensors_in(value)
         self.facts[n.name] = Fact(
             value=value,
             needs_gradient=any(tensor.requires_grad for tensor in outputs),
@@ -175,8 +175,14 @@ def _later_in_need(graph: fx.Graph, facts: Mapping[str, Fact]) -> dict[str, Fact
         node.name: replace(facts[node.name], needs_gradient=True)
         for node in graph.nodes
         if node.op == "call_function" and not facts[node.name].needs_gradient
-        if any(tensor.requires_grad for tensor in _tensors(facts[node.name].value))
+        if any(tensor.requires_grad for tensor in tensors_in(facts[node.name].value))
     }
+
+
+def outliving_storages(graph: fx.Graph, facts: Mapping[str, Fact]) -> set[int]:
+    """Returns the storages of buffers, parameters, constants and inputs."""
+    roots = [node for node in graph.nodes if node.op in ("placeholder", "get_attr")]
+    return {storage for root in roots for storage in facts[root.name].makes}
 
 
 def _plain(number: Any) -> float:
@@ -218,5 +224,6 @@ def _draws_nothing(node: fx.Node) -> bool:
     return bool(rate == 0.0) or (training is not None and node.args[training] is False)
 
 
-def _tensors(value: Any) -> list[Tensor]:
+def tensors_in(value: object) -> list[Tensor]:
+    """Returns the tensors in what a node gives."""
     return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]

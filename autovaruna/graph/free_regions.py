@@ -32,8 +32,6 @@ def open_free_regions(module: fx.GraphModule, parameters: Collection[str], have_
             free |= set() if str(node.target) in parameters else {node}
         elif node.op == "call_function" and free.issuperset(node.all_input_nodes):
             free.add(node)
-    module.graph.eliminate_dead_code(lambda node: node.op != "get_attr")
-    module.recompile()
 
 
 def _tensors(region: fx.Node) -> list[fx.Node]:

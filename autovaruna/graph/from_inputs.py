@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from autovaruna.graph.class_counts import count_by_class
-from autovaruna.graph.facts import Fact
+from autovaruna.graph.facts import Fact, outliving_storages
 from autovaruna.graph.of_batch import is_of_batch
 
 _OF_NUMBERS = {math.__name__, operator.__name__, f"_{operator.__name__}", torch.sym_max.__module__}
@@ -28,8 +28,7 @@ def from_inputs(graph: fx.Graph, facts: Mapping[str, Fact], parameters: Collecti
         facts: What is known of each node.
         parameters: Names of the attributes that are parameters.
     """
-    before = [node for node in graph.nodes if node.op in ("placeholder", "get_attr")]
-    outliving = {storage for node in before for storage in facts[node.name].makes}
+    outliving = outliving_storages(graph, facts)
     foreign: set[int] = set()  # memory that other nodes change
     while True:
         found: dict[fx.Node, None] = {}

@@ -28,7 +28,7 @@ from torch import Tensor, fx
 
 from autovaruna.graph.checks import check
 from autovaruna.graph.counts import counted
-from autovaruna.graph.facts import Fact
+from autovaruna.graph.facts import Fact, outliving_storages
 
 _CHEAP_SHARE = 1e-3
 _LOOKUPS = {torch.ops.aten.embedding.default, torch.ops.aten.lstm.input, torch.ops.aten.gru.input}
@@ -169,9 +169,7 @@ class _Rules:
 
     def outliving_storages(self) -> set[int]:
         """Storages of buffers, parameters, constants and inputs."""
-        graph = self.nodes[0].graph if self.nodes else fx.Graph()
-        roots = [node for node in graph.nodes if node.op in ("placeholder", "get_attr")]
-        return {storage for root in roots for storage in self.facts[root.name].makes}
+        return outliving_storages(self.nodes[0].graph, self.facts) if self.nodes else set()
 
     def _join(self, nodes: Iterable[fx.Node], rule: str) -> None:
         known = [node for node in nodes if node in self.position]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from autovaruna.errors import InputError
-from autovaruna.graph.arguments import arguments
+from autovaruna.graph.arguments import MEAN, arguments
 from autovaruna.graph.origin import origin
 from autovaruna.graph.outputs import OutputKind
 from autovaruna.graph.traced import TracedModel
@@ -50,8 +50,6 @@ _REDUCE_OTHERWISE = frozenset(
 """Other operations after which a mean of micro-batches is not that of the batch."""
 _PICK = frozenset({"select", "slice", "index", "index_select", "gather", "narrow"})
 """Operations that take some of the samples, where nothing of their result grows with the batch."""
-_MEAN = 1
-"""The number of ``reduction="mean"`` in an operation."""
 
 
 def refuse_nonlinear(traced: TracedModel) -> None:
@@ -129,7 +127,7 @@ class _Means:
 
     def _averages_counted(self, node: fx.Node, name: str) -> bool:
         """Whether a node is a mean over as many numbers as numbers of the model say; counts of inputs are parted."""
-        is_mean = name == "mean" or arguments(node).get("reduction") == _MEAN
+        is_mean = name == "mean" or arguments(node).get("reduction") == MEAN
         return is_mean and any(self._sizes.depends_on_data(source) for source in node.all_input_nodes)
 
     def _squares(self, node: fx.Node) -> bool:
@@ -141,4 +139,4 @@ class _Means:
         value = node.meta.get("val")
         if node not in self._fed or not isinstance(value, Tensor) or not value.is_floating_point():
             return False
-        return self._sizes.batch_dimension(value) is None and not self._sizes.depends_on_data(node)
+        return not self._sizes.has_samples(node)

@@ -7,15 +7,13 @@ from operator import getitem
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
-from autovaruna.graph.arguments import arguments
+from autovaruna.graph.arguments import SUM, arguments
 from autovaruna.graph.kept import KeptModule, run_kept
 from autovaruna.graph.sizes import Sizes
 
 aten = torch.ops.aten
-_SUM = 2
-"""The number of ``reduction="sum"`` in an operation."""
 _SUMS = frozenset({aten.sum.default, aten.sum.dim_IntList, aten.nansum.default})
 _ADDS = frozenset({aten.add.Tensor, aten.add_.Tensor, aten.sub.Tensor, aten.sub_.Tensor, aten.stack.default})
 _SCALES = frozenset({aten.mul.Tensor, aten.mul_.Tensor, aten.div.Tensor, aten.div_.Tensor})
@@ -67,13 +65,10 @@ class Reductions:
             made: Any = node.args[0]
             kept = getattr(node.graph.owning_module, str(made.args[0].target)) if made.target is run_kept else None
             return isinstance(kept, KeptModule) and kept.adds_up
-        return self._grows(node.args[0] if node.args else None) and arguments(node).get("reduction") == _SUM
+        return self._grows(node.args[0] if node.args else None) and arguments(node).get("reduction") == SUM
 
     def _grows(self, node: Any) -> bool:
-        value = node.meta.get("val") if isinstance(node, fx.Node) else None
-        if not isinstance(value, Tensor):
-            return False
-        return self._sizes.batch_dimension(value) is not None or self._sizes.depends_on_data(node)
+        return isinstance(node, fx.Node) and self._sizes.has_samples(node)
 
     def _is_same_for_all(self, scale: Any) -> bool:
         """Whether a factor has nothing to do with the batch, so that it is the same in every micro-batch."""

@@ -71,6 +71,11 @@ class Sizes:
                 return dimension
         return None
 
+    def has_samples(self, node: fx.Node) -> bool:
+        """Whether a value grows with the batch, or with what was counted in it."""
+        value = node.meta.get("val")
+        return isinstance(value, Tensor) and (self.batch_dimension(value) is not None or self.depends_on_data(node))
+
     def mixes_samples(self, value: Tensor) -> bool:
         """Whether two dimensions of a value grow with the batch: samples meet each other in it."""
         return self.symbol is not None and sum(self.grows(length) for length in value.shape) > 1
