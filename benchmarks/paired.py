@@ -9,8 +9,9 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import cycle, islice, permutations
 from pathlib import Path
 
 
@@ -26,13 +27,15 @@ class Pairs:
         """A over B of each pair, ascending."""
         return sorted(a / b for a, b in zip(self.first, self.second, strict=True))
 
-    def __str__(self) -> str:
+    @property
+    def spread(self) -> str:
+        """The median of the ratios, and between what half of them are."""
         low, middle, high = statistics.quantiles(self.ratios, n=4)
+        return f"{middle:.3f} (half of {len(self.first)} pairs in {low:.3f} to {high:.3f})"
+
+    def __str__(self) -> str:
         first, second = statistics.median(self.first), statistics.median(self.second)
-        return (
-            f"{1e3 * first:.2f} ms against {1e3 * second:.2f} ms: ratio {middle:.3f} "
-            f"(half of {len(self.first)} pairs in {low:.3f} to {high:.3f})"
-        )
+        return f"{1e3 * first:.2f} ms against {1e3 * second:.2f} ms: ratio {self.spread}"
 
 
 def time_pairs(
@@ -51,16 +54,23 @@ def time_pairs(
         num_warm_up: Pairs before them that do not.
         clock: Calls a function and returns its seconds; on several ranks, those of the slowest.
     """
+    return Pairs(*time_rounds((first, second), num_pairs, num_warm_up, clock))
+
+
+def time_rounds(
+    ways: Sequence[Callable[[], object]],
+    num_rounds: int,
+    num_warm_up: int = 5,
+    clock: Callable[[Callable[[], object]], float] | None = None,
+) -> list[tuple[float, ...]]:
+    """Calls several ways in turn, in all orders one after the other; returns the seconds of each, round by round."""
     clock = clock or seconds_of
-    found: list[tuple[float, float]] = []
-    for pair in range(num_warm_up + num_pairs):
-        if pair % 2:
-            late, early = clock(second), clock(first)
-            found.append((early, late))
-        else:
-            found.append((clock(first), clock(second)))
-    counted = found[num_warm_up:]
-    return Pairs(tuple(a for a, _ in counted), tuple(b for _, b in counted))
+    found: list[tuple[float, ...]] = []
+    orders = cycle(permutations(range(len(ways))))
+    for order in islice(orders, num_warm_up + num_rounds):
+        seconds = {place: clock(ways[place]) for place in order}
+        found.append(tuple(seconds[place] for place in range(len(ways))))
+    return list(zip(*found[num_warm_up:], strict=True))
 
 
 def seconds_of(function: Callable[[], object]) -> float:

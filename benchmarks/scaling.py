@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import copy
 import tempfile
+from collections.abc import Callable
 from statistics import median
 from typing import Any
 
@@ -19,24 +20,34 @@ from paired import hush, start_ranks, time_pairs
 start_ranks(2)
 
 import torch  # noqa: E402 - after start_ranks, which says how many threads torch may start
+from ideal import ideal_step  # noqa: E402
 from peers import COMM, our_step, slowest  # noqa: E402
-from tunable import Chain, Shape, batch_of, bound_of, cuts_of, shape_for  # noqa: E402
+from tunable import Chain, Shape, batch_of, cuts_of, shape_for  # noqa: E402
 
 from autovaruna import get_rank  # noqa: E402
 from autovaruna.runtime.delayed import delay_messages  # noqa: E402
 from autovaruna.runtime.environment import get_world  # noqa: E402
 
 
-def measure(
-    shape: Shape, num_stages: int, num_micro_batches: int, num_times: int, **settings: Any
-) -> tuple[float, ...]:
-    """Returns the seconds of a step: measured, and predicted by the planner."""
+def step_of(
+    shape: Shape, num_stages: int, num_micro_batches: int, **settings: Any
+) -> tuple[Callable[[], float], Callable[[], None] | None]:
+    """Returns our step, and where each rank has one stage the step that no pipeline can beat."""
     torch.manual_seed(0)
     chain, batch = Chain(shape, num_stages), batch_of(shape, num_micro_batches)
+    bound = ideal_step(copy.deepcopy(chain), batch, num_micro_batches) if num_stages == COMM.Get_size() else None
     given = {"num_stages": num_stages, "cuts": cuts_of(num_stages), "recompute": "none", "max_micro_batches": 0}
     if num_stages > COMM.Get_size():
         given["stage_ranks"] = [[stage % COMM.Get_size()] for stage in range(num_stages)]
     step = our_step(chain, batch, num_micro_batches=num_micro_batches, **{"schedule": "1f1b", **given, **settings})
+    return step, bound
+
+
+def measure(
+    shape: Shape, num_stages: int, num_micro_batches: int, num_times: int, **settings: Any
+) -> tuple[float, ...]:
+    """Returns the seconds of a step: measured, and predicted by the planner."""
+    step, _ = step_of(shape, num_stages, num_micro_batches, **settings)
     seconds = [slowest(step) for _ in range(num_times + 2)][2:]
     return median(seconds), step.model.plan.predicted_seconds  # type: ignore[attr-defined]
 
@@ -50,12 +61,12 @@ def say(text: str) -> None:
 def against_bound(milliseconds: float, kibibytes: float, num_micro_batches: int, num_times: int) -> None:
     """Prints a step of two stages beside its bound."""
     shape = COMM.bcast(shape_for(milliseconds * 1e-3, int(kibibytes * 1024)) if get_rank() == 0 else None)
-    torch.manual_seed(0)
-    bound = bound_of(Chain(shape, 2), batch_of(shape, num_micro_batches), num_micro_batches)
-    seconds, _ = measure(shape, 2, num_micro_batches, num_times)
+    step, bound = step_of(shape, 2, num_micro_batches)
+    assert bound is not None
+    pairs = time_pairs(bound, step, num_times, 2, slowest)
     say(
-        f"{milliseconds:6g} ms, {kibibytes:6g} KiB, {num_micro_batches:4d} micro-batches: {1e3 * seconds:9.2f} ms, "
-        f"bound {1e3 * bound:9.2f} ms, efficiency {bound / seconds:.3f}"
+        f"{milliseconds:6g} ms, {kibibytes:6g} KiB, {num_micro_batches:4d} micro-batches: "
+        f"{1e3 * median(pairs.second):9.2f} ms, bound {1e3 * median(pairs.first):9.2f} ms, efficiency {pairs.spread}"
     )
 
 

@@ -96,64 +96,6 @@ def shape_for(seconds: float, message_bytes: int) -> Shape:
     return Shape(num_rows, width, max(1, round(seconds / per_layer)), max(1, message_bytes // (4 * num_rows)))
 
 
-def bound_of(chain: Chain, batch: tuple[Tensor, Tensor], num_micro_batches: int) -> float:
-    """Returns the seconds of a step that no pipeline can beat, one stage a rank; every rank takes part.
-
-    Each rank times its own stage while the others do the same: they share memory and caches as in a step.
-    """
-    from peers import COMM  # starts MPI
-
-    rank, num_stages = COMM.Get_rank(), len(chain.stages)
-    stage, is_last, shape = chain.stages[rank], rank == num_stages - 1, chain.stages[0].shape
-    width = shape.width if rank == 0 else shape.message_width
-    x = torch.randn(shape.num_rows, width, requires_grad=rank > 0)
-    target = batch[1][: shape.num_rows]
-    gradient = None if is_last else torch.ones_like(stage(x))
-
-    def work() -> None:
-        out = stage(x)
-        (squared(out, target) if is_last else out).backward(gradient)
-
-    def all_work() -> None:
-        for _ in range(num_micro_batches):
-            work()
-
-    found = []
-    for _ in range(9):
-        COMM.Barrier()
-        found.append(clocked(all_work) / num_micro_batches)
-    optimizer = torch.optim.SGD(stage.parameters(), lr=0.0)
-    update = median(clocked(optimizer.step) for _ in range(9))
-    optimizer.zero_grad()
-    message = message_seconds(shape.num_rows * shape.message_width) if num_stages > 1 else 0.0
-    each = COMM.allgather((median(found[2:]), update))
-    before = 0.0
-    bounds = []
-    for seconds, update in each:
-        bounds.append(before + num_micro_batches * seconds + update)
-        before += seconds + 2 * message
-    return max(bounds)
-
-
-def message_seconds(num_floats: int) -> float:
-    """Returns the seconds of a message between ranks 0 and 1; every rank takes part."""
-    from peers import COMM
-
-    rank, seconds = COMM.Get_rank(), []
-    out, back = torch.zeros(num_floats).numpy(), torch.zeros(num_floats).numpy()
-    for _ in range(9):
-        COMM.Barrier()
-        begin = time.perf_counter()
-        if rank == 0:
-            COMM.Send(out, 1)
-            COMM.Recv(back, 1)
-        elif rank == 1:
-            COMM.Recv(back, 0)
-            COMM.Send(out, 0)
-        seconds.append((time.perf_counter() - begin) / 2)
-    return float(COMM.bcast(median(seconds[2:])))
-
-
 def seconds_of_stage(stage: nn.Module, x: Tensor, num_times: int) -> float:
     """Returns the median seconds of a forward and a backward."""
     x = x.detach().requires_grad_()
