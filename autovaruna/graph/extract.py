@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from autovaruna.graph.kept import KeptModule, run_kept
+from autovaruna.graph.lone_sample import is_norm, normalize
 from autovaruna.graph.of_batch import is_of_batch
 from autovaruna.graph.precision import Switch, precision_of
 from autovaruna.graph.random import draw
@@ -139,10 +140,12 @@ class _Extraction:
         args, kwargs = fx.map_arg(
             (node.args, node.kwargs), lambda source: self._kept(source, node, self._resolve(source, block))
         )
+        operation: Any = node.target
+        if is_norm(node) and self.traced.facts[node.name].needs_gradient:
+            return self.graph.create_node(node.op, normalize, (operation, *args), kwargs, node.name)
         if not self.traced.facts[node.name].is_random:
             return self.graph.create_node(node.op, node.target, args, kwargs, node.name)
         stream = self._argument(Argument(Source.RANDOM, "stream"))
-        operation: Any = node.target
         if operation is run_kept:
             operation, args = args[0], args[1:]
         return self.graph.call_function(draw, (stream, self.traced.places[node.name], operation, *args), kwargs)
