@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from autovaruna.graph.direct import direct
 from autovaruna.graph.extract import Argument, Piece, Source
 from autovaruna.graph.weight_gradients import defer, defer_einsum
 
@@ -46,12 +47,12 @@ class SplitPiece:
     """A piece whose backward can be run in two parts.
 
     Attributes:
-        module: called with a `Deferred` and the piece's arguments.
+        run: called with a `Deferred` and the piece's arguments.
         weights: the arguments whose gradients are deferred.
         num_operations: how many operations defer them.
     """
 
-    module: fx.GraphModule
+    run: Callable[..., Any]
     weights: tuple[Argument, ...]
     num_operations: int
 
@@ -69,7 +70,7 @@ def split_backward(piece: Piece) -> SplitPiece | None:
         return None
     module = fx.GraphModule(piece.module, _rewritten(piece.module.graph, weights, operations))
     used = tuple(argument for node, argument in parameters.items() if node in weights)
-    return SplitPiece(module, used, len(operations))
+    return SplitPiece(direct(module), used, len(operations))
 
 
 def _find(graph: fx.Graph, parameters: Collection[fx.Node]) -> tuple[set[fx.Node], set[fx.Node]]:

@@ -12,7 +12,7 @@ from torch import fx
 
 _HIDDEN = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), "<")
 _FRAME = re.compile(r'File "(.+)", line (\d+), in .*\n\s*(.*)')
-_GENERATED = "<eval_with_key>"  # what torch.fx calls the code of a graph
+GENERATED = "<eval_with_key>"  # what torch.fx calls the code of a graph
 
 
 def is_users(filename: str) -> bool:
@@ -40,7 +40,7 @@ def failed_at(error: BaseException, nodes: Mapping[str, fx.Node]) -> str:
         nodes: The nodes of the graph that was traced, by name; parts of it have nodes of the same names.
     """
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        if frame.filename.startswith(_GENERATED):
+        if frame.filename.startswith(GENERATED):
             node = nodes.get(re.split(r"\W", frame.line or "", maxsplit=1)[0])
             return f", at {origin(node)}" if node is not None and origin(node) else ""
     return ""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from autovaruna.graph.deferral import SplitPiece, split_backward
+from autovaruna.graph.direct import direct
 from autovaruna.graph.extract import Argument, Piece, Source, extract
 from autovaruna.graph.precision import precision_of
 from autovaruna.graph.weight_gradients import Deferred
@@ -74,7 +75,7 @@ class Work:
         assert self.split is not None and self.needs_gradient, "only what can be split is"
         deferred = Deferred()
         with torch.enable_grad():
-            return self.split.module(deferred, *arguments), deferred
+            return self.split.run(deferred, *arguments), deferred
 
     def run_split(self, arguments: Sequence[Any]) -> Deferred:
         """Runs forward, and the backward that leaves weight gradients for later; returns what is left."""
@@ -98,7 +99,7 @@ def make_work(part: Part, samples: Samples, batch_size: int) -> Work:
     split = split_backward(piece) if needs_gradient else None
     at = dict(zip(piece.arguments, arguments, strict=True))
     return Work(
-        piece.module.forward,
+        direct(piece.module),
         arguments,
         tuple(values[name] for name in part.values),
         _make_gradient,
@@ -128,7 +129,7 @@ def empty_work(num_values: int, device: torch.device) -> Work:
     placeholders = [graph.placeholder(f"value_{index}") for index in range(num_values)]
     graph.output(tuple(placeholders))
     values = tuple(torch.zeros(1, device=device, requires_grad=True) for _ in range(num_values))
-    return Work(fx.GraphModule({}, graph).forward, values, values, _make_gradient, True)
+    return Work(direct(fx.GraphModule({}, graph)), values, values, _make_gradient, True)
 
 
 def smallest_split(device: torch.device) -> Work:
@@ -140,7 +141,7 @@ def smallest_split(device: torch.device) -> Work:
     piece = Piece(fx.GraphModule({}, graph), given, ("product",))
     value, weight = (torch.zeros(1, 1, device=device, requires_grad=True) for _ in range(2))
     weight.grad = torch.zeros_like(weight)
-    split, run = split_backward(piece), piece.module.forward
+    split, run = split_backward(piece), direct(piece.module)
     return Work(run, (value, weight), (value,), _make_gradient, True, split=split, weights=(weight,))
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from autovaruna.errors import InputError
 from autovaruna.graph.deferral import SplitPiece, split_backward
+from autovaruna.graph.direct import direct
 from autovaruna.graph.extract import Argument, Source
 from autovaruna.graph.random import RandomStream
 from autovaruna.graph.weight_gradients import Deferred
@@ -51,7 +52,7 @@ class StageModule:
     ) -> None:
         self.part = part
         self.index = part.index
-        self._run = part.piece.module.forward if run is None else run
+        self._run = direct(part.piece.module) if run is None else run
         self.leaves: dict[ParameterUse, Tensor] = {}
         self._parameters = parameters
         self._buffers = buffers
@@ -119,7 +120,7 @@ class StageModule:
             arguments[place] = self._dynamic(argument, tensors, micro_batch_size, stream)
         piece = self.part.piece
         if deferred is not None and self.split is not None:
-            return dict(zip(piece.outputs, self.split.module(deferred, *arguments), strict=True))
+            return dict(zip(piece.outputs, self.split.run(deferred, *arguments), strict=True))
         return dict(zip(piece.outputs, self._run(*arguments), strict=True))
 
     def _dynamic(

@@ -110,7 +110,7 @@ def test_what_is_left_for_later_and_its_bits(name: str) -> None:
         for given, x in zip((plain, apart), both, strict=True):
             given[:] = [x if a.source is Source.INPUT else g for a, g in zip(piece.arguments, given, strict=True)]
         (expected,), deferred = piece.module(*plain), Deferred()
-        (found,) = split.module(deferred, *apart)
+        (found,) = split.run(deferred, *apart)
         assert torch.equal(found, expected)
         for output in (expected, found):
             torch.sin(output).sum().backward()
@@ -149,7 +149,7 @@ def test_several_uses_in_a_block_are_added_as_one_backward_adds_them() -> None:
     left = [Deferred() for _ in batches]
     for batch, deferred in zip(batches, left, strict=True):
         piece.module(batch, weights[0])[0].sum().backward()
-        split.module(deferred, batch, weights[1])[0].sum().backward()
+        split.run(deferred, batch, weights[1])[0].sum().backward()
     for deferred in left:
         deferred.compute([weights[1]])
     assert torch.equal(weights[0].grad, weights[1].grad)
@@ -178,10 +178,10 @@ def test_under_autocast_no_cast_of_an_activation_stays_in_its_cache() -> None:
     split = split_backward(piece)
     assert split is not None
     results = []
-    for module in (piece.module, split.module):
+    for module in (piece.module, split.run):
         given, deferred = arguments(piece, model, x.detach().requires_grad_()), Deferred()
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            (output,) = module(deferred, *given) if module is split.module else module(*given)
+            (output,) = module(deferred, *given) if module is split.run else module(*given)
         output.float().sum().backward()
         deferred.compute([g for a, g in zip(piece.arguments, given, strict=True) if a in split.weights])
         results.append([output, *gradients(given)])
@@ -198,7 +198,7 @@ def test_only_operands_and_gradients_last_until_weight_gradients_are_computed() 
     seen: list[StorageWeakRef] = []
     hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: seen.append(_reference(t)) or t.detach(), lambda t: t)
     with hooks:
-        (output,) = split.module(deferred, *given)
+        (output,) = split.run(deferred, *given)
     result = _reference(output)
     output.sum().backward()
     del output
