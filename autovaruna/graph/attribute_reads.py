@@ -5,7 +5,7 @@ So it does for the objects that modules hold, a configuration for example.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from threading import get_ident
@@ -15,21 +15,56 @@ from torch import Tensor, nn
 
 from autovaruna.graph.held import records
 
-_NOTHING = object()
+NOTHING = object()
+"""Stands for an attribute that is not there."""
+
+
+Tables = dict[int, dict[str, Any]]
+"""What was read, by the identity of the owner's ``__dict__``: names, each with what it was when it was read first."""
 
 
 @dataclass
 class Reads:
-    """What a model has read of its modules, once the context of `noted_reads` has ended.
+    """What a model reads of its modules.
 
     Attributes:
-        names: as ``path.of.module.attribute``; those that were not there are among them.
+        owners: ``__dict__`` of each module, and of what they hold, by its identity.
+        tables: what was read since the context of `noted_reads` or `apart` began.
+        names: as ``path.of.module.attribute``, once `noted_reads` has ended; those that were not there are among them.
         replaced: the attributes that were read as they were before, and hold another tensor now: name, ``__dict__`` of
             the owner, and name there.
     """
 
+    owners: dict[int, dict[str, Any]]
+    tables: Tables
     names: set[str] = field(default_factory=set)
     replaced: list[tuple[str, dict[str, Any], str]] = field(default_factory=list)
+
+    @contextmanager
+    def apart(self) -> Iterator[Tables]:
+        """Notes what is read while the context lasts in tables of its own, too, which it yields."""
+        outer, self.tables = self.tables, {place: {} for place in self.owners}
+        inner = self.tables
+        try:
+            yield inner
+        finally:
+            self.tables = outer
+            for place, own in inner.items():
+                outer[place] = own | outer[place]
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Notes nothing while the context lasts."""
+        outer, self.tables = self.tables, {}
+        try:
+            yield
+        finally:
+            self.tables = outer
+
+    def add(self, owner: Any, names: Iterable[str]) -> None:
+        """Takes attributes of an owner as read, as they are now."""
+        own = vars(owner)
+        self.tables[id(own)] = {name: own.get(name, NOTHING) for name in names} | self.tables[id(own)]
 
     def _take(self, path: str, now: dict[str, Any], before: dict[str, Any], own: Mapping[str, Any]) -> None:
         for name, value in own.items():
@@ -37,7 +72,7 @@ class Reads:
                 continue
             full = f"{path}.{name}".removeprefix(".")
             self.names.add(full)
-            is_old = value is before.get(name, _NOTHING)
+            is_old = value is before.get(name, NOTHING)
             if is_old and isinstance(now.get(name), Tensor) and now[name] is not value:
                 self.replaced.append((full, now, name))
 
@@ -53,28 +88,25 @@ def noted_reads(model: nn.Module) -> Iterator[Reads]:
         What was read, once the context ends.
     """
     held = records(model)
-    owners = {id(vars(each)): (path, vars(each)) for path, each in [*held, *model.named_modules()]}
-    before = {place: dict(own) for place, (_, own) in owners.items()}
-    names: dict[int, dict[str, Any]] = {place: {} for place in owners}
-    found = Reads()
+    paths = {id(vars(each)): path for path, each in [*held, *model.named_modules()]}
+    owners = {id(vars(each)): vars(each) for _, each in [*held, *model.named_modules()]}
+    before = {place: dict(own) for place, own in owners.items()}
+    found = Reads(owners, {place: {} for place in owners})
     assert "__getattribute__" not in vars(nn.Module), "one thread at a time"
     kinds: list[type] = [nn.Module, *(type(each) for _, each in held)]
     try:
         with ExitStack() as changed:
             for kind in dict.fromkeys(kinds):
-                changed.enter_context(_noting(kind, names))
+                changed.enter_context(_noting(kind, found))
             yield found
     finally:
-        for place, (path, own) in owners.items():
-            found._take(path, own, before[place], names[place])
+        for place, own in owners.items():
+            found._take(paths[place], own, before[place], found.tables[place])
 
 
 @contextmanager
-def _noting(kind: type, names: Mapping[int, dict[str, Any]]) -> Iterator[None]:
-    """Notes what this thread reads of the objects of a class, by the identity of their ``__dict__``.
-
-    With each name comes what it was when it was read first.
-    """
+def _noting(kind: type, found: Reads) -> Iterator[None]:
+    """Notes what this thread reads of the objects of a class."""
     own = vars(kind).get("__getattribute__")
     plain: Callable[[Any, str], Any] = kind.__getattribute__  # type: ignore[assignment]
     thread, of_object = get_ident(), object.__getattribute__
@@ -82,9 +114,9 @@ def _noting(kind: type, names: Mapping[int, dict[str, Any]]) -> Iterator[None]:
     def read(owner: Any, name: str) -> Any:
         if get_ident() == thread:
             place = of_object(owner, "__dict__")
-            known = names.get(id(place))
+            known = found.tables.get(id(place))
             if known is not None and name not in known:
-                known[name] = place.get(name, _NOTHING)
+                known[name] = place.get(name, NOTHING)
         return plain(owner, name)
 
     kind.__getattribute__ = read  # type: ignore[method-assign, assignment]

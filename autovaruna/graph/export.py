@@ -36,6 +36,7 @@ from autovaruna.graph.padding import padded_encoders
 from autovaruna.graph.precision import in_precision, noted_precision, switch_in_regions
 from autovaruna.graph.quiet import quiet_failure
 from autovaruna.graph.random import python_generators
+from autovaruna.graph.recalled_modules import recalled_modules
 from autovaruna.graph.refused import InModuleError, check_layouts, check_operations
 from autovaruna.graph.repeats import recalled_repeats
 from autovaruna.graph.scripts import shells
@@ -176,7 +177,7 @@ def _attempt(
         try:
             with warnings.catch_warnings():  # recurrent modules keep their weights twice; torch.export warns of it
                 warnings.filterwarnings("ignore", message="The tensor attribute")
-                program = _program(flat, inputs, shapes)
+                program = _program(flat, inputs, shapes, changes)
             with deferred_compilation():
                 graph_module = unlift(program)
                 take_modules(graph_module)
@@ -242,16 +243,25 @@ def _warn(new: list[str], error: Exception) -> None:
     logger.warning("%s cannot be traced and is kept whole, never cut (%s)", ", ".join(new), reason)
 
 
-def _program(flat: FlatCall, inputs: list[Tensor], shapes: list[Any]) -> torch.export.ExportedProgram:
-    """Runs torch.export; if it fails and something was recalled, runs it again without."""
-    with recalled_sizes(), recalled_repeats() as repeats, deferred_compilation():
+def _program(flat: FlatCall, inputs: list[Tensor], shapes: list[Any], changes: Changes) -> torch.export.ExportedProgram:
+    """Runs torch.export; if something was recalled and it fails, or that is in doubt, runs it again without."""
+    with (
+        recalled_sizes(),
+        recalled_repeats() as repeats,
+        recalled_modules(flat.model) as modules,
+        deferred_compilation(),
+    ):
+        flat.note_start, flat.note_end = modules.start, modules.check
         try:
-            return torch.export.export(flat, (inputs,), dynamic_shapes=(shapes,), strict=False)
+            program = torch.export.export(flat, (inputs,), dynamic_shapes=(shapes,), strict=False)
+            if not modules.num_recalled or not (changes.names or modules.is_doubtful):
+                return program
         except (InputError, TraceError):
             raise
         except Exception:
-            if repeats is None or not repeats.num_recalled:
+            if not modules.num_recalled and (repeats is None or not repeats.num_recalled):
                 raise
+    flat.note_start, flat.note_end = lambda reads: None, lambda outputs: None
     return torch.export.export(flat, (inputs,), dynamic_shapes=(shapes,), strict=False)
 
 

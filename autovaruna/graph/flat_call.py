@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from autovaruna.errors import TraceError
-from autovaruna.graph.attribute_reads import noted_reads
+from autovaruna.graph.attribute_reads import Reads, noted_reads
 from autovaruna.graph.call import CallSpec
 from autovaruna.graph.guards import check_state, plain_state
 from autovaruna.graph.hidden_state import Changes, hidden_state
@@ -34,6 +34,8 @@ class FlatCall(nn.Module):
         self.model = model
         self.call = call
         self.note_batch: Callable[[list[Any]], None] = lambda sizes: None
+        self.note_start: Callable[[Reads], None] = lambda reads: None
+        self.note_end: Callable[[list[Tensor]], None] = lambda outputs: None
         self.report = output_trees.append  # torch.export puts back every attribute that a trace sets
         self.report_reads = reads.update
         self.report_changes = changes.note
@@ -45,6 +47,7 @@ class FlatCall(nn.Module):
         before = [(module, dict(module._buffers)) for module in self.model.modules()]
         numbers, hidden = plain_state(self.model), hidden_state(self.model)
         with self._hidden(), noted_reads(self.model) as reads:
+            self.note_start(reads)
             returned = self.model(*args, **kwargs)
         self.report_reads(reads.names)
         outputs, tree = flatten(returned, "output")
@@ -53,6 +56,7 @@ class FlatCall(nn.Module):
         for module, buffers in before:
             _write_back(module, buffers)
         self.report(tree)
+        self.note_end(outputs)
         return tuple(outputs)
 
     @contextmanager

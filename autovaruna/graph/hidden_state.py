@@ -28,7 +28,12 @@ _OF_TORCH = ("torch.", "builtins")
 
 def hidden_state(model: nn.Module) -> dict[str, Any]:
     """Returns what a forward may change besides tensors and the numbers of its modules, by name."""
-    return dict(_held_by_modules(model)) | dict(_of_classes(model))
+    return dict(_held_by_modules(model)) | state_of_classes(model)
+
+
+def state_of_classes(model: nn.Module) -> dict[str, Any]:
+    """Returns what the classes of a model's modules hold, and the globals that their methods name, by name."""
+    return {name: each for path, _, _, value in _shared(model) for name, each in _entries(path, value)}
 
 
 Place = tuple[str, dict[str, Any], str]
@@ -174,11 +179,6 @@ def _held_by_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
         for name, value in list(vars(owner).items()):
             if not (isinstance(owner, nn.Module) and (name in _OF_MODULES or is_plain(value))):
                 yield from _entries(f"{path}.{name}".removeprefix("."), value)
-
-
-def _of_classes(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    for path, _, _, value in _shared(model):
-        yield from _entries(path, value)
 
 
 def _shared(model: nn.Module) -> Iterator[tuple[str, Any, str, Any]]:

@@ -21,7 +21,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from autovaruna.graph.layout import Layout, NotPlainError, expression, layout_of, lengths_of, storage_of
 
 _EXCLUDED = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view}
-_CONSTANTS = (int, float, complex, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
+CONSTANTS = (int, float, complex, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
+"""What is equal for two calls if it is the same to them."""
 _DEVICES = ("cpu", "cuda")
 _SWITCHES = ("flash", "mem_efficient", "math", "cudnn")
 _OF_TORCH = (
@@ -88,7 +89,7 @@ class Call:
             self.key += (type(value), len(value))
             for each in value:
                 self.add(each)
-        elif isinstance(value, _CONSTANTS):
+        elif isinstance(value, CONSTANTS):
             self.key += (type(value), value)
         else:
             raise NotPlainError
@@ -119,6 +120,18 @@ class _Returned:
     remark: Any
 
 
+def make_all(layouts: Sequence[Layout], call: Call) -> list[Tensor]:
+    """Returns new tensors of some layouts as the results of a call."""
+    with torch._C.DisableTorchFunction():
+        results: list[Tensor] = [layout.make(call.mode, call.sizes) for layout in layouts]
+        joined = [k for k, layout in enumerate(layouts) if layout.needs_gradient]
+        if joined:
+            needing = next(tensor for tensor in call.tensors if tensor.requires_grad)
+            for k, tensor in zip(joined, _join([results[k] for k in joined], needing), strict=True):
+                results[k] = tensor
+    return results
+
+
 class Memory:
     """Remembers what operations returned."""
 
@@ -144,7 +157,7 @@ class Memory:
             return None
         try:
             with torch._C.DisableTorchFunction():
-                call = Call(mode, is_constant, [operation, *_switches()])
+                call = Call(mode, is_constant, [operation, *switches()])
                 call.add(args)
                 call.add(tuple(kwargs.items()))
         except NotPlainError:
@@ -156,13 +169,7 @@ class Memory:
         returned = self._known.get(tuple(call.key))
         if returned is None:
             return None
-        with torch._C.DisableTorchFunction():
-            results: list[Tensor] = [layout.make(call.mode, call.sizes) for layout in returned.layouts]
-            joined = [k for k, layout in enumerate(returned.layouts) if layout.needs_gradient]
-            if joined:
-                needing = next(tensor for tensor in call.tensors if tensor.requires_grad)
-                for k, tensor in zip(joined, _join([results[k] for k in joined], needing), strict=True):
-                    results[k] = tensor
+        results = make_all(returned.layouts, call)
         return results[0] if returned.container is None else returned.container(results), results, returned.remark
 
     def note(self, call: Call, result: Any, remark: Callable[[list[Tensor]], Any]) -> None:
@@ -205,7 +212,7 @@ def _is_fit(operation: Any) -> bool:
     return bool(schema.returns) and is_new and not schema.is_mutable and "as_strided" not in str(operation)
 
 
-def _switches() -> tuple[Any, ...]:
+def switches() -> tuple[Any, ...]:
     """Returns the switches of torch on which results may depend."""
     return (
         torch.is_grad_enabled(),

@@ -60,7 +60,7 @@ class Tree:
 
     def tensor_paths(self) -> list[str]:
         """Returns the path of each tensor, in order."""
-        return [leaf.path for leaf in self._walk() if isinstance(leaf, TensorLeaf)]
+        return [leaf.path for leaf in self.walk() if isinstance(leaf, TensorLeaf)]
 
     def constants(self) -> list[tuple[str, str]]:
         """Returns the path and the words of each leaf that is no tensor; those inside dataclasses are left out."""
@@ -69,7 +69,7 @@ class Tree:
 
     def arrays(self) -> list[str]:
         """Returns the kinds of the leaves that are arrays of another library, once each."""
-        kinds = (type(leaf.value) for leaf in self._walk() if isinstance(leaf, Constant))
+        kinds = (type(leaf.value) for leaf in self.walk() if isinstance(leaf, Constant))
         return list(dict.fromkeys(f"{each.__module__}.{each.__qualname__}" for each in kinds if is_array(each)))
 
     def key(self) -> str:
@@ -77,11 +77,12 @@ class Tree:
         parts = [_leaf_key(leaf) for leaf in self.leaves]
         return f"{self.spec}|{';'.join(parts)}"
 
-    def _walk(self) -> Iterator[Leaf]:
+    def walk(self) -> Iterator[Leaf]:
+        """Yields the leaves, those inside dataclasses one by one."""
         for leaf in self.leaves:
             if isinstance(leaf, Record):
                 for tree in leaf.trees:
-                    yield from tree._walk()
+                    yield from tree.walk()
             else:
                 yield leaf
 

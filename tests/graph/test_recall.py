@@ -16,6 +16,7 @@ from autovaruna.errors import TraceError
 from autovaruna.graph import export, recall, repeats
 from autovaruna.graph.layout import NotPlainError, layout_of, storage_of
 from autovaruna.graph.recall import Memory
+from autovaruna.graph.recalled_modules import RecalledModules
 from autovaruna.graph.traced import TracedModel
 from tests.graph.models import Function, traced, traced_function
 
@@ -136,9 +137,22 @@ def outcome(model: nn.Module, x: Tensor) -> object:
 
 
 @contextmanager
+def no_modules_recalled() -> Iterator[None]:
+    """Lets traces call every submodule while it lasts."""
+
+    @contextmanager
+    def off(model: nn.Module) -> Iterator[RecalledModules]:
+        yield RecalledModules(model)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(export, "recalled_modules", off)
+        yield
+
+
+@contextmanager
 def everything_runs() -> Iterator[None]:
     """Recalls nothing while it lasts."""
-    with pytest.MonkeyPatch.context() as patch:
+    with no_modules_recalled(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(export, "recalled_repeats", lambda: nullcontext(None))
         patch.setattr(Memory, "take_apart", lambda *args: None)
         yield
@@ -165,7 +179,8 @@ def test_further_layers_are_recalled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Memory, "recall", counting)
     for num_layers in (2, 5):
         counts.append(0)
-        traced(nn.Sequential(*(Layer() for _ in range(num_layers))), X)
+        with no_modules_recalled():
+            traced(nn.Sequential(*(Layer() for _ in range(num_layers))), X)
     assert counts[1] - counts[0] == 2 * 3 * 5  # norm, two products, attention, sum: in the trace, and for the facts
 
 

@@ -1,0 +1,67 @@
+"""Notes the globals that functions name while they run, whichever library they are of, and reads them again later."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from types import BuiltinFunctionType, FrameType, FunctionType, ModuleType
+from typing import Any
+
+from torch import Tensor
+
+from autovaruna.graph.held import entries, is_container, is_plain
+
+_OWN = __name__.partition(".")[0]
+_NO_MODELS = {_OWN, "torch", "numpy", "sympy", "mpmath", *sys.stdlib_module_names} - {"__main__"}
+"""Packages whose globals no forward goes by: torch and what it calls while it traces."""
+_FIXED = type | FunctionType | BuiltinFunctionType | ModuleType
+_DEPTH = 2
+
+
+class GlobalsRead:
+    """The globals that functions name, those of torch and Python aside."""
+
+    def __init__(self) -> None:
+        self._places: dict[tuple[int, str], dict[str, Any]] = {}
+        self._first: dict[tuple[int, str], Any] = {}
+
+    @contextmanager
+    def noting(self) -> Iterator[None]:
+        """Notes them on this thread while the context lasts."""
+        before = sys.getprofile()
+        sys.setprofile(self._note)
+        try:
+            yield
+        finally:
+            sys.setprofile(before)
+
+    def now(self) -> dict[tuple[int, str], Any]:
+        """Returns what is equal as long as they hold the same."""
+        return {place: list(_content(place[1], known.get(place[1]))) for place, known in self._places.items()}
+
+    def are_as_before(self) -> bool:
+        """Whether they hold what they held when they were named first."""
+        return self.now() == self._first
+
+    def _note(self, frame: FrameType, event: str, argument: Any) -> None:
+        known = frame.f_globals
+        if event == "call" and str(known.get("__name__")).partition(".")[0] not in _NO_MODELS:
+            for name in frame.f_code.co_names:
+                place = id(known), name
+                if name in known and place not in self._places and not isinstance(known[name], _FIXED):
+                    self._places[place] = known
+                    self._first[place] = list(_content(name, known[name]))
+
+
+def _content(path: str, value: Any) -> Iterator[Any]:
+    """Yields numbers, texts, and which objects are there; in containers and attributes, too."""
+    if isinstance(value, ContextVar):
+        value = value.get(None)
+    own = getattr(value, "__dict__", None)
+    inner = value if is_plain(value) or is_container(value) else own if isinstance(own, dict) else None
+    yield id(value) if inner is not value or isinstance(value, Tensor) else type(value)
+    if inner is not None:
+        for name, each in entries(path, inner, _DEPTH):
+            yield name, id(each) if isinstance(each, Tensor) else each
