@@ -24,7 +24,7 @@ class _Arrived(_SingleLevelFunction):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, gradients: dict[str, Tensor], name: str, root: Tensor) -> Tensor:
         ctx.place = gradients, name
-        ctx.set_materialize_grads(False)
+        ctx.materialize_grads = False
         return tensor.detach()
 
     @staticmethod

@@ -15,12 +15,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from autovaruna.runtime.hub import Need
-from autovaruna.runtime.message import Message
+from autovaruna.runtime.message import Message, drain
 from autovaruna.runtime.reduction import GROUP_CHANNEL, Group, broadcast_in_tree
 from autovaruna.runtime.staging import check_dense, empty_on_host, flat, rows_on_host, to_host
 from autovaruna.runtime.watched import WatchedWorld
-from autovaruna.runtime.world import Done, Pending
+from autovaruna.runtime.world import DONE, Pending
 
 if TYPE_CHECKING:
     from autovaruna.runtime.channel import TorchChannel
@@ -33,6 +32,8 @@ CARRIER_CHANNEL = 4
 CHANNELS = (TENSOR_CHANNEL, OBJECT_CHANNEL, GROUP_CHANNEL, HEADER_CHANNEL)
 MAX_PART_BYTES = 1 << 30
 SENDS_AT_ONCE = 16
+SMALL_BYTES = 4 << 10
+"""Messages of so few bytes are sent at once by every MPI, without an agreement with the receiver."""
 
 
 class ConnectedWorld(WatchedWorld):
@@ -42,7 +43,10 @@ class ConnectedWorld(WatchedWorld):
         super().__init__(rank, num_ranks)
         self._sends: deque[Pending] = deque()
         self._carrier: TorchChannel | None = None
-        self._receives: set[Pending] = set()
+        self.coming: set[Pending] = set()
+        """The messages that are on their way to this rank."""
+        self.large: set[Pending] = set()
+        """Messages on their way, either way, that advance only while this rank calls the transport."""
         self._groups: dict[tuple[int, ...], Group] = {}
 
     def send(self, tensors: Sequence[Tensor], destination: int, tag: int) -> Pending:
@@ -112,18 +116,16 @@ class ConnectedWorld(WatchedWorld):
         self.post_receives([data], source, OBJECT_CHANNEL, tag).wait()
         return pickle.loads(data.numpy().tobytes())
 
-    def post_sends(self, tensors: Sequence[Tensor], destination: int, channel: int, tag: int) -> Message:
+    def post_sends(self, tensors: Sequence[Tensor], destination: int, channel: int, tag: int) -> Pending:
         """Starts to send host tensors."""
         parts = self.send_parts(tensors, destination, channel, tag)
-        count = self.count(("sent", destination, channel, tag), len(parts))
-
-        def waiting() -> tuple[str, tuple[Need, ...]]:
-            need = Need(destination, ("received", self.rank, channel, tag), count)
-            return f"for rank {destination} to receive a message (tag {tag})", (need,)
-
-        message = Message(self, parts, waiting)
-        if not message.is_done():
-            self._sends.append(message)
+        event = "sent", destination, channel, tag
+        count = self.count(event, len(parts))
+        if drain(parts):
+            return DONE
+        message = Message(self, parts, event, count)
+        self._sends.append(message)
+        self._note_large(message, tensors)
         return message
 
     def post_receives(
@@ -136,31 +138,33 @@ class ConnectedWorld(WatchedWorld):
     ) -> Message:
         """Posts the receive of host tensors; `finish` runs when they have arrived."""
         parts = self.receive_parts(buffers, source, channel, tag)
-        count = self.count(("received", source, channel, tag), len(parts))
-
-        def waiting() -> tuple[str, tuple[Need, ...]]:
-            need = Need(source, ("sent", self.rank, channel, tag), count)
-            return f"for a message of rank {source} (tag {tag})", (need,)
-
-        def finished(message: Message) -> None:
-            self._receives.discard(message)
-            if finish is not None:
-                finish()
-
-        message = Message(self, parts, waiting, finished)
-        self._receives.add(message)
+        event = "received", source, channel, tag
+        message = Message(self, parts, event, self.count(event, len(parts)), finish)
+        self.coming.add(message)
+        self._note_large(message, buffers)
         return message
+
+    def _note_large(self, message: Message, tensors: Sequence[Tensor]) -> None:
+        for tensor in tensors:
+            if tensor.nbytes > SMALL_BYTES:
+                self.large.add(message)
 
     def send_parts(self, tensors: Sequence[Tensor], destination: int, channel: int, tag: int) -> list[Pending]:
         """Starts to send host tensors, each in parts of at most 1 GiB."""
         if channel == CARRIER_CHANNEL and self._carrier is not None:
             return [self._carrier.post_send(part, destination, tag) for each in tensors for part in split(each)]
+        if len(tensors) == 1 and tensors[0].nbytes <= MAX_PART_BYTES:
+            check_dense(tensors[0])
+            return [self.post_send(tensors[0], destination, channel, tag)]
         return [self.post_send(part, destination, channel, tag) for each in tensors for part in split(each)]
 
     def receive_parts(self, tensors: Sequence[Tensor], source: int, channel: int, tag: int) -> list[Pending]:
         """Posts the receives of the same parts."""
         if channel == CARRIER_CHANNEL and self._carrier is not None:
             return [self._carrier.post_receive(part, source, tag) for each in tensors for part in split(each)]
+        if len(tensors) == 1 and tensors[0].nbytes <= MAX_PART_BYTES:
+            check_dense(tensors[0])
+            return [self.post_receive(tensors[0], source, channel, tag)]
         return [self.post_receive(part, source, channel, tag) for each in tensors for part in split(each)]
 
     # Groups of ranks.
@@ -177,7 +181,7 @@ class ConnectedWorld(WatchedWorld):
         """Starts to overwrite `tensor` with its sum over `ranks`."""
         check_dense(tensor)
         if len(ranks) == 1 or tensor.numel() == 0:
-            return Done()
+            return DONE
         if self._carrier is not None and tensor.device.type == self._carrier.device.type:
             carried = self._carrier.start_all_reduce(tensor, ranks)
             if carried is not None:
@@ -203,6 +207,16 @@ class ConnectedWorld(WatchedWorld):
         self.advance()
         self.listen()
         self.raise_failure()
+
+    def glance(self) -> None:
+        """Lets large messages and reductions advance; small messages do so by themselves."""
+        if self.large or len(self._sends) > SENDS_AT_ONCE or self._carrier is not None:
+            self.progress()
+            return
+        for group in self._groups.values():
+            if group.active:
+                self.progress()
+                return
 
     def flush(self) -> None:
         """Blocks until everything that this rank sent has left it."""

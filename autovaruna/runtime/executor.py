@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
 from time import perf_counter
 
 import torch
@@ -30,16 +29,21 @@ Place = tuple[int, int]
 """A stage and a micro-batch."""
 
 
-@dataclass(slots=True)
+_NOTHING: Mapping[str, Tensor] = {}
+
+
 class _InFlight:
     """What a stage keeps of a micro-batch between its forward and its backward."""
 
-    tensors: dict[str, Tensor]
-    returned: dict[str, Tensor] = field(default_factory=dict)
-    gradients: dict[str, Tensor] = field(default_factory=dict)
-    before: dict[str, Tensor] = field(default_factory=dict)
-    stash: Stash | None = None
-    deferred: Deferred | None = None
+    __slots__ = ("before", "deferred", "gradients", "returned", "stash", "tensors")
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self.tensors = tensors
+        self.returned = _NOTHING
+        self.gradients: dict[str, Tensor] = {}
+        self.before = _NOTHING
+        self.stash: Stash | None = None
+        self.deferred: Deferred | None = None
 
 
 class Executor:
@@ -104,20 +108,28 @@ class Executor:
         """Executes instructions in order."""
         posting = Posting(program, self._mail)
         idle = self._stages.keys() - {act.instruction.stage for act in program if act.ends_stage}
+        self._mail.while_waiting = posting.go_ahead
         with torch.set_grad_enabled(self._job.needs_gradient):
             for position, act in enumerate(program):
                 posting.go_to(position)
                 self._act = act
-                begin, waited = perf_counter(), self._mail.waited_seconds
-                _METHODS[act.instruction.kind](self, self._stages[act.instruction.stage], act)
-                if self._recorder is not None:
-                    self._recorder.note(act.instruction, begin, perf_counter(), self._mail.waited_seconds - waited)
+                if self._recorder is None:
+                    _METHODS[act.instruction.kind](self, self._stages[act.instruction.stage], act)
+                else:
+                    self._recorded(self._recorder, act)
                 if act.ends_stage:
                     self.stage_ended(act.instruction.stage)
-                self._world.progress()
+                self._world.glance()
+        self._mail.while_waiting = None
         for stage in idle:
             self.stage_ended(stage)
         self.output_gradients = _no_gradient  # its owner may own this executor: no cycle keeps tensors after the step
+
+    def _recorded(self, recorder: Recorder, act: Act) -> None:
+        """Executes an instruction and notes when."""
+        begin, waited = perf_counter(), self._mail.waited_seconds
+        _METHODS[act.instruction.kind](self, self._stages[act.instruction.stage], act)
+        recorder.note(act.instruction, begin, perf_counter(), self._mail.waited_seconds - waited)
 
     def where(self, error: BaseException) -> str:
         """Returns rank, stage and micro-batch, and the line of the user's model if an operation raised `error`."""
@@ -146,7 +158,7 @@ class Executor:
             state.returned = returned
         elif self._job.needs_gradient:
             state.stash = Stash(state.tensors, is_offloaded=self._job.offload)
-        state.tensors = {}
+        state.tensors = _NOTHING
         if self._job.needs_gradient:
             self._in_flight[stage.index, part.index] = state
 
@@ -159,7 +171,7 @@ class Executor:
         assert state.stash is not None, "a stage that recomputes has kept what it received"
         state.tensors = state.stash.take()
         state.returned = self._run_stage(stage, act.part, state, keeps_graph=True)
-        state.tensors = {}
+        state.tensors = _NOTHING
         _overwrite(changed, now)
 
     def _backward(self, stage: StageModule, act: Act) -> None:
@@ -173,7 +185,7 @@ class Executor:
             if gradient is not None and root.requires_grad:
                 roots.append(root)
                 gradients.append(gradient)
-        state.returned = {}
+        state.returned = _NOTHING
         if roots:
             go_backward(roots, gradients)
         if state.deferred is not None:
@@ -191,23 +203,24 @@ class Executor:
     def _run_stage(
         self, stage: StageModule, part: MicroBatch, state: _InFlight, keeps_graph: bool
     ) -> dict[str, Tensor]:
-        stream = RandomStream(self._job.seed, self._job.step, part.index, self._device)
-        of_batch = self._job.of_batch.get(part.share, {})
-        if not self._job.needs_gradient:
-            return stage.run(state.tensors | of_batch, part.size, stream)
-        if not keeps_graph:
+        job = self._job
+        stream = RandomStream(job.seed, job.step, part.index, self._device) if stage.is_random else None
+        tensors = self._leaves(stage, state) if job.needs_gradient else state.tensors
+        if job.of_batch:
+            tensors = {**tensors, **job.of_batch.get(part.share, _NOTHING)}
+        if job.needs_gradient and not keeps_graph:
             with forgetting():
-                return stage.run(self._leaves(stage, state) | of_batch, part.size, stream)
-        if stage.index in self._job.splitting:
+                return stage.run(tensors, part.size, stream)
+        if keeps_graph and stage.index in job.splitting:
             state.deferred = Deferred()
-        return stage.run(self._leaves(stage, state) | of_batch, part.size, stream, state.deferred)
+        return stage.run(tensors, part.size, stream, state.deferred)
 
-    def _leaves(self, stage: StageModule, state: _InFlight) -> dict[str, Tensor]:
+    def _leaves(self, stage: StageModule, state: _InFlight) -> Mapping[str, Tensor]:
         """Turns what the stage received into leaves whose gradients are noted in `state`."""
-        tensors = dict(state.tensors)
-        for name in self._traffic.wanted[stage.index] & tensors.keys():
-            tensors[name] = arrive(tensors[name], state.gradients, name)
-        return tensors
+        wanted = self._traffic.wanted[stage.index] & state.tensors.keys()
+        if not wanted:
+            return state.tensors
+        return {**state.tensors, **{name: arrive(state.tensors[name], state.gradients, name) for name in wanted}}
 
     def _arrived(self, act: Act) -> dict[str, Tensor]:
         """Returns all that a forward receives, by name."""
@@ -220,12 +233,12 @@ class Executor:
             tensors[name] = self._slice(name, act.part)
         return tensors
 
-    def _arrived_gradients(self, stage: StageModule, act: Act) -> Iterable[tuple[str, Tensor | None]]:
-        """Yields the gradients of what a stage returns: of the model's outputs first, then of what it sent."""
-        for place, name in stage.part.outputs:
-            yield name, self.output_gradients(place, act.part)
+    def _arrived_gradients(self, stage: StageModule, act: Act) -> list[tuple[str, Tensor | None]]:
+        """Returns the gradients of what a stage returns: of the model's outputs first, then of what it sent."""
+        arrived = [(name, self.output_gradients(place, act.part)) for place, name in stage.part.outputs]
         for kind, names in act.receives:
-            yield from zip(names, self._mail.take(kind), strict=True)
+            arrived += zip(names, self._mail.take(kind), strict=True)
+        return arrived
 
     def _slice(self, name: str, part: MicroBatch) -> Tensor:
         """Returns a micro-batch's part of one of this rank's inputs."""

@@ -16,7 +16,7 @@ from autovaruna.errors import RankError
 from autovaruna.runtime.connected import ConnectedWorld
 from autovaruna.runtime.hub import Answer, Hub, Notice
 from autovaruna.runtime.staging import flat
-from autovaruna.runtime.world import Done, Pending, describe
+from autovaruna.runtime.world import DONE, Pending, describe
 
 Result = TypeVar("Result")
 _of_thread = threading.local()
@@ -74,7 +74,7 @@ class InProcessWorld(ConnectedWorld):
         address = self.rank, destination, channel, tag
         self._mailboxes.messages[address, self._num_sent[address]] = flat(tensor).view(torch.uint8).clone()
         self._num_sent[address] += 1
-        return Done()
+        return DONE
 
     def post_receive(self, tensor: Tensor, source: int, channel: int, tag: int) -> Pending:
         """Takes a number in the order of receives from this address."""

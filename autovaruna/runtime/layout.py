@@ -27,10 +27,6 @@ class Layout:
     def __post_init__(self) -> None:
         object.__setattr__(self, "is_dense", self._fills_memory())
 
-    def fits(self, tensor: Tensor) -> bool:
-        """Says whether a tensor has this layout."""
-        return tensor.shape == self.shape and tensor.stride() == self.strides and tensor.dtype is self.dtype
-
     @property
     def _narrow_shape(self) -> tuple[int, ...]:
         """The shape without repeats: a dimension of stride 0 is sent once."""
@@ -47,9 +43,7 @@ class Layout:
         return True
 
     def pack(self, tensor: Tensor) -> Tensor:
-        """Returns what travels: the tensor's own memory if it is dense, else a copy without holes."""
-        if self.is_dense:
-            return tensor
+        """Returns what travels of a tensor with holes, or with numbers that are there twice: a copy without."""
         return distinct(tensor).contiguous()
 
     def buffer(self, device: torch.device) -> Tensor:
@@ -59,9 +53,7 @@ class Layout:
         return torch.empty(self._narrow_shape, dtype=self.dtype, device=device)
 
     def unpack(self, buffer: Tensor) -> Tensor:
-        """Returns the tensor as the sender had it."""
-        if self.is_dense:
-            return buffer
+        """Returns the tensor as the sender had it, of one that is not dense."""
         tensor = torch.empty_strided(self._narrow_shape, self.strides, dtype=self.dtype, device=buffer.device)
         return tensor.copy_(buffer).expand(self.shape)
 
@@ -69,17 +61,20 @@ class Layout:
 Layouts = tuple[Layout | None, ...]
 
 
-def fit(layouts: Layouts, tensors: Sequence[Tensor | None]) -> bool:
-    """Says whether a message has these layouts."""
+def packed(layouts: Layouts, tensors: Sequence[Tensor | None]) -> list[Tensor] | None:
+    """Returns what of a message travels; None: it has other layouts."""
     if len(layouts) != len(tensors):
-        return False
+        return None
+    travelling = []
     for layout, tensor in zip(layouts, tensors, strict=True):
-        if layout is None:
-            if tensor is not None:
-                return False
-        elif tensor is None or not layout.fits(tensor):
-            return False
-    return True
+        if layout is None or tensor is None:
+            if not (layout is None and tensor is None):
+                return None
+        elif tensor.shape == layout.shape and tensor.stride() == layout.strides and tensor.dtype is layout.dtype:
+            travelling.append(tensor if layout.is_dense else layout.pack(tensor))
+        else:
+            return None
+    return travelling
 
 
 def layouts_of(tensors: Sequence[Tensor | None]) -> Layouts:

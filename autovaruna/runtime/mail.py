@@ -7,7 +7,7 @@ bare numbers and can be received before they are needed.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import NamedTuple
 
@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from autovaruna.errors import RankError
-from autovaruna.runtime.layout import Layouts, fit, layouts_of
-from autovaruna.runtime.world import Done, Pending, World
+from autovaruna.runtime.layout import Layouts, layouts_of, packed
+from autovaruna.runtime.world import DONE, Pending, World
 
 TensorList = list[Tensor | None]
 
@@ -37,13 +37,8 @@ class Kind(NamedTuple):
     micro_batch_size: int
 
 
-class _Posted(NamedTuple):
-    """A receive that is posted and not taken."""
-
-    layouts: Layouts
-    buffers: list[Tensor]
-    pending: Pending
-    num_bytes: int
+_Posted = tuple[Layouts, list[Tensor], Pending, int]
+"""A receive that is posted and not taken: its layouts, their memory, the message, and its bytes."""
 
 
 class Mail:
@@ -54,7 +49,7 @@ class Mail:
         device: Where received tensors live.
 
     `num_posted_bytes` is the memory of receives that are posted and not taken; `waited_seconds` is how long this rank
-    has waited for messages in all.
+    has waited for messages in all. `while_waiting` is called before it waits.
     """
 
     def __init__(self, world: World, device: torch.device) -> None:
@@ -62,6 +57,7 @@ class Mail:
         self._device = device
         self.num_posted_bytes = 0
         self.waited_seconds = 0.0
+        self.while_waiting: Callable[[], None] | None = None
         self._layouts: dict[Kind, Layouts] = {}
         self._local: defaultdict[Route, deque[TensorList]] = defaultdict(deque)
         self._posted: defaultdict[Route, deque[_Posted]] = defaultdict(deque)
@@ -77,29 +73,34 @@ class Mail:
         route = kind.route
         if route.destination == self._world.rank:
             self._local[route].append(list(tensors))
-            return Done()
+            return DONE
         layouts = self._layouts.get(kind)
         if layouts is None:
             layouts = self._layouts[kind] = layouts_of(tensors)
             self._world.send_object(layouts, route.destination, route.tag)
-        elif not fit(layouts, tensors):
+        travelling = packed(layouts, tensors)
+        if travelling is None:
             raise RankError(
                 f"The tensors for rank {route.destination} changed their layout within one graph: got "
                 f"{layouts_of(tensors)}, expected {layouts}. An operation of the model chooses its "
                 "output's layout by the numbers it gets; make that output contiguous()."
             )
-        pairs = zip(layouts, tensors, strict=True)
-        packed = [layout.pack(tensor) for layout, tensor in pairs if layout is not None and tensor is not None]
-        return self._world.send(packed, route.destination, route.tag) if packed else Done()
+        return self._world.send(travelling, route.destination, route.tag) if travelling else DONE
 
     def expect(self, kind: Kind) -> None:
         """Posts the receive of the next message on a route once its layouts are known; never blocks.
 
         Messages are taken in the order in which they are expected.
         """
-        if kind.route.source != self._world.rank:
-            self._expected[kind.route].append(kind)
-            self._post_known(kind.route)
+        route = kind.route
+        if route.source == self._world.rank:
+            return
+        expected = self._expected[route]
+        if not expected and (layouts := self._layouts.get(kind)) is not None:
+            self._post(route, layouts)
+        else:
+            expected.append(kind)
+            self._post_known(route)
 
     def take(self, kind: Kind) -> TensorList:
         """Returns the next message on a route; blocks until it is here."""
@@ -112,14 +113,19 @@ class Mail:
             if kind not in self._layouts:
                 self._layouts[kind] = self._world.receive_object(route.source, route.tag)
             self._post_known(route)
-        posted = self._posted[route].popleft()
-        if not posted.pending.is_done():
+        layouts, buffers, pending, num_bytes = self._posted[route].popleft()
+        if not pending.is_done():
             begin = perf_counter()
-            posted.pending.wait()
+            if self.while_waiting is not None:
+                self.while_waiting()
+            pending.wait()
             self.waited_seconds += perf_counter() - begin
-        self.num_posted_bytes -= posted.num_bytes
-        filled = iter(posted.buffers)
-        return [None if layout is None else layout.unpack(next(filled)) for layout in posted.layouts]
+        self.num_posted_bytes -= num_bytes
+        filled, taken = iter(buffers), list[Tensor | None]()
+        for layout in layouts:
+            buffer = None if layout is None else next(filled)
+            taken.append(buffer if layout is None or layout.is_dense or buffer is None else layout.unpack(buffer))
+        return taken
 
     def _post_known(self, route: Route) -> None:
         """Posts the receives of a route up to the first message whose layouts are not known."""
@@ -129,8 +135,12 @@ class Mail:
             self._post(route, layouts)
 
     def _post(self, route: Route, layouts: Layouts) -> None:
-        buffers = [layout.buffer(self._device) for layout in layouts if layout is not None]
-        pending = self._world.receive(buffers, route.source, route.tag) if buffers else Done()
-        num_bytes = sum(buffer.nbytes for buffer in buffers)
+        buffers, num_bytes = [], 0
+        for layout in layouts:
+            if layout is not None:
+                buffer = layout.buffer(self._device)
+                buffers.append(buffer)
+                num_bytes += buffer.nbytes
+        pending = self._world.receive(buffers, route.source, route.tag) if buffers else DONE
         self.num_posted_bytes += num_bytes
-        self._posted[route].append(_Posted(layouts, buffers, pending, num_bytes))
+        self._posted[route].append((layouts, buffers, pending, num_bytes))

@@ -1,4 +1,7 @@
-"""Posts receives before they are needed, so that messages land where they will be used."""
+"""Posts receives before they are needed, so that messages land where they will be used.
+
+Posting takes time, too. So as a rule a rank does it while it waits for a message.
+"""
 
 from __future__ import annotations
 
@@ -24,14 +27,25 @@ class Posting:
         self._program = program
         self._mail = mail
         self._next = 0
+        self._position = 0
 
     def go_to(self, position: int) -> None:
-        """Posts what is to be posted when instruction `position` starts."""
-        end = min(position + 1 + SMALL_AHEAD, len(self._program))
-        while self._next < end and (self._next <= position + AHEAD or self._is_small()):
-            for parcel in self._program[self._next].receives:
-                self._mail.expect(parcel.kind)
-            self._next += 1
+        """Posts what has to be when instruction `position` starts."""
+        self._position = position
+        end = min(position + 1 + AHEAD, len(self._program))
+        while self._next < end:
+            self._post_next()
+
+    def go_ahead(self) -> None:
+        """Posts what may be."""
+        end = min(self._position + 1 + SMALL_AHEAD, len(self._program))
+        while self._next < end and self._is_small():
+            self._post_next()
+
+    def _post_next(self) -> None:
+        for parcel in self._program[self._next].receives:
+            self._mail.expect(parcel.kind)
+        self._next += 1
 
     def _is_small(self) -> bool:
         """Returns whether more may be posted; what is still without layouts may become large all at once."""

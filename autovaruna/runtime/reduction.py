@@ -15,13 +15,14 @@ from __future__ import annotations
 
 import zlib
 from collections import deque
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from autovaruna.runtime.hub import Event, Need
-from autovaruna.runtime.message import Message
+from autovaruna.runtime.message import drain
 from autovaruna.runtime.staging import flat, to_host
 from autovaruna.runtime.world import Pending
 
@@ -49,7 +50,7 @@ class Group:
         self.tag = group_tag(ranks)
         self.num_calls = 0
         self._coming: deque[Piece] = deque()
-        self._active: deque[Piece] = deque()
+        self.active: deque[Piece] = deque()
         self._num_active_bytes = 0
 
     def start(self, tensor: Tensor) -> AllReduce:
@@ -63,25 +64,25 @@ class Group:
     def advance(self) -> None:
         """Lets the pieces advance; a later one may not come to its second exchange before an earlier one."""
         self._fill()
-        for piece in self._active:
+        for piece in self.active:
             if not piece.advance():
                 break
-        while self._active and self._active[0].is_finished:
-            self._num_active_bytes -= self._active.popleft().num_bytes
+        while self.active and self.active[0].is_finished:
+            self._num_active_bytes -= self.active.popleft().num_bytes
             self._fill()
 
     def _fill(self) -> None:
-        while self._coming and (not self._active or self._num_active_bytes < BYTES_AT_ONCE):
+        while self._coming and (not self.active or self._num_active_bytes < BYTES_AT_ONCE):
             piece = self._coming.popleft()
             piece.exchange(self)
-            self._active.append(piece)
+            self.active.append(piece)
             self._num_active_bytes += piece.num_bytes
 
     def is_idle(self) -> bool:
         """Says whether nothing is under way, letting it advance."""
-        if self._active:
+        if self.active:
             self.advance()
-        return not self._active
+        return not self.active
 
     def count_call(self) -> None:
         """Counts a call of this group, which all its ranks make in one order."""
@@ -228,4 +229,4 @@ def broadcast_in_tree(group: Group, tensor: Tensor, root: int) -> None:
 def finish_broadcast(group: Group, parts: list[Pending], root: int, ranks: list[int]) -> None:
     """Waits for the messages of a broadcast, which need `ranks` to call it."""
     words = f"for a broadcast of rank {root} among ranks {group.ranks}"
-    Message(group.world, parts, lambda: (words, tuple(group.need(rank) for rank in ranks))).wait()
+    group.world.wait_until(partial(drain, parts), lambda: (words, tuple(group.need(rank) for rank in ranks)))

@@ -25,6 +25,8 @@ _ERRORS = AutoVarunaError.__module__
 class Pending(ABC):
     """A message or a reduction that has been started. Keep it until it is done: it owns the memory on the way."""
 
+    __slots__ = ()
+
     @abstractmethod
     def is_done(self) -> bool:
         """Says whether it has finished, letting it advance; never blocks."""
@@ -41,12 +43,17 @@ class Pending(ABC):
 class Done(Pending):
     """Something that was finished when it was started."""
 
+    __slots__ = ()
+
     def is_done(self) -> bool:
         """Says yes."""
         return True
 
     def wait(self) -> None:
         """Returns at once."""
+
+
+DONE = Done()
 
 
 class World(ABC):
@@ -123,6 +130,10 @@ class World(ABC):
         Raises:
             RankError: another rank failed or ended, so that no rank can go on.
         """
+
+    def glance(self) -> None:
+        """Does as `progress` if anything is on its way that does not advance by itself; called between instructions."""
+        self.progress()
 
     @abstractmethod
     def flush(self) -> None:

@@ -22,6 +22,7 @@ from autovaruna.stage.split import StagePart
 
 ParameterUse = tuple[str, int]
 """A parameter's first name and the block that uses it."""
+_OF_MICRO_BATCH = (Source.INPUT, Source.VALUE, Source.OF_BATCH)
 
 
 class StageModule:
@@ -59,7 +60,9 @@ class StageModule:
         self._constants = constants
         self._size_of = size_of
         self._bound: list[Any] = []
-        self._coming: list[tuple[int, Argument]] = []
+        self._sizes: list[tuple[int, str]] = []
+        self._values: list[tuple[int, str]] = []
+        self._streams: list[int] = []
         self._bound_buffers: list[tuple[str, Tensor]] = []
         self.bind()
 
@@ -73,7 +76,10 @@ class StageModule:
             _check_kind(name, self._buffers[name], known)
         arguments = self.part.piece.arguments
         self._bound = [self._state(argument) for argument in arguments]
-        self._coming = [each for each in enumerate(arguments) if self._bound[each[0]] is None]
+        places = list(enumerate(arguments))
+        self._sizes = [(place, each.name) for place, each in places if each.source is Source.SIZE]
+        self._values = [(place, each.name) for place, each in places if each.source in _OF_MICRO_BATCH]
+        self._streams = [place for place, each in places if each.source is Source.RANDOM]
         self._bound_buffers = [(name, self._buffers[name]) for name in self.part.piece.named(Source.BUFFER)]
 
     def is_bound(self) -> bool:
@@ -86,6 +92,11 @@ class StageModule:
         named = self.part.piece.named
         buffers: dict[str, Tensor] = {name: self._buffers[name] for name in named(Source.BUFFER) if name in names}
         return buffers | {name: self._parameters[name].detach() for name in named(Source.PARAMETER) if name in names}
+
+    @property
+    def is_random(self) -> bool:
+        """Whether it draws random numbers."""
+        return bool(self._streams)
 
     @cached_property
     def split(self) -> SplitPiece | None:
@@ -101,7 +112,7 @@ class StageModule:
         self,
         tensors: Mapping[str, Tensor],
         micro_batch_size: int,
-        stream: RandomStream,
+        stream: RandomStream | None,
         deferred: Deferred | None = None,
     ) -> dict[str, Tensor]:
         """Runs the operations of the stage.
@@ -109,26 +120,23 @@ class StageModule:
         Args:
             tensors: Inputs and received values, by name.
             micro_batch_size: Samples in the micro-batch.
-            stream: What its random nodes draw from.
+            stream: What its random nodes draw from; None: it has none (`is_random`).
             deferred: What the backward leaves weight gradients to; None: it computes them itself.
 
         Returns:
             What the stage returns, by name.
         """
         arguments = self._bound.copy()
-        for place, argument in self._coming:
-            arguments[place] = self._dynamic(argument, tensors, micro_batch_size, stream)
+        for place, name in self._values:
+            arguments[place] = tensors[name]
+        for place, name in self._sizes:
+            arguments[place] = self._size_of(name, micro_batch_size)
+        for place in self._streams:
+            arguments[place] = stream
         piece = self.part.piece
         if deferred is not None and self.split is not None:
             return dict(zip(piece.outputs, self.split.run(deferred, *arguments), strict=True))
         return dict(zip(piece.outputs, self._run(*arguments), strict=True))
-
-    def _dynamic(
-        self, argument: Argument, tensors: Mapping[str, Tensor], micro_batch_size: int, stream: RandomStream
-    ) -> Any:
-        if argument.source is Source.SIZE:
-            return self._size_of(argument.name, micro_batch_size)
-        return stream if argument.source is Source.RANDOM else tensors[argument.name]
 
     def _state(self, argument: Argument) -> Tensor | None:
         match argument.source:

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from autovaruna.runtime import posting
-from autovaruna.runtime.mail import Mail
+from autovaruna.runtime.in_process import make_worlds
+from autovaruna.runtime.mail import Kind, Mail, Route
+from autovaruna.runtime.posting import Posting
+from autovaruna.runtime.traffic import Parcel
 from tests.catalogue import PLAIN
 from tests.parallel.training import Setup, train
 from tests.reference import sgd
@@ -33,3 +38,21 @@ def test_messages_of_unknown_size_are_not_posted_far_ahead(monkeypatch: pytest.M
     train(CASE, Setup(((0,), (1,)), 16, schedule="gpipe"), [CASE.batch(16, 0)], sgd, [[8, 8]])
     each = 2  # what the stage before sends, and the caller's targets
     assert 0 < max(most.values()) <= each * (posting.AHEAD + 1)
+
+
+def test_small_receives_are_posted_far_ahead_while_a_rank_waits() -> None:
+    """Before the first instruction only those are that it may need soon: posting them all delayed every rank."""
+    worlds = make_worlds(2)
+    mails = [Mail(world, torch.device("cpu")) for world in worlds]
+    kind = Kind("graph", Route(0, 1, 0), 4)
+    mails[0].send([torch.ones(2)], kind)
+    mails[1].take(kind)
+    waits = SimpleNamespace(receives=[Parcel(kind, ("x",))])
+    post = Posting([waits] * 20, mails[1])  # type: ignore[list-item]
+    mails[1].while_waiting = post.go_ahead
+    post.go_to(0)
+    posted = mails[1]._posted[kind.route]
+    assert len(posted) == 1 + posting.AHEAD
+    threading.Timer(0.05, lambda: mails[0].send([torch.ones(2)], kind)).start()
+    mails[1].take(kind)
+    assert len(posted) == 20 - 1
