@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from types import BuiltinFunctionType, FrameType, FunctionType, ModuleType
@@ -27,15 +27,21 @@ class GlobalsRead:
         self._places: dict[tuple[int, str], dict[str, Any]] = {}
         self._first: dict[tuple[int, str], Any] = {}
 
+    @staticmethod
+    def is_possible() -> bool:
+        """Whether no profiler watches this thread: some could not be put back."""
+        return sys.getprofile() in (None, _note)
+
     @contextmanager
     def noting(self) -> Iterator[None]:
         """Notes them on this thread while the context lasts."""
-        before = sys.getprofile()
-        sys.setprofile(self._note)
+        _noting.append(self)
+        sys.setprofile(_note)
         try:
             yield
         finally:
-            sys.setprofile(before)
+            _noting.pop()
+            sys.setprofile(_note if _noting else None)
 
     def now(self) -> dict[tuple[int, str], Any]:
         """Returns what is equal as long as they hold the same."""
@@ -45,14 +51,24 @@ class GlobalsRead:
         """Whether they hold what they held when they were named first."""
         return self.now() == self._first
 
-    def _note(self, frame: FrameType, event: str, argument: Any) -> None:
-        known = frame.f_globals
-        if event == "call" and str(known.get("__name__")).partition(".")[0] not in _NO_MODELS:
-            for name in frame.f_code.co_names:
-                place = id(known), name
-                if name in known and place not in self._places and not isinstance(known[name], _FIXED):
-                    self._places[place] = known
-                    self._first[place] = list(_content(name, known[name]))
+    def add(self, known: dict[str, Any], names: Iterable[str]) -> None:
+        """Takes names that a function has; `known` are its globals."""
+        for name in names:
+            place = id(known), name
+            if name in known and place not in self._places and not isinstance(known[name], _FIXED):
+                self._places[place] = known
+                self._first[place] = list(_content(name, known[name]))
+
+
+_noting: list[GlobalsRead] = []
+"""Those whose contexts last, the innermost last; one thread of a process at a time traces."""
+
+
+def _note(frame: FrameType, event: str, argument: Any) -> None:
+    known = frame.f_globals
+    if event == "call" and str(known.get("__name__")).partition(".")[0] not in _NO_MODELS:
+        for each in _noting:
+            each.add(known, frame.f_code.co_names)
 
 
 def _content(path: str, value: Any) -> Iterator[Any]:

@@ -150,7 +150,7 @@ class RecalledModules:
     def _record(self, tracer: Any, call: ModuleCall, reads: Reads, run: Callable[[], Any]) -> Any:
         """Calls a submodule, and keeps what there is to recall of it."""
         templates = self._known.setdefault(call.key, [])
-        if len(templates) >= _MOST:
+        if len(templates) >= _MOST or not GlobalsRead.is_possible():
             return run()
         place = len(templates)
         templates.append(None)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import cProfile
 import random
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -311,3 +313,11 @@ def test_a_trace_whose_layers_let_out_what_is_inside_is_made_again(monkeypatch: 
     assert outcome(model, X) == expected
     assert found[0].num_recalled > 0
     assert found[0].is_doubtful
+
+
+def test_a_profiler_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, profiler = recalls(monkeypatch), cProfile.Profile()
+    with profiler:
+        traced(Stack(), X)
+        assert sys.getprofile() is profiler or sys.version_info >= (3, 12)
+    assert found[-1].num_recalled == 0 or sys.version_info >= (3, 12)
