@@ -2,17 +2,22 @@
 
 K steps with one `save_checkpoint(background=True)` before them, until the last one ends, against the same K steps
 without; the difference as a share of what a plain `save_checkpoint` takes, which training would wait for. Everything
-else stays: the steps are long enough that the checkpoint is complete before they end. All three are taken in turn, on
-all ranks together. With fewer idle cores than ranks, what the writing threads compute is taken from the steps.
+else stays: the steps are long enough that the checkpoint is as a rule complete before they end. Both are taken in turn,
+on all ranks together, and a plain one now and then. The interval holds the median of all such pairs with a probability
+of 95 %, whatever their law.
 
-python benchmarks/checkpoint_delay.py [--ranks 1] [--gigabytes 1] [--pairs 9] [--rows 256] [--dir DIR]
+Beside it stands what is known of where the delay comes from: what training waits for in the call, and before the
+optimizer's next step; and what copies and sums take of a processor, once for each byte. With an idle core for each
+rank they take none of the training's time; without any, and without bubbles, the delay cannot be less.
+
+python benchmarks/checkpoint_delay.py [--ranks 1] [--gigabytes 1] [--pairs 15] [--rows 256] [--dir DIR]
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import os
-import resource
 import shutil
 import statistics
 import tempfile
@@ -20,13 +25,14 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from paired import hush, start_ranks
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--ranks", type=int, default=1)
 parser.add_argument("--gigabytes", type=float, default=1.0, help="state of model and optimizer, over all ranks")
-parser.add_argument("--pairs", type=int, default=9)
+parser.add_argument("--pairs", type=int, default=15)
 parser.add_argument("--rows", type=int, default=256, help="samples of a step")
 parser.add_argument("--dir", default=None)
 args = parser.parse_args()
@@ -36,22 +42,45 @@ import torch  # noqa: E402 - after start_ranks, which says how many threads torc
 from checkpoint import WIDTH, make_model, train  # noqa: E402
 
 from autovaruna import AutoVaruna  # noqa: E402
+from autovaruna.checkpoint.checksum import checksum  # noqa: E402
+from autovaruna.checkpoint.direct import chunk_memory  # noqa: E402
+from autovaruna.checkpoint.layout import lay_out  # noqa: E402
 
 SETTINGS = {"save_deployment": False, "load_deployment": False, "progress": False, "inputs": "replicated"}
+PAIRS_PER_PLAIN = 3
 
 
 @dataclass(frozen=True)
-class Turn:
-    """Seconds of one turn: the steps alone, with a checkpoint beside them, and a plain checkpoint."""
+class Pair:
+    """Seconds of the steps alone, of those with a checkpoint, and of what training waits for in these."""
 
     alone: float
     beside: float
-    plain: float
-    cpu: float
+    call: float
+    before_step: float
 
     @property
     def delay(self) -> float:
         return self.beside - self.alone
+
+
+class StepWaits:
+    """What an optimizer's steps wait for: what is hooked to them between the two hooks of this."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.seconds = 0.0
+        self._optimizer = optimizer
+        self._begin = 0.0
+        optimizer.register_step_pre_hook(self._note_begin)
+
+    def hook_end(self) -> None:
+        self._optimizer.register_step_pre_hook(self._note_end)
+
+    def _note_begin(self, *_: Any) -> None:
+        self._begin = time.perf_counter()
+
+    def _note_end(self, *_: Any) -> None:
+        self.seconds += time.perf_counter() - self._begin
 
 
 class Trial:
@@ -61,10 +90,16 @@ class Trial:
         net, self.optimizer = make_model(num_bytes)
         split = {"num_stages": num_ranks, "num_micro_batches": 2 * num_ranks} if num_ranks > 1 else {}
         self.model = AutoVaruna(net, self.optimizer, **SETTINGS, **split)
+        self.world = self.model.world
         self.batch = torch.randn(args.rows, WIDTH)
+        self.waits = StepWaits(self.optimizer)
         self.steps(2)
-        made = Path(tempfile.mkdtemp(prefix="checkpoint-", dir=args.dir)) if self.model.world.rank == 0 else None
-        self.root: Path = self.model.world.broadcast_object(made, 0, "a folder")
+        made = Path(tempfile.mkdtemp(prefix="checkpoint-", dir=args.dir)) if self.world.rank == 0 else None
+        self.root: Path = self.world.broadcast_object(made, 0, "a folder")
+        self.save(in_background=True)  # hooks the steps
+        self.waits.hook_end()
+        self.steps(2)
+        self.model.wait_checkpoint()
 
     def steps(self, number: int) -> None:
         train(self.model, self.optimizer, number, self.batch)
@@ -72,59 +107,89 @@ class Trial:
     def save(self, in_background: bool = False) -> None:
         self.model.save_checkpoint(self.root, step=0, background=in_background)
 
+    def slowest(self, seconds: float) -> float:
+        return max(self.world.gather_objects(seconds, "seconds"))
+
     def seconds(self, act: Callable[[], object]) -> float:
         """Returns the seconds of the slowest rank; all begin together, when the disk has nothing left to do."""
         os.sync()
-        self.model.world.barrier("before a turn")
+        self.world.barrier("before a turn")
         begin = time.perf_counter()
         act()
-        return max(self.model.world.gather_objects(time.perf_counter() - begin, "seconds"))
+        return self.slowest(time.perf_counter() - begin)
 
-    def turn(self, num_steps: int, is_odd: bool) -> Turn:
-        """Takes all three in turn."""
+    def pair(self, num_steps: int, is_odd: bool) -> Pair:
+        """Takes both in turn."""
+        self.call_seconds = self.waits.seconds = 0.0
 
         def beside() -> None:
+            begin = time.perf_counter()
             self.save(in_background=True)
+            self.call_seconds = time.perf_counter() - begin
             self.steps(num_steps)
 
-        acts = {"alone": lambda: self.steps(num_steps), "beside": beside, "plain": self.save}
-        found, cpu = {}, {}
+        acts = {"alone": lambda: self.steps(num_steps), "beside": beside}
+        found = {}
         for name in reversed(acts) if is_odd else acts:
-            begin = cpu_seconds()
             found[name] = self.seconds(acts[name])
-            cpu[name] = cpu_seconds() - begin
             self.model.wait_checkpoint()
-        return Turn(**found, cpu=cpu["beside"] - cpu["alone"])
+        return Pair(**found, call=self.slowest(self.call_seconds), before_step=self.slowest(self.waits.seconds))
+
+    def processor_seconds(self) -> float:
+        """Returns what this rank needs at least to copy and sum its part, chunk by chunk to the same memory."""
+        state = [each for entries in self.optimizer.state.values() for each in entries.values()]
+        every = [*self.model.module.parameters(), *(each for each in state if isinstance(each, torch.Tensor))]
+        own = lay_out({str(place): each for place, each in enumerate(every) if not each.is_meta}, {})
+        memory = chunk_memory()
+        memory.fill(0)
+        begin = time.thread_time()
+        for chunk in range(own.num_chunks):
+            checksum(own.fill(chunk, memory))
+        return time.thread_time() - begin
 
 
-def cpu_seconds() -> float:
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    return usage.ru_utime + usage.ru_stime
+def interval_of_median(values: list[float]) -> tuple[float, float]:
+    """Returns an interval that holds the median of a law with 95 %, given independent values of it."""
+    ordered, outside, place = sorted(values), 0.0, 0
+    while outside + math.comb(len(values), place) / 2 ** len(values) <= 0.025 and place < len(values) // 2:
+        outside += math.comb(len(values), place) / 2 ** len(values)
+        place += 1
+    return ordered[max(0, place - 1)], ordered[len(values) - max(1, place)]
 
 
-def spread(values: list[float], unit: Callable[[float], str]) -> str:
-    low, middle, high = statistics.quantiles(values, n=4)
-    return f"{unit(middle)} (half of {len(values)} in {unit(low)} to {unit(high)})"
+def with_interval(values: list[float], unit: Callable[[float], str]) -> str:
+    low, high = interval_of_median(values)
+    return f"{unit(statistics.median(values))} (median of {len(values)}; 95 %: {unit(low)} to {unit(high)})"
 
 
 def main() -> None:
     hush()
     torch.set_num_threads(1)
     trial = Trial(args.gigabytes * 1e9, args.ranks)
-    plain = statistics.median(trial.seconds(trial.save) for _ in range(3))
+    plains = [trial.seconds(trial.save) for _ in range(3)]
     step = statistics.median(trial.seconds(lambda: trial.steps(1)) for _ in range(3))
-    num_steps = trial.model.world.broadcast_object(max(2, round(2.5 * plain / step)), 0, "steps")
-    turns = [trial.turn(num_steps, bool(place % 2)) for place in range(args.pairs)]
-    plain = statistics.median(turn.plain for turn in turns)
-    if trial.model.world.rank == 0:
+    num_steps = trial.world.broadcast_object(max(2, math.ceil(1.5 * statistics.median(plains) / step)), 0, "steps")
+    pairs = []
+    for place in range(args.pairs):
+        pairs.append(trial.pair(num_steps, bool(place % 2)))
+        if place % PAIRS_PER_PLAIN == 0:
+            plains.append(trial.seconds(trial.save))
+    plain = statistics.median(plains)
+    needed = trial.slowest(statistics.median(trial.processor_seconds() for _ in range(5)))
+    if trial.world.rank == 0:
         print(
             f"{args.gigabytes:g} GB of state, {args.ranks} ranks of one thread on {os.cpu_count()} cores, "
             f"{num_steps} steps of {step:.2f} s, a plain checkpoint {plain:.2f} s"
         )
-        print(f"delay: {spread([1e3 * turn.delay for turn in turns], '{:.0f} ms'.format)}")
-        print(f"delay over a plain checkpoint: {spread([turn.delay / plain for turn in turns], '{:.1%}'.format)}")
-        if args.ranks == 1:
-            print(f"processor time that it takes: {spread([1e3 * turn.cpu for turn in turns], '{:.0f} ms'.format)}")
+        delays = [pair.delay for pair in pairs]
+        print(f"delay: {with_interval([1e3 * delay for delay in delays], '{:.1f} ms'.format)}")
+        print(f"delay over a plain checkpoint: {with_interval([delay / plain for delay in delays], '{:.1%}'.format)}")
+        for seconds, words in (
+            (statistics.median(pair.call for pair in pairs), "training waits in the call"),
+            (statistics.median(pair.before_step for pair in pairs), "and before the optimizer's steps"),
+            (needed, "what copies and sums need of each core: the least delay without idle cores and bubbles"),
+        ):
+            print(f"{words}: {1e3 * seconds:.1f} ms, {seconds / plain:.1%} of a plain checkpoint")
         shutil.rmtree(trial.root)
 
 
