@@ -59,6 +59,9 @@ class Elsewhere(Tensor):
         if func in _FLAGS:
             with PLAIN():
                 return func(*args)
+        if func is Tensor.detach:  # a state_dict detaches all parameters
+            with PLAIN():
+                return _wrapped(func(*args), args[0].home)
         return _Operation(func, args, dict(kwargs or {})).run()
 
 
