@@ -43,8 +43,8 @@ def compose(subject: Subject, content: Content, is_shared: bool) -> Part:
         CheckpointError: something is of a type that no checkpoint can hold.
     """
     rank = subject.world.rank
-    writer = writers(subject, is_shared)
-    tensors = subject.tensors()
+    tensors, module_state = subject.entries()
+    writer = writers(subject, tensors, is_shared)
     own_files = sorted(set(writer.values()) or {0})
     others: dict[str, Tensor] = {}
     documents: dict[str, Any] = {"generators": {str(rank): encode(_generators(), f"rng.{rank}", others)}}
@@ -55,6 +55,8 @@ def compose(subject: Subject, content: Content, is_shared: bool) -> Part:
         )
     if rank == 0:
         documents |= _of_first_rank(subject, content, others)
+        documents["ties"] = {name: first for name, first in subject.first_names(tensors).items() if name != first}
+        documents["module_state"] = encode(module_state, "module_state", others)
     place = own_files.index(rank) + 1 if rank in own_files else 0
     return Part(
         weights={name: tensors[name] for name, its_writer in writer.items() if its_writer == rank},
@@ -66,15 +68,13 @@ def compose(subject: Subject, content: Content, is_shared: bool) -> Part:
 
 
 def _of_first_rank(subject: Subject, content: Content, others: dict[str, Tensor]) -> dict[str, Any]:
-    """Returns what is the same on every rank."""
+    """Returns what is the same on every rank, beside the model."""
     found: dict[str, Any] = {
         "step": content.step,
         "data_position": encode(content.data_position, "data_position", others),
         "extra": encode(content.extra, "extra", others),
         "seed": subject.seed,
         "num_calls": subject.num_calls,
-        "ties": {name: first for name, first in subject.first_names().items() if name != first},
-        "module_state": encode(subject.other_state(), "module_state", others),
     }
     if subject.optimizer is not None:
         found["optimizer"] = encode_groups(subject.optimizer, others)

@@ -7,13 +7,10 @@ import logging
 import os
 import shutil
 import sys
-import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-
-from torch.optim import Optimizer
 
 from autovaruna.checkpoint import folder
 from autovaruna.checkpoint.background import Background, mark_of
@@ -21,6 +18,7 @@ from autovaruna.checkpoint.checksum import Bytes
 from autovaruna.checkpoint.claim import claim
 from autovaruna.checkpoint.commit import commit
 from autovaruna.checkpoint.compose import Content, compose, config_files
+from autovaruna.checkpoint.gaps import Gaps
 from autovaruna.checkpoint.optimizer_state import STATE_PREFIX
 from autovaruna.checkpoint.pace import Pace
 from autovaruna.checkpoint.part import METADATA, Part, cannot_write, report_of, write_part
@@ -33,10 +31,6 @@ from autovaruna.runtime.differences import differences
 from autovaruna.runtime.world import World
 
 logger = logging.getLogger(__name__)
-
-
-_SHARE_BEFORE_STEP = 0.7
-"""Of the time between two steps of the optimizer, what is left after the first at the least."""
 
 
 @dataclass(frozen=True)
@@ -61,17 +55,16 @@ class Saver:
 
     Args:
         world: The ranks.
+        gaps: How much time there is between two steps of the optimizer.
     """
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, gaps: Gaps) -> None:
         self._world = world
+        self._gaps = gaps
         self._claim = ExitStack()
         self._job: Background | None = None
         self._snapshot: Snapshot | None = None
         self._spare: list[Bytes] = []
-        self._stepped: float | None = None
-        self._step_seconds: float | None = None
-        self._hooked: set[int] = set()
         self._is_watching_the_end = False
 
     @property
@@ -88,11 +81,12 @@ class Saver:
         self.wait()
         self._compare(content, way)
         part = together(self._world, lambda: compose(subject, content, way.is_shared), "composing a checkpoint")
-        made = on_first(self._world, lambda: str(self._begin(Path(root), content.step)), "beginning a checkpoint")
-        partial = Path(made)
+        extra_files, partial = on_first(
+            self._world,
+            lambda: (config_files(subject.model), self._begin(Path(root), content.step)),
+            "beginning a checkpoint",
+        )
         try:
-            together(self._world, lambda: self._mark(partial), "finding the folder of a checkpoint")
-            extra_files = on_first(self._world, lambda: config_files(subject.model), "writing the configuration")
             if way.in_background:
                 self._start(subject, part, partial, content, way, extra_files)
             else:
@@ -174,6 +168,7 @@ class Saver:
     def _save_now(
         self, part: Part, partial: Path, content: Content, way: Way, extra_files: Mapping[str, bytes]
     ) -> None:
+        together(self._world, lambda: self._mark(partial), "finding the folder of a checkpoint")
         report = together(self._world, lambda: write_part(part, partial, way.tempdir), "writing a checkpoint")
         mark_of(partial, self._world.rank).unlink()  # before rank 0 hears of it, and gives the folder its name
         reports = self._world.gather_objects(report, "completing a checkpoint")
@@ -194,16 +189,10 @@ class Saver:
         way: Way,
         extra_files: Mapping[str, bytes],
     ) -> None:
-        snapshot = together(
-            self._world,
-            lambda: Snapshot(part.files(), _steady(part, subject), METADATA, self._seconds(), self._spare),
-            "copying a checkpoint",
-        )
+        snapshot = together(self._world, lambda: self._shot(part, subject, partial), "copying a checkpoint")
         report = report_of(part, {})
         pace = Pace(sum(layout.num_bytes for layout in snapshot.layouts.values()))
         self._snapshot = snapshot
-        if subject.optimizer is not None:
-            self._hook(subject.optimizer.optimizer)
         self._watch_the_end()
         self._job = Background(
             partial,
@@ -214,21 +203,9 @@ class Saver:
             pace,
         )
 
-    def _hook(self, optimizer: Optimizer) -> None:
-        """Lets the optimizer's steps wait for the snapshot."""
-        if id(optimizer) not in self._hooked:
-            self._hooked.add(id(optimizer))
-            optimizer.register_step_pre_hook(lambda *_: self._before_step())
-
-    def _before_step(self) -> None:
-        if self._stepped is not None:
-            self._step_seconds = time.monotonic() - self._stepped
-        self.wait_snapshot()
-        self._stepped = time.monotonic()
-
-    def _seconds(self) -> float | None:
-        """Returns the time until the optimizer's next step, as the last two say; None: not known."""
-        return None if self._step_seconds is None else _SHARE_BEFORE_STEP * self._step_seconds
+    def _shot(self, part: Part, subject: Subject, partial: Path) -> Snapshot:
+        self._mark(partial)
+        return Snapshot(part.files(), _steady(part, subject), METADATA, self._gaps.seconds_left(), self._spare)
 
     def _watch_the_end(self) -> None:
         if not self._is_watching_the_end:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,27 +38,32 @@ class Subject:
         """The user's model."""
         return self.state.model
 
+    def entries(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Returns the model's ``state_dict``: its tensors, and what modules add of their own.
+
+        Tensors that this rank does not hold are on ``meta``.
+        """
+        tensors: dict[str, Tensor] = {}
+        others: dict[str, Any] = {}
+        for name, value in self.model.state_dict().items():
+            (tensors if name in self.state.first_name else others)[name] = value
+        return tensors, others
+
     def tensors(self) -> dict[str, Tensor]:
-        """Returns the tensors of the model's ``state_dict``, on ``meta`` where this rank does not hold them."""
-        entries = self.model.state_dict()
-        return {name: entries[name] for name in entries if name in self.state.first_name}
+        """Returns the tensors among the `entries`."""
+        return self.entries()[0]
 
-    def other_state(self) -> dict[str, Any]:
-        """Returns what else is in the model's ``state_dict``: what modules add of their own."""
-        entries = self.model.state_dict()
-        return {name: entries[name] for name in entries if name not in self.state.first_name}
-
-    def first_names(self) -> dict[str, str]:
-        """Returns the first name, among those in the ``state_dict``, of each tensor that is saved.
+    def first_names(self, tensors: Mapping[str, Tensor]) -> dict[str, str]:
+        """Returns the first name, among those of the given `tensors()`, of each that is saved.
 
         Tied tensors are saved once. A name that the library transformers ties to another is not the one.
         """
         tied_by_hand = getattr(self.model, "_tied_weights_keys", None) or ()
-        names = sorted(self.tensors(), key=lambda name: name in tied_by_hand)  # keeps the order otherwise
+        names = sorted(tensors, key=lambda name: name in tied_by_hand)  # keeps the order otherwise
         chosen: dict[str, str] = {}
         for name in names:
             chosen.setdefault(self.state.first_name[name], name)
-        return {name: chosen[self.state.first_name[name]] for name in self.tensors()}
+        return {name: chosen[self.state.first_name[name]] for name in tensors}
 
 
 def is_parameter(subject: Subject, name: str) -> bool:
@@ -65,29 +71,29 @@ def is_parameter(subject: Subject, name: str) -> bool:
     return isinstance(subject.state.tensor(subject.state.first_name[name]), nn.Parameter)
 
 
-def writers(subject: Subject, is_shared: bool) -> dict[str, int]:
+def writers(subject: Subject, tensors: Mapping[str, Tensor], is_shared: bool) -> dict[str, int]:
     """Returns the rank that writes each tensor that is saved; the same on every rank.
 
     Args:
         subject: The model.
+        tensors: Its `tensors()`.
         is_shared: Whether the replicas of a parameter's stage divide its stage's parameters among them by bytes, or
             the first of them writes all. Buffers are always those of the first.
     """
     if subject.placement is None:
-        return dict.fromkeys(subject.first_names().values(), 0)
-    tensors = subject.tensors()
+        return dict.fromkeys(subject.first_names(tensors).values(), 0)
     load = [0] * subject.world.num_ranks
     found: dict[str, int] = {}
-    names = sorted(set(subject.first_names().values()), key=lambda name: (-num_bytes(tensors[name]), name))
-    for name in names:
+    sizes = {name: num_bytes(tensors[name]) for name in subject.first_names(tensors).values()}
+    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
         holders = subject.placement.ranks_of(subject.state.first_name[name])
         is_divided = is_shared and is_parameter(subject, name)
         writer = min(holders, key=lambda rank: (load[rank], rank)) if is_divided else holders[0]
         found[name] = writer
-        load[writer] += num_bytes(tensors[name])
+        load[writer] += sizes[name]
     return found
 
 
 def num_bytes(tensor: Tensor) -> int:
     """Returns the bytes of a tensor's numbers."""
-    return tensor.numel() * tensor.element_size()
+    return tensor.shape.numel() * tensor.dtype.itemsize  # what a tensor says that is elsewhere, too

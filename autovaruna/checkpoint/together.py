@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
-from autovaruna.runtime.on_all import on_all
+from autovaruna.runtime.on_all import gather_on_all, on_all
 from autovaruna.runtime.world import World
 
 Result = TypeVar("Result")
@@ -21,5 +21,4 @@ def together(world: World, act: Callable[[], Result], what: str) -> Result:
 
 def on_first(world: World, act: Callable[[], Result], what: str) -> Result:
     """Returns on every rank what `act` returns on rank 0. Collective."""
-    result = together(world, lambda: act() if world.rank == 0 else None, what)
-    return world.broadcast_object(result, 0, what)  # type: ignore[no-any-return]
+    return gather_on_all(world, lambda: act() if world.rank == 0 else None, what, waits=True)[0]  # type: ignore[return-value]

@@ -11,6 +11,7 @@ import torch
 
 from autovaruna.checkpoint.choose import choose
 from autovaruna.checkpoint.compose import Content
+from autovaruna.checkpoint.gaps import Gaps
 from autovaruna.checkpoint.load import CheckpointInfo, Loading
 from autovaruna.checkpoint.plain import load_all
 from autovaruna.checkpoint.saver import Saver, Way
@@ -35,15 +36,28 @@ class Pending:
 
 
 class Persistence:
-    """The checkpoints of one wrapped model."""
+    """The checkpoints of one wrapped model, for whose copies its optimizer's steps wait.
 
-    def __init__(self) -> None:
+    Args:
+        optimizer: The optimizer, if there is one.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer | None = None) -> None:
         self.pending: Pending | None = None
         self.seed: int | None = None
         """What random nodes were seeded from in the run that was loaded."""
         self.num_calls = 0
         """How many calls of the model that run had made."""
         self._saver: Saver | None = None
+        self._gaps = Gaps()
+        if optimizer is not None:
+            optimizer.register_step_pre_hook(lambda *_: self._before_step())
+            optimizer.register_step_post_hook(lambda *_: self._gaps.note_end())
+
+    def _before_step(self) -> None:
+        self._gaps.note_begin()
+        if self._saver is not None:
+            self._saver.wait_snapshot()
 
     def save(self, subject: Subject, root: str | os.PathLike[str], content: Content, way: Way) -> None:
         """Saves a checkpoint. Collective."""
@@ -52,7 +66,7 @@ class Persistence:
                 "A checkpoint has been loaded, but not yet into the parts of the ranks, which the first call makes: "
                 "got save_checkpoint before it. Call the model first."
             )
-        self._saver = self._saver or Saver(subject.world)
+        self._saver = self._saver or Saver(subject.world, self._gaps)
         self._saver.save(subject, root, content, way)
 
     def poll(self) -> None:

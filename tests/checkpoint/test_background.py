@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ import safetensors.torch
 import torch
 
 from autovaruna import AutoVaruna, CheckpointError
-from autovaruna.checkpoint import layout
+from autovaruna.checkpoint import gaps, layout
 from autovaruna.checkpoint.checksum import CHUNK_BYTES
 from autovaruna.checkpoint.direct import DirectFile, chunk_memory
 from autovaruna.checkpoint.pace import Pace
@@ -80,7 +81,7 @@ def test_steps_of_the_optimizer_go_on_meanwhile(tmp_path: Path, monkeypatch: pyt
 
 
 def test_short_steps_let_the_thread_copy_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first save knows no steps; memory for what was copied is used again."""
+    """The first save knows no gap between steps: there was one step; memory for what was copied is used again."""
     real, asked = Snapshot.__init__, []
 
     def noted(*args: Any) -> None:
@@ -99,6 +100,31 @@ def test_short_steps_let_the_thread_copy_ahead(tmp_path: Path, monkeypatch: pyte
         other.load_checkpoint(tmp_path, step=step)
         assert is_same(other, expected)
     assert asked[0] is None and all(0 < seconds < 5 for seconds in asked[1:])
+
+
+def test_the_time_to_the_next_step_is_without_what_steps_themselves_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the thread that copies would count on time that it has not, and the step would copy the rest."""
+    clock = [0.0]
+    monkeypatch.setattr(gaps, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+
+    class Slow(torch.optim.SGD):
+        def step(self, *args: Any) -> Any:
+            clock[0] += 100
+            return super().step(*args)
+
+    net = torch.nn.Linear(4, 1)
+    model = AutoVaruna(net, Slow(net.parameters(), lr=0.1))
+    known = model._persistence._gaps
+    assert known.seconds_left() is None
+    for gap in (7, 1, 3):  # one that was longer for once says nothing
+        train(model)
+        clock[0] += gap
+    train(model)
+    assert known.seconds_left() == pytest.approx(0.9)
+    clock[0] += 0.25
+    assert known.seconds_left() == pytest.approx(0.65)
+    clock[0] += 60
+    assert known.seconds_left() == pytest.approx(0.9)
 
 
 def priority() -> str:

@@ -19,7 +19,8 @@ import torch
 from torch import nn
 
 from autovaruna import AutoVaruna, CheckpointError, InputError, OrderError
-from autovaruna.checkpoint import background, commit, direct, manifest, part
+from autovaruna.checkpoint import background, commit, direct, manifest, part, subject
+from autovaruna.runtime.watched import WatchedWorld
 from tests.catalogue import CASES
 from tests.checkpoint.test_damage import is_same, trained
 from tests.checkpoint.test_damage import snapshot as weights_of
@@ -149,6 +150,36 @@ def test_old_ones_go_when_the_new_one_is_complete(tmp_path: Path) -> None:
     (tmp_path / ".step-00000009.0123abcd").mkdir()
     model.save_checkpoint(tmp_path, step=6, keep=1)
     assert [each.name for each in tmp_path.iterdir()] == ["step-00000006.branch1"]
+
+
+def test_a_save_asks_for_the_models_state_once_and_ranks_talk_little(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Training waits for both, also where the rest goes on in the background."""
+    calls: list[str] = []
+
+    def counted(owner: Any, name: str) -> None:
+        real = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda self, *args, **kw: (calls.append(name), real(self, *args, **kw))[1])
+
+    counted(subject.Subject, "entries")
+    counted(WatchedWorld, "gather_objects")
+
+    def run(model: AutoVaruna, optimizer: torch.optim.Optimizer, rank: int) -> None:
+        model(**CASES["chain"].batch(7, 0)[1]).backward()
+        optimizer.step()
+        barrier.wait()
+        if rank == 0:
+            calls.clear()
+        barrier.wait()
+        model.save_checkpoint(tmp_path, step=1, background=True)
+        barrier.wait()
+        assert calls.count("entries") == 2 and calls.count("gather_objects") <= 2 * 7
+        barrier.wait()
+        model.wait_checkpoint()
+
+    barrier = threading.Barrier(2)
+    on_ranks(pipeline(2), CASES["chain"].model(), run, adamw, token=("chain", False))
 
 
 def test_the_same_step_again_replaces_it(tmp_path: Path) -> None:
