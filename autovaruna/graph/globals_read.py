@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import sys
+from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from random import Random
+from re import Pattern
 from types import BuiltinFunctionType, FrameType, FunctionType, ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
+import numpy
+import torch
 from torch import Tensor
 
 from autovaruna.graph.held import entries, is_container, is_plain
@@ -16,6 +21,16 @@ from autovaruna.graph.held import entries, is_container, is_plain
 _OWN = __name__.partition(".")[0]
 _NO_MODELS = {_OWN, "torch", "numpy", "sympy", "mpmath", *sys.stdlib_module_names} - {"__main__"}
 """Packages whose globals no forward goes by: torch and what it calls while it traces."""
+_IMMUTABLE = (
+    Pattern,
+    TypeVar,
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    torch.memory_format,
+    numpy.ufunc,
+    numpy.generic,
+)
 _FIXED = type | FunctionType | BuiltinFunctionType | ModuleType
 _DEPTH = 2
 
@@ -72,12 +87,24 @@ def _note(frame: FrameType, event: str, argument: Any) -> None:
 
 
 def _content(path: str, value: Any) -> Iterator[Any]:
-    """Yields numbers, texts, and which objects are there; in containers and attributes, too."""
+    """Yields numbers, texts, and which objects are there, in containers and attributes too."""
     if isinstance(value, ContextVar):
         value = value.get(None)
-    own = getattr(value, "__dict__", None)
-    inner = value if is_plain(value) or is_container(value) else own if isinstance(own, dict) else None
-    yield id(value) if inner is not value or isinstance(value, Tensor) else type(value)
-    if inner is not None:
-        for name, each in entries(path, inner, _DEPTH):
-            yield name, id(each) if isinstance(each, Tensor) else each
+    if isinstance(value, set | frozenset | deque):
+        value = list(value)
+    if is_plain(value) or is_container(value):
+        yield type(value)
+        yield from _entries(path, value)
+    elif isinstance(value, Random):
+        yield value.getstate()
+    elif isinstance(getattr(value, "__dict__", None), dict):
+        yield id(value)
+        yield from _entries(path, vars(value))
+    elif type(value).__module__ == "itertools":
+        yield repr(value)
+    else:
+        yield id(value) if isinstance(value, _IMMUTABLE) else object()  # what may change is never the same
+
+
+def _entries(path: str, value: Any) -> Iterator[Any]:
+    return ((name, id(each) if isinstance(each, Tensor) else each) for name, each in entries(path, value, _DEPTH))

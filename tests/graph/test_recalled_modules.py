@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import cProfile
+import itertools
 import random
 import sys
 from collections.abc import Callable, Iterator
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import torch.nn.functional as F
@@ -97,6 +99,10 @@ def appending(self: Any, x: Tensor) -> Tensor:
     return self.inner(x) * len(self.seen)
 
 
+def drawing(self: Any, x: Tensor) -> Tensor:
+    return self.inner(x) * GENERATOR.random()
+
+
 def stashing(self: Any, x: Tensor) -> Tensor:
     y = self.inner(x)
     self.seen.append(y)
@@ -164,6 +170,8 @@ def to_pair(self: Any, place: int, layer: nn.Module, x: Tensor) -> Tensor:
     return pair.first + pair.second
 
 
+GENERATOR = numpy.random.default_rng(0)
+COUNTER = itertools.count()
 SHARED = SimpleNamespace(scale=0)
 LIST = [0]
 SEEN: list[Any] = []
@@ -196,6 +204,8 @@ CALLED: dict[str, Callable[[], nn.Module]] = {
     "dropout": lambda: Stack(lambda place: nn.Sequential(nn.Linear(12, 12), nn.Dropout(place / 10), nn.ReLU())),
     "global": lambda: Stack(lambda place: Layer(counting)),
     "appended": lambda: Stack(lambda place: Layer(appending, seen=SEEN)),
+    "generator": lambda: Stack(lambda place: Layer(drawing)),
+    "counter": lambda: Stack(lambda place: Layer(lambda self, x: self.inner(x) * next(COUNTER))),
     "object set": lambda: Stack(
         lambda place: Layer(lambda self, x: self.inner(x) * self.shared.scale, shared=SHARED), setting, shared=SHARED
     ),
@@ -253,6 +263,8 @@ def reset() -> None:
     """Puts the state that layers share back to where it begins."""
     global count
     count, SHARED.scale, LIST[0] = 0, 0, 0
+    global GENERATOR, COUNTER
+    GENERATOR, COUNTER = numpy.random.default_rng(0), itertools.count()
     SEEN.clear()
 
 
