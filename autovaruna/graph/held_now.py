@@ -56,7 +56,7 @@ class Held:
             What they hold now; None: something may change in a way that does not show.
         """
         try:
-            attributes = [_content(*place, reads.owners) for place in _attributes(read, reads)]
+            attributes = [_content(value, _DEPTH, reads.owners) for value in _attributes(read, reads)]
         except _NotFixedError:
             return None
         return attributes, named.now(), dict(self._named()), state_of_classes(module)
@@ -70,13 +70,13 @@ class Held:
             yield from ((name, id(value) if isinstance(value, Tensor) else value) for name, value in found)
 
 
-def _attributes(read: Tables, reads: Reads) -> Iterator[tuple[Any, int]]:
-    """Yields what attributes that were read hold now, and how deep to look into it."""
+def _attributes(read: Tables, reads: Reads) -> Iterator[Any]:
+    """Yields what attributes that were read hold now."""
     for place, names in read.items():
         own = reads.owners[place]
         for name in names:
             if name not in OF_MODULES and not name.startswith("__"):
-                yield own.get(name, NOTHING), _DEPTH
+                yield own.get(name, NOTHING)
 
 
 def _content(value: Any, depth: int, owners: Mapping[int, Any]) -> Any:
