@@ -99,11 +99,8 @@ class _RankHeap:
         """Runs the optimizer's step, which makes its state if there is none yet, and lets go of the gradients."""
         for stage, k in self._weights:
             for num_bytes in self._stages[stage].blocks[k].weights:
-                left = state_factor
-                while left > 0:
-                    self._take(num_bytes * min(left, 1.0))
-                    left -= 1.0
-                self._give(self._take(num_bytes * work_of_largest))
+                self._take_alike(num_bytes, state_factor)
+                self._give(self._take_alike(num_bytes, work_of_largest))
         for gradients in self._weights.values():
             self._give(gradients)
         self._weights.clear()
@@ -169,6 +166,12 @@ class _RankHeap:
             self._weights[key] = weights
         for v in block.made:
             self._give(gradients.pop(v, []))
+
+    def _take_alike(self, num_bytes: float, count: float) -> list[int]:
+        """Takes so many tensors of one size, the last one as small as the count says."""
+        whole = int(count)
+        sizes = [num_bytes] * whole + [num_bytes * (count - whole)]
+        return [place for size in sizes for place in self._take(size)]
 
     def _take(self, num_bytes: float) -> list[int]:
         """Returns where it is put; nowhere if it is next to nothing, or lies outside the heap."""

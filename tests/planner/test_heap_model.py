@@ -67,6 +67,14 @@ def test_equal_tensors_leave_holes_where_micro_batches_alternate() -> None:
     assert 0 < heap.hole_bytes < heap.peak_bytes
 
 
+def test_what_the_optimizer_needs_for_a_tensor_are_tensors_of_its_size() -> None:
+    """Together they would be mapped; each by itself lies in the heap, and so does each piece of its state."""
+    size = 0.75 * MAPPED_BYTES
+    stage = StageTensors((BlockTensors({}, frozenset(), (), 0.0, {}, (size,), 0.0),), {}, {})
+    heap = heap_of_steps(program_of("F0 B0"), {0: stage}, 1.0, 2.0)
+    assert heap.peak_bytes == pytest.approx((1 + 1 + 2) * size)
+
+
 def test_tensors_that_are_mapped_leave_none() -> None:
     assert heap_of_steps(ALTERNATING, {0: stage_of(6, float(MAPPED_BYTES))}, 0.0, 0.0).num_bytes == 0
 
