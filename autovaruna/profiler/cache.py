@@ -102,6 +102,7 @@ def _cost(content: Mapping[str, Any]) -> PartCost:
                 Made(_whole(made["place"]), _whole(made["num_bytes"]), bool(made["is_saved"]))
                 for made in counted["made"]
             ),
+            forward_work=_whole(counted["forward_work"]),
             work=_whole(counted["work"]),
         ),
         _amount(content["weight_seconds"]),

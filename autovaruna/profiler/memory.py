@@ -39,12 +39,14 @@ class Bytes:
         inside: saved memory that neither came in nor goes out.
         saved_values: place among the part's values, and bytes, of each one that is saved.
         made: memory that goes out.
-        work: the most that is needed on top while forward or backward runs, gradients that come in included.
+        forward_work: the most that forward needs beside what is saved and what goes out.
+        work: the same of backward, gradients that come in included; what goes out and is not saved is gone by then.
     """
 
     inside: int
     saved_values: tuple[tuple[int, int], ...]
     made: tuple[Made, ...]
+    forward_work: int
     work: int
 
 
@@ -59,10 +61,11 @@ def count_bytes(work: Work, device: torch.device) -> Bytes:
         inside = sum(_num_bytes(saved[key]) for key in saved.keys() - arguments.keys() - made.keys())
         values = tuple((k, _num_bytes(value)) for k, value in enumerate(work.values) if storage_of(value) in saved)
         saved.clear()
+        kept = inside + sum(each.num_bytes for each in made.values())
+        forward_work = max(0, meter.restart() - kept)
         if work.needs_gradient:
             work.backward(outputs)
-    kept = inside + sum(each.num_bytes for each in made.values())
-    return Bytes(inside, values, tuple(made.values()), max(0, meter.peak_bytes - kept))
+        return Bytes(inside, values, tuple(made.values()), forward_work, max(0, meter.restart() - kept))
 
 
 def count_deferred_bytes(work: Work) -> int:
@@ -148,9 +151,10 @@ def _made(outputs: Iterable[Tensor], saved: dict[int, Tensor], arguments: dict[i
 
 
 class Meter(Protocol):
-    """Finds the most memory, `peak_bytes`, that is made and not yet freed while its context runs."""
+    """Finds the most memory that is made and not yet freed while its context runs."""
 
-    peak_bytes: int
+    def restart(self) -> int:
+        """Returns the most there has been, in bytes, and counts from what is there now."""
 
     def __enter__(self) -> Any: ...
 
@@ -171,16 +175,24 @@ class _OperationMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.known = known
         self.live: dict[int, tuple[Callable[[], bool], int]] = {}
-        self.peak_bytes = 0
+        self._peak_bytes = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for tensor in pytree.tree_leaves(result):
             if isinstance(tensor, Tensor) and storage_of(tensor) not in self.known:
                 self.live[storage_of(tensor)] = (_gone(tensor), _num_bytes(tensor))
-        self.live = {storage: entry for storage, entry in self.live.items() if not entry[0]()}
-        self.peak_bytes = max(self.peak_bytes, sum(num_bytes for _, num_bytes in self.live.values()))
+        self._peak_bytes = max(self._peak_bytes, self._live_bytes())
         return result
+
+    def restart(self) -> int:
+        """Returns the most there has been, in bytes, and counts from what is there now."""
+        peak, self._peak_bytes = self._peak_bytes, self._live_bytes()
+        return peak
+
+    def _live_bytes(self) -> int:
+        self.live = {storage: entry for storage, entry in self.live.items() if not entry[0]()}
+        return sum(num_bytes for _, num_bytes in self.live.values())
 
 
 def _gone(tensor: Tensor) -> Callable[[], bool]:
@@ -195,15 +207,20 @@ class _AllocatorMeter:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.peak_bytes = 0
 
     def __enter__(self) -> _AllocatorMeter:
         torch.cuda.reset_peak_memory_stats(self.device)
-        self.before = torch.cuda.memory_allocated(self.device)
+        self.before = int(torch.cuda.memory_allocated(self.device))
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.peak_bytes = torch.cuda.max_memory_allocated(self.device) - self.before
+        """Leaves the allocator as it is."""
+
+    def restart(self) -> int:
+        """Returns the most there has been, in bytes, and counts from what is there now."""
+        peak = int(torch.cuda.max_memory_allocated(self.device)) - self.before
+        torch.cuda.reset_peak_memory_stats(self.device)
+        return peak
 
 
 def _num_bytes(tensor: Tensor) -> int:

@@ -124,7 +124,7 @@ def _work_bytes(
     gradients = [trial.grad for trial in trials if trial.grad is not None]
     with meter_of(device, [*trials, *gradients, *state]) as meter:
         copy.step()
-    return float(meter.peak_bytes)
+        return float(meter.restart())
 
 
 def _shrunk(shape: Iterable[int]) -> tuple[int, ...]:

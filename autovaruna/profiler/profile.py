@@ -135,5 +135,6 @@ def _bytes(traced: TracedModel, blocks: Sequence[Part], measured: Sequence[Bytes
             + sum(made.num_bytes for made in kept)
             + sum(num_bytes for storage, num_bytes in repeated.items() if storage not in lasting)
         )
-        work.append(each.work + sum(made.num_bytes for made in each.made if made not in kept))
+        passing = sum(made.num_bytes for made in each.made if made not in kept)
+        work.append(max(each.forward_work + passing, each.work))
     return saved, work

@@ -65,13 +65,16 @@ def test_masks_are_counted_by_each_who_keeps_them(name: str) -> None:
 
 
 def test_work_of_a_linear() -> None:
-    """A linear's backward needs the gradient that comes in, the one it passes on, and its weight's."""
+    """A linear's backward needs the gradient that comes in, the one it passes on, and its weight's.
+
+    What it has made is gone by then: the relu behind it keeps its own result.
+    """
     model = Mlp(3)
     graph = traced(model, torch.zeros(5, WIDTH))
     block = next(block for block in graph.graph.blocks if block.name == "layers.1/linear_1")
     cost = profile(graph, model, [8], CPU).costs[0][block.index]
     batch, weight = 8 * WIDTH * 4, WIDTH * WIDTH * 4
-    assert 2 * batch + weight <= cost.work_bytes <= 3 * batch + 2 * weight
+    assert 2 * batch + weight <= cost.work_bytes < 3 * batch + weight
 
 
 def test_saved_bytes_grow_with_the_micro_batch() -> None:

@@ -18,7 +18,7 @@ from autovaruna.profiler.memory import Bytes, Made
 from autovaruna.profiler.profile import profile
 from tests.profiler.models import CPU, WIDTH, Mlp, traced, traced_case
 
-COST = PartCost(0.5, 0.25, Bytes(7, ((0, 8), (2, 16)), (Made(1, 24, True),), 9))
+COST = PartCost(0.5, 0.25, Bytes(7, ((0, 8), (2, 16)), (Made(1, 24, True),), 5, 9))
 KEY: Key = ("abc", 4)
 
 
