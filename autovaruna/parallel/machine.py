@@ -29,6 +29,8 @@ _CALLS_OF_AN_INSTRUCTION = 10.0
 _M_MXFAST, _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = 1, -1, -3
 _PROCESS_BYTES = 16 << 20
 """What a process holds on the CPU beside tensors, once it has traced a model, where the system does not say."""
+_LATER_BYTES = 3 << 20
+"""What splitting and the first steps add: graphs of stages, objects, pages of code; of seven models 1 to 5 MiB."""
 _HEAP_SHARE, _HEAP_SHARE_WITH_PIECES = 1 / 3, 1 / 2
 """What the C library's heap needs on the CPU on top of what a step makes and frees, in the middle of many models.
 
@@ -71,7 +73,7 @@ def _process_bytes(world: World, device: torch.device, resident_before: float, b
     Ranks trace the same model; of what else their heaps could not give back, the mean counts.
     """
     growth = max(resident_bytes() - resident_before, 0.0) if resident_before else float(_PROCESS_BYTES)
-    mine = (growth if device.type == "cpu" else 0.0) + batch_bytes
+    mine = (growth + _LATER_BYTES if device.type == "cpu" else 0.0) + batch_bytes
     return fmean(world.gather_objects(mine, "measuring what processes hold"))
 
 
