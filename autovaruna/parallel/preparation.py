@@ -25,12 +25,13 @@ from autovaruna.planner import Plan, Problem, make_plan
 from autovaruna.planner.deployment import deployment_of, save
 from autovaruna.planner.fingerprint import Fingerprint, host_counts
 from autovaruna.planner.orders import Orders
+from autovaruna.planner.priced import priced
 from autovaruna.planner.table import explain, plan_table
 from autovaruna.profiler.environment import cache_of
 from autovaruna.profiler.measure import Key, PartCost, lasting_keys, measure, merge
 from autovaruna.profiler.profile import device_name, to_profile
 from autovaruna.profiler.progress import progress_bar
-from autovaruna.profiler.records import Cluster, OptimizerCost, Profile
+from autovaruna.profiler.records import Profile
 from autovaruna.runtime.events import EventTrace
 from autovaruna.runtime.on_all import on_all
 from autovaruna.runtime.placement import Placement, placement_of
@@ -166,15 +167,14 @@ class Preparation:
         plan = self._on_all(read, "loading the deployment")
         return self._world.broadcast_object(plan, 0, "sharing the deployment")  # type: ignore[no-any-return]
 
+    def measured_again(self) -> Plan:
+        """Returns the plan as it is predicted by what is measured now; nothing changes. Collective."""
+        return priced(self.plan, self._measured_problem())
+
     def _new_plan(self) -> Plan:
         """Measures, searches, and saves the deployment. Collective; rank 0 searches for all."""
-        profile = self._measure()
-        batch_bytes = sum(each.nbytes for each in self._shared.tensors if each.device.type == self.device.type)
-        cluster = describe_cluster(self._world, self.device, self._settings, self._resident_before, batch_bytes)
-        step = optimizer_cost(self._optimizer, self._world, self.device)
-        plan = self._on_all(
-            lambda: make_plan(self._problem(profile, cluster, step)) if self._world.rank == 0 else None, "planning"
-        )
+        problem = self._measured_problem()
+        plan = self._on_all(lambda: make_plan(problem) if self._world.rank == 0 else None, "planning")
         self.plan = self._world.broadcast_object(plan, 0, "sharing the plan")
         if self._settings.save_deployment:
             self._on_all(self._save_on_first, "saving the deployment")
@@ -231,14 +231,17 @@ class Preparation:
         """Every mini-batch is at least one micro-batch."""
         return len(self._shared.groups)
 
-    def _problem(self, profile: Profile, cluster: Cluster, step: OptimizerCost) -> Problem:
+    def _measured_problem(self) -> Problem:
+        """Measures model, machine and optimizer. Collective."""
+        profile = self._measure()
+        batch_bytes = sum(each.nbytes for each in self._shared.tensors if each.device.type == self.device.type)
         return Problem(
             graph=self._traced.graph,
             profile=profile,
-            cluster=cluster,
+            cluster=describe_cluster(self._world, self.device, self._settings, self._resident_before, batch_bytes),
             global_batch_size=self._global_batch_size,
             optimizer_bytes_factor=float(self._fingerprint.settings["optimizer_bytes_factor"]),
-            optimizer_cost=step,
+            optimizer_cost=optimizer_cost(self._optimizer, self._world, self.device),
             needs_gradient=needs_gradient(self._traced),
             min_micro_batches_for_inputs=self._fewest_micro_batches,
             constraints=constraints_of(self._settings, self._traced, self._fewest_micro_batches),

@@ -90,9 +90,11 @@ class Planner:
         if candidate.is_interleaved:
             self.predictor.num_acts += _ACTS_OF_A_FIT * len(candidate.starts)
         options = fit(sized, self._options(sized, candidate), limits or self.problem.cluster.memory_bytes)
-        if options is None:
-            return None
-        cluster, problem = self.problem.cluster, self.problem
+        return None if options is None else self.put_together(candidate, options)
+
+    def put_together(self, candidate: Candidate, options: Sequence[Option]) -> Plan:
+        """Returns the plan of a candidate whose recompute and depths are known, without a prediction."""
+        sized, cluster, problem = self.sized(candidate.num_micro_batches), self.problem.cluster, self.problem
         reduce = self._reduce_seconds(sized, candidate, options)
         return Plan(
             stages=tuple(self._stage(sized, candidate, s, option, reduce[s]) for s, option in enumerate(options)),

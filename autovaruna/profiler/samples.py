@@ -90,8 +90,8 @@ class Samples:
         return made
 
     def _copy(self, tensor: Tensor) -> Tensor:
-        if tensor.is_meta:
-            return torch.ones_like(tensor, device=self.device)
+        if tensor.is_meta:  # or a stand-in, since its numbers are elsewhere
+            return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self.device).fill_(1)
         return tensor.detach().to(self.device, copy=True)
 
     def _input(self, name: str, batch_size: int) -> Tensor:
