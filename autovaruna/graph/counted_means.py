@@ -19,9 +19,10 @@ from autovaruna.graph.class_counts import count_by_class
 from autovaruna.graph.sizes import Sizes
 
 aten = torch.ops.aten
-_LOSSES = frozenset(
+LOSSES = frozenset(
     {aten.cross_entropy_loss.default, aten.nll_loss_nd.default, aten.nll_loss.default, aten.nll_loss2d.default}
 )
+"""Losses over labels of which some may be ignored."""
 _MEANS = {aten.mean.default: aten.sum.default, aten.mean.dim: aten.sum.dim_IntList}
 _PICKS = {aten.masked_select.default: 1, aten.nonzero.default: 0}
 """Operations that pick elements, and the place of the mask that says which."""
@@ -53,7 +54,7 @@ class _Means:
 
     def count_of(self, node: fx.Node) -> Callable[[], fx.Node] | None:
         """Returns what adds the count to the graph over which a node averages; None: it does not, or over all alike."""
-        if node.target in _LOSSES:
+        if node.target in LOSSES:
             given = arguments(node)
             target, weight = given["target"], given.get("weight")
             is_known = target in self._known and (weight is None or weight in self._known)

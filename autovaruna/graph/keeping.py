@@ -21,6 +21,7 @@ from torch import Tensor, fx, nn
 
 from autovaruna.errors import TraceError
 from autovaruna.graph.attributes import HOOKS
+from autovaruna.graph.joining import with_joins
 from autovaruna.graph.kept import KeptModule, places_of, run_kept
 from autovaruna.graph.precision import current_precision
 from autovaruna.graph.scripts import script_of
@@ -184,7 +185,7 @@ class Keeper:
             raise CannotKeepError("it neither takes nor holds a tensor")
         mode = current_precision(), torch.is_grad_enabled()
         trial = Trial(spare.copy(), spare.state, call, tensors, self._batch, self._device, *mode)
-        returned = run_apart(trial.returned, self._device)
+        returned = run_apart(lambda: with_joins(trial), self._device)
         num_parameters = sum(1 for (owner, name), *_ in places if name in owner._parameters)
         key = f"{path} {len(_calls)}"
         _calls[key] = KeptModule(path, script_of(module), spare.copy(), call, returned, num_parameters)

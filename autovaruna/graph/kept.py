@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from enum import Enum
 from threading import local
 from typing import Any
 
@@ -27,6 +28,20 @@ Places = tuple[tuple[tuple[nn.Module, str], ...], ...]
 _on_this_thread = local()
 
 
+class Join(str, Enum):
+    """How what a module returns for parts of a batch becomes what it returns for all of it."""
+
+    UNKNOWN = "unknown"
+    SAMPLES = "samples"
+    """Each part has its samples."""
+    MEAN = "mean"
+    """A mean over the samples, or nothing of them."""
+    SUM = "sum"
+    """A sum over the samples."""
+    OTHER = "other"
+    """It is in none of these ways."""
+
+
 @dataclass(frozen=True)
 class Line:
     """A tensor that a module returns, for every batch size.
@@ -35,11 +50,13 @@ class Line:
         lengths: slope and start of each dimension: it has ``slope * batch + start`` elements.
         order: its dimensions from the slowest in memory to the fastest.
         dtype: of its elements.
+        join: how it follows from what the module returns for parts of the batch.
     """
 
     lengths: tuple[tuple[int, int], ...]
     order: tuple[int, ...]
     dtype: torch.dtype
+    join: Join = Join.UNKNOWN
 
     def shape(self, batch: Any) -> list[Any]:
         """Returns its shape for a batch size, a number or a symbol."""
@@ -89,9 +106,10 @@ class KeptModule:
         self._num_parameters = num_parameters
         self.may_choose = num_parameters > 0
 
-    @property
-    def adds_up(self) -> bool:
-        """Whether it is called with ``reduction="sum"``."""
+    def adds_up(self, place: int) -> bool:
+        """Whether a tensor that it returns is a sum over the samples: it was tried out, or is asked for by name."""
+        if (join := self.returned.tensors[place].join) is not Join.UNKNOWN:
+            return join is Join.SUM
         return any("reduction" in path and words == "'sum'" for path, words in self._call.constants())
 
     def __repr__(self) -> str:

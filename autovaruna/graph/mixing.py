@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 from autovaruna.errors import TraceError
 from autovaruna.graph.along_batch import runs_along
 from autovaruna.graph.facts import Fact
+from autovaruna.graph.kept import Join, KeptModule, run_kept
 from autovaruna.graph.of_batch import is_of_batch
 from autovaruna.graph.origin import origin
 from autovaruna.graph.sizes import Sizes
@@ -90,7 +91,7 @@ class _Reaches:
         self._becomes_state = {self._source(node) for node in copies if self._facts[node.name].writes & self._state}
         for node in graph.nodes:
             self._known[node] = self._reach(node)
-            words = self._words(node) if isinstance(node.target, torch._ops.OpOverload) else ""
+            words = self._words(node) if isinstance(node.target, torch._ops.OpOverload) else _mixed_inside(node)
             if words:
                 yield node, words
 
@@ -169,6 +170,18 @@ class _Reaches:
             if any(self._sizes.is_part(length) for length in tensor.shape):
                 return f"{node.name}, of the shape {tuple(tensor.shape)}, leaves samples out or adds some"
         return ""
+
+
+def _mixed_inside(node: fx.Node) -> str:
+    """Returns how a module that is kept whole mixes samples: it returns others for parts of a batch."""
+    if node.target is not run_kept:
+        return ""
+    holder: Any = node.args[0]
+    kept: KeptModule = getattr(node.graph.owning_module, holder.target)
+    is_mixed = any(
+        line.join is Join.OTHER and any(slope for slope, _ in line.lengths) for line in kept.returned.tensors
+    )
+    return f"what {kept.path}, which is kept whole, returns for a sample depends on the others," if is_mixed else ""
 
 
 def _tensors(node: fx.Node) -> list[Tensor]:

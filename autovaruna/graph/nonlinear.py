@@ -7,47 +7,52 @@ scale them by what has nothing to do with the batch. Where the samples were redu
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping, Sequence
+from operator import getitem
 from typing import Any, NoReturn
 
-import torch
 from torch import Tensor, fx
 
 from autovaruna.errors import InputError
 from autovaruna.graph.arguments import MEAN, arguments
+from autovaruna.graph.counted_means import LOSSES
+from autovaruna.graph.functions import run_function
+from autovaruna.graph.kept import Join, run_kept
+from autovaruna.graph.linear import DIVIDE, JOIN, KEEP_MEANS, SCALE
 from autovaruna.graph.origin import origin
 from autovaruna.graph.outputs import OutputKind
+from autovaruna.graph.reductions import Reductions, name_of
 from autovaruna.graph.traced import TracedModel
 
 logger = logging.getLogger(__name__)
-aten = torch.ops.aten
-_KEEP_MEANS = frozenset(
-    {
-        *("add", "add_", "sub", "sub_", "rsub", "neg", "neg_", "lerp", "addcmul", "addcdiv", "where", "nan_to_num"),
-        *("to", "_to_copy", "clone", "copy_", "masked_fill", "masked_fill_", "zeros_like", "ones_like", "full_like"),
-        *("fill", "fill_", "positive", "detach", "real", "imag", "view_as_real", "view_as_complex"),
-    }
-)
-"""Pointwise operations that keep means, or take nothing of their argument but its shape."""
-_JOIN = frozenset(
-    {
-        *("sum", "nansum", "mean", "cumsum", "trace", "stack", "cat", "hstack", "vstack", "concat", "repeat", "flip"),
-        *("roll", "index", "index_select", "gather", "index_put", "index_put_", "index_add", "index_add_", "scatter"),
-        *("scatter_add", "scatter_add_", "select_scatter", "slice_scatter", "constant_pad_nd", "pad", "diag", "tile"),
-        *("contiguous", "reshape", "flatten", "view_as", "expand_as", "type_as", "lift_fresh_copy", "_unsafe_view"),
-        *("new_zeros", "new_ones", "new_full", "new_empty", "empty_like", "resolve_conj", "resolve_neg"),
-    }
-)
-"""Operations that add numbers of an argument up, or put them elsewhere."""
-_SCALE = frozenset({"mul", "mul_", "div", "div_", "matmul", "mm", "bmm", "mv", "dot", "linear", "addmm", "baddbmm"})
-"""Operations that are linear in each argument."""
 _REDUCE_OTHERWISE = frozenset(
     {
         *("norm", "linalg_vector_norm", "linalg_norm", "std", "var", "std_mean", "var_mean", "logsumexp", "prod"),
         *("max", "min", "amax", "amin", "median", "nanmedian", "quantile", "mode", "kthvalue", "dist"),
-        *("softmax", "log_softmax", "_softmax", "_log_softmax", "linalg_det", "logdet", "linalg_slogdet", "trapezoid"),
+        *(
+            "any",
+            "all",
+            "argmax",
+            "argmin",
+            "softmax",
+            "log_softmax",
+            "_softmax",
+            "_log_softmax",
+            "linalg_det",
+            "logdet",
+            "linalg_slogdet",
+            "trapezoid",
+        ),
     }
 )
 """Other operations after which a mean of micro-batches is not that of the batch."""
+_ABOUT_FINITE = frozenset({"isnan", "isinf", "isfinite"})
+_OF_MASKS = frozenset(
+    {"any", "all", "logical_not", "logical_and", "logical_or", "bitwise_not", "bitwise_and", "bitwise_or"}
+)
+_FACTORS = {"lerp": ((0, 1), 2, True), "addcmul": ((1,), 2, True), "addcdiv": ((1,), 2, False)}
+"""Operations with two factors: places of those of which each is the first, that of the second, and whether that is one,
+not a divisor."""
 _PICK = frozenset({"select", "slice", "index", "index_select", "gather", "narrow"})
 """Operations that take some of the samples, where nothing of their result grows with the batch."""
 
@@ -60,9 +65,12 @@ def refuse_nonlinear(traced: TracedModel) -> None:
     """
     if traced.sizes.symbol is None:
         return
-    means = _Means(traced)
+    means, reductions = _Means(traced), Reductions(traced.sizes, traced.batch_inputs)
     for spec in traced.outputs:
-        found = means.broken_in(traced.nodes[spec.node]) if spec.kind in (OutputKind.LOSS, OutputKind.MEAN) else None
+        if spec.kind not in (OutputKind.LOSS, OutputKind.MEAN):
+            continue
+        node = traced.nodes[spec.node]
+        found = means.broken_in(node) or reductions.no_mean_in(node)
         if found is not None and spec.kind is OutputKind.MEAN:
             logger.warning(
                 "%s is no mean over the samples (%s): got the mean of what micro-batches give. Compute it outside of "
@@ -111,32 +119,89 @@ class _Means:
         return min(found, default=None)
 
     def _breaks(self, node: fx.Node) -> bool:
-        target: Any = node.target
-        if not isinstance(target, torch._ops.OpOverload):
+        if node.target is getitem:
+            return self._is_unknown(node)
+        name = name_of(node)
+        if not name:
             return False
-        name = target.overloadpacket.__name__
-        joint = sum(self._is_joint(source) for source in node.all_input_nodes)
         if name in _REDUCE_OTHERWISE:
             return True
-        if name in _SCALE:
-            divides = name.startswith("div") and isinstance(node.args[1], fx.Node) and self._is_joint(node.args[1])
-            return joint > 1 or divides or (joint > 0 and self._squares(node))
-        if joint:
-            return name not in _KEEP_MEANS | _JOIN and not self._facts[node.name].is_view
+        joint = [self._is_joint(source) for source in node.all_input_nodes]
+        if name in SCALE:
+            return sum(joint) > 1 or self._divides(node, name in DIVIDE) or (any(joint) and self._squares(node))
+        if name in _FACTORS:
+            return self._joins_factors(node, *_FACTORS[name])
+        if any(joint):
+            return name not in KEEP_MEANS | JOIN and not self._facts[node.name].is_view
         return name in _PICK or self._averages_counted(node, name)
+
+    def _divides(self, node: fx.Node, is_quotient: bool) -> bool:
+        return is_quotient and self._is_joint(node.args[1])
+
+    def _joins_factors(self, node: fx.Node, first: Sequence[int], second: int, is_linear: bool) -> bool:
+        """Whether a node multiplies two means, or divides by one."""
+        has_first = any(self._is_joint(node.args[place]) for place in first)
+        return self._is_joint(node.args[second]) and (has_first or not is_linear)
+
+    def _is_unknown(self, node: fx.Node) -> bool:
+        """Whether a node is what a module or function that is kept whole makes of means, or of samples, but no mean."""
+        made: Any = node.args[0]
+        if made.target is run_function:
+            return any(map(self._is_joint, made.args[1]))
+        if made.target is not run_kept:
+            return False
+        kept, _, tensors, _ = made.args
+        line = getattr(node.graph.owning_module, kept.target).returned.tensors[node.args[1]]
+        return line.join is Join.OTHER or any(map(self._is_joint, tensors))
 
     def _averages_counted(self, node: fx.Node, name: str) -> bool:
         """Whether a node is a mean over as many numbers as numbers of the model say; counts of inputs are parted."""
-        is_mean = name == "mean" or arguments(node).get("reduction") == MEAN
-        return is_mean and any(self._sizes.depends_on_data(source) for source in node.all_input_nodes)
+        given = arguments(node)
+        if name != "mean" and given.get("reduction") != MEAN:
+            return False
+        return any(map(self._sizes.depends_on_data, node.all_input_nodes)) or self._averages_labels(node, given)
+
+    def _averages_labels(self, node: fx.Node, given: Mapping[str, Any]) -> bool:
+        """Whether a loss is averaged over labels of the model's own of which some may not count, or weigh more."""
+        if node.target not in LOSSES or not self._is_label(given["target"]):
+            return False
+        return given.get("weight") is not None or may_hold(given["target"], given["ignore_index"])
+
+    def _is_label(self, target: fx.Node) -> bool:
+        return not target.meta["val"].is_floating_point()
 
     def _squares(self, node: fx.Node) -> bool:
         """Whether a product takes the same numbers twice."""
         return len(node.args) > 1 and node.args[0] is node.args[1]
 
-    def _is_joint(self, node: fx.Node) -> bool:
-        """Whether a value holds numbers that are made of several samples: it depends on the batch, and has none."""
-        value = node.meta.get("val")
-        if node not in self._fed or not isinstance(value, Tensor) or not value.is_floating_point():
+    def _is_joint(self, node: Any) -> bool:
+        """Whether a value is made of several samples: it depends on the batch, and has none."""
+        value = node.meta.get("val") if isinstance(node, fx.Node) else None
+        if node not in self._fed or not isinstance(value, Tensor) or _says_what_is_finite(node):
             return False
         return not self._sizes.has_samples(node)
+
+
+def may_hold(labels: fx.Node, ignored: int) -> bool:
+    """Whether integers that a model makes may be those of labels that do not count: it names that number somewhere."""
+    seen, waiting = {labels}, [labels]
+    while waiting:
+        node = waiting.pop()
+        if any(argument == ignored for argument in (*node.args, *node.kwargs.values()) if isinstance(argument, int)):
+            return True
+        new = {each for each in node.all_input_nodes if _is_whole(each)} - seen
+        seen |= new
+        waiting += new
+    return False
+
+
+def _is_whole(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    return node.op == "call_function" and isinstance(value, Tensor) and not value.is_floating_point()
+
+
+def _says_what_is_finite(node: fx.Node) -> bool:
+    """Whether a mask says where numbers are finite: with sound numbers it is the same in every micro-batch."""
+    if name_of(node) in _ABOUT_FINITE:
+        return True
+    return name_of(node) in _OF_MASKS and all(map(_says_what_is_finite, node.all_input_nodes))

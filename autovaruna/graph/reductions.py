@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import math
+from collections.abc import Collection, Iterator
 from operator import getitem
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from autovaruna.graph.arguments import SUM, arguments
 from autovaruna.graph.kept import KeptModule, run_kept
+from autovaruna.graph.linear import ADD_UP, DIVIDE, JOIN, KEEP_MEANS, MULTIPLY, PRODUCTS, VIEWS
+from autovaruna.graph.of_batch import is_of_batch
 from autovaruna.graph.sizes import Sizes
 
-aten = torch.ops.aten
-_SUMS = frozenset({aten.sum.default, aten.sum.dim_IntList, aten.nansum.default})
-_ADDS = frozenset({aten.add.Tensor, aten.add_.Tensor, aten.sub.Tensor, aten.sub_.Tensor, aten.stack.default})
-_SCALES = frozenset({aten.mul.Tensor, aten.mul_.Tensor, aten.div.Tensor, aten.div_.Tensor})
-_KEEPS = frozenset(
-    {
-        *(aten.neg.default, aten.clone.default, aten.alias.default, aten.squeeze.default, aten.view.default),
-        *(aten.reshape.default, aten.to.dtype, aten._to_copy.default, aten.mean.default, *_SUMS),
-    }
-)
+_SAME_NUMBER = frozenset({"scalar_tensor", "full", "to", "_to_copy", "lift_fresh_copy", "detach", "clone"})
+_SIZES = (1, 2, 3, 8)
 
 
 class Reductions:
@@ -39,41 +34,67 @@ class Reductions:
 
     def sum_in(self, node: Any) -> fx.Node | None:
         """Returns the sum over the samples that a value is, or holds as a part; None if there is none."""
-        if not isinstance(node, fx.Node) or node.op != "call_function" or self._grows(node):
-            return None
-        if self._is_sum(node):
-            return node
-        if node.target in _ADDS:
-            terms = node.args[0] if node.target is aten.stack.default else node.args
-            return next((made for term in terms if (made := self.sum_in(term)) is not None), None)  # type: ignore[union-attr]
-        if node.target in _KEEPS:
-            return self.sum_in(node.args[0])
-        if node.target in _SCALES:
-            value, scale = node.args[:2]
-            return self.sum_in(value) if self._is_same_for_all(scale) else self._scaled(node)
-        return None
+        return next((made for made, power in self._reduced(node, 0.0, set()) if power == 1.0), None)
 
-    def _scaled(self, node: fx.Node) -> fx.Node | None:
-        """Returns the sum in a product whose first factor is the constant."""
-        is_product = node.target in (aten.mul.Tensor, aten.mul_.Tensor)
-        return self.sum_in(node.args[1]) if is_product and self._is_same_for_all(node.args[0]) else None
+    def no_mean_in(self, node: Any) -> fx.Node | None:
+        """Returns the part of a value that another power of the batch size scales than a mean or a sum; None: none."""
+        return next((made for made, power in self._reduced(node, 0.0, set()) if power not in (0.0, 1.0)), None)
+
+    def _reduced(self, node: Any, power: float, seen: set[Any]) -> Iterator[tuple[fx.Node, float]]:
+        """Yields what samples were reduced to in a value, and with which power of their number it goes into that."""
+        if not isinstance(node, fx.Node) or node.op != "call_function" or self._grows(node) or (node, power) in seen:
+            return
+        seen.add((node, power))
+        if node.target is getitem or any(map(self._grows, node.all_input_nodes)):
+            yield node, power + self._is_sum(node)
+            return
+        name = name_of(node)
+        if name in MULTIPLY | DIVIDE:
+            yield from self._scaled(node, power, seen)
+        elif name in KEEP_MEANS | JOIN | VIEWS | PRODUCTS:
+            for source in node.all_input_nodes:
+                yield from self._reduced(source, power, seen)
+
+    def _scaled(self, node: fx.Node, power: float, seen: set[Any]) -> Iterator[tuple[fx.Node, float]]:
+        is_quotient = name_of(node) in DIVIDE
+        for value, scale in [node.args[:2], *([] if is_quotient else [node.args[1::-1]])]:
+            by = self._power(scale)
+            if by is not None:
+                yield from self._reduced(value, power - by if is_quotient else power + by, seen)
 
     def _is_sum(self, node: fx.Node) -> bool:
-        if node.target in _SUMS:
-            return self._grows(node.args[0])
         if node.target is getitem:
             made: Any = node.args[0]
             kept = getattr(node.graph.owning_module, str(made.args[0].target)) if made.target is run_kept else None
-            return isinstance(kept, KeptModule) and kept.adds_up
-        return self._grows(node.args[0] if node.args else None) and arguments(node).get("reduction") == SUM
+            return isinstance(kept, KeptModule) and kept.adds_up(int(node.args[1]))  # type: ignore[arg-type]
+        return name_of(node) in ADD_UP or arguments(node).get("reduction") == SUM
 
     def _grows(self, node: Any) -> bool:
         return isinstance(node, fx.Node) and self._sizes.has_samples(node)
 
-    def _is_same_for_all(self, scale: Any) -> bool:
-        """Whether a factor has nothing to do with the batch, so that it is the same in every micro-batch."""
+    def _power(self, scale: Any) -> float | None:
+        """Returns with which power of the batch size a factor grows; NaN: with none, None: it is made of samples."""
         if not isinstance(scale, fx.Node):
-            return not isinstance(scale, torch.SymInt | torch.SymFloat)
+            return 0.0
+        if self._sizes.is_given(scale) and not is_of_batch(scale):
+            return self._power_of(scale.meta["val"])
+        if name_of(scale) in _SAME_NUMBER and len(scale.all_input_nodes) == 1 and _is_number(scale):
+            return self._power(scale.all_input_nodes[0])
+        return 0.0 if self._is_same_for_all(scale) else None
+
+    def _power_of(self, number: Any) -> float:
+        first, *others = (float(self._sizes.number(number, size)) for size in _SIZES)
+        if first == 0.0 or not all(first * other > 0.0 for other in others):
+            return math.nan
+        powers = [math.log(other / first, size) for other, size in zip(others, _SIZES[1:], strict=True)]
+        return (
+            float(round(powers[0]))
+            if all(math.isclose(each, round(powers[0]), abs_tol=1e-6) for each in powers)
+            else math.nan
+        )
+
+    def _is_same_for_all(self, scale: fx.Node) -> bool:
+        """Whether a factor has nothing to do with the batch, so that it is the same in every micro-batch."""
         seen, open_ = {scale}, [scale]
         while open_:
             node = open_.pop()
@@ -83,3 +104,14 @@ class Reductions:
             seen |= new
             open_ += new
         return True
+
+
+def name_of(node: fx.Node) -> str:
+    """Returns the name of an operation of torch's; empty for other functions."""
+    target: Any = node.target
+    return target.overloadpacket.__name__ if isinstance(target, torch._ops.OpOverload) else ""
+
+
+def _is_number(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, Tensor) and value.dim() == 0

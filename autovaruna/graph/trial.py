@@ -85,26 +85,50 @@ class Trial:
         state = [self._number_of(each, generator) for each in self.state]
         tensors = [self._made(each, size, generator) for each in self.inputs]
         versions = [each._version for each in tensors]
+        outputs, tree, _ = self.run(tensors, state)
+        if any(0 in each.shape for each in outputs) and any(map(self._has_open_length, self.inputs)):
+            raise CannotKeepError(_BY_NUMBERS)
+        if [each._version for each in tensors] != versions:
+            raise CannotKeepError("it changes its arguments in place")
+        return outputs, tree
+
+    def run(self, tensors: Sequence[Tensor], state: Sequence[Tensor], seed: int = 0) -> tuple[list[Tensor], Tree, bool]:
+        """Runs the module; returns its tensors, what they are in, and whether its buffers are as they were.
+
+        Args:
+            tensors: The tensors among its arguments.
+            state: Numbers of its state; it may change those of buffers.
+            seed: For Python's and numpy's generators.
+
+        Raises:
+            CannotKeepError: it changes its parameters.
+        """
         args, kwargs = self.call.unflatten(tensors)
         numbers = plain_state(self.module)
         with (
             torch.set_grad_enabled(self.is_differentiated),
             in_precision(self.precision),
             untold(),
-            python_generators(0),
+            python_generators(seed),
             with_state(places_of(self.module), state),
         ):
-            before = [bits.clone() for bits in _bits_of_parameters(self.module)]
+            before = {place: bits.clone() for place, bits in _bits_of_state(self.module).items()}
             outputs, tree = flatten(self.module(*args, **kwargs), "output")
-            is_same = all(map(torch.equal, before, _bits_of_parameters(self.module)))
-        if not is_same:
+            after = _bits_of_state(self.module)
+            changed = {place for place, bits in before.items() if not torch.equal(bits, after[place])}
+        if any(name in owner._parameters for owner, name in changed):
             raise CannotKeepError("its forward changes its parameters")
         check_state(numbers, plain_state(self.module))
-        if any(0 in each.shape for each in outputs) and any(map(self._has_open_length, self.inputs)):
-            raise CannotKeepError(_BY_NUMBERS)
-        if [each._version for each in tensors] != versions:
-            raise CannotKeepError("it changes its arguments in place")
-        return outputs, tree
+        return outputs, tree, not changed
+
+    def shape_of(self, tensor: Tensor, size: int) -> tuple[int, ...]:
+        """Returns the shape of an argument for a batch of `size` samples."""
+        return tuple(_number(length, self.batch, size) for length in tensor.shape)
+
+    def numbers(self) -> list[Tensor]:
+        """Returns numbers of the module's state: its own, or random ones."""
+        generator = torch.Generator().manual_seed(0)
+        return [self._number_of(each, generator) for each in self.state]
 
     def _number_of(self, own: Tensor, generator: torch.Generator) -> Tensor:
         made = random_tensor(tuple(own.shape), own.dtype, generator) if own.is_meta else own.detach().clone()
@@ -115,7 +139,7 @@ class Trial:
         return any(_open_symbols(length, self.batch) for length in tensor.shape)
 
     def _made(self, tensor: Tensor, size: int, generator: torch.Generator) -> Tensor:
-        shape = tuple(_number(length, self.batch, size) for length in tensor.shape)
+        shape = self.shape_of(tensor, size)
         made = random_tensor(shape, tensor.dtype, generator).to(self.device)
         if self.is_positive and is_differentiable(made) and not made.is_complex():
             made.mul_(2.0).add_(0.5).clamp_(0.1, 0.9)
@@ -157,9 +181,9 @@ def own_tensors(module: nn.Module) -> list[Tensor]:
     return [getattr(*shared[0]) for shared in places_of(module)]
 
 
-def _bits_of_parameters(module: nn.Module) -> list[Tensor]:
-    owned = [getattr(owner, name) for (owner, name), *_ in places_of(module) if name in owner._parameters]
-    return [parameter.detach().reshape(-1).view(torch.uint8) for parameter in owned]
+def _bits_of_state(module: nn.Module) -> dict[tuple[nn.Module, str], Tensor]:
+    places = [place for place, *_ in places_of(module)]
+    return {place: getattr(*place).detach().reshape(-1).view(torch.uint8) for place in places}
 
 
 def random_tensor(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> Tensor:

@@ -245,6 +245,62 @@ class OwnBranch(Classifier):
         return super().forward(-x if x.sum() > 0 else x, y)
 
 
+class Criterion(nn.Module):
+    """Returns a loss; whether it branches on a number makes no difference, but that it is kept whole."""
+
+    def __init__(self, loss: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.loss = loss
+
+    def forward(self, scores: Tensor, y: Tensor) -> Tensor:
+        return self.loss(scores, y) if bool(scores.sum() > 0) else self.loss(scores, y).clone()
+
+
+class WithLoss(nn.Module):
+    """Has a module for its loss."""
+
+    def __init__(self, loss: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, CLASSES))
+        self.criterion = Criterion(loss)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        loss: Tensor = self.criterion(self.layers(x), y)
+        return loss
+
+
+def root(scores: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(scores, y).sqrt()
+
+
+def total(scores: Tensor, y: Tensor) -> Tensor:
+    return 0.1 * F.cross_entropy(scores, y, reduction="none").sum()
+
+
+def of_pairs(scores: Tensor, y: Tensor) -> Tensor:
+    """Compares each sample with all others."""
+    return (scores @ scores.T).logsumexp(1)
+
+
+@pytest.mark.parametrize(("loss", "words"), [(root, "no mean over"), (total, "a sum over"), (F.cross_entropy, "")])
+def test_a_loss_of_a_kept_module_is_tried_out(loss: Callable[..., Tensor], words: str) -> None:
+    """One that is a mean goes on; with one micro-batch, or as a sum, the others do, too."""
+    case = Case(f"kept_{loss.__name__}", partial(WithLoss, loss), labelled)
+    batches = [case.batch(SIZE + 1, step) for step in range(2)]
+    if words:
+        with pytest.raises(InputError, match=f"{words} its samples|{words} the samples"):
+            AutoVaruna(case.model(), num_micro_batches=2, **QUIET)(**batches[0][1])
+    changes = (
+        {"num_micro_batches": 1} if words == "no mean over" else {"settings": {"reduction": "sum"} if words else {}}
+    )
+    compare(train(case, pipeline(2, **changes), batches), plain_steps(case, batches))
+
+
+def test_samples_that_meet_in_a_kept_module_are_refused() -> None:
+    with pytest.raises(TraceError, match="criterion, which is kept whole, returns for a sample depends on the others"):
+        AutoVaruna(WithLoss(of_pairs), num_micro_batches=2, **QUIET)(**labelled(SIZE, 0)[1])
+
+
 def test_the_model_itself_is_not_kept_whole() -> None:
     """A model that branches outside of its submodules is refused, with its line, whatever else was kept."""
     with pytest.raises(TraceError, match=r"OwnBranch cannot be traced at .*test_kept\.py.*x\.sum\(\) > 0.*submodule"):

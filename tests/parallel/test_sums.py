@@ -47,7 +47,17 @@ def of_sequences(scores: Tensor, y: Tensor) -> Tensor:
     return F.ctc_loss(steps, y.clamp(min=1)[:, None], length, torch.ones_like(length), reduction="sum") / 10
 
 
-@pytest.mark.parametrize("loss", (by_name, by_hand, of_several, of_sequences), ids=lambda loss: loss.__name__)
+def times_samples(scores: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(scores, y) * len(y) / 100 + scores.mean() * y.shape[0]
+
+
+def by_product(scores: Tensor, y: Tensor) -> Tensor:
+    return torch.einsum("bc,bc->", scores, scores) / 100
+
+
+@pytest.mark.parametrize(
+    "loss", (by_name, by_hand, of_several, of_sequences, times_samples, by_product), ids=lambda loss: loss.__name__
+)
 def test_a_sum_is_added_up_or_refused(loss: Loss) -> None:
     """With the setting that the error names, the numbers are those of the whole batch; with one micro-batch always."""
     case = Case(f"sum_{loss.__name__}", lambda: Model(loss), labelled)
@@ -67,11 +77,17 @@ def masked(scores: Tensor, y: Tensor) -> Tensor:
     return (F.cross_entropy(scores, y, reduction="none") * kept).sum() / kept.sum().clamp(min=1.0)
 
 
+def by_number(scores: Tensor, y: Tensor) -> Tensor:
+    """Divides by the samples in several ways, and multiplies again."""
+    total = (scores @ scores.new_ones(CLASSES)).sum() / torch.scalar_tensor(len(y))
+    return total + scores.mean() * len(y) / scores.shape[0]
+
+
 def of_features(scores: Tensor, y: Tensor) -> Tensor:
     return scores.square().sum(1).mean() + F.cross_entropy(scores, y)
 
 
-@pytest.mark.parametrize("loss", (divided, masked, of_features), ids=lambda loss: loss.__name__)
+@pytest.mark.parametrize("loss", (divided, masked, by_number, of_features), ids=lambda loss: loss.__name__)
 def test_a_mean_is_no_sum(loss: Loss) -> None:
     batch = labelled(6, 0)
     AutoVaruna(Model(loss), num_micro_batches=2, **QUIET)(**batch[1]).backward()
