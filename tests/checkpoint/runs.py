@@ -54,9 +54,10 @@ def batches(case: Case) -> list[Batch]:
     return [case.batch(7, step) for step in range(2 * NUM_STEPS)]
 
 
-def is_of_one_replica(setup: Setup) -> bool:
-    """Says whether every stage has one rank, so that nothing is summed over replicas."""
-    return all(len(ranks) == 1 for ranks in setup.stage_ranks)
+def num_replicas(setup: Setup) -> int | None:
+    """Returns how many ranks each stage has, over which gradients are summed; None: not all as many."""
+    numbers = {len(ranks) for ranks in setup.stage_ranks}
+    return numbers.pop() if len(numbers) == 1 else None
 
 
 def save_halfway(case: Case, setup: Setup, make: MakeOptimizer, root: Path, **options: Any) -> None:

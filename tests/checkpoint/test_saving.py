@@ -26,10 +26,11 @@ from tests.checkpoint.test_damage import is_same, trained
 from tests.checkpoint.test_damage import snapshot as weights_of
 from tests.checkpoint.test_damage import step as train
 from tests.parallel.training import Setup, on_ranks, pipeline
+from tests.products import WHOLE
 from tests.reference import adamw
 
 ROOT = Path(__file__).parents[2]
-NUM_KILLS = int(os.environ.get("AUTOVARUNA_TEST_KILLS", "6"))
+NUM_KILLS = 50 if WHOLE else 6
 
 
 def save_forever(root: Path, told: Any) -> None:
