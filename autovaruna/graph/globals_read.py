@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from random import Random
 from re import Pattern
-from types import BuiltinFunctionType, FrameType, FunctionType, ModuleType
+from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, ModuleType
 from typing import Any, TypeVar
 
 import numpy
@@ -41,22 +41,21 @@ class GlobalsRead:
     def __init__(self) -> None:
         self._places: dict[tuple[int, str], dict[str, Any]] = {}
         self._first: dict[tuple[int, str], Any] = {}
+        self._seen: dict[int, CodeType] = {}
 
     @staticmethod
     def is_possible() -> bool:
-        """Whether no profiler watches this thread: some could not be put back."""
-        return sys.getprofile() in (None, _note)
+        """Whether no debugger watches this thread: it would miss something."""
+        return sys.gettrace() is None
 
     @contextmanager
     def noting(self) -> Iterator[None]:
         """Notes them on this thread while the context lasts."""
-        _noting.append(self)
-        sys.setprofile(_note)
+        sys.settrace(self._note)
         try:
             yield
         finally:
-            _noting.pop()
-            sys.setprofile(_note if _noting else None)
+            sys.settrace(None)
 
     def now(self) -> dict[tuple[int, str], Any]:
         """Returns what is equal as long as they hold the same."""
@@ -66,24 +65,17 @@ class GlobalsRead:
         """Whether they hold what they held when they were named first."""
         return self.now() == self._first
 
-    def add(self, known: dict[str, Any], names: Iterable[str]) -> None:
-        """Takes names that a function has; `known` are its globals."""
-        for name in names:
-            place = id(known), name
-            if name in known and place not in self._places and not isinstance(known[name], _FIXED):
-                self._places[place] = known
-                self._first[place] = list(_content(name, known[name]))
-
-
-_noting: list[GlobalsRead] = []
-"""Those whose contexts last, the innermost last; one thread of a process at a time traces."""
-
-
-def _note(frame: FrameType, event: str, argument: Any) -> None:
-    known = frame.f_globals
-    if event == "call" and str(known.get("__name__")).partition(".")[0] not in _NO_MODELS:
-        for each in _noting:
-            each.add(known, frame.f_code.co_names)
+    def _note(self, frame: FrameType, event: str, argument: Any) -> None:
+        if event != "call" or id(frame.f_code) in self._seen:
+            return
+        self._seen[id(frame.f_code)] = frame.f_code
+        known = frame.f_globals
+        if str(known.get("__name__")).partition(".")[0] in _NO_MODELS:
+            return
+        for name in frame.f_code.co_names:
+            if name in known and not isinstance(known[name], _FIXED):
+                self._places[id(known), name] = known
+                self._first.setdefault((id(known), name), list(_content(name, known[name])))
 
 
 def _content(path: str, value: Any) -> Iterator[Any]:

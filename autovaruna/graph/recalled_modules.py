@@ -104,6 +104,7 @@ class RecalledModules:
         self._reads: Reads | None = None
         self._known: dict[Any, list[_Template | None]] = {}
         self._used: dict[int, _Template] = {}
+        self._is_recording = False
 
     def start(self, reads: Reads) -> None:
         """Begins to recall; `reads` are noted of the model."""
@@ -120,7 +121,7 @@ class RecalledModules:
         if call is None:
             return run()
         if found is None:
-            return self._record(tracer, call, reads, run)
+            return self._record(tracer, call, reads, run) if self._may_record(call) else run()
         template, twins = found
         for first, other in twins:
             reads.add(other, template.read.get(id(vars(first)), ()))
@@ -147,22 +148,25 @@ class RecalledModules:
                 return template, twins
         return None
 
+    def _may_record(self, call: ModuleCall) -> bool:
+        """Whether to keep a call: no other one goes on, and those that were alike could be kept."""
+        known = self._known.get(call.key, [])
+        return not self._is_recording and len(known) < _MOST and None not in known and GlobalsRead.is_possible()
+
     def _record(self, tracer: Any, call: ModuleCall, reads: Reads, run: Callable[[], Any]) -> Any:
         """Calls a submodule, and keeps what there is to recall of it."""
-        templates = self._known.setdefault(call.key, [])
-        if len(templates) >= _MOST or not GlobalsRead.is_possible():
-            return run()
-        place = len(templates)
-        templates.append(None)
         with reads.paused():
             last, answers, before = last_node(tracer), num_answers(), self._held.inside(call.module)
         named = GlobalsRead()
+        self._is_recording = True
         with reads.apart() as read, named.noting():
             returned = run()
+        self._is_recording = False
         with reads.paused():
             is_same = self._held.inside(call.module) == before and named.are_as_before()
-            if is_same and num_answers() == answers:
-                templates[place] = self._template(tracer, call, returned, last, reads, read, named)
+            may_recall = is_same and num_answers() == answers
+            found = self._template(tracer, call, returned, last, reads, read, named) if may_recall else None
+        self._known.setdefault(call.key, []).append(found)
         return returned
 
     def _template(
