@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -129,6 +129,7 @@ class Engine:
             exchange=GradientExchange(job, self._world, self._mail, executor, inputs),
             sources=self._sources(prepared, inputs),
             program=traffic.program,
+            seeds=traffic.seeds,
             guard=partial(self._guard, executor),
             is_synchronising=self.is_synchronising,
             delivers_all=self._settings.outputs == "all",
@@ -169,7 +170,7 @@ class Engine:
         """Shows gradients of the parameters that other ranks hold, where plain PyTorch has them."""
         self._owes_gradients = not is_summed
         if is_summed:
-            note_gradients(self._state.parameters())
+            note_gradients(self._away)
 
     def synchronise(self) -> None:
         """Sums the gradients that were kept back and adds them to ``.grad``. Collective."""
@@ -202,13 +203,19 @@ class Engine:
 
     def _sources(self, prepared: Prepared, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Returns what gets gradients on this rank: its parameters, and inputs that ask for one."""
-        parameters = self._state.parameters()
-        sources: dict[str, Tensor] = {
-            name: parameter
-            for name, parameter in parameters.items()
-            if not isinstance(parameter, Elsewhere) and parameter.requires_grad and not parameter.is_meta
-        }
+        sources = {name: parameter for name, parameter in self._own.items() if parameter.requires_grad}
         return sources | {input_key(name): inputs[name] for name in prepared.split.input_gradients}
+
+    @cached_property
+    def _own(self) -> dict[str, Tensor]:
+        """The parameters that this rank holds; calls refuse others in their place."""
+        parameters = self._state.parameters().items()
+        return {name: each for name, each in parameters if not isinstance(each, Elsewhere) and not each.is_meta}
+
+    @cached_property
+    def _away(self) -> list[Elsewhere]:
+        """The parameters that other ranks hold."""
+        return [each for each in self._state.parameters().values() if isinstance(each, Elsewhere)]
 
     def _share_state(self, traced: TracedModel) -> None:
         """Gives ranks what a call has changed, as the first rank that holds it has it: buffers to every rank.

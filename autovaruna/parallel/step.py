@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import TypeVar
 
-import torch
 from torch import Tensor
 
 from autovaruna.errors import InputError
@@ -32,7 +31,7 @@ def input_key(name: str) -> str:
     return f"input:{name}"
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Step:
     """One call on its way.
 
@@ -45,6 +44,7 @@ class Step:
         exchange: takes the gradients of outputs in and of inputs out.
         sources: what gets gradients on this rank: parameters by name, inputs by `input_key`.
         program: this rank's instructions of some kinds, for a backward that starts from some origin.
+        seeds: the gradient of each micro-batch's loss, by its share, if the step goes backward from some factor.
         guard: surrounds whatever runs instructions.
         is_synchronising: whether gradients are summed over ranks now.
         delivers_all: whether a whole step returns the outputs beside the loss.
@@ -62,6 +62,7 @@ class Step:
     exchange: GradientExchange
     sources: Mapping[str, Tensor]
     program: Callable[[tuple[Kind, ...], str], list[Act]]
+    seeds: Callable[[float], Mapping[float, Tensor]]
     guard: Callable[[], AbstractContextManager[None]]
     is_synchronising: bool
     delivers_all: bool
@@ -70,7 +71,7 @@ class Step:
     loss_scale: LossScale
     factor: float
 
-    @property
+    @cached_property
     def specs(self) -> dict[int, OutputSpec]:
         """The model's outputs by place."""
         return dict(enumerate(self.job.split.traced.outputs))
@@ -78,8 +79,8 @@ class Step:
     def whole(self) -> list[Tensor | None]:
         """Runs forwards and backwards for the expected loss gradient; ``backward`` gives the gradients out, scaled."""
         loss = next(place for place, spec in self.specs.items() if spec.kind is OutputKind.LOSS)
-        shares = {share: self._seed(share) for share in {part.share for part in self.job.batch.micro_batches.values()}}
-        self.executor.output_gradients = lambda place, part: shares[part.share] if place == loss else None
+        seeds = self.seeds(self.factor)
+        self.executor.output_gradients = lambda place, part: seeds[part.share] if place == loss else None
         if self.is_synchronising:
             self.executor.stage_ended = self.gradients.begin(self.exchange.origin)
         self.executor.run(self.program(_ALL, self.exchange.origin))
@@ -142,13 +143,6 @@ class Step:
         carries = [self.specs[place].needs_gradient for place in outputs]
         published = publish(list(outputs.values()), carries, list(self.sources.values()), finish)
         return dict(zip(outputs, published, strict=True))
-
-    def _seed(self, share: float) -> Tensor:
-        """Returns the gradient of a micro-batch's loss that has this share of the whole."""
-        loss = self.job.split.traced.loss
-        assert loss is not None
-        value: Tensor = self.job.split.traced.nodes[loss.node].meta["val"]
-        return torch.full((), share * self.factor, dtype=value.dtype, device=value.device)
 
     def _for_sources(
         self, totals: Mapping[str, Tensor], kept: Mapping[str, Tensor], inputs: Mapping[str, Tensor | None]

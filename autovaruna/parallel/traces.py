@@ -42,6 +42,7 @@ class Traces:
         self._device = device
         self._known: dict[str, TracedModel] = {}
         self._parted: set[str] = set()
+        self._sized: set[tuple[str, frozenset[int]]] = set()
         self.latest: TracedModel | None = None
 
     @property
@@ -71,7 +72,9 @@ class Traces:
                 "num_micro_batches divides, or leave out the last batch of an epoch."
             )
         traced = self._find(shared, max(sizes))
-        refuse_single_values(traced, sizes)
+        if (traced.key, sizes) not in self._sized:
+            refuse_single_values(traced, sizes)
+            self._sized.add((traced.key, sizes))
         if len(batch.micro_batches) > 1 and traced.key not in self._parted:
             self._check_parts(traced)
             self._parted.add(traced.key)

@@ -74,11 +74,11 @@ def elsewhere(tensor: Tensor, home: Home) -> Tensor:
     return made
 
 
-def note_gradients(parameters: Mapping[str, Tensor]) -> None:
-    """Gives the parameters that are elsewhere, and that need a gradient, a gradient that is elsewhere."""
+def note_gradients(parameters: Sequence[Elsewhere]) -> None:
+    """Gives those of the parameters that need a gradient one that is elsewhere, too."""
     with PLAIN():  # a step looks at every parameter, and as a rule finds that zero_grad() has taken all gradients
-        for parameter in parameters.values():
-            if isinstance(parameter, Elsewhere) and parameter.requires_grad and parameter.grad is None:
+        for parameter in parameters:
+            if parameter.requires_grad and parameter.grad is None:
                 known = parameter.gradient
                 if known is None or known.dtype is not parameter.dtype or known.shape != parameter.shape:
                     known = parameter.gradient = _wrapped(torch.empty_like(parameter.detach()), parameter.home)

@@ -34,7 +34,7 @@ class GradientExchange:
         self._mail = mail
         self._executor = executor
         self._inputs = inputs
-        self._stage = {place: stage.index for stage in job.split.stages for place, _ in stage.outputs}
+        self._stage = job.split.makers
         self._gradients: dict[int, Tensor | None] = {}
         self.origin = ""
         self._batch_inputs = job.split.traced.batch_inputs

@@ -27,6 +27,8 @@ class Lent:
 
     def settle(self) -> None:
         """Copies what has been written since into the model."""
+        if not self._known:
+            return
         known, self._known = self._known, []
         with torch.no_grad():
             for find, version, own in known:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from functools import lru_cache
 
@@ -41,7 +40,8 @@ class OutputCollector:
         self._made = made
         self._device = device
         self._stacked: dict[int, Tensor] = {}
-        self._stage = {place: stage.index for stage in job.split.stages for place, _ in stage.outputs}
+        self._known_makers: dict[int, list[int]] = {}
+        self._stage = job.split.makers
 
     def collect(self, places: Mapping[int, OutputSpec]) -> dict[int, Tensor]:
         """Returns the outputs of `places` for this rank's mini-batch."""
@@ -90,7 +90,8 @@ class OutputCollector:
     def _send_numbers(self, place: int, spec: OutputSpec) -> None:
         """Sends what this rank's micro-batches gave for an output without samples to all others, in one message."""
         parts = self._parts(spec)
-        made = [self._made[place, part.index] for part in parts if self._maker(place, part) == self._world.rank]
+        makers = zip(parts, self._makers(place, parts), strict=True)
+        made = [self._made[place, part.index] for part, maker in makers if maker == self._world.rank]
         if made:
             self._stacked[place] = stacked = torch.stack(made)
             for receiver in range(self._world.num_ranks):
@@ -100,8 +101,8 @@ class OutputCollector:
     def _number(self, place: int, spec: OutputSpec) -> Tensor:
         """Puts an output without samples together: one slot a micro-batch, whoever computed it."""
         parts = self._parts(spec)
-        makers = [self._maker(place, part) for part in parts]
-        made = {maker: self._made_by(maker, place, count) for maker, count in Counter(makers).items()}
+        makers = self._makers(place, parts)
+        made = {maker: self._made_by(maker, place, makers.count(maker)) for maker in dict.fromkeys(makers)}
         if len(made) == 1:
             return self._combine(made[makers[0]], parts, spec)
         turns = {maker: iter(slots) for maker, slots in made.items()}
@@ -138,6 +139,12 @@ class OutputCollector:
 
     def _number_kind(self, place: int, maker: int, receiver: int, num_parts: int) -> Kind:
         return Kind(self._job.graph_key, Route(maker, receiver, 4 * place + 3), num_parts)
+
+    def _makers(self, place: int, parts: list[MicroBatch]) -> list[int]:
+        """Returns the rank that makes an output of each of some micro-batches."""
+        if place not in self._known_makers:
+            self._known_makers[place] = [self._maker(place, part) for part in parts]
+        return self._known_makers[place]
 
     def _maker(self, place: int, part: MicroBatch) -> int:
         return self._job.rank_of(self._stage[place], part.index)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial, wraps
 from types import MethodType
 from typing import Any
@@ -28,19 +28,33 @@ def own_of(parameters: list[Tensor]) -> list[Tensor]:
     return [each for each in parameters if not isinstance(each, Elsewhere)]
 
 
+Whole = list[tuple[list[Tensor], list[Tensor]]]
+"""The list of parameters of each group, and what was in it."""
+
+
+def cut_down(optimizer: Optimizer) -> Whole:
+    """Takes what is elsewhere out of the groups; the lists are the same ones, for others may share them."""
+    whole = [(group["params"], group["params"][:]) for group in optimizer.param_groups]
+    for parameters, every in whole:
+        parameters[:] = own_of(every)
+    return whole
+
+
+def give_back(optimizer: Optimizer, whole: Whole) -> None:
+    """Puts back into the groups what `cut_down` has taken out of them."""
+    for group, (parameters, every) in zip(optimizer.param_groups, whole, strict=False):
+        parameters[:] = every
+        group["params"] = parameters
+
+
 @contextmanager
 def own_part(optimizer: Optimizer) -> Iterator[None]:
-    """Takes what is elsewhere out of the groups for a while; the lists are the same ones, for others may share them."""
-    lists = [group["params"] for group in optimizer.param_groups]
-    whole = [list(parameters) for parameters in lists]
-    for parameters in lists:
-        parameters[:] = own_of(parameters)
+    """Takes what is elsewhere out of the groups for a while."""
+    whole = cut_down(optimizer)
     try:
         yield
     finally:
-        for group, parameters, every in zip(optimizer.param_groups, lists, whole, strict=False):
-            parameters[:] = every
-            group["params"] = parameters
+        give_back(optimizer, whole)
 
 
 @contextmanager
@@ -84,7 +98,7 @@ class OwnSteps:
     def __init__(self, optimizer: Optimizer) -> None:
         self.is_on = False
         self._optimizer = optimizer
-        self._inside = ExitStack()
+        self._whole: Whole | None = None
         self._depth = 0
         self._before = optimizer.register_step_pre_hook(self._enter)
         self._after = optimizer.register_step_post_hook(self._leave)
@@ -102,11 +116,14 @@ class OwnSteps:
             return plain(*args, **{name: self._outside(value) for name, value in kwargs.items()})
         finally:
             self._depth = 0
-            self._inside.close()
+            self._give_back()
 
     def _zero_grad(self, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with own_part(self._optimizer) if self.is_on else nullcontext():
+        whole = cut_down(self._optimizer) if self.is_on else []
+        try:
             plain(*args, **kwargs)
+        finally:
+            give_back(self._optimizer, whole)
         if not self.is_on or (args[0] if args else kwargs.get("set_to_none", True)) is False:
             return
         with PLAIN():  # one after the other through `Elsewhere` takes long
@@ -118,12 +135,17 @@ class OwnSteps:
     def _enter(self, *_: Any) -> None:
         self._depth += 1
         if self._depth == 1 and self.is_on:
-            self._inside.enter_context(own_part(self._optimizer))
+            self._whole = cut_down(self._optimizer)
 
     def _leave(self, *_: Any) -> None:
         self._depth -= 1
         if self._depth == 0:
-            self._inside.close()
+            self._give_back()
+
+    def _give_back(self) -> None:
+        if self._whole is not None:
+            whole, self._whole = self._whole, None
+            give_back(self._optimizer, whole)
 
     def _outside(self, value: Any) -> Any:
         """Returns a closure that is called with the whole groups; anything else as it is."""
@@ -133,7 +155,7 @@ class OwnSteps:
         @wraps(value)
         def closure(*args: Any, **kwargs: Any) -> Any:
             depth, self._depth = self._depth, 0
-            self._inside.close()
+            self._give_back()
             try:
                 return value(*args, **kwargs)
             finally:

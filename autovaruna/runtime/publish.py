@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import _SingleLevelFunction
 
 from autovaruna.errors import OrderError
 
@@ -19,11 +20,13 @@ Gradients = Sequence[Tensor | None]
 Finish = Callable[[Gradients], Gradients]
 
 
-class _Published(torch.autograd.Function):
+class _Published(_SingleLevelFunction):
+    """Without the layer of `torch.autograd.Function` for torch.func, which looks at every parameter."""
+
     @staticmethod
     def forward(ctx: Any, finish: Finish, outputs: Sequence[Tensor], carries: Sequence[bool], *roots: Tensor) -> Any:
         ctx.finish = finish
-        ctx.set_materialize_grads(False)
+        ctx.materialize_grads = False
         fresh = tuple(output.detach() for output in outputs)
         ctx.mark_non_differentiable(*(output for output, carry in zip(fresh, carries, strict=True) if not carry))
         return fresh
@@ -57,4 +60,4 @@ def publish(
     if not any(carries):
         return list(outputs)
     root = torch.zeros((), requires_grad=True)  # a rank without parameters takes part in backward, too
-    return list(_Published.apply(finish, tuple(outputs), tuple(carries), root, *sources))  # type: ignore[no-untyped-call]
+    return list(_Published.apply(finish, tuple(outputs), tuple(carries), root, *sources))  # type: ignore[attr-defined]

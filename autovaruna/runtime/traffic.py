@@ -6,6 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
+from torch import Tensor
+
 from autovaruna.planner.records import Plan
 from autovaruna.runtime.batch import GlobalBatch, MicroBatch
 from autovaruna.runtime.mail import Kind, Route
@@ -66,6 +69,8 @@ class Traffic:
         self._instructions = instructions
         self._batch = batch
         self._graph_key = split.traced.key
+        self._factor: float | None = None
+        self._seeds: dict[float, Tensor] = {}
         self._programs: dict[tuple[tuple[Work, ...], str], list[Act]] = {}
         self._travelling = [
             tuple(name for name in stage.inputs if name in split.traced.batch_inputs) for stage in split.stages
@@ -77,6 +82,18 @@ class Traffic:
             for stage in (split.stages if part.origin == rank else ())
             if self._travelling[stage.index] and not batch.has(plan.rank_of(stage.index, part.index), part)
         ]
+
+    def seeds(self, factor: float) -> dict[float, Tensor]:
+        """Returns the gradient of each micro-batch's loss, by its share, for a backward from `factor`."""
+        if self._factor != factor:
+            self._factor, loss = factor, self._split.traced.loss
+            assert loss is not None, "a step goes backward from a loss"
+            value: Tensor = self._split.traced.nodes[loss.node].meta["val"]
+            shares = {part.share for part in self._batch.micro_batches.values()}
+            self._seeds = {
+                share: torch.full((), share * factor, dtype=value.dtype, device=value.device) for share in shares
+            }
+        return self._seeds
 
     def program(self, kinds: tuple[Work, ...], origin: str = "") -> list[Act]:
         """Returns this rank's instructions of some kinds, without those of empty micro-batches.

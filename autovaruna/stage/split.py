@@ -68,6 +68,11 @@ class Split:
     edges: tuple[Edge, ...]
     input_gradients: dict[str, int]
 
+    @cached_property
+    def makers(self) -> dict[int, int]:
+        """The stage that makes each output of the model, by place."""
+        return {place: stage.index for stage in self.stages for place, _ in stage.outputs}
+
 
 def split(traced: TracedModel, assignment: Assignment) -> Split:
     """Takes the stages out of a traced graph.
