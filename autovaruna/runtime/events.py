@@ -21,34 +21,44 @@ from autovaruna.schedule.pipeline import Edge
 logger = logging.getLogger(__name__)
 
 _MEASURED, _PREDICTED = 0, 1
-_STEPS_ONE_BY_ONE = 32
-_STEPS_TOGETHER = 8
+_STEPS_TOGETHER = ((32, 1), (256, 8))
+"""Up to which step how many are written together; then `_MOST_TOGETHER`."""
+_MOST_TOGETHER = 64
 _SHORT_WAIT_SECONDS = 5e-6
 Step = tuple[list[Span], Ends]
+Noted = tuple[Instruction, float, float, float]
+"""An instruction, when it began and ended, and how long it waited meanwhile."""
 
 
 @dataclass
 class Recorder:
-    """Notes the begin and end of instructions on this rank, on the clock of rank 0.
+    """Notes the begin and end of instructions on this rank, and of steps, by readings of `perf_counter`.
 
     Args:
-        offset: What to add to this rank's clock.
+        offset: What to add to this rank's clock to get that of rank 0.
     """
 
     offset: float = 0.0
-    spans: list[Span] = field(default_factory=list)
-    steps: list[Step] = field(default_factory=list)
-
-    def note(self, instruction: Instruction, begin: float, end: float, waited_seconds: float) -> None:
-        """Notes an instruction; `begin` and `end` are readings of `perf_counter`."""
-        begin += self.offset
-        self.spans.append((str(instruction), begin, begin + waited_seconds, end + self.offset))
+    noted: list[Noted] = field(default_factory=list)
+    ended: list[tuple[list[Noted], float]] = field(default_factory=list)
 
     def end_step(self) -> None:
         """Notes that a step has ended."""
-        last = self.spans[-1][3] if self.spans else 0.0
-        self.steps.append((self.spans, (last, perf_counter() + self.offset)))
-        self.spans = []
+        self.ended.append((self.noted, perf_counter()))
+        self.noted = []
+
+    def take(self) -> list[Step]:
+        """Returns the steps that have ended since the last time; only now is anything made of what was noted."""
+        ended, self.ended = self.ended, []
+        return [self._step(noted, end) for noted, end in ended]
+
+    def _step(self, noted: Sequence[Noted], end: float) -> Step:
+        offset = self.offset
+        spans = [
+            (str(instruction), begin + offset, begin + offset + waited, done + offset)
+            for instruction, begin, done, waited in noted
+        ]
+        return spans, (spans[-1][3] if spans else 0.0, end + offset)
 
 
 class EventTrace:
@@ -95,10 +105,9 @@ class EventTrace:
         """Ends a step; appends what was recorded, if it is time to. Collective."""
         self.recorder.end_step()
         self._num_steps += 1
-        if self._num_steps > _STEPS_ONE_BY_ONE and self._num_steps % _STEPS_TOGETHER:
+        if self._num_steps % next((num for last, num in _STEPS_TOGETHER if self._num_steps <= last), _MOST_TOGETHER):
             return
-        steps, self.recorder.steps = self.recorder.steps, []
-        known = self._world.gather_objects(steps, "writing the trace")
+        known = self._world.gather_objects(self.recorder.take(), "writing the trace")
         if self._world.rank != 0 or self._is_broken:
             return
         try:

@@ -129,7 +129,7 @@ class Executor:
         """Executes an instruction and notes when."""
         begin, waited = perf_counter(), self._mail.waited_seconds
         _METHODS[act.instruction.kind](self, self._stages[act.instruction.stage], act)
-        recorder.note(act.instruction, begin, perf_counter(), self._mail.waited_seconds - waited)
+        recorder.noted.append((act.instruction, begin, perf_counter(), self._mail.waited_seconds - waited))
 
     def where(self, error: BaseException) -> str:
         """Returns rank, stage and micro-batch, and the line of the user's model if an operation raised `error`."""

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 import threading
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from autovaruna import AutoVaruna
 from autovaruna.parallel.engine import Engine
 from autovaruna.runtime.arrival import arrive
 from autovaruna.runtime.connected import SMALL_BYTES, ConnectedWorld
@@ -17,7 +21,7 @@ from autovaruna.runtime.elsewhere import Elsewhere
 from autovaruna.runtime.in_process import make_worlds
 from autovaruna.runtime.mail import Kind, Mail, Route
 from tests.catalogue import PLAIN
-from tests.parallel.training import Setup, train
+from tests.parallel.training import QUIET, Setup, train
 from tests.reference import sgd
 
 pytestmark = pytest.mark.timeout(60)
@@ -98,3 +102,37 @@ def test_small_messages_ask_for_no_progress_between_instructions(monkeypatch: py
         pending.wait()
         worlds[1].glance()
         assert looks == expected
+
+
+def test_a_step_takes_few_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It took 261; what does not change from step to step is not worked out again."""
+    counts: list[int] = []
+    run = Engine.run
+
+    def counted(self: Engine, *args: Any) -> Any:
+        returned: list[Any] = []
+        counts.append(calls_of_python(lambda: returned.append(run(self, *args))))
+        return returned[0]
+
+    monkeypatch.setattr(Engine, "run", counted)
+    train(CASE, Setup(((0,),), 1), [CASE.batch(8, step) for step in range(4)], sgd)
+    assert counts[-1] <= 235
+
+
+def train_on_ones(model: AutoVaruna, num_steps: int) -> None:
+    """Goes forward and backward some times."""
+    for _ in range(num_steps):
+        model(torch.ones(8, 3)).sum().backward()
+
+
+def test_a_trace_calls_nothing_between_instructions(tmp_path: Path) -> None:
+    """What is written is made of what was noted later, for several steps at once."""
+    net = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Flatten(), torch.nn.Linear(3, 1))
+    calls = {}
+    for is_on in (False, True):
+        settings = {"trace_events": True, "trace_events_file": str(tmp_path / "events.json")} if is_on else {}
+        model = AutoVaruna(copy.deepcopy(net), **QUIET, num_micro_batches=8, **settings)
+        train_on_ones(model, 40)
+        calls[is_on] = calls_of_python(partial(train_on_ones, model, 7))
+    instructions = 7 * 16
+    assert calls[True] - calls[False] <= instructions + 7 * 4
