@@ -10,6 +10,9 @@ Beside it stands what is known of where the delay comes from: what training wait
 optimizer's next step; and what copies and sums take of a processor, once for each byte. With an idle core for each
 rank they take none of the training's time; without any, and without bubbles, the delay cannot be less.
 
+The C library keeps the memory that it has (steps then ask the system for none): what the system takes to give memory,
+a quarter of a step, varies by more than the delay.
+
 python benchmarks/checkpoint_delay.py [--ranks 1] [--gigabytes 1] [--pairs 15] [--rows 256] [--dir DIR]
 """
 
@@ -36,6 +39,7 @@ parser.add_argument("--pairs", type=int, default=15)
 parser.add_argument("--rows", type=int, default=256, help="samples of a step")
 parser.add_argument("--dir", default=None)
 args = parser.parse_args()
+os.environ |= {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40), "MALLOC_TOP_PAD_": str(256 << 20)}
 start_ranks(args.ranks)
 
 import torch  # noqa: E402 - after start_ranks, which says how many threads torch may start
@@ -65,16 +69,17 @@ class Pair:
 
 
 class StepWaits:
-    """What an optimizer's steps wait for: what is hooked to them between the two hooks of this."""
+    """What an optimizer's steps wait for: what is hooked to them between `hook_begin` and `hook_end`."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self) -> None:
         self.seconds = 0.0
-        self._optimizer = optimizer
         self._begin = 0.0
+
+    def hook_begin(self, optimizer: torch.optim.Optimizer) -> None:
         optimizer.register_step_pre_hook(self._note_begin)
 
-    def hook_end(self) -> None:
-        self._optimizer.register_step_pre_hook(self._note_end)
+    def hook_end(self, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.register_step_pre_hook(self._note_end)
 
     def _note_begin(self, *_: Any) -> None:
         self._begin = time.perf_counter()
@@ -89,15 +94,16 @@ class Trial:
     def __init__(self, num_bytes: float, num_ranks: int) -> None:
         net, self.optimizer = make_model(num_bytes)
         split = {"num_stages": num_ranks, "num_micro_batches": 2 * num_ranks} if num_ranks > 1 else {}
+        self.waits = StepWaits()
+        self.waits.hook_begin(self.optimizer)
         self.model = AutoVaruna(net, self.optimizer, **SETTINGS, **split)
         self.world = self.model.world
         self.batch = torch.randn(args.rows, WIDTH)
-        self.waits = StepWaits(self.optimizer)
+        self.waits.hook_end(self.optimizer)
         self.steps(2)
         made = Path(tempfile.mkdtemp(prefix="checkpoint-", dir=args.dir)) if self.world.rank == 0 else None
         self.root: Path = self.world.broadcast_object(made, 0, "a folder")
-        self.save(in_background=True)  # hooks the steps
-        self.waits.hook_end()
+        self.save(in_background=True)  # the first takes memory that the others use again
         self.steps(2)
         self.model.wait_checkpoint()
 
