@@ -173,9 +173,16 @@ class _Kinds:
         if user.op != "call_function" or self.of.get(user) in (Kind.FIXED, Kind.WHOLE) or is_of_batch(user):
             return False
         result = user.meta.get("val")
-        if not isinstance(result, Tensor) or not (result.is_floating_point() or result.is_complex()):
+        if not isinstance(result, Tensor):
             return False
+        if not (result.is_floating_point() or result.is_complex()):
+            return not self.is_number(value) and not self._is_length(value)
         return not self.is_number(value) or user.target in _DIVISIONS | _PRODUCTS
+
+    def _is_length(self, value: fx.Node) -> bool:
+        """Whether a tensor becomes a size: integers that go with it stay those of the micro-batch, as it does."""
+        users = [user for user in value.users if self.of.get(user) is Kind.WHOLE]
+        return any(self.is_number(user) or self._is_length(user) for user in users)
 
     def is_number(self, node: fx.Node) -> bool:
         """Whether a node is a plain number, not a tensor."""
