@@ -13,11 +13,13 @@ from torch import Tensor, fx
 from autovaruna.graph.arguments import SUM, arguments
 from autovaruna.graph.kept import KeptModule, run_kept
 from autovaruna.graph.linear import ADD_UP, DIVIDE, JOIN, KEEP_MEANS, MULTIPLY, PRODUCTS, VIEWS
-from autovaruna.graph.of_batch import is_of_batch
+from autovaruna.graph.of_batch import Use, is_of_batch
 from autovaruna.graph.sizes import Sizes
 
 _SAME_NUMBER = frozenset({"scalar_tensor", "full", "to", "_to_copy", "lift_fresh_copy", "detach", "clone"})
 _SIZES = (1, 2, 3, 8)
+_POWERS = {Use.PLAIN: 0.0, Use.DIVISOR: 1.0, Use.FACTOR: -1.0}
+"""How what a micro-batch gets of a value of the whole batch grows with it."""
 
 
 class Reductions:
@@ -76,7 +78,9 @@ class Reductions:
         """Returns with which power of the batch size a factor grows; NaN: with none, None: it is made of samples."""
         if not isinstance(scale, fx.Node):
             return 0.0
-        if self._sizes.is_given(scale) and not is_of_batch(scale):
+        if is_of_batch(scale):
+            return _POWERS[scale.args[1]]  # type: ignore[index]
+        if self._sizes.is_given(scale):
             return self._power_of(scale.meta["val"])
         if name_of(scale) in _SAME_NUMBER and len(scale.all_input_nodes) == 1 and _is_number(scale):
             return self._power(scale.all_input_nodes[0])
