@@ -31,6 +31,7 @@ from autovaruna.graph.functions import Function, take_functions
 from autovaruna.graph.guards import hooked, watched, with_own_backward
 from autovaruna.graph.hidden_state import Changes, compare_calls
 from autovaruna.graph.idioms import idioms
+from autovaruna.graph.idle_operations import drop_idle
 from autovaruna.graph.keeping import is_of_keeper, kept_whole, take_modules
 from autovaruna.graph.padding import padded_encoders
 from autovaruna.graph.precision import in_precision, noted_precision, switch_in_regions
@@ -46,7 +47,6 @@ from autovaruna.graph.stack import short_stacks
 from autovaruna.graph.tidy import PREFIX, tidy
 from autovaruna.graph.tree import Tree
 from autovaruna.graph.unlift import unlift
-from autovaruna.graph.whole_slices import drop_whole_slices
 
 logger = logging.getLogger(__name__)
 
@@ -202,7 +202,7 @@ def _attempt(
     parameters = {PREFIX + name for name, _ in model.named_parameters(remove_duplicate=False)}
     state = parameters | {PREFIX + name for name, _ in model.named_buffers(remove_duplicate=False)}
     with deferred_compilation():
-        drop_whole_slices(graph_module)
+        drop_idle(graph_module)
         open_free_regions(graph_module, parameters, [spec.needs_gradient for spec in call.inputs])
         switch_in_regions(graph_module)
         take_functions(graph_module)

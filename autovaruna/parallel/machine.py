@@ -30,7 +30,7 @@ _M_MXFAST, _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = 1, -1, -3
 _PROCESS_BYTES = 16 << 20
 """What a process holds on the CPU beside tensors, once it has traced a model, where the system does not say."""
 _LATER_BYTES = 3 << 20
-"""What splitting and the first steps add: graphs of stages, objects, pages of code; of seven models 1 to 5 MiB."""
+"""What splitting and the first steps add: graphs of stages, objects, pages of code; of four models 1 to 5 MiB."""
 _HEAP_SHARE, _HEAP_SHARE_WITH_PIECES = 1 / 3, 1 / 2
 """What the C library's heap needs on the CPU on top of what a step makes and frees, in the middle of many models.
 

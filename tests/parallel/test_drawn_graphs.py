@@ -16,6 +16,7 @@ from tests.parallel.training import Setup, TooFewBlocksError, train
 from tests.reference import OPTIMIZERS, bit_equal, compare, part, plain_micro_batched, ranges
 
 STEPS = 2
+ONCE_WRONG = (68, 255)  # a value and the same under another name on both sides of a cut
 SHARED = ("interleaved", "deepest_first")
 SCHEDULES = ("gpipe", "1f1b", "varuna", "zero_bubble", *SHARED)
 
@@ -57,7 +58,7 @@ def hold(case: Case, setup: Setup, size: int, optimizer: str) -> None:
         compare(got, plain_micro_batched(case, steps, OPTIMIZERS[optimizer]))
 
 
-@pytest.mark.parametrize("seed", range(int(os.environ.get("DRAWN_GRAPHS", "24"))))
+@pytest.mark.parametrize("seed", sorted({*range(int(os.environ.get("DRAWN_GRAPHS", "24"))), *ONCE_WRONG}))
 def test_a_drawn_graph_trains_as_plain_pytorch(seed: int) -> None:
     chance = random.Random(seed)
     case = draw_case(seed, chance.randint(6, 20))
