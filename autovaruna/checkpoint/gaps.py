@@ -15,15 +15,18 @@ class Gaps:
 
     def __init__(self) -> None:
         self._end: float | None = None
+        self._is_running = False
         self._seconds: deque[float] = deque(maxlen=_NUM_GAPS)
 
     def note_begin(self) -> None:
-        """Says that a step begins."""
-        if self._end is not None:
+        """Says that a step begins; a class of the script's own that calls its parent's step says it twice."""
+        if self._end is not None and not self._is_running:
             self._seconds.append(time.monotonic() - self._end)
+        self._is_running = True
 
     def note_end(self) -> None:
         """Says that a step has ended."""
+        self._is_running = False
         self._end = time.monotonic()
 
     def seconds_left(self) -> float | None:

@@ -113,6 +113,7 @@ def test_the_time_to_the_next_step_is_without_what_steps_themselves_take(monkeyp
             return super().step(*args)
 
     net = torch.nn.Linear(4, 1)
+    torch.optim.SGD(net.parameters())  # from the first one on, hooks run around a parent's step as well
     model = AutoVaruna(net, Slow(net.parameters(), lr=0.1))
     known = model._persistence._gaps
     assert known.seconds_left() is None
