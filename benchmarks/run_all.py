@@ -33,7 +33,7 @@ SCRIPTS = {
 NO_QUICK = {
     "overhead": ["--pairs", "20"],
     "placement": [],
-    "prediction": ["--steps", "3"],
+    "prediction": ["--steps", "3", "--turns", "1", "--only", "1f1b"],
     "checkpoint": ["--gigabytes", "0.25"],
     "checkpoint_delay": ["--gigabytes", "0.25"],
 }

@@ -81,9 +81,8 @@ def measure(
         MeasureError: a part cannot be run; says which.
     """
     rank, num_ranks = share
-    jobs = [
-        (part, size) for size in micro_batch_sizes for part in _distinct(traced) if (part.signature, size) not in known
-    ][rank::num_ranks]
+    jobs = [job for job in _jobs(traced, micro_batch_sizes) if (job[0].signature, job[1]) not in known]
+    jobs = jobs[rank::num_ranks]
     kinds = [Samples(traced, model, device, inputs, numbers) for numbers in Numbers]
     ends = perf_counter() + budget_seconds
     costs: dict[Key, PartCost] = {}
@@ -106,6 +105,15 @@ def lasting_keys(traced: TracedModel, micro_batch_sizes: Sequence[int]) -> list[
 def merge(shares: Iterable[Mapping[Key, PartCost]]) -> dict[Key, PartCost]:
     """Joins the shares of all ranks."""
     return {key: cost for share in shares for key, cost in share.items()}
+
+
+def _jobs(traced: TracedModel, sizes: Sequence[int]) -> list[tuple[Part, int]]:
+    """Returns what to measure: a part with all sizes at once, since machines drift; each rank comes by every size."""
+    found: list[tuple[Part, int]] = []
+    for place, part in enumerate(_distinct(traced)):
+        first = place % len(sizes)
+        found += [(part, size) for size in (*sizes[first:], *sizes[:first])]
+    return found
 
 
 def _distinct(traced: TracedModel) -> list[Part]:
