@@ -14,9 +14,8 @@ from typing import Any, TypeVar
 
 import numpy
 import torch
-from torch import Tensor
 
-from autovaruna.graph.held import entries, is_container, is_plain
+from autovaruna.graph.held import identities, is_container, is_plain
 
 _OWN = __name__.partition(".")[0]
 _NO_MODELS = {_OWN, "torch", "numpy", "sympy", "mpmath", *sys.stdlib_module_names} - {"__main__"}
@@ -86,17 +85,13 @@ def _content(path: str, value: Any) -> Iterator[Any]:
         value = list(value)
     if is_plain(value) or is_container(value):
         yield type(value)
-        yield from _entries(path, value)
+        yield from identities(path, value, _DEPTH)
     elif isinstance(value, Random):
         yield value.getstate()
     elif isinstance(getattr(value, "__dict__", None), dict):
         yield id(value)
-        yield from _entries(path, vars(value))
+        yield from identities(path, vars(value), _DEPTH)
     elif type(value).__module__ == "itertools":
         yield repr(value)
     else:
         yield id(value) if isinstance(value, _IMMUTABLE) else object()  # what may change is never the same
-
-
-def _entries(path: str, value: Any) -> Iterator[Any]:
-    return ((name, id(each) if isinstance(each, Tensor) else each) for name, each in entries(path, value, _DEPTH))

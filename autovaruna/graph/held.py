@@ -62,3 +62,9 @@ def entries(path: str, value: Any, depth: int = _DEPTH) -> Iterator[tuple[str, A
         items = value.items() if isinstance(value, Mapping) else enumerate(value)
         for name, inner in list(items):
             yield from entries(f"{path}.{name}", inner, depth - 1)
+
+
+def identities(path: str, value: Any, depth: int = _DEPTH) -> Iterator[tuple[str, Any]]:
+    """Yields what `entries` does, and of tensors which object is there."""
+    for name, each in entries(path, value, depth):
+        yield name, id(each) if isinstance(each, Tensor) else each

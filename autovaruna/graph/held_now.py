@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from enum import Enum
-from functools import partial
+from functools import cached_property, partial
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from autovaruna.graph.attribute_reads import NOTHING, Reads, Tables
-from autovaruna.graph.global_names import shared_places
+from autovaruna.graph.global_names import Places, shared_places
 from autovaruna.graph.globals_read import GlobalsRead
-from autovaruna.graph.held import entries, is_plain
+from autovaruna.graph.held import identities, is_plain
 from autovaruna.graph.hidden_state import hidden_state, state_of_classes
 from autovaruna.graph.same_modules import OF_MODULES
 
@@ -35,7 +35,12 @@ class Held:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._places = shared_places(model)
+        self._model = model
+
+    @cached_property
+    def _places(self) -> Places:
+        """What forward names; most models repeat nothing, and are not searched for it."""
+        return shared_places(self._model)
 
     def inside(self, module: nn.Module) -> Any:
         """Returns what is equal as long as nothing that a submodule and its classes hold has changed."""
@@ -64,10 +69,10 @@ class Held:
     def _named(self) -> Iterator[tuple[str, Any]]:
         for path, get in self._places.items():
             try:
-                found = list(entries(path, get()))
+                found = list(identities(path, get()))
             except (KeyError, ValueError):  # it is gone
                 continue
-            yield from ((name, id(value) if isinstance(value, Tensor) else value) for name, value in found)
+            yield from found
 
 
 def _attributes(read: Tables, reads: Reads) -> Iterator[Any]:

@@ -18,7 +18,7 @@ from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from autovaruna.errors import TraceError
-from autovaruna.graph.held import entries, is_plain, records
+from autovaruna.graph.held import identities, is_plain, records
 from autovaruna.graph.known import for_real, is_known
 
 _OF_MODULES = frozenset(vars(nn.Module()))
@@ -208,7 +208,6 @@ def _entries(path: str, value: Any) -> Iterator[tuple[str, Any]]:
     if is_plain(value):
         yield path, value
     elif isinstance(value, list | dict):
-        for name, inner in entries(path, value, depth=2):
-            yield name, id(inner) if isinstance(inner, Tensor) else inner
+        yield from identities(path, value, depth=2)
     elif type(value).__module__ == "itertools":
         yield path, repr(value)

@@ -11,7 +11,7 @@ from threading import local
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -190,6 +190,15 @@ class _Through(torch.autograd.Function):
 def is_differentiable(tensor: Tensor) -> bool:
     """Whether a tensor can have a gradient."""
     return tensor.is_floating_point() or tensor.is_complex()
+
+
+def kept_by(node: fx.Node) -> KeptModule | None:
+    """Returns the module that a node runs as it is; None: the node runs something else."""
+    if node.target is not run_kept:
+        return None
+    holder: Any = node.args[0]
+    kept: KeptModule = getattr(node.graph.owning_module, holder.target)
+    return kept
 
 
 def run_kept(kept: KeptModule, batch: int, tensors: Sequence[Tensor], state: Sequence[Tensor]) -> list[Tensor]:

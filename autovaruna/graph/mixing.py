@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 from autovaruna.errors import TraceError
 from autovaruna.graph.along_batch import runs_along
 from autovaruna.graph.facts import Fact
-from autovaruna.graph.kept import Join, KeptModule, run_kept
+from autovaruna.graph.kept import Join, kept_by
 from autovaruna.graph.of_batch import is_of_batch
 from autovaruna.graph.origin import origin
 from autovaruna.graph.sizes import Sizes
@@ -174,10 +174,9 @@ class _Reaches:
 
 def _mixed_inside(node: fx.Node) -> str:
     """Returns how a module that is kept whole mixes samples: it returns others for parts of a batch."""
-    if node.target is not run_kept:
+    kept = kept_by(node)
+    if kept is None:
         return ""
-    holder: Any = node.args[0]
-    kept: KeptModule = getattr(node.graph.owning_module, holder.target)
     is_mixed = any(
         line.join is Join.OTHER and any(slope for slope, _ in line.lengths) for line in kept.returned.tensors
     )

@@ -17,7 +17,7 @@ from autovaruna.errors import InputError
 from autovaruna.graph.arguments import MEAN, arguments
 from autovaruna.graph.counted_means import LOSSES
 from autovaruna.graph.functions import run_function
-from autovaruna.graph.kept import Join, run_kept
+from autovaruna.graph.kept import Join, kept_by
 from autovaruna.graph.linear import DIVIDE, JOIN, KEEP_MEANS, SCALE
 from autovaruna.graph.origin import origin
 from autovaruna.graph.outputs import OutputKind
@@ -148,11 +148,11 @@ class _Means:
         made: Any = node.args[0]
         if made.target is run_function:
             return any(map(self._is_joint, made.args[1]))
-        if made.target is not run_kept:
+        kept = kept_by(made)
+        if kept is None:
             return False
-        kept, _, tensors, _ = made.args
-        line = getattr(node.graph.owning_module, kept.target).returned.tensors[node.args[1]]
-        return line.join is Join.OTHER or any(map(self._is_joint, tensors))
+        place: Any = node.args[1]
+        return kept.returned.tensors[place].join is Join.OTHER or any(map(self._is_joint, made.args[2]))
 
     def _averages_counted(self, node: fx.Node, name: str) -> bool:
         """Whether a node is a mean over as many numbers as numbers of the model say; counts of inputs are parted."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from autovaruna.graph.arguments import SUM, arguments
-from autovaruna.graph.kept import KeptModule, run_kept
+from autovaruna.graph.kept import kept_by
 from autovaruna.graph.linear import ADD_UP, DIVIDE, JOIN, KEEP_MEANS, MULTIPLY, PRODUCTS, VIEWS
 from autovaruna.graph.of_batch import Use, is_of_batch
 from autovaruna.graph.sizes import Sizes
@@ -67,8 +67,8 @@ class Reductions:
     def _is_sum(self, node: fx.Node) -> bool:
         if node.target is getitem:
             made: Any = node.args[0]
-            kept = getattr(node.graph.owning_module, str(made.args[0].target)) if made.target is run_kept else None
-            return isinstance(kept, KeptModule) and kept.adds_up(int(node.args[1]))  # type: ignore[arg-type]
+            kept = kept_by(made)
+            return kept is not None and kept.adds_up(int(node.args[1]))  # type: ignore[arg-type]
         return name_of(node) in ADD_UP or arguments(node).get("reduction") == SUM
 
     def _grows(self, node: Any) -> bool:
