@@ -14,10 +14,10 @@ from torch import nn
 
 from autovaruna.errors import PlanError
 from autovaruna.graph.random import untouched_generator
+from autovaruna.parallel.speeds import SpeedWatch
 from autovaruna.planner.heap import MAPPED_BYTES
 from autovaruna.profiler.optimizer import measure_step, state_factor
 from autovaruna.profiler.records import Cluster, OptimizerCost
-from autovaruna.profiler.speed import measure_speed
 from autovaruna.profiler.timing import call_seconds
 from autovaruna.runtime.links import measure_all_reduce_latency, measure_links
 from autovaruna.runtime.world import World
@@ -91,36 +91,38 @@ def host_memory() -> float:
 
 
 def describe_cluster(
-    world: World, device: torch.device, settings: Settings, resident_before: float = 0.0, batch_bytes: float = 0.0
+    watch: SpeedWatch, device: torch.device, settings: Settings, resident_before: float = 0.0, batch_bytes: float = 0.0
 ) -> Cluster:
     """Measures links and speeds. Collective.
 
     A memory limit that the user sets is for what the model brings: what a process holds beside it comes on top.
 
     Args:
-        world: The ranks.
+        watch: Of the ranks' speeds.
         device: Where this rank computes.
         settings: The settings.
         resident_before: What `resident_bytes` said before the model was traced; 0: not known.
         batch_bytes: What the caller's mini-batch takes on the device.
     """
+    world = watch.world
     process_bytes = _process_bytes(world, device, resident_before, batch_bytes)
+    watch.look()
     local, remote, all_reduce = measure_links(world)
     latency = measure_all_reduce_latency(world)
+    watch.look()
     overhead = _CALLS_OF_AN_INSTRUCTION * fmean(call_seconds(1, device))
     memory = rank_memory(world, device, settings) + (process_bytes if settings.memory_limit_bytes else 0.0)
-    known = world.gather_objects((memory, measure_speed(device), overhead), "measuring speeds")
-    seconds = [each for _, each, _ in known]
+    known = world.gather_objects((memory, overhead), "describing the machine")
     is_host = device.type == "cpu"
     return Cluster(
         hosts=world.hosts,
-        memory_bytes=tuple(memory for memory, _, _ in known),
-        speeds=tuple(_relative_speed(each, seconds) for each in seconds),
+        memory_bytes=tuple(memory for memory, _ in known),
+        speeds=watch.speeds(),
         local_link=local,
         remote_link=remote,
         all_reduce_bytes_per_second=all_reduce,
         all_reduce_latency_seconds=latency,
-        overhead_seconds=median_low(each for _, _, each in known),
+        overhead_seconds=median_low(each for _, each in known),
         process_bytes=process_bytes,
         heap_share=_heap_share() if is_host else 0.0,
     )
@@ -133,13 +135,6 @@ def _heap_share() -> float:
     if mapped_from.isdigit() and int(mapped_from) <= _SMALL_BYTES:
         return 0.0
     return _HEAP_SHARE if tunables.get("glibc.malloc.tcache_count") == "0" else _HEAP_SHARE_WITH_PIECES
-
-
-def _relative_speed(seconds: float, everyone: list[float]) -> float:
-    """Returns a rank's speed relative to the typical one; what lies within the clock's noise counts as equal."""
-    typical = sorted(everyone)[len(everyone) // 2]
-    speed = typical / seconds
-    return 1.0 if 0.8 < speed < 1.25 else speed
 
 
 def optimizer_factor(optimizer: torch.optim.Optimizer | None, settings: Settings) -> float:

@@ -19,8 +19,10 @@ from autovaruna.errors import ConfigError
 from autovaruna.graph.traced import TracedModel
 from autovaruna.parallel.calls import SharedCall
 from autovaruna.parallel.machine import describe_cluster, optimizer_cost, optimizer_factor, rank_memory
+from autovaruna.parallel.measuring import Turn, measure_together
 from autovaruna.parallel.problem import SHAPING, constraints_of, needs_gradient, sizes_to_measure, splits_backward
 from autovaruna.parallel.saved import GLOBAL_BATCH, read_plan
+from autovaruna.parallel.speeds import SpeedWatch
 from autovaruna.planner import Plan, Problem, make_plan
 from autovaruna.planner.deployment import deployment_of, save
 from autovaruna.planner.fingerprint import Fingerprint, host_counts
@@ -185,7 +187,7 @@ class Preparation:
             save(self._settings.deployment_file, deployment_of(self.plan, self._traced.graph, self._fingerprint))
             logger.info("saved the deployment to %s", self._settings.deployment_file)
 
-    def _measure(self) -> Profile:
+    def _measure(self, watch: SpeedWatch) -> Profile:
         """Measures what no rank knows already, each rank its share."""
         world, sizes = self._world, self._sizes_to_measure()
         splits = splits_backward(self._settings, world.num_ranks)
@@ -198,22 +200,24 @@ class Preparation:
 
         known = self._merged(known_here, "reading saved measurements")
 
-        def own_share() -> dict[Key, PartCost]:
-            with progress_bar("measuring", self._settings.progress and world.rank == 0) as advance:
+        with progress_bar("measuring", self._settings.progress and world.rank == 0) as advance:
+
+            def own_share(turn: Turn) -> dict[Key, PartCost]:
                 return measure(
                     self._traced,
                     self._model,
                     sizes,
                     self.device,
-                    iterations=self._settings.profile_iterations,
+                    iterations=turn.iterations,
+                    budget_seconds=turn.budget_seconds,
                     splits=splits,
-                    share=(world.rank, world.num_ranks),
+                    share=turn.share,
                     known=known,
                     inputs=self._shared.tensors,
-                    on_progress=advance,
+                    on_progress=turn.progress(advance),
                 )
 
-        fresh = self._merged(own_share, "measuring")
+            fresh = measure_together(watch, self._settings.profile_iterations, own_share)
         if cache and is_first_of_host:
             cache.write({key: fresh[key] for key in lasting if key in fresh})
         return to_profile(self._traced, merge([known, fresh]), self.device)
@@ -233,12 +237,13 @@ class Preparation:
 
     def _measured_problem(self) -> Problem:
         """Measures model, machine and optimizer. Collective."""
-        profile = self._measure()
+        watch = SpeedWatch(self._world, self.device)
+        profile = self._measure(watch)
         batch_bytes = sum(each.nbytes for each in self._shared.tensors if each.device.type == self.device.type)
         return Problem(
             graph=self._traced.graph,
             profile=profile,
-            cluster=describe_cluster(self._world, self.device, self._settings, self._resident_before, batch_bytes),
+            cluster=describe_cluster(watch, self.device, self._settings, self._resident_before, batch_bytes),
             global_batch_size=self._global_batch_size,
             optimizer_bytes_factor=float(self._fingerprint.settings["optimizer_bytes_factor"]),
             optimizer_cost=optimizer_cost(self._optimizer, self._world, self.device),

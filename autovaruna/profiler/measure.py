@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from time import perf_counter
 
 import torch
@@ -24,6 +25,8 @@ from autovaruna.profiler.work import make_work
 
 logger = logging.getLogger(__name__)
 
+_NOISE = 1.25
+"""What takes this much longer than at another time was disturbed."""
 Key = tuple[str, int]
 """Signature of a part, and samples in the micro-batch."""
 
@@ -42,6 +45,16 @@ class PartCost:
     weight_seconds: float = 0.0
     split_seconds: float = 0.0
     deferred_bytes: int = 0
+
+    @property
+    def seconds(self) -> tuple[float, float, float, float]:
+        """What takes time: forward, backward, weight gradients, splitting."""
+        return self.forward_seconds, self.backward_seconds, self.weight_seconds, self.split_seconds
+
+    def with_seconds(self, seconds: Iterable[float]) -> PartCost:
+        """Returns the cost with other seconds."""
+        forward, backward, weights, split = seconds
+        return PartCost(forward, backward, self.num_bytes, weights, split, self.deferred_bytes)
 
 
 def measure(
@@ -105,6 +118,16 @@ def lasting_keys(traced: TracedModel, micro_batch_sizes: Sequence[int]) -> list[
 def merge(shares: Iterable[Mapping[Key, PartCost]]) -> dict[Key, PartCost]:
     """Joins the shares of all ranks."""
     return {key: cost for share in shares for key, cost in share.items()}
+
+
+def settle(costs: Sequence[PartCost]) -> PartCost:
+    """Returns what a part takes by several measurements: the mean of each kind of seconds over the undisturbed ones."""
+    return costs[0].with_seconds(map(_undisturbed, zip(*(cost.seconds for cost in costs), strict=True)))
+
+
+def _undisturbed(seconds: Sequence[float]) -> float:
+    """Returns the mean of those that another program cannot have slowed much."""
+    return fmean(each for each in seconds if each <= _NOISE * min(seconds))
 
 
 def _jobs(traced: TracedModel, sizes: Sequence[int]) -> list[tuple[Part, int]]:

@@ -12,6 +12,8 @@ from autovaruna.config import Settings
 from autovaruna.graph.call import describe
 from autovaruna.graph.traced import TracedModel, trace
 from autovaruna.parallel.machine import describe_cluster
+from autovaruna.parallel.measuring import Turn, measure_together
+from autovaruna.parallel.speeds import SpeedWatch
 from autovaruna.profiler.cache import ProfileCache
 from autovaruna.profiler.measure import Key, PartCost, measure, merge
 from autovaruna.profiler.records import Cluster
@@ -42,27 +44,26 @@ class Subject:
 
     def measure(self, size: int, known: Collection[Key]) -> dict[Key, PartCost]:
         """Measures what is not known at one micro-batch size, each rank its share. Collective."""
-        share = (self.world.rank, self.world.num_ranks)
-        own = on_all(
-            self.world,
-            lambda: measure(
+
+        def own_share(turn: Turn) -> dict[Key, PartCost]:
+            return measure(
                 self.traced,
                 self.model,
                 [size],
                 self.device,
-                iterations=self.settings.profile_iterations,
+                iterations=turn.iterations,
+                budget_seconds=turn.budget_seconds,
                 splits=False,
-                share=share,
+                share=turn.share,
                 known=known,
                 inputs=self.tensors,
-            ),
-            "measuring",
-        )
-        return merge(self.world.gather_objects(own, "sharing measurements"))
+            )
+
+        return measure_together(SpeedWatch(self.world, self.device), self.settings.profile_iterations, own_share)
 
     def cluster(self) -> Cluster:
         """Measures links and speeds. Collective."""
-        return describe_cluster(self.world, self.device, self.settings)
+        return describe_cluster(SpeedWatch(self.world, self.device), self.device, self.settings)
 
 
 def subject_of(model: nn.Module, inputs: Inputs, device: torch.device, settings: Settings, world: World) -> Subject:
