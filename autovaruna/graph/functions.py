@@ -49,6 +49,11 @@ def run_function(key: str, tensors: Sequence[Tensor]) -> list[Tensor]:
     return [leaf for leaf in pytree.tree_leaves(_calls[key].run(tensors)) if isinstance(leaf, Tensor)]
 
 
+def function_name(key: str) -> str:
+    """Returns the name of a kept function."""
+    return _calls[key].function.__qualname__
+
+
 @torch.library.custom_op("autovaruna::function", mutates_args=())
 def _kept(tensors: Sequence[Tensor], key: str) -> list[Tensor]:
     """Stands for a call in a trace; `_fake` says what comes out."""

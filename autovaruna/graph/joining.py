@@ -1,7 +1,8 @@
 """Finds out how what a module returns for parts of a batch becomes what it returns for the whole: it is tried out.
 
 A module that is kept whole cannot be read: a loss that it returns may be a mean over the samples, a sum, or neither,
-and samples may meet in it. So it runs on a few samples, then on two parts of them.
+and samples may meet in it, or in its backward. So it runs on a few samples, then on two parts of them, forward and
+backward.
 """
 
 from __future__ import annotations
@@ -66,7 +67,64 @@ def _joins(trial: Trial, lines: Sequence[Line], numbers: _Numbers) -> list[Join]
     noise = _NOISE_OF_HALVES if is_half or trial.precision else _NOISE
     if not all(_is_close(one, other, noise) for one, other in zip(again, whole, strict=True)):  # it is random
         return [Join.UNKNOWN for _ in lines]
-    return [_join(line, whole[place], [each[place] for each in of_parts], noise) for place, line in enumerate(lines)]
+    joins = [_join(line, whole[place], [each[place] for each in of_parts], noise) for place, line in enumerate(lines)]
+    if trial.is_differentiated and not _is_joined_backward(trial, [tensors, *parts], joins, noise):
+        return [Join.OTHER if is_differentiable(whole[place]) else join for place, join in enumerate(joins)]
+    return joins
+
+
+def _is_joined_backward(trial: Trial, given: Sequence[list[Tensor]], joins: Sequence[Join], noise: float) -> bool:
+    """Whether backwards of all samples and of their parts, which are `given`, have gradients that fit together."""
+    runs = [_run(trial, each, seed=0) for each in given]
+    starts = _starts([outputs for outputs, _ in runs], joins)
+    try:
+        gradients = [_gradients(*run, start) for run, start in zip(runs, starts, strict=True)]
+    except Exception:  # a backward that fails does so in plain PyTorch
+        return True
+    largest = max((float(each.abs().max()) for each in gradients[0] if each.numel()), default=0.0)
+    return all(
+        _is_close(_joined(*parts), whole, noise, 0.01 * largest) or not whole.isfinite().all()
+        for whole, *parts in zip(*gradients, strict=True)
+    )
+
+
+def _starts(outputs: Sequence[list[Tensor]], joins: Sequence[Join]) -> list[list[Tensor | None]]:
+    """Returns gradients to go backward from: drawn for all samples, and what parts have of those."""
+    generator = torch.Generator().manual_seed(0)
+    found: list[list[Tensor | None]] = []
+    for join, (whole, *parts) in zip(joins, zip(*outputs, strict=True), strict=True):
+        if not whole.requires_grad or join in (Join.OTHER, Join.UNKNOWN):
+            found.append([None for _ in outputs])
+            continue
+        drawn = _normal(whole.shape, whole.dtype, generator).to(whole.device, whole.dtype)
+        if (grows := _growing(whole, parts[0])) is not None:
+            found.append([drawn, *drawn.split_with_sizes([each.shape[grows] for each in parts], grows)])
+        else:
+            shares = [size / _WHOLE if join is Join.MEAN else 1.0 for size in _PARTS]
+            found.append([drawn, *(drawn * share for share in shares)])
+    return [list(each) for each in zip(*found, strict=True)]
+
+
+def _gradients(outputs: Sequence[Tensor], leaves: Sequence[Tensor], starts: Sequence[Tensor | None]) -> list[Tensor]:
+    """Returns the gradients of arguments and parameters, zeros where there are none."""
+    ends = [place for place, start in enumerate(starts) if start is not None]
+    if not ends or not leaves:
+        return []
+    found = torch.autograd.grad(
+        [outputs[place] for place in ends], leaves, [starts[place] for place in ends], allow_unused=True
+    )
+    return [torch.zeros_like(leaf) if each is None else each for leaf, each in zip(leaves, found, strict=True)]
+
+
+def _joined(first: Tensor, second: Tensor) -> Tensor:
+    """Returns the gradient of all samples, by those of two parts: of the samples, or of what they have in common."""
+    grows = _growing(first, second)
+    return first + second if grows is None else torch.cat([first, second], grows)
+
+
+def _growing(one: Tensor, other: Tensor) -> int | None:
+    """Returns the first dimension that two tensors have of different lengths."""
+    return next((place for place, length in enumerate(one.shape) if length != other.shape[place]), None)
 
 
 def _join(line: Line, whole: Tensor, parts: Sequence[Tensor], noise: float) -> Join:
@@ -87,26 +145,32 @@ def _join(line: Line, whole: Tensor, parts: Sequence[Tensor], noise: float) -> J
     return Join.SUM if _is_close(first + second, whole, noise) else Join.OTHER
 
 
-def _is_close(one: Tensor, other: Tensor, noise: float) -> bool:
+def _is_close(one: Tensor, other: Tensor, noise: float, least: float = 0.0) -> bool:
+    """Whether two tensors differ by no more than `noise` times the greatest number in one, or `least`."""
     if one.shape != other.shape or not is_differentiable(other):
         return torch.equal(one, other)
     kind = torch.complex128 if other.is_complex() else torch.double
     first, second = one.to(kind), other.to(kind)
-    return not other.numel() or bool((first - second).abs().max() <= noise * second.abs().max())
+    return not other.numel() or float((first - second).abs().max()) <= noise * max(float(second.abs().max()), least)
 
 
 def _outputs(trial: Trial, tensors: Sequence[Tensor], seed: int) -> list[Tensor]:
-    """Runs the module.
+    return [each.detach() for each in _run(trial, tensors, seed)[0]]
+
+
+def _run(trial: Trial, tensors: Sequence[Tensor], seed: int) -> tuple[list[Tensor], list[Tensor]]:
+    """Runs the module; returns what it returns, and those of its arguments and parameters that get a gradient.
 
     Raises:
         ValueError: it changes a buffer, as BatchNorm does: what it returns may follow from the micro-batch.
     """
     default_generator(trial.device).manual_seed(seed)
     copies = [each.detach().clone().requires_grad_(each.requires_grad) for each in tensors]
-    outputs, _, is_same = trial.run(copies, trial.numbers(), seed)
+    numbers = trial.numbers()
+    outputs, _, is_same = trial.run(copies, numbers, seed)
     if not is_same:
         raise ValueError("it changes a buffer")
-    return [each.detach() for each in outputs]
+    return outputs, [each for each in (*copies, *numbers) if each.requires_grad]
 
 
 def _drawn(trial: Trial, numbers: _Numbers) -> list[Tensor]:
@@ -117,8 +181,7 @@ def _drawn(trial: Trial, numbers: _Numbers) -> list[Tensor]:
         shape = trial.shape_of(each, _WHOLE)
         kind = torch.empty((), dtype=each.dtype)
         if is_differentiable(kind):
-            wide = torch.complex64 if kind.is_complex() else torch.float32
-            drawn = torch.randn(shape, generator=generator, dtype=wide)
+            drawn = _normal(shape, each.dtype, generator)
             drawn = drawn.sigmoid() if numbers is _Numbers.SHARES else drawn
             drawn = 0.05 * drawn if numbers is _Numbers.PLAIN else drawn
         else:
@@ -126,6 +189,10 @@ def _drawn(trial: Trial, numbers: _Numbers) -> list[Tensor]:
             drawn = torch.full_like(drawn, each.dtype is torch.bool) if numbers is _Numbers.PLAIN else drawn
         made.append(drawn.to(trial.device, each.dtype).requires_grad_(each.requires_grad and trial.is_differentiated))
     return made
+
+
+def _normal(shape: Sequence[int], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    return torch.randn(tuple(shape), generator=generator, dtype=torch.complex64 if dtype.is_complex else torch.float32)
 
 
 def _part(trial: Trial, place: int, tensor: Tensor, part: int) -> Tensor:

@@ -21,7 +21,8 @@ from torch.utils import _pytree as pytree
 from autovaruna.errors import TraceError
 from autovaruna.graph.along_batch import runs_along
 from autovaruna.graph.facts import Fact
-from autovaruna.graph.kept import Join, kept_by
+from autovaruna.graph.function_joins import join_of, name_of_kept
+from autovaruna.graph.kept import Join
 from autovaruna.graph.of_batch import is_of_batch
 from autovaruna.graph.origin import origin
 from autovaruna.graph.sizes import Sizes
@@ -69,7 +70,8 @@ def refuse_mixing(name: str, graph: fx.Graph, facts: Mapping[str, Fact], sizes: 
             f"{name} mixes the samples of a batch: {words} at {origin(node) or node.name}. Expected a model that "
             "treats samples one by one, so that a batch can go through in micro-batches. Pass tensors whose first "
             "dimension is the batch (batch_first=True), move what mixes samples (a contrastive loss, say) out of the "
-            "model, or pass dynamic_batch=False: each micro-batch is then a batch of its own to the model."
+            "model, or pass num_micro_batches=1, with inputs='replicated' on several ranks; or dynamic_batch=False: "
+            "each micro-batch is then a batch of its own to the model."
         )
 
 
@@ -91,7 +93,7 @@ class _Reaches:
         self._becomes_state = {self._source(node) for node in copies if self._facts[node.name].writes & self._state}
         for node in graph.nodes:
             self._known[node] = self._reach(node)
-            words = self._words(node) if isinstance(node.target, torch._ops.OpOverload) else _mixed_inside(node)
+            words = self._words(node) if isinstance(node.target, torch._ops.OpOverload) else self._mixed_inside(node)
             if words:
                 yield node, words
 
@@ -164,23 +166,21 @@ class _Reaches:
         """Finds operations along the batch."""
         return f"{node.name} runs along the batch" if runs_along(node, self._sizes) else ""
 
+    def _mixed_inside(self, node: fx.Node) -> str:
+        """Finds modules and functions that are kept whole, and make something else of the parts of a batch."""
+        if node.target is not getitem or join_of(node) is not Join.OTHER:
+            return ""
+        what = f"what {name_of_kept(node)}, which is kept whole, returns"
+        if self._known[node] is Reach.NONE:
+            return f"the gradient of {what} for the whole batch is no sum of those for its samples"
+        return f"{what} for a sample depends on the others," if any(map(self._is_long, _tensors(node))) else ""
+
     def _cut(self, node: fx.Node) -> str:
         """Finds other than whole batches: all but the first sample, one half of them, or some rows more."""
         for tensor in _tensors(node):
             if any(self._sizes.is_part(length) for length in tensor.shape):
                 return f"{node.name}, of the shape {tuple(tensor.shape)}, leaves samples out or adds some"
         return ""
-
-
-def _mixed_inside(node: fx.Node) -> str:
-    """Returns how a module that is kept whole mixes samples: it returns others for parts of a batch."""
-    kept = kept_by(node)
-    if kept is None:
-        return ""
-    is_mixed = any(
-        line.join is Join.OTHER and any(slope for slope, _ in line.lengths) for line in kept.returned.tensors
-    )
-    return f"what {kept.path}, which is kept whole, returns for a sample depends on the others," if is_mixed else ""
 
 
 def _tensors(node: fx.Node) -> list[Tensor]:

@@ -16,8 +16,9 @@ from torch import Tensor, fx
 from autovaruna.errors import InputError
 from autovaruna.graph.arguments import MEAN, arguments
 from autovaruna.graph.counted_means import LOSSES
+from autovaruna.graph.function_joins import join_of
 from autovaruna.graph.functions import run_function
-from autovaruna.graph.kept import Join, kept_by
+from autovaruna.graph.kept import Join
 from autovaruna.graph.linear import DIVIDE, JOIN, KEEP_MEANS, SCALE
 from autovaruna.graph.origin import origin
 from autovaruna.graph.outputs import OutputKind
@@ -146,13 +147,11 @@ class _Means:
     def _is_unknown(self, node: fx.Node) -> bool:
         """Whether a node is what a module or function that is kept whole makes of means, or of samples, but no mean."""
         made: Any = node.args[0]
-        if made.target is run_function:
-            return any(map(self._is_joint, made.args[1]))
-        kept = kept_by(made)
-        if kept is None:
+        join = join_of(node)
+        if join is None:
             return False
-        place: Any = node.args[1]
-        return kept.returned.tensors[place].join is Join.OTHER or any(map(self._is_joint, made.args[2]))
+        is_guess = join is Join.UNKNOWN and made.target is run_function
+        return join is Join.OTHER or is_guess or any(map(self._is_joint, made.all_input_nodes))
 
     def _averages_counted(self, node: fx.Node, name: str) -> bool:
         """Whether a node is a mean over as many numbers as numbers of the model say; counts of inputs are parted."""

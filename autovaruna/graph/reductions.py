@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, fx
 
 from autovaruna.graph.arguments import SUM, arguments
-from autovaruna.graph.kept import kept_by
+from autovaruna.graph.function_joins import join_of
+from autovaruna.graph.kept import Join, kept_by
 from autovaruna.graph.linear import ADD_UP, DIVIDE, JOIN, KEEP_MEANS, MULTIPLY, PRODUCTS, VIEWS
 from autovaruna.graph.of_batch import Use, is_of_batch
 from autovaruna.graph.sizes import Sizes
@@ -68,7 +69,8 @@ class Reductions:
         if node.target is getitem:
             made: Any = node.args[0]
             kept = kept_by(made)
-            return kept is not None and kept.adds_up(int(node.args[1]))  # type: ignore[arg-type]
+            is_named = kept is not None and kept.adds_up(int(node.args[1]))  # type: ignore[arg-type]
+            return is_named or join_of(node) is Join.SUM
         return name_of(node) in ADD_UP or arguments(node).get("reduction") == SUM
 
     def _grows(self, node: Any) -> bool:

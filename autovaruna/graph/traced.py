@@ -21,6 +21,7 @@ from autovaruna.graph.candidates import crossing_sizes, merge_free_blocks
 from autovaruna.graph.cutpoint import locate
 from autovaruna.graph.export import Exported, export
 from autovaruna.graph.facts import Fact, learn
+from autovaruna.graph.function_joins import learn_joins
 from autovaruna.graph.grouping import Grouping, group
 from autovaruna.graph.kept import KeptModule
 from autovaruna.graph.mixing import refuse_mixing
@@ -132,6 +133,7 @@ def trace(
     micro_batch_size: int = 0,
     loss_mode: str = "auto",
     has_totals: bool = True,
+    is_parted: bool = True,
 ) -> TracedModel:
     """Traces one call of a model in its present mode, without running it or holding its numbers.
 
@@ -143,12 +145,13 @@ def trace(
         micro_batch_size: The one size that it serves if not.
         loss_mode: ``auto``, ``loss`` or ``outputs``.
         has_totals: Whether micro-batches use what was counted over the whole batch; else, over their own samples.
+        is_parted: Whether there may be several micro-batches, for which samples must not meet.
 
     Raises:
         TraceError: the model cannot be traced.
     """
     with _one_at_a_time:
-        return _trace(model, call, device, is_dynamic, micro_batch_size, loss_mode, has_totals)
+        return _trace(model, call, device, is_dynamic, micro_batch_size, loss_mode, has_totals, is_parted)
 
 
 def _trace(
@@ -159,6 +162,7 @@ def _trace(
     micro_batch_size: int,
     loss_mode: str,
     has_totals: bool,
+    is_parted: bool,
 ) -> TracedModel:
     batch_size = _hint(model, call) if is_dynamic else micro_batch_size
     exported = export(model, call, batch_size, is_dynamic, device)
@@ -170,7 +174,9 @@ def _trace(
     batch = frozenset(node.name for node, spec in zip(placeholders, call.inputs, strict=True) if spec.is_batch)
     parameters = _first_names(dict(model.named_parameters(remove_duplicate=False)))
     totals = take_totals(module.graph, facts, sizes, batch, parameters) if has_totals else NO_TOTALS
-    refuse_mixing(type(model).__qualname__, module.graph, facts, sizes, batch)
+    learn_joins(module.graph, facts, batch, device)
+    if is_parted:
+        refuse_mixing(type(model).__qualname__, module.graph, facts, sizes, batch)
     if not any(node.op == "call_function" for node in module.graph.nodes):
         raise TraceError(
             f"{type(model).__qualname__} computes nothing: got a forward without operations. Expected a model with "

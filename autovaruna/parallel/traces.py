@@ -111,6 +111,7 @@ class Traces:
             micro_batch_size=micro_batch_size,
             loss_mode=self._settings.loss_mode,
             has_totals=self._settings.reduction == "mean" and not self._settings.micro_batch_weight,
+            is_parted=self._settings.num_micro_batches != 1,
         )
         traced = on_all(self._world, act, "tracing")
         self._compare(traced)

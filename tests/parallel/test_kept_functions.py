@@ -1,0 +1,143 @@
+"""Autograd functions that are kept whole are tried out: they go on, are averaged or added up, or are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from autovaruna import AutoVaruna, AutoVarunaError, InputError, TraceError
+from tests.catalogue.case import Case
+from tests.catalogue.small import CLASSES, WIDTH, labelled
+from tests.parallel.training import QUIET, pipeline, train
+from tests.reference import compare, plain_steps
+
+SIZE = 7
+
+
+class Half(torch.autograd.Function):
+    """Gives half the gradient of a loss, of each sample's if it is a sum."""
+
+    @staticmethod
+    def forward(ctx: Any, scores: Tensor, labels: Tensor, reduction: str) -> Tensor:
+        ctx.save_for_backward(scores, labels)
+        ctx.parts = len(scores) if reduction == "mean" else 1
+        return F.cross_entropy(scores, labels, reduction=reduction)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        scores, labels = ctx.saved_tensors
+        return gradient * 0.5 * (scores.softmax(1) - F.one_hot(labels, CLASSES)) / ctx.parts, None, None
+
+
+class Root(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, scores: Tensor) -> Tensor:
+        root = scores.square().mean().sqrt()
+        ctx.save_for_backward(scores, root)
+        return root
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        scores, root = ctx.saved_tensors
+        return 0.5 * gradient * scores / (root * scores.numel())
+
+
+class Centred(torch.autograd.Function):
+    """Gives each sample a gradient that depends on those of the others."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return gradient - gradient.mean(0)
+
+
+class Clamped(torch.autograd.Function):
+    """Limits a gradient, which is right for each sample, and wrong for a weight."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return gradient.clamp(-0.01, 0.01)
+
+
+Loss = Callable[[nn.Linear, Tensor, Tensor], Tensor]
+
+
+class WithFunction(nn.Module):
+    """Ends in a loss of the weights of its last layer, features and labels."""
+
+    def __init__(self, loss: Loss) -> None:
+        super().__init__()
+        self.features = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
+        self.last = nn.Linear(WIDTH, CLASSES)
+        self.loss = loss
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.loss(self.last, self.features(x), y)
+
+
+def mean(last: nn.Linear, x: Tensor, y: Tensor) -> Tensor:
+    return Half.apply(last(x), y, "mean")  # type: ignore[no-untyped-call, no-any-return]
+
+
+def parted_sum(last: nn.Linear, x: Tensor, y: Tensor) -> Tensor:
+    return Half.apply(last(x), y, "sum") / len(x)  # type: ignore[no-untyped-call, no-any-return]
+
+
+def limited(last: nn.Linear, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(last(Clamped.apply(x)), y)  # type: ignore[no-untyped-call]
+
+
+def total(last: nn.Linear, x: Tensor, y: Tensor) -> Tensor:
+    return Half.apply(last(x), y, "sum")  # type: ignore[no-untyped-call, no-any-return]
+
+
+def root(last: nn.Linear, x: Tensor, y: Tensor) -> Tensor:
+    return Root.apply(last(x))  # type: ignore[no-untyped-call, no-any-return]
+
+
+def centred(last: nn.Linear, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(last(Centred.apply(x)), y)  # type: ignore[no-untyped-call]
+
+
+def limited_weight(last: nn.Linear, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(F.linear(x, Clamped.apply(last.weight)), y)  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.parametrize("loss", [mean, parted_sum, limited])
+def test_a_function_trains_as_in_plain_pytorch(loss: Loss) -> None:
+    """One that reduces the samples is known as a mean or a sum."""
+    case = Case(loss.__name__, lambda: WithFunction(loss), labelled)
+    batches = [case.batch(SIZE, step) for step in range(2)]
+    compare(train(case, pipeline(2, num_micro_batches=3), batches), plain_steps(case, batches))
+
+
+REFUSED: dict[Loss, tuple[type[AutoVarunaError], str]] = {
+    total: (InputError, "a sum over the samples"),
+    root: (InputError, "no mean over its samples"),
+    centred: (TraceError, "what Centred, which is kept whole, returns for a sample depends on the others"),
+    limited_weight: (TraceError, "the gradient of what Clamped, which is kept whole, returns for the whole batch"),
+}
+
+
+@pytest.mark.parametrize("loss", REFUSED)
+def test_another_needs_the_whole_batch_in_one(loss: Loss) -> None:
+    """It is refused with several micro-batches, and trains with one."""
+    case = Case(loss.__name__, lambda: WithFunction(loss), labelled)
+    batches = [case.batch(SIZE, step) for step in range(2)]
+    error, words = REFUSED[loss]
+    with pytest.raises(error, match=words):
+        AutoVaruna(case.model(), num_micro_batches=2, **QUIET)(**batches[0][1])
+    setup = pipeline(2, num_micro_batches=1)
+    compare(train(case, setup, batches), plain_steps(case, batches))
