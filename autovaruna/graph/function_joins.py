@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 from autovaruna.graph.facts import Fact
 from autovaruna.graph.functions import function_name, run_function
 from autovaruna.graph.joining import with_joins
-from autovaruna.graph.kept import Join, kept_by
+from autovaruna.graph.kept import Join, Line, kept_by
 from autovaruna.graph.precision import precision_of
 from autovaruna.graph.tree import flatten
 from autovaruna.graph.trial import Trial, run_apart
@@ -59,7 +59,8 @@ def join_of(item: fx.Node) -> Join | None:
         return None
     place: Any = item.args[1] if len(item.args) > 1 else None
     if (kept := kept_by(made)) is not None:
-        return kept.returned.tensors[place].join
+        line: Line = kept.returned.tensors[place]
+        return line.join
     joins: list[Join] | None = made.meta.get(_JOINS)
     return None if joins is None else joins[place]
 
