@@ -45,9 +45,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Spares the collector of garbage all that has been imported: it would go over that again and again."""
-    gc.collect()
-    gc.freeze()
+    """Has the collector of garbage do less."""
+    from tests.collector import spare_collector
+
+    spare_collector()
 
 
 def pytest_runtest_teardown(nextitem: pytest.Item | None) -> None:
@@ -55,6 +56,11 @@ def pytest_runtest_teardown(nextitem: pytest.Item | None) -> None:
     launch = sys.modules.get("tests.mpi.launch")
     if launch is not None and (nextitem is None or nextitem.path.parent.name != "mpi"):
         launch.end_kept_ranks()
+
+
+def pytest_unconfigure() -> None:
+    """Has the interpreter end without going over all that the tests left."""
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from autovaruna.runtime.environment import get_world
+from tests.collector import spare_collector
 
 if TYPE_CHECKING:
     from tests.mpi.warm import Warm
@@ -248,16 +249,17 @@ def be_rank(folder: Path, parent: int) -> None:
     for number in itertools.count():
         call = wait_for(folder / f"call{number}", parent)
         if call is None:
-            return
+            return gc.freeze()  # else the interpreter goes over all of it before it ends
         target, args, variables = call
         for name in own_variables():
             del os.environ[name]
         os.environ.update(variables)
-        gc.collect()
+        module, _, function = target.partition(":")
+        run = getattr(importlib.import_module(module), function)
+        spare_collector() if number == 0 else gc.collect()
         torch.set_num_threads(threads)
         torch.manual_seed(0)
-        module, _, function = target.partition(":")
-        result = getattr(importlib.import_module(module), function)(*args)
+        result = run(*args)
         write_whole(folder / f"result{number}.{rank}", pickle.dumps(result))
 
 
