@@ -91,7 +91,7 @@ def host_memory() -> float:
 
 
 def describe_cluster(
-    watch: SpeedWatch, device: torch.device, settings: Settings, resident_before: float = 0.0, batch_bytes: float = 0.0
+    watch: SpeedWatch, settings: Settings, resident_before: float = 0.0, batch_bytes: float = 0.0
 ) -> Cluster:
     """Measures links and speeds. Collective.
 
@@ -99,12 +99,11 @@ def describe_cluster(
 
     Args:
         watch: Of the ranks' speeds.
-        device: Where this rank computes.
         settings: The settings.
         resident_before: What `resident_bytes` said before the model was traced; 0: not known.
         batch_bytes: What the caller's mini-batch takes on the device.
     """
-    world = watch.world
+    world, device = watch.world, watch.device
     process_bytes = _process_bytes(world, device, resident_before, batch_bytes)
     watch.look()
     local, remote, all_reduce = measure_links(world)

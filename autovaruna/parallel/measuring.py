@@ -5,12 +5,17 @@ What else runs on a machine slows what is measured, now one rank, now another, f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 
+from torch import Tensor, nn
+
+from autovaruna.graph.traced import TracedModel
 from autovaruna.parallel.speeds import SpeedWatch
-from autovaruna.profiler.measure import Key, PartCost, merge, settle
-from autovaruna.runtime.on_all import on_all
+from autovaruna.profiler.measure import Key, PartCost, measure, merge, settle
+from autovaruna.runtime.on_all import gather_on_all
+from autovaruna.settings import Settings
 
 _MOST_TURNS = 2
 _BUDGET_SECONDS = 10.0
@@ -38,34 +43,80 @@ class Turn:
         return lambda done, total: advance(self.place * total + done, self.num_turns * total)
 
 
+@dataclass(frozen=True)
+class Subject:
+    """A model that is measured by all ranks.
+
+    Attributes:
+        model: The model.
+        traced: Its graph.
+        tensors: Tensors of a sample call.
+        settings: The settings.
+        watch: Of the ranks' speeds; looks before each turn of measuring and after the last.
+    """
+
+    model: nn.Module
+    traced: TracedModel
+    tensors: Sequence[Tensor]
+    settings: Settings
+    watch: SpeedWatch
+
+    def measure(
+        self,
+        sizes: Sequence[int],
+        known: Collection[Key],
+        *,
+        splits: bool = False,
+        advance: Callable[[int, int], None] | None = None,
+    ) -> dict[Key, PartCost]:
+        """Measures what is not known, in seconds of a rank of speed 1. Collective.
+
+        Args:
+            sizes: Samples in a micro-batch.
+            known: Parts that are not measured.
+            splits: Whether weight gradients are measured apart, too.
+            advance: Hears of the parts measured so far on this rank, and of their number.
+
+        Returns:
+            The cost of every part that was measured, the same on every rank.
+        """
+
+        def own_share(turn: Turn) -> dict[Key, PartCost]:
+            return measure(
+                self.traced,
+                self.model,
+                sizes,
+                self.watch.device,
+                iterations=turn.iterations,
+                budget_seconds=turn.budget_seconds,
+                splits=splits,
+                share=turn.share,
+                known=known,
+                inputs=self.tensors,
+                on_progress=turn.progress(advance) if advance else None,
+            )
+
+        return measure_together(self.watch, self.settings.profile_iterations, own_share)
+
+
 def measure_together(
     watch: SpeedWatch, iterations: int, own_share: Callable[[Turn], dict[Key, PartCost]]
 ) -> dict[Key, PartCost]:
     """Measures on all ranks, by turns, and joins the results. Collective.
 
     Args:
-        watch: Of the ranks' speeds; looks before each turn and after the last.
+        watch: Of the ranks' speeds.
         iterations: Samples of each part, over all turns.
         own_share: Measures this rank's share of a turn.
-
-    Returns:
-        The cost of every part, the same on every rank.
     """
     world, turns = watch.world, []
     for turn in _turns(iterations, world.rank, world.num_ranks):
         watch.look()
-        mine = on_all(world, lambda turn=turn: own_share(turn), "measuring")  # type: ignore[misc]
-        turns.append(world.gather_objects(mine, "sharing the results of measuring"))
+        turns.append(gather_on_all(world, partial(own_share, turn), "measuring"))
     watch.look()
     speeds = watch.speeds()
-    return settled(
-        [merge(_at_speed_1(each, speed) for each, speed in zip(turn, speeds, strict=True)) for turn in turns]
-    )
-
-
-def settled(turns: Sequence[dict[Key, PartCost]]) -> dict[Key, PartCost]:
-    """Returns the cost of each part by all turns."""
-    return {key: settle([turn[key] for turn in turns]) for key in turns[0]}
+    joined = [merge(map(_at_speed_1, of_ranks, speeds)) for of_ranks in turns]
+    return {key: settle([turn[key] for turn in joined]) for key in joined[0]}
 
 
 def _turns(iterations: int, rank: int, num_ranks: int) -> list[Turn]:

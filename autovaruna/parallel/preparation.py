@@ -18,9 +18,10 @@ from torch import nn
 from autovaruna.errors import ConfigError
 from autovaruna.graph.traced import TracedModel
 from autovaruna.parallel.calls import SharedCall
-from autovaruna.parallel.machine import describe_cluster, optimizer_cost, optimizer_factor, rank_memory
-from autovaruna.parallel.measuring import Turn, measure_together
-from autovaruna.parallel.problem import SHAPING, constraints_of, needs_gradient, sizes_to_measure, splits_backward
+from autovaruna.parallel.machine import optimizer_factor, rank_memory
+from autovaruna.parallel.measured_problem import measured_problem
+from autovaruna.parallel.measuring import Subject
+from autovaruna.parallel.problem import SHAPING
 from autovaruna.parallel.saved import GLOBAL_BATCH, read_plan
 from autovaruna.parallel.speeds import SpeedWatch
 from autovaruna.planner import Plan, Problem, make_plan
@@ -29,11 +30,7 @@ from autovaruna.planner.fingerprint import Fingerprint, host_counts
 from autovaruna.planner.orders import Orders
 from autovaruna.planner.priced import priced
 from autovaruna.planner.table import explain, plan_table
-from autovaruna.profiler.environment import cache_of
-from autovaruna.profiler.measure import Key, PartCost, lasting_keys, measure, merge
-from autovaruna.profiler.profile import device_name, to_profile
-from autovaruna.profiler.progress import progress_bar
-from autovaruna.profiler.records import Profile
+from autovaruna.profiler.profile import device_name
 from autovaruna.runtime.events import EventTrace
 from autovaruna.runtime.on_all import on_all
 from autovaruna.runtime.placement import Placement, placement_of
@@ -145,7 +142,7 @@ class Preparation:
         return Fingerprint(
             graph=self._traced.graph.fingerprint,
             shapes={f"input {spec.name}": spec.words() for spec in self._traced.call.inputs}
-            | {GLOBAL_BATCH: str(self._global_batch_size)},
+            | {GLOBAL_BATCH: str(self._shared.global_batch_size)},
             num_ranks=self._world.num_ranks,
             hosts=host_counts(self._world.hosts),
             device=device_name(self.device),
@@ -153,10 +150,6 @@ class Preparation:
             settings={name: getattr(self._settings, name) for name in SHAPING}
             | {"optimizer_bytes_factor": max(factors)},
         )
-
-    @property
-    def _global_batch_size(self) -> int:
-        return self._shared.global_batch_size
 
     def _saved_plan(self) -> Plan | None:
         """Returns the plan of the deployment file if it is valid; rank 0 reads it for all."""
@@ -187,70 +180,12 @@ class Preparation:
             save(self._settings.deployment_file, deployment_of(self.plan, self._traced.graph, self._fingerprint))
             logger.info("saved the deployment to %s", self._settings.deployment_file)
 
-    def _measure(self, watch: SpeedWatch) -> Profile:
-        """Measures what no rank knows already, each rank its share."""
-        world, sizes = self._world, self._sizes_to_measure()
-        splits = splits_backward(self._settings, world.num_ranks)
-        cache = cache_of(self._settings, self.device, world.hosts.count(world.hosts[world.rank]), splits=splits)
-        lasting = lasting_keys(self._traced, sizes)
-        is_first_of_host = world.hosts.index(world.hosts[world.rank]) == world.rank
-
-        def known_here() -> dict[Key, PartCost]:
-            return cache.read(lasting) if cache and is_first_of_host else {}
-
-        known = self._merged(known_here, "reading saved measurements")
-
-        with progress_bar("measuring", self._settings.progress and world.rank == 0) as advance:
-
-            def own_share(turn: Turn) -> dict[Key, PartCost]:
-                return measure(
-                    self._traced,
-                    self._model,
-                    sizes,
-                    self.device,
-                    iterations=turn.iterations,
-                    budget_seconds=turn.budget_seconds,
-                    splits=splits,
-                    share=turn.share,
-                    known=known,
-                    inputs=self._shared.tensors,
-                    on_progress=turn.progress(advance),
-                )
-
-            fresh = measure_together(watch, self._settings.profile_iterations, own_share)
-        if cache and is_first_of_host:
-            cache.write({key: fresh[key] for key in lasting if key in fresh})
-        return to_profile(self._traced, merge([known, fresh]), self.device)
-
-    def _merged(self, act: Callable[[], dict[Key, PartCost]], what: str) -> dict[Key, PartCost]:
-        """Does something on every rank and joins the results, on every rank. Collective."""
-        return merge(self._world.gather_objects(self._on_all(act, what), f"sharing the results of {what}"))
-
-    def _sizes_to_measure(self) -> list[int]:
-        """Returns micro-batch sizes that span those a plan may choose."""
-        return sizes_to_measure(self._settings, self._traced, self._global_batch_size, self._fewest_micro_batches)
-
-    @property
-    def _fewest_micro_batches(self) -> int:
-        """Every mini-batch is at least one micro-batch."""
-        return len(self._shared.groups)
-
     def _measured_problem(self) -> Problem:
         """Measures model, machine and optimizer. Collective."""
         watch = SpeedWatch(self._world, self.device)
-        profile = self._measure(watch)
-        batch_bytes = sum(each.nbytes for each in self._shared.tensors if each.device.type == self.device.type)
-        return Problem(
-            graph=self._traced.graph,
-            profile=profile,
-            cluster=describe_cluster(watch, self.device, self._settings, self._resident_before, batch_bytes),
-            global_batch_size=self._global_batch_size,
-            optimizer_bytes_factor=float(self._fingerprint.settings["optimizer_bytes_factor"]),
-            optimizer_cost=optimizer_cost(self._optimizer, self._world, self.device),
-            needs_gradient=needs_gradient(self._traced),
-            min_micro_batches_for_inputs=self._fewest_micro_batches,
-            constraints=constraints_of(self._settings, self._traced, self._fewest_micro_batches),
-        )
+        subject = Subject(self._model, self._traced, self._shared.tensors, self._settings, watch)
+        factor = float(self._fingerprint.settings["optimizer_bytes_factor"])
+        return measured_problem(subject, self._optimizer, self._shared, factor, self._resident_before)
 
     def _on_all(self, act: Callable[[], Result], what: str) -> Result:
         """Does something on every rank; an error on one is an error on all."""

@@ -24,12 +24,12 @@ class SpeedWatch:
 
     def __init__(self, world: World, device: torch.device) -> None:
         self.world = world
-        self._device = device
+        self.device = device
         self._looks: list[Sequence[float]] = []
 
     def look(self) -> None:
         """Measures every rank's speed now. Collective."""
-        self._looks.append(self.world.gather_objects(measure_speed(self._device), "measuring speeds"))
+        self._looks.append(self.world.gather_objects(measure_speed(self.device), "measuring speeds"))
 
     def speeds(self) -> tuple[float, ...]:
         """Returns the speed of each rank relative to the typical one, by all looks so far."""

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from autovaruna.config import resolve
-from autovaruna.parallel.machine import find_device
+from autovaruna.parallel.machine import describe_cluster, find_device
 from autovaruna.profiler.environment import cache_of
 from autovaruna.profiler.profile import to_profile
 from autovaruna.runtime.on_all import on_all
@@ -53,11 +53,12 @@ def find_grid(
     cache = cache_of(known, device, world.hosts.count(world.hosts[world.rank]))
     costs = read_costs(world, [cache] if cache else [], keys_of(subject.traced, sizes))
     for size in sizes:
-        fresh = subject.measure(size, costs)
+        fresh = subject.measure([size], costs)
         costs |= fresh
         if cache and world.rank == 0:
             cache.write(fresh)
-    measured = Measured(subject.traced.graph, to_profile(subject.traced, costs, device), subject.cluster())
+    cluster = describe_cluster(subject.watch, known)
+    measured = Measured(subject.traced.graph, to_profile(subject.traced, costs, device), cluster)
     wishes = Wishes(
         batch_size,
         chunk_size=chunk_size or 0,

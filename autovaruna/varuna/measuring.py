@@ -3,67 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from autovaruna.config import Settings
 from autovaruna.graph.call import describe
-from autovaruna.graph.traced import TracedModel, trace
-from autovaruna.parallel.machine import describe_cluster
-from autovaruna.parallel.measuring import Turn, measure_together
+from autovaruna.graph.traced import trace
+from autovaruna.parallel.measuring import Subject
 from autovaruna.parallel.speeds import SpeedWatch
 from autovaruna.profiler.cache import ProfileCache
-from autovaruna.profiler.measure import Key, PartCost, measure, merge
-from autovaruna.profiler.records import Cluster
+from autovaruna.profiler.measure import Key, PartCost, merge
 from autovaruna.runtime.on_all import on_all
 from autovaruna.runtime.world import World
 from autovaruna.varuna.batches import Inputs
-
-
-@dataclass(frozen=True)
-class Subject:
-    """A model that is measured by all ranks.
-
-    Attributes:
-        model: The model.
-        traced: Its graph.
-        tensors: Tensors of a sample call.
-        device: Where this rank computes.
-        settings: The settings.
-        world: The ranks.
-    """
-
-    model: nn.Module
-    traced: TracedModel
-    tensors: Sequence[Tensor]
-    device: torch.device
-    settings: Settings
-    world: World
-
-    def measure(self, size: int, known: Collection[Key]) -> dict[Key, PartCost]:
-        """Measures what is not known at one micro-batch size, each rank its share. Collective."""
-
-        def own_share(turn: Turn) -> dict[Key, PartCost]:
-            return measure(
-                self.traced,
-                self.model,
-                [size],
-                self.device,
-                iterations=turn.iterations,
-                budget_seconds=turn.budget_seconds,
-                splits=False,
-                share=turn.share,
-                known=known,
-                inputs=self.tensors,
-            )
-
-        return measure_together(SpeedWatch(self.world, self.device), self.settings.profile_iterations, own_share)
-
-    def cluster(self) -> Cluster:
-        """Measures links and speeds. Collective."""
-        return describe_cluster(SpeedWatch(self.world, self.device), self.device, self.settings)
 
 
 def subject_of(model: nn.Module, inputs: Inputs, device: torch.device, settings: Settings, world: World) -> Subject:
@@ -72,7 +25,7 @@ def subject_of(model: nn.Module, inputs: Inputs, device: torch.device, settings:
     def act() -> Subject:
         tensors, call = describe(model, (), inputs, settings.batch_inputs)
         traced = trace(model, call, device, loss_mode=settings.loss_mode)
-        return Subject(model, traced, tensors, device, settings, world)
+        return Subject(model, traced, tensors, settings, SpeedWatch(world, device))
 
     return on_all(world, act, "tracing")
 

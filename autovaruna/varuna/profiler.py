@@ -12,7 +12,8 @@ from torch import nn
 
 from autovaruna.config import resolve
 from autovaruna.errors import InputError, OrderError
-from autovaruna.parallel.machine import optimizer_factor
+from autovaruna.parallel.machine import describe_cluster, optimizer_factor
+from autovaruna.parallel.measuring import Subject
 from autovaruna.parallel.modes import as_in_training
 from autovaruna.profiler.cache import ProfileCache
 from autovaruna.profiler.environment import cache_of, environment
@@ -22,7 +23,7 @@ from autovaruna.profiler.records import Profile
 from autovaruna.runtime.environment import get_world
 from autovaruna.runtime.on_all import on_all
 from autovaruna.varuna.batches import GetBatch, positive, sample_batch
-from autovaruna.varuna.measuring import Subject, read_costs, subject_of
+from autovaruna.varuna.measuring import read_costs, subject_of
 from autovaruna.varuna.parts import keys_between, keys_of
 from autovaruna.varuna.profile_folder import Facts, ProfileFolder
 from autovaruna.varuna.ranks import device_of, local_rank_of
@@ -129,7 +130,7 @@ class Profiler:
         sizes = sorted({positive("a micro-batch size", size) for size in microbatches_to_profile})
         if not sizes:
             raise InputError("microbatches_to_profile is empty; expected at least one micro-batch size.")
-        traced, cluster = self._subject.traced, self._subject.cluster()
+        traced, cluster = self._subject.traced, describe_cluster(self._subject.watch, self.settings)
         facts = Facts(self.gpus_per_node, self._optimizer_factor())
         self._on_first(lambda: self.folder.write(traced.graph, cluster, facts))
         costs = read_costs(self.world, self._caches, keys_of(traced, sizes))
@@ -148,7 +149,7 @@ class Profiler:
         assert self._subject is not None
         skipped = set(keys_of(self._subject.traced, [size]))
         skipped -= skipped if self._wanted is None else keys_between(self._subject.traced, [size], self._wanted)
-        fresh = self._subject.measure(size, known.keys() | skipped)
+        fresh = self._subject.measure([size], known.keys() | skipped)
         of_size = {key: cost for key, cost in {**known, **fresh}.items() if key[1] == size}
         self._on_first(lambda: self._save(of_size, fresh))
         return fresh

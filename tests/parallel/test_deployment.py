@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from autovaruna import AutoVaruna, DeploymentError, MeasureError
-from autovaruna.parallel import preparation
+from autovaruna.parallel import measuring
 from autovaruna.parallel.saved import read_plan
 from autovaruna.planner.deployment import deployment_of, load, save
 from autovaruna.planner.fingerprint import Fingerprint
@@ -87,7 +87,7 @@ def no_measuring(monkeypatch: pytest.MonkeyPatch) -> None:
     def measure(*_: Any, **__: Any) -> None:
         pytest.fail("measured")
 
-    monkeypatch.setattr(preparation, "measure", measure)
+    monkeypatch.setattr(measuring, "measure", measure)
 
 
 def edit(file: Path, change: Callable[[dict[str, Any]], object]) -> None:
@@ -217,8 +217,8 @@ def test_a_failure_leaves_it_unharmed(file: Path, act: str, monkeypatch: pytest.
         raise MeasureError("the story's error")
 
     before, others = file.read_bytes(), sorted(file.parent.iterdir())
-    target = "autovaruna.parallel.traces" if act == "trace" else "autovaruna.parallel.preparation"
-    monkeypatch.setattr(f"{target}.{act}", fail)
+    room = {"trace": "traces", "measure": "measuring"}.get(act, "preparation")
+    monkeypatch.setattr(f"autovaruna.parallel.{room}.{act}", fail)
     with pytest.raises(MeasureError, match="the story's error"):
         start(width=16)
     assert (file.read_bytes(), sorted(file.parent.iterdir())) == (before, others)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from autovaruna import AutoVaruna
-from autovaruna.parallel import preparation
+from autovaruna.parallel import measured_problem
 from autovaruna.profiler import measure as measuring
 from autovaruna.runtime.in_process import InProcessWorld, run_ranks
 from tests.profiler.models import WIDTH, Mlp
@@ -57,9 +57,9 @@ def test_hosts_that_know_different_parts_measure_what_none_knows(
         copied.parent.mkdir(parents=True, exist_ok=True)
         copied.write_text(file.read_text())
     measured.clear()
-    cache_of = preparation.cache_of
+    cache_of = measured_problem.cache_of
     monkeypatch.setattr(
-        preparation, "cache_of", lambda settings, device, _, **more: cache_of(settings, device, 2, **more)
+        measured_problem, "cache_of", lambda settings, device, _, **more: cache_of(settings, device, 2, **more)
     )
 
     def on_own_host(world: InProcessWorld) -> None:
