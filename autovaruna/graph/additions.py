@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -36,6 +37,25 @@ class Additions:
         node.meta = {name: user.meta[name] for name in _KEPT if name in user.meta}
         self.learn(node)
         return node
+
+    def again(self, node: fx.Node, made: Mapping[fx.Node, fx.Node]) -> fx.Node:
+        """Returns a copy of a node, right after it, with other arguments of the same kinds in place of some."""
+        with self._graph.inserting_after(node):
+            copy = self._graph.node_copy(node, lambda each: made.get(each, each))
+        reads = frozenset(storage for each in copy.all_input_nodes for storage in self._facts[each.name].makes)
+        self._facts[copy.name] = replace(self._facts[node.name], reads=reads)
+        return copy
+
+    def drop_unused(self, nodes: Iterable[fx.Node]) -> None:
+        """Takes nodes out that nothing uses, users before what they use."""
+        for node in nodes:
+            if not node.users:
+                self._graph.erase_node(node)
+                del self._facts[node.name]
+
+    def has(self, name: str) -> bool:
+        """Whether there is a node of a name."""
+        return name in self._facts
 
     def learn(self, node: fx.Node) -> None:
         """Notes what a node returns, and what else is known of it: that it is new, or has other arguments now."""

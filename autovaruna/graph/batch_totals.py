@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, IntEnum
+from operator import getitem
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from autovaruna.graph.class_counts import count_by_class
 from autovaruna.graph.counted_means import part_means, picked_symbols
 from autovaruna.graph.facts import Fact, outliving_storages
 from autovaruna.graph.from_inputs import from_inputs, what_makes
+from autovaruna.graph.lengths import give_lengths
 from autovaruna.graph.of_batch import Use, is_of_batch, of_batch
 from autovaruna.graph.reductions import Reductions
 from autovaruna.graph.sizes import Sizes
@@ -45,9 +47,9 @@ _MERGES: dict[Any, Merge] = {
     **dict.fromkeys((aten.count_nonzero.default, aten.count_nonzero.dim_IntList), Merge.SUM),
     count_by_class: Merge.SUM,
     **dict.fromkeys((aten.mean.default, aten.mean.dim), Merge.MEAN),
-    **dict.fromkeys((aten.max.default, aten.amax.default), Merge.LARGEST),
+    **dict.fromkeys((aten.max.default, aten.amax.default, aten.max.dim), Merge.LARGEST),
     **dict.fromkeys((aten.any.default, aten.any.dim, aten.any.dims), Merge.LARGEST),
-    **dict.fromkeys((aten.min.default, aten.amin.default), Merge.SMALLEST),
+    **dict.fromkeys((aten.min.default, aten.amin.default, aten.min.dim), Merge.SMALLEST),
     **dict.fromkeys((aten.all.default, aten.all.dim, aten.all.dims), Merge.SMALLEST),
 }
 
@@ -97,7 +99,10 @@ def take_totals(
     part_means(graph, from_inputs(graph, facts, parameters), sizes, additions)
     known = from_inputs(graph, facts, parameters)
     kinds = _Kinds(graph, known, sizes, batch)
-    values = _mark(known, kinds, Reductions(sizes, batch), _in_outputs(graph, facts), additions)
+    in_outputs = _in_outputs(graph, facts)
+    values = _mark(known, kinds, Reductions(sizes, batch), in_outputs, additions)
+    users = in_outputs - {node for node in known if kinds.of[node] <= Kind.WHOLE}
+    values |= give_lengths([node for node in known if kinds.is_length(node)], users, additions)
     if not values:
         return NO_TOTALS
     sources = {source for source, _ in values.values()}
@@ -163,10 +168,13 @@ class _Kinds:
         self._sizes = sizes
         self._batch = batch
         self._picked = picked_symbols(graph)
+        self._extremes: set[fx.Node] = set()
         self.merges: dict[fx.Node, Merge] = {}
         self.of: dict[fx.Node, Kind] = {}
         for node in known:
             self.of[node] = self._kind(node)
+            if self.of[node] is Kind.WHOLE and self._is_extreme(node):
+                self._extremes.add(node)
 
     def goes_on(self, value: fx.Node, user: fx.Node) -> bool:
         """Whether a node goes on from a value of the whole batch to numbers of a micro-batch, or to the loss."""
@@ -176,13 +184,27 @@ class _Kinds:
         if not isinstance(result, Tensor):
             return False
         if not (result.is_floating_point() or result.is_complex()):
-            return not self.is_number(value) and not self._is_length(value)
+            return not self.is_number(value) and not self._is_own_size(value)
         return not self.is_number(value) or user.target in _DIVISIONS | _PRODUCTS
 
-    def _is_length(self, value: fx.Node) -> bool:
-        """Whether a tensor becomes a size: integers that go with it stay those of the micro-batch, as it does."""
-        users = [user for user in value.users if self.of.get(user) is Kind.WHOLE]
-        return any(self.is_number(user) or self._is_length(user) for user in users)
+    def is_length(self, node: fx.Node) -> bool:
+        """Whether a node is the number in the greatest or least of the batch, or follows from such numbers alone.
+
+        What it makes the size of is as long in every micro-batch.
+        """
+        return node in self._extremes and self.is_number(node)
+
+    def _is_own_size(self, value: fx.Node) -> bool:
+        """Whether a tensor becomes a size that stays that of the micro-batch: integers that go with it stay so, too."""
+        users = [user for user in value.users if self.of.get(user) is Kind.WHOLE and user not in self._extremes]
+        return any(self.is_number(user) or self._is_own_size(user) for user in users)
+
+    def _is_extreme(self, node: fx.Node) -> bool:
+        """Whether a value of the whole batch is the greatest or the least, or follows from such values alone."""
+        if node in self.merges:
+            return self.merges[node] in (Merge.LARGEST, Merge.SMALLEST)
+        sources = [source for source in node.all_input_nodes if self.of[source] is Kind.WHOLE]
+        return self._extremes.issuperset(sources)
 
     def is_number(self, node: fx.Node) -> bool:
         """Whether a node is a plain number, not a tensor."""
@@ -209,8 +231,9 @@ class _Kinds:
         value = node.meta["val"]
         if isinstance(value, torch.SymInt):
             return Merge.SUM if value.node.expr in self._picked and node.target is aten.sym_size.int else None
-        merge = _MERGES.get(node.target)
-        source = node.args[0]
+        made: Any = node.args[0] if node.target is getitem and node.args[1] == 0 else node
+        merge = _MERGES.get(made.target)
+        source = made.args[0]
         if merge is None or not self._is_small(node) or not isinstance(source, fx.Node):
             return None
         if not self._sizes.has_samples(source):

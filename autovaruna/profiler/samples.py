@@ -63,8 +63,7 @@ class Samples:
             case Source.SIZE:
                 return self.traced.sizes.number(self.traced.nodes[argument.name].meta["val"], batch_size)
             case Source.OF_BATCH:
-                value = self.traced.nodes[argument.name].meta["val"]
-                return torch.ones(value.shape, dtype=value.dtype, device=self.device)
+                return self._of_batch(argument.name, batch_size)
             case Source.PARAMETER:
                 return self._parameter(argument.name)
             case Source.BUFFER:
@@ -110,6 +109,17 @@ class Samples:
         shape = self.traced.sizes.shape(traced, batch_size)
         strides = tuple(self.traced.sizes.number(stride, batch_size) for stride in traced.stride())
         return self._make(shape, strides, traced.dtype).requires_grad_(self.traced.facts[name].needs_gradient)
+
+    def _of_batch(self, name: str, batch_size: int) -> Tensor:
+        """Returns ones; integers, which may be sizes, are those of the samples."""
+        value: Tensor = self.traced.nodes[name].meta["val"]
+        if not self.inputs or value.is_floating_point():
+            return torch.ones(value.shape, dtype=value.dtype, device=self.device)
+        totals = self.traced.totals
+        piece = extract(self.traced, (*totals.before, *totals.after), [totals.values[name][0]], is_bare=True)
+        with torch.no_grad():
+            (found,) = piece.module(*(self.argument(argument, batch_size) for argument in piece.arguments))
+        return torch.as_tensor(found, dtype=value.dtype, device=self.device)
 
     def _computed(self, name: str, batch_size: int) -> Tensor:
         piece = extract(self.traced, (), [name])

@@ -100,7 +100,25 @@ def from_the_end(self: nn.Module, s: Tensor, y: Tensor, m: Tensor) -> Tensor:
     return (s.square().mean((1, 2)) * self.weights[length.max() - length] * (1 + longest)).mean()
 
 
+def cut(self: nn.Module, s: Tensor, y: Tensor, m: Tensor) -> Tensor:
+    """Goes as far as the longest sample: all that the others have there counts in their means."""
+    longest = m.sum(1).max().item()
+    places = torch.arange(longest) < m.sum(1, keepdim=True)
+    return s[:, :longest].mean(1).square().mean() + (s[:, :longest].square().sum(-1) * places).mean(1).mean()
+
+
+def as_rows(self: nn.Module, s: Tensor, y: Tensor, m: Tensor) -> Tensor:
+    """Makes one dimension of samples and as many places as the greatest label says."""
+    places = y.clamp(min=0).flatten().max(0)[0].item() + 1
+    rows = (
+        s.new_zeros(len(s), places, 2).reshape(len(s) * places, 2)
+        + s.square().mean((1, 2)).repeat_interleave(places)[:, None]
+    )
+    return rows.view(len(s), places, 2).sum((1, 2)).mean()
+
+
 LOSSES = (labels, weighted, constant, balanced, hidden, several, masked, unseen, picked, relative, from_the_end)
+LENGTHS = (cut, as_rows)
 SETUPS = {
     "three": pipeline(3, num_micro_batches=4),
     "recompute": pipeline(2, recompute=True),
@@ -112,7 +130,7 @@ def case_of(loss: Loss) -> Case:
     return Case(f"over_the_batch_{loss.__name__}", lambda: Model(loss), lambda size, seed: uneven(seed))
 
 
-@pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.__name__)
+@pytest.mark.parametrize("loss", (*LOSSES, *LENGTHS), ids=lambda loss: loss.__name__)
 def test_a_count_is_that_of_the_whole_batch(loss: Loss) -> None:
     """A micro-batch may have nothing to count: alone, its loss would be no number."""
     case, batches = case_of(loss), [uneven(0), uneven(1)]
@@ -127,7 +145,7 @@ def test_so_it_is_in_any_pipeline(setup: str) -> None:
 
 def test_ranks_count_together() -> None:
     """Each rank has samples of its own, one of them none in the second call."""
-    for loss in (balanced, relative):
+    for loss in (balanced, relative, cut):
         case, batches = case_of(loss), [uneven(0), uneven(1), uneven(2)]
         sizes = [[2, 5], [7, 0], [3, 4]]
         compare(train(case, pipeline(2, num_micro_batches=4), batches, sizes=sizes), plain_steps(case, batches))
