@@ -24,6 +24,7 @@ FIRST = (
     "mpi/test_peers.py",
     "mpi/test_meta.py",
     "mpi/test_zero_bubble.py",
+    "mpi/test_extremes.py",
     "test_examples.py",
     "parallel/test_partitions.py",
     "planner/test_bound.py",

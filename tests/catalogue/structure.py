@@ -58,6 +58,18 @@ class ThreeUsers(Layered):
         return head
 
 
+class NoElements(Layered):
+    """Makes a value of no elements in the first layer, which the last one uses: a message of no bytes, either way."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.layer(0, x)
+        nothing = torch.exp(out[:, :0])
+        for index in (1, 2, 3):
+            out = self.layer(index, out)
+        head: Tensor = self.head(torch.cat([out, nothing], 1))
+        return head
+
+
 class Skip(Layered):
     """Carries the first layer's output over two layers, by concatenation, and the input over all of them."""
 
@@ -257,4 +269,5 @@ STRUCTURE = (
     Case("loss_and_scores", LossAndScores, labelled),
     Case("keywords", Keyworded, keyworded),
     Case("nested_inputs", Nested, nested),
+    Case("no_elements", lambda: Classifier(NoElements()), labelled),
 )

@@ -117,11 +117,14 @@ def refuses_holes(world: World) -> None:
             world.send([bad], world.rank, 0)
 
 
-def sends_no_tensors(world: World) -> None:
-    pending = world.receive([], world.rank, 0)
-    world.send([], world.rank, 0).wait()
-    pending.wait()
-    assert pending.is_done()
+def sends_nothing(world: World) -> None:
+    """A message of no tensors, and of tensors without elements, arrives as any other does."""
+    after, before = (world.rank + 1) % world.num_ranks, (world.rank - 1) % world.num_ranks
+    for shapes in ((), ((0,),), ((3, 0), (0,)), ((0,),)):
+        pending = world.receive([torch.empty(shape) for shape in shapes], before, 0)
+        world.send([torch.empty(shape) for shape in shapes], after, 0).wait()
+        pending.wait()
+        assert pending.is_done()
 
 
 def keeps_the_order_sent(world: World) -> None:
@@ -214,9 +217,10 @@ def keeps_the_layout_of_sums(world: World) -> None:
 def broadcasts_among_some(world: World) -> None:
     for ranks in {tuple(range(world.num_ranks)), tuple(reversed(range(world.num_ranks))), (world.rank,)}:
         for root in ranks:
-            tensor = sample(world.rank, 1001, torch.bfloat16)
-            world.broadcast(tensor, root, ranks)
-            assert torch.equal(tensor, sample(root, 1001, torch.bfloat16))
+            for size in (1001, 0):
+                tensor = sample(world.rank, size, torch.bfloat16)
+                world.broadcast(tensor, root, ranks)
+                assert torch.equal(tensor, sample(root, size, torch.bfloat16))
 
 
 def refuses_another_size(world: World) -> None:
@@ -242,7 +246,7 @@ LAWS: dict[str, Callable[[World], None]] = {
     for law in (
         gathers_by_rank, broadcasts_objects, knows_its_hosts, agrees_on_errors, raises_the_same_kind_everywhere,
         keeps_its_own_error_when_ranks_disagree, quotes_the_first_traceback,
-        tells_who_is_where, sends_every_dtype_in_a_ring, keeps_layouts, refuses_holes, sends_no_tensors,
+        tells_who_is_where, sends_every_dtype_in_a_ring, keeps_layouts, refuses_holes, sends_nothing,
         keeps_the_order_sent, sends_objects, forgets_finished_sends, sums_every_dtype_in_one_order,
         sums_large_tensors_in_pieces, sums_in_groups_at_once, sums_by_itself_while_others_wait,
         keeps_the_layout_of_sums, broadcasts_among_some, refuses_another_size, raises_what_does_not_pickle,
