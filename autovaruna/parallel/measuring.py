@@ -114,7 +114,7 @@ def measure_together(
         watch.look()
         turns.append(gather_on_all(world, partial(own_share, turn), "measuring"))
     watch.look()
-    speeds = watch.speeds()
+    speeds = watch.speeds_of_samples()
     joined = [merge(map(_at_speed_1, of_ranks, speeds)) for of_ranks in turns]
     return {key: settle([turn[key] for turn in joined]) for key in joined[0]}
 

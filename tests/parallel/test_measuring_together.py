@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
 from autovaruna.parallel import measuring
 from autovaruna.parallel.measuring import Turn, measure_together
-from autovaruna.parallel.speeds import SpeedWatch, relative_speeds
+from autovaruna.parallel.speeds import SpeedWatch, lasting
 from autovaruna.profiler.measure import Key, PartCost, settle
 from autovaruna.profiler.memory import Bytes
+from autovaruna.profiler.speed import Pace
 from autovaruna.runtime.in_process import run_ranks
 from autovaruna.runtime.world import World
 
@@ -23,16 +26,40 @@ def cost(seconds: float) -> PartCost:
 @pytest.mark.parametrize(
     ("looks", "speeds"),
     [
-        ([[1, 2], [1, 1], [1, 1]], (1, 1)),
-        ([[1, 2], [2, 1], [1, 2]], (1, 1)),
-        ([[1, 1.2], [1, 1.2], [1, 1.2]], (1, 1)),
-        ([[1, 2, 1], [1, 3, 1], [1, 2.5, 1]], (1, 0.4, 1)),
-        ([[1, 1, 1 / 2], [1, 1, 1 / 2], [1, 1, 1 / 3]], (1, 1, 2)),
+        ([[1, 1 / 2], [1, 1], [1, 1]], (1, 1)),
+        ([[1, 1 / 2], [1, 2], [1, 1 / 2]], (1, 1)),
+        ([[1, 0.85], [1, 0.85], [1, 0.85]], (1, 1)),
+        ([[1, 1 / 2, 1], [1, 1 / 3, 1], [1, 0.4, 1]], (1, 0.4, 1)),
+        ([[1, 1, 2], [1, 1, 2], [1, 1, 3]], (1, 1, 2)),
+        ([[0.5, 0.6, 0.55], [0.5, 0.45, 0.5], [0.5, 0.6, 0.4]], (0.5, 0.5, 0.5)),
     ],
-    ids=["slow once", "slow in turn", "noise", "slow", "fast"],
+    ids=["slow once", "slow in turn", "noise", "slow", "fast", "all slow"],
 )
 def test_a_rank_differs_if_it_does_at_every_look(looks: list[list[float]], speeds: tuple[float, ...]) -> None:
-    assert relative_speeds(looks) == pytest.approx(speeds)
+    assert lasting(looks) == pytest.approx(speeds)
+
+
+@pytest.mark.parametrize(
+    ("paces", "speeds", "of_samples"),
+    [
+        ([Pace(1, 1), Pace(1, 2)], (1, 0.5), (1, 1)),  # a program takes every other turn on the core of rank 1
+        ([Pace(1, 1), Pace(2, 2)], (2, 1), (2, 1)),  # rank 1 is a slower machine
+        ([Pace(1, 2), Pace(1, 2)], (0.5, 0.5), (1, 1)),
+    ],
+    ids=["shared core", "slow machine", "both shared"],
+)
+def test_a_step_gets_the_mean_and_samples_the_median(
+    paces: list[Pace], speeds: tuple[float, ...], of_samples: tuple[float, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(world: World) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        watch = SpeedWatch(world, torch.device("cpu"))
+        watch.look()
+        return watch.speeds(), watch.speeds_of_samples()
+
+    threads: Iterator[Pace] = iter(paces)
+    monkeypatch.setattr("autovaruna.parallel.speeds.measure_pace", lambda device: next(threads))
+    for found in run_ranks(2, run):
+        assert sorted(found[0]) == sorted(speeds) and sorted(found[1]) == sorted(of_samples)
 
 
 def test_disturbed_seconds_do_not_count() -> None:
@@ -46,7 +73,7 @@ def test_disturbed_seconds_do_not_count() -> None:
 def test_every_part_is_measured_on_two_ranks(num_ranks: int, iterations: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 1 takes three times as long, and one turn in which all take ten times as long is not seen."""
     monkeypatch.setattr(
-        SpeedWatch, "speeds", lambda watch: tuple(1 / 3 if rank == 1 else 1.0 for rank in range(num_ranks))
+        SpeedWatch, "speeds_of_samples", lambda watch: tuple(1 / 3 if rank == 1 else 1.0 for rank in range(num_ranks))
     )
     measured: list[tuple[str, int]] = []
 
