@@ -105,7 +105,6 @@ def describe_cluster(
     """
     world, device = watch.world, watch.device
     process_bytes = _process_bytes(world, device, resident_before, batch_bytes)
-    watch.look()
     local, remote, all_reduce = measure_links(world)
     latency = measure_all_reduce_latency(world)
     watch.look()

@@ -10,7 +10,7 @@ import torch
 
 _LENGTH = {"cpu": 256, "cuda": 4096}
 _LEAST_SAMPLES = 15
-_LEAST_SECONDS = 0.06
+_LEAST_SECONDS = 0.04
 """Some turns of programs that share a core."""
 
 
