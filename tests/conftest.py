@@ -82,5 +82,5 @@ def _own_seed() -> None:
 
 @pytest.fixture(autouse=True)
 def _short_looks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Has ranks look at their speeds for a moment only: what cores have beside the tests is not what these are about."""
+    """Has ranks look at their speeds for a moment only: what else runs beside the tests is not what these are about."""
     monkeypatch.setattr("autovaruna.profiler.speed._LEAST_SECONDS", 0.0)
