@@ -17,7 +17,7 @@ from autovaruna.runtime.executor import Executor
 from autovaruna.runtime.gradient_book import GradientBook
 from autovaruna.runtime.job import Job
 from autovaruna.runtime.outputs import OutputCollector
-from autovaruna.runtime.publish import Gradients, publish
+from autovaruna.runtime.publish import Gradients, follows_a_call, publish
 from autovaruna.runtime.scaler import LossScale
 from autovaruna.runtime.traffic import Act
 from autovaruna.schedule.instruction import Kind
@@ -144,6 +144,13 @@ class Step:
         published = publish(list(outputs.values()), carries, list(self.sources.values()), finish)
         return dict(zip(outputs, published, strict=True))
 
+    def _as_own(self, name: str, gradient: Tensor | None) -> Tensor | None:
+        """Returns the gradient of an input; for another call, which weighs this rank's own loss itself, that of it."""
+        weight = self.exchange.own_weight
+        if gradient is None or weight == 1.0 or name not in self.job.split.traced.batch_inputs:
+            return gradient
+        return gradient / weight if follows_a_call(self.sources[input_key(name)]) else gradient
+
     def _for_sources(
         self, totals: Mapping[str, Tensor], kept: Mapping[str, Tensor], inputs: Mapping[str, Tensor | None]
     ) -> list[Tensor | None]:
@@ -152,7 +159,7 @@ class Step:
         for name, gradient in kept.items():
             now = found.get(name)
             found[name] = gradient if now is None else gradient.add_(now)
-        found |= {input_key(name): gradient for name, gradient in inputs.items()}
+        found |= {input_key(name): self._as_own(name, gradient) for name, gradient in inputs.items()}
         return [found.get(name) for name in self.sources]
 
 

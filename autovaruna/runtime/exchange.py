@@ -39,6 +39,11 @@ class GradientExchange:
         self.origin = ""
         self._batch_inputs = job.split.traced.batch_inputs
 
+    @property
+    def own_weight(self) -> float:
+        """The weight of this rank's own loss in that of the global batch."""
+        return self._job.rank_weight(self._world.rank)
+
     def spread_output_gradients(self, gradients: Sequence[Tensor | None], zeros: Sequence[Tensor]) -> None:
         """Sends the gradients of this rank's outputs to the stages that made them. Collective.
 
@@ -95,7 +100,7 @@ class GradientExchange:
             return None
         num_rows = gradient.shape[spec.dimension] // self._job.batch.num_samples_of(self._world.rank)
         rows = gradient.narrow(spec.dimension, part.start * num_rows, part.size * num_rows)
-        weight = self._job.rank_weight(self._world.rank)
+        weight = self.own_weight
         return rows.contiguous() if weight == 1.0 else (rows * weight).contiguous()
 
     def _send_input_gradient(self, place: int, name: str) -> None:

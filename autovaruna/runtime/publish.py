@@ -46,6 +46,21 @@ class _Published(_SingleLevelFunction):
         return None, None, None, None, *finish(gradients)
 
 
+def follows_a_call(tensor: Tensor) -> bool:
+    """Whether a tensor was made from what a call of a model returned, so that a backward goes on into that call."""
+    waiting, seen = [tensor.grad_fn], {tensor.grad_fn}
+    while waiting:
+        node = waiting.pop()
+        if node is None:
+            continue
+        if getattr(node, "_forward_cls", None) is _Published:
+            return True
+        new = {source for source, _ in node.next_functions} - seen
+        seen |= new
+        waiting += new
+    return False
+
+
 def publish(
     outputs: Sequence[Tensor], carries: Sequence[bool], sources: Sequence[Tensor], finish: Finish
 ) -> list[Tensor]:
