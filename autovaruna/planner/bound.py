@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 
 import numpy as np
@@ -42,9 +42,26 @@ from autovaruna.planner.ways import ROUNDING, Way
 
 _PRECISION = 1e-5
 _FEW_RANKS = 16
+_AT_ONCE = 8
 _ROWS = 64
 _ENDLESS = 1e30
 """More seconds than any step takes."""
+
+
+def step_bounds(sized_of: Callable[[int], Sized], counts: Sequence[int]) -> Iterator[StepBound]:
+    """Yields the bounds for some numbers of micro-batches; what they wait for is found for many of them at once.
+
+    Args:
+        sized_of: says what the problem is at M micro-batches; each is let go of, since its tables are large.
+        counts: every M.
+    """
+    for start in range(0, len(counts), _AT_ONCE):
+        some = counts[start : start + _AT_ONCE]
+        each = [sized_of(count) for count in some]
+        found = range_waits_of(each, is_exact=_is_exact(each[0]))
+        del each
+        for count, waits in zip(some, found, strict=True):
+            yield StepBound(sized_of(count), waits=waits)
 
 
 class StepBound:
@@ -62,13 +79,12 @@ class StepBound:
         self.constraints, self.cluster = problem.constraints, problem.cluster
         self.num_ranks = self.cluster.num_ranks
         self.num_micro_batches = sized.num_micro_batches
-        is_whole = sized.tables.num_segments == len(problem.graph.blocks)
-        self.is_exact = problem.constraints.has_fixed_places or is_whole
+        self.is_exact = _is_exact(sized)
         self.ranks = ranks or range(self.num_ranks)
         self.speeds = sorted((self.cluster.speeds[rank] for rank in self.ranks), reverse=True)
         self.limit_bytes = (min if ranks else max)(self.cluster.memory_bytes[rank] for rank in self.ranks)
         self.hosts = Counter(self.cluster.hosts[rank] for rank in self.ranks)
-        self.waits = waits or range_waits_of(sized, is_exact=self.is_exact)
+        self.waits = waits or range_waits_of([sized], is_exact=self.is_exact)[0]
         self._rows, self._columns = sized.tables.ranges
         first = self._rows if self.is_exact else self._rows + 1
         self._before, self._after = (table[sized.tables.ranges] for table in (self.waits.before, self.waits.after))
@@ -263,3 +279,9 @@ class StepBound:
     def _inner(self, table: Array) -> Array:
         """Returns the entries of a table for the segments that a stage of each range is sure to have whole."""
         return np.asarray(table.ravel().take(self._inside))
+
+
+def _is_exact(sized: Sized) -> bool:
+    """Returns whether stages start where segments do and nowhere else."""
+    problem = sized.problem
+    return problem.constraints.has_fixed_places or sized.tables.num_segments == len(problem.graph.blocks)

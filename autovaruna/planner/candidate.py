@@ -123,7 +123,7 @@ class Planner:
 
     def predict(self, plan: Plan, below: float = float("inf")) -> Plan | None:
         """Returns the plan with its predicted seconds, or None if it is not faster than `below`."""
-        seconds = self.predictor.step_seconds(self.pipeline(plan), policy_of(plan.schedule))
+        seconds = self.predictor.step_seconds(self.pipeline(plan), policy_of(plan.schedule), below)
         return replace(plan, predicted_seconds=seconds) if seconds < below else None
 
     def predict_whole(self, plan: Plan) -> Plan:
@@ -160,9 +160,10 @@ class Planner:
 
     def _most_deferred(self, sized: Sized, candidate: Candidate, stage: int, counts: Sequence[int]) -> int:
         """Returns how many backwards of a stage may leave weight gradients for later; 0: they are not split."""
+        if candidate.schedule != SPLIT_SCHEDULE or len(counts) == 1:
+            return 0
         i, j = (int(self.tables.positions[each]) for each in _range(candidate, stage, self.tables))
-        has_weights = bool(sized.costs.weight_seconds[i:j].any())
-        if candidate.schedule != SPLIT_SCHEDULE or len(counts) == 1 or not has_weights:
+        if not sized.costs.weight_seconds[i:j].any():
             return 0
         return min(_DEFERRED_EACH_STAGE * len(counts), -(-candidate.num_micro_batches // counts[stage]))
 
@@ -175,17 +176,15 @@ class Planner:
 
     def _stage(self, sized: Sized, candidate: Candidate, stage: int, option: Option, reduce: float) -> StagePlan:
         i, j = _range(candidate, stage, self.tables)
-        blocks = tuple(range(int(self.tables.positions[i]), int(self.tables.positions[j])))
+        first, end = int(self.tables.positions[i]), int(self.tables.positions[j])
         costs, cluster = sized.costs, self.problem.cluster
-        forward = float(costs.forward_seconds[blocks[0] : blocks[-1] + 1].sum())
-        backward = float(costs.backward_seconds[blocks[0] : blocks[-1] + 1].sum())
-        apart = [
-            float(seconds[blocks[0] : blocks[-1] + 1].sum()) for seconds in (costs.input_seconds, costs.weight_seconds)
-        ]
+        forward, backward = (
+            float(seconds[first:end].sum()) for seconds in (costs.forward_seconds, costs.backward_seconds)
+        )
         speeds = tuple(cluster.speeds[rank] for rank in option.ranks)
         peak = peak_of(sized, option)
         return StagePlan(
-            blocks=blocks,
+            blocks=tuple(range(first, end)),
             ranks=option.ranks,
             needs_recompute=option.needs_recompute,
             in_flight=option.in_flight,
@@ -199,8 +198,8 @@ class Planner:
             parameter_bytes=option.held.parameters,
             speeds=speeds if any(speed != 1.0 for speed in speeds) else (),
             deferred=option.deferred,
-            input_seconds=apart[0] if option.deferred else 0.0,
-            weight_seconds=apart[1] if option.deferred else 0.0,
+            input_seconds=float(costs.input_seconds[first:end].sum()) if option.deferred else 0.0,
+            weight_seconds=float(costs.weight_seconds[first:end].sum()) if option.deferred else 0.0,
         )
 
     def _reduce_seconds(self, sized: Sized, candidate: Candidate, options: Sequence[Option]) -> list[float]:

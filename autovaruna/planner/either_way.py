@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from autovaruna.planner.bound import StepBound
+from autovaruna.planner.bound import step_bounds
 from autovaruna.planner.bound_of_all import bound_of_all
 from autovaruna.planner.options import cut_positions, micro_batch_counts
 from autovaruna.planner.problem import SPLIT_SCHEDULE, Problem
@@ -66,14 +66,15 @@ class _Bounds:
 
     def leave_room(self, seconds: float) -> bool:
         """Returns whether a plan may take less than so many seconds."""
-        open_counts = (count for count, of_all in self.of_all.items() if of_all < seconds)
-        return any(StepBound(self._sized(count)).leaves_room(seconds) for count in open_counts)
+        open_counts = [count for count, of_all in self.of_all.items() if of_all < seconds]
+        return any(bound.leaves_room(seconds) for bound in step_bounds(self._sized, open_counts))
 
     def seconds(self, upper: float) -> float:
         """Returns what no plan beats, `upper` at most."""
-        for count, of_all in self.of_all.items():
-            if of_all < upper:
-                upper = min(upper, max(StepBound(self._sized(count)).seconds(upper * _BEYOND), of_all))
+        open_counts = [count for count, of_all in self.of_all.items() if of_all < upper]
+        for count, bound in zip(open_counts, step_bounds(self._sized, open_counts), strict=True):
+            if self.of_all[count] < upper:
+                upper = min(upper, max(bound.seconds(upper * _BEYOND), self.of_all[count]))
         return upper
 
     def _sized(self, num_micro_batches: int) -> Sized:

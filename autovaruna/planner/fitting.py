@@ -54,8 +54,9 @@ def peak_of(sized: Sized, option: Option) -> Peak:
 
 def _fit_rank(sized: Sized, options: list[Option], limit: float) -> list[Option] | None:
     """Fits the stages of one rank: they defer less, those recompute that save most by it, then depths are lowered."""
-    while _total(sized, options) > limit and any(option.deferred > 1 for option in options):
-        options = [replace(option, deferred=max(option.deferred - 1, min(option.deferred, 1))) for option in options]
+    most = max(option.deferred for option in options)
+    less = bisect_left(range(most - 1), True, key=lambda less: _total(sized, _deferring(options, less)) <= limit)
+    options = _deferring(options, less)
     while _total(sized, options) > limit:
         savings = [_recompute_saving(sized, option) for option in options]
         most = max(range(len(options)), key=savings.__getitem__)
@@ -85,6 +86,11 @@ def _with_less_in_flight(sized: Sized, options: list[Option], limit: float) -> l
         more = [*fitted[:k], *_lowered([option], depth + 1), *fitted[k + 1 :]]
         fitted = more if _total(sized, more) <= limit else fitted
     return fitted
+
+
+def _deferring(options: Sequence[Option], less: int) -> list[Option]:
+    """Returns the options with so much less deferred, as far as they stay split."""
+    return [replace(o, deferred=max(o.deferred - less, 1)) if less and o.deferred else o for o in options]
 
 
 def _lowered(options: Iterable[Option], depth: int) -> list[Option]:

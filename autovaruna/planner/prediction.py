@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from autovaruna.planner.cycles import cycle_seconds, is_plain
 from autovaruna.profiler.records import LinkCost
-from autovaruna.schedule import Pipeline, Policy, lower_bound, simulate
+from autovaruna.schedule import Pipeline, Policy, lower_bound, step_seconds
 
 _ACTS_OF_A_BOUND = 50
 """What a bound costs, for each stage, counted in acts of the simulator."""
@@ -35,10 +35,15 @@ class Predictor:
         self.num_acts += _ACTS_OF_A_BOUND * pipeline.num_stages
         return lower_bound(fold(pipeline))
 
-    def step_seconds(self, pipeline: Pipeline, policy: Policy) -> float:
+    def step_seconds(self, pipeline: Pipeline, policy: Policy, below: float = math.inf) -> float:
         """Simulates a step; of a long one two shorter ones that end alike, since its middle repeats itself.
 
         Where even these are long, and the order of instructions is plain, that order alone says the seconds.
+
+        Args:
+            pipeline: what to simulate.
+            policy: the order of its instructions.
+            below: steps that take as long or longer may come out as infinite.
         """
         pipeline = fold(pipeline)
         counts = [stage.num_replicas for stage in pipeline.stages]
@@ -49,18 +54,17 @@ class Predictor:
             if 2 * pipeline.num_micro_batches * len(counts) > _ACTS_OF_A_PLAIN_STEP and is_plain(pipeline, policy):
                 self.num_acts += _ACTS_OF_A_CYCLE * pipeline.num_micro_batches
                 return cycle_seconds(pipeline)
-            return self._simulate(pipeline, policy)
+            return self._simulate(pipeline, policy, below)
         short = pipeline.num_micro_batches - repeats * period
-        once, more = (
-            self._simulate(replace(pipeline, num_micro_batches=count), policy)
-            for count in (short, short + extra * period)
-        )
+        once = self._simulate(replace(pipeline, num_micro_batches=short), policy)
+        longer = replace(pipeline, num_micro_batches=short + extra * period)
+        more = self._simulate(longer, policy, once + (below - once) * extra / repeats)
         return once + (more - once) * repeats / extra
 
-    def _simulate(self, pipeline: Pipeline, policy: Policy) -> float:
-        simulation = simulate(pipeline, policy)
-        self.num_acts += sum(len(acts) for acts in simulation.acts) * _acts_of_an_act(pipeline)
-        return simulation.step_seconds
+    def _simulate(self, pipeline: Pipeline, policy: Policy, below: float = math.inf) -> float:
+        """Simulates a step; one that is given up since it takes too long counts as a whole one."""
+        self.num_acts += policy.num_instructions(pipeline) * _acts_of_an_act(pipeline)
+        return step_seconds(pipeline, policy, below)
 
 
 def least_seconds(counts: list[int], num_micro_batches: int, *, is_shared: bool) -> float:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 
-from autovaruna.planner.bound import StepBound
+from autovaruna.planner.bound import step_bounds
 from autovaruna.planner.bound_of_all import bound_of_all, reason
 from autovaruna.planner.candidate import Planner
 from autovaruna.planner.groups import GroupSearch
@@ -28,16 +29,14 @@ class Proof:
         groups: by number of micro-batches, what the groups of uneven ranks prove for one stage a rank.
         is_complete: whether every plan with one stage a rank that the bounds leave was simulated.
         is_all_complete: whether every other plan was so too.
+        of_all: says what no plan with so many micro-batches beats, however many stages a rank has.
     """
 
     def __init__(self, planner: Planner, counts: list[int], most_each: int) -> None:
         self.planner, self.counts, self.most_each = planner, counts, most_each
         self.groups: dict[int, GroupSearch] = {}
         self.is_complete = self.is_all_complete = False
-
-    def of_all(self, num_micro_batches: int) -> float:
-        """Returns what no plan with so many micro-batches beats, however many stages a rank has."""
-        return bound_of_all(self.planner.sized(num_micro_batches))
+        self.of_all = cache(lambda count: bound_of_all(planner.sized(count)))
 
     def leaves_room(self, best: Plan | None) -> bool:
         """Returns whether a plan with several stages a rank may be better than the best with one."""
@@ -83,11 +82,13 @@ class Proof:
 
     def _of_single(self, single: Plan) -> float:
         lowest = single.predicted_seconds
-        for count in sorted(self.counts, key=lambda count: abs(count - single.num_micro_batches)):
+        of_all = {count: self.of_all(count) for count in self.counts}
+        counts = [count for count in self.counts if of_all[count] < lowest]
+        counts.sort(key=lambda count: abs(count - single.num_micro_batches))
+        for count, bound in zip(counts, step_bounds(self.planner.sized, counts), strict=True):
             by_groups = self.groups[count].least_seconds if self.groups else 0.0
-            of_all = self.of_all(count)
-            if of_all < lowest:
-                lowest = min(lowest, max(StepBound(self.planner.sized(count)).seconds(lowest), by_groups, of_all))
+            if of_all[count] < lowest:
+                lowest = min(lowest, max(bound.seconds(lowest), by_groups, of_all[count]))
         return lowest
 
     def _end(self, was_cut_short: bool) -> str:

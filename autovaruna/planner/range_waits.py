@@ -7,7 +7,7 @@ there and on the way back, and of later stages the one that is next to use a val
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -40,27 +40,29 @@ class RangeWaits:
     line: Array
 
 
-def range_waits_of(sized: Sized, *, is_exact: bool) -> RangeWaits:
-    """Returns the least waits of a problem, on its fastest ranks and links.
+def range_waits_of(each: Sequence[Sized], *, is_exact: bool) -> list[RangeWaits]:
+    """Returns the least waits of a problem at some numbers of micro-batches, on its fastest ranks and links.
 
     Args:
-        sized: the problem at M micro-batches.
+        each: the problem at M micro-batches, for every M; all at once takes hardly longer than one.
         is_exact: False if cuts may lie inside of segments: i and j are then those in which a stage begins and ends.
     """
-    problem, waits, positions = sized.problem, waits_of(sized), sized.tables.positions
+    problem, positions = each[0].problem, each[0].tables.positions
     cluster, values = problem.cluster, problem.graph.values
     gradients = [value for value in values if value.needs_gradient and problem.needs_gradient]
     once, speed = fastest_link(cluster).latency_seconds + cluster.overhead_seconds, max(cluster.speeds)
     there, back = _holders(values), _holders(gradients)
-    trips = _trips(back, sized.urgent_seconds / speed, waits)
-    line = np.maximum(waits.activation, waits.gradient)
-    fills = (
-        _fill(there, sized.costs.forward_seconds / speed, once, waits.activation, positions, is_exact),
-        _fill(back, sized.backward_seconds / speed, once, waits.gradient, positions, is_exact),
-    )
+    waits = [waits_of(sized) for sized in each]
+    forward = np.stack([sized.costs.forward_seconds for sized in each]) / speed
+    backward = np.stack([sized.backward_seconds for sized in each]) / speed
+    before = _fill(there, forward, once, np.stack([one.activation for one in waits]), positions, is_exact)
+    after = _fill(back, backward, once, np.stack([one.gradient for one in waits]), positions, is_exact)
+    trips = [_trips(back, sized.urgent_seconds / speed, one) for sized, one in zip(each, waits, strict=True)]
     if is_exact:
-        return RangeWaits(*fills, trips[positions], line[positions])
-    return RangeWaits(*fills, _least_inside(trips, positions), np.zeros(len(positions)))
+        lines = [np.maximum(one.activation, one.gradient)[positions] for one in waits]
+        return list(map(RangeWaits, before, after, [trip[positions] for trip in trips], lines))
+    lines = [np.zeros(len(positions))] * len(each)
+    return list(map(RangeWaits, before, after, [_least_inside(trip, positions) for trip in trips], lines))
 
 
 def _holders(values: Iterable[Value]) -> _Holders:
@@ -74,7 +76,7 @@ def _holders(values: Iterable[Value]) -> _Holders:
 def _fill(
     holders: _Holders, seconds: Array, once: float, messages: Array, positions: NDArray[np.int64], is_exact: bool
 ) -> Array:
-    """Returns the least waits of every range.
+    """Returns the least waits of every range, for each row of `seconds` and `messages`.
 
     A stage from block p to block q waits for the stages that were the last to hold what it uses. The one that holds
     block h starts at some block i, has waited itself, and works till the end of h at least.
@@ -87,23 +89,25 @@ def _fill(
         positions: where segments start, and the end.
         is_exact: whether stages start there and nowhere else.
     """
-    n = len(seconds)
-    work = np.append(0.0, np.cumsum(seconds))
-    fill, from_neighbour, slack = np.zeros(n), np.zeros(n), np.zeros(n)
-    table = np.zeros((len(positions), len(positions)))
+    rows, n = seconds.shape
+    work = np.concatenate([np.zeros((rows, 1)), seconds.cumsum(axis=1)], axis=1)
+    fill, from_neighbour, slack = np.zeros((rows, n)), np.zeros((rows, n)), np.zeros((rows, n))
+    table = np.zeros((rows, len(positions), len(positions)))
     columns, starts = {int(position): column for column, position in enumerate(positions)}, positions[:-1]
     for q in range(n):
         for h in holders.get(q, ()):
-            since = work[h + 1] + slack[h]
-            np.maximum(fill[h + 1 : q + 1], since, out=fill[h + 1 : q + 1])
+            since = work[:, h + 1] + slack[:, h]
+            np.maximum(fill[:, h + 1 : q + 1], since[:, None], out=fill[:, h + 1 : q + 1])
             if h == q - 1:
-                from_neighbour[q] = since + messages[q]
-        slack[q] = (fill[: q + 1] - work[: q + 1]).min()
+                from_neighbour[:, q] = since + messages[:, q]
+        slack[:, q] = (fill[:, : q + 1] - work[:, : q + 1]).min(axis=1)
         if q + 1 in columns:
-            filled, near = (fill[starts], from_neighbour[starts]) if is_exact else (fill, from_neighbour)
+            column = columns[q + 1]
+            where = starts[:column] if is_exact else slice(q + 1)
+            filled, near = fill[:, where], from_neighbour[:, where]
             waits = np.where(filled > 0, np.maximum(filled, near) + once, 0.0)
-            table[:-1, columns[q + 1]] = waits if is_exact else np.minimum.reduceat(waits, starts)
-    return table
+            table[:, column, :column] = waits if is_exact else np.minimum.reduceat(waits, starts[:column], axis=1)
+    return table.swapaxes(1, 2)
 
 
 def _trips(holders: _Holders, seconds: Array, waits: Waits) -> Array:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
@@ -50,10 +51,7 @@ class StageBytes(Generic[Bytes]):
                 there when all gradients are.
         """
         first, later = self._peaks(in_flight, share)
-        if isinstance(later, float):  # a comparison of two numbers takes numpy ten times as long
-            return max(first, later, self.least)
-        peak: Bytes = np.maximum(np.maximum(first, later), self.least)
-        return peak
+        return _greatest(first, later, self.least)
 
     def fits(self: StageBytes[Array], limit: float, in_flight: float, share: float) -> NDArray[np.bool_]:
         """Returns whether the peak over the whole step is within a limit; the other arguments are those of `at`."""
@@ -71,9 +69,8 @@ class StageBytes(Generic[Bytes]):
         """Returns the peak while other stages of the rank run, in the optimizer's step at the latest."""
         idle = self.once - self.running + self.each * in_flight
         if in_flight >= share:
-            idle = np.maximum(idle - self.gradients, idle - self.each)
-        peak: Bytes = np.maximum(idle, self.least)
-        return peak
+            return _greatest(idle - self.gradients, idle - self.each, self.least)
+        return _greatest(idle, self.least)
 
     def peak(self: StageBytes[float], in_flight: float, share: float, process_bytes: float) -> Peak:
         """Returns the peak over the whole step, with what other stages of the rank use as well: the process, too."""
@@ -87,6 +84,13 @@ class StageBytes(Generic[Bytes]):
     def map(self, change: Callable[[Bytes], Bytes]) -> StageBytes[Bytes]:
         """Returns the same with every part changed."""
         return StageBytes(*(change(getattr(self, part.name)) for part in fields(self)))
+
+
+def _greatest(*parts: Bytes) -> Bytes:
+    """Returns the greatest of some numbers, or of each entry of some arrays."""
+    if isinstance(parts[0], float):  # a comparison of two numbers takes numpy ten times as long
+        return max(parts)
+    return functools.reduce(np.maximum, parts)
 
 
 def deepest(held: StageBytes[Array], limit: float, least_share: float) -> Array:

@@ -8,7 +8,7 @@ from autovaruna.schedule.pipeline import Edge, Links, Pipeline, StageTimes, free
 from autovaruna.schedule.policy import Policy
 from autovaruna.schedule.registry import POLICIES
 from autovaruna.schedule.simulation import Event, LostTime, Reduction, Simulation
-from autovaruna.schedule.simulator import replay, simulate
+from autovaruna.schedule.simulator import replay, simulate, step_seconds
 from autovaruna.schedule.timeline import draw, render
 
 __all__ = [
@@ -34,5 +34,6 @@ __all__ = [
     "render",
     "replay",
     "simulate",
+    "step_seconds",
     "textbook_depth",
 ]

@@ -29,6 +29,16 @@ def lower_bound(pipeline: Pipeline) -> float:
     return max(*ranks, *stages)
 
 
+def least_tails(pipeline: Pipeline) -> list[float]:
+    """Returns, for each rank, seconds that any schedule takes at least from its last instruction to the end."""
+    paths, tails = _Paths(pipeline), [float("inf")] * pipeline.num_ranks
+    for stage, times in enumerate(pipeline.stages):
+        tail = (paths.finishes if times.deferred else paths.tails)[stage]  # weight gradients may come last
+        for rank in times.ranks:
+            tails[rank] = min(tails[rank], tail)
+    return [tail if tail < float("inf") else 0.0 for tail in tails]
+
+
 class _Paths:
     """Longest paths from stage to stage.
 

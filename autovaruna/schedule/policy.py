@@ -51,6 +51,12 @@ class Policy(ABC):
         """Returns whether this policy computes the weight gradients of the stage apart from its backwards."""
         return False
 
+    def num_instructions(self, pipeline: Pipeline) -> int:
+        """Returns how many instructions the ranks run in a step."""
+        stages = range(pipeline.num_stages)
+        backward = (1 + self.recomputes(pipeline, s) + self.splits(pipeline, s) for s in stages)
+        return pipeline.num_micro_batches * (len(stages) + (sum(backward) if pipeline.needs_gradients else 0))
+
     def explain(self, by_rank: Sequence[Sequence[Replica]]) -> str:
         """Returns the error of a policy that left all ranks waiting."""
         rows = [f"rank {r} | " + " ".join(str(x) for x in reversed(row)) for r, row in enumerate(by_rank)]

@@ -74,6 +74,14 @@ class Replica:
         self.can_forward = self.can_recompute = self.can_backward = self.can_weight = self.has_gradient = False
 
     @property
+    def work_seconds(self) -> float:
+        """The seconds of all its instructions."""
+        kinds = [Kind.FORWARD]
+        if self.needs_gradients:
+            kinds += [Kind.BACKWARD, *[Kind.RECOMPUTE] * self.needs_recompute, *[Kind.WEIGHT] * self.is_split]
+        return self.num_micro_batches * sum(self.seconds[kind] for kind in kinds)
+
+    @property
     def is_full(self) -> bool:
         """Whether no forward may start before a backward: the depth is reached, or none is left."""
         return self.forwards == self.num_micro_batches or self.forwards - self.backwards >= self.depth

@@ -11,9 +11,10 @@ import math
 from heapq import heappop, heappush
 
 from autovaruna.errors import ScheduleError
+from autovaruna.schedule.bound import least_tails
 from autovaruna.schedule.fixed import FixedOrder
 from autovaruna.schedule.instruction import Schedule
-from autovaruna.schedule.messages import exact
+from autovaruna.schedule.messages import TICKS_PER_SECOND, exact
 from autovaruna.schedule.network import Network
 from autovaruna.schedule.pipeline import Pipeline
 from autovaruna.schedule.policy import Policy
@@ -30,6 +31,18 @@ def simulate(pipeline: Pipeline, policy: Policy) -> Simulation:
     return _Simulator(pipeline, policy).run()
 
 
+def step_seconds(pipeline: Pipeline, policy: Policy, below: float = math.inf) -> float:
+    """Returns the seconds of one step, infinite as soon as it is certain that they are not below `below`.
+
+    Raises:
+        ScheduleError: as `simulate` does, if it comes that far.
+    """
+    try:
+        return _Simulator(pipeline, policy, below).run().step_seconds
+    except _TooLongError:
+        return math.inf
+
+
 def replay(pipeline: Pipeline, schedule: Schedule) -> Simulation:
     """Simulates one step with the order of instructions given; the plan's in-flight depth is not enforced.
 
@@ -39,15 +52,20 @@ def replay(pipeline: Pipeline, schedule: Schedule) -> Simulation:
     return _Simulator(pipeline, FixedOrder(schedule)).run()
 
 
+class _TooLongError(Exception):
+    """Ends a simulation whose step takes too long."""
+
+
 class _Simulator:
     """Runs one simulation.
 
     The queue holds (seconds, rank): the end of the rank's instruction, or, for an idle rank, the arrival of a message.
     """
 
-    def __init__(self, pipeline: Pipeline, policy: Policy) -> None:
+    def __init__(self, pipeline: Pipeline, policy: Policy, below: float = math.inf) -> None:
         self.pipeline, self.policy = pipeline, policy
         self.network = Network(pipeline, policy)
+        self.latest = self._latest_starts(below)
         self.running: list[Act | None] = [None] * pipeline.num_ranks
         self.acts: tuple[list[Act], ...] = tuple([] for _ in range(pipeline.num_ranks))
         self.queue = [(0.0, rank) for rank, replicas in enumerate(self.network.by_rank) if replicas]
@@ -62,6 +80,17 @@ class _Simulator:
         if not all(replica.is_done for replica in self.network.replicas()):
             raise ScheduleError(self.policy.explain(self.network.by_rank))
         return self._result()
+
+    def _latest_starts(self, below: float) -> list[float]:
+        """Returns when each rank has to start its next instruction, should the step take less than `below`.
+
+        What is left of its work comes after that, and then what no schedule beats (`least_tails`).
+        """
+        if below == math.inf:
+            return [below] * self.pipeline.num_ranks
+        tails = least_tails(self.pipeline)
+        work = [sum(replica.work_seconds for replica in replicas) for replicas in self.network.by_rank]
+        return [below - each - tail + 1.0 / TICKS_PER_SECOND for each, tail in zip(work, tails, strict=True)]
 
     def _happen(self, now: float) -> set[int]:
         """Ends what ends now, and returns the ranks that may have something new to run."""
@@ -105,8 +134,12 @@ class _Simulator:
             if wake < math.inf:
                 heappush(self.queue, (wake, rank))
             return
+        if now > self.latest[rank]:
+            raise _TooLongError
         replica, kind = choice
-        end = now + replica.seconds[kind]
+        seconds = replica.seconds[kind]
+        self.latest[rank] += seconds
+        end = now + seconds
         act = now, end, replica, kind, replica.start(kind)
         self.running[rank] = act
         self.acts[rank].append(act)

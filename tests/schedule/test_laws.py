@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 
 import pytest
 
-from autovaruna.schedule import POLICIES, Kind, Pipeline, Simulation, check, lower_bound, replay, simulate
+from autovaruna.schedule import POLICIES, Kind, Pipeline, Simulation, check, lower_bound, replay, simulate, step_seconds
 from tests.schedule.pipelines import chain, deepened, placed, random_pipeline
 
 NUM_RANDOM = 250
@@ -18,12 +19,15 @@ def fitted(pipeline: Pipeline, name: str) -> Pipeline:
 
 
 def assert_laws(pipeline: Pipeline, name: str) -> Simulation:
-    """Asserts that a policy's schedule keeps the rules, can be replayed, and stays above the bound."""
+    """Asserts that a policy's schedule keeps the rules, can be replayed or given up, and stays above the bound."""
     pipeline = fitted(pipeline, name)
     simulation = simulate(pipeline, POLICIES[name])
     check(simulation.schedule, pipeline)
     assert replay(pipeline, simulation.schedule).events == simulation.events
     assert lower_bound(pipeline) <= simulation.step_seconds
+    assert step_seconds(pipeline, POLICIES[name], simulation.step_seconds * 1.001) == simulation.step_seconds
+    assert step_seconds(pipeline, POLICIES[name], simulation.step_seconds) >= simulation.step_seconds
+    assert POLICIES[name].num_instructions(pipeline) == sum(map(len, simulation.acts))
     for stage, peaks in zip(pipeline.stages, simulation.peak_in_flight, strict=True):
         assert all(0 <= peak <= stage.in_flight for peak in peaks)
     return simulation
@@ -34,6 +38,13 @@ def test_products_of_stages_micro_batches_and_depth(name: str) -> None:
     for num_stages, num_micro_batches, depth in itertools.product(range(1, 7), range(1, 9), (1, 2, 3, 7)):
         pipeline = chain(num_stages, num_micro_batches, 1.0, 2.0, 0.5, lambda n, s, d=depth: d, 1.0, 0.75)
         assert_laws(pipeline, name)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_step_that_takes_too_long_is_given_up(name: str) -> None:
+    for num_stages, num_micro_batches in itertools.product((1, 2, 4), (1, 8)):
+        pipeline = fitted(chain(num_stages, num_micro_batches, 1.0, 2.0, 0.5, recompute=1.0, weight=0.75), name)
+        assert step_seconds(pipeline, POLICIES[name], 0.9 * lower_bound(pipeline)) == math.inf
 
 
 @pytest.mark.parametrize("name", POLICIES)
