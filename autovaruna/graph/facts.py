@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -27,7 +28,7 @@ from autovaruna.graph.fake import fake_like
 from autovaruna.graph.kept import run_kept
 from autovaruna.graph.layout import storage_of
 from autovaruna.graph.origin import origin
-from autovaruna.graph.precision import in_precision, precision_of
+from autovaruna.graph.precision import in_precision, precision_of, without_autocast
 from autovaruna.graph.recall import Memory
 
 aten = torch.ops.aten
@@ -118,7 +119,8 @@ class _Pass(fx.Interpreter):
         inputs = [leaf for arg in n.all_input_nodes for leaf in tensors_in(self.env[arg])]
         versions = [tensor._version for tensor in inputs]
         self.num_flops = 0
-        with in_precision(precision_of(n)):
+        precision = precision_of(n)
+        with in_precision(precision) if precision else nullcontext():
             value = super().run_node(n)
         written = {storage_of(t) for t, version in zip(inputs, versions, strict=True) if t._version != version}
         outputs = tensors_in(value)
@@ -163,7 +165,7 @@ def learn(
             memo[id(tensor)] = fake_like(tensor, mode, device).requires_grad_(tensor.requires_grad)
         attributes[name] = memo[id(tensor)]
     inputs = example_inputs(call, batch_size, mode, device)
-    with mode:
+    with mode, without_autocast():
         graph_pass = _Pass(exported.module, attributes, flops.counter(), mode)
         graph_pass.run(*inputs, enable_io_processing=False)
     return graph_pass.facts | _later_in_need(exported.module.graph, graph_pass.facts)

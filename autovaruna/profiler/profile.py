@@ -50,15 +50,25 @@ def profile(
     return to_profile(traced, merge([known or {}, costs]), device)
 
 
-def to_profile(traced: TracedModel, costs: Mapping[Key, PartCost], device: torch.device) -> Profile:
-    """Returns the profile of a graph from the costs of all its parts."""
+def to_profile(
+    traced: TracedModel, costs: Mapping[Key, PartCost], device: torch.device, *, has_layers: bool = True
+) -> Profile:
+    """Returns the profile of a graph from the costs of all its parts.
+
+    Args:
+        traced: The traced model.
+        costs: Of every part.
+        device: Where they were measured.
+        has_layers: Whether layers are among them; without, they take what their blocks take.
+    """
     sizes = tuple(sorted({size for _, size in costs}))
     return Profile(
         fingerprint=traced.graph.fingerprint,
         device=device_name(device),
         micro_batch_sizes=sizes,
         costs=tuple(
-            _block_costs(traced, {name: cost for (name, at), cost in costs.items() if at == size}) for size in sizes
+            _block_costs(traced, {name: cost for (name, at), cost in costs.items() if at == size}, has_layers)
+            for size in sizes
         ),
     )
 
@@ -70,10 +80,10 @@ def device_name(device: torch.device) -> str:
     return f"{device.type}, {torch.get_num_threads()} threads"
 
 
-def _block_costs(traced: TracedModel, costs: Mapping[str, PartCost]) -> tuple[BlockCost, ...]:
+def _block_costs(traced: TracedModel, costs: Mapping[str, PartCost], has_layers: bool) -> tuple[BlockCost, ...]:
     blocks = block_parts(traced)
     own = [costs[part.signature] for part in blocks]
-    forward, backward, added = _seconds(traced, blocks, costs)
+    forward, backward, added = _seconds(traced, blocks, costs, has_layers)
     saved, work = _bytes(traced, blocks, [cost.num_bytes for cost in own])
     weights = [_share(cost) * seconds for cost, seconds in zip(own, backward, strict=True)]
     columns = forward, backward, saved, work, weights, added, [cost.deferred_bytes for cost in own]
@@ -86,13 +96,13 @@ def _share(cost: PartCost) -> float:
 
 
 def _seconds(
-    traced: TracedModel, blocks: Sequence[Part], costs: Mapping[str, PartCost]
+    traced: TracedModel, blocks: Sequence[Part], costs: Mapping[str, PartCost], has_layers: bool
 ) -> tuple[list[float], list[float], list[float]]:
     """Returns the seconds of each block: forward, backward, and what splitting it adds."""
     forward = [costs[part.signature].forward_seconds for part in blocks]
     backward = [costs[part.signature].backward_seconds for part in blocks]
     added = [costs[part.signature].split_seconds for part in blocks]
-    for layer in layer_parts(traced):
+    for layer in layer_parts(traced) if has_layers else ():
         whole = costs[layer.signature]
         _scale(forward, layer, whole.forward_seconds)
         _scale(backward, layer, whole.backward_seconds)

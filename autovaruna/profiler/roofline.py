@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -34,7 +34,7 @@ from autovaruna.graph.traced import TracedModel
 from autovaruna.profiler.device_file import DeviceSpec
 from autovaruna.profiler.measure import Key, PartCost
 from autovaruna.profiler.memory import count_bytes, count_deferred_bytes
-from autovaruna.profiler.parts import Part, block_parts, layer_parts, repeated_part
+from autovaruna.profiler.parts import Part, block_parts, repeated_part
 from autovaruna.profiler.profile import to_profile
 from autovaruna.profiler.records import OptimizerCost, Profile
 from autovaruna.profiler.samples import Samples
@@ -82,8 +82,7 @@ def predict(
         costs[part.signature, size] = _predict_one(part, samples, size, device, formulas)
         if on_progress is not None:
             on_progress(done + 1, len(jobs))
-    costs |= {key: cost for size in micro_batch_sizes for key, cost in _layers(traced, costs, size)}
-    return replace(to_profile(traced, costs, _CPU), device=device.name, is_measured=False)
+    return replace(to_profile(traced, costs, _CPU, has_layers=False), device=device.name, is_measured=False)
 
 
 def optimizer_cost(device: DeviceSpec, bytes_factor: float) -> OptimizerCost:
@@ -94,16 +93,6 @@ def optimizer_cost(device: DeviceSpec, bytes_factor: float) -> OptimizerCost:
         bytes_factor: Bytes of optimizer state for each byte of parameters.
     """
     return OptimizerCost(0.0, (3.0 + 2.0 * bytes_factor) / device.bytes_per_second)
-
-
-def _layers(traced: TracedModel, costs: dict[Key, PartCost], size: int) -> Iterable[tuple[Key, PartCost]]:
-    """Yields whole layers, which take what their blocks take."""
-    of_block = {part.blocks[0].index: costs[part.signature, size] for part in block_parts(traced)}
-    for layer in layer_parts(traced):
-        own = [of_block[block.index] for block in layer.blocks]
-        seconds = (sum(cost.forward_seconds for cost in own), sum(cost.backward_seconds for cost in own))
-        added = sum(cost.split_seconds for cost in own)
-        yield (layer.signature, size), PartCost(*seconds, own[0].num_bytes, split_seconds=added)
 
 
 def _predict_one(part: Part, samples: Samples, size: int, device: DeviceSpec, formulas: Formulas) -> PartCost:
