@@ -94,6 +94,19 @@ def mpirun_command(num_ranks: int, target: str | Path, *args: object, is_warm: b
     return [*command, *start, *map(str, args)]
 
 
+def mixed_command(num_ranks: int, module: str, *args: object) -> list[str]:
+    """Returns the command that starts a module on ranks that are forked, but for rank 1.
+
+    That one has a seed of hashes of its own, and imports and traces by itself: where either counts, ranks differ.
+    """
+    forked, own = warm().words(module), [sys.executable, "-m", module]
+    command = [find_mpirun(), "--oversubscribe", "--bind-to", "none"]
+    for first, count, start in ((0, 1, forked), (1, 1, own), (2, num_ranks - 2, forked)):
+        if count > 0 and first < num_ranks:
+            command += [":"] * (first > 0) + ["-n", str(count), *start, *map(str, args)]
+    return command
+
+
 @cache
 def warm() -> Warm:
     """Returns the process that ranks are forked from, which starts with the first of them."""
@@ -147,12 +160,14 @@ class Ranks:
 
     num_ranks: int
     env: dict[str, str]
+    is_native: bool = False
     num_calls: int = 0
 
     def __post_init__(self) -> None:
         self._place = tempfile.TemporaryDirectory()
         self._folder = Path(self._place.name)
-        command = mpirun_command(self.num_ranks, "tests.mpi.launch", self._folder, os.getpid())
+        make = mpirun_command if self.is_native else mixed_command
+        command = make(self.num_ranks, "tests.mpi.launch", self._folder, os.getpid())
         with (self._folder / "log").open("wb") as log:
             self._process = subprocess.Popen(
                 command, cwd=ROOT, env=self.env, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
@@ -221,7 +236,7 @@ def run_on_ranks(
     if env is None:
         ranks = kept.get(num_ranks) or kept.setdefault(num_ranks, Ranks(num_ranks, {**os.environ, **QUIET}))
         return ranks.call(target, args, timeout)
-    ranks = Ranks(num_ranks, {**os.environ, **QUIET, **env})
+    ranks = Ranks(num_ranks, {**os.environ, **QUIET, **env}, is_native=bool(env))
     try:
         results = ranks.call(target, args, timeout)
         ranks.let_go()

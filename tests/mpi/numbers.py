@@ -12,7 +12,7 @@ import torch
 from autovaruna import AutoVaruna
 from autovaruna.runtime.environment import get_world
 from tests.catalogue import CASES, Batch, Case
-from tests.parallel.training import Setup, planned, share_of, trace_shared, train_rank
+from tests.parallel.training import Setup, planned, share_of, trace_shared, train, train_rank
 from tests.reference import OPTIMIZERS, Record
 
 STEPS, SIZE = 3, 8
@@ -65,6 +65,16 @@ def trained(case: Case, num_stages: int, optimizer: str) -> Record:
     model, made = wrap(case, optimizer, inputs="replicated", num_micro_batches=NUM_MICRO_BATCHES)
     with planned(setup, (case.name, case.has_dropout)):
         return train_rank(case, model, made, [case.batch(SIZE, step) for step in range(STEPS)])
+
+
+def trace_all(names: Sequence[str]) -> None:
+    """Traces each case as `trained` does, so that processes that are forked later need not."""
+
+    def run() -> None:
+        for case in map(CASES.__getitem__, names):
+            train(case, Setup(((0,),), NUM_MICRO_BATCHES), [case.batch(SIZE, 0)])
+
+    quietly(run)
 
 
 def by_replica(names: Sequence[str]) -> Rows:

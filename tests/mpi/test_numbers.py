@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.catalogue import CASES, HUGGING_FACE, PLAIN, Case
-from tests.mpi.launch import run_on_ranks
+from tests.mpi.launch import run_on_ranks, warm
 from tests.mpi.numbers import SIZE, STEPS, optimizer_of, sizes_of, stage_counts
 from tests.parallel.training import merge, weighted_losses
 from tests.products import WHOLE
@@ -37,8 +37,15 @@ def drawn(names: list[str], num_ranks: int) -> list[str]:
 
 
 @cache
+def trace_before_forking() -> None:
+    """Traces all models in the process that ranks are forked from; rank 1 of each job, which is not, traces again."""
+    warm().prepare("tests.mpi.numbers:trace_all", names_on(1))
+
+
+@cache
 def job(num_ranks: int) -> list[dict[str, Any]]:
     """Runs one job on a number of ranks; returns what each rank found."""
+    trace_before_forking()
     names = names_on(num_ranks), drawn(REPLICATED, num_ranks)
     return run_on_ranks(num_ranks, "tests.mpi.numbers:numbers", *names, timeout=900)
 

@@ -7,6 +7,7 @@ have one seed of hashes, and do not see what launched them.
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import runpy
@@ -48,6 +49,13 @@ class Warm:
         stand_in = Path(__file__).with_name("stand_in.py")
         return [sys.executable, "-I", "-S", str(stand_in), str(self._address), module]
 
+    def prepare(self, target: str, *args: Any) -> None:
+        """Has the server run ``module:function`` itself: what that leaves in memory, later ranks have."""
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server:
+            server.connect(str(self._address))
+            socket.send_fds(server, [json.dumps({"prepare": target, "args": args}).encode()], [0, 1, 2])
+            assert server.recv(1), f"{target} has failed"
+
     def end(self) -> None:
         """Ends the server, and all that it has forked."""
         self._process.communicate()
@@ -55,7 +63,7 @@ class Warm:
 
 
 class Server:
-    """Forks a rank for each stand-in that asks for one."""
+    """Forks a rank for each stand-in that asks for one; prepares what further ranks are to have."""
 
     def __init__(self, address: str) -> None:
         self._selector = selectors.PollSelector()
@@ -67,7 +75,7 @@ class Server:
 
     def serve(self) -> Job:
         """Returns in the ranks alone: what to run."""
-        self._selector.register(self._socket, selectors.EVENT_READ, self._fork)
+        self._selector.register(self._socket, selectors.EVENT_READ, self._answer)
         self._selector.register(sys.stdin, selectors.EVENT_READ, self._end)
         while True:
             for key, _ in self._selector.select():
@@ -75,14 +83,27 @@ class Server:
                 if job is not None:
                     return job
 
-    def _fork(self) -> Job | None:
-        stand_in, _ = self._socket.accept()
-        words, files, _, _ = socket.recv_fds(stand_in, MOST_BYTES, 3)
+    def _answer(self) -> Job | None:
+        asker, _ = self._socket.accept()
+        words, files, _, _ = socket.recv_fds(asker, MOST_BYTES, 3)
+        job: Job = json.loads(words)
+        try:
+            return self._prepare(asker, job) if "prepare" in job else self._fork(asker, job, files)
+        finally:
+            for file in files:
+                os.close(file)
+
+    def _prepare(self, asker: socket.socket, job: Job) -> None:
+        with asker:
+            module, _, function = job["prepare"].partition(":")
+            getattr(importlib.import_module(module), function)(*job["args"])
+            spare_collector()
+            asker.send(b"1")
+
+    def _fork(self, stand_in: socket.socket, job: Job, files: list[int]) -> Job | None:
         process = os.fork()
         if process == 0:
-            return self._be_rank(stand_in, json.loads(words), files)
-        for file in files:
-            os.close(file)
+            return self._be_rank(stand_in, job, files)
         rank = os.pidfd_open(process)
         self._stand_ins[process] = rank, stand_in
         self._selector.register(rank, selectors.EVENT_READ, lambda: self._rank_has_ended(process))
@@ -97,7 +118,6 @@ class Server:
         self._socket.close()
         for place, file in enumerate(files):
             os.dup2(file, place)
-            os.close(file)
         return job
 
     def _rank_has_ended(self, process: int) -> None:
