@@ -52,6 +52,7 @@ class Planner:
     def __init__(self, problem: Problem, tables: RangeTables) -> None:
         self.problem, self.tables = problem, tables
         self.predictor, self.edges = Predictor(), Edges(problem.graph)
+        self._last: tuple[Plan | None, Pipeline | None] = None, None
         hosts = problem.cluster.hosts
         numbers = {host: number for number, host in enumerate(dict.fromkeys(hosts))}
         self.host_of = tuple(numbers[host] for host in hosts) if len(numbers) > 1 else ()
@@ -114,8 +115,12 @@ class Planner:
         return self.sized(num_micro_batches).step_seconds
 
     def pipeline(self, plan: Plan) -> Pipeline:
-        """Returns the plan as the simulator sees it."""
-        return pipeline_of(plan, self.problem.graph, self.edges)
+        """Returns the plan as the simulator sees it; that of the last one again, if only the schedule is another."""
+        last, pipeline = self._last
+        if last is None or pipeline is None or replace(last, schedule=plan.schedule) != plan:
+            pipeline = pipeline_of(plan, self.problem.graph, self.edges)
+            self._last = plan, pipeline
+        return pipeline
 
     def bound(self, plan: Plan) -> float:
         """Returns seconds that the stages of a plan cannot beat with any depths and any schedule."""

@@ -24,6 +24,7 @@ class Predictor:
 
     def __init__(self) -> None:
         self.num_acts = 0
+        self._folded: tuple[Pipeline | None, Pipeline | None] = None, None
 
     @property
     def spent_seconds(self) -> float:
@@ -33,7 +34,7 @@ class Predictor:
     def bound(self, pipeline: Pipeline) -> float:
         """Returns seconds that a pipeline cannot beat with any depths and any schedule."""
         self.num_acts += _ACTS_OF_A_BOUND * pipeline.num_stages
-        return lower_bound(fold(pipeline))
+        return lower_bound(self._fold(pipeline))
 
     def step_seconds(self, pipeline: Pipeline, policy: Policy, below: float = math.inf) -> float:
         """Simulates a step; of a long one two shorter ones that end alike, since its middle repeats itself.
@@ -45,7 +46,7 @@ class Predictor:
             policy: the order of its instructions.
             below: steps that take as long or longer may come out as infinite.
         """
-        pipeline = fold(pipeline)
+        pipeline = self._fold(pipeline)
         counts = [stage.num_replicas for stage in pipeline.stages]
         period, warm = math.lcm(*counts), (3 if max(counts) == 1 else 8) * sum(counts)
         repeats = (pipeline.num_micro_batches - warm) // period
@@ -60,6 +61,14 @@ class Predictor:
         longer = replace(pipeline, num_micro_batches=short + extra * period)
         more = self._simulate(longer, policy, once + (below - once) * extra / repeats)
         return once + (more - once) * repeats / extra
+
+    def _fold(self, pipeline: Pipeline) -> Pipeline:
+        """Returns `fold` of a pipeline, which is bounded first and then simulated, by one schedule after the other."""
+        known, folded = self._folded
+        if folded is None or pipeline is not known:
+            folded = fold(pipeline)
+            self._folded = pipeline, folded
+        return folded
 
     def _simulate(self, pipeline: Pipeline, policy: Policy, below: float = math.inf) -> float:
         """Simulates a step; one that is given up since it takes too long counts as a whole one."""

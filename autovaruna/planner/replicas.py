@@ -62,6 +62,7 @@ class ReplicaSearch:
         ways = sized.ways.options
         self.ways = Ways(tuple((self._windows(work), num_bytes.map(self._windows)) for work, num_bytes in ways))
         self.costs: dict[tuple[int, int, float, float, float, bool], Array] = {}
+        self._reduced: dict[tuple[int, bool], Array] = {}
 
     def _windows(self, table: Array) -> Array:
         values: Array = table.take(self._places)
@@ -133,9 +134,14 @@ class ReplicaSearch:
         share = -(-self.sized.num_micro_batches // replicas)
         seconds = load * self.ways.allowed_work(depth, limit, share) + share * self.sized.overhead_seconds
         seconds = np.maximum(seconds, share * self.messages)
-        finish = self._windows(self.sized.reduce_seconds(replicas, is_local=is_local)) + self.optimizer / slowest
-        tail = np.maximum(self.after[:, None], finish)
+        tail = np.maximum(self.after[:, None], self._reduce(replicas, is_local) + self.optimizer / slowest)
         return np.asarray(self.before[:, None] + 2 * self.messages + seconds + tail, dtype=np.float64)
+
+    def _reduce(self, replicas: int, is_local: bool) -> Array:
+        """Returns the all-reduce seconds of every range, which any depth and load has."""
+        if (replicas, is_local) not in self._reduced:
+            self._reduced[replicas, is_local] = self._windows(self.sized.reduce_seconds(replicas, is_local=is_local))
+        return self._reduced[replicas, is_local]
 
     def _chain(
         self, choices: dict[tuple[int, int], tuple[Array, Array]], used: int, stages: int, seconds: float

@@ -72,11 +72,10 @@ class Route:
 
     def send(self, sender: int, micro_batch: int, now: float) -> tuple[Replica, float]:
         """Sends a micro-batch's message at `now`; returns who gets it and when it arrives."""
-        stride = len(self.receivers)
-        j = micro_batch % stride
+        k, j = divmod(micro_batch, len(self.receivers))
         wire = self.wires[sender][j]
         arrival = now if wire is None else wire.send(now)
-        self.inboxes[j].put(micro_batch // stride, arrival, now)
+        self.inboxes[j].put(k, arrival, now)
         return self.receivers[j], arrival
 
 
@@ -86,7 +85,6 @@ Wiring = Callable[[int, int, float], list[list[Wire | None]]]
 def wiring(pipeline: Pipeline) -> Wiring:
     """Returns a function that gives the wires from each replica of a stage to each of another, for some bytes."""
     lines: dict[tuple[int, int], tuple[Line, LinkCost]] = {}
-    seconds: dict[tuple[LinkCost, float], tuple[float, float]] = {}
 
     def wire(source: int, destination: int, num_bytes: float) -> Wire | None:
         if source == destination:
@@ -94,9 +92,7 @@ def wiring(pipeline: Pipeline) -> Wiring:
         if (source, destination) not in lines:
             lines[source, destination] = Line(), pipeline.links(source, destination)
         line, link = lines[source, destination]
-        if (link, num_bytes) not in seconds:
-            seconds[link, num_bytes] = exact(link.latency_seconds), exact(num_bytes / link.bytes_per_second)
-        return Wire(line, *seconds[link, num_bytes])
+        return Wire(line, exact(link.latency_seconds), exact(num_bytes / link.bytes_per_second))
 
     def wires(sender: int, receiver: int, num_bytes: float) -> list[list[Wire | None]]:
         senders, receivers = pipeline.stages[sender].ranks, pipeline.stages[receiver].ranks
