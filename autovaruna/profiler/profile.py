@@ -61,13 +61,14 @@ def to_profile(
         device: Where they were measured.
         has_layers: Whether layers are among them; without, they take what their blocks take.
     """
-    sizes = tuple(sorted({size for _, size in costs}))
+    sizes, blocks = tuple(sorted({size for _, size in costs})), block_parts(traced)
+    layers = layer_parts(traced) if has_layers else []
     return Profile(
         fingerprint=traced.graph.fingerprint,
         device=device_name(device),
         micro_batch_sizes=sizes,
         costs=tuple(
-            _block_costs(traced, {name: cost for (name, at), cost in costs.items() if at == size}, has_layers)
+            _block_costs(traced, blocks, layers, {name: cost for (name, at), cost in costs.items() if at == size})
             for size in sizes
         ),
     )
@@ -80,10 +81,11 @@ def device_name(device: torch.device) -> str:
     return f"{device.type}, {torch.get_num_threads()} threads"
 
 
-def _block_costs(traced: TracedModel, costs: Mapping[str, PartCost], has_layers: bool) -> tuple[BlockCost, ...]:
-    blocks = block_parts(traced)
+def _block_costs(
+    traced: TracedModel, blocks: Sequence[Part], layers: Sequence[Part], costs: Mapping[str, PartCost]
+) -> tuple[BlockCost, ...]:
     own = [costs[part.signature] for part in blocks]
-    forward, backward, added = _seconds(traced, blocks, costs, has_layers)
+    forward, backward, added = _seconds(traced, blocks, layers, costs)
     saved, work = _bytes(traced, blocks, [cost.num_bytes for cost in own])
     weights = [_share(cost) * seconds for cost, seconds in zip(own, backward, strict=True)]
     columns = forward, backward, saved, work, weights, added, [cost.deferred_bytes for cost in own]
@@ -96,13 +98,13 @@ def _share(cost: PartCost) -> float:
 
 
 def _seconds(
-    traced: TracedModel, blocks: Sequence[Part], costs: Mapping[str, PartCost], has_layers: bool
+    traced: TracedModel, blocks: Sequence[Part], layers: Sequence[Part], costs: Mapping[str, PartCost]
 ) -> tuple[list[float], list[float], list[float]]:
     """Returns the seconds of each block: forward, backward, and what splitting it adds."""
     forward = [costs[part.signature].forward_seconds for part in blocks]
     backward = [costs[part.signature].backward_seconds for part in blocks]
     added = [costs[part.signature].split_seconds for part in blocks]
-    for layer in layer_parts(traced) if has_layers else ():
+    for layer in layers:
         whole = costs[layer.signature]
         _scale(forward, layer, whole.forward_seconds)
         _scale(backward, layer, whole.backward_seconds)
