@@ -136,8 +136,8 @@ def trace_once(token: object, model: nn.Module, call: CallSpec, device: torch.de
 
     A graph that calls modules of the model, kept whole, serves that model alone.
     """
-    size = 0 if options["is_dynamic"] else options["micro_batch_size"]
-    key = (token, repr(model), call.key(), size, options["loss_mode"], options["is_parted"])
+    asked = {**options, "micro_batch_size": 0} if options["is_dynamic"] else options
+    key = (token, repr(model), call.key(), *asked.items())
     with _one_at_a_time:
         if key in _known:
             return _known[key]
