@@ -17,7 +17,10 @@ _BY_DIMENSION = re.compile(
 )
 _WINDOWS = re.compile(r"aten\.\w*(pool|upsample_\w+)(1|2|3)d\w*\.")
 _CONVOLUTIONS = re.compile(r"aten\.conv(_transpose)?(1|2|3)d\.")
-_PICKS = re.compile(r"aten\.(index\.Tensor|index_select\.default|gather\.default)")
+_PICKS = re.compile(
+    r"aten\.(index\.Tensor|index_select\.default|gather\.default|"
+    r"(index_add|index_copy|index_fill|index_put|index_reduce|scatter|scatter_add|scatter_reduce)_?\.)"
+)
 _RECURRENT = re.compile(r"aten\.(lstm|gru|rnn_tanh|rnn_relu)\.input")
 
 

@@ -1,7 +1,14 @@
-"""Tells whether rows that are picked by number are those of all samples in turn, if the numbers follow from sizes."""
+"""Tells whether rows that are picked by number are those of all samples in turn.
+
+Numbers that follow from sizes, inputs and random numbers are computed for a whole batch and for two parts of it. Those
+that a model finds itself (the places of what is largest, or sorted) name rows of the micro-batch that it has: nothing
+is said of them.
+"""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,43 +18,70 @@ from autovaruna.graph.sizes import Sizes
 
 _SIZES = (3, 2)
 """Samples of two micro-batches that make up a batch."""
+_FIND_PLACES = re.compile(r"aten\.\w*(sort|topk|nonzero|argmax|argmin|unique\w*|searchsorted|bucketize|cumsum)\w*\.")
 
 
 def are_in_turn(index: fx.Node, length: Any, sizes: Sizes) -> bool:
     """Whether each micro-batch picks, by numbers of its own, what the whole batch picks for its samples.
 
     Args:
-        index: The numbers of the rows; if they follow from more than sizes, nothing is said against them.
+        index: The numbers of the rows; nothing is said against those that follow from weights, or were found.
         length: How many rows there are to pick from.
         sizes: The sizes of the graph.
     """
-    if index.meta["val"].dtype is torch.bool or not _follows_from_sizes(index):
+    made_of = _sources(index)
+    if index.meta["val"].dtype is torch.bool or any(map(_is_found, made_of)):
         return True
-    first, second = _SIZES
-    whole, one, other = (_numbers(index, size, sizes) for size in (first + second, first, second))
-    moved = other + sizes.number(length, first)
+    try:
+        whole, one, other = _of_parts(index, made_of, sizes)
+    except Exception:  # they may have to be other numbers
+        return True
+    moved = other + sizes.number(length, _SIZES[0])
     grown = [dim for dim in range(whole.dim()) if whole.shape[dim] == one.shape[dim] + other.shape[dim]]
     return not grown or torch.equal(whole, torch.cat([one, moved], grown[0]))
 
 
-def _follows_from_sizes(index: fx.Node) -> bool:
-    waiting, seen = [index], {index}
+def _sources(index: fx.Node) -> list[fx.Node]:
+    """Returns the tensors that numbers are made of, themselves among them."""
+    waiting, seen = [index], {index: None}
     while waiting:
         node = waiting.pop()
-        if not isinstance(node.meta.get("val"), Tensor):
-            continue
-        target = node.target
-        if not isinstance(target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded in target.tags:
-            return False
-        new = [source for source in node.all_input_nodes if source not in seen]
-        seen.update(new)
+        sources = [] if _is_given(node) else node.all_input_nodes
+        new = [each for each in sources if each not in seen and isinstance(each.meta.get("val"), Tensor)]
+        seen.update(dict.fromkeys(new))
         waiting += new
-    return True
+    return list(seen)
 
 
-def _numbers(node: fx.Node, size: int, sizes: Sizes) -> Tensor:
-    """Computes what a node, which follows from sizes, gives for a batch of some size."""
-    known: dict[fx.Node, Any] = {}
+def _is_found(node: fx.Node) -> bool:
+    if _is_given(node):
+        return False
+    return not isinstance(node.target, torch._ops.OpOverload) or bool(_FIND_PLACES.match(f"{node.target}."))
+
+
+def _is_given(node: fx.Node) -> bool:
+    """Whether a node is an input, or draws random numbers."""
+    if node.op == "placeholder":
+        return True
+    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
+
+
+def _of_parts(index: fx.Node, made_of: Sequence[fx.Node], sizes: Sizes) -> list[Tensor]:
+    """Computes numbers for a whole batch and its two parts."""
+    generator = torch.Generator().manual_seed(0)
+    first, second = _SIZES
+    whole, one, other = inputs = [dict[fx.Node, Any]() for _ in range(3)]
+    for node in filter(_is_given, made_of):
+        value = node.meta["val"]
+        drawn = torch.randint(2, sizes.shape(value, first + second), generator=generator).to(value.dtype)
+        whole[node], one[node], other[node] = drawn, drawn, drawn
+        if value.dim() and sizes.grows(value.shape[0]):
+            one[node], other[node] = drawn.split_with_sizes(_SIZES)
+    return [_numbers(index, size, sizes, known) for size, known in zip((first + second, *_SIZES), inputs, strict=True)]
+
+
+def _numbers(node: fx.Node, size: int, sizes: Sizes, known: dict[fx.Node, Any]) -> Tensor:
+    """Computes what a node gives for a batch of some size; `known` has what is given."""
 
     def value_of(each: fx.Node) -> Any:
         if each not in known:

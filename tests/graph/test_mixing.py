@@ -77,9 +77,23 @@ def crosswise(self: nn.Module, x: Tensor) -> Tensor:
     return self.first(x) * self.last(x).index_select(0, (torch.arange(x.shape[0]) + 1) % x.shape[0])
 
 
+def named(self: nn.Module, x: Tensor) -> Tensor:
+    """Picks rows by numbers in the inputs."""
+    return self.last(x) + self.first(x)[x[:, 0, 0].long()]
+
+
+def sent(self: nn.Module, x: Tensor) -> Tensor:
+    """Adds rows to others that the inputs name."""
+    return self.last(x).index_add(0, x[:, 0, 0].long().clamp(min=0), self.first(x))
+
+
+def permuted(self: nn.Module, x: Tensor) -> Tensor:
+    return self.last(0.7 * x + 0.3 * x[torch.randperm(len(x))])
+
+
 MIXING = (
     *(attention, convolution, softmax, cumulated, turned, pooled, scaled, against_the_first),
-    *(covariance, one_bag, shifted, backwards, crosswise),
+    *(covariance, one_bag, shifted, backwards, crosswise, named, sent, permuted),
 )
 
 
@@ -144,9 +158,17 @@ def in_turn(self: nn.Module, x: Tensor) -> Tensor:
     return last[torch.arange(2 * len(x)) // 2] * x[numbers.repeat_interleave(2), torch.randint(LENGTH, (2 * len(x),))]
 
 
+def ends(self: nn.Module, x: Tensor) -> Tensor:
+    """Takes the last place of each sample, which the inputs say, and any other, out of all places of all samples."""
+    last = (x[:, :, 0] > 0).sum(1).clamp(max=LENGTH - 1)
+    any_ = torch.randint(LENGTH, (len(x),))
+    flat = self.last(x).flatten(0, 1)
+    return flat[torch.arange(len(x)) * LENGTH + last] + flat[torch.arange(len(x)) * LENGTH + any_]
+
+
 @pytest.mark.parametrize(
     "function",
-    (auxiliary, chosen, lengths, followed, joined, alike, centred, in_turn),
+    (ends, auxiliary, chosen, lengths, followed, joined, alike, centred, in_turn),
     ids=lambda function: function.__name__,
 )
 def test_samples_that_go_alone_are_not(function: Callable[..., Tensor]) -> None:
