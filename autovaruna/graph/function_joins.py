@@ -11,8 +11,9 @@ from torch import Tensor, fx, nn
 from autovaruna.graph.facts import Fact
 from autovaruna.graph.functions import function_name, run_function
 from autovaruna.graph.joining import with_joins
-from autovaruna.graph.kept import Join, Line, kept_by
+from autovaruna.graph.kept import kept_by
 from autovaruna.graph.precision import precision_of
+from autovaruna.graph.returned import Join, Line
 from autovaruna.graph.tree import flatten
 from autovaruna.graph.trial import Trial, run_apart
 

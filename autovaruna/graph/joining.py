@@ -14,8 +14,9 @@ from enum import Enum
 import torch
 from torch import Tensor
 
-from autovaruna.graph.kept import Join, Line, Returned, is_differentiable
+from autovaruna.graph.kept import is_differentiable
 from autovaruna.graph.random import default_generator
+from autovaruna.graph.returned import Join, Line, Returned
 from autovaruna.graph.trial import Trial
 
 _PARTS = (2, 3)

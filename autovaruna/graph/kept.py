@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
-from enum import Enum
 from threading import local
 from typing import Any
 
@@ -20,63 +18,13 @@ from autovaruna.graph.fake import put
 from autovaruna.graph.guards import plain_checkpoints
 from autovaruna.graph.precision import current_precision, in_precision
 from autovaruna.graph.random import default_generator, python_generators
+from autovaruna.graph.returned import Join, Returned
 from autovaruna.graph.tree import Tree, flatten
 
 Places = tuple[tuple[tuple[nn.Module, str], ...], ...]
 """Where each tensor of a module's state is: the modules and attribute names that share it."""
 
 _on_this_thread = local()
-
-
-class Join(str, Enum):
-    """How what a module returns for parts of a batch becomes what it returns for all of it."""
-
-    UNKNOWN = "unknown"
-    SAMPLES = "samples"
-    """Each part has its samples."""
-    MEAN = "mean"
-    """A mean over the samples, or nothing of them."""
-    SUM = "sum"
-    """A sum over the samples."""
-    OTHER = "other"
-    """It is in none of these ways."""
-
-
-@dataclass(frozen=True)
-class Line:
-    """A tensor that a module returns, for every batch size.
-
-    Attributes:
-        lengths: slope and start of each dimension: it has ``slope * batch + start`` elements.
-        order: its dimensions from the slowest in memory to the fastest.
-        dtype: of its elements.
-        join: how it follows from what the module returns for parts of the batch.
-    """
-
-    lengths: tuple[tuple[int, int], ...]
-    order: tuple[int, ...]
-    dtype: torch.dtype
-    join: Join = Join.UNKNOWN
-
-    def shape(self, batch: Any) -> list[Any]:
-        """Returns its shape for a batch size, a number or a symbol."""
-        return [slope * batch + start if slope else start for slope, start in self.lengths]
-
-    def make(self, batch: Any, device: torch.device) -> Tensor:
-        """Returns an empty tensor of its shape, strides and dtype."""
-        shape, strides, step = self.shape(batch), [1] * len(self.order), 1
-        for dimension in reversed(self.order):
-            strides[dimension] = step
-            step = step * shape[dimension]
-        return torch.empty_strided(shape, strides, dtype=self.dtype, device=device)
-
-
-@dataclass(frozen=True)
-class Returned:
-    """What a module returns: a structure, and its tensors."""
-
-    tree: Tree
-    tensors: tuple[Line, ...]
 
 
 class KeptModule:

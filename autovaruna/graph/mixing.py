@@ -22,9 +22,9 @@ from autovaruna.errors import TraceError
 from autovaruna.graph.along_batch import runs_along
 from autovaruna.graph.facts import Fact
 from autovaruna.graph.function_joins import join_of, name_of_kept
-from autovaruna.graph.kept import Join
 from autovaruna.graph.of_batch import is_of_batch
 from autovaruna.graph.origin import origin
+from autovaruna.graph.returned import Join
 from autovaruna.graph.sizes import Sizes
 
 aten = torch.ops.aten

@@ -18,11 +18,11 @@ from autovaruna.graph.arguments import MEAN, arguments
 from autovaruna.graph.counted_means import LOSSES
 from autovaruna.graph.function_joins import join_of
 from autovaruna.graph.functions import run_function
-from autovaruna.graph.kept import Join
 from autovaruna.graph.linear import DIVIDE, JOIN, KEEP_MEANS, SCALE
 from autovaruna.graph.origin import origin
 from autovaruna.graph.outputs import OutputKind
 from autovaruna.graph.reductions import Reductions, name_of
+from autovaruna.graph.returned import Join
 from autovaruna.graph.traced import TracedModel
 
 logger = logging.getLogger(__name__)

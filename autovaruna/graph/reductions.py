@@ -12,9 +12,10 @@ from torch import Tensor, fx
 
 from autovaruna.graph.arguments import SUM, arguments
 from autovaruna.graph.function_joins import join_of
-from autovaruna.graph.kept import Join, kept_by
+from autovaruna.graph.kept import kept_by
 from autovaruna.graph.linear import ADD_UP, DIVIDE, JOIN, KEEP_MEANS, MULTIPLY, PRODUCTS, VIEWS
 from autovaruna.graph.of_batch import Use, is_of_batch
+from autovaruna.graph.returned import Join
 from autovaruna.graph.sizes import Sizes
 
 _SAME_NUMBER = frozenset({"scalar_tensor", "full", "to", "_to_copy", "lift_fresh_copy", "detach", "clone"})

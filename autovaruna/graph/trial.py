@@ -19,9 +19,10 @@ from torch import Tensor, nn
 from autovaruna.errors import TraceError
 from autovaruna.graph.fake import put
 from autovaruna.graph.guards import check_state, plain_state
-from autovaruna.graph.kept import Line, Returned, is_differentiable, places_of, with_state
+from autovaruna.graph.kept import is_differentiable, places_of, with_state
 from autovaruna.graph.precision import Precision, in_precision
 from autovaruna.graph.random import python_generators, untouched_generator
+from autovaruna.graph.returned import Line, Returned
 from autovaruna.graph.told import untold
 from autovaruna.graph.tree import Opaque, Tree, flatten
 

@@ -47,24 +47,24 @@ class Root(torch.autograd.Function):
         return 0.5 * gradient * scores / (root * scores.numel())
 
 
-class Centred(torch.autograd.Function):
-    """Gives each sample a gradient that depends on those of the others."""
+class Copied(torch.autograd.Function):
+    """Gives numbers on as they are; each kind of it does something else with gradients."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         return x.clone()
+
+
+class Centred(Copied):
+    """Gives each sample a gradient that depends on those of the others."""
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
         return gradient - gradient.mean(0)
 
 
-class Clamped(torch.autograd.Function):
+class Clamped(Copied):
     """Limits a gradient, which is right for each sample, and wrong for a weight."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
