@@ -14,12 +14,14 @@ from torch import nn
 
 from autovaruna.errors import PlanError
 from autovaruna.graph.random import untouched_generator
+from autovaruna.graph.records import Graph
 from autovaruna.parallel.speeds import SpeedWatch
 from autovaruna.planner.heap import MAPPED_BYTES
 from autovaruna.profiler.optimizer import measure_step, state_factor
 from autovaruna.profiler.records import Cluster, OptimizerCost
 from autovaruna.profiler.timing import call_seconds
-from autovaruna.runtime.links import measure_all_reduce_latency, measure_links
+from autovaruna.runtime.links import measure_links
+from autovaruna.runtime.sum_speed import measure_sums
 from autovaruna.runtime.world import World
 from autovaruna.settings import Settings
 
@@ -91,7 +93,7 @@ def host_memory() -> float:
 
 
 def describe_cluster(
-    watch: SpeedWatch, settings: Settings, resident_before: float = 0.0, batch_bytes: float = 0.0
+    watch: SpeedWatch, graph: Graph, settings: Settings, resident_before: float = 0.0, batch_bytes: float = 0.0
 ) -> Cluster:
     """Measures links and speeds. Collective.
 
@@ -99,14 +101,15 @@ def describe_cluster(
 
     Args:
         watch: Of the ranks' speeds.
+        graph: The model's, whose gradients are summed.
         settings: The settings.
         resident_before: What `resident_bytes` said before the model was traced; 0: not known.
         batch_bytes: What the caller's mini-batch takes on the device.
     """
     world, device = watch.world, watch.device
     process_bytes = _process_bytes(world, device, resident_before, batch_bytes)
-    local, remote, all_reduce = measure_links(world)
-    latency = measure_all_reduce_latency(world)
+    local, remote = measure_links(world)
+    sums = measure_sums(world, [each.num_bytes for each in graph.parameters if each.needs_gradient])
     watch.look()
     overhead = _CALLS_OF_AN_INSTRUCTION * fmean(call_seconds(1, device))
     memory = rank_memory(world, device, settings) + (process_bytes if settings.memory_limit_bytes else 0.0)
@@ -118,8 +121,8 @@ def describe_cluster(
         speeds=watch.speeds(),
         local_link=local,
         remote_link=remote,
-        all_reduce_bytes_per_second=all_reduce,
-        all_reduce_latency_seconds=latency,
+        all_reduce_bytes_per_second=sums.bytes_per_second,
+        all_reduce_latency_seconds=sums.latency_seconds,
         overhead_seconds=median_low(each for _, each in known),
         process_bytes=process_bytes,
         heap_share=_heap_share() if is_host else 0.0,

@@ -41,7 +41,7 @@ def measured_problem(
     return Problem(
         graph=traced.graph,
         profile=profile,
-        cluster=describe_cluster(watch, settings, resident_before, batch_bytes),
+        cluster=describe_cluster(watch, traced.graph, settings, resident_before, batch_bytes),
         global_batch_size=shared.global_batch_size,
         optimizer_bytes_factor=optimizer_bytes_factor,
         optimizer_cost=optimizer_cost(optimizer, watch.world, watch.device),

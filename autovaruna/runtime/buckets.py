@@ -13,7 +13,7 @@ from torch import Tensor
 
 from autovaruna.runtime.world import Done, Pending, World
 
-LARGE_BYTES = 1 << 20
+LARGE_BYTES = 256 << 10
 BUCKET_BYTES = 16 << 20
 BUCKETS_AT_ONCE = 2
 

@@ -19,22 +19,20 @@ logger = logging.getLogger(__name__)
 TAG = (1 << 20) - 1
 SMALL_BYTES, SMALL_TIMES = 256, 30
 LARGE_BYTES, LARGE_TIMES = 1 << 20, 10
-REDUCED_BYTES, REDUCED_TIMES = 32 << 20, 2
 NUM_ATTEMPTS = 3
 
 Pair = tuple[int, int]
 
 
-def measure_links(world: World) -> tuple[LinkCost, LinkCost, float]:
-    """Measures messages between neighbouring ranks, and a sum over all. Collective.
+def measure_links(world: World) -> tuple[LinkCost, LinkCost]:
+    """Measures messages between neighbouring ranks. Collective.
 
     Returns:
-        The link within a host, the link between hosts, and the bytes that each rank of a ring sends in a second of an
-        all-reduce over all ranks. A kind of link that does not exist here costs what the other kind does; a single
-        rank has nobody to talk to, so that all is free: no latency, infinite bandwidth.
+        The link within a host, and the link between hosts. A kind of link that does not exist here costs what the
+        other kind does; a single rank has nobody to talk to, so that all is free: no latency, infinite bandwidth.
     """
     if world.num_ranks == 1:
-        return LinkCost(0.0, math.inf), LinkCost(0.0, math.inf), math.inf
+        return LinkCost(0.0, math.inf), LinkCost(0.0, math.inf)
     links: dict[Pair, LinkCost] = {}
     unclear = pairs_of(world.hosts)
     for _ in range(NUM_ATTEMPTS):
@@ -52,7 +50,7 @@ def measure_links(world: World) -> tuple[LinkCost, LinkCost, float]:
         )
     local = [link for (i, j), link in links.items() if world.hosts[i] == world.hosts[j]]
     remote = [link for (i, j), link in links.items() if world.hosts[i] != world.hosts[j]]
-    return typical(local or remote), typical(remote or local), measure_all_reduce(world)
+    return typical(local or remote), typical(remote or local)
 
 
 def measure_pairs(world: World, pairs: list[Pair]) -> dict[Pair, tuple[float, float]]:
@@ -115,23 +113,6 @@ def one_way_seconds(world: World, peer: int, num_bytes: int, num_times: int) -> 
 
     acts = (there, back) if world.rank < peer else (back, there)
     return median_seconds(acts, num_times) / 2
-
-
-def measure_all_reduce(world: World) -> float:
-    """Returns the bytes per second that a ring of all ranks would send for an all-reduce, on the slowest of them."""
-    tensor, ranks = torch.zeros(REDUCED_BYTES // 4, device="cpu"), tuple(range(world.num_ranks))
-    seconds = median_seconds([lambda: world.all_reduce(tensor, ranks)], REDUCED_TIMES)
-    sent_bytes = 2 * (world.num_ranks - 1) / world.num_ranks * REDUCED_BYTES
-    return float(sent_bytes / max(world.gather_objects(seconds, "measuring links: all-reduce")))
-
-
-def measure_all_reduce_latency(world: World) -> float:
-    """Returns the seconds of an all-reduce of next to nothing over all ranks, for each rank. Collective."""
-    if world.num_ranks == 1:
-        return 0.0
-    tensor, ranks = torch.zeros(SMALL_BYTES // 4, device="cpu"), tuple(range(world.num_ranks))
-    seconds = median_seconds([lambda: world.all_reduce(tensor, ranks)], SMALL_TIMES)
-    return float(max(world.gather_objects(seconds, "measuring links: all-reduce"))) / world.num_ranks
 
 
 def median_seconds(acts: tuple[Callable[[], None], ...] | list[Callable[[], None]], num_times: int) -> float:

@@ -57,7 +57,7 @@ def find_grid(
         costs |= fresh
         if cache and world.rank == 0:
             cache.write(fresh)
-    cluster = describe_cluster(subject.watch, known)
+    cluster = describe_cluster(subject.watch, subject.traced.graph, known)
     measured = Measured(subject.traced.graph, to_profile(subject.traced, costs, device), cluster)
     wishes = Wishes(
         batch_size,

@@ -130,7 +130,8 @@ class Profiler:
         sizes = sorted({positive("a micro-batch size", size) for size in microbatches_to_profile})
         if not sizes:
             raise InputError("microbatches_to_profile is empty; expected at least one micro-batch size.")
-        traced, cluster = self._subject.traced, describe_cluster(self._subject.watch, self.settings)
+        traced = self._subject.traced
+        cluster = describe_cluster(self._subject.watch, traced.graph, self.settings)
         facts = Facts(self.gpus_per_node, self._optimizer_factor())
         self._on_first(lambda: self.folder.write(traced.graph, cluster, facts))
         costs = read_costs(self.world, self._caches, keys_of(traced, sizes))

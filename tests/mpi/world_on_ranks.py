@@ -13,6 +13,7 @@ import torch
 
 from autovaruna.runtime.environment import get_world
 from autovaruna.runtime.links import measure_links
+from autovaruna.runtime.sum_speed import measure_sums
 from autovaruna.runtime.world import World
 from tests.runtime.world_laws import LAWS
 
@@ -58,12 +59,12 @@ def huge_message(num_bytes: int) -> bool:
     return tensor[places].tolist() == [1, 2, 3]
 
 
-def links() -> tuple[object, object, float, float]:
-    """Returns what `measure_links` does, and the seconds that it took."""
+def links() -> tuple[object, object, object, float]:
+    """Returns what `measure_links` and `measure_sums` do, and the seconds that it took."""
     world = get_world()
     world.barrier("start")
     start = time.perf_counter()
-    return *measure_links(world), time.perf_counter() - start
+    return *measure_links(world), measure_sums(world, [1 << 20]), time.perf_counter() - start
 
 
 def facts() -> dict[str, Any]:

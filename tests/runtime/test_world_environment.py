@@ -12,6 +12,7 @@ from autovaruna.runtime.environment import count_sharing, num_ranks_in, share_th
 from autovaruna.runtime.in_process import run_ranks
 from autovaruna.runtime.single import SingleWorld
 from autovaruna.runtime.staging import is_dense
+from autovaruna.runtime.sum_speed import measure_sums, sample
 from autovaruna.runtime.world import World
 
 
@@ -55,7 +56,28 @@ def test_every_kind_of_link_is_measured_and_no_rank_twice_at_once() -> None:
 
 
 def test_a_rank_alone_has_free_links() -> None:
-    assert links.measure_links(SingleWorld()) == (LinkCost(0.0, math.inf), LinkCost(0.0, math.inf), math.inf)
+    assert links.measure_links(SingleWorld()) == (LinkCost(0.0, math.inf), LinkCost(0.0, math.inf))
+    assert measure_sums(SingleWorld(), [1 << 20]) == LinkCost(0.0, math.inf)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "num_tensors", "num_bytes"),
+    [
+        ([], 1, 4 << 20),
+        ([0, 2], 2000, 8000),
+        ([1 << 20, 6 << 20], 2, 7 << 20),
+        ([1 << 20, 1 << 10], 7, (4 << 20) + (3 << 10)),
+        ([20 << 20, 8, 20 << 20, 1 << 20], 3, 32 << 20),
+    ],
+)
+def test_the_gradients_that_are_summed_are_the_models_own(sizes: list[int], num_tensors: int, num_bytes: int) -> None:
+    taken = list(sample(sizes))
+    assert (len(taken), 4 * sum(taken)) == (num_tensors, num_bytes)
+
+
+def test_sums_of_gradients_are_measured() -> None:
+    for cost in run_ranks(3, lambda world: measure_sums(world, [3 << 20, 1 << 10, 1])):
+        assert 0 < cost.latency_seconds < float("inf") and 0 < cost.bytes_per_second < float("inf")
 
 
 def fake_clock(monkeypatch: pytest.MonkeyPatch, num_bad: int) -> None:
@@ -71,18 +93,17 @@ def fake_clock(monkeypatch: pytest.MonkeyPatch, num_bad: int) -> None:
 
 def test_a_noisy_measurement_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_clock(monkeypatch, num_bad=2)
-    for local, remote, all_reduce in run_ranks(2, links.measure_links):
+    for local, remote in run_ranks(2, links.measure_links):
         assert local == remote
         assert local.bytes_per_second == pytest.approx(1e9)
         assert local.latency_seconds == pytest.approx(1e-6, rel=0.5)
-        assert all_reduce > 0
 
 
 def test_a_measurement_that_stays_noisy_is_used_with_a_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     fake_clock(monkeypatch, num_bad=3)
-    for local, remote, _ in run_ranks(2, links.measure_links):
+    for local, remote in run_ranks(2, links.measure_links):
         assert local == remote
         assert 0 < local.latency_seconds <= 1e-6 and 0 < local.bytes_per_second < float("inf")
     assert "between ranks 0 and 1 a message of 256 bytes took longer" in caplog.text
