@@ -20,79 +20,17 @@ import torch
 from torch import Tensor
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
-from autovaruna.errors import RankError
 from autovaruna.runtime.connected import HEADER_CHANNEL, ConnectedWorld
 from autovaruna.runtime.staging import flat
+from autovaruna.runtime.transfer import Nothing, Sum, Transfer
 from autovaruna.runtime.world import Pending
 
 _TIMEOUT = timedelta(days=7)  # the hub of the world finds waits that cannot end
-_BYTES_OF_HEADER = 2
+_HEADER_NUMBERS = 2
 _POOL_THREADS = 32
 
 Pair = tuple[int, int]
 Ranks = tuple[int, ...]
-
-
-class Transfer(Pending):
-    """One tensor on its way; `work` is there once it has been started."""
-
-    def __init__(self, channel: TorchChannel, tensor: Tensor, *, is_send: bool) -> None:
-        self.tensor = tensor
-        self.work: Any = None
-        self.spare: Tensor | None = None
-        self._channel = channel
-        self._is_send = is_send
-
-    def is_done(self) -> bool:
-        """Says whether it may be used: on a GPU a receive may as soon as the stream waits for it."""
-        if self.work is None:
-            self._channel.advance()
-        if self.work is None or not self._is_finished():
-            return False
-        if self.spare is not None:
-            self._take_spare(self.spare)
-        return True
-
-    def _take_spare(self, spare: Tensor) -> None:
-        if spare.numel() != self.tensor.nbytes:
-            raise RankError(f"a rank sent {spare.numel()} bytes where {self.tensor.nbytes} were expected")
-        flat(self.tensor).view(torch.uint8).copy_(spare)
-        self.spare = None
-
-    def _is_finished(self) -> bool:
-        if self._channel.is_on_host:
-            return bool(self.work.done())
-        if self._is_send:
-            return bool(self.work.is_completed())
-        self.work.wait()
-        return True
-
-    def wait(self) -> None:
-        """Blocks until it is done; messages wait for all their parts together instead, and watch the others."""
-        while not self.is_done():
-            pass
-
-
-class Sum(Pending):
-    """A sum over a group on its way."""
-
-    def __init__(self, channel: TorchChannel, work: Any, tensor: Tensor, result: Tensor) -> None:
-        self._channel = channel
-        self._work = work
-        self._tensor = tensor
-        self._result = result
-
-    def is_done(self) -> bool:
-        """Says whether it has finished."""
-        return bool(self._work.is_completed())
-
-    def wait(self) -> None:
-        """Waits: the host with gloo, the stream on a GPU."""
-        if self._channel.is_on_host:
-            self._channel.world.wait_until(self.is_done, lambda: ("for a sum over torch.distributed", ()))
-        self._work.wait()
-        if self._result is not self._tensor:
-            self._tensor.copy_(self._result)
 
 
 class TorchChannel:
@@ -191,7 +129,7 @@ class TorchChannel:
     def _start(self, act: Any, tensors: list[Tensor], peer: int) -> Any:
         """Starts to send or receive; gloo, whose work cannot be asked whether it has finished, waits in a thread."""
         if tensors[0].numel() == 0:
-            return _Nothing()
+            return Nothing()
         work = act(tensors, peer, 0)
         if self._pool is None:
             return work
@@ -199,7 +137,7 @@ class TorchChannel:
         return waiting
 
     def _await_header(self, source: int) -> tuple[Tensor, Pending]:
-        header = torch.empty(_BYTES_OF_HEADER, dtype=torch.int64, device="cpu")
+        header = torch.empty(_HEADER_NUMBERS, dtype=torch.int64, device="cpu")
         self._headers[source] = header, self.world.post_receive(header, source, HEADER_CHANNEL, 0)
         return self._headers[source]
 
@@ -250,19 +188,6 @@ class TorchChannel:
         for ranks in sorted(self._sums):
             self._sums[ranks].allreduce([torch.zeros(1, device=self.device)]).wait()
         torch.cuda.synchronize(self.device)
-
-
-class _Nothing:
-    """Work on a tensor without elements: done."""
-
-    def done(self) -> bool:
-        return True
-
-    def is_completed(self) -> bool:
-        return True
-
-    def wait(self) -> bool:
-        return True
 
 
 _numbers = count()
