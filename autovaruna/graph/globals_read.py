@@ -77,6 +77,20 @@ class GlobalsRead:
                 self._first.setdefault((id(known), name), list(_content(name, known[name])))
 
 
+@contextmanager
+def unnoted() -> Iterator[None]:
+    """Notes nothing on this thread while the context lasts, in which no function of a model's runs."""
+    noting = sys.gettrace()
+    if not isinstance(getattr(noting, "__self__", None), GlobalsRead):
+        yield
+        return
+    sys.settrace(None)
+    try:
+        yield
+    finally:
+        sys.settrace(noting)
+
+
 def _content(path: str, value: Any) -> Iterator[Any]:
     """Yields numbers, texts, and which objects are there, in containers and attributes too."""
     if isinstance(value, ContextVar):

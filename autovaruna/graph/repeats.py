@@ -4,7 +4,7 @@ records the operation in the graph; the operation itself runs on fake tensors on
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from threading import get_ident
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.fx.experimental import proxy_tensor
 
+from autovaruna.graph.globals_read import unnoted
 from autovaruna.graph.recall import Call, Memory
 
 _FAKE = torch._C._TorchDispatchModeKey.FAKE
@@ -75,14 +76,16 @@ class Repeats:
     def call(self, mode: Any, operation: Any, pre_dispatch: bool, args: Any, kwargs: Any) -> Any:
         """Records an operation as `torch_call` does, but lets it run only if its result is not known."""
         self._answer, self._descriptions = None, {}
-        call = self._take_apart(mode, operation, args, kwargs) if pre_dispatch and _is_alone() else None
+        is_alone = pre_dispatch and _is_alone()
+        call = self._take_apart(mode, operation, args, kwargs) if is_alone else None
         recalled = None if call is None else self._memory.recall(call)
         if recalled is not None:
             result, tensors, descriptions = recalled
             self.num_recalled += 1
             self._answer = operation, result
             self._descriptions = {id(each): text for each, text in zip(tensors, descriptions, strict=True)}
-        returned = self.torch_call(mode, operation, pre_dispatch, args, kwargs)
+        with unnoted() if is_alone and operation.namespace == "aten" else nullcontext():
+            returned = self.torch_call(mode, operation, pre_dispatch, args, kwargs)
         if call is not None and recalled is None:
             self._memory.note(call, returned, lambda tensors: tuple(map(self.torch_describe, tensors)))
         return returned
