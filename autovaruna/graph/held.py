@@ -23,7 +23,7 @@ def records(model: nn.Module) -> list[tuple[str, Any]]:
     """Returns the objects with attributes of their own that modules hold, each once, with their path."""
     found: dict[int, tuple[str, Any]] = {}
     for path, module in model.named_modules():
-        for name, value in list(vars(module).items()):
+        for name, value in _open(module):
             _collect(f"{path}.{name}".removeprefix("."), value, _DEPTH, found)
     return list(found.values())
 
@@ -31,14 +31,19 @@ def records(model: nn.Module) -> list[tuple[str, Any]]:
 def _collect(path: str, value: Any, depth: int, found: dict[int, tuple[str, Any]]) -> None:
     if depth and len(found) < _MOST and id(value) not in found and _is_record(value):
         found[id(value)] = path, value
-        for name, inner in list(vars(value).items()):
+        for name, inner in _open(value):
             _collect(f"{path}.{name}", inner, depth - 1, found)
 
 
+def _open(owner: object) -> Iterator[tuple[str, Any]]:
+    """Yields the attributes of an object that are of classes written in Python."""
+    for name, value in list(vars(owner).items()):
+        if not type(value).__flags__ & _IMMUTABLE_TYPE:
+            yield name, value
+
+
 def _is_record(value: object) -> bool:
-    kind = type(value)
-    is_open = not kind.__flags__ & _IMMUTABLE_TYPE
-    return is_open and hasattr(value, "__dict__") and not isinstance(value, _NO_RECORDS)
+    return hasattr(value, "__dict__") and not isinstance(value, _NO_RECORDS)
 
 
 def is_plain(value: object) -> bool:

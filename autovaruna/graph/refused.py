@@ -69,10 +69,12 @@ def check_layouts(model: nn.Module) -> None:
 
 def _is_lost(module: nn.Module, target: str) -> bool:
     """Whether an attribute is a value of the trace, and none of the model."""
+    if "lifted_tensor" not in target:
+        return False
     value: Any = module
     for part in target.split("."):
         value = getattr(value, part)
-    return isinstance(value, FakeTensor) and not isinstance(value, nn.Parameter) and "lifted_tensor" in target
+    return isinstance(value, FakeTensor) and not isinstance(value, nn.Parameter)
 
 
 def _path(node: fx.Node) -> str:

@@ -37,6 +37,8 @@ def has_effect(module: nn.Module, node: fx.Node) -> bool:
     """Whether a node changes a tensor in place, itself or in a region that it wraps (``torch.no_grad()``)."""
     if node.is_impure():
         return True
+    if isinstance(node.target, torch._ops.OpOverload):  # wraps nothing
+        return False
     regions = [arg for arg in node.all_input_nodes if arg.op == "get_attr"]
     inner = [region for arg in regions if isinstance(region := _attribute(module, str(arg.target)), fx.GraphModule)]
     return any(

@@ -29,10 +29,11 @@ def unlift(program: ExportedProgram) -> fx.GraphModule:
         program.graph_module, copy.deepcopy(program.graph)
     )  # a copy has no names of nodes that left
     held = {**program.state_dict, **program.constants}
+    holders: dict[str, nn.Module] = {"": module}
     for node, spec in zip(module.graph.find_nodes(op="placeholder"), signature.input_specs, strict=True):
         if spec.kind is not InputKind.USER_INPUT:
             assert spec.target is not None
-            _assign(module, spec.target, held[spec.target], is_buffer=spec.kind is InputKind.BUFFER)
+            _assign(holders, spec.target, held[spec.target], is_buffer=spec.kind is InputKind.BUFFER)
             _replace(module.graph, node, spec.target)
     return module
 
@@ -46,13 +47,21 @@ def _replace(graph: fx.Graph, placeholder: fx.Node, target: str) -> None:
     graph.erase_node(placeholder)
 
 
-def _assign(module: nn.Module, path: str, value: Any, is_buffer: bool) -> None:
-    *parents, name = path.split(".")
-    for parent in parents:
-        if not hasattr(module, parent):
-            module.add_module(parent, nn.Module())
-        module = getattr(module, parent)
+def _assign(holders: dict[str, nn.Module], path: str, value: Any, is_buffer: bool) -> None:
+    """Gives a module an attribute; `holders` are the modules that are known by their paths."""
+    place, _, name = path.rpartition(".")
+    holder = _holder(holders, place)
     if is_buffer:
-        module.register_buffer(name, value)
+        holder.register_buffer(name, value)
     else:
-        setattr(module, name, value)
+        setattr(holder, name, value)
+
+
+def _holder(holders: dict[str, nn.Module], path: str) -> nn.Module:
+    if path not in holders:
+        above, _, name = path.rpartition(".")
+        parent = _holder(holders, above)
+        if not hasattr(parent, name):
+            parent.add_module(name, nn.Module())
+        holders[path] = getattr(parent, name)
+    return holders[path]
