@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from autovaruna.errors import InputError, TraceError
+from autovaruna.graph.as_before import as_before
 from autovaruna.graph.call import CallSpec
 from autovaruna.graph.checks import noted_checks, take_checks
 from autovaruna.graph.culprit import function_to_keep, more_to_keep, outermost
@@ -153,6 +154,7 @@ def _attempt(
     dimension = torch.export.Dim("batch", min=1)
     shapes = [{0: dimension} if spec.is_batch and is_dynamic else None for spec in call.inputs]
     with (
+        as_before(model),
         torch.compiler.set_stance("force_eager"),  # torch.compile has nothing to compile on fake tensors
         shells(model) as scripts,
         kept_whole(model, outermost([*kept.modules, *scripts]), kept.operations, device) as keeper,

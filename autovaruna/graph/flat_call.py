@@ -8,11 +8,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from autovaruna.errors import TraceError
 from autovaruna.graph.attribute_reads import Reads, noted_reads
 from autovaruna.graph.call import CallSpec
 from autovaruna.graph.guards import check_state, plain_state
 from autovaruna.graph.hidden_state import Changes, hidden_state
+from autovaruna.graph.refused import ChangedStateError
 from autovaruna.graph.told import unseen_fakes, untold
 from autovaruna.graph.tree import Tree, flatten
 
@@ -71,18 +71,19 @@ class FlatCall(nn.Module):
 
 def _write_back(module: nn.Module, before: dict[str, Tensor | None]) -> None:
     """Turns assignments to buffers into copies into them; torch.export sees those of the root module alone."""
-    for name, old in before.items():
-        new = module._buffers[name]
+    for name, new in list(module._buffers.items()):
+        old = before.get(name)
         if new is old:
             continue
         if old is None or new is None or new.shape != old.shape or new.dtype != old.dtype:
-            raise TraceError(
+            raise ChangedStateError(
                 f"{type(module).__qualname__}.forward replaces its buffer {name!r} by one of another kind: got "
-                f"{_kind(new)}, expected {_kind(old)}. Keep the shape and dtype of a buffer that forward assigns."
+                f"{_kind(new)}, expected {_kind(old)}. Keep the shape and dtype of a buffer that forward assigns, or "
+                "run one batch through the model before it is wrapped."
             )
         old.copy_(new.detach())
         module._buffers[name] = old
 
 
 def _kind(tensor: Tensor | None) -> str:
-    return "None" if tensor is None else f"{tuple(tensor.shape)} {tensor.dtype}"
+    return "none" if tensor is None else f"{tuple(tensor.shape)} {tensor.dtype}"

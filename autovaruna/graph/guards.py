@@ -16,6 +16,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from autovaruna.errors import TraceError
 from autovaruna.graph.functions import Function, keep
+from autovaruna.graph.refused import ChangedStateError
 
 
 @dataclass(frozen=True)
@@ -169,15 +170,16 @@ def check_state(before: dict[tuple[str, str], Any], after: dict[tuple[str, str],
     """Refuses a forward that changes numbers which are attributes of modules: a trace would fix them.
 
     Raises:
-        TraceError: one changed.
+        ChangedStateError: one changed.
     """
     for (path, name), value in after.items():
         old = before.get((path, name))
         if old is not None and old != value:
             where = f"{path}.{name}" if path else name
-            raise TraceError(
+            raise ChangedStateError(
                 f"forward changes the Python number {where} ({old} -> {value}), which a trace would fix for good. "
-                "Expected a forward that changes buffers alone; make it a tensor with register_buffer()."
+                "Expected a forward that changes buffers alone; make it a tensor with register_buffer(). If only the "
+                "first call changes it, run one batch through the model before it is wrapped."
             )
 
 

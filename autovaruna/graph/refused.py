@@ -28,6 +28,10 @@ class InModuleError(Exception):
         self.path = path
 
 
+class ChangedStateError(TraceError):
+    """Says that forward changes what its next call reads, and a trace would fix."""
+
+
 def check_operations(module: fx.GraphModule) -> None:
     """Refuses operations that would fail later.
 

@@ -129,6 +129,7 @@ class SplittableModule(StatefulModule):
         device = find_device(self.module, self.settings)
         self._traces = Traces(self.module, self.settings, self.world, device)
         traced = self._traces.first(shared)
+        self._state = OwnedState(self.module)  # with the buffers that a first call leaves
         preparation = Preparation(
             traced, self.module, self._optimizer, shared, self.settings, self.world, device, resident
         )

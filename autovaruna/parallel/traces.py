@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -10,6 +11,8 @@ from torch import nn
 from autovaruna.errors import InputError, RankError
 from autovaruna.graph.comparing import compare
 from autovaruna.graph.nonlinear import refuse_nonlinear
+from autovaruna.graph.refused import ChangedStateError
+from autovaruna.graph.settling import settle
 from autovaruna.graph.statistics import refuse_single_values
 from autovaruna.graph.sums import refuse_sum
 from autovaruna.graph.traced import TracedModel, trace
@@ -113,11 +116,24 @@ class Traces:
             has_totals=self._settings.reduction == "mean" and not self._settings.micro_batch_weight,
             is_parted=self._settings.num_micro_batches != 1,
         )
-        traced = on_all(self._world, act, "tracing")
+        traced = on_all(self._world, partial(self._settled, act, shared), "tracing")
         self._compare(traced)
         if self._settings.check_trace:
             self._check(traced, shared, micro_batch_size)
         return traced
+
+    def _settled(self, act: Callable[[], TracedModel], shared: SharedCall) -> TracedModel:
+        """Traces the model; one that keeps something from its first call on, as it is after that."""
+        try:
+            return act()
+        except ChangedStateError:
+            half = shared.sizes[self._world.rank] // 2
+            if self._known or not half or not self._is_whole():
+                raise
+            samples = [shared.samples(0, min(half, _MOST_SAMPLES)), shared.samples(half, _MOST_SAMPLES)]
+            if not settle(self._model, shared.call, samples, self._device):
+                raise
+        return act()
 
     def _check(self, traced: TracedModel, shared: SharedCall, micro_batch_size: int) -> None:
         """Makes sure that the graph computes what the model does, on the first rank that has it whole. Collective.
