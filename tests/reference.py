@@ -119,8 +119,8 @@ def plain_micro_batched(
 ) -> Record:
     """Trains micro-batch by micro-batch: the loss of a call is the mean over samples of its micro-batches' losses.
 
-    This is what a model that mixes samples or updates buffers (BatchNorm) is to be compared with. `steps` holds the
-    micro-batches of each call; the rest is as in `plain_steps`.
+    This is what a model that mixes samples or updates buffers (BatchNorm) is to be compared with; what it counts are
+    calls. `steps` holds the micro-batches of each call; the rest is as in `plain_steps`.
     """
     model = case.model() if model is None else model
     optimizer = make_optimizer(model.parameters())
@@ -140,7 +140,9 @@ def plain_micro_batched(
 def _backward(case: Case, model: nn.Module, micro_batches: Sequence[Batch]) -> Tensor:
     size = sum(map(batch_size, micro_batches))
     losses = []
+    counters = {name: each.clone() for name, each in model.named_buffers() if not each.is_floating_point()}
     for batch in micro_batches:
+        model.load_state_dict(counters, strict=False)
         loss = case.loss_of(model(*batch[0], **batch[1]), batch) * (batch_size(batch) / size)
         loss.backward()  # type: ignore[no-untyped-call]
         losses.append(loss.detach())

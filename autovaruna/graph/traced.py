@@ -28,6 +28,7 @@ from autovaruna.graph.mixing import refuse_mixing
 from autovaruna.graph.outputs import OutputKind, OutputSpec, classify
 from autovaruna.graph.records import Graph
 from autovaruna.graph.sizes import Sizes
+from autovaruna.graph.steady import steady_state
 from autovaruna.graph.tidy import PREFIX
 from autovaruna.graph.tree import Tree
 
@@ -53,6 +54,7 @@ class TracedModel:
         buffers: first name of each buffer, by each of its names.
         constants: other tensors, by attribute name.
         changed_state: first names of buffers, and of parameters, that forward changes.
+        steady_state: those of them that it changes whatever the samples are.
         reads: attributes of modules that the model has read, as ``path.of.module.attribute``.
         totals: its values of the whole batch.
     """
@@ -69,6 +71,7 @@ class TracedModel:
     buffers: dict[str, str]
     constants: dict[str, Tensor]
     changed_state: frozenset[str]
+    steady_state: frozenset[str] = frozenset()
     reads: frozenset[str] = frozenset()
     totals: BatchTotals = NO_TOTALS
 
@@ -175,16 +178,19 @@ def _trace(
     parameters = _first_names(dict(model.named_parameters(remove_duplicate=False)))
     totals = take_totals(module.graph, facts, sizes, batch, parameters) if has_totals else NO_TOTALS
     learn_joins(module.graph, facts, batch, device)
+    name = type(model).__qualname__
     if is_parted:
-        refuse_mixing(type(model).__qualname__, module.graph, facts, sizes, batch)
+        refuse_mixing(name, module.graph, facts, sizes, batch)
     if not any(node.op == "call_function" for node in module.graph.nodes):
         raise TraceError(
-            f"{type(model).__qualname__} computes nothing: got a forward without operations. Expected a model with "
+            f"{name} computes nothing: got a forward without operations. Expected a model with "
             "something to split over ranks; call it without AutoVaruna."
         )
     grouping = group(module.graph, facts, sizes.is_given, sizes.depends_on_data, parameters)
     buffers = _first_names(dict(model.named_buffers(remove_duplicate=False)))
     graph = _build(exported, facts, sizes, grouping, parameters, buffers)
+    state = parameters | buffers
+    changed = _changed(module, facts, state)
     logger.info("traced %s: %d operations in %d blocks", type(model).__name__, len(facts), len(graph.blocks))
     return TracedModel(
         module=module,
@@ -198,7 +204,8 @@ def _trace(
         parameters=parameters,
         buffers=buffers,
         constants=exported.constants,
-        changed_state=_changed(module, facts, parameters | buffers),
+        changed_state=frozenset(state[name] for name in changed),
+        steady_state=frozenset(state[name] for name in steady_state(module, facts, batch, changed)),
         reads=exported.reads,
         totals=totals,
     )
@@ -264,8 +271,9 @@ def _first_names(named: dict[str, Tensor]) -> dict[str, str]:
 
 
 def _changed(module: fx.GraphModule, facts: dict[str, Fact], state: dict[str, str]) -> frozenset[str]:
+    """Returns the attributes that are parameters and buffers, and that forward changes."""
     written = {storage for fact in facts.values() for storage in fact.writes}
     attributes = module.graph.find_nodes(op="get_attr")
     return frozenset(
-        state[str(node.target)] for node in attributes if str(node.target) in state and facts[node.name].makes & written
+        str(node.target) for node in attributes if str(node.target) in state and facts[node.name].makes & written
     )

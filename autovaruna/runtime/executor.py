@@ -83,6 +83,7 @@ class Executor:
         self._recorder = recorder
         self._in_flight: dict[Place, _InFlight] = {}
         self._deferred: dict[Place, Deferred] = {}
+        self._found_first: dict[int, dict[str, Tensor]] = {}
         self.outputs: dict[tuple[int, int], Tensor] = {}
         self.input_gradients: dict[tuple[str, int], Tensor | None] = {}
         self.output_gradients: Callable[[int, MicroBatch], Tensor | None] = _no_gradient
@@ -145,6 +146,7 @@ class Executor:
         """Waits for inputs and activations, runs the stage, starts to send what it returns."""
         part = act.part
         state = _InFlight(self._arrived(act))
+        self._start_alike(stage)
         keeps_graph = self._job.needs_gradient and stage.index not in self._job.recomputing
         if self._job.needs_gradient and not keeps_graph:
             changed = stage.changed_state(self._job.split.traced.changed_state)
@@ -161,6 +163,14 @@ class Executor:
         state.tensors = _NOTHING
         if self._job.needs_gradient:
             self._in_flight[stage.index, part.index] = state
+
+    def _start_alike(self, stage: StageModule) -> None:
+        """Gives each micro-batch what the first one found of the state that changes once a step."""
+        steady = stage.changed_state(self._job.split.traced.steady_state)
+        if stage.index in self._found_first:
+            _overwrite(steady, self._found_first[stage.index])
+        elif len(self._job.batch.micro_batches) > 1:
+            self._found_first[stage.index] = {name: tensor.clone() for name, tensor in steady.items()}
 
     def _recompute(self, stage: StageModule, act: Act) -> None:
         """Runs the forward of a micro-batch again, from the same state and with the same random numbers."""
