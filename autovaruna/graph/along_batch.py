@@ -15,6 +15,8 @@ from autovaruna.graph.sizes import Sizes
 _BY_DIMENSION = re.compile(
     r"aten\.(_?(log_)?softmax|cumsum_?|cumprod_?|logcumsumexp|cummax|cummin|sort|msort|flip|flipud|roll|fft_\w+)\."
 )
+_COUNTS_BY_DIMENSION = re.compile(r"aten\.(argsort|topk|kthvalue|cumsum_?|unique_dim|diff)\.")
+_COUNTS = re.compile(r"aten\.(bincount|histc|_?unique\w*)\.")
 _WINDOWS = re.compile(r"aten\.\w*(pool|upsample_\w+)(1|2|3)d\w*\.")
 _CONVOLUTIONS = re.compile(r"aten\.conv(_transpose)?(1|2|3)d\.")
 _PICKS = re.compile(
@@ -31,6 +33,16 @@ def runs_along(node: fx.Node, sizes: Sizes) -> bool:
         return any(not are_in_turn(index, length, sizes) for index, length in _picked(node) if sizes.grows(length))
     lengths = next((rule(node) for pattern, rule in _RULES if pattern.match(name)), ())
     return any(sizes.grows(length) for length in lengths)
+
+
+def counts_along(node: fx.Node, sizes: Sizes) -> bool:
+    """Whether the operation of a node makes integers or masks of several samples that stay as many as the samples."""
+    name = f"{node.target}."
+    if _COUNTS.match(name):
+        return any(sizes.grows(length) for source in node.all_input_nodes for length in _shape(source))
+    if _COUNTS_BY_DIMENSION.match(name):
+        return any(sizes.grows(length) for length in _by_dimension(node))
+    return runs_along(node, sizes)
 
 
 def _by_dimension(node: fx.Node) -> Iterable[Any]:

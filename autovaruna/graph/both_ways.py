@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -69,16 +69,23 @@ class BothWays:
         named = _state(own)
         return [each.detach() for each in (*outputs, *(named[name] for name in self.state))]
 
-    def trace(self, nodes: dict[str, tuple[fx.Node, Any]] | None = None) -> list[Tensor]:
+    def trace(
+        self,
+        nodes: dict[str, tuple[fx.Node, Any]] | None = None,
+        each: Callable[[Run, fx.Node], Any] | None = None,
+        around: AbstractContextManager[Any] | None = None,
+    ) -> list[Tensor]:
         """Runs the graph; returns the same.
 
         Args:
             nodes: Gets the last node of each module, by path, with its value.
+            each: Runs a node.
+            around: Changes what operators do.
         """
         clones = self._clones()
         named = {name: clones.get(id(tensor), tensor) for name, tensor in _state(self.model).items()}
-        run = _Run(self.traced.module, named | self.traced.constants, self.device, nodes)
-        with self._alike(), without_autocast(), rehearsal():
+        run = Run(self.traced.module, named | self.traced.constants, self.device, nodes, each)
+        with around or nullcontext(), self._alike(), without_autocast(), rehearsal():
             outputs = run.run(*self._inputs(), enable_io_processing=False)
         return [each.detach() for each in (*outputs, *(named[name] for name in self.state))]
 
@@ -116,7 +123,7 @@ class BothWays:
         return copy.deepcopy(self.model, memo | self._clones())
 
 
-class _Run(fx.Interpreter):
+class Run(fx.Interpreter):
     """Runs a graph with the numbers of its model."""
 
     extra_traceback = False
@@ -127,8 +134,10 @@ class _Run(fx.Interpreter):
         attributes: dict[str, Tensor],
         device: torch.device,
         nodes: dict[str, tuple[fx.Node, Any]] | None,
+        each: Callable[[Run, fx.Node], Any] | None = None,
     ) -> None:
         super().__init__(module)
+        self._each = each or Run.plain
         self._attributes = attributes
         self._device = device
         self._nodes = nodes
@@ -137,12 +146,16 @@ class _Run(fx.Interpreter):
         known = self._attributes.get(str(target))
         return super().get_attr(target, args, kwargs) if known is None else known
 
+    def plain(self, node: fx.Node) -> Any:
+        """Runs a node as it is."""
+        return super().run_node(node)
+
     def run_node(self, n: fx.Node) -> Any:
         if n.target is run_kept:
             default_generator(self._device).manual_seed(_SEED)  # a module that is kept seeds Python's by it
         precision = precision_of(n)
         with in_precision(precision) if precision else nullcontext():
-            value = super().run_node(n)
+            value = self._each(self, n)
         if self._nodes is not None:
             self._nodes |= dict.fromkeys(modules_of(n), (n, value))
         return value

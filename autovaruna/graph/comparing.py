@@ -21,9 +21,9 @@ from autovaruna.graph.traced import TracedModel
 
 logger = logging.getLogger(__name__)
 _SEEDS = (1, 2)
-_BY_ROUNDING = 16.0
+BY_ROUNDING = 16.0
 """A difference that is so many times what rounding does to the model itself is still one of rounding."""
-_CLEAR = 10.0
+CLEAR = 10.0
 """One that is so many times what is allowed is an error."""
 
 
@@ -52,7 +52,7 @@ def compare(traced: TracedModel, model: nn.Module, tensors: Sequence[Tensor], de
     found = [distance(one, other) for one, other in zip(ours, plain, strict=True)]
     if all(each <= allowed for each in found):
         return
-    bounds = [max(allowed, _BY_ROUNDING * each) for each in _noise(both, plain)]
+    bounds = [max(allowed, BY_ROUNDING * each) for each in _noise(both, plain)]
     worst = max(range(len(found)), key=lambda place: found[place] / bounds[place])
     if found[worst] <= bounds[worst]:
         return
@@ -87,7 +87,7 @@ def _report(difference: Difference, where: str, model: nn.Module) -> None:
     text = (
         f"The trace of {type(model).__qualname__} computes something else than the model itself: {difference}{where}."
     )
-    if difference.size <= _CLEAR * difference.allowed:
+    if difference.size <= CLEAR * difference.allowed:
         logger.warning("%s Training goes on with the numbers of the trace.", text)
         return
     raise TraceError(

@@ -4,7 +4,7 @@ A shape with the batch in two dimensions says so at once. What else joins sample
 over the batch: a number that was reduced over it (or is one sample's) may end in the loss, but must not come back to
 the samples, nor into layers; and no operation may run along the batch. Integers and masks end a reach, for experts and
 lengths are counted over a batch without a sample's result depending on the others. So do parameters and buffers that
-forward changes: like batch normalisation's, they change once a micro-batch.
+forward changes by the samples: like batch normalisation's, they change once a micro-batch.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from autovaruna.errors import TraceError
-from autovaruna.graph.along_batch import runs_along
+from autovaruna.graph.along_batch import counts_along, runs_along
 from autovaruna.graph.facts import Fact
 from autovaruna.graph.function_joins import join_of, name_of_kept
 from autovaruna.graph.of_batch import is_of_batch
@@ -50,8 +50,19 @@ class Reach(IntEnum):
     """Numbers of several samples in one, or of one for all."""
 
 
-def refuse_mixing(name: str, graph: fx.Graph, facts: Mapping[str, Fact], sizes: Sizes, batch: frozenset[str]) -> None:
-    """Makes sure that samples go through a graph one by one.
+ADVICE = (
+    "Expected a model that treats samples one by one, so that a batch can go through in micro-batches. Pass tensors "
+    "whose first dimension is the batch (batch_first=True), move what mixes samples (a contrastive loss, say) out of "
+    "the model, or pass num_micro_batches=1, with inputs='replicated' on several ranks; or dynamic_batch=False: each "
+    "micro-batch is then a batch of its own to the model, and with num_micro_batches=the number of ranks so is what "
+    "each rank passes (a graph of its own, say)."
+)
+
+
+def refuse_mixing(
+    name: str, graph: fx.Graph, facts: Mapping[str, Fact], sizes: Sizes, batch: frozenset[str]
+) -> list[fx.Node]:
+    """Makes sure that the numbers of samples go through a graph one by one; returns what joins counts of several.
 
     Args:
         name: The model's name.
@@ -64,25 +75,23 @@ def refuse_mixing(name: str, graph: fx.Graph, facts: Mapping[str, Fact], sizes: 
         TraceError: an operation mixes samples; says which, and how to go on.
     """
     if sizes.symbol is None:
-        return
-    for node, words in _Reaches(facts, sizes, batch).mixed(graph):
-        raise TraceError(
-            f"{name} mixes the samples of a batch: {words} at {origin(node) or node.name}. Expected a model that "
-            "treats samples one by one, so that a batch can go through in micro-batches. Pass tensors whose first "
-            "dimension is the batch (batch_first=True), move what mixes samples (a contrastive loss, say) out of the "
-            "model, or pass num_micro_batches=1, with inputs='replicated' on several ranks; or dynamic_batch=False: "
-            "each micro-batch is then a batch of its own to the model."
-        )
+        return []
+    reaches = _Reaches(facts, sizes, batch)
+    for node, words in reaches.mixed(graph):
+        raise TraceError(f"{name} mixes the samples of a batch: {words} at {origin(node) or node.name}. {ADVICE}")
+    return reaches.joining
 
 
 class _Reaches:
-    """Follows reaches through a graph, in order of execution."""
+    """Follows reaches through a graph, in order of execution; `joining` has what joins counts of several samples."""
 
     def __init__(self, facts: Mapping[str, Fact], sizes: Sizes, batch: frozenset[str]) -> None:
         self._facts = facts
         self._sizes = sizes
         self._batch = batch
         self._known: dict[fx.Node, Reach] = {}
+        self._of_several: set[fx.Node] = set()
+        self.joining: list[fx.Node] = []
         self._state: set[int] = set()
         self._becomes_state: set[Any] = set()
 
@@ -96,6 +105,7 @@ class _Reaches:
             words = self._words(node) if isinstance(node.target, torch._ops.OpOverload) else self._mixed_inside(node)
             if words:
                 yield node, words
+            self._note_joined(node)
 
     def _reach(self, node: fx.Node) -> Reach:
         if node.op == "placeholder":
@@ -109,6 +119,18 @@ class _Reaches:
         if most is Reach.COUNTS and fact.needs_gradient:
             most = Reach.SAMPLES
         return self._of_numbers(node, most)
+
+    def _note_joined(self, node: fx.Node) -> None:
+        """Notes operations along the batch that make counts, and where what was counted over it meets samples."""
+        made_of_several = not self._of_several.isdisjoint(_read(node))
+        is_long = any(map(self._is_long, _tensors(node)))
+        if self._known[node] is Reach.COUNTS and not is_long:
+            if made_of_several or any(self._is_long(each) for source in _read(node) for each in _tensors(source)):
+                self._of_several.add(node)
+        elif made_of_several and is_long:
+            self.joining.append(node)
+        if self._known[node] is Reach.COUNTS and isinstance(node.target, torch._ops.OpOverload):
+            self.joining += [node] if counts_along(node, self._sizes) and node not in self.joining else []
 
     def _is_state(self, node: fx.Node, fact: Fact) -> bool:
         """Whether a node returns a parameter or buffer that it changes, or what a buffer becomes."""

@@ -57,6 +57,7 @@ class TracedModel:
         steady_state: those of them that it changes whatever the samples are.
         reads: attributes of modules that the model has read, as ``path.of.module.attribute``.
         totals: its values of the whole batch.
+        joins_counts: nodes that join counts of several samples.
     """
 
     module: fx.GraphModule
@@ -74,6 +75,7 @@ class TracedModel:
     steady_state: frozenset[str] = frozenset()
     reads: frozenset[str] = frozenset()
     totals: BatchTotals = NO_TOTALS
+    joins_counts: tuple[str, ...] = ()
 
     @property
     def key(self) -> str:
@@ -179,8 +181,7 @@ def _trace(
     totals = take_totals(module.graph, facts, sizes, batch, parameters) if has_totals else NO_TOTALS
     learn_joins(module.graph, facts, batch, device)
     name = type(model).__qualname__
-    if is_parted:
-        refuse_mixing(name, module.graph, facts, sizes, batch)
+    joining = refuse_mixing(name, module.graph, facts, sizes, batch) if is_parted else []
     if not any(node.op == "call_function" for node in module.graph.nodes):
         raise TraceError(
             f"{name} computes nothing: got a forward without operations. Expected a model with "
@@ -208,6 +209,7 @@ def _trace(
         steady_state=frozenset(state[name] for name in steady_state(module, facts, batch, changed)),
         reads=exported.reads,
         totals=totals,
+        joins_counts=tuple(node.name for node in joining),
     )
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from autovaruna.errors import InputError, RankError
+from autovaruna.graph.by_parts import Parts, warn_untried
 from autovaruna.graph.comparing import compare
 from autovaruna.graph.nonlinear import refuse_nonlinear
 from autovaruna.graph.refused import ChangedStateError
@@ -26,6 +27,8 @@ from autovaruna.settings import Settings
 
 _MOST_SAMPLES = 4
 """Samples on which a graph is compared with its model."""
+_MOST_IN_PARTS = 16
+"""Samples of which two parts are compared with all of them."""
 
 
 class Traces:
@@ -145,11 +148,35 @@ class Traces:
         able = self._world.gather_objects(can, "finding who has the whole model")
         is_chosen = any(able) and able.index(True) == self._world.rank
 
+        joins = bool(traced.joins_counts) and self._settings.num_micro_batches != 1
+
         def compare_here() -> None:
             if is_chosen:
                 compare(traced, self._model, shared.samples(0, size), self._device)
+                if joins:
+                    self._compare_parts(traced, shared)
+            elif joins and self._world.rank == 0 and not any(able):
+                warn_untried(traced, self._model, "no rank has all of the model and some samples")
 
         on_all(self._world, compare_here, "comparing the trace with the model")
+
+    def _compare_parts(self, traced: TracedModel, shared: SharedCall) -> None:
+        """Makes sure that counts of several samples do not go into what the graph gives for each."""
+        size = min(shared.sizes[self._world.rank], _MOST_IN_PARTS)
+        if size < 2:
+            return warn_untried(traced, self._model, "a rank passes one sample")
+        samples = shared.samples(0, size)
+        return Parts(traced, self._model, samples, size, self._device, self._share_of_loss(traced)).compare()
+
+    def _share_of_loss(self, traced: TracedModel) -> Callable[[float], float] | None:
+        """Returns the weight of a micro-batch's loss by its part of the samples; None: there is none."""
+        if self._settings.micro_batch_weight:
+            return None
+        try:
+            self._check_parts(traced)
+        except InputError:  # there may turn out to be one micro-batch
+            return None
+        return (lambda part: 1.0) if self._settings.reduction == "sum" else (lambda part: part)
 
     def _is_whole(self) -> bool:
         """Whether this rank has all numbers of the model where it computes."""
