@@ -20,6 +20,7 @@ from autovaruna.graph.layout import storage_of
 from autovaruna.graph.records import Block
 from autovaruna.graph.signature import signature
 from autovaruna.graph.traced import TracedModel
+from autovaruna.profiler.code import Code, make_code
 
 _LEAST_BLOCKS = 12
 _MOST_BLOCKS = 64
@@ -78,6 +79,11 @@ class Part:
                 if not self.traced.sizes.is_given(source)
             )
         )
+
+    @cached_property
+    def code(self) -> Code:
+        """What runs it."""
+        return make_code(self.traced, self.nodes, self.outputs)
 
     def storage(self, name: str) -> int:
         """Returns which memory a tensor lies in; views share theirs."""

@@ -11,21 +11,11 @@ from torch import Tensor, fx
 
 from autovaruna.graph.deferral import SplitPiece, split_backward
 from autovaruna.graph.direct import direct
-from autovaruna.graph.extract import Argument, Piece, Source, extract
+from autovaruna.graph.extract import Argument, Piece, Source
 from autovaruna.graph.precision import precision_of
 from autovaruna.graph.weight_gradients import Deferred
 from autovaruna.profiler.parts import Part
 from autovaruna.profiler.samples import Samples
-
-aten = torch.ops.aten
-_LEFT_TO_CHANCE = (
-    aten.empty.memory_format,
-    aten.empty_like.default,
-    aten.empty_strided.default,
-    aten.empty_permuted.default,
-    aten.new_empty.default,
-    aten.new_empty_strided.default,
-)
 
 Outputs = Sequence[Tensor]
 
@@ -87,40 +77,21 @@ class Work:
 def make_work(part: Part, samples: Samples, batch_size: int) -> Work:
     """Returns a part as work on `batch_size` samples."""
     traced = part.traced
-    piece = extract(traced, part.nodes, part.outputs, is_bare=True)
-    _fill_memory(piece.module)
-    arguments = tuple(samples.argument(argument, batch_size) for argument in piece.arguments)
-    values = {
-        argument.name: tensor
-        for argument, tensor in zip(piece.arguments, arguments, strict=True)
-        if argument.source is Source.VALUE
-    }
-    needs_gradient = any(traced.facts[name].needs_gradient for name in part.outputs)
-    split = split_backward(piece) if needs_gradient else None
-    at = dict(zip(piece.arguments, arguments, strict=True))
+    code = part.code
+    arguments = tuple(samples.argument(argument, batch_size) for argument in code.arguments)
+    at = dict(zip(code.arguments, arguments, strict=True))
+    values = {argument.name: tensor for argument, tensor in at.items() if argument.source is Source.VALUE}
+    split = code.split
     return Work(
-        direct(piece.module),
+        code.run,
         arguments,
         tuple(values[name] for name in part.values),
         _make_gradient,
-        needs_gradient,
+        code.needs_gradient,
         is_cast=any(precision_of(traced.nodes[name]) for name in part.nodes),
         split=split,
         weights=tuple(at[argument] for argument in split.weights) if split else (),
     )
-
-
-def _fill_memory(module: fx.GraphModule) -> None:
-    """Has a graph fill memory that it leaves to chance.
-
-    A model that writes it all at the places of a permutation, to index with it then, would index with what is there:
-    here the permutation is zeros.
-    """
-    for node in list(module.graph.nodes):
-        if node.target in _LEFT_TO_CHANCE:
-            with module.graph.inserting_after(node):
-                module.graph.call_function(aten.zero_.default, (node,))
-    module.recompile()
 
 
 def empty_work(num_values: int, device: torch.device) -> Work:

@@ -10,6 +10,9 @@ from torch import Tensor, nn
 
 from autovaruna.errors import MeasureError
 from autovaruna.graph import flops
+from autovaruna.graph.traced import TracedModel
+from autovaruna.profiler import parts
+from autovaruna.profiler.code import Code, make_code
 from autovaruna.profiler.device_file import DeviceSpec
 from autovaruna.profiler.profile import profile
 from autovaruna.profiler.records import LinkCost
@@ -44,6 +47,20 @@ def test_arithmetic_is_that_of_the_real_forward_and_backward(name: str) -> None:
     found = operations(name, 4)
     assert found[0] == pytest.approx(forward.get_total_flops(), rel=0.01)
     assert found[1] == pytest.approx(backward.get_total_flops(), rel=0.01)
+
+
+def test_a_part_is_taken_out_once_for_all_numbers_of_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[tuple[str, ...]] = []
+
+    def counted(traced_model: TracedModel, nodes: tuple[str, ...], outputs: tuple[str, ...]) -> Code:
+        taken.append(nodes)
+        return make_code(traced_model, nodes, outputs)
+
+    monkeypatch.setattr(parts, "make_code", counted)
+    model, graph, _ = traced_case("gpt2", 2)
+    predict(graph, model, [1, 2, 4], SPEC)
+    assert taken
+    assert len(taken) == len(set(taken))
 
 
 def test_attention_counts_as_the_products_that_it_stands_for() -> None:
