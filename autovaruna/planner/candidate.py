@@ -42,8 +42,7 @@ class Candidate:
     @property
     def is_interleaved(self) -> bool:
         """Whether ranks hold several stages."""
-        ranks = [rank for stage in self.ranks for rank in stage]
-        return len(set(ranks)) < len(ranks)
+        return len(set().union(*self.ranks)) < sum(map(len, self.ranks))
 
 
 class Planner:
@@ -186,7 +185,7 @@ class Planner:
         forward, backward = (
             float(seconds[first:end].sum()) for seconds in (costs.forward_seconds, costs.backward_seconds)
         )
-        speeds = tuple(cluster.speeds[rank] for rank in option.ranks)
+        speeds = tuple(map(cluster.speeds.__getitem__, option.ranks))
         peak = peak_of(sized, option)
         return StagePlan(
             blocks=tuple(range(first, end)),
@@ -201,7 +200,7 @@ class Planner:
             reduce_seconds=reduce,
             optimizer_seconds=sized.optimizer_seconds_of(i, j),
             parameter_bytes=option.held.parameters,
-            speeds=speeds if any(speed != 1.0 for speed in speeds) else (),
+            speeds=speeds if set(speeds) != {1.0} else (),
             deferred=option.deferred,
             input_seconds=float(costs.input_seconds[first:end].sum()) if option.deferred else 0.0,
             weight_seconds=float(costs.weight_seconds[first:end].sum()) if option.deferred else 0.0,

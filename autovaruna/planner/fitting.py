@@ -29,6 +29,22 @@ class Option:
 def fit(sized: Sized, options: Sequence[Option], limits: Sequence[float]) -> list[Option] | None:
     """Saves memory where a rank has less than its limit asks for; returns None if there is no way."""
     fitted = list(options)
+    for shared, limit in _tightest(options, limits).items():
+        found = _fit_rank(sized, [fitted[stage] for stage in shared], limit)
+        if found is None:
+            return None
+        for stage, option in zip(shared, found, strict=True):
+            fitted[stage] = option
+    return fitted
+
+
+def _tightest(options: Sequence[Option], limits: Sequence[float]) -> dict[tuple[int, ...], float]:
+    """Returns the least limit of the ranks that hold the same stages, by these stages."""
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for stage, option in enumerate(options):
+        groups.setdefault(option.ranks, []).append(stage)
+    if len(set().union(*groups)) == sum(map(len, groups)):  # stages share all their ranks, or none
+        return {tuple(stages): min(map(limits.__getitem__, ranks)) for ranks, stages in groups.items()}
     held: dict[int, list[int]] = {}
     for stage, option in enumerate(options):
         for rank in option.ranks:
@@ -36,13 +52,7 @@ def fit(sized: Sized, options: Sequence[Option], limits: Sequence[float]) -> lis
     tightest: dict[tuple[int, ...], float] = {}
     for rank, stages in held.items():
         tightest[tuple(stages)] = min(tightest.get(tuple(stages), limits[rank]), limits[rank])
-    for shared, limit in tightest.items():
-        found = _fit_rank(sized, [fitted[stage] for stage in shared], limit)
-        if found is None:
-            return None
-        for stage, option in zip(shared, found, strict=True):
-            fitted[stage] = option
-    return fitted
+    return tightest
 
 
 def peak_of(sized: Sized, option: Option) -> Peak:

@@ -15,7 +15,7 @@ import numpy as np
 
 from autovaruna.planner.candidate import Candidate, Planner
 from autovaruna.planner.options import FEWEST_GROUPS, MAX_UNITS, spread
-from autovaruna.planner.placing import Ranks, layouts
+from autovaruna.planner.placing import Ranks, in_a_row, layouts
 from autovaruna.planner.proof import WORTH
 from autovaruna.planner.replicas import share_of
 from autovaruna.planner.rounds import Pattern, cut_evenly, patterns
@@ -88,7 +88,7 @@ class Interleaving:
         if not forced:
             numbers |= {each for each in range(FEWEST_GROUPS, num_ranks + 1) if num_ranks % each == 0}
         for number in sorted(numbers if num_ranks > MAX_UNITS or forced else range(FEWEST_GROUPS, num_ranks + 1)):
-            yield layouts(self.problem, self.order, [forced or num_ranks // number] * number)[0]
+            yield in_a_row(self.problem, self.order, [forced or num_ranks // number] * number)
 
     def _even(self, groups: Ranks, count: int) -> Iterator[Shape]:
         """Yields a shape for each pattern; its seconds are even work, a short fill, overhead and optimizer."""

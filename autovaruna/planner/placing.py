@@ -74,14 +74,24 @@ def layouts(problem: Problem, order: Sequence[int], replicas: Sequence[int]) -> 
     and the last where all are alike.
     """
     cluster = problem.cluster
-    used, is_uniform = sum(replicas), _is_uniform(cluster)
-    ranks = list(order[:used]) if is_uniform else list(order[len(order) - used :])
-    ends = list(accumulate(replicas))
+    placed = [in_a_row(problem, order, replicas)]
+    if len(replicas) > 1 and replicas[0] > 1 and len(set(replicas)) == 1 and len(set(cluster.hosts)) > 1:
+        ranks = _used(cluster, order, sum(replicas))
+        grouped = (_grouped(ranks, len(replicas), replicas[0], group) for group in _groups(cluster, replicas[0]))
+        placed += [_fastest_first(cluster, each) for each in grouped]
+    return list(dict.fromkeys(placed))
+
+
+def in_a_row(problem: Problem, order: Sequence[int], replicas: Sequence[int]) -> Ranks:
+    """Returns the first of the layouts: the replicas of each stage next to each other."""
+    ranks, ends = _used(problem.cluster, order, sum(replicas)), accumulate(replicas)
     whole = tuple(tuple(ranks[end - count : end]) for end, count in zip(ends, replicas, strict=True))
-    placed = [whole]
-    if len(set(cluster.hosts)) > 1 and len(replicas) > 1 and replicas[0] > 1 and len(set(replicas)) == 1:
-        placed += [_grouped(ranks, len(replicas), replicas[0], group) for group in _groups(cluster, replicas[0])]
-    return [_fastest_first(cluster, each) for each in dict.fromkeys(placed)]
+    return _fastest_first(problem.cluster, whole)
+
+
+def _used(cluster: Cluster, order: Sequence[int], count: int) -> list[int]:
+    """Returns the ranks that are not left over."""
+    return list(order[:count]) if _is_uniform(cluster) else list(order[len(order) - count :])
 
 
 def _is_uniform(cluster: Cluster) -> bool:
@@ -90,7 +100,7 @@ def _is_uniform(cluster: Cluster) -> bool:
 
 def _groups(cluster: Cluster, num_replicas: int) -> list[int]:
     """Returns sizes of groups: 1, and those that give a host a whole number of groups."""
-    largest = max(cluster.hosts.count(host) for host in set(cluster.hosts))
+    largest = max(Counter(cluster.hosts).values())
     few = cluster.num_ranks <= _FEW_RANKS
     return [q for q in range(1, min(num_replicas, largest + 1)) if q == 1 or few or largest % q == 0]
 
@@ -108,6 +118,8 @@ def _grouped(ranks: Sequence[int], num_stages: int, num_replicas: int, group: in
 
 def _fastest_first(cluster: Cluster, ranks: Ranks) -> Ranks:
     """The first replicas may have a micro-batch more."""
+    if len(set(cluster.speeds)) == 1:
+        return ranks
     return tuple(tuple(sorted(stage, key=lambda rank: -cluster.speeds[rank])) for stage in ranks)
 
 

@@ -134,9 +134,12 @@ def fold(pipeline: Pipeline) -> Pipeline:
 
 def _keep_apart(pipeline: Pipeline, parts: int) -> bool:
     """Returns whether each rank has the same place, modulo `parts`, in all stages that it holds."""
+    groups = {stage.ranks for stage in pipeline.stages}
+    if len(set().union(*groups)) == sum(map(len, groups)):  # stages share all their ranks, or none
+        return True
     places: dict[int, int] = {}
-    for stage in pipeline.stages:
-        for place, rank in enumerate(stage.ranks):
+    for ranks in groups:
+        for place, rank in enumerate(ranks):
             if places.setdefault(rank, place % parts) != place % parts:
                 return False
     return True

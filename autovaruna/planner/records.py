@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import repeat
 from typing import NamedTuple
 
 from autovaruna.profiler.records import LinkCost
@@ -138,8 +139,8 @@ class Plan:
         """Returns the predicted optimizer step of each rank, over all stages that it holds."""
         seconds = [0.0] * self.num_ranks
         for stage in self.stages:
-            for replica, rank in enumerate(stage.ranks):
-                seconds[rank] += stage.optimizer_seconds / (stage.speeds[replica] if stage.speeds else 1.0)
+            for rank, speed in zip(stage.ranks, stage.speeds or repeat(1.0), strict=False):
+                seconds[rank] += stage.optimizer_seconds / speed
         return tuple(seconds)
 
     def rank_bytes(self) -> tuple[float, ...]:

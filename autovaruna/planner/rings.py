@@ -38,7 +38,7 @@ class Rings:
 
     def is_local(self, ranks: Collection[int]) -> bool:
         """Returns whether the ranks share a host."""
-        return len({self.cluster.hosts[rank] for rank in ranks}) <= 1
+        return len(set(map(self.cluster.hosts.__getitem__, ranks))) <= 1
 
     def _local_gain(self) -> float:
         local, remote = self.cluster.local_link.bytes_per_second, self.cluster.remote_link.bytes_per_second

@@ -105,7 +105,7 @@ class Pipeline:
         pairs = [(edge.source, edge.destination) for edge in self.edges]
         assert all(0 <= s < t < self.num_stages for s, t in pairs), f"edges must go to a later stage: {pairs}"
         assert len(set(pairs)) == len(pairs), f"one edge for a pair of stages, got {pairs}"
-        assert all(0 <= rank < self.num_ranks for stage in self.stages for rank in stage.ranks), "rank out of range"
+        assert all(min(s.ranks) >= 0 and max(s.ranks) < self.num_ranks for s in self.stages), "rank out of range"
         assert self.num_micro_batches >= 1, f"num_micro_batches is {self.num_micro_batches}, needs at least 1"
         assert len(self.optimizer_seconds) in (0, self.num_ranks), "optimizer_seconds: one a rank, or none"
 
