@@ -42,7 +42,9 @@ class Settings:
         "nstages",
     )
     max_stages_per_rank: int = _setting(
-        count(), 0, "Most stages the planner may give a rank; 0: as many as pay, up to 4; 1: one stage a rank."
+        count(),
+        0,
+        "Most stages the planner may give a rank; 0: as many as pay, up to 4, or 8 with more than 16 ranks; 1: one.",
     )
     num_replicas: int = _setting(count(), 0, "Replicas of every stage; 0: the planner decides.", "replica_num")
     num_micro_batches: int = _setting(count(), 0, "Micro-batches of a step; 0: the planner decides.", "pipeline_num")

@@ -46,11 +46,14 @@ class Interleaving:
         most_each: the most stages of a rank.
         forced_stages: the only number of stages; 0: any.
         order: all ranks, in the order in which groups get them.
+        more_than: patterns of so many rounds and fewer are left out.
     """
 
-    def __init__(self, planner: Planner, most_each: int, forced_stages: int, order: list[int]) -> None:
+    def __init__(
+        self, planner: Planner, most_each: int, forced_stages: int, order: list[int], more_than: int = 1
+    ) -> None:
         self.planner, self.problem = planner, planner.problem
-        self.most_each, self.forced_stages, self.order = most_each, forced_stages, order
+        self.most_each, self.forced_stages, self.order, self.more_than = most_each, forced_stages, order, more_than
 
     def shapes(self, counts: list[int], known: Trials) -> list[Shape]:
         """Returns shapes of plans with one stage a rank, and even ones; what promises most first.
@@ -103,7 +106,8 @@ class Interleaving:
 
     def _patterns(self, groups: Ranks) -> list[Pattern]:
         most = self.planner.tables.num_segments
-        return [each for each in patterns(len(groups), self.most_each, self.forced_stages) if len(each) <= most]
+        found = patterns(len(groups), self.most_each, self.forced_stages, self.more_than)
+        return [each for each in found if len(each) <= most]
 
     def loads(self, groups: Ranks, count: int) -> list[float]:
         """Returns for each group the micro-batches of a rank over its speed, of the rank for which that is most."""

@@ -11,7 +11,7 @@ from autovaruna.planner.costs import Array
 from autovaruna.planner.cuts import resolve_cuts
 from autovaruna.planner.marks import marked_blocks
 from autovaruna.planner.pipeline import policy_of
-from autovaruna.planner.problem import MOST_STAGES_PER_RANK, Problem, forced_stages, micro_batch_range
+from autovaruna.planner.problem import Problem, forced_stages, micro_batch_range, most_stages_per_rank
 
 MAX_SEGMENTS = 400
 """Matrices over ranges have the square of this many entries."""
@@ -111,7 +111,7 @@ def stages_per_rank(problem: Problem) -> int:
     num_groups = problem.cluster.num_ranks // max(constraints.num_replicas, 1)
     if constraints.stage_ranks or num_groups < FEWEST_GROUPS or 0 < forced_stages(problem) <= num_groups:
         return 1
-    return constraints.max_stages_per_rank or MOST_STAGES_PER_RANK
+    return most_stages_per_rank(problem)
 
 
 def variants(problem: Problem, num_stages: int, is_interleaved: bool = False) -> list[tuple[str, str]]:

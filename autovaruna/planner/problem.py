@@ -11,7 +11,9 @@ from autovaruna.graph.records import Graph
 from autovaruna.planner.costs import CostTable
 from autovaruna.profiler.records import Cluster, OptimizerCost, Profile
 
-MOST_STAGES_PER_RANK = 4
+MOST_STAGES_PER_RANK, MOST_OF_MANY_RANKS = 4, 8
+"""What fills a pipeline of few ranks is little beside the rest of a step."""
+_FEW_RANKS = 16
 RECOMPUTE_CHOICES = ("auto", "all", "none")
 SPLIT_SCHEDULE = "zero_bubble"
 SPLIT_REFUSAL = (
@@ -37,7 +39,7 @@ class Constraints:
         in_flight: the in-flight depth of every stage.
         cuts: the first block of each stage but the first: a block name, or a module path (its first block).
         stage_ranks: the ranks of each stage.
-        max_stages_per_rank: the most stages of a rank; 0: as many as pay, up to `MOST_STAGES_PER_RANK`.
+        max_stages_per_rank: the most stages of a rank; 0: as many as pay, up to `most_stages_per_rank`.
         may_split: whether stages can compute weight gradients apart from backward.
         cutpoints: ``only`` cuts at the user's cut points alone, ``prefer`` there unless elsewhere is better by more
             than `marks.PREFER_MARGIN` or no cut there fits, ``ignore`` anywhere.
@@ -102,6 +104,12 @@ def forced_stages(problem: Problem) -> int:
     constraints = problem.constraints
     from_cuts = len(constraints.cuts) + 1 if constraints.cuts else 0
     return len(constraints.stage_ranks) or constraints.num_stages or from_cuts
+
+
+def most_stages_per_rank(problem: Problem) -> int:
+    """Returns the most stages that a rank may get."""
+    is_large = problem.cluster.num_ranks > _FEW_RANKS
+    return problem.constraints.max_stages_per_rank or (MOST_OF_MANY_RANKS if is_large else MOST_STAGES_PER_RANK)
 
 
 def check_problem(problem: Problem) -> None:
@@ -192,7 +200,7 @@ def _few_ranks_complaint(problem: Problem) -> str:
     """Returns what is wrong if stages and replicas need more ranks than there are, several stages a rank included."""
     constraints, num_ranks = problem.constraints, problem.cluster.num_ranks
     stages, replicas = max(forced_stages(problem), 1), max(constraints.num_replicas, 1)
-    num_groups, most = num_ranks // replicas, constraints.max_stages_per_rank or MOST_STAGES_PER_RANK
+    num_groups, most = num_ranks // replicas, most_stages_per_rank(problem)
     if stages <= num_groups or (num_groups > 1 and stages <= num_groups * most):
         return ""
     return (

@@ -16,27 +16,32 @@ from autovaruna.planner.costs import Array
 
 Pattern = tuple[int, ...]
 
+EVERY = 4
+"""Up to so many rounds every number is worth a try, there and back too; of more, even numbers in turn are enough."""
 _TURNS = 3
 _WIDEST = 4.0
 _FEW_STAGES = 8
 
 
-def patterns(num_groups: int, most_each: int, num_stages: int = 0) -> Iterator[Pattern]:
+def patterns(num_groups: int, most_each: int, num_stages: int = 0, more_than: int = 1) -> Iterator[Pattern]:
     """Yields patterns over so many groups with at most so many stages each, neighbours on different ones.
 
     Args:
         num_groups: K, 2 or more.
         most_each: the most stages of a group.
         num_stages: the only number of stages; 0: any.
+        more_than: patterns of so many rounds and fewer are left out.
     """
-    longest = num_groups * most_each
-    in_turn = [num_groups * each for each in range(2, most_each + 1)] + [num_groups + 1]
+    rounds = [
+        each for each in range(more_than + 1, most_each + 1) if each <= EVERY or each in (most_each, each // 2 * 2)
+    ]
+    in_turn = [num_groups * each for each in rounds] + [num_groups + 1]
     for length in [num_stages] if num_stages else in_turn:
-        if num_groups < length <= longest:
+        if num_groups * more_than < length <= num_groups * most_each:
             yield tuple(stage % num_groups for stage in range(length))
-    for each in range(2, most_each + 1) if num_groups > 2 else ():
+    for each in range(more_than + 1, (most_each if num_stages else EVERY) + 1) if num_groups > 2 else ():
         length = each * (num_groups - 1) + 1
-        if num_stages in (0, length):
+        if num_stages in (0, length) and each <= most_each:
             there = [*range(num_groups), *range(num_groups - 2, 0, -1)]
             yield tuple(there[stage % len(there)] for stage in range(length))
 

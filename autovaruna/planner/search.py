@@ -34,6 +34,7 @@ from autovaruna.planner.problem import Problem, check_problem, forced_stages
 from autovaruna.planner.proof import PROVEN, WORTH, Proof
 from autovaruna.planner.ranges import RangeTables, TablesOfGraph
 from autovaruna.planner.records import Plan
+from autovaruna.planner.rounds import EVERY
 from autovaruna.planner.settling import Found, explain_excess, first_that_fits, loosen_best
 from autovaruna.planner.splits import Splitter
 from autovaruna.planner.trials import Trials, is_long, varied
@@ -46,7 +47,7 @@ Progress = Callable[[str, float], None]
 _SMALL = 3000
 _SPLIT_SECONDS, _CLIMB_SECONDS, _REST_SECONDS = 2.0, 2.0, 2.0
 """What simulations may take, by the count of `Planner.spent_seconds`, so that a search ends alike on every machine."""
-_SHAPES_SECONDS, _SHAPES_CLIMB_SECONDS, _PATTERNS_SECONDS = 1.5, 1.0, 1.0
+_SHAPES_SECONDS, _MORE_ROUNDS_SECONDS, _SHAPES_CLIMB_SECONDS, _PATTERNS_SECONDS = 1.5, 0.75, 1.0, 1.0
 _STARTS, _SHAPES_STARTS = 4, 2
 _NEAR, _NEAR_OF_FEW_RANKS = 1.03, 1.1
 
@@ -229,8 +230,11 @@ class _Search:
         self.progress("interleaving stages", 0.0)
         known, trials = self.trials, Trials(self.planner, is_small=self.is_small)
         order = rank_orders(self.problem)[0]
-        interleaving = Interleaving(self.planner, self.most_each, self.forced_stages, order)
-        interleaving.try_shapes(self.counts, known, trials, _SHAPES_SECONDS)
+        for more_than, most, seconds in ((1, EVERY, _SHAPES_SECONDS), (EVERY, self.most_each, _MORE_ROUNDS_SECONDS)):
+            most_each = min(most, self.most_each)
+            if most_each > more_than:
+                interleaving = Interleaving(self.planner, most_each, self.forced_stages, order, more_than)
+                interleaving.try_shapes(self.counts, known, trials, seconds)
         self._climb(trials, _SHAPES_CLIMB_SECONDS, _SHAPES_STARTS)
         if self.is_small:
             self._try_all_patterns(trials)

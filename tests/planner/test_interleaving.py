@@ -36,8 +36,12 @@ def equal_blocks(num_blocks: int, num_ranks: int, count: int, overhead: float = 
     return replace(problem, profile=profile, cluster=replace(problem.cluster, overhead_seconds=overhead))
 
 
+def at_most(problem: Problem, most: int) -> Problem:
+    return replace(problem, constraints=replace(problem.constraints, max_stages_per_rank=most))
+
+
 def single(problem: Problem) -> Problem:
-    return replace(problem, constraints=replace(problem.constraints, max_stages_per_rank=1))
+    return at_most(problem, 1)
 
 
 def stages_per_rank(plan: Plan) -> int:
@@ -55,11 +59,15 @@ def test_they_shorten_a_step_of_few_micro_batches(num_ranks: int, rounds: int, g
     assert sum(len(row) for row in Orders(plan, problem.graph).planned) == 2 * plan.num_stages * plan.num_micro_batches
 
 
+def test_more_of_them_pay_where_ranks_are_many() -> None:
+    """A pipeline of many ranks is long to fill, so that more than four stages a rank are worth their messages."""
+    assert 4 < stages_per_rank(make_plan(equal_blocks(136, 17, 17))) <= 8
+
+
 def test_a_setting_limits_them() -> None:
     problem = equal_blocks(32, 4, 4)
     for most in (1, 2, 3):
-        limited = replace(problem, constraints=replace(problem.constraints, max_stages_per_rank=most))
-        assert stages_per_rank(make_plan(limited)) <= most
+        assert stages_per_rank(make_plan(at_most(problem, most))) <= most
 
 
 def test_tiny_stages_and_slow_links_are_not_worth_it() -> None:
@@ -102,6 +110,8 @@ def test_patterns_keep_neighbours_apart() -> None:
             assert all(one != other for one, other in pairwise(pattern))
             assert max(pattern.count(group) for group in pattern) in (2, 3)
     assert (0, 1, 2, 1, 0) in patterns(3, 2)
+    assert [len(pattern) // 4 for pattern in patterns(4, 8, more_than=4)] == [6, 8]
+    assert [len(pattern) for pattern in patterns(3, 5, more_than=4)] == [15]
     assert list(patterns(3, 4, 7)) == [(0, 1, 2, 0, 1, 2, 0), (0, 1, 2, 1, 0, 1, 2)]
 
 
