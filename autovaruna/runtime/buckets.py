@@ -14,7 +14,8 @@ from torch import Tensor
 from autovaruna.runtime.world import Done, Pending, World
 
 LARGE_BYTES = 256 << 10
-BUCKET_BYTES = 16 << 20
+BUCKET_BYTES, HOST_BUCKET_BYTES = 16 << 20, 4 << 20
+"""On the host a bucket has to find a place between gradients, where large holes are few."""
 BUCKETS_AT_ONCE = 2
 
 Ranks = tuple[int, ...]
@@ -51,7 +52,8 @@ class Bucket:
 
     def take(self, tensor: Tensor) -> bool:
         """Takes a tensor in, if it is of the same dtype and there is room; says whether."""
-        is_fitting = self._tensors[0].dtype == tensor.dtype and self._num_bytes + tensor.nbytes <= BUCKET_BYTES
+        most_bytes = HOST_BUCKET_BYTES if tensor.is_cpu else BUCKET_BYTES
+        is_fitting = self._tensors[0].dtype == tensor.dtype and self._num_bytes + tensor.nbytes <= most_bytes
         if is_fitting:
             self._tensors.append(tensor)
             self._num_bytes += tensor.nbytes
