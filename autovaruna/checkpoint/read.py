@@ -24,6 +24,7 @@ def read_all(pairs: Sequence[tuple[Entry, Tensor]]) -> None:
         CheckpointError: a file has become shorter, or cannot be read.
     """
     pieces = [(entry, tensor, start) for entry, tensor in pairs for start in range(0, entry.num_bytes, PIECE_BYTES)]
+    pieces.sort(key=lambda piece: -min(PIECE_BYTES, piece[0].num_bytes - piece[2]))  # so that threads have equal shares
     descriptors = {path: os.open(path, os.O_RDONLY) for path in {entry.path for entry, _ in pairs}}
     try:
         in_threads(lambda piece: _read_piece(descriptors[piece[0].path], *piece), pieces)

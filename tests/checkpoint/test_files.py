@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from autovaruna import AutoVaruna, CheckpointError, load_checkpoint
+from autovaruna.checkpoint import read
 from autovaruna.checkpoint.document import decode, encode
 from autovaruna.checkpoint.dtypes import KEPT_AS, NAMES, NOTE
 from autovaruna.checkpoint.layout import lay_out
@@ -304,3 +305,17 @@ def test_a_note_of_others_is_left_alone_and_one_that_does_not_fit_is_told(key: s
             read_header(tmp_path / "x")
     else:
         assert read_header(tmp_path / "x")[0]["a"].dtype == torch.float32
+
+
+def test_threads_read_as_many_bytes_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every other tensor of most models is a bias: shares by number alone would leave one thread all weights."""
+    tensors = {f"{place}.{name}": torch.zeros(size) for place in range(8) for name, size in (("a", 65536), ("b", 16))}
+    safetensors.torch.save_file(tensors, tmp_path / "it")
+    entries, shares = read_header(tmp_path / "it")[0], []
+
+    def deal(act: Any, items: Any) -> None:
+        shares.extend(sum(piece[0].num_bytes for piece in items[first::2]) for first in range(2))
+
+    monkeypatch.setattr(read, "in_threads", deal)
+    read.read_all([(entries[name], tensor) for name, tensor in tensors.items()])
+    assert max(shares) <= 1.01 * min(shares)
