@@ -74,7 +74,7 @@ def read_new(entry: Entry) -> Tensor:
 
 
 def _read_piece(descriptor: int, entry: Entry, tensor: Tensor, start: int) -> None:
-    if not tensor.is_contiguous():  # its bytes are not in one row: all of it at once
+    if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():  # other bytes, or not in one row: all at once
         if start == 0:
             numbers = _read_numbers(descriptor, entry, 0, entry.num_bytes)
             tensor.detach().copy_(numbers.reshape(entry.shape))

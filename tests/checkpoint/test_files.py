@@ -319,3 +319,20 @@ def test_threads_read_as_many_bytes_each(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(read, "in_threads", deal)
     read.read_all([(entries[name], tensor) for name, tensor in tensors.items()])
     assert max(shares) <= 1.01 * min(shares)
+
+
+def test_views_that_conjugate_or_negate_keep_their_numbers(tmp_path: Path) -> None:
+    """Such buffers are written as the numbers that they show, and read so into memory that shows others."""
+
+    def made(seed: int) -> nn.Module:
+        numbers = torch.randn(4, dtype=torch.complex64, generator=torch.Generator().manual_seed(seed))
+        net = nn.Linear(2, 2)
+        net.register_buffer("conjugate", numbers.conj())
+        net.register_buffer("negative", numbers.conj().imag)
+        return net
+
+    expected, found = made(0), made(1)
+    assert found.conjugate.is_conj() and found.negative.is_neg()
+    AutoVaruna(expected).save_checkpoint(tmp_path, step=1)
+    load_checkpoint(tmp_path, found)
+    assert all(torch.equal(value, found.state_dict()[name]) for name, value in expected.state_dict().items())
