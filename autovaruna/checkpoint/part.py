@@ -125,11 +125,16 @@ def write_files(
 def _write_file(path: Path, tempdir: str | None, write: Write) -> tuple[str, ...]:
     if tempdir is None:
         return write(path, path.name, True)
-    with tempfile.TemporaryDirectory(prefix="autovaruna-", dir=tempdir) as local:
-        checksums = write(Path(local) / path.name, path.name, False)
-        shutil.copyfile(Path(local) / path.name, path)
-        with open(path, "rb+") as copied:
-            os.fsync(copied.fileno())
+    place = Path(tempdir)
+    try:
+        with tempfile.TemporaryDirectory(prefix="autovaruna-", dir=tempdir) as local:
+            checksums = write(Path(local) / path.name, path.name, False)
+            place = path
+            shutil.copyfile(Path(local) / path.name, path)
+            with open(path, "rb+") as copied:
+                os.fsync(copied.fileno())
+    except OSError as error:
+        raise cannot_write(place, error) from error
     return checksums
 
 

@@ -80,10 +80,11 @@ class Saver:
         """
         self.wait()
         self._compare(content, way)
+        way = replace(way, tempdir=way.tempdir and os.path.abspath(way.tempdir))  # the script may go to another folder
         part = together(self._world, lambda: compose(subject, content, way.is_shared), "composing a checkpoint")
         extra_files, partial = on_first(
             self._world,
-            lambda: (config_files(subject.model), self._begin(Path(root), content.step)),
+            lambda: (config_files(subject.model), self._begin(Path(root).absolute(), content.step)),
             "beginning a checkpoint",
         )
         try:

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from autovaruna import AutoVaruna, CheckpointError, InputError, OrderError
-from autovaruna.checkpoint import background, commit, direct, manifest, part, subject
+from autovaruna.checkpoint import background, commit, direct, manifest, part, saver, subject
 from autovaruna.runtime.watched import WatchedWorld
 from tests.catalogue import CASES
 from tests.checkpoint.test_damage import is_same, trained
@@ -67,6 +67,18 @@ def test_killed_at_any_moment_the_newest_complete_one_loads(tmp_path: Path) -> N
         assert all((parameter == info.step).all() for parameter in net.parameters())
         for each in root.glob("step-*"):
             model.load_checkpoint(each)
+
+
+class Later:
+    """A function that waits for a word."""
+
+    def __init__(self, act: Any) -> None:
+        self._act, self._may_go = act, threading.Event()
+        self.go = self._may_go.set
+
+    def __call__(self, *args: Any) -> Any:
+        self._may_go.wait(60)
+        return self._act(*args)
 
 
 def run_script(script: str, root: Path) -> subprocess.CompletedProcess[str]:
@@ -208,6 +220,26 @@ def test_files_are_written_to_the_temporary_folder_first(
     assert copied and all(path.is_relative_to(tmp_path / "local") for path in copied)
     assert not list((tmp_path / "local").iterdir())
     assert trained(seed=5).load_checkpoint(tmp_path / "far").step == 1
+
+
+@pytest.mark.parametrize("is_background", [False, True])
+def test_a_temporary_folder_that_is_not_there_is_named(is_background: bool, tmp_path: Path) -> None:
+    model = trained()
+    with pytest.raises(CheckpointError, match="nowhere cannot be written: No such file"):
+        model.save_checkpoint(tmp_path, step=1, tempdir=str(tmp_path / "nowhere"), background=is_background)
+        model.wait_checkpoint()
+
+
+def test_a_script_may_go_to_another_folder_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "local").mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(saver, "write_snapshot", later := Later(saver.write_snapshot))
+    model = trained()
+    model.save_checkpoint("far", step=1, tempdir="local", background=True)
+    monkeypatch.chdir("/")
+    later.go()
+    model.wait_checkpoint()
+    assert model.load_checkpoint(tmp_path / "far").step == 1
 
 
 def test_two_in_a_row_in_the_background(tmp_path: Path) -> None:
