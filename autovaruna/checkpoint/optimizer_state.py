@@ -106,19 +106,19 @@ def load_optimizer(
         for place, parameter in enumerate(parameters, start):
             name = next(names)
             if name in by_first:
-                own[place] = _decode_state(by_first[name], optimizer.state.get(parameter, {}), reader)
+                own[place] = _decode_state(by_first[name], optimizer.state.get(parameter, {}), parameter, reader)
         groups.append({**options, "params": list(range(start, start + len(parameters)))})
     reader.fill()
     subject.optimizer.load_own({"state": own, "param_groups": groups})
     _keep_dtypes(optimizer, own, [dtypes.get(name) for name in every])
 
 
-def _decode_state(given: Json, now: Mapping[str, Any], reader: Reader) -> Any:
+def _decode_state(given: Json, now: Mapping[str, Any], parameter: Tensor, reader: Reader) -> Any:
     """Returns the state of a parameter, in the memory of what it has now where that fits."""
     places = {
         value["$tensor"]: now.get(key) for key, value in given.items() if isinstance(value, dict) and "$tensor" in value
     }
-    return decode(given, lambda name: reader.tensor(name, places.get(name)))
+    return decode(given, lambda name: reader.tensor(name, places.get(name), parameter))
 
 
 def _keep_dtypes(optimizer: Any, own: Mapping[int, Any], saved: Sequence[torch.dtype | None]) -> None:

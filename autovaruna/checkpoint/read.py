@@ -48,11 +48,18 @@ class Reader:
         self._entries = entries
         self._pairs: list[tuple[Entry, Tensor]] = []
 
-    def tensor(self, name: str, place: Any = None) -> Tensor:
-        """Returns a tensor on the host, or `place`, if that is a tensor of this shape and dtype."""
+    def tensor(self, name: str, place: Any = None, like: Tensor | None = None) -> Tensor:
+        """Returns a tensor on the host, or `place`, if that is a tensor of this shape and dtype.
+
+        Args:
+            name: Its name.
+            place: Memory for it.
+            like: A tensor whose order of memory a new one of the same shape has: kernels that go through both count
+                on that.
+        """
         entry = self._entries[name]
         fits = isinstance(place, Tensor) and (place.shape, place.dtype) == (entry.shape, entry.dtype)
-        tensor = place if fits and not place.is_meta else torch.empty(entry.shape, dtype=entry.dtype)
+        tensor = place if fits and not place.is_meta else _empty(entry, like)
         self._pairs.append((entry, tensor))
         return tensor
 
@@ -64,6 +71,12 @@ class Reader:
         """
         pairs, self._pairs = self._pairs, []
         read_all(pairs)
+
+
+def _empty(entry: Entry, like: Tensor | None) -> Tensor:
+    if like is None or like.shape != entry.shape:
+        return torch.empty(entry.shape, dtype=entry.dtype)
+    return torch.empty_like(like, dtype=entry.dtype, device="cpu", requires_grad=False)
 
 
 def read_new(entry: Entry) -> Tensor:

@@ -336,3 +336,26 @@ def test_views_that_conjugate_or_negate_keep_their_numbers(tmp_path: Path) -> No
     AutoVaruna(expected).save_checkpoint(tmp_path, step=1)
     load_checkpoint(tmp_path, found)
     assert all(torch.equal(value, found.state_dict()[name]) for name, value in expected.state_dict().items())
+
+
+def test_state_lies_in_memory_as_its_parameter_does(tmp_path: Path) -> None:
+    """Fused kernels go through a parameter and its state in the order of memory, whatever their strides."""
+
+    def made(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(seed)
+        net = nn.Sequential(nn.Conv2d(3, 5, 2)).to(memory_format=torch.channels_last)
+        return net, torch.optim.AdamW(net.parameters(), fused=True)
+
+    def train(net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        torch.manual_seed(7)
+        net(torch.randn(2, 3, 4, 4)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    expected, found = made(0), made(1)
+    train(*expected)
+    AutoVaruna(*expected).save_checkpoint(tmp_path, step=1)
+    load_checkpoint(tmp_path, *found)
+    for both in (expected, found):
+        train(*both)
+    assert all(map(torch.equal, expected[0].parameters(), found[0].parameters()))
