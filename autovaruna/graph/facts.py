@@ -137,11 +137,24 @@ class _Pass(fx.Interpreter):
 
     def _statistics(self, node: fx.Node) -> set[int]:
         """Storages of running statistics, which normalisation changes without saying so in its schema."""
-        places = _RUNNING_STATISTICS.get(node.target)
-        if places is None or not node.args[places[2]]:
-            return set()
-        buffers = [node.args[place] for place in places[:2]]
-        return {storage_of(self.env[buffer]) for buffer in buffers if isinstance(buffer, fx.Node)}
+        return {storage_of(self.env[each]) for each in changed_statistics(self.module, node)}
+
+
+def changed_statistics(module: nn.Module, node: fx.Node) -> list[fx.Node]:
+    """Returns the running statistics that a node changes, itself or in a region that it wraps."""
+    places = _RUNNING_STATISTICS.get(node.target)
+    if places is not None:
+        buffers = [node.args[place] for place in places[:2]] if node.args[places[2]] else []
+        return [each for each in buffers if isinstance(each, fx.Node)]
+    found: list[fx.Node] = []
+    for place, argument in enumerate(node.args):
+        region = getattr(module, str(argument.target), None) if isinstance(argument, fx.Node) else None
+        if isinstance(region, fx.GraphModule):
+            given = zip(region.graph.find_nodes(op="placeholder"), node.args[place + 1 :], strict=False)
+            outside = {inner: outer for inner, outer in given if isinstance(outer, fx.Node)}
+            changed = [each for child in region.graph.nodes for each in changed_statistics(region, child)]
+            found += [outside[each] for each in changed if each in outside]
+    return found
 
 
 def learn(

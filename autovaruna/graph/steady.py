@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autovaruna.graph.facts import Fact
+from autovaruna.graph.facts import Fact, changed_statistics
 from autovaruna.graph.of_batch import is_of_batch
 
 _REGION = torch.ops.higher_order.wrap_with_set_grad_enabled
@@ -79,6 +79,7 @@ def _follow_inside(
         if node.op == "get_attr" or _meets(node, varying) or shared[node] & varied:
             varying.add(node)
             varied |= _written(node, shared)
+            varied |= {storage for each in changed_statistics(inner, node) for storage in shared[each]}
 
 
 def _meets(node: fx.Node, nodes: Collection[fx.Node]) -> bool:

@@ -89,7 +89,21 @@ class Twofold(Layers):
         return F.cross_entropy(self.last(torch.tanh(x / self.far.detach())), y)
 
 
-MODELS = (Scaled, Twofold, Followed, Shrunk, Normed)
+class Taught(Layers):
+    """Learns from a teacher in training mode, whose batch normalisation changes its statistics under ``no_grad``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        with torch.no_grad():
+            taught = self.teacher(x)
+        x = torch.tanh(self.first(x))
+        return F.cross_entropy(self.last(x), y) + (x - taught).square().mean()
+
+
+MODELS = (Scaled, Twofold, Followed, Shrunk, Normed, Taught)
 STEADY = (Followed, Shrunk, Normed)
 """Models that change nothing by what is in the samples."""
 
