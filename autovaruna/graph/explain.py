@@ -16,6 +16,8 @@ from autovaruna.graph.origin import is_users
 _OF_TRACERS = ("data-dependent", "DataDependent", "DynamicOutputShape")
 # NumPy, formats, and torch's C++
 _OF_OTHERS = ("tensor subclasses", "FakeTensor.__format__", "got FakeTensor", "concrete integers")
+_BOUNDS = re.compile(r"Expected op to be '==', got \S+ for (.*\bbatch\b.*)")
+"""What torch says of a bound on the batch size that is no whole number."""
 _WANTS_NUMBERS = (*_OF_TRACERS, *_OF_OTHERS)
 """What is said where the numbers in a tensor are wanted, and a trace has none."""
 
@@ -65,8 +67,10 @@ def reason_of(error: Exception) -> str:
 
 
 def _size_reason(error: Exception) -> str:
-    """Returns torch's words, unless they are about marks that the user has not made."""
+    """Returns torch's words, unless they are about marks that the user has not made, or an error of its report."""
     line = first_line(error)
+    if bounds := _BOUNDS.search(line):
+        return f"it holds for {bounds[1]} alone"
     return "its result for one batch size does not hold for others" if line.startswith("Constraints violated") else line
 
 
@@ -85,6 +89,8 @@ def is_about_batch(error: Exception) -> bool:
     if _is_about_data(error):
         return False
     text = f"{type(error).__name__} {error}"
+    if _BOUNDS.search(text):
+        return True
     marks = ("ConstraintViolation", "Constraints violated", "specialized", "batch !=", "Eq(")
     return any(mark in text for mark in marks) or re.search(r"\bs\d+\b", text) is not None
 

@@ -101,6 +101,17 @@ def test_a_model_that_mixes_samples_is_told_so(model: nn.Module, mark: str) -> N
     assert str(line_of(mark)) in str(caught.value)
 
 
+def test_a_bound_on_the_batch_size_is_said() -> None:
+    """A queue of earlier samples has room for so many new ones; torch fails where it reports that."""
+
+    def queued(self: nn.Module, x: Tensor) -> Tensor:
+        return torch.cat([self.queue[len(x) :], x]).square().mean()
+
+    model = Function(queued, queue=torch.zeros(24, 4))
+    with pytest.raises(TraceError, match=r"it holds for batch <= .* alone.*dynamic_batch=False"):
+        traced(model, X)
+
+
 def test_a_model_that_mixes_samples_can_be_traced_for_one_size() -> None:
     """Without a dynamic batch it is a graph for that size alone."""
     model = Contrastive()
