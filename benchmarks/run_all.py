@@ -25,6 +25,7 @@ SCRIPTS = {
     "data_parallel": "Against DistributedDataParallel",
     "scaling": "A step as it grows",
     "overhead": "One rank against plain PyTorch",
+    "tracing": "What a trace of events costs",
     "placement": "Splits of published placement workloads",
     "prediction": "Predicted seconds and bytes against measured ones",
     "checkpoint": "Checkpoints against torch.save and torch.load",

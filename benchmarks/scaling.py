@@ -1,7 +1,7 @@
 """Prints how a step grows with micro-batches, message size, arithmetic and latency, with bound and prediction beside.
 
 Latencies are added to each message between ranks of one host. The textbook 1F1B has S - s micro-batches in flight at
-stage s; varuna runs ahead while a gradient is late. Also what it costs to record and write every instruction.
+stage s; varuna runs ahead while a gradient is late.
 
 python benchmarks/scaling.py [--quick]
 """
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import tempfile
 from collections.abc import Callable
 from statistics import median
 from typing import Any
@@ -82,20 +81,6 @@ def against_latency(milliseconds: float, latency: float, num_times: int) -> None
     )
 
 
-def with_trace(milliseconds: float, num_pairs: int) -> None:
-    """Prints eight steps with a trace of their events beside the same without; every eighth step writes the file."""
-    shape = COMM.bcast(shape_for(milliseconds * 1e-3, 16384) if get_rank() == 0 else None)
-    settings: dict[str, Any] = {"num_stages": 2, "cuts": cuts_of(2), "recompute": "none", "num_micro_batches": 8}
-    with tempfile.TemporaryDirectory() as folder:
-        traced = {"trace_events": True, "trace_events_file": f"{folder}/trace.json"}
-        first, second = (our_step(Chain(shape, 2), batch_of(shape, 8), **settings, **more) for more in (traced, {}))
-        pairs = time_pairs(
-            lambda: [first() for _ in range(8)], lambda: [second() for _ in range(8)], num_pairs, clock=slowest
-        )
-        COMM.Barrier()
-    say(f"{milliseconds:g} ms a micro-batch, 8 steps of 8: with trace_events against without {pairs}")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer settings")
@@ -113,8 +98,6 @@ def main() -> None:
         shape = COMM.bcast(shape_for(2e-3, 16384) if get_rank() == 0 else None)
         seconds, predicted = measure(copy.copy(shape), num_stages, 8, num_times)
         say(f"{num_stages} stages on 2 ranks: {1e3 * seconds:.2f} ms, predicted {1e3 * predicted:.2f} ms")
-    for milliseconds in (1, 10):
-        with_trace(milliseconds, 6 if args.quick else 20)
     send, receive = world.send, world.receive
     for latency in (5, 20) if args.quick else (5, 20, 40):
         world.send, world.receive = send, receive  # type: ignore[method-assign]
