@@ -10,12 +10,14 @@ import pickle
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from operator import is_
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from autovaruna.runtime.message import Message, drain
+from autovaruna.runtime.message import Message
 from autovaruna.runtime.reduction import GROUP_CHANNEL, Group, broadcast_in_tree
 from autovaruna.runtime.staging import check_dense, empty_on_host, flat, rows_on_host, to_host
 from autovaruna.runtime.watched import WatchedWorld
@@ -32,8 +34,6 @@ CARRIER_CHANNEL = 4
 CHANNELS = (TENSOR_CHANNEL, OBJECT_CHANNEL, GROUP_CHANNEL, HEADER_CHANNEL)
 MAX_PART_BYTES = 1 << 30
 SENDS_AT_ONCE = 16
-SMALL_BYTES = 4 << 10
-"""Messages of so few bytes are sent at once by every MPI, without an agreement with the receiver."""
 
 
 class ConnectedWorld(WatchedWorld):
@@ -64,8 +64,10 @@ class ConnectedWorld(WatchedWorld):
         posted = [
             buffer if buffer.is_cpu and not is_carried else self._landing(buffer, is_carried) for buffer in buffers
         ]
+        if all(map(is_, buffers, posted)):
+            return self.post_receives(posted, source, channel, tag)
         staged = [(buffer, other) for buffer, other in zip(buffers, posted, strict=True) if other is not buffer]
-        return self.post_receives(posted, source, channel, tag, (lambda: copy_all(staged)) if staged else None)
+        return self.post_receives(posted, source, channel, tag, partial(copy_all, staged))
 
     def _landing(self, buffer: Tensor, is_carried: bool) -> Tensor:
         """Returns the memory that is received into: that of `buffer` itself, if the way leads to its device."""
@@ -121,11 +123,10 @@ class ConnectedWorld(WatchedWorld):
         parts = self.send_parts(tensors, destination, channel, tag)
         event = "sent", destination, channel, tag
         count = self.count(event, len(parts))
-        if drain(parts):
+        if parts.count(DONE) == len(parts):
             return DONE
-        message = Message(self, parts, event, count)
+        message = Message(self, parts, tensors, event, count)
         self._sends.append(message)
-        self._note_large(message, tensors)
         return message
 
     def post_receives(
@@ -139,15 +140,9 @@ class ConnectedWorld(WatchedWorld):
         """Posts the receive of host tensors; `finish` runs when they have arrived."""
         parts = self.receive_parts(buffers, source, channel, tag)
         event = "received", source, channel, tag
-        message = Message(self, parts, event, self.count(event, len(parts)), finish)
+        message = Message(self, parts, buffers, event, self.count(event, len(parts)), finish)
         self.coming.add(message)
-        self._note_large(message, buffers)
         return message
-
-    def _note_large(self, message: Message, tensors: Sequence[Tensor]) -> None:
-        for tensor in tensors:
-            if tensor.nbytes > SMALL_BYTES:
-                self.large.add(message)
 
     def send_parts(self, tensors: Sequence[Tensor], destination: int, channel: int, tag: int) -> list[Pending]:
         """Starts to send host tensors, each in parts of at most 1 GiB."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
+
+from torch import Tensor
 
 from autovaruna.runtime.hub import Event, Need
 from autovaruna.runtime.world import Pending
@@ -12,11 +14,8 @@ if TYPE_CHECKING:
     from autovaruna.runtime.connected import ConnectedWorld
 
 
-def drain(parts: list[Pending]) -> bool:
-    """Takes what is done out of a list, from its end; says whether nothing is left."""
-    while parts and parts[-1].is_done():
-        parts.pop()
-    return not parts
+SMALL_BYTES = 4 << 10
+"""Messages of so few bytes are sent at once by every MPI, without an agreement with the receiver."""
 
 
 class Message(Pending):
@@ -25,6 +24,7 @@ class Message(Pending):
     Args:
         world: The ranks.
         parts: The parts that are on the way.
+        tensors: What they carry; if it is large, the message advances only while this rank calls the transport.
         event: What this rank does: ``sent`` or ``received``.
         count: How often it has done that, with these parts.
         finish: Runs when all have arrived or left.
@@ -36,6 +36,7 @@ class Message(Pending):
         self,
         world: ConnectedWorld,
         parts: list[Pending],
+        tensors: Sequence[Tensor],
         event: Event,
         count: int,
         finish: Callable[[], None] | None = None,
@@ -45,11 +46,17 @@ class Message(Pending):
         self._event = event
         self._count = count
         self._finish = finish
+        for tensor in tensors:
+            if tensor.nbytes > SMALL_BYTES:
+                world.large.add(self)
 
     def is_done(self) -> bool:
         """Says whether every part has arrived or left."""
-        if not drain(self._parts):
-            return False
+        parts = self._parts
+        while parts:
+            if not parts[-1].is_done():
+                return False
+            parts.pop()
         self._world.coming.discard(self)
         self._world.large.discard(self)
         if self._finish is not None:

@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 
 from autovaruna.runtime.hub import Event, Need
-from autovaruna.runtime.message import drain
 from autovaruna.runtime.staging import flat, to_host
 from autovaruna.runtime.world import Pending
 
@@ -224,6 +223,13 @@ def broadcast_in_tree(group: Group, tensor: Tensor, root: int) -> None:
     ]
     parts = [part for rank in targets for part in world.send_parts([tensor], rank, GROUP_CHANNEL, tag)]
     finish_broadcast(group, parts, root, targets)
+
+
+def drain(parts: list[Pending]) -> bool:
+    """Takes what is done out of a list, from its end; says whether nothing is left."""
+    while parts and parts[-1].is_done():
+        parts.pop()
+    return not parts
 
 
 def finish_broadcast(group: Group, parts: list[Pending], root: int, ranks: list[int]) -> None:
