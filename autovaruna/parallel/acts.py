@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import wraps
+from operator import is_
 from typing import Any
 from zlib import crc32
 
@@ -26,7 +27,7 @@ class Acts:
         self._counts: Counter[str] = Counter({_STEP: 0, _ZERO: 0})
         self._optimizer: Optimizer | None = None
         self._groups: list[str] = []
-        self._raw: list[Any] = []
+        self._raw: list[Any] | None = None  # options none of which can change by itself; None: some can
         self._latest: list[Any] = []
         self._digest = 0
 
@@ -50,8 +51,9 @@ class Acts:
         """Returns a short text that is equal for ranks that have done the same."""
         groups = [] if self._optimizer is None else self._optimizer.param_groups
         raw = [value for group in groups for name, value in group.items() if name != "params"]
-        if not _are_same(raw, self._raw):
-            self._raw, options = raw, list(self._options())
+        if self._raw is None or len(raw) != len(self._raw) or not all(map(is_, raw, self._raw)):
+            self._raw = raw if all(map(is_plain, raw)) else None
+            options = list(self._options())
             if options != self._latest:
                 self._latest, self._digest = options, crc32(repr(options).encode())
         return f"{sorted(self._counts.items())} {type(self._optimizer).__name__} {self._digest:x}"
@@ -79,16 +81,6 @@ class Acts:
             act(*args, **kwargs)
 
         return counted
-
-
-def _are_same(now: Sequence[Any], before: Sequence[Any]) -> bool:
-    """Whether all values of two lists are the same objects, of kinds that cannot change."""
-    if len(now) != len(before):
-        return False
-    for one, other in zip(now, before, strict=True):
-        if one is not other or not (one is None or is_plain(one)):
-            return False
-    return True
 
 
 def _plain(value: object) -> object:

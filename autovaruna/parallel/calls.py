@@ -119,20 +119,20 @@ def share_call(
         InputError: no rank passed a sample.
         RankError: the ranks' calls do not fit together; says how they differ.
     """
-    if any(digest != reports[0][2] for _, _, digest, _ in reports):
+    if len({digest for _, _, digest, _ in reports}) > 1:
         strays = differences(world.gather_objects(doings(), "comparing what the ranks did"))
         raise RankError(
             f"The ranks did different things before call {number + 1} of the model: {strays}. Every rank must make the "
             "same calls with the same options, and go backward from the same loss; their copies of the weights would "
             "differ."
         )
-    if any(key != reports[0][0] for key, *_ in reports):
+    if len({key for key, *_ in reports}) > 1:
         found = differences(world.gather_objects(_words(call), "comparing calls")) or "they nest otherwise"
         raise RankError(
             f"The ranks call the model with inputs that do not fit together: {found}. Expected "
             "the same names, dtypes, constants, modes and shapes on every rank, but for the size of the batch."
         )
-    sizes = tuple(size for _, size, *_ in reports)
+    sizes = tuple([size for _, size, *_ in reports])
     if not any(sizes):
         raise InputError("Every rank passed an empty batch; expected at least one sample on one rank.")
     for ranks in groups:
@@ -143,7 +143,7 @@ def share_call(
                 f"inputs='{mode}', but {who} pass batches of {passed} samples. Expected the same batch on each of "
                 "them; pass inputs='per_rank' if each rank has samples of its own."
             )
-    return SharedCall(call, tensors, sizes, number, groups, tuple(totals for *_, totals in reports))
+    return SharedCall(call, tensors, sizes, number, groups, tuple([totals for *_, totals in reports]))
 
 
 def _words(call: CallSpec) -> dict[str, str]:

@@ -166,17 +166,20 @@ class Summation:
     def _start(self) -> None:
         for ranks, stages in self._coming.items():
             while stages and next(iter(stages)) in self._ended:
-                for name, uses in stages.pop(next(iter(stages))).items():
-                    self._add(name, uses, ranks)
+                self._add(stages.pop(next(iter(stages))), ranks)
                 self._sums.start()
 
-    def _add(self, name: str, uses: list[Use], ranks: tuple[int, ...]) -> None:
-        total = _add_all([self._take(name, use) for use in uses])
-        if len(ranks) > 1:
-            is_contiguous = self._parameters[name].is_contiguous()
-            total = total.contiguous() if is_contiguous else total
-            self._sums.add(total, ranks, is_contiguous=is_contiguous)
-        self._totals[name] = total
+    def _add(self, stage: Mapping[str, list[Use]], ranks: tuple[int, ...]) -> None:
+        """Adds up the uses of each parameter of a stage; its ranks, if there are several, sum the totals."""
+        for name, (first, *others) in stage.items():
+            total = self._take(name, first)
+            for use in others:
+                total.add_(self._take(name, use))
+            if len(ranks) > 1:
+                is_contiguous = self._parameters[name].is_contiguous()
+                total = total.contiguous() if is_contiguous else total
+                self._sums.add(total, ranks, is_contiguous=is_contiguous)
+            self._totals[name] = total
 
     def _take(self, name: str, use: Use) -> Tensor:
         """Returns an accumulator; a replica that had no micro-batch adds zeros."""

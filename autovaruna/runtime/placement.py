@@ -162,8 +162,9 @@ class OwnedState:
             InputError: parameters have been cast or moved.
         """
         for name, (dtype, device) in self._types.items():
-            tensor = self.tensor(name)
-            if tensor.dtype != dtype or tensor.device != device:
+            table, attribute = self._tables[name]
+            tensor = table[attribute]
+            if tensor.dtype is not dtype or tensor.device != device:
                 raise InputError(
                     f"Parameters have been cast or moved after the model was split: {name} is {tensor.dtype} on "
                     f"{tensor.device}, expected {dtype} on {device}. Cast or move the model before the first call; for "

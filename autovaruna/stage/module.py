@@ -84,8 +84,10 @@ class StageModule:
 
     def is_bound(self) -> bool:
         """Whether every leaf still shares the memory of its parameter, and no buffer has been replaced."""
-        is_same = all(leaf.data_ptr() == self._parameters[name].data_ptr() for (name, _), leaf in self.leaves.items())
-        return is_same and all(self._buffers[name] is known for name, known in self._bound_buffers)
+        for (name, _), leaf in self.leaves.items():
+            if leaf.data_ptr() != self._parameters[name].data_ptr():
+                return False
+        return all(self._buffers[name] is known for name, known in self._bound_buffers)
 
     def changed_state(self, names: frozenset[str]) -> dict[str, Tensor]:
         """Returns the parameters and buffers among `names` that this stage uses."""
