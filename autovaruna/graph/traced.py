@@ -20,12 +20,13 @@ from autovaruna.graph.call import CallSpec, InputSpec
 from autovaruna.graph.candidates import crossing_sizes, merge_free_blocks
 from autovaruna.graph.cutpoint import locate
 from autovaruna.graph.export import Exported, export
-from autovaruna.graph.facts import Fact, learn
+from autovaruna.graph.facts import Fact, is_random, learn
 from autovaruna.graph.function_joins import learn_joins
 from autovaruna.graph.grouping import Grouping, group
 from autovaruna.graph.kept import KeptModule
 from autovaruna.graph.mixing import refuse_mixing
 from autovaruna.graph.outputs import OutputKind, OutputSpec, classify
+from autovaruna.graph.precision import precision_of
 from autovaruna.graph.records import Graph
 from autovaruna.graph.sizes import Sizes
 from autovaruna.graph.steady import steady_state
@@ -88,9 +89,20 @@ class TracedModel:
         return {node.name: node for node in self.module.graph.nodes}
 
     @cached_property
+    def _regions(self) -> list[fx.GraphModule]:
+        """The graph, and those within it."""
+        return [each for each in self.module.modules() if isinstance(each, fx.GraphModule)]
+
+    @cached_property
+    def draws_or_casts(self) -> bool:
+        """Whether an operation draws random numbers, or runs under autocast."""
+        nodes = [node for region in self._regions for node in region.graph.nodes]
+        return any(precision_of(node) or is_random(self.module, node) for node in nodes)
+
+    @cached_property
     def has_kept_modules(self) -> bool:
         """Whether submodules with parameters are kept whole: which of them they use may vary."""
-        regions = [each for each in self.module.modules() if isinstance(each, fx.GraphModule)]
+        regions = self._regions
         names = [(region, str(node.target)) for region in regions for node in region.graph.find_nodes(op="get_attr")]
         found = [getattr(region, name, None) for region, name in names]
         return any(isinstance(each, KeptModule) and each.may_choose for each in found)

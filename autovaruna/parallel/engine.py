@@ -17,18 +17,16 @@ from autovaruna.graph.random import untouched_generator
 from autovaruna.graph.traced import TracedModel
 from autovaruna.graph.tree import Opaque, Undelivered
 from autovaruna.parallel.calls import SharedCall
-from autovaruna.parallel.prepared import Prepared, PreparedGraphs
-from autovaruna.parallel.step import Step, input_key
+from autovaruna.parallel.prepared import PreparedGraphs
+from autovaruna.parallel.step import Step
 from autovaruna.parallel.totals import ValuesOfBatch
 from autovaruna.planner.records import Plan
 from autovaruna.runtime.batch import GlobalBatch
 from autovaruna.runtime.elsewhere import Elsewhere, note_gradients
 from autovaruna.runtime.events import EventTrace
-from autovaruna.runtime.exchange import GradientExchange
 from autovaruna.runtime.executor import Executor
 from autovaruna.runtime.job import Job
 from autovaruna.runtime.mail import Mail
-from autovaruna.runtime.outputs import OutputCollector
 from autovaruna.runtime.placement import OwnedState, Placement
 from autovaruna.runtime.scaler import LossScale
 from autovaruna.runtime.world import World
@@ -125,12 +123,13 @@ class Engine:
             executor=executor,
             gradients=prepared.gradients,
             take_kept=self._take_kept,
-            collector=OutputCollector(job, self._world, self._mail, executor.outputs, self._device),
-            exchange=GradientExchange(job, self._world, self._mail, executor, inputs),
-            sources=self._sources(prepared, inputs),
-            program=traffic.program,
-            seeds=traffic.seeds,
-            guard=partial(self._guard, executor),
+            world=self._world,
+            mail=self._mail,
+            traffic=traffic,
+            inputs=inputs,
+            parameters=self._own,
+            device=self._device,
+            guard=partial(self._guard, executor, traced),
             is_synchronising=self.is_synchronising,
             delivers_all=self._settings.outputs == "all",
             note_backward=self._note_backward,
@@ -138,7 +137,7 @@ class Engine:
             loss_scale=self._loss_scale,
             factor=self._loss_scale.before(prepared.is_half) if is_whole else 1.0,
         )
-        with self._guard(executor):
+        with self._guard(executor, traced):
             executor.send_inputs()
             outputs = step.whole() if is_whole else step.forwards()
             self._share_state(traced)
@@ -201,11 +200,6 @@ class Engine:
                 totals[name] = totals[name].add_(total) if name in totals else total
         return totals
 
-    def _sources(self, prepared: Prepared, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Returns what gets gradients on this rank: its parameters, and inputs that ask for one."""
-        sources = {name: parameter for name, parameter in self._own.items() if parameter.requires_grad}
-        return sources | {input_key(name): inputs[name] for name in prepared.split.input_gradients}
-
     @cached_property
     def _own(self) -> dict[str, Tensor]:
         """The parameters that this rank holds; calls refuse others in their place."""
@@ -241,16 +235,25 @@ class Engine:
                 tensor.data.copy_(part.view(tensor.shape))  # autograd may have kept it
 
     @contextmanager
-    def _guard(self, executor: Executor) -> Iterator[None]:
+    def _guard(self, executor: Executor, traced: TracedModel) -> Iterator[None]:
         """Gives the user's generator and autocast back; an error in the middle of a step ends all ranks."""
         try:
-            with untouched_generator(self._device), without_autocast():
+            with self._apart(traced):
                 yield
         except BaseException as error:
             if self._world.num_ranks > 1 and isinstance(error, Exception):
                 self._world.abort(error, executor.where(error))
             self._forget_step()
             raise
+
+    @contextmanager
+    def _apart(self, traced: TracedModel) -> Iterator[None]:
+        """Keeps the user's generator and autocast from operations that would change or obey them."""
+        if traced.draws_or_casts or torch._C._is_any_autocast_enabled():
+            with untouched_generator(self._device), without_autocast():
+                yield
+        else:
+            yield
 
     def _forget_step(self) -> None:
         """Drops what a step that failed has left behind: a script on one process may catch the error and go on."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import TypeVar
 
+import torch
 from torch import Tensor
 
 from autovaruna.errors import InputError
@@ -16,14 +17,17 @@ from autovaruna.runtime.exchange import GradientExchange
 from autovaruna.runtime.executor import Executor
 from autovaruna.runtime.gradient_book import GradientBook
 from autovaruna.runtime.job import Job
+from autovaruna.runtime.mail import Mail
 from autovaruna.runtime.outputs import OutputCollector
 from autovaruna.runtime.publish import Gradients, follows_a_call, publish
 from autovaruna.runtime.scaler import LossScale
-from autovaruna.runtime.traffic import Act
+from autovaruna.runtime.traffic import Traffic
+from autovaruna.runtime.world import World
 from autovaruna.schedule.instruction import Kind
 
 Key = TypeVar("Key")
 _ALL = tuple(Kind)
+_BACKWARDS = Kind.RECOMPUTE, Kind.BACKWARD, Kind.WEIGHT
 
 
 def input_key(name: str) -> str:
@@ -40,11 +44,11 @@ class Step:
         executor: runs instructions.
         gradients: takes gradients from the stages and sums them.
         take_kept: sums the gradients that earlier calls kept back.
-        collector: puts outputs together.
-        exchange: takes the gradients of outputs in and of inputs out.
-        sources: what gets gradients on this rank: parameters by name, inputs by `input_key`.
-        program: this rank's instructions of some kinds, for a backward that starts from some origin.
-        seeds: the gradient of each micro-batch's loss, by its share, if the step goes backward from some factor.
+        world, mail: the ranks, and what carries tensors between them.
+        traffic: knows the messages of this rank.
+        inputs: this rank's mini-batch.
+        parameters: those that this rank holds.
+        device: where this rank computes.
         guard: surrounds whatever runs instructions.
         is_synchronising: whether gradients are summed over ranks now.
         delivers_all: whether a whole step returns the outputs beside the loss.
@@ -58,11 +62,12 @@ class Step:
     executor: Executor
     gradients: GradientBook
     take_kept: Callable[[], dict[str, Tensor]]
-    collector: OutputCollector
-    exchange: GradientExchange
-    sources: Mapping[str, Tensor]
-    program: Callable[[tuple[Kind, ...], str], list[Act]]
-    seeds: Callable[[float], Mapping[float, Tensor]]
+    world: World
+    mail: Mail
+    traffic: Traffic
+    inputs: Mapping[str, Tensor]
+    parameters: Mapping[str, Tensor]
+    device: torch.device
     guard: Callable[[], AbstractContextManager[None]]
     is_synchronising: bool
     delivers_all: bool
@@ -76,15 +81,33 @@ class Step:
         """The model's outputs by place."""
         return dict(enumerate(self.job.split.traced.outputs))
 
+    @cached_property
+    def wanted(self) -> dict[int, OutputSpec]:
+        """The outputs that a whole step delivers."""
+        return {place: spec for place, spec in self.specs.items() if self.delivers_all or spec.kind is OutputKind.LOSS}
+
+    @cached_property
+    def collector(self) -> OutputCollector:
+        """Puts outputs together."""
+        return OutputCollector(self.job, self.world, self.mail, self.executor.outputs, self.device)
+
+    @cached_property
+    def exchange(self) -> GradientExchange:
+        """Takes the gradients of outputs in and of inputs out."""
+        return GradientExchange(self.job, self.world, self.mail, self.executor, self.inputs)
+
+    @cached_property
+    def sources(self) -> dict[str, Tensor]:
+        """What gets gradients on this rank: parameters by name, inputs by `input_key`."""
+        trained = {name: parameter for name, parameter in self.parameters.items() if parameter.requires_grad}
+        return trained | {input_key(name): self.inputs[name] for name in self.job.split.input_gradients}
+
     def whole(self) -> list[Tensor | None]:
         """Runs forwards and backwards for the expected loss gradient; ``backward`` gives the gradients out, scaled."""
-        loss = next(place for place, spec in self.specs.items() if spec.kind is OutputKind.LOSS)
-        seeds = self.seeds(self.factor)
-        self.executor.output_gradients = lambda place, part: seeds[part.share] if place == loss else None
-        if self.is_synchronising:
-            self.executor.stage_ended = self.gradients.begin(self.exchange.origin)
-        self.executor.run(self.program(_ALL, self.exchange.origin))
-        wanted = {place: spec for place, spec in self.specs.items() if self.delivers_all or place == loss}
+        self.executor.aside = self._get_ready
+        self.executor.run(self.traffic.program(_ALL))
+        wanted = self.wanted
+        loss = next(place for place, spec in wanted.items() if spec.kind is OutputKind.LOSS)
         self.collector.send(wanted)
         own = self.gradients.take()
         inputs = self.exchange.input_gradients()
@@ -111,9 +134,19 @@ class Step:
         published = self._publish(outputs, finish)
         return [published.get(place) for place in self.specs]
 
+    def _get_ready(self) -> None:
+        """Prepares backwards, and what is needed once the last one has ended."""
+        seeds = self.traffic.seeds(self.factor)
+        is_loss = [spec.kind is OutputKind.LOSS for spec in self.specs.values()]
+        self.executor.output_gradients = lambda place, part: seeds[part.share] if is_loss[place] else None
+        if self.is_synchronising:
+            self.executor.stage_ended = self.gradients.begin(self.exchange.origin)
+        self.collector.expect(self.wanted)
+        self.sources  # noqa: B018 - found now
+
     def forwards(self) -> list[Tensor | None]:
         """Runs forwards; where gradients are wanted, the backwards run when the caller goes backward."""
-        self.executor.run(self.program((Kind.FORWARD,), self.exchange.origin))
+        self.executor.run(self.traffic.program((Kind.FORWARD,)))
         outputs = self.collector.collect(self.specs)
         if not self.job.needs_gradient:
             return list(outputs.values())
@@ -130,7 +163,7 @@ class Step:
             self.executor.output_gradients = self.exchange.output_gradient
             if self.is_synchronising:
                 self.executor.stage_ended = self.gradients.begin(self.exchange.origin)
-            self.executor.run(self.program((Kind.RECOMPUTE, Kind.BACKWARD, Kind.WEIGHT), self.exchange.origin))
+            self.executor.run(self.traffic.program(_BACKWARDS, self.exchange.origin))
             own = self.gradients.take()
             inputs = self.exchange.input_gradients()
             if not self.is_synchronising:

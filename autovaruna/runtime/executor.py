@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from time import perf_counter
 
 import torch
@@ -60,7 +61,8 @@ class Executor:
         recorder: Notes when instructions ran.
 
     `output_gradients` gives the gradient of output `place` for a micro-batch; a loss has its share. `stage_ended` hears
-    of each stage whose last gradients on this rank are there, or that has none.
+    of each stage whose last gradients on this rank are there, or that has none. `aside` is what else a step has to do
+    before its first backward: it is called while this rank waits for the first time, or then at the latest.
     """
 
     def __init__(
@@ -88,6 +90,7 @@ class Executor:
         self.input_gradients: dict[tuple[str, int], Tensor | None] = {}
         self.output_gradients: Callable[[int, MicroBatch], Tensor | None] = _no_gradient
         self.stage_ended: Callable[[int], None] = lambda stage: None
+        self.aside: Callable[[], None] | None = None
         self._traffic = traffic
         self._sent_inputs: list[Pending] = []
         self._act: Act | None = None
@@ -109,7 +112,7 @@ class Executor:
         """Executes instructions in order."""
         posting = Posting(program, self._mail)
         idle = self._stages.keys() - {act.instruction.stage for act in program if act.ends_stage}
-        self._mail.while_waiting = posting.go_ahead
+        self._mail.while_waiting = partial(self._while_waiting, posting)
         with torch.set_grad_enabled(self._job.needs_gradient):
             for position, act in enumerate(program):
                 posting.go_to(position)
@@ -122,9 +125,19 @@ class Executor:
                     self.stage_ended(act.instruction.stage)
                 self._world.glance()
         self._mail.while_waiting = None
+        self._turn_aside()
         for stage in idle:
             self.stage_ended(stage)
         self.output_gradients = _no_gradient  # its owner may own this executor: no cycle keeps tensors after the step
+
+    def _while_waiting(self, posting: Posting) -> None:
+        posting.go_ahead()
+        self._turn_aside()
+
+    def _turn_aside(self) -> None:
+        if self.aside is not None:
+            aside, self.aside = self.aside, None
+            aside()
 
     def _recorded(self, recorder: Recorder, act: Act) -> None:
         """Executes an instruction and notes when."""
@@ -186,6 +199,8 @@ class Executor:
 
     def _backward(self, stage: StageModule, act: Act) -> None:
         """Waits for gradients, runs backward, starts to send the gradients of what the stage received."""
+        if self.aside is not None:
+            self._turn_aside()
         place = stage.index, act.part.index
         state = self._in_flight.pop(place)
         roots: list[Tensor] = []
@@ -234,13 +249,11 @@ class Executor:
 
     def _arrived(self, act: Act) -> dict[str, Tensor]:
         """Returns all that a forward receives, by name."""
-        tensors: dict[str, Tensor] = {}
+        tensors = {name: self._slice(name, act.part) for name in act.own}  # first: the rest may still be on its way
         for kind, names in act.receives:
             for name, tensor in zip(names, self._mail.take(kind), strict=True):
                 assert tensor is not None, f"{name} is always there; gradients alone may be missing"
                 tensors[name] = tensor
-        for name in act.own:
-            tensors[name] = self._slice(name, act.part)
         return tensors
 
     def _arrived_gradients(self, stage: StageModule, act: Act) -> list[tuple[str, Tensor | None]]:

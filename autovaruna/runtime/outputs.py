@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
 import torch
@@ -39,7 +39,7 @@ class OutputCollector:
         self._mail = mail
         self._made = made
         self._device = device
-        self._stacked: dict[int, Tensor] = {}
+        self._own: dict[int, Tensor] = {}
         self._known_makers: dict[int, list[int]] = {}
         self._stage = job.split.makers
 
@@ -47,6 +47,15 @@ class OutputCollector:
         """Returns the outputs of `places` for this rank's mini-batch."""
         self.send(places)
         return self.take(places)
+
+    def expect(self, places: Mapping[int, OutputSpec]) -> None:
+        """Posts the receives of numbers, which are few; never blocks."""
+        for place, spec in places.items():
+            if spec.kind is not OutputKind.SAMPLES:
+                makers = self._makers(place, self._parts(spec))
+                for maker in dict.fromkeys(makers):
+                    if maker != self._world.rank:
+                        self._mail.expect(self._number_kind(place, maker, self._world.rank, makers))
 
     def send(self, places: Mapping[int, OutputSpec]) -> None:
         """Starts to send what this rank's stages made to the ranks that get it; never blocks."""
@@ -90,29 +99,32 @@ class OutputCollector:
     def _send_numbers(self, place: int, spec: OutputSpec) -> None:
         """Sends what this rank's micro-batches gave for an output without samples to all others, in one message."""
         parts = self._parts(spec)
-        makers = zip(parts, self._makers(place, parts), strict=True)
-        made = [self._made[place, part.index] for part, maker in makers if maker == self._world.rank]
-        if made:
-            self._stacked[place] = stacked = torch.stack(made)
-            for receiver in range(self._world.num_ranks):
-                if receiver != self._world.rank:
-                    self._mail.send([stacked], self._number_kind(place, self._world.rank, receiver, len(made)))
+        makers = self._makers(place, parts)
+        rank = self._world.rank
+        if rank not in makers:
+            return
+        pairs = zip(parts, makers, strict=True)
+        made = torch.stack([self._made[place, part.index] for part, maker in pairs if maker == rank])
+        self._own[place] = made = made if _num_slots(makers, rank) else self._combine(made, parts, spec)
+        for receiver in range(self._world.num_ranks):
+            if receiver != rank:
+                self._mail.send([made], self._number_kind(place, rank, receiver, makers))
 
     def _number(self, place: int, spec: OutputSpec) -> Tensor:
-        """Puts an output without samples together: one slot a micro-batch, whoever computed it."""
+        """Puts an output without samples together: one slot a micro-batch, unless one rank has computed them all."""
         parts = self._parts(spec)
         makers = self._makers(place, parts)
-        made = {maker: self._made_by(maker, place, makers.count(maker)) for maker in dict.fromkeys(makers)}
+        made = {maker: self._made_by(maker, place, makers) for maker in dict.fromkeys(makers)}
         if len(made) == 1:
-            return self._combine(made[makers[0]], parts, spec)
+            return made[makers[0]]
         turns = {maker: iter(slots) for maker, slots in made.items()}
         return self._combine(torch.stack([next(turns[maker]) for maker in makers]), parts, spec)
 
-    def _made_by(self, maker: int, place: int, count: int) -> Tensor:
-        """Returns what a rank's micro-batches gave for an output; one slot each, in order."""
+    def _made_by(self, maker: int, place: int, makers: Sequence[int]) -> Tensor:
+        """Returns what a rank has sent of an output."""
         if maker == self._world.rank:
-            return self._stacked.pop(place)
-        taken = self._mail.take(self._number_kind(place, maker, self._world.rank, count))[0]
+            return self._own.pop(place)
+        taken = self._mail.take(self._number_kind(place, maker, self._world.rank, makers))[0]
         assert taken is not None, "numbers are always there"
         return taken
 
@@ -137,8 +149,8 @@ class OutputCollector:
     def _kind(self, place: int, part: MicroBatch, receiver: int) -> Kind:
         return Kind(self._job.graph_key, Route(self._maker(place, part), receiver, 4 * place + 3), part.size)
 
-    def _number_kind(self, place: int, maker: int, receiver: int, num_parts: int) -> Kind:
-        return Kind(self._job.graph_key, Route(maker, receiver, 4 * place + 3), num_parts)
+    def _number_kind(self, place: int, maker: int, receiver: int, makers: Sequence[int]) -> Kind:
+        return Kind(self._job.graph_key, Route(maker, receiver, 4 * place + 3), _num_slots(makers, maker))
 
     def _makers(self, place: int, parts: list[MicroBatch]) -> list[int]:
         """Returns the rank that makes an output of each of some micro-batches."""
@@ -148,6 +160,11 @@ class OutputCollector:
 
     def _maker(self, place: int, part: MicroBatch) -> int:
         return self._job.rank_of(self._stage[place], part.index)
+
+
+def _num_slots(makers: Sequence[int], maker: int) -> int:
+    """Returns of how many micro-batches one of several makers sends numbers; 0: the only one sends the result."""
+    return 0 if makers.count(maker) == len(makers) else makers.count(maker)
 
 
 @lru_cache(maxsize=64)

@@ -14,12 +14,16 @@ import pytest
 import torch
 
 from autovaruna import AutoVaruna
+from autovaruna.parallel import engine
 from autovaruna.parallel.engine import Engine
+from autovaruna.parallel.step import Step
 from autovaruna.runtime.arrival import arrive
-from autovaruna.runtime.connected import SMALL_BYTES, ConnectedWorld
+from autovaruna.runtime.connected import ConnectedWorld
 from autovaruna.runtime.elsewhere import Elsewhere
 from autovaruna.runtime.in_process import make_worlds
 from autovaruna.runtime.mail import Kind, Mail, Route
+from autovaruna.runtime.message import SMALL_BYTES
+from autovaruna.runtime.outputs import OutputCollector
 from tests.catalogue import PLAIN
 from tests.parallel.training import QUIET, Setup, train
 from tests.reference import sgd
@@ -116,7 +120,55 @@ def test_a_step_takes_few_calls(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(Engine, "run", counted)
     train(CASE, Setup(((0,),), 1), [CASE.batch(8, step) for step in range(4)], sgd)
-    assert counts[-1] <= 235
+    assert counts[-1] <= 180
+
+
+def test_a_step_that_neither_draws_nor_casts_saves_no_generator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was saved and given back at each call; one that draws does so."""
+    saved: list[torch.device] = []
+    save = engine.untouched_generator
+    monkeypatch.setattr(engine, "untouched_generator", lambda device: (saved.append(device), save(device))[1])
+    for case, num_saved in ((CASE, 0), (next(case for case in PLAIN if case.name == "dropout"), 3)):
+        saved.clear()
+        train(case, Setup(((0,),), 2), [case.batch(8, step) for step in range(3)], sgd)
+        assert len(saved) == num_saved
+
+
+def test_a_rank_that_computes_all_losses_sends_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank put the losses of all micro-batches together, at the end of a step, where others wait for it."""
+    put_together: list[int] = []
+    combine = OutputCollector._combine
+
+    def noted(self: OutputCollector, *args: Any) -> torch.Tensor:
+        put_together.append(self._world.rank)
+        return combine(self, *args)
+
+    monkeypatch.setattr(OutputCollector, "_combine", noted)
+    train(CASE, Setup(((0,), (1,)), 4), [CASE.batch(8, 0)], sgd)
+    assert put_together == [1]
+
+
+def test_what_a_backward_needs_is_prepared_once_the_first_activation_is_on_its_way(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The next stage waits for that; this one waits for a gradient then."""
+    acts: dict[int, list[str]] = {0: [], 1: []}
+    ready, send = Step._get_ready, Mail.send
+
+    def noted_ready(self: Step) -> None:
+        acts[self.world.rank].append("ready")
+        ready(self)
+
+    def noted_send(self: Mail, tensors: Any, kind: Kind) -> Any:
+        acts[self._world.rank].append(f"sent to {kind.route.destination}")
+        return send(self, tensors, kind)
+
+    monkeypatch.setattr(Step, "_get_ready", noted_ready)
+    monkeypatch.setattr(Mail, "send", noted_send)
+    settings = {"inputs": "replicated"}
+    train(CASE, Setup(((0,), (1,)), 4, settings=settings), [CASE.batch(8, 0)], sgd)
+    assert acts[0].index("ready") > acts[0].index("sent to 1")
+    assert acts[1][0] == "ready"
 
 
 def train_on_ones(model: AutoVaruna, num_steps: int) -> None:
