@@ -114,8 +114,8 @@ class Executor:
         idle = self._stages.keys() - {act.instruction.stage for act in program if act.ends_stage}
         self._mail.while_waiting = partial(self._while_waiting, posting)
         with torch.set_grad_enabled(self._job.needs_gradient):
-            for position, act in enumerate(program):
-                posting.go_to(position)
+            posting.go_to(0, ahead=0)  # more once the first instruction has ended: others wait for what it sends
+            for position, act in enumerate(program, 1):
                 self._act = act
                 if self._recorder is None:
                     _METHODS[act.instruction.kind](self, self._stages[act.instruction.stage], act)
@@ -123,6 +123,7 @@ class Executor:
                     self._recorded(self._recorder, act)
                 if act.ends_stage:
                     self.stage_ended(act.instruction.stage)
+                posting.go_to(position)
                 self._world.glance()
         self._mail.while_waiting = None
         self._turn_aside()

@@ -29,10 +29,10 @@ class Posting:
         self._next = 0
         self._position = 0
 
-    def go_to(self, position: int) -> None:
-        """Posts what has to be when instruction `position` starts."""
+    def go_to(self, position: int, ahead: int = AHEAD) -> None:
+        """Posts what has to be when instruction `position` starts, and what the next ones receive."""
         self._position = position
-        end = min(position + 1 + AHEAD, len(self._program))
+        end = min(position + 1 + ahead, len(self._program))
         while self._next < end:
             self._post_next()
 

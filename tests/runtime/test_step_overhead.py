@@ -151,9 +151,9 @@ def test_a_rank_that_computes_all_losses_sends_the_result(monkeypatch: pytest.Mo
 def test_what_a_backward_needs_is_prepared_once_the_first_activation_is_on_its_way(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The next stage waits for that; this one waits for a gradient then."""
+    """The next stage waits for that; this one waits for a gradient then, whose receive is posted now, too."""
     acts: dict[int, list[str]] = {0: [], 1: []}
-    ready, send = Step._get_ready, Mail.send
+    ready, send, expect = Step._get_ready, Mail.send, Mail.expect
 
     def noted_ready(self: Step) -> None:
         acts[self.world.rank].append("ready")
@@ -163,12 +163,17 @@ def test_what_a_backward_needs_is_prepared_once_the_first_activation_is_on_its_w
         acts[self._world.rank].append(f"sent to {kind.route.destination}")
         return send(self, tensors, kind)
 
+    def noted_expect(self: Mail, kind: Kind) -> None:
+        acts[self._world.rank].append(f"expects from {kind.route.source}")
+        expect(self, kind)
+
     monkeypatch.setattr(Step, "_get_ready", noted_ready)
+    monkeypatch.setattr(Mail, "expect", noted_expect)
     monkeypatch.setattr(Mail, "send", noted_send)
     settings = {"inputs": "replicated"}
     train(CASE, Setup(((0,), (1,)), 4, settings=settings), [CASE.batch(8, 0)], sgd)
-    assert acts[0].index("ready") > acts[0].index("sent to 1")
-    assert acts[1][0] == "ready"
+    assert acts[0][0] == "sent to 1"
+    assert acts[1].index("ready") < acts[1].index("sent to 0")
 
 
 def train_on_ones(model: AutoVaruna, num_steps: int) -> None:
