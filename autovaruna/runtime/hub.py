@@ -16,6 +16,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 GRACE_SECONDS = 1.0
 
@@ -32,16 +33,14 @@ class Need:
     count: int
 
 
-@dataclass(frozen=True, slots=True)
-class Join:
+class Join(NamedTuple):
     """A rank entered the collective `label`, with its pickled value."""
 
     label: str
     value: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Report:
+class Report(NamedTuple):
     """A rank has been waiting for a while: for what in words, what it needs, and what it had done before."""
 
     words: str
@@ -49,30 +48,26 @@ class Report:
     counts: dict[Event, int]
 
 
-@dataclass(frozen=True, slots=True)
-class Leave:
+class Leave(NamedTuple):
     """A rank came to the end of its script."""
 
     counts: dict[Event, int]
 
 
-@dataclass(frozen=True, slots=True)
-class Values:
+class Values(NamedTuple):
     """Answers a join: the pickled values by rank."""
 
     values: tuple[bytes, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Failure:
+class Failure(NamedTuple):
     """Answers with an error; after a final one no rank can go on."""
 
     text: str
     is_final: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Farewell:
+class Farewell(NamedTuple):
     """Answers a leave: all ranks have come to their end."""
 
 
