@@ -160,7 +160,8 @@ class Executor:
         """Waits for inputs and activations, runs the stage, starts to send what it returns."""
         part = act.part
         state = _InFlight(self._arrived(act))
-        self._start_alike(stage)
+        if self._job.split.traced.steady_state:
+            self._start_alike(stage)
         keeps_graph = self._job.needs_gradient and stage.index not in self._job.recomputing
         if self._job.needs_gradient and not keeps_graph:
             changed = stage.changed_state(self._job.split.traced.changed_state)
