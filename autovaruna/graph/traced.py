@@ -34,7 +34,7 @@ from autovaruna.graph.tidy import PREFIX
 from autovaruna.graph.tree import Tree
 
 logger = logging.getLogger(__name__)
-_one_at_a_time = Lock()  # torch.export keeps state of its own that threads share
+ONE_AT_A_TIME = Lock()  # torch.export keeps state of its own that threads share
 _HINTS = (7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47)
 
 
@@ -167,7 +167,7 @@ def trace(
     Raises:
         TraceError: the model cannot be traced.
     """
-    with _one_at_a_time:
+    with ONE_AT_A_TIME:
         return _trace(model, call, device, is_dynamic, micro_batch_size, loss_mode, has_totals, is_parted)
 
 

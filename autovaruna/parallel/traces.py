@@ -16,7 +16,7 @@ from autovaruna.graph.refused import ChangedStateError
 from autovaruna.graph.settling import settle
 from autovaruna.graph.statistics import refuse_single_values
 from autovaruna.graph.sums import refuse_sum
-from autovaruna.graph.traced import TracedModel, trace
+from autovaruna.graph.traced import ONE_AT_A_TIME, TracedModel, trace
 from autovaruna.parallel.calls import SharedCall
 from autovaruna.runtime.batch import GlobalBatch
 from autovaruna.runtime.differences import differences
@@ -134,7 +134,9 @@ class Traces:
             if self._known or not half or not self._is_whole():
                 raise
             samples = [shared.samples(0, min(half, _MOST_SAMPLES)), shared.samples(half, _MOST_SAMPLES)]
-            if not settle(self._model, shared.call, samples, self._device):
+            with ONE_AT_A_TIME:
+                is_settled = settle(self._model, shared.call, samples, self._device)
+            if not is_settled:
                 raise
         return act()
 
