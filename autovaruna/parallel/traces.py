@@ -163,12 +163,18 @@ class Traces:
         on_all(self._world, compare_here, "comparing the trace with the model")
 
     def _compare_parts(self, traced: TracedModel, shared: SharedCall) -> None:
-        """Makes sure that counts of several samples do not go into what the graph gives for each."""
-        size = min(shared.sizes[self._world.rank], _MOST_IN_PARTS)
+        """Makes sure that counts of several samples do not go into what the graph gives for each.
+
+        This rank's samples are repeated until they are as many as the global batch has, which may be more than it has.
+        """
+        size = min(sum(shared.sizes[ranks[0]] for ranks in shared.groups), _MOST_IN_PARTS)
         if size < 2:
-            return warn_untried(traced, self._model, "a rank passes one sample")
-        samples = shared.samples(0, size)
-        return Parts(traced, self._model, samples, size, self._device, self._share_of_loss(traced)).compare()
+            return
+        own = min(size, shared.sizes[self._world.rank])
+        places = torch.arange(size) % own
+        pairs = zip(shared.samples(0, own), shared.call.inputs, strict=True)
+        tensors = [tensor[places.to(tensor.device)] if spec.is_batch else tensor for tensor, spec in pairs]
+        Parts(traced, self._model, tensors, size, self._device, self._share_of_loss(traced)).compare()
 
     def _share_of_loss(self, traced: TracedModel) -> Callable[[float], float] | None:
         """Returns the weight of a micro-batch's loss by its part of the samples; None: there is none."""

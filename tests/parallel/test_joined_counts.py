@@ -14,7 +14,8 @@ from autovaruna import AutoVaruna, TraceError
 from autovaruna.graph.by_parts import Parts
 from autovaruna.graph.traced import TracedModel
 from tests.graph.models import CPU, traced
-from tests.parallel.training import QUIET
+from tests.parallel.training import QUIET, Setup, on_ranks
+from tests.reference import sgd
 
 WIDTH, CLASSES, SIZE = 6, 4, 12
 Way = Callable[[nn.Module, Tensor, Tensor], Tensor]
@@ -131,6 +132,19 @@ def test_counts_that_only_say_where_samples_go_are_not(way: Way, caplog: pytest.
 def test_ranks_try_out_what_they_will_train() -> None:
     with pytest.raises(TraceError, match="what it counts over them"):
         AutoVaruna(Model(rank), num_micro_batches=2, **QUIET)(*batch())
+
+
+def test_what_each_rank_passes_stands_for_the_global_batch() -> None:
+    """Samples of one rank alone are too few to tell."""
+
+    def first_eight(self: nn.Module, x: Tensor, n: Tensor) -> Tensor:
+        return x * (n.argsort().argsort() < 8).unsqueeze(1)
+
+    def call(model: AutoVaruna, optimizer: torch.optim.Optimizer, rank: int) -> None:
+        with pytest.raises(TraceError, match="what it counts over them"):
+            model(*(each.tensor_split(2)[rank] for each in batch()))
+
+    on_ranks(Setup(((0, 1),), 2, settings={"inputs": "per_rank"}), Model(first_eight), call, sgd)
 
 
 def test_one_micro_batch_may_count_as_it_likes() -> None:
