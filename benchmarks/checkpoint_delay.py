@@ -6,6 +6,9 @@ else stays: the steps are long enough that the checkpoint is as a rule complete 
 on all ranks together, and a plain one now and then. The interval holds the median of all such pairs with a probability
 of 95 %, whatever their law.
 
+Where other programs run, most of the spread comes from the time in which the thread that trains could run and has no
+core; so the same is said without that time. On a quiet machine with an idle core for each rank both agree.
+
 Beside it stands what is known of where the delay comes from: what training waits for in the call, and before the
 optimizer's next step; and what copies and sums take of a processor, once for each byte. With an idle core for each
 rank they take none of the training's time; without any, and without bubbles, the delay cannot be less.
@@ -13,7 +16,7 @@ rank they take none of the training's time; without any, and without bubbles, th
 The C library keeps the memory that it has (steps then ask the system for none): what the system takes to give memory,
 a quarter of a step, varies by more than the delay.
 
-python benchmarks/checkpoint_delay.py [--ranks 1] [--gigabytes 1] [--pairs 15] [--rows 256] [--dir DIR]
+python benchmarks/checkpoint_delay.py [--ranks 1] [--gigabytes 1] [--pairs 40] [--rows 256] [--dir DIR]
 """
 
 from __future__ import annotations
@@ -35,7 +38,7 @@ from paired import hush, start_ranks
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--ranks", type=int, default=1)
 parser.add_argument("--gigabytes", type=float, default=1.0, help="state of model and optimizer, over all ranks")
-parser.add_argument("--pairs", type=int, default=15)
+parser.add_argument("--pairs", type=int, default=40)
 parser.add_argument("--rows", type=int, default=256, help="samples of a step")
 parser.add_argument("--dir", default=None)
 args = parser.parse_args()
@@ -55,17 +58,29 @@ PAIRS_PER_PLAIN = 3
 
 
 @dataclass(frozen=True)
+class Turn:
+    """Seconds of some steps, and how many are left without those in which the thread that trains had no core."""
+
+    seconds: float
+    seconds_on_core: float
+
+
+@dataclass(frozen=True)
 class Pair:
     """Seconds of the steps alone, of those with a checkpoint, and of what training waits for in these."""
 
-    alone: float
-    beside: float
+    alone: Turn
+    beside: Turn
     call: float
     before_step: float
 
     @property
     def delay(self) -> float:
-        return self.beside - self.alone
+        return self.beside.seconds - self.alone.seconds
+
+    @property
+    def delay_on_core(self) -> float:
+        return self.beside.seconds_on_core - self.alone.seconds_on_core
 
 
 class StepWaits:
@@ -118,11 +133,16 @@ class Trial:
 
     def seconds(self, act: Callable[[], object]) -> float:
         """Returns the seconds of the slowest rank; all begin together, when the disk has nothing left to do."""
+        return self.turn(act).seconds
+
+    def turn(self, act: Callable[[], object]) -> Turn:
+        """Returns the seconds of the slowest rank, as `seconds`, and how many are left without waits for a core."""
         os.sync()
         self.world.barrier("before a turn")
-        begin = time.perf_counter()
+        begin, waited = time.perf_counter(), seconds_without_core()
         act()
-        return self.slowest(time.perf_counter() - begin)
+        seconds, waited = time.perf_counter() - begin, seconds_without_core() - waited
+        return Turn(self.slowest(seconds), self.slowest(seconds - waited))
 
     def pair(self, num_steps: int, is_odd: bool) -> Pair:
         """Takes both in turn."""
@@ -137,7 +157,7 @@ class Trial:
         acts = {"alone": lambda: self.steps(num_steps), "beside": beside}
         found = {}
         for name in reversed(acts) if is_odd else acts:
-            found[name] = self.seconds(acts[name])
+            found[name] = self.turn(acts[name])
             self.model.wait_checkpoint()
         return Pair(**found, call=self.slowest(self.call_seconds), before_step=self.slowest(self.waits.seconds))
 
@@ -152,6 +172,14 @@ class Trial:
         for chunk in range(own.num_chunks):
             checksum(own.fill(chunk, memory))
         return time.thread_time() - begin
+
+
+def seconds_without_core() -> float:
+    """Returns how long this thread could have run so far, but had no core; 0 where the system does not say."""
+    try:
+        return 1e-9 * int(Path("/proc/thread-self/schedstat").read_text().split()[1])
+    except OSError:
+        return 0.0
 
 
 def interval_of_median(values: list[float]) -> tuple[float, float]:
@@ -190,6 +218,8 @@ def main() -> None:
         delays = [pair.delay for pair in pairs]
         print(f"delay: {with_interval([1e3 * delay for delay in delays], '{:.1f} ms'.format)}")
         print(f"delay over a plain checkpoint: {with_interval([delay / plain for delay in delays], '{:.1%}'.format)}")
+        on_core = [pair.delay_on_core / plain for pair in pairs]
+        print(f"the same without waits for a core: {with_interval(on_core, '{:.1%}'.format)}")
         for seconds, words in (
             (statistics.median(pair.call for pair in pairs), "training waits in the call"),
             (statistics.median(pair.before_step for pair in pairs), "and before the optimizer's steps"),
