@@ -8,7 +8,7 @@ has made stages recompute or hold fewer micro-batches, with one that is higher.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from itertools import islice
 
@@ -20,6 +20,9 @@ from autovaruna.planner.trials import Trials
 
 Found = tuple[Planner, Candidate, Plan]
 """A plan with its candidate, and the planner that built it."""
+
+Predict = Callable[[Plan], Plan]
+"""Tells the seconds of a plan and the memory of its ranks."""
 
 _TURNS = 3
 """What is more or less than was bounded depends on the plan, which is built with it, so it takes a few turns."""
@@ -43,17 +46,18 @@ def first_that_fits(found: Iterable[Found]) -> Plan | None:
     return best
 
 
-def loosened(planner: Planner, candidate: Candidate, plan: Plan) -> Plan:
+def loosened(planner: Planner, candidate: Candidate, plan: Plan, predict: Predict | None = None) -> Plan:
     """Returns the plan, or a faster one that saves less memory, if its ranks hold several stages and may do so.
 
     Args:
         planner: that built it.
         candidate: that it was built from.
         plan: with the memory of its ranks; it fits.
+        predict: what has told its seconds and memory; of all ranks if there is none.
     """
     if not candidate.is_interleaved or not _is_squeezed(planner, candidate, plan):
         return plan
-    return _faster(plan, _built_again(planner, candidate, plan)) or plan
+    return _faster(plan, _built_again(planner, candidate, plan, predict)) or plan
 
 
 def loosen_best(trials: Trials, most: int) -> None:
@@ -61,9 +65,10 @@ def loosen_best(trials: Trials, most: int) -> None:
     for candidate in trials.best_few(most):
         variant, plan = trials.built[candidate]
         if _is_squeezed(trials.planner, variant, plan):
-            whole = trials.planner.predict_whole(plan)
-            if _fits(trials.planner, whole):
-                trials.put(candidate, variant, loosened(trials.planner, variant, whole))
+            predict = trials.planner.predict_part
+            known = predict(plan)
+            if _fits(trials.planner, known):
+                trials.put(candidate, variant, loosened(trials.planner, variant, known, predict))
 
 
 def explain_excess(planner: Planner, plan: Plan) -> PlanError:
@@ -85,14 +90,14 @@ def explain_excess(planner: Planner, plan: Plan) -> PlanError:
     return error
 
 
-def _built_again(planner: Planner, candidate: Candidate, plan: Plan) -> Plan | None:
+def _built_again(planner: Planner, candidate: Candidate, plan: Plan, predict: Predict | None = None) -> Plan | None:
     """Returns the fastest plan of a candidate that fits by what instructions need; None if none of a few does."""
     best = None
     for _ in range(_TURNS):
         other = planner.build(candidate, _limits(planner, plan))
         if other is None or _choices(other) == _choices(plan):
             break
-        plan = planner.predict_whole(other)
+        plan = (predict or planner.predict_whole)(other)
         best = _faster(best, plan) if _fits(planner, plan) else best
     return best
 

@@ -34,6 +34,17 @@ def test_a_folded_pipeline_takes_as_long(replicas: tuple[int, ...], count: int) 
     assert simulate(folded, policy).step_seconds == pytest.approx(simulate(whole, policy).step_seconds)
 
 
+def test_a_part_of_the_ranks_tells_what_all_need() -> None:
+    """Plans with several stages a rank are loosened by one replica of each stage."""
+    planner = Planner(make_problem(8, 8, 16), RangeTables(make_problem(8, 8, 16).graph, range(9)))
+    groups = (0, 1, 2, 3), (4, 5, 6, 7)
+    plan = planner.build(Candidate((0, 2, 4, 6), groups * 2, 16, "textbook", "interleaved"))
+    assert plan
+    part, whole = planner.predict_part(plan), planner.predict_whole(plan)
+    assert part.predicted_seconds == pytest.approx(whole.predicted_seconds)
+    assert part.rank_bytes() == pytest.approx(whole.rank_bytes())
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_a_long_step_is_predicted_from_shorter_ones(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prediction_module, "_ACTS_OF_A_SHORT_STEP", 0)
