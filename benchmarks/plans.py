@@ -21,7 +21,7 @@ from plan_models import SUBJECTS, Subject
 
 from autovaruna.graph.call import describe
 from autovaruna.graph.records import Graph
-from autovaruna.graph.traced import trace
+from autovaruna.graph.tracing import trace
 from autovaruna.planner import Plan, Problem, make_plan
 from autovaruna.planner.candidate import Candidate, Planner
 from autovaruna.planner.chain import partition_chain

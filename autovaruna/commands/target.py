@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from autovaruna.errors import InputError
 from autovaruna.graph.call import describe
-from autovaruna.graph.traced import TracedModel, trace
+from autovaruna.graph.traced import TracedModel
+from autovaruna.graph.tracing import trace
 from autovaruna.parallel.machine import find_device
 from autovaruna.settings import Settings
 

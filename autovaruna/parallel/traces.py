@@ -16,7 +16,8 @@ from autovaruna.graph.refused import ChangedStateError
 from autovaruna.graph.settling import settle
 from autovaruna.graph.statistics import refuse_single_values
 from autovaruna.graph.sums import refuse_sum
-from autovaruna.graph.traced import ONE_AT_A_TIME, TracedModel, trace
+from autovaruna.graph.traced import TracedModel
+from autovaruna.graph.tracing import ONE_AT_A_TIME, trace
 from autovaruna.parallel.calls import SharedCall
 from autovaruna.runtime.batch import GlobalBatch
 from autovaruna.runtime.differences import differences

@@ -9,7 +9,7 @@ from torch import nn
 
 from autovaruna.config import Settings
 from autovaruna.graph.call import describe
-from autovaruna.graph.traced import trace
+from autovaruna.graph.tracing import trace
 from autovaruna.parallel.measuring import Subject
 from autovaruna.parallel.speeds import SpeedWatch
 from autovaruna.profiler.cache import ProfileCache

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from autovaruna.graph.call import CallSpec, describe
 from autovaruna.graph.extract import Argument, Piece, Source, extract
 from autovaruna.graph.random import RandomStream, untouched_generator
-from autovaruna.graph.traced import TracedModel, trace
+from autovaruna.graph.traced import TracedModel
+from autovaruna.graph.tracing import trace
 from autovaruna.parallel.totals import BatchValues
 from autovaruna.runtime.batch import cut_batch
 

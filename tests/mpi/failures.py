@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from autovaruna import AutoVaruna, get_rank
-from autovaruna.graph.traced import trace
+from autovaruna.graph.tracing import trace
 from autovaruna.parallel import traces
 
 TEXT = "the story's error"

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from autovaruna import AutoVaruna, TraceError
-from autovaruna.graph.traced import TracedModel, trace
+from autovaruna.graph.traced import TracedModel
+from autovaruna.graph.tracing import trace
 from autovaruna.parallel import traces
 from autovaruna.runtime.in_process import run_ranks
 from tests.catalogue import CASES

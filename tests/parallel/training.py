@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from autovaruna import AutoVaruna
 from autovaruna.graph.call import CallSpec
 from autovaruna.graph.records import Graph
-from autovaruna.graph.traced import TracedModel, trace
+from autovaruna.graph.traced import TracedModel
+from autovaruna.graph.tracing import trace
 from autovaruna.parallel import traces
 from autovaruna.parallel.preparation import Preparation
 from autovaruna.planner.records import Plan, StagePlan

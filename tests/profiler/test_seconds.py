@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from autovaruna.graph.call import describe
-from autovaruna.graph.traced import trace
+from autovaruna.graph.tracing import trace
 from autovaruna.profiler import speed, timing
 from autovaruna.profiler.parts import layer_parts
 from autovaruna.profiler.profile import profile

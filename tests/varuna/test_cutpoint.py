@@ -13,7 +13,8 @@ from autovaruna import CutPoint
 from autovaruna.errors import InputError, PlanError, TraceError
 from autovaruna.graph.call import describe
 from autovaruna.graph.records import CutMark, Graph
-from autovaruna.graph.traced import TracedModel, trace
+from autovaruna.graph.traced import TracedModel
+from autovaruna.graph.tracing import trace
 from autovaruna.planner import Constraints, make_plan
 from autovaruna.planner.cuts import resolve_cut
 from autovaruna.planner.marks import PREFER_MARGIN

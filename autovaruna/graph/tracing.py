@@ -1,0 +1,186 @@
+"""Traces a model: `nn.Module` in, `TracedModel` out."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from threading import Lock
+
+import sympy
+import torch
+from torch import Tensor, fx, nn
+from torch.nn.parameter import is_lazy
+
+from autovaruna.errors import TraceError
+from autovaruna.graph.batch_totals import NO_TOTALS, take_totals
+from autovaruna.graph.build import Builder
+from autovaruna.graph.call import CallSpec
+from autovaruna.graph.candidates import crossing_sizes, merge_free_blocks
+from autovaruna.graph.cutpoint import locate
+from autovaruna.graph.export import Exported, export
+from autovaruna.graph.facts import Fact, learn
+from autovaruna.graph.function_joins import learn_joins
+from autovaruna.graph.grouping import Grouping, group
+from autovaruna.graph.mixing import refuse_mixing
+from autovaruna.graph.outputs import classify
+from autovaruna.graph.records import Graph
+from autovaruna.graph.sizes import Sizes
+from autovaruna.graph.steady import steady_state
+from autovaruna.graph.tidy import PREFIX
+from autovaruna.graph.traced import TracedModel
+
+logger = logging.getLogger(__name__)
+ONE_AT_A_TIME = Lock()  # torch.export keeps state of its own that threads share
+_HINTS = (7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47)
+
+
+def trace(
+    model: nn.Module,
+    call: CallSpec,
+    device: torch.device,
+    *,
+    is_dynamic: bool = True,
+    micro_batch_size: int = 0,
+    loss_mode: str = "auto",
+    has_totals: bool = True,
+    is_parted: bool = True,
+) -> TracedModel:
+    """Traces one call of a model in its present mode, without running it or holding its numbers.
+
+    Args:
+        model: The model; its parameters may be on ``meta``.
+        call: The call, from `describe`.
+        device: Where the graph will run.
+        is_dynamic: Whether the graph serves every batch size.
+        micro_batch_size: The one size that it serves if not.
+        loss_mode: ``auto``, ``loss`` or ``outputs``.
+        has_totals: Whether micro-batches use what was counted over the whole batch; else, over their own samples.
+        is_parted: Whether there may be several micro-batches, for which samples must not meet.
+
+    Raises:
+        TraceError: the model cannot be traced.
+    """
+    with ONE_AT_A_TIME:
+        return _trace(model, call, device, is_dynamic, micro_batch_size, loss_mode, has_totals, is_parted)
+
+
+def _trace(
+    model: nn.Module,
+    call: CallSpec,
+    device: torch.device,
+    is_dynamic: bool,
+    micro_batch_size: int,
+    loss_mode: str,
+    has_totals: bool,
+    is_parted: bool,
+) -> TracedModel:
+    batch_size = _hint(model, call) if is_dynamic else micro_batch_size
+    exported = export(model, call, batch_size, is_dynamic, device)
+    sizes = _sizes(exported, call, batch_size)
+    facts = learn(exported, model, call, batch_size, device)
+    _refuse_writing(exported, facts, model)
+    module = exported.module
+    placeholders = module.graph.find_nodes(op="placeholder")
+    batch = frozenset(node.name for node, spec in zip(placeholders, call.inputs, strict=True) if spec.is_batch)
+    parameters = _first_names(dict(model.named_parameters(remove_duplicate=False)))
+    totals = take_totals(module.graph, facts, sizes, batch, parameters) if has_totals else NO_TOTALS
+    learn_joins(module.graph, facts, batch, device)
+    name = type(model).__qualname__
+    joining = refuse_mixing(name, module.graph, facts, sizes, batch) if is_parted else []
+    if not any(node.op == "call_function" for node in module.graph.nodes):
+        raise TraceError(
+            f"{name} computes nothing: got a forward without operations. Expected a model with "
+            "something to split over ranks; call it without AutoVaruna."
+        )
+    grouping = group(module.graph, facts, sizes.is_given, sizes.depends_on_data, parameters)
+    buffers = _first_names(dict(model.named_buffers(remove_duplicate=False)))
+    graph = _build(exported, facts, sizes, grouping, parameters, buffers)
+    state = parameters | buffers
+    changed = _changed(module, facts, state)
+    logger.info("traced %s: %d operations in %d blocks", type(model).__name__, len(facts), len(graph.blocks))
+    return TracedModel(
+        module=module,
+        facts=facts,
+        sizes=sizes,
+        graph=graph,
+        repeated=grouping.repeated,
+        call=call,
+        output_tree=exported.output_tree,
+        outputs=classify(module.graph, facts, sizes, exported.output_tree.tensor_paths(), loss_mode),
+        parameters=parameters,
+        buffers=buffers,
+        constants=exported.constants,
+        changed_state=frozenset(state[name] for name in changed),
+        steady_state=frozenset(state[name] for name in steady_state(module, facts, batch, changed)),
+        reads=exported.reads,
+        totals=totals,
+        joins_counts=tuple(node.name for node in joining),
+    )
+
+
+def _build(
+    exported: Exported,
+    facts: dict[str, Fact],
+    sizes: Sizes,
+    grouping: Grouping,
+    parameters: dict[str, str],
+    buffers: dict[str, str],
+) -> Graph:
+    """Builds the record without the cuts that others beat."""
+    builder = Builder(exported.module, facts, sizes, grouping, parameters, buffers)
+    marks = locate(exported.markers, grouping.blocks, builder, grouping.joins)
+    blocks = merge_free_blocks(
+        grouping.blocks,
+        crossing_sizes(builder.values(), len(grouping.blocks)),
+        lambda index: all(facts[name].is_view for name in grouping.blocks[index]),
+        [mark.block - 1 for mark in marks if mark.block > 0],
+    )
+    starts = {names[0]: index for index, names in enumerate(blocks)}
+    marks = [replace(mark, block=starts[grouping.blocks[mark.block][0]]) if mark.block > 0 else mark for mark in marks]
+    return Builder(exported.module, facts, sizes, replace(grouping, blocks=blocks), parameters, buffers).build(marks)
+
+
+def _hint(model: nn.Module, call: CallSpec) -> int:
+    """Returns a batch size that no other dimension has, so that the two are never taken for each other."""
+    taken = {length for spec in call.inputs for length in spec.shape[1 if spec.is_batch else 0 :]}
+    taken |= {length for parameter in model.parameters() if not is_lazy(parameter) for length in parameter.shape}
+    return next((hint for hint in _HINTS if hint not in taken), _HINTS[-1])
+
+
+def _sizes(exported: Exported, call: CallSpec, batch_size: int) -> Sizes:
+    placeholders = exported.module.graph.find_nodes(op="placeholder")
+    if not exported.is_dynamic:
+        return Sizes(None, batch_size)
+    length = next(
+        node.meta["val"].shape[0] for node, spec in zip(placeholders, call.inputs, strict=True) if spec.is_batch
+    )
+    symbol = length.node.expr
+    assert isinstance(symbol, sympy.Symbol)
+    return Sizes(symbol, batch_size)
+
+
+def _refuse_writing(exported: Exported, facts: dict[str, Fact], model: nn.Module) -> None:
+    """Refuses a forward that writes into a tensor of its own that is no buffer: ranks would not share what it holds."""
+    written = {storage for fact in facts.values() for storage in fact.writes}
+    for node in exported.module.graph.find_nodes(op="get_attr"):
+        name = str(node.target)
+        if name in exported.constants and facts[node.name].makes & written:
+            raise TraceError(
+                f"forward changes the tensor {name.removeprefix(PREFIX)} of {type(model).__qualname__} in place, which "
+                "is neither a parameter nor a buffer: ranks would each change their own. Expected a forward that "
+                "changes buffers alone; make it one with register_buffer()."
+            )
+
+
+def _first_names(named: dict[str, Tensor]) -> dict[str, str]:
+    first: dict[int, str] = {}
+    return {name: first.setdefault(id(tensor), name) for name, tensor in named.items()}
+
+
+def _changed(module: fx.GraphModule, facts: dict[str, Fact], state: dict[str, str]) -> frozenset[str]:
+    """Returns the attributes that are parameters and buffers, and that forward changes."""
+    written = {storage for fact in facts.values() for storage in fact.writes}
+    attributes = module.graph.find_nodes(op="get_attr")
+    return frozenset(
+        str(node.target) for node in attributes if str(node.target) in state and facts[node.name].makes & written
+    )
