@@ -8,7 +8,6 @@ from time import perf_counter
 
 import torch
 from torch import Tensor
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from autovaruna.graph.kept import forgetting
 from autovaruna.graph.origin import failed_at
@@ -16,13 +15,15 @@ from autovaruna.graph.random import RandomStream
 from autovaruna.graph.weight_gradients import Deferred
 from autovaruna.runtime.arrival import arrive, go_backward
 from autovaruna.runtime.batch import MicroBatch
+from autovaruna.runtime.changed_state import ChangedState
 from autovaruna.runtime.events import Recorder
 from autovaruna.runtime.job import Job
 from autovaruna.runtime.mail import Mail
 from autovaruna.runtime.offload import Stash
+from autovaruna.runtime.own_samples import OwnSamples
 from autovaruna.runtime.posting import Posting
 from autovaruna.runtime.traffic import Act, Traffic
-from autovaruna.runtime.world import Pending, World
+from autovaruna.runtime.world import World
 from autovaruna.schedule.instruction import Kind
 from autovaruna.stage.module import StageModule
 
@@ -80,33 +81,23 @@ class Executor:
         self._world = world
         self._mail = mail
         self._stages = stages
-        self._inputs = {name: tensor.detach() for name, tensor in inputs.items()}
+        self._samples = OwnSamples(inputs, job, world.rank, mail)
         self._device = device
         self._recorder = recorder
         self._in_flight: dict[Place, _InFlight] = {}
         self._deferred: dict[Place, Deferred] = {}
-        self._found_first: dict[int, dict[str, Tensor]] = {}
+        self._state = ChangedState(job.split.traced, len(job.batch.micro_batches))
         self.outputs: dict[tuple[int, int], Tensor] = {}
         self.input_gradients: dict[tuple[str, int], Tensor | None] = {}
         self.output_gradients: Callable[[int, MicroBatch], Tensor | None] = _no_gradient
         self.stage_ended: Callable[[int], None] = lambda stage: None
         self.aside: Callable[[], None] | None = None
         self._traffic = traffic
-        self._sent_inputs: list[Pending] = []
         self._act: Act | None = None
-        self._slices: dict[str, Mapping[int, Tensor]] = {}
 
     def send_inputs(self) -> None:
         """Starts to send this rank's samples to the stages that use them."""
-        for part, parcel in self._traffic.handed_out:
-            tensors = [self._slice(name, part) for name in parcel.names]
-            self._sent_inputs.append(self._mail.send(tensors, parcel.kind))
-
-    def let_go_of_inputs(self) -> None:
-        """Waits until this rank's samples have left it: the caller may change them after the call."""
-        for pending in self._sent_inputs:
-            pending.wait()
-        self._sent_inputs = []
+        self._samples.send(self._traffic.handed_out)
 
     def run(self, program: Sequence[Act]) -> None:
         """Executes instructions in order."""
@@ -160,12 +151,11 @@ class Executor:
         """Waits for inputs and activations, runs the stage, starts to send what it returns."""
         part = act.part
         state = _InFlight(self._arrived(act))
-        if self._job.split.traced.steady_state:
-            self._start_alike(stage)
+        if self._state.is_steady:
+            self._state.start_alike(stage)
         keeps_graph = self._job.needs_gradient and stage.index not in self._job.recomputing
         if self._job.needs_gradient and not keeps_graph:
-            changed = stage.changed_state(self._job.split.traced.changed_state)
-            state.before = {name: tensor.clone() for name, tensor in changed.items()}
+            state.before = self._state.copy(stage)
         returned = self._run_stage(stage, part, state, keeps_graph)
         for kind, names in act.sends:
             self._mail.send([returned[name].detach() for name in names], kind)
@@ -179,25 +169,14 @@ class Executor:
         if self._job.needs_gradient:
             self._in_flight[stage.index, part.index] = state
 
-    def _start_alike(self, stage: StageModule) -> None:
-        """Gives each micro-batch what the first one found of the state that changes once a step."""
-        steady = stage.changed_state(self._job.split.traced.steady_state)
-        if stage.index in self._found_first:
-            _overwrite(steady, self._found_first[stage.index])
-        elif len(self._job.batch.micro_batches) > 1:
-            self._found_first[stage.index] = {name: tensor.clone() for name, tensor in steady.items()}
-
     def _recompute(self, stage: StageModule, act: Act) -> None:
         """Runs the forward of a micro-batch again, from the same state and with the same random numbers."""
         state = self._in_flight[stage.index, act.part.index]
-        changed = stage.changed_state(self._job.split.traced.changed_state)
-        now = {name: tensor.clone() for name, tensor in changed.items()}
-        _overwrite(changed, state.before)
         assert state.stash is not None, "a stage that recomputes has kept what it received"
         state.tensors = state.stash.take()
-        state.returned = self._run_stage(stage, act.part, state, keeps_graph=True)
+        with self._state.as_before(stage, state.before):
+            state.returned = self._run_stage(stage, act.part, state, keeps_graph=True)
         state.tensors = _NOTHING
-        _overwrite(changed, now)
 
     def _backward(self, stage: StageModule, act: Act) -> None:
         """Waits for gradients, runs backward, starts to send the gradients of what the stage received."""
@@ -251,7 +230,8 @@ class Executor:
 
     def _arrived(self, act: Act) -> dict[str, Tensor]:
         """Returns all that a forward receives, by name."""
-        tensors = {name: self._slice(name, act.part) for name in act.own}  # first: the rest may still be on its way
+        # first what is here: the rest may still be on its way
+        tensors = {name: self._samples.of(act.part, name) for name in act.own}
         for kind, names in act.receives:
             for name, tensor in zip(names, self._mail.take(kind), strict=True):
                 assert tensor is not None, f"{name} is always there; gradients alone may be missing"
@@ -264,16 +244,6 @@ class Executor:
         for kind, names in act.receives:
             arrived += zip(names, self._mail.take(kind), strict=True)
         return arrived
-
-    def _slice(self, name: str, part: MicroBatch) -> Tensor:
-        """Returns a micro-batch's part of one of this rank's inputs."""
-        if name not in self._job.split.traced.batch_inputs:
-            return self._inputs[name]
-        if name not in self._slices:
-            parts = self._job.batch.owned_by(self._world.rank)
-            slices = torch.unsafe_split_with_sizes(self._inputs[name], [each.size for each in parts])
-            self._slices[name] = {each.index: piece for each, piece in zip(parts, slices, strict=True)}
-        return self._slices[name][part.index].contiguous()
 
 
 _METHODS: dict[Kind, Callable[[Executor, StageModule, Act], None]] = {
@@ -292,10 +262,3 @@ def _alone(output: Tensor) -> Tensor:
 
 def _no_gradient(place: int, part: MicroBatch) -> Tensor | None:
     return None
-
-
-def _overwrite(state: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
-    """Puts values back into what forward changes; no backward reads that, so autograd need not know."""
-    for name, value in values.items():
-        with _unsafe_preserve_version_counter(state[name]):
-            state[name].copy_(value)
