@@ -33,7 +33,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paired import hush, start_ranks
+from paired import hush, interval_of_median, start_ranks
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--ranks", type=int, default=1)
@@ -180,15 +180,6 @@ def seconds_without_core() -> float:
         return 1e-9 * int(Path("/proc/thread-self/schedstat").read_text().split()[1])
     except OSError:
         return 0.0
-
-
-def interval_of_median(values: list[float]) -> tuple[float, float]:
-    """Returns an interval that holds the median of a law with 95 %, given independent values of it."""
-    ordered, outside, place = sorted(values), 0.0, 0
-    while outside + math.comb(len(values), place) / 2 ** len(values) <= 0.025 and place < len(values) // 2:
-        outside += math.comb(len(values), place) / 2 ** len(values)
-        place += 1
-    return ordered[max(0, place - 1)], ordered[len(values) - max(1, place)]
 
 
 def with_interval(values: list[float], unit: Callable[[float], str]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import shutil
 import statistics
@@ -78,6 +79,15 @@ def seconds_of(function: Callable[[], object]) -> float:
     begin = time.perf_counter()
     function()
     return time.perf_counter() - begin
+
+
+def interval_of_median(values: Sequence[float]) -> tuple[float, float]:
+    """Returns an interval that holds the median of a law with 95 %, given independent values of it."""
+    ordered, outside, place = sorted(values), 0.0, 0
+    while outside + math.comb(len(values), place) / 2 ** len(values) <= 0.025 and place < len(values) // 2:
+        outside += math.comb(len(values), place) / 2 ** len(values)
+        place += 1
+    return ordered[max(0, place - 1)], ordered[len(values) - max(1, place)]
 
 
 def hush() -> None:

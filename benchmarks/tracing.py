@@ -11,13 +11,12 @@ python benchmarks/tracing.py [--quick]
 from __future__ import annotations
 
 import argparse
-import math
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from statistics import median
 from time import perf_counter
 
-from paired import hush, start_ranks
+from paired import hush, interval_of_median, start_ranks
 
 start_ranks(2)
 
@@ -66,13 +65,6 @@ class Toggled:
         return COMM.allreduce(spent, MPI.MAX), COMM.allreduce(self._writing, MPI.MAX)
 
 
-def interval(values: Sequence[float]) -> tuple[float, float]:
-    """Returns what holds the median of whatever `values` were drawn from, in 95 of 100 cases."""
-    ordered, num = sorted(values), len(values)
-    reach = math.ceil(0.98 * math.sqrt(num))
-    return ordered[max(0, num // 2 - reach)], ordered[min(num - 1, num // 2 + reach)]
-
-
 def measure(milliseconds: float, num_pairs: int) -> str:
     """Returns a line that says what a trace costs of a step."""
     shape = COMM.bcast(shape_for(milliseconds * 1e-3, 16384) if get_rank() == 0 else None)
@@ -87,7 +79,7 @@ def measure(milliseconds: float, num_pairs: int) -> str:
         COMM.Barrier()
     plain = median(seconds for seconds, _ in found[False])
     differences = [(on - off) / plain for (on, _), (off, _) in zip(found[True], found[False], strict=True)]
-    low, high = interval(differences)
+    low, high = interval_of_median(differences)
     writing = sum(seconds for _, seconds in found[True]) / num_pairs / plain
     return (
         f"{milliseconds:g} ms a micro-batch, a step of {1e3 * plain:.2f} ms: noting {median(differences):.2%} of it "

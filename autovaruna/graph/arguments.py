@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.utils import _pytree as pytree
 
 MEAN, SUM = 1, 2
 """The numbers of ``reduction="mean"`` and ``"sum"`` in an operation."""
@@ -19,6 +20,16 @@ def arguments(node: fx.Node) -> dict[str, Any]:
     known = target._schema.arguments
     given = {argument.name: argument.default_value for argument in known if argument.has_default_value()}
     return given | dict(zip([argument.name for argument in known], node.args, strict=False)) | dict(node.kwargs)
+
+
+def written(node: fx.Node) -> list[fx.Node]:
+    """Returns the arguments that an operation changes, of a list each; other functions do not say."""
+    target: Any = node.target
+    if not isinstance(target, torch._ops.OpOverload) or not target._schema.is_mutable:
+        return []
+    given, known = arguments(node), target._schema.arguments
+    values = [given.get(each.name) for each in known if each.alias_info is not None and each.alias_info.is_write]
+    return [each for each in pytree.tree_leaves(values) if isinstance(each, fx.Node)]
 
 
 def give(node: fx.Node, **changed: Any) -> None:

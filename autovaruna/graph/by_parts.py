@@ -19,7 +19,7 @@ from torch import Tensor, fx, nn
 from autovaruna.errors import TraceError
 from autovaruna.graph.alike import Rounded
 from autovaruna.graph.both_ways import BothWays, Run
-from autovaruna.graph.comparing import BY_ROUNDING, CLEAR, distance, tolerance
+from autovaruna.graph.comparing import BY_ROUNDING, CLEAR, SEEDS, distance, tolerance
 from autovaruna.graph.explain import first_line
 from autovaruna.graph.function_joins import join_of
 from autovaruna.graph.mixing import ADVICE
@@ -32,7 +32,6 @@ from autovaruna.graph.traced import TracedModel
 logger = logging.getLogger(__name__)
 _MOST_LINES = 3
 _UNTRIED = "it changes buffers by its samples, or has modules that are kept whole and draw numbers"
-_SEEDS = (1, 2)
 _PARTS = (2, 3, 5)
 """The first part of the batch is its half, then its third and so on."""
 _AS_IN_EVALUATION: Mapping[str, Any] = {"training": False, "train": False, "dropout_p": 0.0}
@@ -74,7 +73,7 @@ class Parts:
             worst = max(self._off(whole, parts) for parts in self._cuts())
             if worst <= allowed:
                 return None
-            noise = [self._distance(self._whole(Rounded(self.device, seed)), whole) for seed in _SEEDS]
+            noise = [self._distance(self._whole(Rounded(self.device, seed)), whole) for seed in SEEDS]
         except Exception as error:  # the step will say so, if it is one of the model
             return warn_untried(self.traced, self.model, f"{type(error).__name__}: {first_line(error)}")
         if worst > max(CLEAR * allowed, BY_ROUNDING * max(noise)):

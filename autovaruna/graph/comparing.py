@@ -20,7 +20,7 @@ from autovaruna.graph.origin import origin
 from autovaruna.graph.traced import TracedModel
 
 logger = logging.getLogger(__name__)
-_SEEDS = (1, 2)
+SEEDS = (1, 2)
 BY_ROUNDING = 16.0
 """A difference that is so many times what rounding does to the model itself is still one of rounding."""
 CLEAR = 10.0
@@ -127,7 +127,7 @@ def _wide(tensor: Tensor) -> Tensor:
 
 def _noise(both: BothWays, plain: Sequence[Tensor]) -> list[float]:
     """Returns what rounding does to each number of the model."""
-    runs = [both.plain(Rounded(both.device, seed)) for seed in _SEEDS]
+    runs = [both.plain(Rounded(both.device, seed)) for seed in SEEDS]
     return [max(distance(run[place], each) for run in runs) for place, each in enumerate(plain)]
 
 

@@ -146,6 +146,8 @@ def changed_statistics(module: nn.Module, node: fx.Node) -> list[fx.Node]:
     if places is not None:
         buffers = [node.args[place] for place in places[:2]] if node.args[places[2]] else []
         return [each for each in buffers if isinstance(each, fx.Node)]
+    if isinstance(node.target, torch._ops.OpOverload):  # wraps nothing
+        return []
     found: list[fx.Node] = []
     for place, argument in enumerate(node.args):
         region = getattr(module, str(argument.target), None) if isinstance(argument, fx.Node) else None

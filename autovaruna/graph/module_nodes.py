@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
+from autovaruna.graph.arguments import written
 from autovaruna.graph.layout import NotPlainError, storage_of
 from autovaruna.graph.module_call import ModuleCall
 from autovaruna.graph.stack import line_of_forward
@@ -66,18 +66,10 @@ def _is_fit(node: fx.Node, given: set[int]) -> bool:
     if node.op != "call_function":
         return False
     if isinstance(node.target, torch._ops.OpOverload):
-        return node.target.namespace != "autovaruna" and given.isdisjoint(_written(node, node.target._schema))
+        return node.target.namespace != "autovaruna" and given.isdisjoint(
+            storage_of(each.meta["val"]) for each in written(node)
+        )
     return node.target is operator.getitem or is_size(node)
-
-
-def _written(node: fx.Node, schema: Any) -> Iterator[int]:
-    """Yields the memory that an operation writes to."""
-    for place, argument in enumerate(schema.arguments if schema.is_mutable else ()):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = node.args[place] if place < len(node.args) else node.kwargs.get(argument.name)
-            for each in value if isinstance(value, list | tuple) else [value]:
-                if isinstance(each, fx.Node):
-                    yield storage_of(each.meta["val"])
 
 
 def is_size(node: fx.Node) -> bool:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from autovaruna.graph.arguments import written
 from autovaruna.graph.facts import Fact, changed_statistics
 from autovaruna.graph.of_batch import is_of_batch
 
@@ -32,6 +33,8 @@ def steady_state(
         batch: Names of the inputs whose first dimension is the batch.
         changed: The attributes that forward changes.
     """
+    if not changed:
+        return frozenset()
     varied: set[int] = set()
     while True:  # what comes first finds what the micro-batch before has left
         known = len(varied)
@@ -88,11 +91,8 @@ def _meets(node: fx.Node, nodes: Collection[fx.Node]) -> bool:
 
 def _written(node: fx.Node, shared: Mapping[fx.Node, frozenset[int]]) -> set[int]:
     """Returns the memory that an operation of a region changes; all that it could, if it does not say."""
-    target: Any = node.target
-    if target is getitem or node.op != "call_function":
+    if node.target is getitem or node.op != "call_function":
         return set()
-    if not isinstance(target, torch._ops.OpOverload):
+    if not isinstance(node.target, torch._ops.OpOverload):
         return set(shared[node])
-    named = dict(zip((each.name for each in target._schema.arguments), node.args, strict=False)) | node.kwargs
-    places = [each.name for each in target._schema.arguments if each.alias_info and each.alias_info.is_write]
-    return {storage for name in places for storage in shared.get(named.get(name), ())}  # type: ignore[arg-type]
+    return {storage for each in written(node) for storage in shared[each]}

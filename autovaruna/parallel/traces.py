@@ -168,7 +168,7 @@ class Traces:
 
         This rank's samples are repeated until they are as many as the global batch has, which may be more than it has.
         """
-        size = min(sum(shared.sizes[ranks[0]] for ranks in shared.groups), _MOST_IN_PARTS)
+        size = min(shared.global_batch_size, _MOST_IN_PARTS)
         if size < 2:
             return
         own = min(size, shared.sizes[self._world.rank])
