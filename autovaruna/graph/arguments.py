@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,12 +25,22 @@ def arguments(node: fx.Node) -> dict[str, Any]:
 
 def written(node: fx.Node) -> list[fx.Node]:
     """Returns the arguments that an operation changes, of a list each; other functions do not say."""
-    target: Any = node.target
-    if not isinstance(target, torch._ops.OpOverload) or not target._schema.is_mutable:
+    return [each for each in changed_by(node.target, node.args, node.kwargs) if isinstance(each, fx.Node)]
+
+
+def changed_by(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """Returns those arguments of a call, of a list each, that its operation changes as its schema says.
+
+    Normalisation changes its statistics in training alone, and then the schema of most does not say so.
+    """
+    if not isinstance(operation, torch._ops.OpOverload) or not operation._schema.is_mutable:
         return []
-    given, known = arguments(node), target._schema.arguments
+    known = operation._schema.arguments
+    given = dict(zip([argument.name for argument in known], args, strict=False)) | dict(kwargs)
+    if given.get("training") is False:
+        return []
     values = [given.get(each.name) for each in known if each.alias_info is not None and each.alias_info.is_write]
-    return [each for each in pytree.tree_leaves(values) if isinstance(each, fx.Node)]
+    return pytree.tree_leaves(values)
 
 
 def give(node: fx.Node, **changed: Any) -> None:

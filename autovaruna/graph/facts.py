@@ -30,6 +30,7 @@ from autovaruna.graph.layout import storage_of
 from autovaruna.graph.origin import origin
 from autovaruna.graph.precision import in_precision, precision_of, without_autocast
 from autovaruna.graph.recall import Memory
+from autovaruna.graph.versions import Counting
 
 aten = torch.ops.aten
 _RUNNING_STATISTICS: dict[Any, tuple[int, int, int]] = {
@@ -98,7 +99,7 @@ class _Pass(fx.Interpreter):
             return value
         if _is_view(target):
             return super().call_function(target, args, kwargs)
-        with self.counter:
+        with self.counter, Counting():
             value = super().call_function(target, args, kwargs)
         self.num_flops = self.counter.get_total_flops()
         if call is not None:

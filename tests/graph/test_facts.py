@@ -65,6 +65,20 @@ def test_changes_are_seen() -> None:
     assert not model.facts["batch_norm"].writes and not model.changed_state
 
 
+def test_changes_are_seen_by_what_the_schema_says() -> None:
+    """Operations on lists, and those of libraries, change what they say, also in a region and through a view."""
+
+    def changed(self: nn.Module, x: Tensor) -> Tensor:
+        torch._foreach_mul_([self.plain], 0.9)
+        with torch.no_grad():
+            torch._foreach_lerp_([self.inside.view(2, 2)], [self.kept.view(2, 2)], 0.5)
+        return x + self.plain + self.inside
+
+    buffers = {name: torch.ones(4) for name in ("plain", "inside", "kept")}
+    model = traced_function(changed, X, **buffers)
+    assert model.changed_state == {"plain", "inside"}
+
+
 def test_dropout_is_random_only_while_it_drops() -> None:
     """A dropout of probability zero, or under eval, draws nothing; attention's likewise."""
 
