@@ -3,7 +3,8 @@
 import pytest
 
 from autovaruna.__main__ import main
-from autovaruna.planner.deployment import deployment_of, save
+from autovaruna.planner.deployment import deployment_of
+from autovaruna.planner.deployment_file import save
 from autovaruna.planner.fingerprint import Fingerprint
 from autovaruna.planner.search import make_plan
 from autovaruna.settings import declarations

@@ -25,7 +25,8 @@ from autovaruna.parallel.problem import SHAPING
 from autovaruna.parallel.saved import GLOBAL_BATCH, read_plan
 from autovaruna.parallel.speeds import SpeedWatch
 from autovaruna.planner import Plan, Problem, make_plan
-from autovaruna.planner.deployment import deployment_of, save
+from autovaruna.planner.deployment import deployment_of
+from autovaruna.planner.deployment_file import save
 from autovaruna.planner.fingerprint import Fingerprint, host_counts
 from autovaruna.planner.orders import Orders
 from autovaruna.planner.priced import priced

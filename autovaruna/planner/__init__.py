@@ -1,6 +1,7 @@
 """Plans: `Graph`, `Profile` and `Cluster` in, `Plan` out; a plan as a file and as a table."""
 
-from autovaruna.planner.deployment import Deployment, deployment_of, load, plan_from, save
+from autovaruna.planner.deployment import Deployment, deployment_of, plan_from
+from autovaruna.planner.deployment_file import load, save
 from autovaruna.planner.fingerprint import Fingerprint, differences, host_counts
 from autovaruna.planner.infeasible import readable
 from autovaruna.planner.orders import Orders

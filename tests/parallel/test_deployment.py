@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from autovaruna import AutoVaruna, DeploymentError, MeasureError
 from autovaruna.parallel import measuring
 from autovaruna.parallel.saved import read_plan
-from autovaruna.planner.deployment import deployment_of, load, save
+from autovaruna.planner.deployment import deployment_of
+from autovaruna.planner.deployment_file import load, save
 from autovaruna.planner.fingerprint import Fingerprint
 from autovaruna.planner.records import Plan
 from autovaruna.planner.search import make_plan

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from autovaruna.planner.candidate import Candidate, Planner
-from autovaruna.planner.deployment import deployment_of, load, plan_from, save
+from autovaruna.planner.deployment import deployment_of, plan_from
+from autovaruna.planner.deployment_file import load, save
 from autovaruna.planner.fingerprint import Fingerprint
 from autovaruna.planner.pipeline import pipeline_of, policy_of
 from autovaruna.planner.problem import Problem

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from autovaruna.errors import DeploymentError
-from autovaruna.planner.deployment import Deployment, deployment_of, load, plan_from, save
+from autovaruna.planner.deployment import Deployment, deployment_of, plan_from
+from autovaruna.planner.deployment_file import load, save
 from autovaruna.planner.fingerprint import Fingerprint, differences, host_counts
 from autovaruna.planner.orders import Orders
 from autovaruna.planner.problem import Problem

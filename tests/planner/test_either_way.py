@@ -11,7 +11,8 @@ from autovaruna.errors import PlanError
 from autovaruna.graph.records import Graph
 from autovaruna.planner import ranges
 from autovaruna.planner.bound import StepBound
-from autovaruna.planner.deployment import deployment_of, load, plan_from, save
+from autovaruna.planner.deployment import deployment_of, plan_from
+from autovaruna.planner.deployment_file import load, save
 from autovaruna.planner.fingerprint import Fingerprint
 from autovaruna.planner.options import micro_batch_counts
 from autovaruna.planner.orders import Orders
