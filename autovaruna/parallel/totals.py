@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autovaruna.graph.batch_totals import Merge
+from autovaruna.graph.batch_kinds import Merge
 from autovaruna.graph.extract import Argument, Piece, Source, extract
 from autovaruna.graph.precision import without_autocast
 from autovaruna.graph.traced import TracedModel

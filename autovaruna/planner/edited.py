@@ -11,8 +11,9 @@ import numpy as np
 from autovaruna.graph.records import Graph
 from autovaruna.planner.costs import Costs
 from autovaruna.planner.fingerprint import Fingerprint
+from autovaruna.planner.holdings import holdings_of_stage
 from autovaruna.planner.infeasible import readable
-from autovaruna.planner.memory import MemoryModel, holdings_of_stage
+from autovaruna.planner.memory import MemoryModel
 from autovaruna.planner.pipeline import pipeline_of, policy_of
 from autovaruna.planner.prediction import short_enough
 from autovaruna.planner.rank_memory import bytes_of_ranks

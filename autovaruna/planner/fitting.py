@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from autovaruna.planner.memory import Holdings
+from autovaruna.planner.holdings import Holdings
 from autovaruna.planner.records import Peak, together
 from autovaruna.planner.sized import Sized
 

@@ -10,8 +10,9 @@ from dataclasses import replace
 
 from autovaruna.graph.records import Graph
 from autovaruna.planner.costs import Costs
+from autovaruna.planner.holdings import holdings_of_stage
 from autovaruna.planner.holes import Holes, finder_of_holes
-from autovaruna.planner.memory import MemoryModel, holdings_of_stage
+from autovaruna.planner.memory import MemoryModel
 from autovaruna.planner.ranges import gradient_bytes
 from autovaruna.planner.records import Plan
 from autovaruna.planner.stage_bytes import StageBytes

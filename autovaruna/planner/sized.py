@@ -9,13 +9,8 @@ from functools import cached_property
 import numpy as np
 
 from autovaruna.planner.costs import Array, Costs
-from autovaruna.planner.memory import (
-    Holdings,
-    HoldingsByRange,
-    MemoryModel,
-    forbid_empty,
-    holdings_of_ranges,
-)
+from autovaruna.planner.holdings import Holdings, HoldingsByRange, holdings_of_ranges
+from autovaruna.planner.memory import MemoryModel
 from autovaruna.planner.problem import Problem
 from autovaruna.planner.ranges import RangeTables
 from autovaruna.planner.rings import Rings
@@ -67,17 +62,17 @@ class Sized:
     @cached_property
     def work(self) -> Array:
         """Forward and backward seconds of each range on a rank of speed 1, without recompute."""
-        return forbid_empty(self.tables.add_up(self.step_seconds))
+        return _forbid_empty(self.tables.add_up(self.step_seconds))
 
     @cached_property
     def urgent_work(self) -> Array:
         """The part of `work` that comes before gradients can leave."""
-        return forbid_empty(self.tables.add_up(self.urgent_seconds)) if self.is_split else self.work
+        return _forbid_empty(self.tables.add_up(self.urgent_seconds)) if self.is_split else self.work
 
     @cached_property
     def recomputed_work(self) -> Array:
         """The same with recompute."""
-        return forbid_empty(self.work + self.tables.add_up(self.costs.forward_seconds))
+        return _forbid_empty(self.work + self.tables.add_up(self.costs.forward_seconds))
 
     @cached_property
     def held(self) -> Holdings[Array]:
@@ -221,3 +216,9 @@ class Ways:
                 np.minimum(seconds * (in_flight / depth), slower, out=slower, where=fits)
         best.put(left, slower)
         return best
+
+
+def _forbid_empty(table: Array) -> Array:
+    """Returns the table with infinity where the range is empty."""
+    n = table.shape[0]
+    return np.where(np.arange(n)[:, None] < np.arange(n)[None, :], table, np.inf)

@@ -14,9 +14,10 @@ from autovaruna.graph.traced import TracedModel
 from autovaruna.profiler import parts
 from autovaruna.profiler.code import Code, make_code
 from autovaruna.profiler.device_file import DeviceSpec
+from autovaruna.profiler.meter import touched_bytes
 from autovaruna.profiler.profile import profile
 from autovaruna.profiler.records import LinkCost
-from autovaruna.profiler.roofline import optimizer_cost, predict, touched_bytes
+from autovaruna.profiler.roofline import optimizer_cost, predict
 from tests.catalogue import CASES
 from tests.profiler.models import CPU, WIDTH, Mlp, traced, traced_case
 
