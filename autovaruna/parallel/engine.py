@@ -9,7 +9,7 @@ from functools import cached_property, partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from autovaruna.errors import InputError
 from autovaruna.graph.precision import without_autocast
@@ -18,6 +18,7 @@ from autovaruna.graph.traced import TracedModel
 from autovaruna.graph.tree import Opaque, Undelivered
 from autovaruna.parallel.calls import SharedCall
 from autovaruna.parallel.prepared import PreparedGraphs
+from autovaruna.parallel.shared_state import share_state
 from autovaruna.parallel.step import Step
 from autovaruna.parallel.totals import ValuesOfBatch
 from autovaruna.planner.records import Plan
@@ -140,7 +141,7 @@ class Engine:
         with self._guard(executor, traced):
             executor.send_inputs()
             outputs = step.whole() if is_whole else step.forwards()
-            self._share_state(traced)
+            share_state(traced.changed_state, self._state, self.placement, self._world)
             self._world.flush()
             if self._trace is not None:
                 self._trace.write_step()
@@ -210,29 +211,6 @@ class Engine:
     def _away(self) -> list[Elsewhere]:
         """The parameters that other ranks hold."""
         return [each for each in self._state.parameters().values() if isinstance(each, Elsewhere)]
-
-    def _share_state(self, traced: TracedModel) -> None:
-        """Gives ranks what a call has changed, as the first rank that holds it has it: buffers to every rank.
-
-        Parameters go to the ranks that hold them.
-        """
-        every = tuple(range(self._world.num_ranks))
-        groups: dict[tuple[int, tuple[int, ...], torch.dtype], list[Tensor]] = {}
-        for name in sorted(traced.changed_state):
-            tensor, holders = self._state.tensor(name), self.placement.ranks_of(name)
-            ranks = holders if isinstance(tensor, nn.Parameter) else every
-            groups.setdefault((holders[0], ranks, tensor.dtype), []).append(tensor.detach())
-        for (root, ranks, _), tensors in sorted(groups.items(), key=lambda group: str(group[0])):
-            if len(ranks) > 1 and self._world.rank in ranks:
-                self._overwrite(tensors, root, ranks)
-
-    def _overwrite(self, tensors: list[Tensor], root: int, ranks: tuple[int, ...]) -> None:
-        """Overwrites tensors of one dtype on `ranks` by those of rank `root`."""
-        flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
-        self._world.broadcast(flat, root, ranks)
-        if self._world.rank != root:
-            for tensor, part in zip(tensors, torch.split(flat, [each.numel() for each in tensors]), strict=True):
-                tensor.data.copy_(part.view(tensor.shape))  # autograd may have kept it
 
     @contextmanager
     def _guard(self, executor: Executor, traced: TracedModel) -> Iterator[None]:
