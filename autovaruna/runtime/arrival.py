@@ -1,43 +1,26 @@
 """Joins what a stage received to autograd, and runs backward through it.
 
-A received tensor is the result of an autograd function whose backward notes the gradient. A leaf would do the same, but
-autograd copies a gradient into ``.grad`` when somebody else holds it, or when its strides are not the leaf's: a copy of
-every message, and other last bits in the stage before.
+A received tensor becomes a view of a leaf that notes its gradient and accumulates none. A leaf that accumulates would
+do the same, but autograd copies a gradient into ``.grad`` when somebody else holds it, or when its strides are not the
+leaf's: a copy of every message, and other last bits in the stage before. No operation writes into what it received
+(`graph/grouping.py`), which autograd would refuse of a view of a leaf.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from functools import partial
 
-import torch
 from torch import Tensor
 from torch.autograd import Variable
-from torch.autograd.function import _SingleLevelFunction
-
-_root = torch.zeros((), requires_grad=True)
-
-
-class _Arrived(_SingleLevelFunction):
-    """Without the layer of `torch.autograd.Function` for torch.func, which takes longer than autograd itself."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, gradients: dict[str, Tensor], name: str, root: Tensor) -> Tensor:
-        ctx.place = gradients, name
-        ctx.materialize_grads = False
-        return tensor.detach()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor | None) -> Any:
-        gradients, name = ctx.place
-        if gradient is not None:
-            gradients[name] = gradient
-        return None, None, None, None
 
 
 def arrive(tensor: Tensor, gradients: dict[str, Tensor], name: str) -> Tensor:
     """Returns a tensor that shares the memory of `tensor`, and whose gradient is noted in ``gradients[name]``."""
-    arrived: Tensor = _Arrived.apply(tensor, gradients, name, _root)  # type: ignore[attr-defined]
+    leaf = tensor.detach().requires_grad_()
+    leaf._backward_hooks = {0: partial(gradients.__setitem__, name)}
+    arrived = leaf[...]
+    leaf.requires_grad_(False)  # from here on autograd only calls the hook
     return arrived
 
 

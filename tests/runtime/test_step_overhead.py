@@ -17,7 +17,7 @@ from autovaruna import AutoVaruna
 from autovaruna.parallel import engine
 from autovaruna.parallel.engine import Engine
 from autovaruna.parallel.step import Step
-from autovaruna.runtime.arrival import arrive
+from autovaruna.runtime.arrival import arrive, go_backward
 from autovaruna.runtime.connected import ConnectedWorld
 from autovaruna.runtime.elsewhere import Elsewhere
 from autovaruna.runtime.in_process import make_worlds
@@ -63,9 +63,22 @@ def test_a_message_takes_few_calls() -> None:
 
 
 def test_what_arrives_joins_autograd_in_few_calls() -> None:
-    """It took 12: a layer of PyTorch's for torch.func looked at every argument."""
-    tensor = torch.randn(4, 3)
-    assert calls_of_python(lambda: arrive(tensor, {}, "x")) <= 4
+    """It took 12, and then 4 and as many in the backward: an autograd function of Python."""
+    tensor, gradients, found = torch.randn(4, 3), dict[str, torch.Tensor](), list[torch.Tensor]()
+    assert calls_of_python(lambda: found.append(arrive(tensor, gradients, "x"))) <= 2
+    assert calls_of_python(lambda: go_backward(found, [tensor])) <= 2
+    assert gradients["x"] is tensor
+
+
+def test_the_gradient_of_what_arrives_is_no_copy_and_keeps_its_strides() -> None:
+    """A leaf copies a gradient that somebody else holds, and one of other strides into its own."""
+    tensor, gradients = torch.randn(8, 1, 3, 5), dict[str, torch.Tensor]()
+    received = tensor.as_strided(tensor.shape, (15, 1, 5, 1))
+    gradient = tensor.as_strided(tensor.shape, (15, 9, 5, 1))
+    arrived = arrive(received, gradients, "x")
+    assert arrived.stride() == received.stride() and arrived.data_ptr() == received.data_ptr()
+    go_backward([arrived], [gradient])
+    assert gradients["x"] is gradient and gradient.stride() == (15, 9, 5, 1)
 
 
 def test_a_step_asks_nothing_of_what_is_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
