@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from enum import Enum
 
 import torch
 from torch import Tensor
 
+from autovaruna.graph.drawn_arguments import Numbers, drawn_arguments, normal
 from autovaruna.graph.kept import is_differentiable
 from autovaruna.graph.random import default_generator
 from autovaruna.graph.returned import Join, Line, Returned
@@ -23,14 +23,6 @@ _PARTS = (2, 3)
 _WHOLE = sum(_PARTS)
 _NOISE, _NOISE_OF_HALVES = 1e-4, 0.05
 _HALVES = (torch.float16, torch.bfloat16)
-
-
-class _Numbers(Enum):
-    """Which numbers the arguments have, in the order in which they are tried: modules refuse some."""
-
-    DRAWN = "drawn"
-    SHARES = "shares"
-    PLAIN = "plain"
 
 
 def with_joins(trial: Trial) -> Returned:
@@ -49,7 +41,7 @@ def _learned(trial: Trial, lines: Sequence[Line]) -> list[Join]:
     """Returns how each tensor is joined; UNKNOWN if anything is random, or cannot be tried out."""
     if not isinstance(trial.batch[0], torch.SymInt):
         return [Join.UNKNOWN for _ in lines]
-    for numbers in _Numbers:
+    for numbers in Numbers:
         try:
             found = _joins(trial, lines, numbers)
         except Exception:  # it may want other numbers
@@ -59,8 +51,8 @@ def _learned(trial: Trial, lines: Sequence[Line]) -> list[Join]:
     return [Join.UNKNOWN for _ in lines]
 
 
-def _joins(trial: Trial, lines: Sequence[Line], numbers: _Numbers) -> list[Join]:
-    tensors = _drawn(trial, numbers)
+def _joins(trial: Trial, lines: Sequence[Line], numbers: Numbers) -> list[Join]:
+    tensors = drawn_arguments(trial, numbers, _WHOLE)
     parts = [[_part(trial, place, each, part) for place, each in enumerate(tensors)] for part in range(len(_PARTS))]
     whole, *of_parts = [_outputs(trial, each, seed=0) for each in (tensors, *parts)]
     again = _outputs(trial, tensors, seed=1)
@@ -97,7 +89,7 @@ def _starts(outputs: Sequence[list[Tensor]], joins: Sequence[Join]) -> list[list
         if not whole.requires_grad or join in (Join.OTHER, Join.UNKNOWN):
             found.append([None for _ in outputs])
             continue
-        drawn = _normal(whole.shape, whole.dtype, generator).to(whole.device, whole.dtype)
+        drawn = normal(whole.shape, whole.dtype, generator).to(whole.device, whole.dtype)
         if (grows := _growing(whole, parts[0])) is not None:
             found.append([drawn, *drawn.split_with_sizes([each.shape[grows] for each in parts], grows)])
         else:
@@ -168,32 +160,10 @@ def _run(trial: Trial, tensors: Sequence[Tensor], seed: int) -> tuple[list[Tenso
     default_generator(trial.device).manual_seed(seed)
     copies = [each.detach().clone().requires_grad_(each.requires_grad) for each in tensors]
     numbers = trial.numbers()
-    outputs, _, is_same = trial.run(copies, numbers, seed)
-    if not is_same:
+    outputs, _, changed = trial.run(copies, numbers, seed)
+    if changed:
         raise ValueError("it changes a buffer")
     return outputs, [each for each in (*copies, *numbers) if each.requires_grad]
-
-
-def _drawn(trial: Trial, numbers: _Numbers) -> list[Tensor]:
-    """Returns the arguments for all samples; integers are zeros and ones, for they may be classes, or lengths."""
-    generator = torch.Generator().manual_seed(0)
-    made = []
-    for each in trial.inputs:
-        shape = trial.shape_of(each, _WHOLE)
-        kind = torch.empty((), dtype=each.dtype)
-        if is_differentiable(kind):
-            drawn = _normal(shape, each.dtype, generator)
-            drawn = drawn.sigmoid() if numbers is _Numbers.SHARES else drawn
-            drawn = 0.05 * drawn if numbers is _Numbers.PLAIN else drawn
-        else:
-            drawn = torch.randint(2, shape, generator=generator)
-            drawn = torch.full_like(drawn, each.dtype is torch.bool) if numbers is _Numbers.PLAIN else drawn
-        made.append(drawn.to(trial.device, each.dtype).requires_grad_(each.requires_grad and trial.is_differentiated))
-    return made
-
-
-def _normal(shape: Sequence[int], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
-    return torch.randn(tuple(shape), generator=generator, dtype=torch.complex64 if dtype.is_complex else torch.float32)
 
 
 def _part(trial: Trial, place: int, tensor: Tensor, part: int) -> Tensor:

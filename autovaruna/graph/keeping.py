@@ -23,6 +23,7 @@ from autovaruna.errors import TraceError
 from autovaruna.graph.attributes import HOOKS
 from autovaruna.graph.joining import with_joins
 from autovaruna.graph.kept import KeptModule, places_of, run_kept
+from autovaruna.graph.once_a_call import changed_once
 from autovaruna.graph.precision import current_precision
 from autovaruna.graph.scripts import script_of
 from autovaruna.graph.tree import Constant, Opaque, flatten
@@ -185,10 +186,11 @@ class Keeper:
             raise CannotKeepError("it neither takes nor holds a tensor")
         mode = current_precision(), torch.is_grad_enabled()
         trial = Trial(spare.copy(), spare.state, call, tensors, self._batch, self._device, *mode)
-        returned = run_apart(lambda: with_joins(trial), self._device)
         num_parameters = sum(1 for (owner, name), *_ in places if name in owner._parameters)
+        returned = run_apart(lambda: with_joins(trial), self._device)
+        steady = run_apart(lambda: changed_once(trial, num_parameters), self._device)
         key = f"{path} {len(_calls)}"
-        _calls[key] = KeptModule(path, script_of(module), spare.copy(), call, returned, num_parameters)
+        _calls[key] = KeptModule(path, script_of(module), spare.copy(), call, returned, steady, num_parameters)
         results = _module(tensors, state, self._batch[0], key)
         return returned.tree.unflatten(results)
 

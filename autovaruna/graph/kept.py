@@ -36,22 +36,33 @@ class KeptModule:
         stand_in: A copy of it without numbers, which runs when only time and memory count.
         call: Structure of its arguments.
         returned: What it returns.
+        steady: Places of the buffers, in its state, that change alike whatever its samples are.
         num_parameters: How many of the tensors of its state are parameters; buffers follow them.
 
     Attributes:
         returned: what it returns.
+        steady: places of the buffers, in its state, that change alike whatever its samples are.
+        num_parameters: how many of the tensors of its state are parameters.
         may_choose: whether it may use parameters in one call that it does not use in another.
     """
 
     def __init__(
-        self, path: str, module: nn.Module, stand_in: nn.Module, call: Tree, returned: Returned, num_parameters: int
+        self,
+        path: str,
+        module: nn.Module,
+        stand_in: nn.Module,
+        call: Tree,
+        returned: Returned,
+        steady: frozenset[int],
+        num_parameters: int,
     ) -> None:
         self.path = path
         self._modules = {False: module, True: stand_in}
         self._places = {is_stand_in: places_of(each) for is_stand_in, each in self._modules.items()}
         self._call = call
         self.returned = returned
-        self._num_parameters = num_parameters
+        self.steady = steady
+        self.num_parameters = num_parameters
         self.may_choose = num_parameters > 0
 
     def adds_up(self, place: int) -> bool:
@@ -82,7 +93,7 @@ class KeptModule:
             return self._pretend(batch, tensors, state)
         is_stand_in = is_rehearsing()
         module, places = self._modules[is_stand_in], self._places[is_stand_in]
-        given = [*state[: self._num_parameters], *(buffer.clone() for buffer in state[self._num_parameters :])]
+        given = [*state[: self.num_parameters], *(buffer.clone() for buffer in state[self.num_parameters :])]
         args, kwargs = self._call.unflatten(tensors)
         device = next(each.device for each in (*given, *tensors))
         seed = default_generator(device).initial_seed()
@@ -95,7 +106,7 @@ class KeptModule:
     def _take_buffers(self, places: Places, state: Sequence[Tensor]) -> None:
         """Copies the module's buffers, changed or assigned, into this rank's."""
         with torch.no_grad():
-            for ((module, name), *_), buffer in list(zip(places, state, strict=True))[self._num_parameters :]:
+            for ((module, name), *_), buffer in list(zip(places, state, strict=True))[self.num_parameters :]:
                 buffer.copy_(getattr(module, name))
 
     def _check(self, outputs: Sequence[Tensor], tree: Tree, batch: int) -> None:
@@ -110,7 +121,7 @@ class KeptModule:
 
     def _pretend(self, batch: int, tensors: Sequence[Tensor], state: Sequence[Tensor]) -> list[Tensor]:
         """Returns fake results of fake arguments; all buffers count as changed."""
-        for buffer in state[self._num_parameters :]:
+        for buffer in state[self.num_parameters :]:
             torch.autograd.graph.increment_version(buffer)
         made = [line.make(batch, (*tensors, *state)[0].device) for line in self.returned.tensors]
         sources = [each for each in (*tensors, *state) if each.requires_grad]

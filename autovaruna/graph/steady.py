@@ -14,12 +14,15 @@ import torch
 from torch import fx
 
 from autovaruna.graph.arguments import written
-from autovaruna.graph.facts import Fact, changed_statistics
+from autovaruna.graph.facts import Fact, changed_statistics, is_random
+from autovaruna.graph.kept import KeptModule, kept_by
 from autovaruna.graph.of_batch import is_of_batch
 
 _REGION = torch.ops.higher_order.wrap_with_set_grad_enabled
 _FIRST_OF_REGION = 2
 """Place of the first argument that goes into the graph of a region."""
+_STATE = 3
+"""Place of the state among the arguments of a node that runs a kept module."""
 
 
 def steady_state(
@@ -57,8 +60,11 @@ def _follow(module: fx.GraphModule, facts: Mapping[str, Fact], batch: Collection
         if not (fact.is_random or fact.reads & varied or is_of_batch(node) or _meets(node, nodes)):
             continue
         nodes.add(node)
-        if node.target is _REGION and not fact.is_random:
-            _follow_inside(module, node, {each: facts[each.name].makes for each in node.all_input_nodes}, nodes, varied)
+        memory = {each: facts[each.name].makes for each in node.all_input_nodes if each.name in facts}
+        if node.target is _REGION:
+            _follow_inside(module, node, memory, nodes, varied)
+        elif (kept := kept_by(node)) is not None:
+            varied |= _followed(kept, node, memory, varied)
         else:
             varied |= fact.writes
 
@@ -79,10 +85,32 @@ def _follow_inside(
         if node.op == "placeholder":
             continue
         shared[node] = frozenset[int]().union(*(shared[each] for each in node.all_input_nodes))
-        if node.op == "get_attr" or _meets(node, varying) or shared[node] & varied:
+        if (kept := kept_by(node)) is not None:
+            varying.add(node)
+            varied |= _followed(kept, node, shared, varied)
+        elif node.op == "get_attr" or is_random(inner, node) or _meets(node, varying) or shared[node] & varied:
             varying.add(node)
             varied |= _written(node, shared)
             varied |= {storage for each in changed_statistics(inner, node) for storage in shared[each]}
+
+
+def _followed(
+    kept: KeptModule, node: fx.Node, memory: Mapping[fx.Node, frozenset[int]], varied: Collection[int]
+) -> set[int]:
+    """Returns the memory that a kept module changes by its samples; of all its buffers, if it finds other such memory.
+
+    Args:
+        kept: The module.
+        node: It runs it.
+        memory: Of the arguments of the node.
+        varied: What is known of such memory.
+    """
+    state: Any = node.args[_STATE]
+    found = {place: memory[each] for place, each in enumerate(state)}
+    buffers = {place for place in found if place >= kept.num_parameters}
+    own = {storage for place in buffers - kept.steady for storage in found[place]}
+    foreign = {storage for storages in found.values() for storage in storages} & set(varied) - own
+    return {storage for place in buffers for storage in found[place]} if foreign else own
 
 
 def _meets(node: fx.Node, nodes: Collection[fx.Node]) -> bool:

@@ -93,8 +93,10 @@ class Trial:
             raise CannotKeepError("it changes its arguments in place")
         return outputs, tree
 
-    def run(self, tensors: Sequence[Tensor], state: Sequence[Tensor], seed: int = 0) -> tuple[list[Tensor], Tree, bool]:
-        """Runs the module; returns its tensors, what they are in, and whether its buffers are as they were.
+    def run(
+        self, tensors: Sequence[Tensor], state: Sequence[Tensor], seed: int = 0
+    ) -> tuple[list[Tensor], Tree, dict[int, Tensor]]:
+        """Runs the module; returns its tensors, what they are in, and what it has changed of its state, by place.
 
         Args:
             tensors: The tensors among its arguments.
@@ -113,14 +115,16 @@ class Trial:
             python_generators(seed),
             with_state(places_of(self.module), state),
         ):
-            before = {place: bits.clone() for place, bits in _bits_of_state(self.module).items()}
+            places = [place for place, *_ in places_of(self.module)]
+            before = [_bits(each).clone() for each in own_tensors(self.module)]
             outputs, tree = flatten(self.module(*args, **kwargs), "output")
-            after = _bits_of_state(self.module)
-            changed = {place for place, bits in before.items() if not torch.equal(bits, after[place])}
-        if any(name in owner._parameters for owner, name in changed):
+            after = [getattr(*place).detach() for place in places]
+            pairs = enumerate(zip(before, after, strict=True))
+            changed = {place: left.clone() for place, (bits, left) in pairs if not torch.equal(bits, _bits(left))}
+        if any(places[place][1] in places[place][0]._parameters for place in changed):
             raise CannotKeepError("its forward changes its parameters")
         check_state(numbers, plain_state(self.module))
-        return outputs, tree, not changed
+        return outputs, tree, changed
 
     def shape_of(self, tensor: Tensor, size: int) -> tuple[int, ...]:
         """Returns the shape of an argument for a batch of `size` samples."""
@@ -182,9 +186,8 @@ def own_tensors(module: nn.Module) -> list[Tensor]:
     return [getattr(*shared[0]) for shared in places_of(module)]
 
 
-def _bits_of_state(module: nn.Module) -> dict[tuple[nn.Module, str], Tensor]:
-    places = [place for place, *_ in places_of(module)]
-    return {place: getattr(*place).detach().reshape(-1).view(torch.uint8) for place in places}
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.detach().reshape(-1).view(torch.uint8)
 
 
 def random_tensor(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> Tensor:

@@ -103,8 +103,66 @@ class Taught(Layers):
         return F.cross_entropy(self.last(x), y) + (x - taught).square().mean()
 
 
-MODELS = (Scaled, Twofold, Followed, Shrunk, Normed, Taught)
-STEADY = (Followed, Shrunk, Normed)
+class Turned(nn.Module):
+    """Is kept whole, for it branches on its count of calls; a copy of its weight follows that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("slow", self.layer.weight.detach().clone())
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.calls.item() % 2:
+            x = 0.5 * x
+        self.calls += 1
+        self.slow.lerp_(self.layer.weight.detach(), 0.5)
+        out: Tensor = self.layer(x) + x @ self.slow
+        return out
+
+
+class Averaged(nn.Module):
+    """Is kept whole; subtracts a mean of all that it has seen, which its count of calls weighs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(WIDTH))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.mean.lerp_(x.detach().mean(0), 1.0 / self.calls.item())
+        return x - self.mean
+
+
+class WithTurned(Layers):
+    """Has such a module twice: once where gradients are wanted, once under ``no_grad``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = Turned()
+        self.slow = Turned().requires_grad_(False)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        with torch.no_grad():
+            wanted = self.slow(x)
+        x = self.first(x)
+        return F.cross_entropy(self.last(torch.tanh(x)), y) + F.mse_loss(x, wanted)
+
+
+class WithAveraged(Layers):
+    """Has such a module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slow = Averaged()
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(self.last(torch.tanh(self.slow(self.first(x)))), y)
+
+
+MODELS = (Scaled, Twofold, Followed, Shrunk, Normed, Taught, WithTurned, WithAveraged)
+STEADY = (Followed, Shrunk, Normed, WithTurned)
 """Models that change nothing by what is in the samples."""
 
 
