@@ -161,7 +161,9 @@ class Settings:
 
     # The run.
     device: str = _setting(
-        TEXT, "auto", "Device of a rank, as torch names it; auto: a GPU of its own, if there is one."
+        TEXT,
+        "auto",
+        "Device of a rank, as torch names it; auto: where the model is; of several GPUs each rank has its own.",
     )
     offload: bool = _setting(
         BOOLEAN,

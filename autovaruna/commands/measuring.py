@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from autovaruna.commands.target import Target
-from autovaruna.parallel.machine import find_device
+from autovaruna.parallel.own_device import find_device
 from autovaruna.profiler.environment import cache_of
 from autovaruna.profiler.measure import lasting_keys, measure, merge
 from autovaruna.profiler.profile import to_profile

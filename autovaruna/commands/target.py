@@ -19,7 +19,7 @@ from autovaruna.errors import InputError
 from autovaruna.graph.call import describe
 from autovaruna.graph.traced import TracedModel
 from autovaruna.graph.tracing import trace
-from autovaruna.parallel.machine import find_device
+from autovaruna.parallel.own_device import find_device
 from autovaruna.settings import Settings
 
 _EXPECTED = (

@@ -10,7 +10,6 @@ from pathlib import Path
 from statistics import fmean, median_low
 
 import torch
-from torch import nn
 
 from autovaruna.errors import PlanError
 from autovaruna.graph.random import untouched_generator
@@ -42,16 +41,6 @@ _SMALL_BYTES = 1 << 16
 """Tensors of less than this are few bytes beside others."""
 _TUNABLES = ("glibc.malloc.mmap_threshold", "glibc.malloc.trim_threshold", "glibc.malloc.mmap_max")
 """What a user who sets these in ``GLIBC_TUNABLES`` has decided; ``glibc.malloc.tcache_count=0`` is no such thing."""
-
-
-def find_device(model: nn.Module, settings: Settings) -> torch.device:
-    """Returns where this rank computes: where the model is, or, for a model on ``meta``, a GPU if there is one."""
-    if settings.device != "auto":
-        return torch.device(settings.device)
-    own = next((tensor.device for tensor in [*model.parameters(), *model.buffers()]), torch.device("cpu"))
-    if own.type != "meta":
-        return own
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def rank_memory(world: World, device: torch.device, settings: Settings) -> float:

@@ -17,8 +17,9 @@ from autovaruna.graph.outline import CallReader
 from autovaruna.parallel.calls import SharedCall
 from autovaruna.parallel.copies import Copies
 from autovaruna.parallel.engine import Engine
-from autovaruna.parallel.machine import find_device, give_back_freed_memory, keep_freed_memory, resident_bytes
+from autovaruna.parallel.machine import give_back_freed_memory, keep_freed_memory, resident_bytes
 from autovaruna.parallel.modes import as_in_training
+from autovaruna.parallel.own_device import bring_to_own_device
 from autovaruna.parallel.preparation import Preparation
 from autovaruna.parallel.prepared import PreparedGraphs
 from autovaruna.parallel.stateful import StatefulModule
@@ -96,6 +97,7 @@ class SplittableModule(StatefulModule):
     def _check_parameters(self) -> None:
         """Takes the parameters as they are, before the first call; refuses others later."""
         if self._engine is None:
+            self._settle()
             if self._mode.attributes.replaced():
                 self._state = OwnedState(self.module)
             return
@@ -126,7 +128,8 @@ class SplittableModule(StatefulModule):
             self._cut_optimizer.check()
         keep_freed_memory()
         resident = resident_bytes()
-        device = find_device(self.module, self.settings)
+        self._settle()
+        device = self._device
         self._traces = Traces(self.module, self.settings, self.world, device)
         traced = self._traces.first(shared)
         self._state = OwnedState(self.module)  # with the buffers that a first call leaves
@@ -210,5 +213,10 @@ class SplittableModule(StatefulModule):
                 "Move or cast it before the first call."
             )
         self.module._apply(fn, recurse)
+        self._settle()
         self._state = OwnedState(self.module)
         return self
+
+    def _settle(self) -> None:
+        """Brings the model, wherever a script has put it, to where this rank computes; before the first call only."""
+        self._device = bring_to_own_device(self.module, self._optimizer, self.settings)

@@ -20,7 +20,7 @@ from autovaruna.errors import InputError
 from autovaruna.log import configure
 from autovaruna.parallel.acts import Acts
 from autovaruna.parallel.engine import Engine
-from autovaruna.parallel.machine import find_device
+from autovaruna.parallel.own_device import bring_to_own_device, find_device
 from autovaruna.parallel.persistence import Persistence
 from autovaruna.parallel.shown import ShownModule
 from autovaruna.runtime.environment import get_world
@@ -45,6 +45,7 @@ class StatefulModule(ShownModule):
     def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer | None, settings: Settings) -> None:
         super().__init__(module)
         self.settings = settings
+        self._device = bring_to_own_device(module, optimizer, settings)
         self._optimizer = None if optimizer is None else with_hooks(optimizer)
         self._state = OwnedState(module)
         self._first_parameters = [(ref(each), name) for name, each in self._state.parameters().items()]

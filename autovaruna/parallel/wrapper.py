@@ -15,6 +15,7 @@ from autovaruna.config import resolve
 from autovaruna.errors import InputError, RankError
 from autovaruna.graph.traced import TracedModel
 from autovaruna.parallel.calls import SharedCall, compare_settings, input_groups, share_call
+from autovaruna.parallel.own_device import on_own_gpu
 from autovaruna.parallel.splittable import SplittableModule
 from autovaruna.parallel.totals import BatchValues, Totals, ValuesOfBatch
 from autovaruna.parallel.weights import micro_batch_weights
@@ -116,6 +117,7 @@ class AutoVaruna(SplittableModule):
             mode = self._mode.words()
             self._check_parameters()
             tensors, call = self._reader.read(args, kwargs, mode)
+            tensors = on_own_gpu(tensors, self._device)
             report = call.key(), call.batch_size, self._digest(), self._own_totals(call.key(), tensors, call.batch_size)
         except Exception as caught:
             error = caught

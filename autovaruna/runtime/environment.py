@@ -23,6 +23,14 @@ if TYPE_CHECKING:
 
 SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
 """The number of ranks, as set by Open MPI, by MPICH and Intel MPI, by MVAPICH, and by Slurm's srun."""
+LOCAL_RANK_VARIABLES = (
+    "OMPI_COMM_WORLD_LOCAL_RANK",
+    "MPI_LOCALRANKID",
+    "MV2_COMM_WORLD_LOCAL_RANK",
+    "SLURM_LOCALID",
+    "LOCAL_RANK",
+)
+"""The number of a rank on its host, as set by the same, and by launchers of PyTorch."""
 
 logger = logging.getLogger(__name__)
 _lock = threading.Lock()
@@ -71,6 +79,11 @@ def _say_goodbye(process: int) -> None:
 def num_ranks_in(variables: Mapping[str, str]) -> int:
     """Returns the number of ranks that a launcher has put into the environment; 1 without one."""
     return next((int(variables[name]) for name in SIZE_VARIABLES if variables.get(name, "").isdigit()), 1)
+
+
+def local_rank_in(variables: Mapping[str, str]) -> int | None:
+    """Returns the number of this rank on its host that a launcher has put into the environment; None without one."""
+    return next((int(variables[name]) for name in LOCAL_RANK_VARIABLES if variables.get(name, "").isdigit()), None)
 
 
 def start_mpi(num_ranks: int) -> World:

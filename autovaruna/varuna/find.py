@@ -9,7 +9,8 @@ from typing import Any
 from torch import nn
 
 from autovaruna.config import resolve
-from autovaruna.parallel.machine import describe_cluster, find_device
+from autovaruna.parallel.machine import describe_cluster
+from autovaruna.parallel.own_device import find_device
 from autovaruna.profiler.environment import cache_of
 from autovaruna.profiler.profile import to_profile
 from autovaruna.runtime.on_all import on_all

@@ -7,15 +7,14 @@ import os
 import torch
 
 from autovaruna.errors import InputError
+from autovaruna.runtime.environment import local_rank_in
 from autovaruna.runtime.world import World
-
-_LOCAL_RANK = ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID", "LOCAL_RANK")
 
 
 def local_rank_of(world: World) -> int:
     """Returns this rank's number on its host, as the launcher says, else by counting."""
-    said = next((os.environ[name] for name in _LOCAL_RANK if os.environ.get(name, "").isdigit()), None)
-    return int(said) if said is not None else world.hosts[: world.rank].count(world.hosts[world.rank])
+    said = local_rank_in(os.environ)
+    return said if said is not None else world.hosts[: world.rank].count(world.hosts[world.rank])
 
 
 def device_of(device: int | str | torch.device, local_rank: int) -> torch.device:
