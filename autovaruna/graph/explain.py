@@ -46,16 +46,21 @@ def explain(
         )
     if is_dynamic and is_about_batch(error):
         where = f" at {fixing[0]}" if fixing else _where(error)
-        return TraceError(
-            f"{name} fixes its batch size or mixes the samples of a batch{where}: {_size_reason(error)}. Expected a "
-            "model that treats samples one by one, so that a batch can go through in micro-batches. Move what mixes "
-            "samples (a contrastive loss, say) out of the model, or pass dynamic_batch=False: each micro-batch is then "
-            "a batch of its own to the model."
-        )
+        return of_batch_size(name, where, _size_reason(error))
     return TraceError(
         f"{name} cannot be traced{_where(error)}: {reason_of(error)}. Expected a forward whose Python control flow "
         "does not depend on the numbers in tensors. Replace the branch by torch.where or torch.cond, move it out of "
         "forward, or into a submodule, which is then kept whole as one operation."
+    )
+
+
+def of_batch_size(name: str, where: str, reason: str) -> TraceError:
+    """Returns the error of a model whose graph does not hold for all batch sizes."""
+    return TraceError(
+        f"{name} fixes its batch size or mixes the samples of a batch{where}: {reason}. Expected a model that treats "
+        "samples one by one, so that a batch can go through in micro-batches. Move what mixes samples (a contrastive "
+        "loss, say) out of the model, or pass dynamic_batch=False: each micro-batch is then a batch of its own to the "
+        "model."
     )
 
 

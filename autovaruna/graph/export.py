@@ -23,7 +23,7 @@ from autovaruna.graph.cutpoint import Marker, named_cut_points, take_markers
 from autovaruna.graph.deferred import compile_regions, deferred_compilation
 from autovaruna.graph.detached import traced_data
 from autovaruna.graph.draws import noted_draws
-from autovaruna.graph.explain import explain, is_about_batch, own_error
+from autovaruna.graph.explain import explain, is_about_batch, of_batch_size, own_error
 from autovaruna.graph.fake import faked
 from autovaruna.graph.fixed_size import noted_fixed_sizes
 from autovaruna.graph.flat_call import FlatCall
@@ -45,6 +45,7 @@ from autovaruna.graph.scripts import shells
 from autovaruna.graph.size_arithmetic import recalled_sizes
 from autovaruna.graph.size_guards import tried_guards
 from autovaruna.graph.stack import short_stacks
+from autovaruna.graph.thresholds import find_threshold
 from autovaruna.graph.tidy import PREFIX, tidy
 from autovaruna.graph.tree import Tree
 from autovaruna.graph.unlift import unlift
@@ -64,6 +65,7 @@ class Exported:
         markers: where the user's cut points were.
         reads: attributes of modules that the model has read, as ``path.of.module.attribute``.
         changes: the Python state that forward has changed.
+        greatest: the batch size up to which the trace has taken this way; None: there is no such size.
     """
 
     module: fx.GraphModule
@@ -73,6 +75,7 @@ class Exported:
     markers: tuple[Marker, ...] = ()
     reads: frozenset[str] = frozenset()
     changes: Changes = field(default_factory=Changes)
+    greatest: int | None = None
 
 
 def export(model: nn.Module, call: CallSpec, batch_size: int, is_dynamic: bool, device: torch.device) -> Exported:
@@ -99,6 +102,8 @@ def export(model: nn.Module, call: CallSpec, batch_size: int, is_dynamic: bool, 
                 found = _attempt(model, call, batch_size, is_dynamic, device, kept)
             if found.changes.names:
                 _check_next(found, partial(_attempt, model, call, batch_size, is_dynamic, device, kept))
+            if found.greatest is not None:
+                _check_larger(found, model, call, device, kept)
             return found
         except _KeepMoreError as stopped:
             kept = stopped.kept
@@ -143,9 +148,15 @@ class _KeepMoreError(Exception):
 
 
 def _attempt(
-    model: nn.Module, call: CallSpec, batch_size: int, is_dynamic: bool, device: torch.device, kept: Kept
+    model: nn.Module,
+    call: CallSpec,
+    batch_size: int,
+    is_dynamic: bool,
+    device: torch.device,
+    kept: Kept,
+    least: int = 1,
 ) -> Exported:
-    """Traces a call; raises `_KeepMoreError` if another attempt may do better."""
+    """Traces a call for batch sizes from `least` on; raises `_KeepMoreError` if another attempt may do better."""
     mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
     output_trees: list[Tree] = []
     reads: set[str] = set()
@@ -162,7 +173,7 @@ def _attempt(
         named_cut_points(model),
         watched(kept.functions) as function_calls,
         noted_fixed_sizes() as fixing,
-        tried_guards(),
+        tried_guards(least) as bounds,
         traced_data(),
         noted_checks(),
         noted_draws(model, kept.notes_draws) as draws,
@@ -211,7 +222,8 @@ def _attempt(
         constants = tidy(graph_module, [spec.name for spec in call.inputs], state)
         markers = take_markers(graph_module)
     compile_regions(graph_module)
-    return Exported(graph_module, output_trees[-1], constants, is_dynamic, markers, frozenset(reads), changes)
+    reached = min(bounds, default=None) if is_dynamic else None
+    return Exported(graph_module, output_trees[-1], constants, is_dynamic, markers, frozenset(reads), changes, reached)
 
 
 def _check_next(found: Exported, trace_again: Callable[[], Exported]) -> None:
@@ -223,6 +235,22 @@ def _check_next(found: Exported, trace_again: Callable[[], Exported]) -> None:
         logger.debug("forward cannot be traced a second time: %s", error)
         return
     compare_calls(found.changes, found.module, again.module, again.constants)
+
+
+def _check_larger(found: Exported, model: nn.Module, call: CallSpec, device: torch.device, kept: Kept) -> None:
+    """Makes sure that a graph holds for the batch sizes for which the model takes another way, too."""
+
+    def attempt(least: int, batch_size: int) -> tuple[fx.GraphModule, int | None]:
+        try:
+            with quiet_failure():
+                larger = _attempt(model, call, batch_size, True, device, kept, least)
+        except _KeepMoreError as stopped:
+            raise TraceError("larger batches need other modules kept whole") from stopped
+        return larger.module, larger.greatest
+
+    greatest = find_threshold(found.module, found.greatest, attempt)
+    if greatest is not None:
+        raise of_batch_size(type(model).__qualname__, "", f"it holds for batch <= {greatest} alone")
 
 
 def _try_otherwise(error: Exception, model: nn.Module, kept: Kept) -> None:
