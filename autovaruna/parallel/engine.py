@@ -221,6 +221,8 @@ class Engine:
         except BaseException as error:
             if self._world.num_ranks > 1 and isinstance(error, Exception):
                 self._world.abort(error, executor.where(error))
+            if isinstance(error, Exception) and hasattr(error, "add_note"):  # from Python 3.11 on
+                error.add_note(executor.where(error))
             self._forget_step()
             raise
 

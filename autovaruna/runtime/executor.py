@@ -17,6 +17,7 @@ from autovaruna.runtime.arrival import arrive, go_backward
 from autovaruna.runtime.batch import MicroBatch
 from autovaruna.runtime.changed_state import ChangedState
 from autovaruna.runtime.events import Recorder
+from autovaruna.runtime.given_whole import given_whole
 from autovaruna.runtime.job import Job
 from autovaruna.runtime.mail import Mail
 from autovaruna.runtime.offload import Stash
@@ -145,7 +146,9 @@ class Executor:
         owner = "" if len(self._job.batch.groups) == 1 else f" of rank {part.origin}"
         samples = f"samples {part.start} to {part.start + part.size - 1}{owner}"
         place = f"rank {self._world.rank}, stage {self._act.instruction.stage}, micro-batch {part.index} ({samples})"
-        return place + failed_at(error, self._job.split.traced.nodes)
+        traced = self._job.split.traced
+        line = failed_at(error, traced.nodes)
+        return place + line + (given_whole(traced.inputs.values(), part, self._job.batch) if line else "")
 
     def _forward(self, stage: StageModule, act: Act) -> None:
         """Waits for inputs and activations, runs the stage, starts to send what it returns."""

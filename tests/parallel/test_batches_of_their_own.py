@@ -10,7 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autovaruna import AutoVaruna, TraceError
-from tests.parallel.training import Setup, on_ranks
+from autovaruna.graph.call import InputSpec
+from autovaruna.runtime.batch import GlobalBatch, MicroBatch
+from autovaruna.runtime.given_whole import given_whole
+from tests.parallel.training import QUIET, Setup, on_ranks
 from tests.reference import Record, compare, gradients_of, sgd
 
 WIDTH, CLASSES, NODES, EDGES = 6, 4, 5, 9
@@ -65,3 +68,21 @@ def test_ranks_pass_graphs_of_their_own() -> None:
 def test_who_does_not_say_so_hears_how() -> None:
     with pytest.raises(TraceError, match=r"dynamic_batch=False: .*num_micro_batches=the number of ranks"):
         run()
+
+
+def test_edges_that_name_samples_of_other_micro_batches_are_named() -> None:
+    """Each half of a graph gets all of its edges."""
+    model = AutoVaruna(Messages(), num_micro_batches=2, dynamic_batch=False, **QUIET)
+    x, edges, y = graph(0)
+    with pytest.raises(IndexError) as caught:
+        model(x[:4], edges, y[:4])
+    said = "".join(getattr(caught.value, "__notes__", ["all of edges (2, 9) int64"]))
+    assert "all of edges (2, 9) int64" in said
+
+
+def test_a_micro_batch_that_is_all_that_a_rank_passes_has_no_inputs_of_others() -> None:
+    edges = InputSpec("edges", (2, EDGES), torch.long, is_batch=False, needs_gradient=False)
+    parts = {index: MicroBatch(index, index % 2, 0, NODES, 0.5) for index in range(2)}
+    assert not given_whole([edges], parts[0], GlobalBatch(parts, ((0,), (1,))))
+    halves = {index: MicroBatch(index, 0, index * 2, 2, 0.5) for index in range(2)}
+    assert "num_micro_batches=1" in given_whole([edges], halves[0], GlobalBatch(halves, ((0,),)))
