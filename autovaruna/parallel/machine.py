@@ -19,6 +19,7 @@ from autovaruna.planner.heap import MAPPED_BYTES
 from autovaruna.profiler.optimizer import measure_step, state_factor
 from autovaruna.profiler.records import Cluster, OptimizerCost
 from autovaruna.profiler.timing import call_seconds
+from autovaruna.runtime.channel_choice import open_to_measure
 from autovaruna.runtime.links import measure_links
 from autovaruna.runtime.sum_speed import measure_sums
 from autovaruna.runtime.world import World
@@ -84,7 +85,7 @@ def host_memory() -> float:
 def describe_cluster(
     watch: SpeedWatch, graph: Graph, settings: Settings, resident_before: float = 0.0, batch_bytes: float = 0.0
 ) -> Cluster:
-    """Measures links and speeds. Collective.
+    """Measures links, the way that tensors will take, and speeds. Collective.
 
     A memory limit that the user sets is for what the model brings: what a process holds beside it comes on top.
 
@@ -97,8 +98,9 @@ def describe_cluster(
     """
     world, device = watch.world, watch.device
     process_bytes = _process_bytes(world, device, resident_before, batch_bytes)
-    local, remote = measure_links(world)
-    sums = measure_sums(world, [each.num_bytes for each in graph.parameters if each.needs_gradient])
+    open_to_measure(settings.channel, world, device)
+    local, remote = measure_links(world, device)
+    sums = measure_sums(world, [each.num_bytes for each in graph.parameters if each.needs_gradient], device)
     watch.look()
     overhead = _CALLS_OF_AN_INSTRUCTION * fmean(call_seconds(1, device))
     memory = rank_memory(world, device, settings) + (process_bytes if settings.memory_limit_bytes else 0.0)

@@ -58,7 +58,7 @@ def call_seconds(num_values: int, device: torch.device) -> Seconds:
 
 def time_weights(work: Work, iterations: int, allowance_seconds: float, device: torch.device) -> float:
     """Times the weight gradients that a split backward leaves for later; arguments are those of `time_work`."""
-    wait, started = _wait(device), perf_counter()
+    wait, started = wait_for(device), perf_counter()
     deferred = [work.run_split(work.arguments) for _ in range(_IN_FLIGHT)]
     samples: list[float] = []
     repeats = 1
@@ -87,7 +87,7 @@ def time_splitting(
     `time_work`; both ways are sampled in turn.
     """
     in_flight = _IN_FLIGHT if kept_bytes * _IN_FLIGHT <= _MOST_CACHED_BYTES else 1
-    wait, started = _wait(device), perf_counter()
+    wait, started = wait_for(device), perf_counter()
     added: list[float] = []
     while not added or (len(added) < iterations and perf_counter() - started < allowance_seconds):
         together = sum(_sample(work, in_flight, wait))
@@ -114,7 +114,7 @@ def split_seconds(device: torch.device) -> float:
 
 
 def _samples(work: Work, iterations: int, allowance_seconds: float, device: torch.device, in_flight: int) -> Seconds:
-    wait = _wait(device)
+    wait = wait_for(device)
     started = perf_counter()
     first = _sample(work, 1, wait)
     repeats = min(_MOST_REPEATS, max(math.ceil(_SAMPLE_SECONDS / max(first[0], 1e-7)), in_flight))
@@ -139,7 +139,8 @@ def _sample(work: Work, repeats: int, wait: Callable[[], None]) -> Seconds:
     return (middle - started) / repeats, (perf_counter() - middle) / repeats
 
 
-def _wait(device: torch.device) -> Callable[[], None]:
+def wait_for(device: torch.device) -> Callable[[], None]:
+    """Returns what waits until a device has done all that it was given; a host has, when a call returns."""
     return (lambda: torch.cuda.synchronize(device)) if device.type == "cuda" else lambda: None
 
 

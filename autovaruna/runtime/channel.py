@@ -40,30 +40,49 @@ class TorchChannel:
         world: The ranks; carries the headers.
         backend: ``nccl`` or ``gloo``.
         device: Where this rank's tensors are.
-        pairs: (sender, receiver) of all messages, over all ranks.
-        groups: The ranks of all sums.
     """
 
-    def __init__(
-        self, world: ConnectedWorld, backend: str, device: torch.device, pairs: Iterable[Pair], groups: Iterable[Ranks]
-    ) -> None:
+    def __init__(self, world: ConnectedWorld, backend: str, device: torch.device) -> None:
         self.is_on_host = backend == "gloo"
         self.world = world
         self._backend = backend
         self._store = self._open_store()
         self._pool = ThreadPoolExecutor(_POOL_THREADS, "autovaruna-gloo") if self.is_on_host else None
-        rank = world.rank
-        opened = {ends: self._group(ends) for ends in sorted(set(pairs)) if rank in ends and ends[0] != ends[1]}
         self.device = device
-        self._out = {ends[1]: group for ends, group in opened.items() if ends[0] == rank}
-        self._in = {ends[0]: group for ends, group in opened.items() if ends[1] == rank}
-        self._sums = {ranks: self._group(ranks) for ranks in sorted(set(groups)) if rank in ranks and len(ranks) > 1}
+        self._out: dict[int, Any] = {}
+        self._in: dict[int, Any] = {}
+        self._sums: dict[Ranks, Any] = {}
         self._waiting: dict[tuple[int, int], deque[Transfer]] = defaultdict(deque)
         self._early: dict[tuple[int, int], deque[tuple[Any, Tensor]]] = defaultdict(deque)
         self._headers: dict[int, tuple[Tensor, Pending]] = {}
-        self._greet()
-        for source in self._in:
+
+    def is_like(self, backend: str, device: torch.device) -> bool:
+        """Whether this is what carries tensors on a device by a backend."""
+        return (backend, device) == (self._backend, self.device)
+
+    def connect(self, pairs: Iterable[Pair], groups: Iterable[Ranks]) -> None:
+        """Makes the process groups that are not there yet. Collective.
+
+        Args:
+            pairs: (sender, receiver) of messages, over all ranks.
+            groups: The ranks of sums.
+        """
+        rank = self.world.rank
+        new = [ends for ends in sorted(set(pairs)) if rank in ends and ends[0] != ends[1] and not self._connects(ends)]
+        by_ends = {ends: self._group("pair", ends) for ends in new}
+        mine = [ranks for ranks in sorted(set(groups)) if rank in ranks and len(ranks) > 1 and ranks not in self._sums]
+        by_ranks = {ranks: self._group("sum", ranks) for ranks in mine}
+        self._out |= {receiver: group for (sender, receiver), group in by_ends.items() if sender == rank}
+        self._in |= {sender: group for (sender, receiver), group in by_ends.items() if receiver == rank}
+        self._sums |= by_ranks
+        if not self.is_on_host:
+            self._greet(new, mine)
+        for source in [sender for sender, receiver in new if receiver == rank]:
             self._await_header(source)
+
+    def _connects(self, ends: Pair) -> bool:
+        sender, receiver = ends
+        return receiver in self._out if sender == self.world.rank else sender in self._in
 
     def sends_to(self, rank: int) -> bool:
         """Whether messages to a rank go this way; its `receives_from` says the same."""
@@ -158,9 +177,9 @@ class TorchChannel:
             store = TCPStore(host, port, is_master=False)
         return PrefixStore(self.world.broadcast_object(_next_name(), 0, "naming a channel"), store)
 
-    def _group(self, ranks: Ranks) -> Any:
-        """Makes the process group of some ranks; all of them make theirs in one order."""
-        store = PrefixStore("-".join(map(str, ranks)), self._store)
+    def _group(self, kind: str, ranks: Ranks) -> Any:
+        """Makes a process group of some ranks; all of them make theirs in one order."""
+        store = PrefixStore("-".join([kind, *map(str, ranks)]), self._store)
         place = ranks.index(self.world.rank)
         if self.is_on_host:
             from torch.distributed import ProcessGroupGloo
@@ -172,20 +191,14 @@ class TorchChannel:
         options._timeout = _TIMEOUT
         return ProcessGroupNCCL(store, place, len(ranks), options)
 
-    def _greet(self) -> None:
+    def _greet(self, pairs: Iterable[Pair], groups: Iterable[Ranks]) -> None:
         """Makes NCCL open its communicators now, in one order, where no rank waits for another in a step."""
-        if self.is_on_host:
-            return
         one = torch.zeros(1, dtype=torch.uint8, device=self.device)
-        ends = [(self.world.rank, other) for other in self._out] + [(other, self.world.rank) for other in self._in]
-        for sender, receiver in sorted(ends):
-            work = (
-                self._out[receiver].send([one], 1, 0)
-                if sender == self.world.rank
-                else self._in[sender].recv([one], 0, 0)
-            )
+        for sender, receiver in pairs:
+            is_sender = sender == self.world.rank
+            work = self._out[receiver].send([one], 1, 0) if is_sender else self._in[sender].recv([one], 0, 0)
             work.wait()
-        for ranks in sorted(self._sums):
+        for ranks in groups:
             self._sums[ranks].allreduce([torch.zeros(1, device=self.device)]).wait()
         torch.cuda.synchronize(self.device)
 

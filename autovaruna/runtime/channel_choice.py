@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from math import lcm
 
 import torch
@@ -11,10 +11,14 @@ import torch.distributed as dist
 
 from autovaruna.errors import ConfigError
 from autovaruna.planner.records import Plan
+from autovaruna.runtime import links
 from autovaruna.runtime.connected import ConnectedWorld
 from autovaruna.runtime.world import World
 
 logger = logging.getLogger(__name__)
+
+Pair = tuple[int, int]
+Ranks = tuple[int, ...]
 
 
 def open_channel(setting: str, plan: Plan, world: World, device: torch.device) -> None:
@@ -29,17 +33,32 @@ def open_channel(setting: str, plan: Plan, world: World, device: torch.device) -
     Raises:
         ConfigError: NCCL is asked for where it cannot be; on every rank.
     """
+    groups = {stage.ranks for stage in plan.stages if len(stage.ranks) > 1}
+    backend = _open(setting, world, device, set(pairs_of(plan)), groups)
+    if device.type != "cpu" and backend:
+        logger.info("tensors go between ranks through %s", backend)
+
+
+def open_to_measure(setting: str, world: World, device: torch.device) -> None:
+    """Opens the channel for what is measured before there is a plan: neighbours talk, and all sum. Collective.
+
+    Arguments and errors are those of `open_channel`.
+    """
+    neighbours = {pair for ends in links.pairs_of(world.hosts) for pair in (ends, ends[::-1])}
+    _open(setting, world, device, neighbours, {tuple(range(world.num_ranks))})
+
+
+def _open(setting: str, world: World, device: torch.device, pairs: Set[Pair], groups: Set[Ranks]) -> str:
+    """Opens the channel for messages between pairs, and sums over groups; returns its name, empty if none is needed."""
     if world.num_ranks == 1 or not isinstance(world, ConnectedWorld):
-        return
+        return ""
     lacking = [] if setting in ("mpi", "gloo") else lacking_for_nccl(world, device)
     if setting == "nccl" and lacking:
         raise ConfigError(f"channel='nccl' needs a GPU for each rank: {'; '.join(lacking)}. Pass channel='mpi'.")
     backend = ("mpi" if lacking else "nccl") if setting == "auto" else setting
     if backend != "mpi":
-        groups = {stage.ranks for stage in plan.stages if len(stage.ranks) > 1}
-        world.open_channel(backend, device, set(pairs_of(plan)), groups)
-    if device.type != "cpu":
-        logger.info("tensors go between ranks through %s", backend)
+        world.open_channel(backend, device, pairs, groups)
+    return backend
 
 
 def lacking_for_nccl(world: World, device: torch.device) -> list[str]:
@@ -59,7 +78,7 @@ def _identity(device: torch.device) -> str:
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
 
 
-def pairs_of(plan: Plan) -> Iterator[tuple[int, int]]:
+def pairs_of(plan: Plan) -> Iterator[Pair]:
     """Yields the ranks that a micro-batch takes from one stage to another, both ways."""
     for source in range(plan.num_stages):
         for destination in range(source + 1, plan.num_stages):

@@ -89,7 +89,7 @@ class ConnectedWorld(WatchedWorld):
     def open_channel(
         self, backend: str, device: torch.device, pairs: Iterable[tuple[int, int]], groups: Iterable[tuple[int, ...]]
     ) -> None:
-        """Sends tensors through torch.distributed from now on. Collective.
+        """Sends tensors through torch.distributed from now on; a channel that is open is extended. Collective.
 
         Args:
             backend: ``nccl`` or ``gloo``.
@@ -99,7 +99,9 @@ class ConnectedWorld(WatchedWorld):
         """
         from autovaruna.runtime.channel import TorchChannel  # imports torch.distributed
 
-        self._carrier = TorchChannel(self, backend, device, pairs, groups)
+        if self._carrier is None or not self._carrier.is_like(backend, device):
+            self._carrier = TorchChannel(self, backend, device)
+        self._carrier.connect(pairs, groups)
 
     def keep(self, pending: Pending) -> None:
         """Keeps what is on its way until it has left."""

@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from statistics import median
 
 import torch
 
 from autovaruna.profiler.records import LinkCost
+from autovaruna.profiler.timing import wait_for
 from autovaruna.runtime.world import World
 
 logger = logging.getLogger(__name__)
@@ -24,8 +25,8 @@ NUM_ATTEMPTS = 3
 Pair = tuple[int, int]
 
 
-def measure_links(world: World) -> tuple[LinkCost, LinkCost]:
-    """Measures messages between neighbouring ranks. Collective.
+def measure_links(world: World, device: torch.device) -> tuple[LinkCost, LinkCost]:
+    """Measures messages between neighbouring ranks, from where this rank computes. Collective.
 
     Returns:
         The link within a host, and the link between hosts. A kind of link that does not exist here costs what the
@@ -36,7 +37,7 @@ def measure_links(world: World) -> tuple[LinkCost, LinkCost]:
     links: dict[Pair, LinkCost] = {}
     unclear = pairs_of(world.hosts)
     for _ in range(NUM_ATTEMPTS):
-        seconds = measure_pairs(world, unclear)
+        seconds = measure_pairs(world, unclear, device)
         links.update({pair: link_of(*times) for pair, times in seconds.items()})
         unclear = [pair for pair, (small, large) in seconds.items() if large <= small]
     if unclear:
@@ -53,7 +54,7 @@ def measure_links(world: World) -> tuple[LinkCost, LinkCost]:
     return typical(local or remote), typical(remote or local)
 
 
-def measure_pairs(world: World, pairs: list[Pair]) -> dict[Pair, tuple[float, float]]:
+def measure_pairs(world: World, pairs: list[Pair], device: torch.device) -> dict[Pair, tuple[float, float]]:
     """Returns the seconds of a small and a large message for each pair, the same on every rank."""
     mine: dict[Pair, tuple[float, float]] = {}
     for some in rounds_of(pairs):
@@ -61,8 +62,8 @@ def measure_pairs(world: World, pairs: list[Pair]) -> dict[Pair, tuple[float, fl
         for pair in some:
             if world.rank in pair:
                 peer = sum(pair) - world.rank
-                small = one_way_seconds(world, peer, SMALL_BYTES, SMALL_TIMES)
-                mine[pair] = small, one_way_seconds(world, peer, LARGE_BYTES, LARGE_TIMES)
+                small = one_way_seconds(world, peer, SMALL_BYTES, SMALL_TIMES, device)
+                mine[pair] = small, one_way_seconds(world, peer, LARGE_BYTES, LARGE_TIMES, device)
     everywhere: dict[Pair, tuple[float, float]] = {}
     for found in world.gather_objects(mine, "measuring links") if pairs else []:
         everywhere.update(found)
@@ -101,9 +102,9 @@ def rounds_of(pairs: list[Pair]) -> list[list[Pair]]:
     return rounds
 
 
-def one_way_seconds(world: World, peer: int, num_bytes: int, num_times: int) -> float:
+def one_way_seconds(world: World, peer: int, num_bytes: int, num_times: int, device: torch.device) -> float:
     """Returns the median seconds of half a message there and back; the lower rank begins."""
-    outgoing, incoming = (torch.zeros(num_bytes, dtype=torch.uint8, device="cpu") for _ in range(2))
+    outgoing, incoming = (torch.zeros(num_bytes, dtype=torch.uint8, device=device) for _ in range(2))
 
     def there() -> None:
         world.send([outgoing], peer, TAG).wait()
@@ -112,16 +113,18 @@ def one_way_seconds(world: World, peer: int, num_bytes: int, num_times: int) -> 
         world.receive([incoming], peer, TAG).wait()
 
     acts = (there, back) if world.rank < peer else (back, there)
-    return median_seconds(acts, num_times) / 2
+    return median_seconds(acts, num_times, device) / 2
 
 
-def median_seconds(acts: tuple[Callable[[], None], ...] | list[Callable[[], None]], num_times: int) -> float:
-    """Returns the median seconds of all `acts`, after two rounds that do not count."""
+def median_seconds(acts: Sequence[Callable[[], None]], num_times: int, device: torch.device) -> float:
+    """Returns the median seconds of all `acts`, each to its end on a device, after two rounds that do not count."""
     seconds = []
+    wait = wait_for(device)
     for _ in range(num_times + 2):
         start = time.perf_counter()
         for act in acts:
             act()
+            wait()
         seconds.append(time.perf_counter() - start)
     return median(seconds[2:])
 

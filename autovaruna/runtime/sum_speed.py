@@ -19,7 +19,7 @@ MOST_TENSORS = 2000
 NUM_TIMES = 3
 
 
-def measure_sums(world: World, sizes: Sequence[int]) -> LinkCost:
+def measure_sums(world: World, sizes: Sequence[int], device: torch.device) -> LinkCost:
     """Measures sums over all ranks the way that gradients are summed. Collective.
 
     Small gradients travel together and are copied for it, large ones lie where they are, so a byte of the one costs
@@ -28,6 +28,7 @@ def measure_sums(world: World, sizes: Sequence[int]) -> LinkCost:
     Args:
         world: The ranks.
         sizes: Bytes of each gradient; the first 32 MiB are summed, and all again where they are less than 4 MiB.
+        device: Where this rank computes.
 
     Returns:
         The seconds of a sum of next to nothing for each rank that takes part, and the bytes that each rank of a ring
@@ -36,10 +37,10 @@ def measure_sums(world: World, sizes: Sequence[int]) -> LinkCost:
     if world.num_ranks == 1:
         return LinkCost(0.0, math.inf)
     ranks = tuple(range(world.num_ranks))
-    tiny = torch.zeros(SMALL_BYTES // 4, device="cpu")
-    gradients = [torch.zeros(size, dtype=torch.float32, device="cpu") for size in sample(sizes)]
-    latency = _slowest(world, median_seconds([lambda: world.all_reduce(tiny, ranks)], SMALL_TIMES))
-    seconds = _slowest(world, median_seconds([lambda: _sum(world, gradients, ranks)], NUM_TIMES))
+    tiny = torch.zeros(SMALL_BYTES // 4, device=device)
+    gradients = [torch.zeros(size, dtype=torch.float32, device=device) for size in sample(sizes)]
+    latency = _slowest(world, median_seconds([lambda: world.all_reduce(tiny, ranks)], SMALL_TIMES, device))
+    seconds = _slowest(world, median_seconds([lambda: _sum(world, gradients, ranks)], NUM_TIMES, device))
     sent_bytes = 2 * (world.num_ranks - 1) / world.num_ranks * sum(each.nbytes for each in gradients)
     return LinkCost(latency / world.num_ranks, sent_bytes / max(seconds - latency, seconds / 2))
 

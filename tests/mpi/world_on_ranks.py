@@ -64,7 +64,11 @@ def links() -> tuple[object, object, object, float]:
     world = get_world()
     world.barrier("start")
     start = time.perf_counter()
-    return *measure_links(world), measure_sums(world, [1 << 20]), time.perf_counter() - start
+    return (
+        *measure_links(world, torch.device("cpu")),
+        measure_sums(world, [1 << 20], torch.device("cpu")),
+        time.perf_counter() - start,
+    )
 
 
 def facts() -> dict[str, Any]:

@@ -7,8 +7,11 @@ import torch
 
 from autovaruna.errors import ConfigError, RankError
 from autovaruna.planner.records import Plan, StagePlan
-from autovaruna.runtime.channel_choice import lacking_for_nccl, open_channel, pairs_of
+from autovaruna.profiler.records import LinkCost
+from autovaruna.runtime.channel_choice import lacking_for_nccl, open_channel, open_to_measure, pairs_of
 from autovaruna.runtime.in_process import InProcessWorld, run_ranks
+from autovaruna.runtime.links import measure_links
+from autovaruna.runtime.sum_speed import measure_sums
 from tests.catalogue import PLAIN
 from tests.parallel.training import Setup, train
 from tests.reference import compare, plain_steps, sgd
@@ -97,6 +100,27 @@ def test_training_through_gloo_is_training(stage_ranks: tuple[tuple[int, ...], .
     sizes = [[2] * setup.world_size] * 2
     batches = [case.batch(2 * setup.world_size, step) for step in range(2)]
     compare(train(case, setup, batches, sgd, sizes), plain_steps(case, batches, sgd))
+
+
+def test_links_and_sums_are_measured_the_way_that_tensors_will_take() -> None:
+    def measure(world: InProcessWorld) -> tuple[list[str], LinkCost, LinkCost]:
+        open_to_measure("gloo", world, CPU)
+        taken: list[str] = []
+        carrier = world._carrier
+        assert carrier is not None
+        for name in ("post_send", "start_all_reduce"):
+            act = getattr(carrier, name)
+            setattr(carrier, name, lambda *args, act=act, name=name: taken.append(name) or act(*args))
+        link, _ = measure_links(world, CPU)
+        sums = measure_sums(world, [1 << 20], CPU)
+        open_channel("gloo", plan_on((0, 1), (2,)), world, CPU)  # the same one goes on
+        assert world._carrier is carrier and carrier.sends_to(2 - world.rank // 2)
+        return sorted(set(taken)), link, sums
+
+    for taken, link, sums in run_ranks(3, measure):
+        assert taken == ["post_send", "start_all_reduce"]
+        assert 0 < link.latency_seconds < 1 and 0 < link.bytes_per_second < float("inf")
+        assert 0 < sums.bytes_per_second < float("inf")
 
 
 def test_nccl_is_refused_without_a_gpu_for_each_rank() -> None:

@@ -15,6 +15,8 @@ from autovaruna.runtime.staging import is_dense
 from autovaruna.runtime.sum_speed import measure_sums, sample
 from autovaruna.runtime.world import World
 
+CPU = torch.device("cpu")
+
 
 @pytest.mark.parametrize("name", ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"])
 def test_launchers_are_recognised(name: str) -> None:
@@ -56,8 +58,8 @@ def test_every_kind_of_link_is_measured_and_no_rank_twice_at_once() -> None:
 
 
 def test_a_rank_alone_has_free_links() -> None:
-    assert links.measure_links(SingleWorld()) == (LinkCost(0.0, math.inf), LinkCost(0.0, math.inf))
-    assert measure_sums(SingleWorld(), [1 << 20]) == LinkCost(0.0, math.inf)
+    assert links.measure_links(SingleWorld(), CPU) == (LinkCost(0.0, math.inf), LinkCost(0.0, math.inf))
+    assert measure_sums(SingleWorld(), [1 << 20], CPU) == LinkCost(0.0, math.inf)
 
 
 @pytest.mark.parametrize(
@@ -76,7 +78,7 @@ def test_the_gradients_that_are_summed_are_the_models_own(sizes: list[int], num_
 
 
 def test_sums_of_gradients_are_measured() -> None:
-    for cost in run_ranks(3, lambda world: measure_sums(world, [3 << 20, 1 << 10, 1])):
+    for cost in run_ranks(3, lambda world: measure_sums(world, [3 << 20, 1 << 10, 1], CPU)):
         assert 0 < cost.latency_seconds < float("inf") and 0 < cost.bytes_per_second < float("inf")
 
 
@@ -84,7 +86,7 @@ def fake_clock(monkeypatch: pytest.MonkeyPatch, num_bad: int) -> None:
     """Lets a message take 1 us and 1 ns a byte, but the first `num_bad` large ones of each rank take less."""
     bad = [num_bad, num_bad]
 
-    def seconds(world: World, peer: int, num_bytes: int, num_times: int) -> float:
+    def seconds(world: World, peer: int, num_bytes: int, num_times: int, device: torch.device) -> float:
         bad[world.rank] -= num_bytes == links.LARGE_BYTES
         return 5e-7 if bad[world.rank] >= 0 and num_bytes == links.LARGE_BYTES else 1e-6 + 1e-9 * num_bytes
 
@@ -93,7 +95,7 @@ def fake_clock(monkeypatch: pytest.MonkeyPatch, num_bad: int) -> None:
 
 def test_a_noisy_measurement_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_clock(monkeypatch, num_bad=2)
-    for local, remote in run_ranks(2, links.measure_links):
+    for local, remote in run_ranks(2, lambda world: links.measure_links(world, CPU)):
         assert local == remote
         assert local.bytes_per_second == pytest.approx(1e9)
         assert local.latency_seconds == pytest.approx(1e-6, rel=0.5)
@@ -103,7 +105,7 @@ def test_a_measurement_that_stays_noisy_is_used_with_a_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     fake_clock(monkeypatch, num_bad=3)
-    for local, remote in run_ranks(2, links.measure_links):
+    for local, remote in run_ranks(2, lambda world: links.measure_links(world, CPU)):
         assert local == remote
         assert 0 < local.latency_seconds <= 1e-6 and 0 < local.bytes_per_second < float("inf")
     assert "between ranks 0 and 1 a message of 256 bytes took longer" in caplog.text
