@@ -19,18 +19,20 @@ from torch import Tensor
 from autovaruna.errors import CheckpointError
 
 Json = Any
+_MOST_LEVELS = 100
 
 
-def encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Json:
+def encode(value: Any, path: str, tensors: dict[str, Tensor], inside: tuple[int, ...] = ()) -> Json:
     """Returns the JSON of a value.
 
     Args:
         value: Numbers, texts, bytes, tensors, arrays, and lists, tuples and dicts of them.
         path: Where the value is, for names of tensors and errors.
         tensors: Gets the tensors in it, by path.
+        inside: Identities of the containers that it is in.
 
     Raises:
-        CheckpointError: something in it is of another type.
+        CheckpointError: something in it is of another type, or holds itself.
     """
     if value is None or isinstance(value, bool | str):
         return value
@@ -46,11 +48,18 @@ def encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Json:
         return {"$bytes": base64.b64encode(value).decode()}
     if isinstance(value, torch.dtype | torch.device):
         return {f"${type(value).__name__}": str(value).removeprefix("torch.")}
+    if id(value) in inside or len(inside) == _MOST_LEVELS:
+        fault = "holds itself" if id(value) in inside else f"is in {_MOST_LEVELS} containers, one in another"
+        raise CheckpointError(
+            f"{path:.120}, a {type(value).__name__}, {fault}, which a checkpoint cannot hold. Expected lists, tuples "
+            f"and dicts that hold neither themselves nor what they are in, in {_MOST_LEVELS} levels; take it out."
+        )
+    inside = (*inside, id(value))
     if type(value) in (list, tuple, torch.Size):
-        items = [encode(item, f"{path}.{index}", tensors) for index, item in enumerate(value)]
+        items = [encode(item, f"{path}.{index}", tensors, inside) for index, item in enumerate(value)]
         return items if isinstance(value, list) else {"$tuple": items}
     if type(value) in (dict, OrderedDict, defaultdict, Counter):
-        return _encode_dict(value, path, tensors)
+        return _encode_dict(value, path, tensors, inside)
     raise CheckpointError(
         f"{path} is {value!r:.80} of type {type(value).__name__}, which a checkpoint cannot hold. Expected numbers, "
         "texts, bytes, tensors, and lists, tuples and dicts of them; take it out, or turn it into those."
@@ -67,13 +76,13 @@ def _encode_tensor(value: Tensor, path: str, tensors: dict[str, Tensor]) -> Json
     return {"$tensor": name}
 
 
-def _encode_dict(value: Mapping[Any, Any], path: str, tensors: dict[str, Tensor]) -> Json:
+def _encode_dict(value: Mapping[Any, Any], path: str, tensors: dict[str, Tensor], inside: tuple[int, ...]) -> Json:
     if isinstance(value, Counter):
-        return {"$counter": [[encode(key, path, tensors), count] for key, count in value.items()]}
-    items = [(key, encode(item, f"{path}.{key}", tensors)) for key, item in value.items()]
+        return {"$counter": [[encode(key, path, tensors, inside), count] for key, count in value.items()]}
+    items = [(key, encode(item, f"{path}.{key}", tensors, inside)) for key, item in value.items()]
     if all(type(key) is str and not key.startswith("$") for key, _ in items):
         return dict(items)
-    return {"$dict": [[encode(key, f"the key {key!r} of {path}", tensors), item] for key, item in items]}
+    return {"$dict": [[encode(key, f"the key {key!r} of {path}", tensors, inside), item] for key, item in items]}
 
 
 def decode(given: Json, read: Callable[[str], Tensor]) -> Any:

@@ -254,6 +254,23 @@ def test_what_cannot_be_kept_is_refused_by_its_path(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+def test_what_holds_itself_is_named() -> None:
+    """So is what is nested deeper than readers of JSON go; what is there twice is kept twice."""
+    log: dict[str, object] = {"twice": [[1], [1]], "steps": []}
+    log["steps"] = [0, {"log": log}]
+    with pytest.raises(CheckpointError, match=r"extra\.steps\.1\.log, a dict, holds itself"):
+        encode(log, "extra", {})
+    deep: object = 0
+    for _ in range(99):
+        deep = (deep,)
+    assert decode(json.loads(json.dumps(encode([deep, deep], "extra", {}))), lambda name: torch.zeros(())) == [
+        deep,
+        deep,
+    ]
+    with pytest.raises(CheckpointError, match="is in 100 containers"):
+        encode([[deep]], "extra", {})
+
+
 @pytest.mark.parametrize("dtype", NAMES)
 def test_the_library_safetensors_reads_each_dtype(dtype: torch.dtype, tmp_path: Path) -> None:
     tensors = {"a": torch.arange(6).reshape(2, 3).to(dtype), "b": torch.zeros(()).to(dtype), "c": torch.empty(0, 2)}
