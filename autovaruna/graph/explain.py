@@ -16,6 +16,7 @@ from autovaruna.graph.origin import is_users
 _OF_TRACERS = ("data-dependent", "DataDependent", "DynamicOutputShape")
 # NumPy, formats, and torch's C++
 _OF_OTHERS = ("tensor subclasses", "FakeTensor.__format__", "got FakeTensor", "concrete integers")
+_OF_KEYS = "unhashable type: non-nested SymInt"
 _BOUNDS = re.compile(r"Expected op to be '==', got \S+ for (.*\bbatch\b.*)")
 """What torch says of a bound on the batch size that is no whole number."""
 _WANTS_NUMBERS = (*_OF_TRACERS, *_OF_OTHERS)
@@ -44,6 +45,8 @@ def explain(
             f"{name} raises {type(own).__name__} on these inputs{_where(own)}: {first_line(own)}. Got {inputs}. "
             "Expected inputs that the model takes on one process, without AutoVaruna; try it so."
         )
+    if _OF_KEYS in str(error):
+        return _of_key(name, _where(error))
     if is_dynamic and is_about_batch(error):
         where = f" at {fixing[0]}" if fixing else _where(error)
         return of_batch_size(name, where, _size_reason(error))
@@ -61,6 +64,16 @@ def of_batch_size(name: str, where: str, reason: str) -> TraceError:
         "samples one by one, so that a batch can go through in micro-batches. Move what mixes samples (a contrastive "
         "loss, say) out of the model, or pass dynamic_batch=False: each micro-batch is then a batch of its own to the "
         "model."
+    )
+
+
+def _of_key(name: str, where: str) -> TraceError:
+    return TraceError(
+        f"{name} cannot be traced{where}: a length that has no fixed number in a trace, that of the batch or one that "
+        "numbers in tensors decide, is hashed there, as a key of a dict, a member of a set, or an argument of a cached "
+        "function. Expected lengths that are compared and computed with. Leave the set or the cache out, move the line "
+        "out of forward, or into a submodule, which is then kept whole as one operation; if it is the batch size, "
+        "dynamic_batch=False fixes that."
     )
 
 

@@ -33,6 +33,22 @@ def _of_one_length(loss: Callable[..., Any], tracing: int) -> Callable[..., Any]
     return call
 
 
+def _by_bytes(where: Callable[..., Any], place: int, tracing: int) -> Callable[..., Any]:
+    """Returns a choice that takes a condition of bytes (argument `place`) for booleans, as plain PyTorch does."""
+
+    @wraps(where)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        given = args[place] if len(args) > place else kwargs.get("condition")
+        if get_ident() == tracing and isinstance(given, Tensor) and given.dtype is torch.uint8:
+            if len(args) > place:
+                args = (*args[:place], given.bool(), *args[place + 1 :])
+            else:
+                kwargs["condition"] = given.bool()
+        return where(*args, **kwargs)
+
+    return call
+
+
 def _is_of_data(length: Any) -> bool:
     return isinstance(length, torch.SymInt) and not length.node.has_hint()
 
@@ -41,7 +57,8 @@ def _is_of_data(length: Any) -> bool:
 def idioms() -> Iterator[None]:
     """Traces ``len(x)`` as ``x.shape[0]``, which fixes no batch size, and leaves checks of distributions out.
 
-    Losses of two tensors take it for granted that what masks have picked of both is of one length.
+    Losses of two tensors take it for granted that what masks have picked of both is of one length. A condition of bytes
+    is one of booleans.
 
     For this thread, while the context lasts; checks of distributions for all threads, since torch has one switch.
     """
@@ -55,13 +72,18 @@ def idioms() -> Iterator[None]:
 
     builtins.len = length
     Distribution.set_default_validate_args(False)
-    losses = {name: getattr(nn.functional, name) for name in _LOSSES}
-    for name, loss in losses.items():
-        setattr(nn.functional, name, _of_one_length(loss, tracing))
+    losses = [(nn.functional, name, _of_one_length(getattr(nn.functional, name), tracing)) for name in _LOSSES]
+    choices = [
+        (torch, "where", _by_bytes(torch.where, 0, tracing)),
+        (Tensor, "where", _by_bytes(Tensor.where, 1, tracing)),
+    ]
+    others = [(*each, getattr(*each[:2])) for each in (*losses, *choices)]
+    for holder, name, traced, _ in others:
+        setattr(holder, name, traced)
     try:
         yield
     finally:
-        for name, loss in losses.items():
-            setattr(nn.functional, name, loss)
+        for holder, name, _, own in others:
+            setattr(holder, name, own)
         builtins.len = plain
         Distribution.set_default_validate_args(checks)

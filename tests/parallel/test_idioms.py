@@ -122,10 +122,16 @@ def named(self: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(self.last(x), y)
 
 
+def by_bytes(self: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """Chooses by masks of bytes, which are deprecated."""
+    mask = (x > 0).byte()
+    return F.cross_entropy(self.last(torch.where(mask, x, 2 * x) + x.where(condition=mask, other=x.exp())), y)
+
+
 PASSING = (
     *(length, distributions, distances, checked, unknown, counted),
     *(probabilities, matrices, per_sample, dispatched, behind),
-    *(compiled, named),
+    *(compiled, named, by_bytes),
 )
 
 
@@ -206,3 +212,15 @@ def test_what_is_measured_does_not_index_with_what_memory_holds() -> None:
         AutoVaruna(Steps(returned), num_micro_batches=2, **QUIET)(**labelled(SIZE, 0)[1]).backward()
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+def hashed(self: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """Puts the batch size into a set."""
+    return F.cross_entropy(self.last(x), y) * len({x.shape[0], y.shape[0]})
+
+
+def test_a_batch_size_that_is_hashed_is_refused_by_its_line() -> None:
+    with pytest.raises(
+        TraceError, match=r"at .*test_idioms\.py.*len\(\{x\.shape.*is hashed there.*dynamic_batch=False"
+    ):
+        AutoVaruna(Steps(hashed), num_micro_batches=2, **QUIET)(**labelled(SIZE, 0)[1])
