@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from autovaruna.graph.facts import Fact, tensors_in
 from autovaruna.graph.layout import storage_of
@@ -66,12 +66,19 @@ class Additions:
             value = _run(node, lambda each: self._facts[each.name].value)
         tensors = tensors_in(value)
         known = self._facts.get(node.name)
+        given = [self._facts[each.name] for each in node.all_input_nodes]
+        memory = {
+            storage_of(fact.value): storage
+            for fact in given
+            if isinstance(fact.value, Tensor)
+            for storage in fact.makes
+        }
         self._facts[node.name] = Fact(
             value=value,
             needs_gradient=any(tensor.requires_grad for tensor in tensors),
-            reads=frozenset(storage for each in node.all_input_nodes for storage in self._facts[each.name].makes),
+            reads=frozenset(storage for fact in given for storage in fact.makes),
             writes=frozenset(),
-            makes=frozenset(map(storage_of, tensors)),
+            makes=frozenset(memory.get(storage_of(each), storage_of(each)) for each in tensors),
             is_random=False,
             num_flops=0.0 if known is None else known.num_flops,
         )

@@ -1,6 +1,7 @@
 """Learns what torch.export does not record: gradients, aliases, mutations, randomness and arithmetic of each node.
 
-The graph runs once on fake tensors (shapes alone, no numbers) of one batch size, under autograd.
+The graph runs once on fake tensors (shapes alone, no numbers) of one batch size, under autograd. What recalled
+submodules have left is not run again (`copied_facts.py`).
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from autovaruna.errors import TraceError
 from autovaruna.graph import flops
 from autovaruna.graph.call import CallSpec
+from autovaruna.graph.copied_facts import CopiedFacts
 from autovaruna.graph.explain import reason_of
 from autovaruna.graph.export import Exported, example_inputs
 from autovaruna.graph.fake import fake_like
@@ -48,7 +50,7 @@ class Fact:
     """What is known of one node.
 
     Attributes:
-        value: its fake result for the batch size of the pass.
+        value: its fake result for the batch size of the pass; copies of a node may share one.
         needs_gradient: whether any tensor of the result takes part in autograd, at the end: what is written into a
             view of it counts.
         reads: storages of its arguments.
@@ -86,6 +88,7 @@ class _Pass(fx.Interpreter):
 
     def __post_init__(self) -> None:
         super().__init__(self.module, garbage_collect_values=False)
+        self.copied = CopiedFacts(self.module.graph, self.mode)
 
     def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
         known = self.attributes.get(str(target))
@@ -117,6 +120,14 @@ class _Pass(fx.Interpreter):
             ) from error
 
     def _noted(self, n: fx.Node) -> Any:
+        copied = self.copied.beginning_at(n, self.facts)
+        if not copied:
+            return self._run(n)
+        self.facts |= {node.name: fact for node, fact in copied.items()}
+        self.env |= {node: fact.value for node, fact in copied.items()}  # what is there is not run
+        return self.env[n]
+
+    def _run(self, n: fx.Node) -> Any:
         inputs = [leaf for arg in n.all_input_nodes for leaf in tensors_in(self.env[arg])]
         versions = [tensor._version for tensor in inputs]
         self.num_flops = 0

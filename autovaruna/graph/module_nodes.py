@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from autovaruna.graph.arguments import written
+from autovaruna.graph.copied_facts import Origin, tell_origin
 from autovaruna.graph.layout import NotPlainError, storage_of
 from autovaruna.graph.module_call import ModuleCall
 from autovaruna.graph.stack import line_of_forward
@@ -58,6 +59,8 @@ def nodes_since(tracer: Any, last: fx.Node, call: ModuleCall) -> tuple[fx.Node, 
         is_known = is_size(node) or all(each in known or is_size(each) for each in node.all_input_nodes)
         if not is_known or not _is_fit(node, given):
             raise NotPlainError
+    for place, node in enumerate(found):
+        tell_origin(node, Origin(found[0].name, place, 0))
     return tuple(found)
 
 
@@ -78,7 +81,9 @@ def is_size(node: fx.Node) -> bool:
     return isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool) and value.node.has_hint()
 
 
-def copy_nodes(tracer: Any, nodes: tuple[fx.Node, ...], made: dict[fx.Node, fx.Node], old: Place, new: Place) -> None:
+def copy_nodes(
+    tracer: Any, nodes: tuple[fx.Node, ...], made: dict[fx.Node, fx.Node], old: Place, new: Place, number: int
+) -> None:
     """Leaves nodes once more.
 
     Args:
@@ -87,10 +92,12 @@ def copy_nodes(tracer: Any, nodes: tuple[fx.Node, ...], made: dict[fx.Node, fx.N
         made: What takes the place of other nodes; the copies join it.
         old: Where the nodes come from.
         new: Where the copies come from.
+        number: Of the copy.
     """
-    for node in nodes:
+    for place, node in enumerate(nodes):
         if not is_size(node):
             made[node] = _copy(tracer, node, made)
+            tell_origin(made[node], Origin(nodes[0].name, place, number))
             _tell_place(made[node], old, new)
 
 

@@ -192,7 +192,7 @@ class RecalledModules:
         self.num_recalled += 1
         self._used[id(template)] = template
         made = dict(zip(template.call.nodes, call.nodes, strict=True))
-        copy_nodes(tracer, template.nodes, made, template.place, Place.of(tracer, call))
+        copy_nodes(tracer, template.nodes, made, template.place, Place.of(tracer, call), self.num_recalled)
         return template.returned.tree.unflatten(list(_results(tracer, template.returned, call, made)))
 
 

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autovaruna.graph.layout import storage_of
 from autovaruna.graph.records import Block
 from autovaruna.graph.signature import signature
 from autovaruna.graph.traced import TracedModel
@@ -87,7 +86,8 @@ class Part:
 
     def storage(self, name: str) -> int:
         """Returns which memory a tensor lies in; views share theirs."""
-        return storage_of(self.traced.facts[name].value)
+        (memory,) = self.traced.facts[name].makes
+        return memory
 
     def _is_tensor(self, name: str) -> bool:
         return isinstance(self.traced.facts[name].value, Tensor)
