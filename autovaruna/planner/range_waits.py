@@ -92,22 +92,38 @@ def _fill(
     rows, n = seconds.shape
     work = np.concatenate([np.zeros((rows, 1)), seconds.cumsum(axis=1)], axis=1)
     fill, from_neighbour, slack = np.zeros((rows, n)), np.zeros((rows, n)), np.zeros((rows, n))
-    table = np.zeros((rows, len(positions), len(positions)))
-    columns, starts = {int(position): column for column, position in enumerate(positions)}, positions[:-1]
+    least = np.zeros((rows, n))  # of the waits of all blocks up to each, less the work before them
+    starts = positions[:-1]
+    waits, table = np.zeros((rows, len(starts))), np.zeros((rows, len(positions), len(positions)))
+    columns, changed = {int(position): column for column, position in enumerate(positions)}, 0
     for q in range(n):
+        before = q
         for h in holders.get(q, ()):
             since = work[:, h + 1] + slack[:, h]
             np.maximum(fill[:, h + 1 : q + 1], since[:, None], out=fill[:, h + 1 : q + 1])
+            before = min(before, h + 1)
             if h == q - 1:
                 from_neighbour[:, q] = since + messages[:, q]
-        slack[:, q] = (fill[:, : q + 1] - work[:, : q + 1]).min(axis=1)
+        _continue_least(least, fill[:, before : q + 1] - work[:, before : q + 1], before)
+        slack[:, q] = least[:, q]
+        changed = min(changed, before)  # What is before is as it was for the column before.
         if q + 1 in columns:
-            column = columns[q + 1]
-            where = starts[:column] if is_exact else slice(q + 1)
+            column, first = columns[q + 1], int(starts.searchsorted(changed, side="right")) - 1
+            own = starts[first:column]
+            where = own if is_exact else slice(own[0], q + 1)
             filled, near = fill[:, where], from_neighbour[:, where]
-            waits = np.where(filled > 0, np.maximum(filled, near) + once, 0.0)
-            table[:, column, :column] = waits if is_exact else np.minimum.reduceat(waits, starts[:column], axis=1)
+            new = np.where(filled > 0, np.maximum(filled, near) + once, 0.0)
+            waits[:, first:column] = new if is_exact else np.minimum.reduceat(new, own - own[0], axis=1)
+            table[:, column, :column] = waits[:, :column]
+            changed = q + 1
     return table.swapaxes(1, 2)
+
+
+def _continue_least(least: Array, values: Array, first: int) -> None:
+    """Puts the least of all values up to each into `least`, which knows it before the first of these."""
+    if first:
+        np.minimum(values[:, 0], least[:, first - 1], out=values[:, 0])
+    np.minimum.accumulate(values, axis=1, out=least[:, first : first + values.shape[1]])
 
 
 def _trips(holders: _Holders, seconds: Array, waits: Waits) -> Array:
