@@ -21,14 +21,13 @@ import operator
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-import networkx as nx
 import torch
-from networkx.utils import UnionFind
 from torch import Tensor, fx
 
 from autovaruna.graph.checks import check
 from autovaruna.graph.counts import counted
 from autovaruna.graph.facts import Fact, outliving_storages
+from autovaruna.graph.order import Sets, free_first, waiting_both_ways
 
 _CHEAP_SHARE = 1e-3
 _LOOKUPS = {torch.ops.aten.embedding.default, torch.ops.aten.lstm.input, torch.ops.aten.gru.input}
@@ -90,7 +89,7 @@ class _Rules:
         self.facts = facts
         self.depends_on_data = depends_on_data
         self.position = {node: index for index, node in enumerate(nodes)}
-        self.sets: UnionFind[fx.Node] = UnionFind(nodes)
+        self.sets = Sets(nodes)
         self.joins: list[tuple[tuple[str, ...], str]] = []
 
     def tuples_stay_whole(self) -> None:
@@ -144,28 +143,26 @@ class _Rules:
 
     def join_cycles(self, nodes: Sequence[fx.Node]) -> None:
         """Applies rule 6."""
-        for component in nx.strongly_connected_components(self._group_graph(nodes)):
-            self._join(list(component), "operations that wait for each other both ways stay together")
+        for groups in waiting_both_ways(self._behind(nodes)):
+            self._join(groups, "operations that wait for each other both ways stay together")
 
     def ordered(self, nodes: Sequence[fx.Node]) -> list[list[fx.Node]]:
         """Returns the groups in topological order, the earliest node first among those that are free."""
         members: dict[fx.Node, list[fx.Node]] = {}
         for node in nodes:
             members.setdefault(self.sets[node], []).append(node)
-        order = nx.lexicographical_topological_sort(
-            self._group_graph(nodes), key=lambda root: self.position[members[root][0]]
-        )
+        order = free_first(self._behind(nodes), lambda root: self.position[members[root][0]])
         return [members[root] for root in order]
 
-    def _group_graph(self, nodes: Sequence[fx.Node]) -> nx.DiGraph[fx.Node]:
-        inside = set(nodes)
-        graph: nx.DiGraph[fx.Node] = nx.DiGraph()
-        graph.add_nodes_from(self.sets[node] for node in nodes)
-        for node in nodes:
+    def _behind(self, nodes: Sequence[fx.Node]) -> dict[fx.Node, set[fx.Node]]:
+        """Returns for each group those that use its values."""
+        roots = {node: self.sets[node] for node in nodes}
+        behind: dict[fx.Node, set[fx.Node]] = {root: set() for root in roots.values()}
+        for node, root in roots.items():
             for source in node.all_input_nodes:
-                if source in inside and self.sets[source] != self.sets[node]:
-                    graph.add_edge(self.sets[source], self.sets[node])
-        return graph
+                if roots.get(source, root) is not root:
+                    behind[roots[source]].add(root)
+        return behind
 
     def outliving_storages(self) -> set[int]:
         """Storages of buffers, parameters, constants and inputs."""
@@ -174,7 +171,7 @@ class _Rules:
     def _join(self, nodes: Iterable[fx.Node], rule: str) -> None:
         known = [node for node in nodes if node in self.position]
         if len(known) > 1:
-            self.sets.union(*known)
+            self.sets.join(known)
             self.joins.append((tuple(node.name for node in known), rule))
 
     def groups(self) -> list[list[fx.Node]]:
