@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, fx
@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 _ORIGIN = "autovaruna_origin"
 
 
-class Origin(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Origin:
     """Says of which recorded call a node is, the how manieth, and in which copy of it; copy 0 is the call itself."""
 
     call: str
