@@ -43,16 +43,22 @@ def tried_guards(least: int) -> Iterator[list[int]]:
 
 
 def _fixing(shapes: ShapeEnv, least: int, greatest: list[int]) -> list[Any]:
-    """Returns the conditions that hold neither for all sizes nor, if that goes for all of them, up to one of them."""
+    """Returns the conditions that hold neither for all sizes nor, if that goes for all of them, up to one of them.
+
+    Those on several sizes are left to torch, which knows that they are equal.
+    """
     known = dict(shapes.var_to_range)
     bounds = _open_ranges(shapes, least)
-    reached = [(each, _holds_up_to(shapes.simplify(each.expr), least)) for each in shapes.guards]
+    conditions = [(each, shapes.simplify(each.expr)) for each in shapes.guards]
+    others = [each for each, condition in conditions if len(condition.free_symbols) != 1]
+    ours = ((each, condition) for each, condition in conditions if len(condition.free_symbols) == 1)
+    reached = [(each, _holds_up_to(condition, least)) for each, condition in ours]
     bounds += [size for _, size in reached if size < _SIZES[-1]]
     if 0 in bounds:
         shapes.var_to_range.update(known)
-        return [each for each, size in reached if size < _SIZES[-1]]
+        return others + [each for each, size in reached if size < _SIZES[-1]]
     greatest += bounds
-    return []
+    return others
 
 
 def _open_ranges(shapes: ShapeEnv, least: int) -> list[int]:
@@ -73,7 +79,7 @@ def _holds_up_to(condition: sympy.Basic, least: int) -> int:
     """
     symbols, sizes = condition.free_symbols, [size for size in _SIZES if size >= least]
     held = 0
-    for size in sizes if len(symbols) == 1 else []:
+    for size in sizes:
         if condition.xreplace(dict.fromkeys(symbols, size)) != sympy.true:
             break
         held = size

@@ -116,18 +116,18 @@ def test_a_bound_on_the_batch_size_is_said() -> None:
 def test_a_branch_on_large_batches_counts_if_it_computes_something_else(is_harmless: bool) -> None:
     """A copy into another order of memory, which libraries make of large batches, fixes no batch size."""
 
-    def branching(self: nn.Module, x: Tensor) -> Tensor:
-        out = self.layer(x)
+    def branching(self: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        out = self.layer(x) + self.layer(y.flatten().reshape(len(x), -1))
         if len(x) >= 64 or out.numel() > 9999:
             out = out.contiguous() if is_harmless else out.tanh()
         return out.square().mean()
 
     model = Function(branching, layer=nn.Linear(4, 4))
     if is_harmless:
-        assert traced(model, X).sizes.symbol is not None
+        assert traced(model, X, X).sizes.symbol is not None
     else:
         with pytest.raises(TraceError, match=r"it holds for batch <= 63 alone.*dynamic_batch=False"):
-            traced(model, X)
+            traced(model, X, X)
 
 
 def test_a_model_that_mixes_samples_can_be_traced_for_one_size() -> None:
