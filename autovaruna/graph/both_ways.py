@@ -58,16 +58,35 @@ class BothWays:
             returned: Gets what each module returns.
         """
         own = self._copy()
-        for path in self._kept_paths:
-            own.get_submodule(path).register_forward_pre_hook(_seed_python)
         if returned is not None:
             for path, module in own.named_modules():
                 module.register_forward_hook(partial(_note, returned, path))
+        return self._called(own, around)
+
+    def plain_again(self) -> list[Tensor] | None:
+        """Calls a copy twice, with the same samples and state; returns the same of its second call.
+
+        None: nothing that a first call leaves can change a second one, besides that state.
+        """
+        if not self.traced.leaves and not self._kept_paths:
+            return None
+        own = self._copy()
+        self._called(own)
+        named, before = _state(own), _state(self.model)
+        with torch.no_grad():
+            for name in self.state:
+                named[name].data = before[name].detach().clone()
+        return self._called(own)
+
+    def _called(self, own: nn.Module, around: AbstractContextManager[Any] | None = None) -> list[Tensor]:
         args, kwargs = self.traced.call.tree.unflatten(self._inputs())
+        seeded = [own.get_submodule(path).register_forward_pre_hook(_seed_python) for path in self._kept_paths]
         with around or nullcontext(), self._alike(), in_precision(self.traced.call.precision), _as_it_is(self.model):
             outputs, _ = flatten(own(*args, **kwargs), "output")
+        for hook in seeded:
+            hook.remove()
         named = _state(own)
-        return [each.detach() for each in (*outputs, *(named[name] for name in self.state))]
+        return [each.detach().clone() for each in (*outputs, *(named[name] for name in self.state))]
 
     def trace(
         self,

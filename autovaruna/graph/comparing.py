@@ -21,6 +21,7 @@ from autovaruna.graph.traced import TracedModel
 
 logger = logging.getLogger(__name__)
 SEEDS = (1, 2)
+_MOST_NAMES = 5
 BY_ROUNDING = 16.0
 """A difference that is so many times what rounding does to the model itself is still one of rounding."""
 CLEAR = 10.0
@@ -30,7 +31,8 @@ CLEAR = 10.0
 def compare(traced: TracedModel, model: nn.Module, tensors: Sequence[Tensor], device: torch.device) -> None:
     """Makes sure that a trace computes what its model does.
 
-    Both run once on the samples, drawing the same random numbers; neither leaves anything behind. If they differ, the
+    Both run once on the samples, drawing the same random numbers; neither leaves anything behind. A model that keeps
+    something in Python from its first call on must give the same in a second one. If they differ, the
     model runs again with sums that are off by their rounding, to see whether that explains it.
 
     Args:
@@ -48,17 +50,32 @@ def compare(traced: TracedModel, model: nn.Module, tensors: Sequence[Tensor], de
     except Exception as error:  # the step will say so, if it is one of the model
         logger.info("the trace was not compared with the model: %s: %s", type(error).__name__, first_line(error))
         return
-    allowed = tolerance(traced)
+    _compare(both, plain, ours, model)
+    try:
+        again = both.plain_again()
+    except Exception as error:  # plain PyTorch will say so
+        logger.info("the trace was not compared with a second call: %s: %s", type(error).__name__, first_line(error))
+        return
+    if again is not None:
+        left = ", ".join(sorted(traced.leaves)[:_MOST_NAMES])
+        _compare(
+            both, again, ours, model, f" in its second call{left and f', after what its first one leaves: {left}'}"
+        )
+
+
+def _compare(both: BothWays, plain: list[Tensor], ours: list[Tensor], model: nn.Module, when: str = "") -> None:
+    """Makes sure that what the trace gives, `ours`, is what a call of the model gives."""
+    allowed = tolerance(both.traced)
     found = [distance(one, other) for one, other in zip(ours, plain, strict=True)]
     if all(each <= allowed for each in found):
         return
-    bounds = [max(allowed, BY_ROUNDING * each) for each in _noise(both, plain)]
+    bounds = [max(allowed, BY_ROUNDING * each) for each in _noise(both)]
     worst = max(range(len(found)), key=lambda place: found[place] / bounds[place])
     if found[worst] <= bounds[worst]:
         return
-    names = [*(spec.path for spec in traced.outputs), *both.state]
+    names = [*(spec.path for spec in both.traced.outputs), *both.state]
     difference = Difference(names[worst], ours[worst], plain[worst], found[worst], bounds[worst])
-    _report(difference, _where(both, allowed), model)
+    _report(f"{when}: {difference}{'' if when else _where(both, allowed)}", difference, model)
 
 
 @dataclass(frozen=True)
@@ -83,10 +100,8 @@ class Difference:
         )
 
 
-def _report(difference: Difference, where: str, model: nn.Module) -> None:
-    text = (
-        f"The trace of {type(model).__qualname__} computes something else than the model itself: {difference}{where}."
-    )
+def _report(what: str, difference: Difference, model: nn.Module) -> None:
+    text = f"The trace of {type(model).__qualname__} computes something else than the model itself{what}."
     if difference.size <= CLEAR * difference.allowed:
         logger.warning("%s Training goes on with the numbers of the trace.", text)
         return
@@ -125,8 +140,9 @@ def _wide(tensor: Tensor) -> Tensor:
     return flat.detach().reshape(-1).double()
 
 
-def _noise(both: BothWays, plain: Sequence[Tensor]) -> list[float]:
+def _noise(both: BothWays) -> list[float]:
     """Returns what rounding does to each number of the model."""
+    plain = both.plain()
     runs = [both.plain(Rounded(both.device, seed)) for seed in SEEDS]
     return [max(distance(run[place], each) for run in runs) for place, each in enumerate(plain)]
 

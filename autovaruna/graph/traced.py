@@ -37,6 +37,7 @@ class TracedModel:
         constants: other tensors, by attribute name.
         changed_state: first names of buffers, and of parameters, that forward changes.
         steady_state: those of them that it changes whatever the samples are.
+        leaves: names of the Python state that its forward changes.
         reads: attributes of modules that the model has read, as ``path.of.module.attribute``.
         totals: its values of the whole batch.
         joins_counts: nodes that join counts of several samples.
@@ -55,6 +56,7 @@ class TracedModel:
     constants: dict[str, Tensor]
     changed_state: frozenset[str]
     steady_state: frozenset[str] = frozenset()
+    leaves: frozenset[str] = frozenset()
     reads: frozenset[str] = frozenset()
     totals: BatchTotals = NO_TOTALS
     joins_counts: tuple[str, ...] = ()

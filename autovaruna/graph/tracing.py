@@ -112,6 +112,7 @@ def _trace(
         constants=exported.constants,
         changed_state=frozenset(state[name] for name in changed),
         steady_state=frozenset(state[name] for name in steady_state(module, facts, batch, changed)),
+        leaves=frozenset(exported.changes.names),
         reads=exported.reads,
         totals=totals,
         joins_counts=tuple(node.name for node in joining),

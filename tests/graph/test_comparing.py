@@ -156,3 +156,25 @@ def test_distances() -> None:
     assert distance(torch.tensor([torch.nan, 1.0]), torch.tensor([torch.nan, 1.0])) == 0.0
     assert distance(torch.tensor([torch.inf, 1.0]), torch.tensor([-torch.inf, 1.0])) == torch.inf
     assert distance(torch.tensor([3]), torch.tensor([4])) == 0.25
+
+
+class Carrying(nn.Module):
+    """Adds what its last call has left to what it gives, if there is something."""
+
+    def __init__(self, is_read: bool) -> None:
+        super().__init__()
+        self.layer, self.is_read = nn.Linear(12, 12), is_read
+        self.last: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        last = x.new_zeros(len(x), 12) if self.last is None else self.last
+        out: Tensor = self.layer(x + last if self.is_read else x)
+        self.last = out.detach()
+        return out
+
+
+def test_samples_that_the_first_call_leaves_for_the_next_are_found() -> None:
+    """Once, a state of as many samples as the batch has, empty before the first call, stayed empty."""
+    with pytest.raises(TraceError, match="in its second call, after what its first one leaves: last"):
+        look(Carrying(is_read=True))
+    look(Carrying(is_read=False))
