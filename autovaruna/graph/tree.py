@@ -92,7 +92,7 @@ class Tree:
 
     def _unflatten(self, tensors: Iterator[Any], opaque: Callable[[Opaque], Any] | None) -> Any:
         values = [_value(leaf, tensors, opaque) for leaf in self.leaves]
-        return pytree.tree_unflatten(values, self.spec)
+        return values[0] if self.spec.is_leaf() else pytree.tree_unflatten(values, self.spec)
 
 
 def _leaf_key(leaf: Leaf) -> str:

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import cached_property, partial
+from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from autovaruna.errors import InputError
-from autovaruna.graph.precision import without_autocast
-from autovaruna.graph.random import untouched_generator
 from autovaruna.graph.traced import TracedModel
 from autovaruna.graph.tree import Opaque, Undelivered
 from autovaruna.parallel.calls import SharedCall
+from autovaruna.parallel.guard import Guard
 from autovaruna.parallel.prepared import PreparedGraphs
 from autovaruna.parallel.shared_state import share_state
 from autovaruna.parallel.step import Step
@@ -119,6 +117,7 @@ class Engine:
         recorder = self._trace.recorder if self._trace else None
         traffic = prepared.traffic(batch)
         executor = Executor(job, self._world, self._mail, traffic, prepared.stages, inputs, self._device, recorder)
+        guard = Guard(self._world, executor, traced.draws_or_casts, self._device, self._forget_step)
         step = Step(
             job=job,
             executor=executor,
@@ -130,7 +129,7 @@ class Engine:
             inputs=inputs,
             parameters=self._own,
             device=self._device,
-            guard=partial(self._guard, executor, traced),
+            guard=guard,
             is_synchronising=self.is_synchronising,
             delivers_all=self._settings.outputs == "all",
             note_backward=self._note_backward,
@@ -138,10 +137,11 @@ class Engine:
             loss_scale=self._loss_scale,
             factor=self._loss_scale.before(prepared.is_half) if is_whole else 1.0,
         )
-        with self._guard(executor, traced):
+        with guard:
             executor.send_inputs()
             outputs = step.whole() if is_whole else step.forwards()
-            share_state(traced.changed_state, self._state, self.placement, self._world)
+            if traced.changed_state:
+                share_state(traced.changed_state, self._state, self.placement, self._world)
             self._world.flush()
             if self._trace is not None:
                 self._trace.write_step()
@@ -211,29 +211,6 @@ class Engine:
     def _away(self) -> list[Elsewhere]:
         """The parameters that other ranks hold."""
         return [each for each in self._state.parameters().values() if isinstance(each, Elsewhere)]
-
-    @contextmanager
-    def _guard(self, executor: Executor, traced: TracedModel) -> Iterator[None]:
-        """Gives the user's generator and autocast back; an error in the middle of a step ends all ranks."""
-        try:
-            with self._apart(traced):
-                yield
-        except BaseException as error:
-            if self._world.num_ranks > 1 and isinstance(error, Exception):
-                self._world.abort(error, executor.where(error))
-            if isinstance(error, Exception) and hasattr(error, "add_note"):  # from Python 3.11 on
-                error.add_note(executor.where(error))
-            self._forget_step()
-            raise
-
-    @contextmanager
-    def _apart(self, traced: TracedModel) -> Iterator[None]:
-        """Keeps the user's generator and autocast from operations that would change or obey them."""
-        if traced.draws_or_casts or torch._C._is_any_autocast_enabled():
-            with untouched_generator(self._device), without_autocast():
-                yield
-        else:
-            yield
 
     def _forget_step(self) -> None:
         """Drops what a step that failed has left behind: a script on one process may catch the error and go on."""

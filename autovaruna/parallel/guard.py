@@ -54,6 +54,8 @@ class Guard(AbstractContextManager[None]):
         if error is not None:
             if self._world.num_ranks > 1 and isinstance(error, Exception):
                 self._world.abort(error, self._executor.where(error))
+            if isinstance(error, Exception) and hasattr(error, "add_note"):  # from Python 3.11 on
+                error.add_note(self._executor.where(error))
             self._forget()
 
 

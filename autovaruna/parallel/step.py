@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import TypeVar
 
@@ -24,10 +24,13 @@ from autovaruna.runtime.scaler import LossScale
 from autovaruna.runtime.traffic import Traffic
 from autovaruna.runtime.world import World
 from autovaruna.schedule.instruction import Kind
+from autovaruna.stage.module import ParameterUse
 
 Key = TypeVar("Key")
 _ALL = tuple(Kind)
 _BACKWARDS = Kind.RECOMPUTE, Kind.BACKWARD, Kind.WEIGHT
+_Found = tuple[dict[ParameterUse, Tensor], dict[str, Tensor], dict[str, Tensor], dict[str, Tensor | None]]
+"""The gradients of a step: this rank's own by use, the sums, those that earlier calls kept back, and of inputs."""
 
 
 def input_key(name: str) -> str:
@@ -68,18 +71,25 @@ class Step:
     inputs: Mapping[str, Tensor]
     parameters: Mapping[str, Tensor]
     device: torch.device
-    guard: Callable[[], AbstractContextManager[None]]
+    guard: AbstractContextManager[None]
     is_synchronising: bool
     delivers_all: bool
     note_backward: Callable[[str], None]
     note_gradients: Callable[[bool], None]
     loss_scale: LossScale
     factor: float
+    _loss: Tensor | None = field(default=None, init=False)
+    _found: _Found = field(default=({}, {}, {}, {}), init=False)
 
     @cached_property
     def specs(self) -> dict[int, OutputSpec]:
         """The model's outputs by place."""
         return dict(enumerate(self.job.split.traced.outputs))
+
+    @cached_property
+    def loss_place(self) -> int:
+        """The place of the loss among the outputs."""
+        return next(place for place, spec in self.specs.items() if spec.kind is OutputKind.LOSS)
 
     @cached_property
     def wanted(self) -> dict[int, OutputSpec]:
@@ -106,43 +116,57 @@ class Step:
         """Runs forwards and backwards for the expected loss gradient; ``backward`` gives the gradients out, scaled."""
         self.executor.aside = self._get_ready
         self.executor.run(self.traffic.program(_ALL))
-        wanted = self.wanted
-        loss = next(place for place, spec in wanted.items() if spec.kind is OutputKind.LOSS)
-        self.collector.send(wanted)
+        self.collector.send(self.wanted)
         own = self.gradients.take()
         inputs = self.exchange.input_gradients()
         if not self.is_synchronising:
             self.gradients.keeps_back()
         totals = self.gradients.total(own, self.exchange.origin) if self.is_synchronising else {}
         kept = self.take_kept() if self.is_synchronising else {}
-        outputs = self.collector.take(wanted)  # last: they have come while gradients were summed
-
-        def finish(gradients: Gradients) -> Gradients:
-            by_place = dict(zip(wanted, gradients, strict=True))
-            gradient = by_place.pop(loss)
-            self.note_backward("none" if gradient is None else f"{gradient.item():g}")
-            _refuse(by_place, wanted)
-            if gradient is None:
-                return self._for_sources({}, kept, {})
-            self.loss_scale.after(gradient.item())
-            self.note_gradients(self.is_synchronising)
-            scale = gradient.item() / self.factor
-            if not self.is_synchronising:
-                self.gradients.keep(_scaled(own, scale))
-            return self._for_sources(_scaled(totals, scale), kept, _scaled(inputs, scale))
-
-        published = self._publish(outputs, finish)
+        assert self._loss is not None, "the loss is published before the first backward"
+        (loss, self._loss), self._found = (self._loss, None), (own, totals, kept, inputs)
+        outputs = self.collector.take(self.wanted)  # last: they have come while gradients were summed
+        loss.data = outputs.pop(self.loss_place)
+        published = self._publish(outputs, self._refuse) if outputs else {}
+        published[self.loss_place] = loss
         return [published.get(place) for place in self.specs]
 
     def _get_ready(self) -> None:
-        """Prepares backwards, and what is needed once the last one has ended."""
+        """Prepares backwards, and what is needed once the last one has ended: the loss, but for its number."""
         seeds = self.traffic.seeds(self.factor)
-        is_loss = [spec.kind is OutputKind.LOSS for spec in self.specs.values()]
+        is_loss = [place == self.loss_place for place in self.specs]
         self.executor.output_gradients = lambda place, part: seeds[part.share] if is_loss[place] else None
         if self.is_synchronising:
             self.executor.stage_ended = self.gradients.begin(self.exchange.origin)
         self.collector.expect(self.wanted)
-        self.sources  # noqa: B018 - found now
+        published = self._publish({self.loss_place: self.traffic.empty_loss(self.device)}, self._finish)
+        self._loss = published[self.loss_place]
+
+    def _finish(self, gradients: Gradients) -> Gradients:
+        """Gives out the gradients of the step, scaled by what comes into the loss."""
+        own, totals, kept, inputs = self._found
+        if gradients[0] is None:
+            self.note_backward("none")
+            return self._for_sources({}, kept, {})
+        factor = gradients[0].item()
+        self.note_backward(f"{factor:g}")
+        self.loss_scale.after(factor)
+        self.note_gradients(self.is_synchronising)
+        scale = factor / self.factor
+        if not self.is_synchronising:
+            self.gradients.keep(_scaled(own, scale))
+        return self._for_sources(_scaled(totals, scale), kept, _scaled(inputs, scale))
+
+    def _refuse(self, gradients: Gradients) -> Gradients:
+        """Refuses to go backward from outputs beside the loss."""
+        others = [spec for place, spec in self.wanted.items() if place != self.loss_place]
+        self.note_backward("of other outputs")
+        used = [spec.path for spec, gradient in zip(others, gradients, strict=True) if gradient is not None]
+        raise InputError(
+            f"backward reached {', '.join(used)}, but this model's step starts from its own loss, whose backward has "
+            "already run. Expected a loss made from the model's loss alone; pass loss_mode='outputs' to go backward "
+            "from any output."
+        )
 
     def forwards(self) -> list[Tensor | None]:
         """Runs forwards; where gradients are wanted, the backwards run when the caller goes backward."""
@@ -158,7 +182,7 @@ class Step:
         self.note_backward("of its outputs")
         self.loss_scale.after(1.0)
         self.note_gradients(self.is_synchronising)
-        with self.guard():
+        with self.guard:
             self.exchange.spread_output_gradients(gradients, zeros)
             self.executor.output_gradients = self.exchange.output_gradient
             if self.is_synchronising:
@@ -194,16 +218,6 @@ class Step:
             found[name] = gradient if now is None else gradient.add_(now)
         found |= {input_key(name): self._as_own(name, gradient) for name, gradient in inputs.items()}
         return [found.get(name) for name in self.sources]
-
-
-def _refuse(gradients: Mapping[int, Tensor | None], specs: Mapping[int, OutputSpec]) -> None:
-    used = [specs[place].path for place, gradient in gradients.items() if gradient is not None]
-    if used:
-        raise InputError(
-            f"backward reached {', '.join(used)}, but this model's step starts from its own loss, whose backward has "
-            "already run. Expected a loss made from the model's loss alone; pass loss_mode='outputs' to go backward "
-            "from any output."
-        )
 
 
 def _scaled(gradients: Mapping[Key, Tensor | None], scale: float) -> dict[Key, Tensor]:

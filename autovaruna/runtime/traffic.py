@@ -86,14 +86,23 @@ class Traffic:
     def seeds(self, factor: float) -> dict[float, Tensor]:
         """Returns the gradient of each micro-batch's loss, by its share, for a backward from `factor`."""
         if self._factor != factor:
-            self._factor, loss = factor, self._split.traced.loss
-            assert loss is not None, "a step goes backward from a loss"
-            value: Tensor = self._split.traced.nodes[loss.node].meta["val"]
+            self._factor, value = factor, self._traced_loss
             shares = {part.share for part in self._batch.micro_batches.values()}
             self._seeds = {
                 share: torch.full((), share * factor, dtype=value.dtype, device=value.device) for share in shares
             }
         return self._seeds
+
+    def empty_loss(self, device: torch.device) -> Tensor:
+        """Returns a tensor in the place of a loss that is still to come."""
+        return torch.empty((), dtype=self._traced_loss.dtype, device=device)
+
+    @property
+    def _traced_loss(self) -> Tensor:
+        loss = self._split.traced.loss
+        assert loss is not None, "a step goes backward from a loss"
+        value: Tensor = self._split.traced.nodes[loss.node].meta["val"]
+        return value
 
     def program(self, kinds: tuple[Work, ...], origin: str = "") -> list[Act]:
         """Returns this rank's instructions of some kinds, without those of empty micro-batches.

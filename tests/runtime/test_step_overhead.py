@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 import threading
+from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -14,9 +15,10 @@ import pytest
 import torch
 
 from autovaruna import AutoVaruna
-from autovaruna.parallel import engine
+from autovaruna.parallel import guard
 from autovaruna.parallel.engine import Engine
 from autovaruna.parallel.step import Step
+from autovaruna.runtime import executor
 from autovaruna.runtime.arrival import arrive, go_backward
 from autovaruna.runtime.connected import ConnectedWorld
 from autovaruna.runtime.elsewhere import Elsewhere
@@ -139,8 +141,8 @@ def test_a_step_takes_few_calls(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_step_that_neither_draws_nor_casts_saves_no_generator(monkeypatch: pytest.MonkeyPatch) -> None:
     """It was saved and given back at each call; one that draws does so."""
     saved: list[torch.device] = []
-    save = engine.untouched_generator
-    monkeypatch.setattr(engine, "untouched_generator", lambda device: (saved.append(device), save(device))[1])
+    save = guard.untouched_generator
+    monkeypatch.setattr(guard, "untouched_generator", lambda device: (saved.append(device), save(device))[1])
     for case, num_saved in ((CASE, 0), (next(case for case in PLAIN if case.name == "dropout"), 3)):
         saved.clear()
         train(case, Setup(((0,),), 2), [case.batch(8, step) for step in range(3)], sgd)
@@ -187,6 +189,25 @@ def test_what_a_backward_needs_is_prepared_once_the_first_activation_is_on_its_w
     train(CASE, Setup(((0,), (1,)), 4, settings=settings), [CASE.batch(8, 0)], sgd)
     assert acts[0][0] == "sent to 1"
     assert acts[1].index("ready") < acts[1].index("sent to 0")
+
+
+def test_the_loss_is_published_before_it_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was published once all gradients were there, when nothing was left to wait for."""
+    acts: defaultdict[int, list[str]] = defaultdict(list)
+
+    def noted(owner: Any, name: str) -> None:
+        act = getattr(owner, name)
+
+        def note(*args: Any) -> Any:
+            acts[threading.get_ident()].append(name)
+            return act(*args)
+
+        monkeypatch.setattr(owner, name, note)
+
+    noted(Step, "_publish")
+    noted(executor, "go_backward")
+    train(CASE, Setup(((0,), (1,)), 4), [CASE.batch(8, 0)], sgd)
+    assert list(acts.values()) == [["_publish", *["go_backward"] * 4]] * 2
 
 
 def train_on_ones(model: AutoVaruna, num_steps: int) -> None:
