@@ -54,8 +54,11 @@ class ConnectedWorld(WatchedWorld):
         if self._carrier is not None and self._carrier.sends_to(destination):
             there = [tensor.detach().to(self._carrier.device) for tensor in tensors]
             return self.post_sends(there, destination, CARRIER_CHANNEL, tag)
-        reachable = [tensor if tensor.is_cpu else self.reachable(tensor) for tensor in tensors]
-        return self.post_sends(reachable, destination, TENSOR_CHANNEL, tag)
+        for tensor in tensors:
+            if not tensor.is_cpu:
+                tensors = [self.reachable(each) for each in tensors]
+                break
+        return self.post_sends(tensors, destination, TENSOR_CHANNEL, tag)
 
     def receive(self, buffers: Sequence[Tensor], source: int, tag: int) -> Pending:
         """Posts the receive of tensors."""
@@ -79,7 +82,7 @@ class ConnectedWorld(WatchedWorld):
         return torch.empty_strided(buffer.size(), buffer.stride(), dtype=buffer.dtype, device=self._carrier.device)
 
     def reachable(self, tensor: Tensor) -> Tensor:
-        """Returns a tensor, which is not on the host, where the transport can send it from."""
+        """Returns a tensor where the transport can send it from: itself, if it is on the host."""
         return to_host(tensor)
 
     def landing(self, buffer: Tensor) -> Tensor:

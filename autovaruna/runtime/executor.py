@@ -18,6 +18,7 @@ from autovaruna.runtime.batch import MicroBatch
 from autovaruna.runtime.changed_state import ChangedState
 from autovaruna.runtime.events import Recorder
 from autovaruna.runtime.given_whole import given_whole
+from autovaruna.runtime.in_flight import NOTHING, InFlight
 from autovaruna.runtime.job import Job
 from autovaruna.runtime.mail import Mail
 from autovaruna.runtime.offload import Stash
@@ -30,23 +31,6 @@ from autovaruna.stage.module import StageModule
 
 Place = tuple[int, int]
 """A stage and a micro-batch."""
-
-
-_NOTHING: Mapping[str, Tensor] = {}
-
-
-class _InFlight:
-    """What a stage keeps of a micro-batch between its forward and its backward."""
-
-    __slots__ = ("before", "deferred", "gradients", "returned", "stash", "tensors")
-
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        self.tensors = tensors
-        self.returned = _NOTHING
-        self.gradients: dict[str, Tensor] = {}
-        self.before = _NOTHING
-        self.stash: Stash | None = None
-        self.deferred: Deferred | None = None
 
 
 class Executor:
@@ -85,7 +69,7 @@ class Executor:
         self._samples = OwnSamples(inputs, job, world.rank, mail)
         self._device = device
         self._recorder = recorder
-        self._in_flight: dict[Place, _InFlight] = {}
+        self._in_flight: dict[Place, InFlight] = {}
         self._deferred: dict[Place, Deferred] = {}
         self._state = ChangedState(job.split.traced, len(job.batch.micro_batches))
         self.outputs: dict[tuple[int, int], Tensor] = {}
@@ -153,7 +137,7 @@ class Executor:
     def _forward(self, stage: StageModule, act: Act) -> None:
         """Waits for inputs and activations, runs the stage, starts to send what it returns."""
         part = act.part
-        state = _InFlight(self._arrived(act))
+        state = InFlight(self._arrived(act))
         if self._state.is_steady:
             self._state.start_alike(stage)
         keeps_graph = self._job.needs_gradient and stage.index not in self._job.recomputing
@@ -168,7 +152,7 @@ class Executor:
             state.returned = returned
         elif self._job.needs_gradient:
             state.stash = Stash(state.tensors, is_offloaded=self._job.offload)
-        state.tensors = _NOTHING
+        state.tensors = NOTHING
         if self._job.needs_gradient:
             self._in_flight[stage.index, part.index] = state
 
@@ -179,7 +163,7 @@ class Executor:
         state.tensors = state.stash.take()
         with self._state.as_before(stage, state.before):
             state.returned = self._run_stage(stage, act.part, state, keeps_graph=True)
-        state.tensors = _NOTHING
+        state.tensors = NOTHING
 
     def _backward(self, stage: StageModule, act: Act) -> None:
         """Waits for gradients, runs backward, starts to send the gradients of what the stage received."""
@@ -190,17 +174,16 @@ class Executor:
         roots: list[Tensor] = []
         gradients: list[Tensor] = []
         for name, gradient in self._arrived_gradients(stage, act):
-            root = state.returned[name]
-            if gradient is not None and root.requires_grad:
+            if gradient is not None and (root := state.returned[name]).requires_grad:
                 roots.append(root)
                 gradients.append(gradient)
-        state.returned = _NOTHING
+        state.returned = NOTHING
         if roots:
             go_backward(roots, gradients)
         if state.deferred is not None:
             self._deferred[place] = state.deferred
         for kind, names in act.sends:
-            self._mail.send([state.gradients.get(name) for name in names], kind)
+            self._mail.send(list(map(state.gradients.get, names)), kind)
         for name, holder in self._job.split.input_gradients.items():
             if holder == stage.index:
                 self.input_gradients[name, act.part.index] = state.gradients.get(name)
@@ -209,14 +192,12 @@ class Executor:
         """Computes the weight gradients that the backward has left."""
         stage.compute_weights(self._deferred.pop((stage.index, act.part.index)))
 
-    def _run_stage(
-        self, stage: StageModule, part: MicroBatch, state: _InFlight, keeps_graph: bool
-    ) -> dict[str, Tensor]:
+    def _run_stage(self, stage: StageModule, part: MicroBatch, state: InFlight, keeps_graph: bool) -> dict[str, Tensor]:
         job = self._job
         stream = RandomStream(job.seed, job.step, part.index, self._device) if stage.is_random else None
         tensors = self._leaves(stage, state) if job.needs_gradient else state.tensors
         if job.of_batch:
-            tensors = {**tensors, **job.of_batch.get(part.share, _NOTHING)}
+            tensors = {**tensors, **job.of_batch.get(part.share, NOTHING)}
         if job.needs_gradient and not keeps_graph:
             with forgetting():
                 return stage.run(tensors, part.size, stream)
@@ -224,17 +205,19 @@ class Executor:
             state.deferred = Deferred()
         return stage.run(tensors, part.size, stream, state.deferred)
 
-    def _leaves(self, stage: StageModule, state: _InFlight) -> Mapping[str, Tensor]:
+    def _leaves(self, stage: StageModule, state: InFlight) -> Mapping[str, Tensor]:
         """Turns what the stage received into leaves whose gradients are noted in `state`."""
-        wanted = self._traffic.wanted[stage.index] & state.tensors.keys()
-        if not wanted:
-            return state.tensors
-        return {**state.tensors, **{name: arrive(state.tensors[name], state.gradients, name) for name in wanted}}
+        tensors = dict(state.tensors)
+        for name in self._traffic.wanted[stage.index]:
+            if name in tensors:
+                tensors[name] = arrive(tensors[name], state.gradients, name)
+        return tensors
 
     def _arrived(self, act: Act) -> dict[str, Tensor]:
         """Returns all that a forward receives, by name."""
-        # first what is here: the rest may still be on its way
-        tensors = {name: self._samples.of(act.part, name) for name in act.own}
+        tensors: dict[str, Tensor] = {}
+        for name in act.own:  # first what is here: the rest may still be on its way
+            tensors[name] = self._samples.of(act.part, name)
         for kind, names in act.receives:
             for name, tensor in zip(names, self._mail.take(kind), strict=True):
                 assert tensor is not None, f"{name} is always there; gradients alone may be missing"
@@ -243,7 +226,9 @@ class Executor:
 
     def _arrived_gradients(self, stage: StageModule, act: Act) -> list[tuple[str, Tensor | None]]:
         """Returns the gradients of what a stage returns: of the model's outputs first, then of what it sent."""
-        arrived = [(name, self.output_gradients(place, act.part)) for place, name in stage.part.outputs]
+        arrived: list[tuple[str, Tensor | None]] = []
+        for place, name in stage.part.outputs:
+            arrived.append((name, self.output_gradients(place, act.part)))
         for kind, names in act.receives:
             arrived += zip(names, self._mail.take(kind), strict=True)
         return arrived

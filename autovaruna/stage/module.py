@@ -40,6 +40,7 @@ class StageModule:
         part: the stage.
         index: which stage of the pipeline it is.
         leaves: what collects the gradients of parameters.
+        is_random: whether it draws random numbers.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class StageModule:
         self._sizes: list[tuple[int, str]] = []
         self._values: list[tuple[int, str]] = []
         self._streams: list[int] = []
+        self.is_random = False
         self._bound_buffers: list[tuple[str, Tensor]] = []
         self.bind()
 
@@ -80,6 +82,7 @@ class StageModule:
         self._sizes = [(place, each.name) for place, each in places if each.source is Source.SIZE]
         self._values = [(place, each.name) for place, each in places if each.source in _OF_MICRO_BATCH]
         self._streams = [place for place, each in places if each.source is Source.RANDOM]
+        self.is_random = bool(self._streams)
         self._bound_buffers = [(name, self._buffers[name]) for name in self.part.piece.named(Source.BUFFER)]
 
     def is_bound(self) -> bool:
@@ -94,11 +97,6 @@ class StageModule:
         named = self.part.piece.named
         buffers: dict[str, Tensor] = {name: self._buffers[name] for name in named(Source.BUFFER) if name in names}
         return buffers | {name: self._parameters[name].detach() for name in named(Source.PARAMETER) if name in names}
-
-    @property
-    def is_random(self) -> bool:
-        """Whether it draws random numbers."""
-        return bool(self._streams)
 
     @cached_property
     def split(self) -> SplitPiece | None:
