@@ -99,7 +99,8 @@ class Executor:
                     self._recorded(self._recorder, act)
                 if act.ends_stage:
                     self.stage_ended(act.instruction.stage)
-                posting.go_to(position)
+                if position >= posting.due:
+                    posting.go_to(position)
                 self._world.glance()
         self._mail.while_waiting = None
         self._turn_aside()
@@ -245,7 +246,8 @@ _METHODS: dict[Kind, Callable[[Executor, StageModule, Act], None]] = {
 def _alone(output: Tensor) -> Tensor:
     """Returns an output without its graph, and without memory of more: torch leaves a mean in that of its terms."""
     output = output.detach()
-    return output.clone() if output.untyped_storage().nbytes() > 2 * output.nbytes else output
+    is_one_number = output.numel() == 1  # to copy it takes less than to look
+    return output.clone() if is_one_number or output.untyped_storage().nbytes() > 2 * output.nbytes else output
 
 
 def _no_gradient(place: int, part: MicroBatch) -> Tensor | None:

@@ -21,6 +21,9 @@ class Posting:
     Args:
         program: The instructions of this rank, in order.
         mail: Carries tensors.
+
+    Attributes:
+        due: the first position that more has to be posted for.
     """
 
     def __init__(self, program: Sequence[Act], mail: Mail) -> None:
@@ -28,6 +31,7 @@ class Posting:
         self._mail = mail
         self._next = 0
         self._position = 0
+        self.due = 0
 
     def go_to(self, position: int, ahead: int = AHEAD) -> None:
         """Posts what has to be when instruction `position` starts, and what the next ones receive."""
@@ -35,12 +39,14 @@ class Posting:
         end = min(position + 1 + ahead, len(self._program))
         while self._next < end:
             self._post_next()
+        self.due = self._next - AHEAD
 
     def go_ahead(self) -> None:
         """Posts what may be."""
         end = min(self._position + 1 + SMALL_AHEAD, len(self._program))
         while self._next < end and self._is_small():
             self._post_next()
+        self.due = self._next - AHEAD
 
     def _post_next(self) -> None:
         for parcel in self._program[self._next].receives:
