@@ -168,8 +168,6 @@ class Executor:
 
     def _backward(self, stage: StageModule, act: Act) -> None:
         """Waits for gradients, runs backward, starts to send the gradients of what the stage received."""
-        if self.aside is not None:
-            self._turn_aside()
         place = stage.index, act.part.index
         state = self._in_flight.pop(place)
         roots: list[Tensor] = []
@@ -228,11 +226,14 @@ class Executor:
     def _arrived_gradients(self, stage: StageModule, act: Act) -> list[tuple[str, Tensor | None]]:
         """Returns the gradients of what a stage returns: of the model's outputs first, then of what it sent."""
         arrived: list[tuple[str, Tensor | None]] = []
-        for place, name in stage.part.outputs:
-            arrived.append((name, self.output_gradients(place, act.part)))
         for kind, names in act.receives:
             arrived += zip(names, self._mail.take(kind), strict=True)
-        return arrived
+        if self.aside is not None:
+            self._turn_aside()  # not before: what came meanwhile would count as work of this instruction
+        own: list[tuple[str, Tensor | None]] = []
+        for place, name in stage.part.outputs:
+            own.append((name, self.output_gradients(place, act.part)))
+        return own + arrived
 
 
 _METHODS: dict[Kind, Callable[[Executor, StageModule, Act], None]] = {
