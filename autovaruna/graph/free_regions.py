@@ -9,10 +9,9 @@ from collections.abc import Collection, Sequence
 from operator import getitem
 from typing import Any
 
-import torch
 from torch import fx
 
-_REGION = torch.ops.higher_order.wrap_with_set_grad_enabled
+from autovaruna.graph.regions import REGION, inside
 
 
 def open_free_regions(module: fx.GraphModule, parameters: Collection[str], have_gradients: Sequence[bool]) -> None:
@@ -26,7 +25,7 @@ def open_free_regions(module: fx.GraphModule, parameters: Collection[str], have_
     inputs = dict(zip(module.graph.find_nodes(op="placeholder"), have_gradients, strict=True))
     free: set[fx.Node] = {node for node, has_gradient in inputs.items() if not has_gradient}
     for node in list(module.graph.nodes):
-        if node.target is _REGION and free.issuperset(_tensors(node)):
+        if node.target is REGION and free.issuperset(_tensors(node)):
             free |= _open(module, node)
         elif node.op == "get_attr":
             free |= set() if str(node.target) in parameters else {node}
@@ -41,11 +40,10 @@ def _tensors(region: fx.Node) -> list[fx.Node]:
 
 def _open(module: fx.GraphModule, region: fx.Node) -> set[fx.Node]:
     """Puts the operations of a region in its place, and returns them; a region that holds attributes stays."""
-    inner: Any = getattr(module, str(region.args[1].target))  # type: ignore[union-attr]
+    inner, given = inside(module, region)
     if inner.graph.find_nodes(op="get_attr"):
         return {region}
-    copies = dict(zip(inner.graph.find_nodes(op="placeholder"), region.args[2:], strict=True))
-    given = set(copies)
+    copies = dict(given)
     with module.graph.inserting_before(region):
         results: Any = module.graph.graph_copy(inner.graph, copies)
     for user in list(region.users):

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from autovaruna.graph.regions import REGION, inside
+
 DEVICES = ("cpu", "cuda")
 _ENTER, _EXIT = torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast
 
@@ -164,10 +166,9 @@ def _note(module: fx.GraphModule, around: Precision) -> None:
 def switch_in_regions(module: fx.GraphModule) -> None:
     """Lets regions of a graph (``torch.no_grad()``) enter and leave autocast themselves; they run where it is off."""
     for node in module.graph.nodes:
-        if node.target is torch.ops.higher_order.wrap_with_set_grad_enabled:
+        if node.target is REGION:
             node.meta["precision"] = ()
-            region = module.get_submodule(str(node.args[1].target))
-            assert isinstance(region, fx.GraphModule)
+            region, _ = inside(module, node)
             switch_in_regions(region)
             _switch_inside(region)
 

@@ -1,7 +1,7 @@
 """Finds the state that a forward changes whatever the samples are: plain PyTorch changes it once a call.
 
 Such are the vectors of spectral normalisation, counters of steps, and averages of weights. What follows from samples,
-as the statistics of a batch normalisation do, changes with each micro-batch.
+as the statistics of a batch normalisation do, changes with each micro-batch, and with it a counter that weighs it.
 """
 
 from __future__ import annotations
@@ -14,19 +14,22 @@ import torch
 from torch import fx
 
 from autovaruna.graph.arguments import written
+from autovaruna.graph.counters import counters_of_samples
 from autovaruna.graph.facts import Fact, changed_statistics, is_random
 from autovaruna.graph.kept import KeptModule, kept_by
 from autovaruna.graph.of_batch import is_of_batch
+from autovaruna.graph.regions import REGION, inside
 
-_REGION = torch.ops.higher_order.wrap_with_set_grad_enabled
-_FIRST_OF_REGION = 2
-"""Place of the first argument that goes into the graph of a region."""
 _STATE = 3
 """Place of the state among the arguments of a node that runs a kept module."""
 
 
 def steady_state(
-    module: fx.GraphModule, facts: Mapping[str, Fact], batch: Collection[str], changed: Collection[str]
+    module: fx.GraphModule,
+    facts: Mapping[str, Fact],
+    batch: Collection[str],
+    parameters: Collection[str],
+    changed: Collection[str],
 ) -> frozenset[str]:
     """Returns the names of parameters and buffers that change alike in all micro-batches that find them alike.
 
@@ -34,18 +37,25 @@ def steady_state(
         module: The graph.
         facts: What is known of each node.
         batch: Names of the inputs whose first dimension is the batch.
+        parameters: Names of the attributes that are parameters.
         changed: The attributes that forward changes.
     """
     if not changed:
         return frozenset()
+    places = {
+        str(node.target): facts[node.name].makes
+        for node in module.graph.find_nodes(op="get_attr")
+        if str(node.target) in changed
+    }
+    every = frozenset[int]().union(*places.values())
     varied: set[int] = set()
     while True:  # what comes first finds what the micro-batch before has left
         known = len(varied)
         _follow(module, facts, batch, varied)
+        if varied and every - varied:
+            varied |= counters_of_samples(module, facts, batch, parameters, every - varied, varied)
         if len(varied) == known:
-            break
-    attributes = [node for node in module.graph.find_nodes(op="get_attr") if str(node.target) in changed]
-    return frozenset(str(node.target) for node in attributes if not facts[node.name].makes & varied)
+            return frozenset(name for name, memory in places.items() if not memory & varied)
 
 
 def _follow(module: fx.GraphModule, facts: Mapping[str, Fact], batch: Collection[str], varied: set[int]) -> None:
@@ -61,7 +71,7 @@ def _follow(module: fx.GraphModule, facts: Mapping[str, Fact], batch: Collection
             continue
         nodes.add(node)
         memory = {each: facts[each.name].makes for each in node.all_input_nodes if each.name in facts}
-        if node.target is _REGION:
+        if node.target is REGION:
             _follow_inside(module, node, memory, nodes, varied)
         elif (kept := kept_by(node)) is not None:
             varied |= _followed(kept, node, memory, varied)
@@ -77,8 +87,7 @@ def _follow_inside(
     varied: set[int],
 ) -> None:
     """Does the same in a region, where any result may share the memory of its arguments."""
-    inner: Any = getattr(module, str(region.args[1].target))  # type: ignore[union-attr]
-    given = dict(zip(inner.graph.find_nodes(op="placeholder"), region.args[_FIRST_OF_REGION:], strict=True))
+    inner, given = inside(module, region)
     shared = {place: memory.get(argument, frozenset()) for place, argument in given.items()}
     varying = {place for place, argument in given.items() if argument in nodes}
     for node in inner.graph.nodes:

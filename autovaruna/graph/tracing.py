@@ -111,7 +111,7 @@ def _trace(
         buffers=buffers,
         constants=exported.constants,
         changed_state=frozenset(state[name] for name in changed),
-        steady_state=frozenset(state[name] for name in steady_state(module, facts, batch, changed)),
+        steady_state=frozenset(state[name] for name in steady_state(module, facts, batch, parameters, changed)),
         leaves=frozenset(exported.changes.names),
         reads=exported.reads,
         totals=totals,

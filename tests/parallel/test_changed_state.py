@@ -89,6 +89,21 @@ class Twofold(Layers):
         return F.cross_entropy(self.last(torch.tanh(x / self.far.detach())), y)
 
 
+class Corrected(Layers):
+    """Corrects an average of samples by the count of its changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        x = self.first(x)
+        with torch.no_grad():
+            self.count += 1
+            self.scale.lerp_(x.abs().mean(0), 0.1)
+        return F.cross_entropy(self.last(torch.tanh(x / (self.scale / (1 - 0.9**self.count)))), y)
+
+
 class Taught(Layers):
     """Learns from a teacher in training mode, whose batch normalisation changes its statistics under ``no_grad``."""
 
@@ -122,12 +137,12 @@ class Turned(nn.Module):
 
 
 class Averaged(nn.Module):
-    """Is kept whole; subtracts a mean of all that it has seen, which its count of calls weighs."""
+    """Subtracts a mean of all that it has seen, which its count of calls weighs."""
 
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("mean", torch.zeros(WIDTH))
-        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+        self.register_buffer("calls", torch.zeros(()))  # the reference counts calls in integers alone
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
@@ -161,7 +176,7 @@ class WithAveraged(Layers):
         return F.cross_entropy(self.last(torch.tanh(self.slow(self.first(x)))), y)
 
 
-MODELS = (Scaled, Twofold, Followed, Shrunk, Normed, Taught, WithTurned, WithAveraged)
+MODELS = (Scaled, Twofold, Corrected, Followed, Shrunk, Normed, Taught, WithTurned, WithAveraged)
 STEADY = (Followed, Shrunk, Normed, WithTurned)
 """Models that change nothing by what is in the samples."""
 
