@@ -1,4 +1,4 @@
-"""Puts back what a model's modules held before it was run on fake tensors."""
+"""Puts back what a model's modules, and the objects that they hold, held before it was run on fake tensors."""
 
 from __future__ import annotations
 
@@ -9,14 +9,17 @@ from typing import Any
 
 from torch import nn
 
+from autovaruna.graph.held import records
+
 
 @contextmanager
 def as_before(model: nn.Module) -> Iterator[None]:
-    """Puts back the attributes of a model's modules when the context ends; those that are new are taken away.
+    """Puts back the attributes of modules and of their objects when the context ends; new ones are taken away.
 
     A model that is run on fake tensors may keep some of them, or note that it has made what it keeps.
     """
-    before = [(vars(module), dict(vars(module))) for module in model.modules()]
+    owners = [*model.modules(), *(each for _, each in records(model))]
+    before = [(vars(owner), dict(vars(owner))) for owner in owners]
     contents = [(value, copy.copy(value)) for _, own in before for value in own.values() if type(value) in _CONTAINERS]
     try:
         yield

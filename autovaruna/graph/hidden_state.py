@@ -46,8 +46,9 @@ class Changes:
 
     Attributes:
         names: of it.
-        left: what modules hold since, as forward has left it, by their ``__dict__`` and its name there: containers, and
-            tensors in place of some that forward has read. torch.export puts the old ones back.
+        left: what modules and their objects hold since, as forward has left it, by their ``__dict__`` and its name
+            there: containers, and tensors in place of some that forward has read; of objects, all. After a trace the
+            old ones are put back.
         stand_ins: stand for what forward has put there of tensors, by the address of their numbers; with their names.
     """
 
@@ -62,10 +63,10 @@ class Changes:
         after = hidden_state(model)
         self.names = {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
         self.left = [
-            (vars(module), name, self._standing(f"{path}.{name}".removeprefix("."), value))
-            for path, module in (model.named_modules() if self.names else ())
-            for name, value in vars(module).items()
-            if isinstance(value, list | dict) and name not in _OF_MODULES
+            (vars(owner), name, self._standing(f"{path}.{name}".removeprefix("."), value))
+            for path, owner in ([*model.named_modules(), *records(model)] if self.names else ())
+            for name, value in vars(owner).items()
+            if not isinstance(owner, nn.Module) or (isinstance(value, list | dict) and name not in _OF_MODULES)
             if any(each.startswith(f"{path}.{name}".removeprefix(".")) for each in self.names)
         ]
         for path, owner, name in replaced:
@@ -179,6 +180,8 @@ def _held_by_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
         for name, value in list(vars(owner).items()):
             if not (isinstance(owner, nn.Module) and (name in _OF_MODULES or is_plain(value))):
                 yield from _entries(f"{path}.{name}".removeprefix("."), value)
+            if isinstance(value, Tensor) and not isinstance(owner, nn.Module):
+                yield f"{path}.{name}", id(value)
 
 
 def _shared(model: nn.Module) -> Iterator[tuple[str, Any, str, Any]]:
@@ -207,7 +210,7 @@ def _entries(path: str, value: Any) -> Iterator[tuple[str, Any]]:
     """Yields plain values; of iterators, where they are."""
     if is_plain(value):
         yield path, value
-    elif isinstance(value, list | dict):
+    elif isinstance(value, list | dict | tuple):
         yield from identities(path, value, depth=2)
     elif type(value).__module__ == "itertools":
         yield path, repr(value)

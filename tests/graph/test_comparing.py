@@ -158,23 +158,35 @@ def test_distances() -> None:
     assert distance(torch.tensor([3]), torch.tensor([4])) == 0.25
 
 
-class Carrying(nn.Module):
-    """Adds what its last call has left to what it gives, if there is something."""
+class State:
+    """Holds what a call leaves, by the class until then."""
 
-    def __init__(self, is_read: bool) -> None:
+    last: Tensor | None = None
+
+
+class Carrying(nn.Module):
+    """Adds what its last call has left to what it gives, if there is something: an attribute, or in another object."""
+
+    def __init__(self, is_read: bool, where: str = "own") -> None:
         super().__init__()
-        self.layer, self.is_read = nn.Linear(12, 12), is_read
-        self.last: Tensor | None = None
+        self.layer, self.is_read, self.where = nn.Linear(12, 12), is_read, where
+        self.last: Any = None
+        self.state = State()
 
     def forward(self, x: Tensor) -> Tensor:
-        last = x.new_zeros(len(x), 12) if self.last is None else self.last
-        out: Tensor = self.layer(x + last if self.is_read else x)
-        self.last = out.detach()
+        known = self.state.last if self.where == "state" else self.last
+        known = known[0] if isinstance(known, tuple) else known
+        out: Tensor = self.layer(x + known if self.is_read and known is not None else x)
+        if self.where == "state":
+            self.state.last = out.detach()
+        else:
+            self.last = (out.detach(), 1) if self.where == "tuple" else out.detach()
         return out
 
 
-def test_samples_that_the_first_call_leaves_for_the_next_are_found() -> None:
+@pytest.mark.parametrize(("where", "name"), [("own", "last"), ("state", "state.last"), ("tuple", "last")])
+def test_samples_that_the_first_call_leaves_for_the_next_are_found(where: str, name: str) -> None:
     """Once, a state of as many samples as the batch has, empty before the first call, stayed empty."""
-    with pytest.raises(TraceError, match="in its second call, after what its first one leaves: last"):
-        look(Carrying(is_read=True))
-    look(Carrying(is_read=False))
+    with pytest.raises(TraceError, match=f"in its second call, after what its first one leaves: {name}"):
+        look(Carrying(is_read=True, where=where))
+    look(Carrying(is_read=False, where=where))
