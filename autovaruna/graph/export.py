@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -18,7 +17,7 @@ from autovaruna.errors import InputError, TraceError
 from autovaruna.graph.as_before import as_before
 from autovaruna.graph.call import CallSpec
 from autovaruna.graph.checks import noted_checks, take_checks
-from autovaruna.graph.culprit import function_to_keep, more_to_keep, outermost
+from autovaruna.graph.culprit import outermost
 from autovaruna.graph.cutpoint import Marker, named_cut_points, take_markers
 from autovaruna.graph.deferred import compile_regions, deferred_compilation
 from autovaruna.graph.detached import traced_data
@@ -28,21 +27,20 @@ from autovaruna.graph.fake import faked
 from autovaruna.graph.fixed_size import noted_fixed_sizes
 from autovaruna.graph.flat_call import FlatCall
 from autovaruna.graph.free_regions import open_free_regions
-from autovaruna.graph.functions import Function, take_functions
+from autovaruna.graph.functions import take_functions
 from autovaruna.graph.guards import hooked, watched, with_own_backward
 from autovaruna.graph.hidden_state import Changes, compare_calls
 from autovaruna.graph.idioms import idioms
 from autovaruna.graph.idle_operations import drop_idle
 from autovaruna.graph.keeping import is_of_keeper, kept_whole, take_modules
+from autovaruna.graph.otherwise import KeepMoreError, Kept, try_otherwise
 from autovaruna.graph.padding import padded_encoders
 from autovaruna.graph.precision import in_precision, noted_precision, switch_in_regions
+from autovaruna.graph.program import example_inputs, program_of
 from autovaruna.graph.quiet import quiet_failure
 from autovaruna.graph.random import python_generators
-from autovaruna.graph.recalled_modules import recalled_modules
-from autovaruna.graph.refused import InModuleError, check_layouts, check_operations
-from autovaruna.graph.repeats import recalled_repeats
+from autovaruna.graph.refused import check_layouts, check_operations
 from autovaruna.graph.scripts import shells
-from autovaruna.graph.size_arithmetic import recalled_sizes
 from autovaruna.graph.size_guards import tried_guards
 from autovaruna.graph.stack import short_stacks
 from autovaruna.graph.thresholds import find_threshold
@@ -105,7 +103,7 @@ def export(model: nn.Module, call: CallSpec, batch_size: int, is_dynamic: bool, 
             if found.greatest is not None:
                 _check_larger(found, model, call, device, kept)
             return found
-        except _KeepMoreError as stopped:
+        except KeepMoreError as stopped:
             kept = stopped.kept
         except TraceError as error:
             is_first = kept == replace(first, functions=kept.functions, notes_draws=kept.notes_draws)
@@ -114,37 +112,6 @@ def export(model: nn.Module, call: CallSpec, batch_size: int, is_dynamic: bool, 
             kept = None
     with quiet_failure():  # fails again, and says why: nobody has asked for what was kept whole
         return _attempt(model, call, batch_size, is_dynamic, device, replace(first, can_grow=False, notes_draws=True))
-
-
-@dataclass(frozen=True)
-class Kept:
-    """What is kept whole.
-
-    Attributes:
-        functions: autograd functions, where gradients are wanted.
-        operations: names of functions of torch; the way that ``cdist`` takes depends on the batch size.
-        modules: paths of submodules.
-        can_grow: whether a submodule that stops the trace joins them.
-        is_told: whether the model is told that it is traced, for which libraries have ways of their own.
-        can_tell: whether that is still to be tried.
-        notes_draws: whether modules that draw from Python's generators are looked for.
-    """
-
-    functions: frozenset[Function] = frozenset()
-    operations: frozenset[str] = frozenset({"torch.cdist"})
-    modules: frozenset[str] = frozenset()
-    can_grow: bool = True
-    is_told: bool = False
-    can_tell: bool = True
-    notes_draws: bool = False
-
-
-class _KeepMoreError(Exception):
-    """Says what the next trace has to keep whole."""
-
-    def __init__(self, kept: Kept) -> None:
-        super().__init__()
-        self.kept = kept
 
 
 def _attempt(
@@ -156,7 +123,7 @@ def _attempt(
     kept: Kept,
     least: int = 1,
 ) -> Exported:
-    """Traces a call for batch sizes from `least` on; raises `_KeepMoreError` if another attempt may do better."""
+    """Traces a call for batch sizes from `least` on; raises `KeepMoreError` if another attempt may do better."""
     mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
     output_trees: list[Tree] = []
     reads: set[str] = set()
@@ -190,7 +157,7 @@ def _attempt(
         try:
             with warnings.catch_warnings():  # recurrent modules keep their weights twice; torch.export warns of it
                 warnings.filterwarnings("ignore", message="The tensor attribute")
-                program = _program(flat, inputs, shapes, changes)
+                program = program_of(flat, inputs, shapes, changes)
             with deferred_compilation():
                 graph_module = unlift(program)
                 take_modules(graph_module)
@@ -201,16 +168,16 @@ def _attempt(
             raise
         except Exception as error:
             if draws.are_hidden():
-                raise _KeepMoreError(replace(kept, notes_draws=True)) from error
+                raise KeepMoreError(replace(kept, notes_draws=True)) from error
             refusal = own_error(flat, example_inputs(call, call.batch_size, mode, device), mode)
             drawn = draws.error()
             if kept.can_grow and (drawn or not (is_dynamic and refusal is None and is_about_batch(error))):
-                _try_otherwise(drawn or error, model, kept)
+                try_otherwise(drawn or error, model, kept)
             if isinstance(error, TraceError):
                 raise
             raise explain(error, model, call, is_dynamic, fixing, refusal) from error
     if torch.is_grad_enabled() and (found := with_own_backward(function_calls)):
-        raise _KeepMoreError(replace(kept, functions=kept.functions | found))
+        raise KeepMoreError(replace(kept, functions=kept.functions | found))
     assert output_trees
     parameters = {PREFIX + name for name, _ in model.named_parameters(remove_duplicate=False)}
     state = parameters | {PREFIX + name for name, _ in model.named_buffers(remove_duplicate=False)}
@@ -244,63 +211,10 @@ def _check_larger(found: Exported, model: nn.Module, call: CallSpec, device: tor
         try:
             with quiet_failure():
                 larger = _attempt(model, call, batch_size, True, device, kept, least)
-        except _KeepMoreError as stopped:
+        except KeepMoreError as stopped:
             raise TraceError("larger batches need other modules kept whole") from stopped
         return larger.module, larger.greatest
 
     greatest = find_threshold(found.module, found.greatest, attempt)
     if greatest is not None:
         raise of_batch_size(type(model).__qualname__, "", f"it holds for batch <= {greatest} alone")
-
-
-def _try_otherwise(error: Exception, model: nn.Module, kept: Kept) -> None:
-    """Asks for another attempt: first one in which the model is told of it, then without what stopped this one."""
-    if kept.can_tell and not isinstance(error, InModuleError):
-        raise _KeepMoreError(replace(kept, is_told=True, can_tell=False)) from error
-    kept = replace(kept, is_told=False, can_tell=False)
-    modules = more_to_keep(error, model, kept.modules)
-    if modules:
-        _warn(sorted(modules - kept.modules), error)
-        raise _KeepMoreError(replace(kept, modules=modules)) from error
-    function = function_to_keep(error)
-    if function and function not in kept.operations:
-        _warn([function], error)
-        raise _KeepMoreError(replace(kept, operations=kept.operations | {function})) from error
-
-
-def _warn(new: list[str], error: Exception) -> None:
-    reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-    logger.warning("%s cannot be traced and is kept whole, never cut (%s)", ", ".join(new), reason)
-
-
-def _program(flat: FlatCall, inputs: list[Tensor], shapes: list[Any], changes: Changes) -> torch.export.ExportedProgram:
-    """Runs torch.export; if something was recalled and it fails, or that is in doubt, runs it again without."""
-    with (
-        recalled_sizes(),
-        recalled_repeats() as repeats,
-        recalled_modules(flat.model) as modules,
-        deferred_compilation(),
-    ):
-        flat.note_start, flat.note_end = modules.start, modules.check
-        try:
-            program = torch.export.export(flat, (inputs,), dynamic_shapes=(shapes,), strict=False)
-            if not modules.num_recalled or not (changes.names or modules.is_doubtful):
-                return program
-        except (InputError, TraceError):
-            raise
-        except Exception:
-            if not modules.num_recalled and (repeats is None or not repeats.num_recalled):
-                raise
-    flat.note_start, flat.note_end = lambda reads: None, lambda outputs: None
-    return torch.export.export(flat, (inputs,), dynamic_shapes=(shapes,), strict=False)
-
-
-def example_inputs(call: CallSpec, batch_size: int, mode: FakeTensorMode, device: torch.device) -> list[Tensor]:
-    """Returns fake tensors for the inputs of `call` with another batch size."""
-    with mode:
-        return [
-            torch.empty(
-                (batch_size, *spec.shape[1:]) if spec.is_batch else spec.shape, dtype=spec.dtype, device=device
-            ).requires_grad_(spec.needs_gradient)
-            for spec in call.inputs
-        ]

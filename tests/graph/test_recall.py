@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autovaruna.errors import TraceError
-from autovaruna.graph import export, recall, repeats
+from autovaruna.graph import program, recall, repeats
 from autovaruna.graph.layout import NotPlainError, layout_of, storage_of
 from autovaruna.graph.recall import Memory
 from autovaruna.graph.recalled_modules import RecalledModules
@@ -145,7 +145,7 @@ def no_modules_recalled() -> Iterator[None]:
         yield RecalledModules(model)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(export, "recalled_modules", off)
+        patch.setattr(program, "recalled_modules", off)
         yield
 
 
@@ -153,7 +153,7 @@ def no_modules_recalled() -> Iterator[None]:
 def everything_runs() -> Iterator[None]:
     """Recalls nothing while it lasts."""
     with no_modules_recalled(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(export, "recalled_repeats", lambda: nullcontext(None))
+        patch.setattr(program, "recalled_repeats", lambda: nullcontext(None))
         patch.setattr(Memory, "take_apart", lambda *args: None)
         yield
 

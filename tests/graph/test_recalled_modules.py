@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from autovaruna import CutPoint
 from autovaruna.errors import TraceError
-from autovaruna.graph import export
+from autovaruna.graph import program
 from autovaruna.graph.recalled_modules import RecalledModules, recalled_modules
 from tests.graph.models import traced
 from tests.graph.test_recall import described, no_modules_recalled, outcome
@@ -83,7 +83,7 @@ def recalls(monkeypatch: pytest.MonkeyPatch) -> list[RecalledModules]:
             found.append(recalled)
             yield recalled
 
-    monkeypatch.setattr(export, "recalled_modules", noting)
+    monkeypatch.setattr(program, "recalled_modules", noting)
     return found
 
 
