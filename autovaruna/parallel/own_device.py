@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
@@ -30,12 +29,12 @@ def find_device(model: nn.Module, settings: Settings) -> torch.device:
     """
     if settings.device != "auto":
         return _named(settings.device)
-    devices = {tensor.device for tensor in _tensors(model) if not tensor.is_meta}
-    if not devices and any(True for _ in _tensors(model)) and torch.cuda.is_available():
+    tensors = [*model.parameters(), *model.buffers()]
+    devices = list(dict.fromkeys(tensor.device for tensor in tensors if not tensor.is_meta))
+    is_on_meta = bool(tensors) and not devices
+    if devices == [_FIRST] or (is_on_meta and torch.cuda.is_available()):
         return _own_gpu()
-    if devices == {_FIRST}:
-        return _own_gpu()
-    return next((tensor.device for tensor in _tensors(model) if not tensor.is_meta), torch.device("cpu"))
+    return devices[0] if devices else torch.device("cpu")
 
 
 def bring_to_own_device(model: nn.Module, optimizer: torch.optim.Optimizer | None, settings: Settings) -> torch.device:
@@ -49,7 +48,7 @@ def bring_to_own_device(model: nn.Module, optimizer: torch.optim.Optimizer | Non
     device = find_device(model, settings)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    before = {tensor.device for tensor in _tensors(model) if not tensor.is_meta} - {device}
+    before = {tensor.device for tensor in (*model.parameters(), *model.buffers()) if not tensor.is_meta} - {device}
     if not before or (settings.device == "auto" and before != {_FIRST}):
         return device
     logger.info("the model goes from %s to %s, where this rank computes", ", ".join(map(str, before)), device)
@@ -64,11 +63,6 @@ def on_own_gpu(tensors: list[Tensor], device: torch.device) -> list[Tensor]:
     if device.type != "cuda":
         return tensors
     return [each.to(device) if each.is_cuda and each.device != device else each for each in tensors]
-
-
-def _tensors(model: nn.Module) -> Iterator[Tensor]:
-    yield from model.parameters()
-    yield from model.buffers()
 
 
 def _moves(value: object, devices: set[torch.device]) -> bool:

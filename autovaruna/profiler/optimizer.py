@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from autovaruna.profiler.memory import meter_of
 from autovaruna.profiler.records import OptimizerCost
+from autovaruna.profiler.timing import wait_for
 
 _SMALL, _NUM_SMALL = (16, 16), 8
 _LARGE_BYTES = 32 << 20
@@ -145,8 +146,7 @@ def _step_seconds(optimizer: torch.optim.Optimizer, options: Options, trials: li
 def _seconds(optimizer: torch.optim.Optimizer, device: torch.device) -> float:
     started = perf_counter()
     optimizer.step()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    wait_for(device)()
     return perf_counter() - started
 
 

@@ -8,6 +8,8 @@ from time import perf_counter
 
 import torch
 
+from autovaruna.profiler.timing import wait_for
+
 _LENGTH = {"cpu": 256, "cuda": 4096}
 _LEAST_SAMPLES = 15
 _LEAST_SECONDS = 0.04
@@ -48,6 +50,5 @@ def _sample(matrix: torch.Tensor) -> float:
     with torch.no_grad():
         for _ in range(2):
             torch.tanh(matrix @ matrix)
-    if matrix.is_cuda:
-        torch.cuda.synchronize(matrix.device)
+    wait_for(matrix.device)()
     return perf_counter() - started
