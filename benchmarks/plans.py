@@ -25,10 +25,10 @@ from autovaruna.graph.tracing import trace
 from autovaruna.planner import Plan, Problem, make_plan
 from autovaruna.planner.candidate import Candidate, Planner
 from autovaruna.planner.chain import partition_chain
+from autovaruna.planner.memory.stage_bytes import StageBytes
 from autovaruna.planner.options import micro_batch_counts
 from autovaruna.planner.ranges import RangeTables
 from autovaruna.planner.sized import Sized
-from autovaruna.planner.stage_bytes import StageBytes
 from autovaruna.profiler.device_file import read_device
 from autovaruna.profiler.records import Cluster, Profile
 from autovaruna.profiler.roofline import optimizer_cost, predict

@@ -37,7 +37,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 if TYPE_CHECKING:
     from autovaruna.parallel.preparation import Preparation
-    from autovaruna.runtime.world import World
+    from autovaruna.runtime.worlds.world import World
 
 MOST_DRIFT, MOST_TURNS, STEPS_OF_A_TURN, REFERENCES = 0.1, 2, 2, 40
 """What the fixed work may change by in a turn that counts; the most turns, for each that is wanted."""
@@ -223,7 +223,7 @@ def be_rank(setting: Setting, num_steps: int, num_turns: int, output: Path) -> N
     from prediction_models import batch_of, import_library, model_of, optimizer_of
 
     from autovaruna import AutoVaruna, barrier, get_rank
-    from autovaruna.runtime.environment import get_world
+    from autovaruna.runtime.worlds.environment import get_world
 
     hush()
     world = get_world()

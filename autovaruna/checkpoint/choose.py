@@ -12,8 +12,8 @@ from autovaruna.checkpoint.manifest import MANIFEST, read_manifest
 from autovaruna.checkpoint.source import Source, open_source
 from autovaruna.checkpoint.together import on_first, together
 from autovaruna.errors import CheckpointError
-from autovaruna.runtime.differences import differences
-from autovaruna.runtime.world import World
+from autovaruna.runtime.worlds.differences import differences
+from autovaruna.runtime.worlds.world import World
 
 logger = logging.getLogger(__name__)
 

@@ -12,8 +12,8 @@ from autovaruna.checkpoint.document import Json, decode, encode
 from autovaruna.checkpoint.read import Reader
 from autovaruna.checkpoint.subject import Subject
 from autovaruna.errors import CheckpointError
-from autovaruna.runtime.optimizer import CutOptimizer
-from autovaruna.runtime.own_part import own_of
+from autovaruna.runtime.optimizers.optimizer import CutOptimizer
+from autovaruna.runtime.optimizers.own_part import own_of
 
 STATE_PREFIX = "optimizer.state."
 """What the names of tensors begin with that change in the optimizer's step alone."""

@@ -11,10 +11,10 @@ from torch import nn
 from autovaruna.checkpoint.choose import choose
 from autovaruna.checkpoint.load import CheckpointInfo, Loading
 from autovaruna.checkpoint.subject import Subject
-from autovaruna.runtime.materialize import materialize
-from autovaruna.runtime.optimizer import CutOptimizer
-from autovaruna.runtime.placement import OwnedState
-from autovaruna.runtime.single import SingleWorld
+from autovaruna.runtime.optimizers.optimizer import CutOptimizer
+from autovaruna.runtime.weights.materialize import materialize
+from autovaruna.runtime.weights.placement import OwnedState
+from autovaruna.runtime.worlds.single import SingleWorld
 
 
 def load_checkpoint(

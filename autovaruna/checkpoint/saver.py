@@ -27,8 +27,8 @@ from autovaruna.checkpoint.stream import write_snapshot
 from autovaruna.checkpoint.subject import Subject
 from autovaruna.checkpoint.together import on_first, together
 from autovaruna.errors import CheckpointError
-from autovaruna.runtime.differences import differences
-from autovaruna.runtime.world import World
+from autovaruna.runtime.worlds.differences import differences
+from autovaruna.runtime.worlds.world import World
 
 logger = logging.getLogger(__name__)
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from autovaruna.runtime.optimizer import CutOptimizer
-from autovaruna.runtime.placement import OwnedState, Placement
-from autovaruna.runtime.world import World
+from autovaruna.runtime.optimizers.optimizer import CutOptimizer
+from autovaruna.runtime.weights.placement import OwnedState, Placement
+from autovaruna.runtime.worlds.world import World
 
 
 @dataclass(frozen=True)

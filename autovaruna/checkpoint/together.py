@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
-from autovaruna.runtime.on_all import gather_on_all, on_all
-from autovaruna.runtime.world import World
+from autovaruna.runtime.worlds.on_all import gather_on_all, on_all
+from autovaruna.runtime.worlds.world import World
 
 Result = TypeVar("Result")
 

@@ -20,8 +20,8 @@ from autovaruna.parallel.problem import SHAPING, constraints_of, needs_gradient,
 from autovaruna.parallel.saved import GLOBAL_BATCH
 from autovaruna.planner import Plan, Problem, make_plan
 from autovaruna.planner.choices import Choice, plan_choices
-from autovaruna.planner.deployment import Deployment, deployment_of
-from autovaruna.planner.fingerprint import Fingerprint, host_counts
+from autovaruna.planner.deployments.deployment import Deployment, deployment_of
+from autovaruna.planner.deployments.fingerprint import Fingerprint, host_counts
 from autovaruna.planner.records import UNKNOWN_LINK
 from autovaruna.profiler.device_file import read_device
 from autovaruna.profiler.profile_file import load_profile

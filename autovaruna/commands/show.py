@@ -9,8 +9,8 @@ from rich.table import Table
 from rich.text import Text
 
 from autovaruna.commands.printing import show
-from autovaruna.planner.deployment import Deployment
-from autovaruna.planner.deployment_file import load
+from autovaruna.planner.deployments.deployment import Deployment
+from autovaruna.planner.deployments.deployment_file import load
 from autovaruna.planner.infeasible import readable
 from autovaruna.planner.records import StagePlan
 from autovaruna.planner.table import ranks_text, seconds

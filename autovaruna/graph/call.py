@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from autovaruna.errors import InputError
-from autovaruna.graph.mode import mode_of
 from autovaruna.graph.precision import Precision, current_precision
 from autovaruna.graph.tree import Tree, flatten
+from autovaruna.graph.watching.mode import mode_of
 
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 

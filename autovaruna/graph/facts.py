@@ -23,16 +23,16 @@ from torch.utils.flop_counter import FlopCounterMode
 from autovaruna.errors import TraceError
 from autovaruna.graph import flops
 from autovaruna.graph.call import CallSpec
-from autovaruna.graph.copied_facts import CopiedFacts
 from autovaruna.graph.explain import reason_of
-from autovaruna.graph.export import Exported
-from autovaruna.graph.fake import fake_like
-from autovaruna.graph.kept import run_kept
+from autovaruna.graph.exporting.export import Exported
+from autovaruna.graph.exporting.fake import fake_like
+from autovaruna.graph.exporting.program import example_inputs
+from autovaruna.graph.kept_whole.kept import run_kept
 from autovaruna.graph.layout import storage_of
 from autovaruna.graph.origin import origin
 from autovaruna.graph.precision import in_precision, precision_of, without_autocast
-from autovaruna.graph.program import example_inputs
-from autovaruna.graph.recall import Memory
+from autovaruna.graph.recalling.copied_facts import CopiedFacts
+from autovaruna.graph.recalling.recall import Memory
 from autovaruna.graph.versions import Counting
 
 aten = torch.ops.aten

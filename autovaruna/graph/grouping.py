@@ -24,8 +24,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, fx
 
-from autovaruna.graph.checks import check
-from autovaruna.graph.counts import counted
+from autovaruna.graph.batch.counts import counted
+from autovaruna.graph.exporting.checks import check
 from autovaruna.graph.facts import Fact, outliving_storages
 from autovaruna.graph.order import Sets, free_first, waiting_both_ways
 

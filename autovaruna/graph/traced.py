@@ -8,10 +8,10 @@ from functools import cached_property
 
 from torch import Tensor, fx
 
-from autovaruna.graph.batch_totals import NO_TOTALS, BatchTotals
+from autovaruna.graph.batch.batch_totals import NO_TOTALS, BatchTotals
 from autovaruna.graph.call import CallSpec, InputSpec
 from autovaruna.graph.facts import Fact, is_random
-from autovaruna.graph.kept import KeptModule
+from autovaruna.graph.kept_whole.kept import KeptModule
 from autovaruna.graph.outputs import OutputKind, OutputSpec
 from autovaruna.graph.precision import precision_of
 from autovaruna.graph.records import Graph

@@ -12,21 +12,21 @@ from torch import Tensor, fx, nn
 from torch.nn.parameter import is_lazy
 
 from autovaruna.errors import TraceError
-from autovaruna.graph.batch_totals import NO_TOTALS, take_totals
+from autovaruna.graph.batch.batch_totals import NO_TOTALS, take_totals
+from autovaruna.graph.batch.mixing import refuse_mixing
+from autovaruna.graph.batch.steady import steady_state
 from autovaruna.graph.build import Builder
 from autovaruna.graph.call import CallSpec
 from autovaruna.graph.candidates import crossing_sizes, merge_free_blocks
 from autovaruna.graph.cutpoint import locate
-from autovaruna.graph.export import Exported, export
+from autovaruna.graph.exporting.export import Exported, export
+from autovaruna.graph.exporting.tidy import PREFIX
 from autovaruna.graph.facts import Fact, learn
-from autovaruna.graph.function_joins import learn_joins
 from autovaruna.graph.grouping import Grouping, group
-from autovaruna.graph.mixing import refuse_mixing
+from autovaruna.graph.kept_whole.function_joins import learn_joins
 from autovaruna.graph.outputs import classify
 from autovaruna.graph.records import Graph
 from autovaruna.graph.sizes import Sizes
-from autovaruna.graph.steady import steady_state
-from autovaruna.graph.tidy import PREFIX
 from autovaruna.graph.traced import TracedModel
 
 logger = logging.getLogger(__name__)

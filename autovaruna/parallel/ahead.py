@@ -9,8 +9,8 @@ import torch
 from autovaruna.errors import InputError, RankError
 from autovaruna.parallel.calls import compare_settings
 from autovaruna.parallel.wrapper import AutoVaruna
-from autovaruna.runtime.optimizer import CutOptimizer
-from autovaruna.runtime.own_part import OwnSteps, with_hooks
+from autovaruna.runtime.optimizers.optimizer import CutOptimizer
+from autovaruna.runtime.optimizers.own_part import OwnSteps, with_hooks
 
 
 def prepare(model: AutoVaruna, *args: Any, **kwargs: Any) -> None:

@@ -12,8 +12,8 @@ from autovaruna.config import replicas_of
 from autovaruna.errors import InputError, RankError
 from autovaruna.graph.call import CallSpec
 from autovaruna.parallel.totals import Totals
-from autovaruna.runtime.differences import differences
-from autovaruna.runtime.world import World
+from autovaruna.runtime.worlds.differences import differences
+from autovaruna.runtime.worlds.world import World
 from autovaruna.settings import Settings
 
 _OF_ONE_RANK = {

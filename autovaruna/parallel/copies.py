@@ -7,7 +7,7 @@ from weakref import ref
 
 from autovaruna.errors import RankError
 from autovaruna.parallel.preparation import Preparation
-from autovaruna.runtime.world import World
+from autovaruna.runtime.worlds.world import World
 
 if TYPE_CHECKING:
     from autovaruna.parallel.splittable import SplittableModule

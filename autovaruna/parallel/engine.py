@@ -21,14 +21,14 @@ from autovaruna.parallel.step import Step
 from autovaruna.parallel.totals import ValuesOfBatch
 from autovaruna.planner.records import Plan
 from autovaruna.runtime.batch import GlobalBatch
-from autovaruna.runtime.elsewhere import Elsewhere, note_gradients
 from autovaruna.runtime.events import EventTrace
 from autovaruna.runtime.executor import Executor
 from autovaruna.runtime.job import Job
 from autovaruna.runtime.mail import Mail
-from autovaruna.runtime.placement import OwnedState, Placement
-from autovaruna.runtime.scaler import LossScale
-from autovaruna.runtime.world import World
+from autovaruna.runtime.optimizers.scaler import LossScale
+from autovaruna.runtime.weights.elsewhere import Elsewhere, note_gradients
+from autovaruna.runtime.weights.placement import OwnedState, Placement
+from autovaruna.runtime.worlds.world import World
 from autovaruna.settings import Settings
 
 logger = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ import torch
 from autovaruna.graph.precision import without_autocast
 from autovaruna.graph.random import untouched_generator
 from autovaruna.runtime.executor import Executor
-from autovaruna.runtime.world import World
+from autovaruna.runtime.worlds.world import World
 
 
 class Guard(AbstractContextManager[None]):

@@ -15,14 +15,14 @@ from autovaruna.errors import PlanError
 from autovaruna.graph.random import untouched_generator
 from autovaruna.graph.records import Graph
 from autovaruna.parallel.speeds import SpeedWatch
-from autovaruna.planner.heap import MAPPED_BYTES
+from autovaruna.planner.memory.heap import MAPPED_BYTES
 from autovaruna.profiler.optimizer import measure_step, state_factor
 from autovaruna.profiler.records import Cluster, OptimizerCost
 from autovaruna.profiler.timing import call_seconds
-from autovaruna.runtime.channel_choice import open_to_measure
-from autovaruna.runtime.links import measure_links
-from autovaruna.runtime.sum_speed import measure_sums
-from autovaruna.runtime.world import World
+from autovaruna.runtime.channels.channel_choice import open_to_measure
+from autovaruna.runtime.channels.links import measure_links
+from autovaruna.runtime.channels.sum_speed import measure_sums
+from autovaruna.runtime.worlds.world import World
 from autovaruna.settings import Settings
 
 logger = logging.getLogger(__name__)

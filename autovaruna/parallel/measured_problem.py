@@ -14,7 +14,7 @@ from autovaruna.profiler.measure import Key, PartCost, lasting_keys, merge
 from autovaruna.profiler.profile import to_profile
 from autovaruna.profiler.progress import progress_bar
 from autovaruna.profiler.records import Profile
-from autovaruna.runtime.on_all import gather_on_all
+from autovaruna.runtime.worlds.on_all import gather_on_all
 
 
 def measured_problem(

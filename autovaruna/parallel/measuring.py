@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from autovaruna.graph.traced import TracedModel
 from autovaruna.parallel.speeds import SpeedWatch
 from autovaruna.profiler.measure import Key, PartCost, measure, merge, settle
-from autovaruna.runtime.on_all import gather_on_all
+from autovaruna.runtime.worlds.on_all import gather_on_all
 from autovaruna.settings import Settings
 
 _MOST_TURNS = 2

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from autovaruna.errors import ConfigError
-from autovaruna.runtime.environment import local_rank_in
+from autovaruna.runtime.worlds.environment import local_rank_in
 from autovaruna.settings import Settings
 
 logger = logging.getLogger(__name__)

@@ -25,17 +25,17 @@ from autovaruna.parallel.problem import SHAPING
 from autovaruna.parallel.saved import GLOBAL_BATCH, read_plan
 from autovaruna.parallel.speeds import SpeedWatch
 from autovaruna.planner import Plan, Problem, make_plan
-from autovaruna.planner.deployment import deployment_of
-from autovaruna.planner.deployment_file import save
-from autovaruna.planner.fingerprint import Fingerprint, host_counts
-from autovaruna.planner.orders import Orders
-from autovaruna.planner.priced import priced
+from autovaruna.planner.deployments.deployment import deployment_of
+from autovaruna.planner.deployments.deployment_file import save
+from autovaruna.planner.deployments.fingerprint import Fingerprint, host_counts
+from autovaruna.planner.predicting.orders import Orders
+from autovaruna.planner.predicting.priced import priced
 from autovaruna.planner.table import explain, plan_table
 from autovaruna.profiler.profile import device_name
 from autovaruna.runtime.events import EventTrace
-from autovaruna.runtime.on_all import on_all
-from autovaruna.runtime.placement import Placement, placement_of
-from autovaruna.runtime.world import World
+from autovaruna.runtime.weights.placement import Placement, placement_of
+from autovaruna.runtime.worlds.on_all import on_all
+from autovaruna.runtime.worlds.world import World
 from autovaruna.schedule import replay
 from autovaruna.settings import Settings
 from autovaruna.stage.assignment import Assignment, assign

@@ -12,15 +12,15 @@ from torch import Tensor
 
 from autovaruna.errors import PlanError
 from autovaruna.graph.traced import TracedModel
-from autovaruna.planner.orders import Orders
+from autovaruna.planner.predicting.orders import Orders
 from autovaruna.planner.problem import SPLIT_REFUSAL
 from autovaruna.planner.records import Plan
 from autovaruna.runtime.batch import GlobalBatch
-from autovaruna.runtime.gradient_book import GradientBook
-from autovaruna.runtime.gradients import GradientSum
-from autovaruna.runtime.placement import OwnedState, Placement, placement_of
+from autovaruna.runtime.gradient_sums.gradient_book import GradientBook
+from autovaruna.runtime.gradient_sums.gradients import GradientSum
 from autovaruna.runtime.traffic import Traffic
-from autovaruna.runtime.world import World
+from autovaruna.runtime.weights.placement import OwnedState, Placement, placement_of
+from autovaruna.runtime.worlds.world import World
 from autovaruna.schedule.instruction import Kind, Schedule
 from autovaruna.settings import Settings
 from autovaruna.stage.assignment import Assignment, carry_over

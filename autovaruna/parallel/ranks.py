@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autovaruna.runtime.environment import get_world
+from autovaruna.runtime.worlds.environment import get_world
 
 
 def get_rank() -> int:

@@ -9,10 +9,10 @@ from pathlib import Path
 from autovaruna.config import replicas_of
 from autovaruna.errors import DeploymentError, ScheduleError
 from autovaruna.graph.records import Graph
-from autovaruna.planner.deployment import Deployment, plan_from
-from autovaruna.planner.deployment_file import load
-from autovaruna.planner.fingerprint import Fingerprint, differences
-from autovaruna.planner.orders import Orders
+from autovaruna.planner.deployments.deployment import Deployment, plan_from
+from autovaruna.planner.deployments.deployment_file import load
+from autovaruna.planner.deployments.fingerprint import Fingerprint, differences
+from autovaruna.planner.predicting.orders import Orders
 from autovaruna.planner.records import Plan
 from autovaruna.settings import Settings
 

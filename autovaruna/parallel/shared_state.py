@@ -7,8 +7,8 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import Tensor, nn
 
-from autovaruna.runtime.placement import OwnedState, Placement
-from autovaruna.runtime.world import World
+from autovaruna.runtime.weights.placement import OwnedState, Placement
+from autovaruna.runtime.worlds.world import World
 
 
 def share_state(changed: Collection[str], state: OwnedState, placement: Placement, world: World) -> None:

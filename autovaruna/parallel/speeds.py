@@ -8,7 +8,7 @@ from statistics import median
 import torch
 
 from autovaruna.profiler.speed import Pace, measure_pace
-from autovaruna.runtime.world import World
+from autovaruna.runtime.worlds.world import World
 
 _NOISE = 1.25
 """Speeds whose ratio is less than this count as equal."""

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from autovaruna.errors import InputError, OrderError
-from autovaruna.graph.mode import ModeReader
-from autovaruna.graph.outline import CallReader
+from autovaruna.graph.watching.mode import ModeReader
+from autovaruna.graph.watching.outline import CallReader
 from autovaruna.parallel.calls import SharedCall
 from autovaruna.parallel.copies import Copies
 from autovaruna.parallel.engine import Engine
@@ -25,15 +25,15 @@ from autovaruna.parallel.prepared import PreparedGraphs
 from autovaruna.parallel.stateful import StatefulModule
 from autovaruna.parallel.totals import BatchValues
 from autovaruna.parallel.traces import Traces
-from autovaruna.runtime.channel_choice import open_channel
-from autovaruna.runtime.joint_norm import join_norms
-from autovaruna.runtime.on_all import on_all
-from autovaruna.runtime.optimizer import CutOptimizer
-from autovaruna.runtime.own_part import OwnSteps
-from autovaruna.runtime.own_steps import step_over_own_part, watch_later_optimizers
-from autovaruna.runtime.placement import OwnedState, Placement
-from autovaruna.runtime.scaler import LossScale
-from autovaruna.runtime.split_models import note_split
+from autovaruna.runtime.channels.channel_choice import open_channel
+from autovaruna.runtime.optimizers.joint_norm import join_norms
+from autovaruna.runtime.optimizers.optimizer import CutOptimizer
+from autovaruna.runtime.optimizers.own_part import OwnSteps
+from autovaruna.runtime.optimizers.own_steps import step_over_own_part, watch_later_optimizers
+from autovaruna.runtime.optimizers.scaler import LossScale
+from autovaruna.runtime.weights.placement import OwnedState, Placement
+from autovaruna.runtime.weights.split_models import note_split
+from autovaruna.runtime.worlds.on_all import on_all
 from autovaruna.settings import Settings
 
 _SEED_OF_COPY = 1_000_003

@@ -23,13 +23,13 @@ from autovaruna.parallel.engine import Engine
 from autovaruna.parallel.own_device import bring_to_own_device, find_device
 from autovaruna.parallel.persistence import Persistence
 from autovaruna.parallel.shown import ShownModule
-from autovaruna.runtime.environment import get_world
-from autovaruna.runtime.lent import Lent
-from autovaruna.runtime.optimizer import CutOptimizer
-from autovaruna.runtime.own_part import OwnSteps, with_hooks
-from autovaruna.runtime.placement import OwnedState, Placement
-from autovaruna.runtime.state import load_part, whole_state
-from autovaruna.runtime.world import World
+from autovaruna.runtime.optimizers.optimizer import CutOptimizer
+from autovaruna.runtime.optimizers.own_part import OwnSteps, with_hooks
+from autovaruna.runtime.weights.lent import Lent
+from autovaruna.runtime.weights.placement import OwnedState, Placement
+from autovaruna.runtime.weights.state import load_part, whole_state
+from autovaruna.runtime.worlds.environment import get_world
+from autovaruna.runtime.worlds.world import World
 from autovaruna.settings import Settings
 
 

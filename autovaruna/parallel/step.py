@@ -15,14 +15,14 @@ from autovaruna.errors import InputError
 from autovaruna.graph.outputs import OutputKind, OutputSpec
 from autovaruna.runtime.exchange import GradientExchange
 from autovaruna.runtime.executor import Executor
-from autovaruna.runtime.gradient_book import GradientBook
+from autovaruna.runtime.gradient_sums.gradient_book import GradientBook
 from autovaruna.runtime.job import Job
 from autovaruna.runtime.mail import Mail
+from autovaruna.runtime.optimizers.scaler import LossScale
 from autovaruna.runtime.outputs import OutputCollector
 from autovaruna.runtime.publish import Gradients, follows_a_call, publish
-from autovaruna.runtime.scaler import LossScale
 from autovaruna.runtime.traffic import Traffic
-from autovaruna.runtime.world import World
+from autovaruna.runtime.worlds.world import World
 from autovaruna.schedule.instruction import Kind
 from autovaruna.stage.module import ParameterUse
 

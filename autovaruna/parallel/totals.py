@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autovaruna.graph.batch_kinds import Merge
-from autovaruna.graph.extract import Argument, Piece, Source, extract
+from autovaruna.graph.batch.batch_kinds import Merge
+from autovaruna.graph.pieces.extract import Argument, Piece, Source, extract
 from autovaruna.graph.precision import without_autocast
 from autovaruna.graph.traced import TracedModel
 from autovaruna.runtime.batch import GlobalBatch

@@ -9,21 +9,21 @@ import torch
 from torch import nn
 
 from autovaruna.errors import InputError, RankError
-from autovaruna.graph.by_parts import Parts, warn_untried
-from autovaruna.graph.comparing import compare
-from autovaruna.graph.nonlinear import refuse_nonlinear
+from autovaruna.graph.batch.nonlinear import refuse_nonlinear
+from autovaruna.graph.batch.statistics import refuse_single_values
+from autovaruna.graph.batch.sums import refuse_sum
+from autovaruna.graph.comparisons.by_parts import Parts, warn_untried
+from autovaruna.graph.comparisons.comparing import compare
 from autovaruna.graph.refused import ChangedStateError
-from autovaruna.graph.settling import settle
-from autovaruna.graph.statistics import refuse_single_values
-from autovaruna.graph.sums import refuse_sum
 from autovaruna.graph.traced import TracedModel
 from autovaruna.graph.tracing import ONE_AT_A_TIME, trace
+from autovaruna.graph.watching.settling import settle
 from autovaruna.parallel.calls import SharedCall
 from autovaruna.runtime.batch import GlobalBatch
-from autovaruna.runtime.differences import differences
-from autovaruna.runtime.elsewhere import Elsewhere
-from autovaruna.runtime.on_all import on_all
-from autovaruna.runtime.world import World
+from autovaruna.runtime.weights.elsewhere import Elsewhere
+from autovaruna.runtime.worlds.differences import differences
+from autovaruna.runtime.worlds.on_all import on_all
+from autovaruna.runtime.worlds.world import World
 from autovaruna.settings import Settings
 
 _MOST_SAMPLES = 4

@@ -11,8 +11,8 @@ from torch import nn
 from autovaruna.errors import InputError
 from autovaruna.parallel.calls import SharedCall
 from autovaruna.runtime.batch import GlobalBatch, MicroBatch
-from autovaruna.runtime.on_all import gather_on_all
-from autovaruna.runtime.world import World
+from autovaruna.runtime.worlds.on_all import gather_on_all
+from autovaruna.runtime.worlds.world import World
 
 
 def micro_batch_weights(

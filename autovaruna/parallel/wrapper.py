@@ -21,10 +21,10 @@ from autovaruna.parallel.totals import BatchValues, Totals, ValuesOfBatch
 from autovaruna.parallel.weights import micro_batch_weights
 from autovaruna.planner.records import Plan
 from autovaruna.runtime.batch import GlobalBatch, cut_batch, weigh
-from autovaruna.runtime.elsewhere import Elsewhere
-from autovaruna.runtime.environment import promise
-from autovaruna.runtime.norm import clip_grad_norm
-from autovaruna.runtime.on_all import gather_on_all
+from autovaruna.runtime.optimizers.norm import clip_grad_norm
+from autovaruna.runtime.weights.elsewhere import Elsewhere
+from autovaruna.runtime.worlds.environment import promise
+from autovaruna.runtime.worlds.on_all import gather_on_all
 
 logger = logging.getLogger(__name__)
 

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from autovaruna.planner.bounds.waits import fastest_link, waits_of
 from autovaruna.planner.candidate import Candidate
 from autovaruna.planner.costs import Array
 from autovaruna.planner.groups import Group, GroupSearch
 from autovaruna.planner.replicas import share_of
-from autovaruna.planner.waits import fastest_link, waits_of
 
 _ROUNDING = 1e-9
 

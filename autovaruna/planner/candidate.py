@@ -10,13 +10,13 @@ from functools import lru_cache
 import numpy as np
 
 from autovaruna.planner.costs import Array, Costs
-from autovaruna.planner.edges import Edges
-from autovaruna.planner.fitting import Option, fit, peak_of
-from autovaruna.planner.pipeline import pipeline_of, policy_of
-from autovaruna.planner.prediction import Predictor, fold, least_seconds, short_enough
+from autovaruna.planner.memory.fitting import Option, fit, peak_of
+from autovaruna.planner.memory.rank_memory import bytes_of_ranks
+from autovaruna.planner.predicting.edges import Edges
+from autovaruna.planner.predicting.pipeline import pipeline_of, policy_of
+from autovaruna.planner.predicting.prediction import Predictor, fold, least_seconds, short_enough
 from autovaruna.planner.problem import SPLIT_SCHEDULE, Problem
 from autovaruna.planner.ranges import RangeTables
-from autovaruna.planner.rank_memory import bytes_of_ranks
 from autovaruna.planner.records import BlockBytes, Plan, StagePlan
 from autovaruna.planner.sized import Sized
 from autovaruna.schedule import Pipeline, latency_depth, simulate, textbook_depth

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from autovaruna.planner.bound import step_bounds
-from autovaruna.planner.bound_of_all import bound_of_all
+from autovaruna.planner.bounds.bound import step_bounds
+from autovaruna.planner.bounds.bound_of_all import bound_of_all
 from autovaruna.planner.options import cut_positions, micro_batch_counts
 from autovaruna.planner.problem import SPLIT_SCHEDULE, Problem
 from autovaruna.planner.ranges import TablesOfGraph

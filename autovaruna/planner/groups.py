@@ -16,7 +16,7 @@ from math import prod
 
 import numpy as np
 
-from autovaruna.planner.bound import StepBound
+from autovaruna.planner.bounds.bound import StepBound
 from autovaruna.planner.candidate import Candidate
 from autovaruna.planner.costs import Array
 from autovaruna.planner.placing import Ranks, classes_of

@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from autovaruna.planner.bounds.proof import WORTH
 from autovaruna.planner.candidate import Candidate, Planner
 from autovaruna.planner.options import FEWEST_GROUPS, MAX_UNITS, spread
 from autovaruna.planner.placing import Ranks, in_a_row, layouts
-from autovaruna.planner.proof import WORTH
 from autovaruna.planner.replicas import share_of
 from autovaruna.planner.rounds import Pattern, cut_evenly, patterns
 from autovaruna.planner.trials import Trials

@@ -10,7 +10,7 @@ import numpy as np
 from autovaruna.planner.costs import Array
 from autovaruna.planner.cuts import resolve_cuts
 from autovaruna.planner.marks import marked_blocks
-from autovaruna.planner.pipeline import policy_of
+from autovaruna.planner.predicting.pipeline import policy_of
 from autovaruna.planner.problem import Problem, forced_stages, micro_batch_range, most_stages_per_rank
 
 MAX_SEGMENTS = 400

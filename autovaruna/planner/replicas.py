@@ -17,9 +17,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from autovaruna.planner.bounds.waits import waits_of
 from autovaruna.planner.costs import Array
 from autovaruna.planner.sized import Sized, Ways
-from autovaruna.planner.waits import waits_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from math import comb
 import numpy as np
 
 from autovaruna.planner.all_patterns import PatternSearch
+from autovaruna.planner.bounds.proof import PROVEN, WORTH, Proof
 from autovaruna.planner.candidate import Candidate, Planner
 from autovaruna.planner.climb import climb
 from autovaruna.planner.either_way import plan_either_way
@@ -31,7 +32,6 @@ from autovaruna.planner.options import (
 )
 from autovaruna.planner.placing import rank_orders
 from autovaruna.planner.problem import Problem, check_problem, forced_stages
-from autovaruna.planner.proof import PROVEN, WORTH, Proof
 from autovaruna.planner.ranges import RangeTables, TablesOfGraph
 from autovaruna.planner.records import Plan
 from autovaruna.planner.rounds import EVERY

@@ -9,12 +9,12 @@ from functools import cached_property
 import numpy as np
 
 from autovaruna.planner.costs import Array, Costs
-from autovaruna.planner.holdings import Holdings, HoldingsByRange, holdings_of_ranges
-from autovaruna.planner.memory import MemoryModel
+from autovaruna.planner.memory.holdings import Holdings, HoldingsByRange, holdings_of_ranges
+from autovaruna.planner.memory.stage_bytes import StageBytes
+from autovaruna.planner.memory.stage_memory import MemoryModel
+from autovaruna.planner.predicting.rings import Rings
 from autovaruna.planner.problem import Problem
 from autovaruna.planner.ranges import RangeTables
-from autovaruna.planner.rings import Rings
-from autovaruna.planner.stage_bytes import StageBytes
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from autovaruna.planner.candidate import Candidate, Planner
 from autovaruna.planner.options import variants
-from autovaruna.planner.prediction import SECONDS_OF_AN_ACT
+from autovaruna.planner.predicting.prediction import SECONDS_OF_AN_ACT
 from autovaruna.planner.records import Plan
 
 _LONG_SECONDS, _LONG_INTERLEAVED_SECONDS = 0.2, 0.02

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from autovaruna.graph.deferral import SplitPiece, split_backward
-from autovaruna.graph.direct import direct
-from autovaruna.graph.extract import Argument, extract
+from autovaruna.graph.pieces.deferral import SplitPiece, split_backward
+from autovaruna.graph.pieces.direct import direct
+from autovaruna.graph.pieces.extract import Argument, extract
 from autovaruna.graph.traced import TracedModel
 
 aten = torch.ops.aten

@@ -22,9 +22,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autovaruna.errors import MeasureError
 from autovaruna.graph import flops
-from autovaruna.graph.extract import Argument, Source
-from autovaruna.graph.fake import fake_like
+from autovaruna.graph.exporting.fake import fake_like
 from autovaruna.graph.origin import failed_at
+from autovaruna.graph.pieces.extract import Argument, Source
 from autovaruna.graph.traced import TracedModel
 from autovaruna.profiler.device_file import DeviceSpec
 from autovaruna.profiler.measure import Key, PartCost

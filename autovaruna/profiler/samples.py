@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autovaruna.graph.extract import Argument, Source, extract
+from autovaruna.graph.pieces.extract import Argument, Source, extract
 from autovaruna.graph.random import RandomStream
 from autovaruna.graph.traced import TracedModel
 

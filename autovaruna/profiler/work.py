@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from autovaruna.graph.deferral import SplitPiece, split_backward
-from autovaruna.graph.direct import direct
-from autovaruna.graph.extract import Argument, Piece, Source
+from autovaruna.graph.pieces.deferral import SplitPiece, split_backward
+from autovaruna.graph.pieces.direct import direct
+from autovaruna.graph.pieces.extract import Argument, Piece, Source
+from autovaruna.graph.pieces.weight_gradients import Deferred
 from autovaruna.graph.precision import precision_of
-from autovaruna.graph.weight_gradients import Deferred
 from autovaruna.profiler.parts import Part
 from autovaruna.profiler.samples import Samples
 

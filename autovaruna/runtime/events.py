@@ -10,10 +10,10 @@ from pathlib import Path
 from time import perf_counter
 
 from autovaruna.errors import ConfigError
-from autovaruna.runtime.clock import offset_to_first
 from autovaruna.runtime.lost import Ends, Span, account, table
-from autovaruna.runtime.on_all import on_all
-from autovaruna.runtime.world import World
+from autovaruna.runtime.worlds.clock import offset_to_first
+from autovaruna.runtime.worlds.on_all import on_all
+from autovaruna.runtime.worlds.world import World
 from autovaruna.schedule import Simulation
 from autovaruna.schedule.instruction import Instruction, Kind
 from autovaruna.schedule.pipeline import Edge

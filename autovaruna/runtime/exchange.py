@@ -12,7 +12,7 @@ from autovaruna.runtime.batch import MicroBatch
 from autovaruna.runtime.executor import Executor
 from autovaruna.runtime.job import Job
 from autovaruna.runtime.mail import Kind, Mail, Route
-from autovaruna.runtime.world import World
+from autovaruna.runtime.worlds.world import World
 
 _INPUT_GRADIENT_TAG = 1 << 18
 

@@ -9,10 +9,10 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from autovaruna.graph.kept import forgetting
+from autovaruna.graph.kept_whole.kept import forgetting
 from autovaruna.graph.origin import failed_at
+from autovaruna.graph.pieces.weight_gradients import Deferred
 from autovaruna.graph.random import RandomStream
-from autovaruna.graph.weight_gradients import Deferred
 from autovaruna.runtime.arrival import arrive, go_backward
 from autovaruna.runtime.batch import MicroBatch
 from autovaruna.runtime.changed_state import ChangedState
@@ -25,7 +25,7 @@ from autovaruna.runtime.offload import Stash
 from autovaruna.runtime.own_samples import OwnSamples
 from autovaruna.runtime.posting import Posting
 from autovaruna.runtime.traffic import Act, Traffic
-from autovaruna.runtime.world import World
+from autovaruna.runtime.worlds.world import World
 from autovaruna.schedule.instruction import Kind
 from autovaruna.stage.module import StageModule
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from autovaruna.graph.weight_gradients import Deferred
+from autovaruna.graph.pieces.weight_gradients import Deferred
 from autovaruna.runtime.offload import Stash
 
 NOTHING: Mapping[str, Tensor] = {}

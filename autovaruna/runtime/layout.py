@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from autovaruna.runtime.staging import distinct
+from autovaruna.runtime.channels.staging import distinct
 
 
 @dataclass(frozen=True, slots=True)

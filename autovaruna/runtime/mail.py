@@ -16,7 +16,7 @@ from torch import Tensor
 
 from autovaruna.errors import RankError
 from autovaruna.runtime.layout import Layouts, layouts_of, packed
-from autovaruna.runtime.world import DONE, Pending, World
+from autovaruna.runtime.worlds.world import DONE, Pending, World
 
 TensorList = list[Tensor | None]
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from autovaruna.runtime.staging import empty_on_host, is_dense
+from autovaruna.runtime.channels.staging import empty_on_host, is_dense
 
 
 class Stash:

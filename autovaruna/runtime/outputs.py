@@ -12,7 +12,7 @@ from autovaruna.graph.outputs import OutputKind, OutputSpec
 from autovaruna.runtime.batch import GlobalBatch, MicroBatch
 from autovaruna.runtime.job import Job
 from autovaruna.runtime.mail import Kind, Mail, Route
-from autovaruna.runtime.world import World
+from autovaruna.runtime.worlds.world import World
 
 
 class OutputCollector:

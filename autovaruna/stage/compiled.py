@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from autovaruna.graph.checks import check
-from autovaruna.graph.extract import Argument, Piece, Source
-from autovaruna.graph.functions import run_function
-from autovaruna.graph.kept import rehearsal
+from autovaruna.graph.exporting.checks import check
+from autovaruna.graph.kept_whole.functions import run_function
+from autovaruna.graph.kept_whole.kept import rehearsal
+from autovaruna.graph.pieces.extract import Argument, Piece, Source
 from autovaruna.graph.random import RandomStream, draw
 from autovaruna.graph.traced import TracedModel
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from autovaruna.graph.extract import Piece, extract, reads
+from autovaruna.graph.pieces.extract import Piece, extract, reads
 from autovaruna.graph.traced import TracedModel
 from autovaruna.stage.assignment import Assignment
 

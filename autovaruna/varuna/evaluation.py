@@ -12,8 +12,8 @@ from torch import nn
 from autovaruna.errors import InputError
 from autovaruna.graph.call import describe
 from autovaruna.parallel.wrapper import AutoVaruna
-from autovaruna.runtime.on_all import on_all
-from autovaruna.runtime.world import World
+from autovaruna.runtime.worlds.on_all import on_all
+from autovaruna.runtime.worlds.world import World
 from autovaruna.varuna.batches import Inputs, loss_of, rows_of
 
 

@@ -13,8 +13,8 @@ from autovaruna.parallel.machine import describe_cluster
 from autovaruna.parallel.own_device import find_device
 from autovaruna.profiler.environment import cache_of
 from autovaruna.profiler.profile import to_profile
-from autovaruna.runtime.on_all import on_all
-from autovaruna.runtime.world import World
+from autovaruna.runtime.worlds.on_all import on_all
+from autovaruna.runtime.worlds.world import World
 from autovaruna.varuna.batches import Inputs
 from autovaruna.varuna.grids import Measured, Wishes, choices
 from autovaruna.varuna.measuring import read_costs, subject_of

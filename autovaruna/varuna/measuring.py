@@ -14,8 +14,8 @@ from autovaruna.parallel.measuring import Subject
 from autovaruna.parallel.speeds import SpeedWatch
 from autovaruna.profiler.cache import ProfileCache
 from autovaruna.profiler.measure import Key, PartCost, merge
-from autovaruna.runtime.on_all import on_all
-from autovaruna.runtime.world import World
+from autovaruna.runtime.worlds.on_all import on_all
+from autovaruna.runtime.worlds.world import World
 from autovaruna.varuna.batches import Inputs
 
 

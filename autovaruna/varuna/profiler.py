@@ -20,8 +20,8 @@ from autovaruna.profiler.environment import cache_of, environment
 from autovaruna.profiler.measure import Key, PartCost
 from autovaruna.profiler.profile import to_profile
 from autovaruna.profiler.records import Profile
-from autovaruna.runtime.environment import get_world
-from autovaruna.runtime.on_all import on_all
+from autovaruna.runtime.worlds.environment import get_world
+from autovaruna.runtime.worlds.on_all import on_all
 from autovaruna.varuna.batches import GetBatch, positive, sample_batch
 from autovaruna.varuna.measuring import read_costs, subject_of
 from autovaruna.varuna.parts import keys_between, keys_of

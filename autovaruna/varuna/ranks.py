@@ -7,8 +7,8 @@ import os
 import torch
 
 from autovaruna.errors import InputError
-from autovaruna.runtime.environment import local_rank_in
-from autovaruna.runtime.world import World
+from autovaruna.runtime.worlds.environment import local_rank_in
+from autovaruna.runtime.worlds.world import World
 
 
 def local_rank_of(world: World) -> int:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-from autovaruna.runtime.world import World
+from autovaruna.runtime.worlds.world import World
 
 
 class Requests:

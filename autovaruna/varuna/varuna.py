@@ -14,8 +14,8 @@ from autovaruna.errors import InputError, OrderError
 from autovaruna.parallel.ahead import adopt, prepare
 from autovaruna.parallel.modes import as_in_training
 from autovaruna.parallel.wrapper import AutoVaruna
-from autovaruna.runtime.environment import get_world
-from autovaruna.runtime.world import World
+from autovaruna.runtime.worlds.environment import get_world
+from autovaruna.runtime.worlds.world import World
 from autovaruna.varuna.batches import (
     GetBatch,
     check_inputs,

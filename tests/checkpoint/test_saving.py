@@ -20,7 +20,7 @@ from torch import nn
 
 from autovaruna import AutoVaruna, CheckpointError, InputError, OrderError
 from autovaruna.checkpoint import background, commit, direct, manifest, part, saver, subject
-from autovaruna.runtime.watched import WatchedWorld
+from autovaruna.runtime.worlds.watched import WatchedWorld
 from tests.catalogue import CASES
 from tests.checkpoint.test_damage import is_same, trained
 from tests.checkpoint.test_damage import snapshot as weights_of

@@ -15,7 +15,7 @@ from autovaruna import AutoVaruna
 from autovaruna.__main__ import main
 from autovaruna.commands.planning import make_optimizer
 from autovaruna.commands.report import timeline
-from autovaruna.planner.deployment_file import load
+from autovaruna.planner.deployments.deployment_file import load
 from autovaruna.profiler.profile_file import load_profile
 from tests.commands import targets
 

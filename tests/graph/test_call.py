@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from autovaruna.errors import InputError
 from autovaruna.graph.call import describe
-from autovaruna.graph.mode import ModeReader, mode_of
+from autovaruna.graph.watching.mode import ModeReader, mode_of
 
 
 class Model(nn.Module):

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autovaruna.errors import TraceError
-from autovaruna.graph.comparing import compare, distance
+from autovaruna.graph.comparisons.comparing import compare, distance
 from autovaruna.graph.traced import TracedModel
 from tests.graph.models import CPU, Function, traced
 
@@ -29,7 +29,7 @@ def net(*more: nn.Module) -> nn.Sequential:
 def look(model: nn.Module, trace: TracedModel | None = None) -> None:
     """Compares; a comparison that cannot be made is an error, too."""
     messages: list[str] = []
-    logger = logging.getLogger("autovaruna.graph.comparing")
+    logger = logging.getLogger("autovaruna.graph.comparisons.comparing")
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
     level = logger.level

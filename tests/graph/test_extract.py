@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from autovaruna.graph.call import describe
-from autovaruna.graph.extract import Source, extract
+from autovaruna.graph.pieces.extract import Source, extract
 from autovaruna.graph.random import RandomStream, untouched_generator
 from autovaruna.graph.traced import TracedModel
 from autovaruna.graph.tracing import trace

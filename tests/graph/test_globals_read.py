@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from autovaruna.graph.globals_read import GlobalsRead, unnoted
+from autovaruna.graph.recalling.globals_read import GlobalsRead, unnoted
 
 FIRST, SECOND = [1], [2]
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from autovaruna.graph.call import describe
-from autovaruna.graph.mode import mode_of
-from autovaruna.graph.outline import CallReader
+from autovaruna.graph.watching.mode import mode_of
+from autovaruna.graph.watching.outline import CallReader
 
 
 class Anything(nn.Module):

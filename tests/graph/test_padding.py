@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autovaruna.graph.both_ways import BothWays
+from autovaruna.graph.comparisons.both_ways import BothWays
 from tests.graph.models import CPU, Function, traced
 
 X = torch.linspace(-1, 1, 4 * 6 * 8).reshape(4, 6, 8).sin()

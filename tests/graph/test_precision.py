@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from autovaruna.graph.call import describe
-from autovaruna.graph.extract import extract
+from autovaruna.graph.pieces.extract import extract
 from autovaruna.graph.precision import current_precision, precision_of, without_autocast
 from autovaruna.graph.traced import TracedModel
 from autovaruna.graph.tracing import trace

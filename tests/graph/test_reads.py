@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from autovaruna.graph.extract import Source, extract, reads
+from autovaruna.graph.pieces.extract import Source, extract, reads
 from tests.profiler.models import traced_case
 
 

@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autovaruna.errors import TraceError
-from autovaruna.graph import program, recall, repeats
+from autovaruna.graph.exporting import program
 from autovaruna.graph.layout import NotPlainError, layout_of, storage_of
-from autovaruna.graph.recall import Memory
-from autovaruna.graph.recalled_modules import RecalledModules
+from autovaruna.graph.recalling import recall, repeats
+from autovaruna.graph.recalling.recall import Memory
+from autovaruna.graph.recalling.recalled_modules import RecalledModules
 from autovaruna.graph.traced import TracedModel
 from tests.graph.models import Function, traced, traced_function
 

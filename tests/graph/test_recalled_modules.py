@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from autovaruna import CutPoint
 from autovaruna.errors import TraceError
-from autovaruna.graph import program
-from autovaruna.graph.recalled_modules import RecalledModules, recalled_modules
+from autovaruna.graph.exporting import program
+from autovaruna.graph.recalling.recalled_modules import RecalledModules, recalled_modules
 from tests.graph.models import traced
 from tests.graph.test_recall import described, no_modules_recalled, outcome
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from autovaruna.graph.deferred import compile_regions, deferred_compilation
-from autovaruna.graph.unlift import unlift
+from autovaruna.graph.exporting.deferred import compile_regions, deferred_compilation
+from autovaruna.graph.exporting.unlift import unlift
 
 X = torch.zeros(3, 4)
 

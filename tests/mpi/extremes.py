@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from autovaruna import AutoVaruna
-from autovaruna.runtime.environment import get_world
+from autovaruna.runtime.worlds.environment import get_world
 from tests.mpi.numbers import FAST, quietly
 from tests.parallel.training import gradients_of, pipeline, planned
 

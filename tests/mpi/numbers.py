@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from autovaruna import AutoVaruna
-from autovaruna.runtime.environment import get_world
+from autovaruna.runtime.worlds.environment import get_world
 from tests.catalogue import CASES, Batch, Case
 from tests.parallel.training import Setup, planned, share_of, trace_shared, train, train_rank
 from tests.reference import OPTIMIZERS, Record

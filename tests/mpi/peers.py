@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autovaruna.runtime.environment import get_world
+from autovaruna.runtime.worlds.environment import get_world
 from tests.catalogue import CASES, Case
 from tests.mpi.numbers import NUM_MICRO_BATCHES, wrap
 from tests.parallel.training import gradients_of, share_of, train_rank

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from autovaruna import AutoVaruna
-from autovaruna.runtime.environment import get_world
+from autovaruna.runtime.worlds.environment import get_world
 from tests.catalogue import CASES, Batch
 from tests.mpi.numbers import FAST, Rows, quietly
 from tests.parallel.precision import WAYS, Way, loop

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from autovaruna.runtime.environment import get_world
-from autovaruna.runtime.links import measure_links
-from autovaruna.runtime.sum_speed import measure_sums
-from autovaruna.runtime.world import World
+from autovaruna.runtime.channels.links import measure_links
+from autovaruna.runtime.channels.sum_speed import measure_sums
+from autovaruna.runtime.worlds.environment import get_world
+from autovaruna.runtime.worlds.world import World
 from tests.runtime.world_laws import LAWS
 
 

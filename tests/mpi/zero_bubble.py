@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from autovaruna.runtime.environment import get_world
+from autovaruna.runtime.worlds.environment import get_world
 from tests.catalogue import CASES
 from tests.mpi.numbers import NUM_MICRO_BATCHES, SIZE, STEPS, Rows, quietly, wrap
 from tests.parallel.training import Setup, planned, train_rank

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from autovaruna import AutoVaruna, InputError
-from autovaruna.runtime.in_process import run_ranks
-from autovaruna.runtime.world import World
+from autovaruna.runtime.worlds.in_process import run_ranks
+from autovaruna.runtime.worlds.world import World
 from tests.catalogue.small import CLASSES, WIDTH, labelled
 from tests.parallel.training import QUIET
 

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autovaruna import AutoVaruna
-from autovaruna.runtime.in_process import run_ranks
-from autovaruna.runtime.world import World
+from autovaruna.runtime.worlds.in_process import run_ranks
+from autovaruna.runtime.worlds.world import World
 from tests.parallel.training import QUIET, gradients_of, pipeline, planned
 
 WIDTH, SIZES = 6, (4, 2)

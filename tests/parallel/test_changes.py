@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autovaruna import AutoVaruna, InputError, RankError
-from autovaruna.graph.attributes import Attributes
-from autovaruna.runtime.in_process import run_ranks
-from autovaruna.runtime.world import World
+from autovaruna.graph.watching.attributes import Attributes
+from autovaruna.runtime.worlds.in_process import run_ranks
+from autovaruna.runtime.worlds.world import World
 from tests.catalogue.small import CLASSES, WIDTH, labelled
 from tests.parallel.training import QUIET
 

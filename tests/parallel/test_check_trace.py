@@ -12,7 +12,7 @@ from autovaruna import AutoVaruna, TraceError
 from autovaruna.graph.traced import TracedModel
 from autovaruna.graph.tracing import trace
 from autovaruna.parallel import traces
-from autovaruna.runtime.in_process import run_ranks
+from autovaruna.runtime.worlds.in_process import run_ranks
 from tests.catalogue import CASES
 from tests.parallel.training import QUIET, Setup, on_ranks, pipeline
 from tests.reference import sgd

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autovaruna import AutoVaruna, InputError, TraceError
-from autovaruna.graph.raising import passing
+from autovaruna.graph.exporting.raising import passing
 from tests.catalogue.case import Batch, Case
 from tests.catalogue.small import CLASSES, WIDTH, labelled
 from tests.parallel.training import QUIET, pipeline, train

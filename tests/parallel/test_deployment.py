@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from autovaruna import AutoVaruna, DeploymentError, MeasureError
 from autovaruna.parallel import measuring
 from autovaruna.parallel.saved import read_plan
-from autovaruna.planner.deployment import deployment_of
-from autovaruna.planner.deployment_file import load, save
-from autovaruna.planner.fingerprint import Fingerprint
+from autovaruna.planner.deployments.deployment import deployment_of
+from autovaruna.planner.deployments.deployment_file import load, save
+from autovaruna.planner.deployments.fingerprint import Fingerprint
 from autovaruna.planner.records import Plan
 from autovaruna.planner.search import make_plan
-from autovaruna.runtime.in_process import InProcessWorld, run_ranks
+from autovaruna.runtime.worlds.in_process import InProcessWorld, run_ranks
 from autovaruna.settings import Settings
 from tests.planner.cases import make_problem
 

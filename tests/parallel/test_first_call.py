@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autovaruna import AutoVaruna, InputError
-from autovaruna.runtime.in_process import run_ranks
+from autovaruna.runtime.worlds.in_process import run_ranks
 
 QUIET = {"load_deployment": False, "save_deployment": False, "profile_iterations": 1, "progress": False}
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autovaruna import AutoVaruna, TraceError
-from autovaruna.graph.by_parts import Parts
+from autovaruna.graph.comparisons.by_parts import Parts
 from autovaruna.graph.traced import TracedModel
 from tests.graph.models import CPU, traced
 from tests.parallel.training import QUIET, Setup, on_ranks

@@ -13,8 +13,8 @@ from autovaruna.parallel.speeds import SpeedWatch, lasting
 from autovaruna.profiler.measure import Key, PartCost, settle
 from autovaruna.profiler.memory import Bytes
 from autovaruna.profiler.speed import Pace
-from autovaruna.runtime.in_process import run_ranks
-from autovaruna.runtime.world import World
+from autovaruna.runtime.worlds.in_process import run_ranks
+from autovaruna.runtime.worlds.world import World
 
 PARTS = "abcde"
 

@@ -12,9 +12,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autovaruna import AutoVaruna
 from autovaruna.errors import ConfigError
-from autovaruna.graph.fake import fake_like
+from autovaruna.graph.exporting.fake import fake_like
 from autovaruna.parallel.own_device import bring_to_own_device, find_device, on_own_gpu
-from autovaruna.runtime.environment import LOCAL_RANK_VARIABLES
+from autovaruna.runtime.worlds.environment import LOCAL_RANK_VARIABLES
 from autovaruna.settings import Settings
 
 CPU, META = torch.device("cpu"), torch.device("meta")

@@ -12,7 +12,7 @@ import torch
 from autovaruna import AutoVaruna
 from autovaruna.parallel import measured_problem
 from autovaruna.profiler import measure as measuring
-from autovaruna.runtime.in_process import InProcessWorld, run_ranks
+from autovaruna.runtime.worlds.in_process import InProcessWorld, run_ranks
 from tests.profiler.models import WIDTH, Mlp
 
 QUIET: dict[str, Any] = {"load_deployment": False, "save_deployment": False, "profile_iterations": 1, "progress": False}

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from autovaruna import AutoVaruna
 from autovaruna.errors import AutoVarunaError
-from autovaruna.runtime.scaler import LossScale
-from autovaruna.runtime.single import SingleWorld
+from autovaruna.runtime.optimizers.scaler import LossScale
+from autovaruna.runtime.worlds.single import SingleWorld
 from tests.catalogue import CASES
 from tests.parallel.precision import Way, plain_in, train_in
 from tests.parallel.training import Setup, held, on_ranks, pipeline

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from autovaruna import AutoVaruna
-from autovaruna.graph.global_names import shared_places
-from autovaruna.graph.shared_values import SharedValues
+from autovaruna.graph.watching.global_names import shared_places
+from autovaruna.graph.watching.shared_values import SharedValues
 from tests.parallel.training import QUIET
 
 NUMBER, TENSOR, TABLE, CONFIG, UNREAD = 1.0, torch.ones(()), {"a": [1.0]}, SimpleNamespace(scale=1.0, unread=0), 0

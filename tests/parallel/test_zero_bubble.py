@@ -11,8 +11,8 @@ import pytest
 
 from autovaruna import AutoVaruna
 from autovaruna.errors import PlanError
-from autovaruna.runtime.in_process import run_ranks
-from autovaruna.runtime.world import World
+from autovaruna.runtime.worlds.in_process import run_ranks
+from autovaruna.runtime.worlds.world import World
 from autovaruna.stage.module import StageModule
 from tests.catalogue import CASES
 from tests.parallel.training import QUIET, Setup, merge, pipeline, train, train_rank

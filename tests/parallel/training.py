@@ -22,9 +22,9 @@ from autovaruna.parallel import traces
 from autovaruna.parallel.preparation import Preparation
 from autovaruna.planner.records import Plan, StagePlan
 from autovaruna.profiler.separable import Steps, steps_of
-from autovaruna.runtime import own_steps
-from autovaruna.runtime.in_process import run_ranks
-from autovaruna.runtime.world import World
+from autovaruna.runtime.optimizers import own_steps
+from autovaruna.runtime.worlds.in_process import run_ranks
+from autovaruna.runtime.worlds.world import World
 from tests.catalogue import Batch, Case, batch_size
 from tests.reference import MakeOptimizer, Record, part, sgd
 

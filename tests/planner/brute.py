@@ -9,7 +9,7 @@ from itertools import combinations, permutations, product
 
 from autovaruna.planner.candidate import Candidate, Planner
 from autovaruna.planner.options import micro_batch_counts
-from autovaruna.planner.pipeline import policy_of
+from autovaruna.planner.predicting.pipeline import policy_of
 from autovaruna.planner.problem import Problem
 from autovaruna.planner.ranges import RangeTables
 from autovaruna.planner.records import Plan, StagePlan

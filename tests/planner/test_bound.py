@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from autovaruna.planner.bound import StepBound
+from autovaruna.planner.bounds.bound import StepBound
 from autovaruna.planner.options import micro_batch_counts
 from autovaruna.planner.problem import Problem
 from autovaruna.planner.ranges import RangeTables

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 from autovaruna.planner.candidate import Candidate, Planner
-from autovaruna.planner.deployment import deployment_of, plan_from
-from autovaruna.planner.deployment_file import load, save
-from autovaruna.planner.fingerprint import Fingerprint
-from autovaruna.planner.pipeline import pipeline_of, policy_of
+from autovaruna.planner.deployments.deployment import deployment_of, plan_from
+from autovaruna.planner.deployments.deployment_file import load, save
+from autovaruna.planner.deployments.fingerprint import Fingerprint
+from autovaruna.planner.predicting.pipeline import pipeline_of, policy_of
+from autovaruna.planner.predicting.rings import Rings
 from autovaruna.planner.problem import Problem
 from autovaruna.planner.ranges import RangeTables
 from autovaruna.planner.records import Plan
-from autovaruna.planner.rings import Rings
 from autovaruna.planner.search import make_plan
 from autovaruna.planner.table import explain
 from autovaruna.profiler.records import LinkCost, OptimizerCost

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from autovaruna.planner import prediction as prediction_module
 from autovaruna.planner.candidate import Candidate, Planner
-from autovaruna.planner.cycles import cycle_seconds, is_plain
+from autovaruna.planner.predicting import prediction as prediction_module
+from autovaruna.planner.predicting.cycles import cycle_seconds, is_plain
 from autovaruna.planner.ranges import RangeTables
 from autovaruna.profiler.records import LinkCost
 from autovaruna.schedule import POLICIES, Edge, Pipeline, StageTimes, simulate

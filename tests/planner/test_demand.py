@@ -10,8 +10,8 @@ from itertools import combinations, pairwise
 import numpy as np
 import pytest
 
-from autovaruna.planner.demand import Computed, Demand, Listed, Needs
-from autovaruna.planner.ways import Way
+from autovaruna.planner.bounds.demand import Computed, Demand, Listed, Needs
+from autovaruna.planner.bounds.ways import Way
 
 
 def listed(dice: np.random.Generator, num_ranges: int) -> Needs:

@@ -10,13 +10,13 @@ import pytest
 from autovaruna.errors import PlanError
 from autovaruna.graph.records import Graph
 from autovaruna.planner import ranges
-from autovaruna.planner.bound import StepBound
-from autovaruna.planner.deployment import deployment_of, plan_from
-from autovaruna.planner.deployment_file import load, save
-from autovaruna.planner.fingerprint import Fingerprint
+from autovaruna.planner.bounds.bound import StepBound
+from autovaruna.planner.deployments.deployment import deployment_of, plan_from
+from autovaruna.planner.deployments.deployment_file import load, save
+from autovaruna.planner.deployments.fingerprint import Fingerprint
 from autovaruna.planner.options import micro_batch_counts
-from autovaruna.planner.orders import Orders
-from autovaruna.planner.pipeline import pipeline_of
+from autovaruna.planner.predicting.orders import Orders
+from autovaruna.planner.predicting.pipeline import pipeline_of
 from autovaruna.planner.problem import Problem
 from autovaruna.planner.ranges import RangeTables
 from autovaruna.planner.search import make_plan

@@ -8,11 +8,11 @@ from itertools import pairwise
 
 import pytest
 
-from autovaruna.planner.heap import MAPPED_BYTES, Heap
-from autovaruna.planner.holes import heap_of_steps
-from autovaruna.planner.orders import Orders
+from autovaruna.planner.memory.heap import MAPPED_BYTES, Heap
+from autovaruna.planner.memory.holes import heap_of_steps
+from autovaruna.planner.memory.stage_tensors import BlockTensors, StageTensors, tensors_of_stage
+from autovaruna.planner.predicting.orders import Orders
 from autovaruna.planner.search import make_plan
-from autovaruna.planner.stage_tensors import BlockTensors, StageTensors, tensors_of_stage
 from autovaruna.schedule import Instruction, Kind
 from tests.planner.cases import make_problem
 

@@ -9,13 +9,13 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from autovaruna.planner.bound_of_all import bound_of_all
+from autovaruna.planner.bounds.bound_of_all import bound_of_all
 from autovaruna.planner.candidate import Planner
-from autovaruna.planner.edited import memory_complaint
-from autovaruna.planner.fingerprint import Fingerprint
+from autovaruna.planner.deployments.edited import memory_complaint
+from autovaruna.planner.deployments.fingerprint import Fingerprint
 from autovaruna.planner.interleaving import Interleaving
 from autovaruna.planner.options import micro_batch_counts
-from autovaruna.planner.orders import Orders
+from autovaruna.planner.predicting.orders import Orders
 from autovaruna.planner.problem import Problem
 from autovaruna.planner.ranges import RangeTables
 from autovaruna.planner.records import Plan

@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 
 from autovaruna.planner import options
-from autovaruna.planner import prediction as prediction_module
 from autovaruna.planner.candidate import Candidate, Planner
-from autovaruna.planner.pipeline import policy_of
-from autovaruna.planner.prediction import fold
+from autovaruna.planner.predicting import prediction as prediction_module
+from autovaruna.planner.predicting.pipeline import policy_of
+from autovaruna.planner.predicting.prediction import fold
 from autovaruna.planner.ranges import RangeTables
 from autovaruna.planner.search import make_plan
 from autovaruna.schedule import simulate

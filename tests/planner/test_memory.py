@@ -12,11 +12,11 @@ import pytest
 from autovaruna.graph.records import Graph
 from autovaruna.planner.costs import Array, CostTable
 from autovaruna.planner.cuts import stage_blocks
-from autovaruna.planner.edges import Edges
-from autovaruna.planner.holdings import Holdings, HoldingsByRange, holdings_of_ranges, holdings_of_stage
-from autovaruna.planner.memory import MemoryModel
+from autovaruna.planner.memory.holdings import Holdings, HoldingsByRange, holdings_of_ranges, holdings_of_stage
+from autovaruna.planner.memory.stage_bytes import StageBytes, deepest
+from autovaruna.planner.memory.stage_memory import MemoryModel
+from autovaruna.planner.predicting.edges import Edges
 from autovaruna.planner.ranges import RangeTables, gradient_bytes
-from autovaruna.planner.stage_bytes import StageBytes, deepest
 from tests.planner.cases import make_graph, make_profile
 
 

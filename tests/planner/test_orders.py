@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from autovaruna.errors import ScheduleError
-from autovaruna.planner.orders import Dependence, Orders
+from autovaruna.planner.predicting.orders import Dependence, Orders
 from autovaruna.planner.search import make_plan
 from autovaruna.schedule import Edge, Pipeline, check
 from tests.planner.cases import make_problem

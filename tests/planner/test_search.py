@@ -8,7 +8,7 @@ import pytest
 
 from autovaruna.errors import PlanError
 from autovaruna.planner import search as search_module
-from autovaruna.planner.orders import Orders
+from autovaruna.planner.predicting.orders import Orders
 from autovaruna.planner.search import make_plan
 from autovaruna.profiler.records import LinkCost
 from tests.planner.brute import every_plan, small_problem

@@ -10,8 +10,8 @@ import pytest
 
 from autovaruna.errors import PlanError
 from autovaruna.planner import search
-from autovaruna.planner.edited import memory_complaint
-from autovaruna.planner.fingerprint import Fingerprint
+from autovaruna.planner.deployments.edited import memory_complaint
+from autovaruna.planner.deployments.fingerprint import Fingerprint
 from autovaruna.planner.problem import Problem
 from autovaruna.planner.search import make_plan
 from autovaruna.planner.settling import Found

@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 
 from autovaruna.planner.infeasible import readable
-from autovaruna.planner.pipeline import pipeline_of
+from autovaruna.planner.predicting.pipeline import pipeline_of
 from autovaruna.planner.records import Plan
 from autovaruna.planner.search import make_plan
 from autovaruna.planner.table import explain, module_range, plan_table, ranks_text, seconds

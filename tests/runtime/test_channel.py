@@ -8,10 +8,10 @@ import torch
 from autovaruna.errors import ConfigError, RankError
 from autovaruna.planner.records import Plan, StagePlan
 from autovaruna.profiler.records import LinkCost
-from autovaruna.runtime.channel_choice import lacking_for_nccl, open_channel, open_to_measure, pairs_of
-from autovaruna.runtime.in_process import InProcessWorld, run_ranks
-from autovaruna.runtime.links import measure_links
-from autovaruna.runtime.sum_speed import measure_sums
+from autovaruna.runtime.channels.channel_choice import lacking_for_nccl, open_channel, open_to_measure, pairs_of
+from autovaruna.runtime.channels.links import measure_links
+from autovaruna.runtime.channels.sum_speed import measure_sums
+from autovaruna.runtime.worlds.in_process import InProcessWorld, run_ranks
 from tests.catalogue import PLAIN
 from tests.parallel.training import Setup, train
 from tests.reference import compare, plain_steps, sgd

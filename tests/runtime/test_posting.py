@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from autovaruna.runtime import posting
-from autovaruna.runtime.in_process import make_worlds
 from autovaruna.runtime.mail import Kind, Mail, Route
 from autovaruna.runtime.posting import Posting
 from autovaruna.runtime.traffic import Parcel
+from autovaruna.runtime.worlds.in_process import make_worlds
 from tests.catalogue import PLAIN
 from tests.parallel.training import Setup, train
 from tests.reference import sgd

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from autovaruna.errors import RankError
-from autovaruna.runtime import siblings
+from autovaruna.runtime.worlds import siblings
 
 JOB = {"PMIX_NAMESPACE": "job@1", "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "PMIX_RANK": "0"}
 LAUNCHER = 7

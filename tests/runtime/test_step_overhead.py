@@ -20,12 +20,12 @@ from autovaruna.parallel.engine import Engine
 from autovaruna.parallel.step import Step
 from autovaruna.runtime import executor
 from autovaruna.runtime.arrival import arrive, go_backward
-from autovaruna.runtime.connected import ConnectedWorld
-from autovaruna.runtime.elsewhere import Elsewhere
-from autovaruna.runtime.in_process import make_worlds
 from autovaruna.runtime.mail import Kind, Mail, Route
-from autovaruna.runtime.message import SMALL_BYTES
 from autovaruna.runtime.outputs import OutputCollector
+from autovaruna.runtime.weights.elsewhere import Elsewhere
+from autovaruna.runtime.worlds.connected import ConnectedWorld
+from autovaruna.runtime.worlds.in_process import make_worlds
+from autovaruna.runtime.worlds.message import SMALL_BYTES
 from tests.catalogue import PLAIN
 from tests.parallel.training import QUIET, Setup, train
 from tests.reference import sgd

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from autovaruna.runtime import delayed
-from autovaruna.runtime.connected import ConnectedWorld
-from autovaruna.runtime.delayed import delay_messages
-from autovaruna.runtime.in_process import make_worlds
+from autovaruna.runtime.worlds import delayed
+from autovaruna.runtime.worlds.connected import ConnectedWorld
+from autovaruna.runtime.worlds.delayed import delay_messages
+from autovaruna.runtime.worlds.in_process import make_worlds
 from autovaruna.schedule.instruction import Instruction, Kind
 from autovaruna.stage.module import StageModule
 from tests.catalogue import PLAIN

@@ -11,9 +11,9 @@ import torch
 
 from autovaruna import AutoVaruna, ConfigError
 from autovaruna.__main__ import main
-from autovaruna.runtime.clock import offset_to_first
-from autovaruna.runtime.in_process import run_ranks
 from autovaruna.runtime.lost import account
+from autovaruna.runtime.worlds.clock import offset_to_first
+from autovaruna.runtime.worlds.in_process import run_ranks
 from tests.catalogue import PLAIN
 from tests.parallel.training import QUIET, Setup, train
 from tests.reference import sgd

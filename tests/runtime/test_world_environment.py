@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from autovaruna.profiler.records import LinkCost
-from autovaruna.runtime import links
-from autovaruna.runtime.ending import status_of
-from autovaruna.runtime.environment import count_sharing, num_ranks_in, share_threads
-from autovaruna.runtime.in_process import run_ranks
-from autovaruna.runtime.single import SingleWorld
-from autovaruna.runtime.staging import is_dense
-from autovaruna.runtime.sum_speed import measure_sums, sample
-from autovaruna.runtime.world import World
+from autovaruna.runtime.channels import links
+from autovaruna.runtime.channels.staging import is_dense
+from autovaruna.runtime.channels.sum_speed import measure_sums, sample
+from autovaruna.runtime.worlds.ending import status_of
+from autovaruna.runtime.worlds.environment import count_sharing, num_ranks_in, share_threads
+from autovaruna.runtime.worlds.in_process import run_ranks
+from autovaruna.runtime.worlds.single import SingleWorld
+from autovaruna.runtime.worlds.world import World
 
 CPU = torch.device("cpu")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autovaruna.runtime.hub import Answer, Failure, Farewell, Hub, Join, Leave, Need, Report, Values
+from autovaruna.runtime.worlds.hub import Answer, Failure, Farewell, Hub, Join, Leave, Need, Report, Values
 
 EVENT = ("sent", 0, 0, 7)
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from autovaruna.errors import RankError
-from autovaruna.runtime.environment import get_world
-from autovaruna.runtime.in_process import InProcessWorld, run_ranks
-from autovaruna.runtime.reduction import GROUP_CHANNEL
-from autovaruna.runtime.world import Pending
+from autovaruna.runtime.worlds.environment import get_world
+from autovaruna.runtime.worlds.in_process import InProcessWorld, run_ranks
+from autovaruna.runtime.worlds.reduction import GROUP_CHANNEL
+from autovaruna.runtime.worlds.world import Pending
 from tests.runtime.world_laws import LAWS
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autovaruna.runtime.in_process import InProcessWorld, run_ranks
+from autovaruna.runtime.worlds.in_process import InProcessWorld, run_ranks
 from autovaruna.varuna import CutPoint, Varuna
 from tests.parallel.training import trace_shared
 

@@ -1,0 +1,124 @@
+"""Follows a value back to where the samples of a batch were reduced."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator
+from operator import getitem
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from autovaruna.graph.arguments import SUM, arguments
+from autovaruna.graph.batch.linear import ADD_UP, DIVIDE, JOIN, KEEP_MEANS, MULTIPLY, PRODUCTS, VIEWS
+from autovaruna.graph.batch.of_batch import Use, is_of_batch
+from autovaruna.graph.kept_whole.function_joins import join_of
+from autovaruna.graph.kept_whole.kept import kept_by
+from autovaruna.graph.kept_whole.returned import Join
+from autovaruna.graph.sizes import Sizes
+
+_SAME_NUMBER = frozenset({"scalar_tensor", "full", "to", "_to_copy", "lift_fresh_copy", "detach", "clone"})
+_SIZES = (1, 2, 3, 8)
+_POWERS = {Use.PLAIN: 0.0, Use.DIVISOR: 1.0, Use.FACTOR: -1.0}
+"""How what a micro-batch gets of a value of the whole batch grows with it."""
+
+
+class Reductions:
+    """Follows a value back to where the samples were reduced.
+
+    Args:
+        sizes: Says what grows with the batch.
+        inputs: Names of the inputs whose first dimension is the batch.
+    """
+
+    def __init__(self, sizes: Sizes, inputs: Collection[str]) -> None:
+        self._sizes = sizes
+        self._inputs = inputs
+
+    def sum_in(self, node: Any) -> fx.Node | None:
+        """Returns the sum over the samples that a value is, or holds as a part; None if there is none."""
+        return next((made for made, power in self._reduced(node, 0.0, set()) if power == 1.0), None)
+
+    def no_mean_in(self, node: Any) -> fx.Node | None:
+        """Returns the part of a value that another power of the batch size scales than a mean or a sum; None: none."""
+        return next((made for made, power in self._reduced(node, 0.0, set()) if power not in (0.0, 1.0)), None)
+
+    def _reduced(self, node: Any, power: float, seen: set[Any]) -> Iterator[tuple[fx.Node, float]]:
+        """Yields what samples were reduced to in a value, and with which power of their number it goes into that."""
+        if not isinstance(node, fx.Node) or node.op != "call_function" or self._grows(node) or (node, power) in seen:
+            return
+        seen.add((node, power))
+        if node.target is getitem or any(map(self._grows, node.all_input_nodes)):
+            yield node, power + self._is_sum(node)
+            return
+        name = name_of(node)
+        if name in MULTIPLY | DIVIDE:
+            yield from self._scaled(node, power, seen)
+        elif name in KEEP_MEANS | JOIN | VIEWS | PRODUCTS:
+            for source in node.all_input_nodes:
+                yield from self._reduced(source, power, seen)
+
+    def _scaled(self, node: fx.Node, power: float, seen: set[Any]) -> Iterator[tuple[fx.Node, float]]:
+        is_quotient = name_of(node) in DIVIDE
+        for value, scale in [node.args[:2], *([] if is_quotient else [node.args[1::-1]])]:
+            by = self._power(scale)
+            if by is not None:
+                yield from self._reduced(value, power - by if is_quotient else power + by, seen)
+
+    def _is_sum(self, node: fx.Node) -> bool:
+        if node.target is getitem:
+            made: Any = node.args[0]
+            kept = kept_by(made)
+            is_named = kept is not None and kept.adds_up(int(node.args[1]))  # type: ignore[arg-type]
+            return is_named or join_of(node) is Join.SUM
+        return name_of(node) in ADD_UP or arguments(node).get("reduction") == SUM
+
+    def _grows(self, node: Any) -> bool:
+        return isinstance(node, fx.Node) and self._sizes.has_samples(node)
+
+    def _power(self, scale: Any) -> float | None:
+        """Returns with which power of the batch size a factor grows; NaN: with none, None: it is made of samples."""
+        if not isinstance(scale, fx.Node):
+            return 0.0
+        if is_of_batch(scale):
+            return _POWERS[scale.args[1]]  # type: ignore[index]
+        if self._sizes.is_given(scale):
+            return self._power_of(scale.meta["val"])
+        if name_of(scale) in _SAME_NUMBER and len(scale.all_input_nodes) == 1 and _is_number(scale):
+            return self._power(scale.all_input_nodes[0])
+        return 0.0 if self._is_same_for_all(scale) else None
+
+    def _power_of(self, number: Any) -> float:
+        first, *others = (float(self._sizes.number(number, size)) for size in _SIZES)
+        if first == 0.0 or not all(first * other > 0.0 for other in others):
+            return math.nan
+        powers = [math.log(other / first, size) for other, size in zip(others, _SIZES[1:], strict=True)]
+        return (
+            float(round(powers[0]))
+            if all(math.isclose(each, round(powers[0]), abs_tol=1e-6) for each in powers)
+            else math.nan
+        )
+
+    def _is_same_for_all(self, scale: fx.Node) -> bool:
+        """Whether a factor has nothing to do with the batch, so that it is the same in every micro-batch."""
+        seen, open_ = {scale}, [scale]
+        while open_:
+            node = open_.pop()
+            if node.name in self._inputs:
+                return False
+            new = set(node.all_input_nodes) - seen
+            seen |= new
+            open_ += new
+        return True
+
+
+def name_of(node: fx.Node) -> str:
+    """Returns the name of an operation of torch's; empty for other functions."""
+    target: Any = node.target
+    return target.overloadpacket.__name__ if isinstance(target, torch._ops.OpOverload) else ""
+
+
+def _is_number(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, Tensor) and value.dim() == 0

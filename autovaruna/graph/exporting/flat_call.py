@@ -1,0 +1,89 @@
+"""Calls a model as torch.export traces it: tensors in, tensors out, changes of buffers as copies into them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+from autovaruna.graph.call import CallSpec
+from autovaruna.graph.exporting.guards import check_state, plain_state
+from autovaruna.graph.exporting.told import unseen_fakes, untold
+from autovaruna.graph.refused import ChangedStateError
+from autovaruna.graph.tree import Tree, flatten
+from autovaruna.graph.watching.attribute_reads import Reads, noted_reads
+from autovaruna.graph.watching.hidden_state import Changes, hidden_state
+
+
+class FlatCall(nn.Module):
+    """Calls the model on a flat list of tensors and returns a flat tuple of them."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        call: CallSpec,
+        output_trees: list[Tree],
+        reads: set[str],
+        changes: Changes,
+        is_told: bool,
+    ) -> None:
+        super().__init__()
+        self.is_told = is_told
+        self.model = model
+        self.call = call
+        self.note_batch: Callable[[list[Any]], None] = lambda sizes: None
+        self.note_start: Callable[[Reads], None] = lambda reads: None
+        self.note_end: Callable[[list[Tensor]], None] = lambda outputs: None
+        self.report = output_trees.append  # torch.export puts back every attribute that a trace sets
+        self.report_reads = reads.update
+        self.report_changes = changes.note
+
+    def forward(self, tensors: list[Tensor]) -> tuple[Tensor, ...]:
+        pairs = zip(tensors, self.call.inputs, strict=True)
+        self.note_batch([each.shape[0] for each, spec in pairs if spec.is_batch])
+        args, kwargs = self.call.tree.unflatten(tensors)
+        before = [(module, dict(module._buffers)) for module in self.model.modules()]
+        numbers, hidden = plain_state(self.model), hidden_state(self.model)
+        with self._hidden(), noted_reads(self.model) as reads:
+            self.note_start(reads)
+            returned = self.model(*args, **kwargs)
+        self.report_reads(reads.names)
+        outputs, tree = flatten(returned, "output")
+        check_state(numbers, plain_state(self.model))
+        self.report_changes(self.model, hidden, reads.replaced)
+        for module, buffers in before:
+            _write_back(module, buffers)
+        self.report(tree)
+        self.note_end(outputs)
+        return tuple(outputs)
+
+    @contextmanager
+    def _hidden(self) -> Iterator[None]:
+        """Hides that the model is traced, unless it is to be told."""
+        if self.is_told:
+            yield
+        else:
+            with untold(), unseen_fakes():
+                yield
+
+
+def _write_back(module: nn.Module, before: dict[str, Tensor | None]) -> None:
+    """Turns assignments to buffers into copies into them; torch.export sees those of the root module alone."""
+    for name, new in list(module._buffers.items()):
+        old = before.get(name)
+        if new is old:
+            continue
+        if old is None or new is None or new.shape != old.shape or new.dtype != old.dtype:
+            raise ChangedStateError(
+                f"{type(module).__qualname__}.forward replaces its buffer {name!r} by one of another kind: got "
+                f"{_kind(new)}, expected {_kind(old)}. Keep the shape and dtype of a buffer that forward assigns, or "
+                "run one batch through the model before it is wrapped."
+            )
+        old.copy_(new.detach())
+        module._buffers[name] = old
+
+
+def _kind(tensor: Tensor | None) -> str:
+    return "none" if tensor is None else f"{tuple(tensor.shape)} {tensor.dtype}"

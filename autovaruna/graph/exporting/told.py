@@ -1,0 +1,61 @@
+"""Hides from a model that torch.export traces it: libraries have other ways for that, which may not fit the model.
+
+They ask torch, or whether a tensor is a fake one. One whose numbers follow from constants alone is not, as far as they
+know: whatever they go by is known while the model is traced.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from threading import get_ident
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from autovaruna.graph.exporting.known import is_known
+from autovaruna.graph.origin import is_users
+
+_FLAGS = ("_is_compiling_flag", "_is_exporting_flag")
+
+
+@contextmanager
+def untold() -> Iterator[None]:
+    """Lets ``torch.compiler.is_compiling()`` and ``is_exporting()`` say no while the context lasts."""
+    compiler: Any = torch.compiler
+    before = {name: getattr(compiler, name) for name in _FLAGS if hasattr(compiler, name)}
+    try:
+        for name in before:
+            setattr(compiler, name, False)
+        yield
+    finally:
+        for name, flag in before.items():
+            setattr(compiler, name, flag)
+
+
+@contextmanager
+def unseen_fakes() -> Iterator[None]:
+    """Lets no library see on this thread, while the context lasts, that a tensor whose numbers are known is fake."""
+    tracing = get_ident()
+
+    class _Kind(type):
+        def __instancecheck__(cls, value: Any) -> bool:
+            return isinstance(value, FakeTensor) and not (get_ident() == tracing and is_known(value))
+
+    class _Seen(metaclass=_Kind):
+        """Stands for the class of fake tensors where others than torch ask for it."""
+
+    class _Subclasses(ModuleType):
+        @property
+        def FakeTensor(self) -> type:  # noqa: N802
+            return _Seen if is_users(sys._getframe(1).f_code.co_filename) else FakeTensor
+
+    module: Any = torch._subclasses
+    module.__class__ = _Subclasses
+    try:
+        yield
+    finally:
+        module.__class__ = ModuleType

@@ -1,0 +1,184 @@
+"""Finds out how what a module returns for parts of a batch becomes what it returns for the whole: it is tried out.
+
+A module that is kept whole cannot be read: a loss that it returns may be a mean over the samples, a sum, or neither,
+and samples may meet in it, or in its backward. So it runs on a few samples, then on two parts of them, forward and
+backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from autovaruna.graph.kept_whole.drawn_arguments import Numbers, drawn_arguments, normal
+from autovaruna.graph.kept_whole.kept import is_differentiable
+from autovaruna.graph.kept_whole.returned import Join, Line, Returned
+from autovaruna.graph.kept_whole.trial import Trial
+from autovaruna.graph.random import default_generator
+
+_PARTS = (2, 3)
+_WHOLE = sum(_PARTS)
+_NOISE, _NOISE_OF_HALVES = 1e-4, 0.05
+_HALVES = (torch.float16, torch.bfloat16)
+
+
+def with_joins(trial: Trial) -> Returned:
+    """Tries a module out; returns what it returns, with how that is joined.
+
+    Raises:
+        CannotKeepError: the module cannot be kept whole.
+    """
+    returned = trial.returned()
+    joins = _learned(trial, returned.tensors)
+    lines = (replace(line, join=join) for line, join in zip(returned.tensors, joins, strict=True))
+    return replace(returned, tensors=tuple(lines))
+
+
+def _learned(trial: Trial, lines: Sequence[Line]) -> list[Join]:
+    """Returns how each tensor is joined; UNKNOWN if anything is random, or cannot be tried out."""
+    if not isinstance(trial.batch[0], torch.SymInt):
+        return [Join.UNKNOWN for _ in lines]
+    for numbers in Numbers:
+        try:
+            found = _joins(trial, lines, numbers)
+        except Exception:  # it may want other numbers
+            continue
+        if Join.UNKNOWN not in found:
+            return found
+    return [Join.UNKNOWN for _ in lines]
+
+
+def _joins(trial: Trial, lines: Sequence[Line], numbers: Numbers) -> list[Join]:
+    tensors = drawn_arguments(trial, numbers, _WHOLE)
+    parts = [[_part(trial, place, each, part) for place, each in enumerate(tensors)] for part in range(len(_PARTS))]
+    whole, *of_parts = [_outputs(trial, each, seed=0) for each in (tensors, *parts)]
+    again = _outputs(trial, tensors, seed=1)
+    is_half = any(each.dtype in _HALVES for each in (*tensors, *whole, *trial.state))
+    noise = _NOISE_OF_HALVES if is_half or trial.precision else _NOISE
+    if not all(_is_close(one, other, noise) for one, other in zip(again, whole, strict=True)):  # it is random
+        return [Join.UNKNOWN for _ in lines]
+    joins = [_join(line, whole[place], [each[place] for each in of_parts], noise) for place, line in enumerate(lines)]
+    if trial.is_differentiated and not _is_joined_backward(trial, [tensors, *parts], joins, noise):
+        return [Join.OTHER if is_differentiable(whole[place]) else join for place, join in enumerate(joins)]
+    return joins
+
+
+def _is_joined_backward(trial: Trial, given: Sequence[list[Tensor]], joins: Sequence[Join], noise: float) -> bool:
+    """Whether backwards of all samples and of their parts, which are `given`, have gradients that fit together."""
+    runs = [_run(trial, each, seed=0) for each in given]
+    starts = _starts([outputs for outputs, _ in runs], joins)
+    try:
+        gradients = [_gradients(*run, start) for run, start in zip(runs, starts, strict=True)]
+    except Exception:  # a backward that fails does so in plain PyTorch
+        return True
+    largest = max((float(each.abs().max()) for each in gradients[0] if each.numel()), default=0.0)
+    return all(
+        _is_close(_joined(*parts), whole, noise, 0.01 * largest) or not whole.isfinite().all()
+        for whole, *parts in zip(*gradients, strict=True)
+    )
+
+
+def _starts(outputs: Sequence[list[Tensor]], joins: Sequence[Join]) -> list[list[Tensor | None]]:
+    """Returns gradients to go backward from: drawn for all samples, and what parts have of those."""
+    generator = torch.Generator().manual_seed(0)
+    found: list[list[Tensor | None]] = []
+    for join, (whole, *parts) in zip(joins, zip(*outputs, strict=True), strict=True):
+        if not whole.requires_grad or join in (Join.OTHER, Join.UNKNOWN):
+            found.append([None for _ in outputs])
+            continue
+        drawn = normal(whole.shape, whole.dtype, generator).to(whole.device, whole.dtype)
+        if (grows := _growing(whole, parts[0])) is not None:
+            found.append([drawn, *drawn.split_with_sizes([each.shape[grows] for each in parts], grows)])
+        else:
+            shares = [size / _WHOLE if join is Join.MEAN else 1.0 for size in _PARTS]
+            found.append([drawn, *(drawn * share for share in shares)])
+    return [list(each) for each in zip(*found, strict=True)]
+
+
+def _gradients(outputs: Sequence[Tensor], leaves: Sequence[Tensor], starts: Sequence[Tensor | None]) -> list[Tensor]:
+    """Returns the gradients of arguments and parameters, zeros where there are none."""
+    ends = [place for place, start in enumerate(starts) if start is not None]
+    if not ends or not leaves:
+        return []
+    found = torch.autograd.grad(
+        [outputs[place] for place in ends], leaves, [starts[place] for place in ends], allow_unused=True
+    )
+    return [torch.zeros_like(leaf) if each is None else each for leaf, each in zip(leaves, found, strict=True)]
+
+
+def _joined(first: Tensor, second: Tensor) -> Tensor:
+    """Returns the gradient of all samples, by those of two parts: of the samples, or of what they have in common."""
+    grows = _growing(first, second)
+    return first + second if grows is None else torch.cat([first, second], grows)
+
+
+def _growing(one: Tensor, other: Tensor) -> int | None:
+    """Returns the first dimension that two tensors have of different lengths."""
+    return next((place for place, length in enumerate(one.shape) if length != other.shape[place]), None)
+
+
+def _join(line: Line, whole: Tensor, parts: Sequence[Tensor], noise: float) -> Join:
+    if not is_differentiable(whole) or not whole.numel():
+        return Join.MEAN
+    if not all(each.isfinite().all() for each in (whole, *parts)):
+        return Join.UNKNOWN
+    grows = [place for place, (slope, _) in enumerate(line.lengths) if slope]
+    if grows:
+        is_same = _is_close(torch.cat(list(parts), grows[0]), whole, noise)
+        is_plain = len(grows) == 1 and line.lengths[grows[0]] == (1, 0)
+        return Join.SAMPLES if is_same else Join.OTHER if is_plain else Join.UNKNOWN
+    if not whole.any() and not any(each.any() for each in parts):
+        return Join.UNKNOWN
+    first, second = (each.double() if not each.is_complex() else each for each in parts)
+    if _is_close((_PARTS[0] * first + _PARTS[1] * second) / _WHOLE, whole, noise):
+        return Join.MEAN
+    return Join.SUM if _is_close(first + second, whole, noise) else Join.OTHER
+
+
+def _is_close(one: Tensor, other: Tensor, noise: float, least: float = 0.0) -> bool:
+    """Whether two tensors differ by no more than `noise` times the greatest number in one, or `least`."""
+    if one.shape != other.shape or not is_differentiable(other):
+        return torch.equal(one, other)
+    kind = torch.complex128 if other.is_complex() else torch.double
+    first, second = one.to(kind), other.to(kind)
+    return not other.numel() or float((first - second).abs().max()) <= noise * max(float(second.abs().max()), least)
+
+
+def _outputs(trial: Trial, tensors: Sequence[Tensor], seed: int) -> list[Tensor]:
+    return [each.detach() for each in _run(trial, tensors, seed)[0]]
+
+
+def _run(trial: Trial, tensors: Sequence[Tensor], seed: int) -> tuple[list[Tensor], list[Tensor]]:
+    """Runs the module; returns what it returns, and those of its arguments and parameters that get a gradient.
+
+    Raises:
+        ValueError: it changes a buffer, as BatchNorm does: what it returns may follow from the micro-batch.
+    """
+    default_generator(trial.device).manual_seed(seed)
+    copies = [each.detach().clone().requires_grad_(each.requires_grad) for each in tensors]
+    numbers = trial.numbers()
+    outputs, _, changed = trial.run(copies, numbers, seed)
+    if changed:
+        raise ValueError("it changes a buffer")
+    return outputs, [each for each in (*copies, *numbers) if each.requires_grad]
+
+
+def _part(trial: Trial, place: int, tensor: Tensor, part: int) -> Tensor:
+    """Returns the samples of a part.
+
+    Raises:
+        ValueError: its length does not say which those are.
+    """
+    given = trial.inputs[place]
+    sizes = [trial.shape_of(given, size) for size in _PARTS]
+    for dimension, length in enumerate(tensor.shape):
+        lengths = [size[dimension] for size in sizes]
+        if length in lengths and len(set(lengths)) == 1:
+            continue
+        if sum(lengths) != length or lengths[0] * _PARTS[1] != lengths[1] * _PARTS[0]:
+            raise ValueError(f"a dimension has {length} elements for all samples and {lengths} for parts of them")
+        tensor = tensor.split_with_sizes(lengths, dimension)[part]
+    return tensor.detach().requires_grad_(tensor.requires_grad)

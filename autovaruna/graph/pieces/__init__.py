@@ -1,0 +1,1 @@
+"""Takes pieces out of a graph, and runs them."""

@@ -1,0 +1,1 @@
+"""Recalls what a trace has done before: repeated operations and layers are not run again."""

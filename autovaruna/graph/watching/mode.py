@@ -1,0 +1,55 @@
+"""Reads what a trace depends on besides inputs: training flags, grad mode, autocast, which parameters are frozen."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from autovaruna.graph.precision import current_precision
+from autovaruna.graph.watching.attributes import Attributes
+from autovaruna.graph.watching.shared_values import SharedValues
+
+
+class ModeReader:
+    """Reads the mode of one model, at every call.
+
+    Walking a deep model takes PyTorch milliseconds, so the modules are those that its attributes know; parameters and
+    flags are read anew, wherever they were replaced.
+
+    Args:
+        model: The model.
+
+    Attributes:
+        attributes: what the script has changed of it since the start.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.attributes = Attributes(model)
+        self._shared = SharedValues(model)
+
+    def words(self) -> str:
+        """Returns the mode as a text that is equal for calls that one trace serves."""
+        changed = self.attributes.words()  # first: it walks the modules again if there are others
+        flags = "".join(["t" if module.training else "e" for module in self.attributes.modules])
+        autocast = ",".join(map(str, current_precision())) or "off"
+        parameters = [each for table in self.attributes.tables for each in table.values() if each is not None]
+        with torch._C.DisableTorchFunctionSubclass():  # those that other ranks hold answer through Python otherwise
+            frozen = "".join(["g" if each.requires_grad else "f" for each in parameters])
+        mode = f"training={flags} gradient={torch.is_grad_enabled()} autocast={autocast} parameters={frozen}"
+        shared = self._shared.words()
+        return f"{mode}{changed and f' attributes={changed}'}{shared and f' globals={shared}'}"
+
+    def watch(self, reads: frozenset[str]) -> None:
+        """Takes what a trace has read, now: the names of attributes, and all globals that forward names."""
+        self.attributes.watch(reads)
+        self._shared.watch()
+
+    def settle(self) -> None:
+        """Takes everything as it is now: a call of the library's own has ended."""
+        self.attributes.settle()
+        self._shared.settle()
+
+
+def mode_of(model: nn.Module) -> str:
+    """Returns the mode of a model now, as `ModeReader`."""
+    return ModeReader(model).words()

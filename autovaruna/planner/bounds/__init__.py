@@ -1,0 +1,1 @@
+"""Proves lower bounds on the step over all plans."""

@@ -1,0 +1,51 @@
+"""Proves a lower bound on the step over all plans there are, however many stages a rank holds.
+
+For M micro-batches it is the greater of two:
+
+- *Work.* Every micro-batch passes every block forward and backward on some rank, in one stage at least, and every
+  trained parameter is stepped by some rank after its last instruction. So the step is no shorter than all work of the
+  forwards, backwards and the optimizer, and M times the overhead of one stage, over the sum of speeds.
+- *Way.* A micro-batch goes forward along any path of values that need a gradient, and back along the same path, each
+  block after the one before. With at most N replicas some rank has ``m = ceil(M / N)`` micro-batches or more at the
+  stage of a block k of the path, one after another. The last of their forwards has the way on and back before it, the
+  first of their backwards has had the way there: so the step is no shorter than the path, forward and backward, and
+  ``m - 1`` times the longer of forward and backward of block k, on the fastest rank.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from autovaruna.planner.bounds.fill import longest_path
+from autovaruna.planner.bounds.ways import ROUNDING
+from autovaruna.planner.sized import Sized
+
+
+def bound_of_all(sized: Sized) -> float:
+    """Returns seconds that no plan with so many micro-batches beats."""
+    return max(_work(sized), _way(sized)) * (1.0 - ROUNDING)
+
+
+def reason(sized: Sized) -> str:
+    """Returns in words which of the two is greater."""
+    return "all work over all ranks" if _work(sized) >= _way(sized) else "the way of one micro-batch"
+
+
+def _work(sized: Sized) -> float:
+    speeds, count = sized.problem.cluster.speeds, sized.num_micro_batches
+    each = float(sized.step_seconds.sum()) + sized.overhead_seconds * min(speeds)
+    return (count * each + sized.whole_optimizer_seconds) / sum(speeds)
+
+
+def _way(sized: Sized) -> float:
+    problem, costs = sized.problem, sized.costs
+    if not problem.needs_gradient:
+        values, backward = problem.graph.values, np.zeros_like(costs.backward_seconds)
+    else:
+        values = tuple(value for value in problem.graph.values if value.needs_gradient)
+        backward = sized.backward_seconds
+    path = longest_path(values, costs.forward_seconds + backward)
+    longest = max(float(np.maximum(costs.forward_seconds, backward)[path].max()), 0.0)
+    share = -(-sized.num_micro_batches // problem.cluster.num_ranks)
+    seconds = float((costs.forward_seconds + backward)[path].sum()) + (share - 1) * longest
+    return (seconds / max(problem.cluster.speeds)) + sized.overhead_seconds

@@ -1,0 +1,1 @@
+"""Predicts the memory of stages and ranks, and fits stages into it."""

@@ -1,0 +1,113 @@
+"""Fits stages into the memory of their ranks: fewer deferred weight gradients, recompute, then a smaller depth."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from autovaruna.planner.memory.holdings import Holdings
+from autovaruna.planner.records import Peak, together
+from autovaruna.planner.sized import Sized
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """A stage while its recompute and depths are still open.
+
+    The in-flight depth goes down to `least_in_flight`, what is deferred to 1 if it is not 0.
+    """
+
+    held: Holdings[float]
+    ranks: tuple[int, ...]
+    in_flight: int
+    least_in_flight: int
+    needs_recompute: bool
+    deferred: int = 0
+
+
+def fit(sized: Sized, options: Sequence[Option], limits: Sequence[float]) -> list[Option] | None:
+    """Saves memory where a rank has less than its limit asks for; returns None if there is no way."""
+    fitted = list(options)
+    for shared, limit in _tightest(options, limits).items():
+        found = _fit_rank(sized, [fitted[stage] for stage in shared], limit)
+        if found is None:
+            return None
+        for stage, option in zip(shared, found, strict=True):
+            fitted[stage] = option
+    return fitted
+
+
+def _tightest(options: Sequence[Option], limits: Sequence[float]) -> dict[tuple[int, ...], float]:
+    """Returns the least limit of the ranks that hold the same stages, by these stages."""
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for stage, option in enumerate(options):
+        groups.setdefault(option.ranks, []).append(stage)
+    if len(set().union(*groups)) == sum(map(len, groups)):  # stages share all their ranks, or none
+        return {tuple(stages): min(map(limits.__getitem__, ranks)) for ranks, stages in groups.items()}
+    held: dict[int, list[int]] = {}
+    for stage, option in enumerate(options):
+        for rank in option.ranks:
+            held.setdefault(rank, []).append(stage)
+    tightest: dict[tuple[int, ...], float] = {}
+    for rank, stages in held.items():
+        tightest[tuple(stages)] = min(tightest.get(tuple(stages), limits[rank]), limits[rank])
+    return tightest
+
+
+def peak_of(sized: Sized, option: Option) -> Peak:
+    """Returns the peak of a stage on one replica."""
+    share = -(-sized.num_micro_batches // len(option.ranks))
+    num_bytes = sized.stage_bytes(option.held, option.needs_recompute, option.deferred)
+    return num_bytes.peak(option.in_flight, share, sized.model.process_bytes)
+
+
+def _fit_rank(sized: Sized, options: list[Option], limit: float) -> list[Option] | None:
+    """Fits the stages of one rank: they defer less, those recompute that save most by it, then depths are lowered."""
+    most = max(option.deferred for option in options)
+    less = bisect_left(range(most - 1), True, key=lambda less: _total(sized, _deferring(options, less)) <= limit)
+    options = _deferring(options, less)
+    while _total(sized, options) > limit:
+        savings = [_recompute_saving(sized, option) for option in options]
+        most = max(range(len(options)), key=savings.__getitem__)
+        if savings[most] <= 0:
+            return _with_less_in_flight(sized, options, limit)
+        options[most] = replace(options[most], needs_recompute=True)
+    return options
+
+
+def _recompute_saving(sized: Sized, option: Option) -> float:
+    if option.needs_recompute or True not in sized.recompute_choices:
+        return 0.0
+    with_recompute = replace(option, needs_recompute=True)
+    return peak_of(sized, option).num_bytes - peak_of(sized, with_recompute).num_bytes
+
+
+def _with_less_in_flight(sized: Sized, options: list[Option], limit: float) -> list[Option] | None:
+    """Lowers the depths to the greatest one that fits for all, and lets stages keep one more where there is room."""
+    deepest = max(option.in_flight for option in options)
+    depth = deepest - bisect_left(
+        range(deepest), True, key=lambda less: _total(sized, _lowered(options, deepest - less)) <= limit
+    )
+    if depth == 0:
+        return None
+    fitted = _lowered(options, depth)
+    for k, option in enumerate(options):
+        more = [*fitted[:k], *_lowered([option], depth + 1), *fitted[k + 1 :]]
+        fitted = more if _total(sized, more) <= limit else fitted
+    return fitted
+
+
+def _deferring(options: Sequence[Option], less: int) -> list[Option]:
+    """Returns the options with so much less deferred, as far as they stay split."""
+    return [replace(o, deferred=max(o.deferred - less, 1)) if less and o.deferred else o for o in options]
+
+
+def _lowered(options: Iterable[Option], depth: int) -> list[Option]:
+    """Returns the options with a depth no greater than given, as far as it may be lowered."""
+    return [replace(o, in_flight=min(o.in_flight, max(depth, o.least_in_flight))) for o in options]
+
+
+def _total(sized: Sized, options: Sequence[Option]) -> float:
+    """Returns the peak of one rank: its stages together, in one process."""
+    return together(peak_of(sized, option) for option in options)

@@ -1,0 +1,102 @@
+"""Predicts the memory of a rank from its instructions, one after the other.
+
+The in-flight depths of stages bound what each of them holds, but stages of one rank seldom reach theirs together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+
+from autovaruna.graph.records import Graph
+from autovaruna.planner.costs import Costs
+from autovaruna.planner.memory.holdings import holdings_of_stage
+from autovaruna.planner.memory.holes import Holes, finder_of_holes
+from autovaruna.planner.memory.stage_bytes import StageBytes
+from autovaruna.planner.memory.stage_memory import MemoryModel
+from autovaruna.planner.ranges import gradient_bytes
+from autovaruna.planner.records import Plan
+from autovaruna.schedule import Instruction, Kind, Pipeline, Schedule
+
+
+def bytes_of_ranks(
+    graph: Graph, plan: Plan, costs: Costs, model: MemoryModel, pipeline: Pipeline, schedule: Schedule
+) -> tuple[float, ...]:
+    """Returns the most that each rank of a plan holds in a step, in bytes; 0 for a rank without a stage.
+
+    Args:
+        graph: what was planned.
+        plan: the plan.
+        costs: of the blocks, at the size of the greatest micro-batch.
+        model: the rules of memory.
+        pipeline: the plan as it was simulated: with all replicas, or with one for every so many.
+        schedule: the instructions of the pipeline's ranks.
+    """
+    holes_of = finder_of_holes(graph, plan, costs, model)
+    if holes_of is not None:
+        model = replace(model, heap_share=0.0)
+    made = gradient_bytes(graph)
+    pairs = [(holdings_of_stage(graph, costs, stage.blocks, made), stage) for stage in plan.stages]
+    stages = [model.of_stage(held, stage.needs_recompute, stage.deferred) for held, stage in pairs]
+    return peaks_of_ranks(plan, stages, model.process_bytes, pipeline, schedule, holes_of)
+
+
+def peaks_of_ranks(
+    plan: Plan,
+    stages: Sequence[StageBytes[float]],
+    process_bytes: float,
+    pipeline: Pipeline,
+    schedule: Schedule,
+    holes_of: Holes | None = None,
+) -> tuple[float, ...]:
+    """Returns the most that each rank holds in a step, in bytes; 0 for a rank without a stage.
+
+    Args:
+        plan: the plan.
+        stages: what each of its stages takes; each counts the process as its own.
+        process_bytes: of the process.
+        pipeline: the plan as it was simulated: with all replicas, or with one for every so many.
+        schedule: the instructions of the pipeline's ranks.
+        holes_of: says what the heap of a rank holds on top, by its instructions and stages.
+    """
+    simulated: dict[int, int] = {}
+    held: dict[int, dict[int, StageBytes[float]]] = {}
+    for s, (stage, times) in enumerate(zip(plan.stages, pipeline.stages, strict=True)):
+        together = len(stage.ranks) // len(times.ranks)
+        for place, rank in enumerate(stage.ranks):
+            simulated[rank] = times.ranks[place // together]
+            held.setdefault(simulated[rank], {})[s] = stages[s]
+    peaks = {rank: peak_of_instructions(schedule[rank], own, process_bytes) for rank, own in held.items()}
+    if holes_of is not None:
+        alike = {frozenset(own): rank for rank, own in reversed(held.items())}
+        holes = {own: holes_of(schedule[rank], own) for own, rank in alike.items()}
+        peaks = {rank: peak + holes[frozenset(held[rank])] for rank, peak in peaks.items()}
+    return tuple(peaks[simulated[rank]] if rank in simulated else 0.0 for rank in range(plan.num_ranks))
+
+
+def peak_of_instructions(
+    instructions: Iterable[Instruction], stages: Mapping[int, StageBytes[float]], process_bytes: float
+) -> float:
+    """Returns the most that a rank holds in a step, in bytes.
+
+    Args:
+        instructions: of the rank, in order.
+        stages: those of the rank; each counts the process as its own.
+        process_bytes: of the process.
+    """
+    peak = sum(stage.least for stage in stages.values())
+    begun: set[int] = set()
+    idle = sum(stage.waiting for stage in stages.values())
+    for instruction in instructions:
+        stage = stages[instruction.stage]
+        if instruction.kind is Kind.FORWARD:
+            idle += stage.each
+        if instruction.kind is Kind.BACKWARD and instruction.stage not in begun:
+            begun.add(instruction.stage)
+            peak = max(peak, idle + stage.first - stage.waiting)
+            idle += stage.gradients
+        else:
+            peak = max(peak, idle + stage.running)
+        if instruction.kind is Kind.BACKWARD:
+            idle -= stage.each
+    return peak - (len(stages) - 1) * process_bytes

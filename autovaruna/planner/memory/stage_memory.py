@@ -1,0 +1,98 @@
+"""Predicts the memory of a stage on one replica.
+
+One formula serves a single stage (numbers) and all ranges of a chain at once (matrices): see `Holdings`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from autovaruna.planner.memory.holdings import Holdings
+from autovaruna.planner.memory.stage_bytes import Bytes, StageBytes
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryModel:
+    """The rules by which holdings add up.
+
+    Attributes:
+        optimizer_bytes_factor: bytes of optimizer state for each byte of a trained parameter.
+        needs_gradient: False if only forwards run.
+        process_bytes: what a rank holds beside tensors.
+        heap_share: what the allocator needs on top of each byte that a step makes and frees; what stays from step to
+            step, parameters and the optimizer's state, lies without holes.
+        work_of_all, work_of_largest: bytes that the optimizer's step needs on top, for each byte of all trained
+            parameters and of the largest of them.
+    """
+
+    optimizer_bytes_factor: float
+    needs_gradient: bool = True
+    process_bytes: float = 0.0
+    heap_share: float = 0.0
+    work_of_all: float = 0.0
+    work_of_largest: float = 0.0
+
+    def fixed(self, held: Holdings[Bytes]) -> Bytes:
+        """Returns the bytes that are there whether or not micro-batches run: what lasts, and gradients."""
+        return self.lasting(held) + self.gradients(held)
+
+    def lasting(self, held: Holdings[Bytes]) -> Bytes:
+        """Returns the bytes that stay from step to step: parameters, buffers, optimizer state, the process."""
+        state = held.parameters + held.buffers + self.process_bytes
+        return state + held.trained * self.optimizer_bytes_factor if self.needs_gradient else state
+
+    def gradients(self, held: Holdings[Bytes]) -> Bytes:
+        """Returns the bytes of all gradients, with an accumulator for each use of a parameter."""
+        return held.trained + held.tied - held.tied_once if self.needs_gradient else held.trained * 0.0
+
+    def per_micro_batch(self, held: Holdings[Bytes], needs_recompute: bool) -> Bytes:
+        """Returns the bytes of each micro-batch in flight.
+
+        What is received is a leaf that lives until its backward, and what is sent stays until its gradient is back.
+        """
+        if not self.needs_gradient:
+            return held.inputs * 0.0
+        kept = held.received + held.inputs
+        return kept if needs_recompute else kept + held.saved + held.sent
+
+    def running(self, held: Holdings[Bytes], needs_recompute: bool) -> Bytes:
+        """Returns the bytes of the micro-batch at work."""
+        if not self.needs_gradient:
+            return held.work + held.inputs + held.sent
+        return held.work + held.saved + held.sent if needs_recompute else held.work
+
+    def messages(self, held: Holdings[Bytes]) -> Bytes:
+        """Returns the bytes of messages on their way."""
+        return held.received + held.gradients_received + held.gradients_sent if self.needs_gradient else held.received
+
+    def updating(self, held: Holdings[Bytes]) -> Bytes:
+        """Returns the bytes on top when no micro-batch is there: tied gradients meet, then the optimizer steps."""
+        if not self.needs_gradient:
+            return held.trained * 0.0
+        step = held.trained * self.work_of_all + held.largest * self.work_of_largest - (held.tied - held.tied_once)
+        most: Bytes = np.maximum(step, held.tied_once)
+        return most
+
+    def before_gradients(self, held: Holdings[Bytes]) -> Bytes:
+        """Returns what the first backward of a step needs more than others; it is less: gradients come with it."""
+        if not self.needs_gradient:
+            return held.trained * 0.0
+        more: Bytes = np.minimum(held.work_of_first - held.work - self.gradients(held), 0.0)
+        return more
+
+    def of_stage(self, held: Holdings[Bytes], needs_recompute: bool, deferred: int = 0) -> StageBytes[Bytes]:
+        """Returns the peak on one replica, for any number of forwards not yet backwarded.
+
+        Args:
+            held: what the stage holds.
+            needs_recompute: whether it recomputes.
+            deferred: backwards whose weight gradients are not yet computed.
+        """
+        each, lasting, gradients = self.per_micro_batch(held, needs_recompute), self.lasting(held), self.gradients(held)
+        running = self.running(held, needs_recompute)
+        work = gradients + self.messages(held) + running + held.deferred * deferred
+        first = work + self.before_gradients(held)
+        made = StageBytes(work, each, gradients + self.updating(held), first, running, gradients)
+        return made.map(lambda part: part * (1.0 + self.heap_share)).on_top_of(lasting)

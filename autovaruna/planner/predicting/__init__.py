@@ -1,0 +1,1 @@
+"""Predicts the step of a plan by simulation."""

@@ -1,0 +1,1 @@
+"""Carries tensors between the devices of ranks, and measures what that costs."""

@@ -1,0 +1,1 @@
+"""Collects the gradients of a step and sums them over ranks."""

@@ -1,0 +1,230 @@
+"""Collects the gradients of a step: sums them over the uses of a parameter and over the ranks that hold it.
+
+A parameter that several blocks use has one accumulator for each of them. They are summed from the last use to the
+first, the order in which autograd meets them on one process, whatever stages the uses are on: a partial sum travels
+from the last stage that holds the parameter to the first, each adding its own, and the total goes back to all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from autovaruna.planner.records import Plan
+from autovaruna.runtime.gradient_sums.buckets import Sums
+from autovaruna.runtime.weights.placement import Placement
+from autovaruna.runtime.worlds.world import World
+from autovaruna.stage.module import ParameterUse
+from autovaruna.stage.split import Split
+
+_CHAIN_TAG = 1 << 19
+
+
+@dataclass(frozen=True)
+class Use:
+    """One use of a parameter: the block, its stage, and the ranks of that stage."""
+
+    block: int
+    stage: int
+    ranks: tuple[int, ...]
+
+
+class Order:
+    """The parameters of one rank that get a gradient, in the order in which they are summed.
+
+    The parameters of a stage are summed over its replicas together. Where several stages have the same ranks, the later
+    ones come first, on every rank.
+
+    Args:
+        uses: The parameters of this rank, each with all its uses that get a gradient, the last first.
+        holders: The ranks that hold each of them: a use without a gradient, and another graph, may need it elsewhere.
+
+    Attributes:
+        spread: those that several stages use, or that ranks without a gradient hold, with the ranks that get the sum.
+        uses: their uses.
+        stages: the uses of the others, by the ranks that sum them and by stage.
+    """
+
+    def __init__(self, uses: Mapping[str, list[Use]], holders: Mapping[str, tuple[int, ...]]) -> None:
+        self.uses: dict[str, list[Use]] = {}
+        self.spread: dict[str, tuple[int, ...]] = {}
+        self.stages: dict[tuple[int, ...], dict[int, dict[str, list[Use]]]] = {}
+        for name, each in uses.items():
+            if len({use.stage for use in each}) > 1 or set(holders[name]) != set(each[0].ranks):
+                self.uses[name], self.spread[name] = each, tuple(sorted(holders[name]))
+        for name, each in sorted(uses.items(), key=lambda item: -item[1][0].stage):
+            if name not in self.spread:
+                self.stages.setdefault(each[0].ranks, {}).setdefault(each[0].stage, {})[name] = each
+
+
+class GradientSum:
+    """Sums gradients for one split.
+
+    Args:
+        split: The stages.
+        plan: Their ranks.
+        world: The ranks' way to talk.
+        parameters: This rank's parameters by first name.
+        placement: Who holds each parameter, and so needs its gradient.
+    """
+
+    def __init__(
+        self,
+        split: Split,
+        plan: Plan,
+        world: World,
+        parameters: Mapping[str, nn.Parameter],
+        placement: Placement,
+    ) -> None:
+        self._world = world
+        self._parameters = parameters
+        self._placement = placement
+        self._uses: dict[str, list[Use]] = {}
+        for parameter in split.traced.graph.parameters:
+            if parameter.needs_gradient:
+                self._uses[parameter.name] = [_use(split, plan, block) for block in reversed(parameter.blocks)]
+        self._orders: dict[str, Order] = {}
+        self._varies = split.traced.has_kept_modules
+
+    def begin(self, origin: str) -> Summation | None:
+        """Returns the sums of a step, to be started stage by stage; None while ranks do not know what they will sum."""
+        order = None if self._varies else self._orders.get(origin)
+        return None if order is None else Summation(order, self._world, self._parameters)
+
+    def total(self, accumulators: Mapping[ParameterUse, Tensor], origin: str | None) -> dict[str, Tensor]:
+        """Sums the accumulators of all ranks. Collective for the ranks that hold a stage.
+
+        Args:
+            accumulators: This rank's, by use; they are overwritten.
+            origin: What the backward started from; None: several, so that ranks must agree anew.
+
+        Returns:
+            For each parameter of this rank that has a gradient, the gradient of the global batch.
+        """
+        order = self._agree(accumulators, origin)
+        return Summation(order, self._world, self._parameters).finish(accumulators)
+
+    def _agree(self, accumulators: Mapping[ParameterUse, Tensor], origin: str | None) -> Order:
+        """Returns what is summed: all that has a gradient on any rank. Collective, once an origin.
+
+        Where a call goes backward from the same outputs, its graph gives the same parameters a gradient, unless a
+        module that is kept whole chooses among its own.
+        """
+        origin = None if self._varies else origin
+        order = None if origin is None else self._orders.get(origin)
+        if order is None:
+            agreed = set().union(*self._world.gather_objects(set(accumulators), "agreeing on gradients"))
+            live = {name: [use for use in uses if (name, use.block) in agreed] for name, uses in self._uses.items()}
+            holders = {name: self._placement.ranks_of(name) for name, uses in live.items() if uses}
+            order = Order({name: live[name] for name in holders if self._world.rank in holders[name]}, holders)
+        if origin is not None:
+            self._orders[origin] = order
+        return order
+
+
+class Summation:
+    """The gradients of one step on their way.
+
+    The parameters of a stage are summed over its replicas as soon as its last backward on this rank has ended.
+
+    Args:
+        order: What is summed.
+        world: The ranks.
+        parameters: This rank's parameters by first name.
+    """
+
+    def __init__(self, order: Order, world: World, parameters: Mapping[str, nn.Parameter]) -> None:
+        self._world = world
+        self._parameters = parameters
+        self._sums = Sums(world)
+        self._totals: dict[str, Tensor] = {}
+        self._accumulators: dict[ParameterUse, Tensor] = {}
+        self._order = order
+        self._coming = {ranks: dict(stages) for ranks, stages in order.stages.items()}
+        self._ended: set[int] = set()
+
+    def end_stage(self, stage: int, accumulators: Mapping[ParameterUse, Tensor]) -> None:
+        """Starts the sums of a stage, given its accumulators; never blocks."""
+        self._accumulators.update(accumulators)
+        self._ended.add(stage)
+        self._start()
+
+    def finish(self, accumulators: Mapping[ParameterUse, Tensor]) -> dict[str, Tensor]:
+        """Sums what is left and waits for everything; returns the gradient of each parameter."""
+        self._accumulators.update(accumulators)
+        self._ended.update(stage for stages in self._coming.values() for stage in stages)
+        self._start()
+        for name, uses in self._order.uses.items():
+            self._totals[name] = self._chain(name, uses)
+        self._sums.finish()
+        self._spread()
+        return self._totals
+
+    def _start(self) -> None:
+        for ranks, stages in self._coming.items():
+            while stages and next(iter(stages)) in self._ended:
+                self._add(stages.pop(next(iter(stages))), ranks)
+                self._sums.start()
+
+    def _add(self, stage: Mapping[str, list[Use]], ranks: tuple[int, ...]) -> None:
+        """Adds up the uses of each parameter of a stage; its ranks, if there are several, sum the totals."""
+        for name, (first, *others) in stage.items():
+            total = self._take(name, first)
+            for use in others:
+                total.add_(self._take(name, use))
+            if len(ranks) > 1:
+                is_contiguous = self._parameters[name].is_contiguous()
+                total = total.contiguous() if is_contiguous else total
+                self._sums.add(total, ranks, is_contiguous=is_contiguous)
+            self._totals[name] = total
+
+    def _take(self, name: str, use: Use) -> Tensor:
+        """Returns an accumulator; a replica that had no micro-batch adds zeros."""
+        found = self._accumulators.pop((name, use.block), None)
+        return found if found is not None else torch.zeros_like(self._parameters[name])
+
+    def _chain(self, name: str, uses: list[Use]) -> Tensor:
+        """Sums a parameter over the stages that use it; the total is on the first rank of the first of them."""
+        stages = list(dict.fromkeys(use.stage for use in uses))
+        heads = {use.stage: use.ranks[0] for use in uses}
+        mine = [use for use in uses if self._world.rank in use.ranks]
+        parts = [self._take(name, use) for use in mine]
+        for use, part in zip(mine, parts, strict=True):
+            if len(use.ranks) > 1:
+                self._world.all_reduce(part, use.ranks)
+        total: Tensor | None = None
+        for place, stage in enumerate(stages):
+            if heads[stage] != self._world.rank:
+                continue
+            before = heads[stages[place - 1]] if place else self._world.rank
+            if before != self._world.rank:
+                total = torch.empty_like(self._parameters[name])
+                self._world.receive([total], before, _CHAIN_TAG).wait()
+            own = [part for use, part in zip(mine, parts, strict=True) if use.stage == stage]
+            total = _add_all(own if total is None else [total, *own])
+            after = heads[stages[place + 1]] if place + 1 < len(stages) else self._world.rank
+            if after != self._world.rank:
+                self._world.send([total], after, _CHAIN_TAG).wait()
+        return total if total is not None else torch.empty_like(self._parameters[name])
+
+    def _spread(self) -> None:
+        """Gives these sums to every rank that holds the parameter."""
+        for name, ranks in self._order.spread.items():
+            if len(ranks) > 1:
+                self._world.broadcast(self._totals[name], self._order.uses[name][-1].ranks[0], ranks)
+
+
+def _use(split: Split, plan: Plan, block: int) -> Use:
+    node = split.traced.graph.blocks[block].nodes[0]
+    stage = split.assignment.stage_of[node]
+    return Use(block, stage, plan.stages[stage].ranks)
+
+
+def _add_all(parts: list[Tensor]) -> Tensor:
+    total = parts[0]
+    for part in parts[1:]:
+        total.add_(part)
+    return total

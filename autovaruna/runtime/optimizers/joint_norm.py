@@ -1,0 +1,115 @@
+"""Lets PyTorch's own clipping see the gradients of all ranks, where a model is split."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autovaruna.errors import RankError
+from autovaruna.runtime.weights.elsewhere import Elsewhere
+from autovaruna.runtime.weights.split_models import SplitModel, split_models
+from autovaruna.runtime.worlds.differences import differences
+from autovaruna.runtime.worlds.world import World
+
+
+@dataclass(frozen=True)
+class _Norm:
+    """The norm of one tensor, as far as a rank knows it.
+
+    Attributes:
+        name: The parameter whose gradient it is, or its place among the others.
+        number: None: the tensor is elsewhere.
+        dtype: What the norm was computed in.
+    """
+
+    name: str
+    number: float | None
+    dtype: torch.dtype
+
+
+def join_norms() -> None:
+    """Lets ``torch.nn.utils.clip_grad_norm_`` and ``get_total_norm`` join the norms of gradients of a split model.
+
+    That is collective then: every rank asks for the norm of the same gradients, of which some are elsewhere.
+    """
+    module: Any = torch.nn.utils.clip_grad
+    plain = getattr(module, "_get_total_norm", None)
+    if plain is None or hasattr(plain, "joins_norms"):
+        return
+
+    @wraps(plain)
+    def joined(
+        tensors: Any, norm_type: float = 2.0, error_if_nonfinite: bool = False, *args: Any, **options: Any
+    ) -> Any:
+        found = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        model = _model_of(found)
+        if model is None:
+            return plain(found, norm_type, error_if_nonfinite, *args, **options)
+        with torch.no_grad():
+            return _total(found, model, float(norm_type), error_if_nonfinite)
+
+    joined.joins_norms = True  # type: ignore[attr-defined]
+    module._get_total_norm = joined
+    if hasattr(torch.nn.utils, "get_total_norm"):
+        torch.nn.utils.get_total_norm = joined
+
+
+def _model_of(tensors: Sequence[Tensor]) -> SplitModel | None:
+    """Returns the split model that tensors are gradients of; None: of none, or something else is elsewhere."""
+    for model in split_models():
+        names = model.names_of_gradients()
+        if any(id(each) in names for each in tensors):
+            is_known = all(id(each) in names for each in tensors if isinstance(each, Elsewhere))
+            return model if is_known else None
+    return None
+
+
+def _total(tensors: Sequence[Tensor], model: SplitModel, norm_type: float, error_if_nonfinite: bool) -> Tensor:
+    """Returns the norm of all gradients, in the order of rank 0's list. Collective."""
+    own = list(_norms(tensors, model.names_of_gradients(), norm_type))
+    of_ranks = _gather(own, {"norm_type": f"{norm_type:g}"}, model.world)
+    known = {each.name: each for norms in reversed(of_ranks) for each in norms if each.number is not None}
+    for rank, norms in enumerate(of_ranks):
+        if missing := known.keys() - {each.name for each in norms}:
+            raise RankError(
+                f"The ranks ask for the norm of different gradients: got a list on rank {rank} without that of "
+                f"{', '.join(sorted(missing)[:3])}, which another rank has. Expected the same list on every rank, with "
+                "those that are elsewhere (is_meta): parameters(), or the optimizer's groups."
+            )
+    numbers = [known[each.name] for each in of_ranks[0] if each.name in known]
+    norms_of_all = [torch.tensor(each.number, dtype=each.dtype, device=tensors[0].device) for each in numbers]
+    total: Tensor = torch.linalg.vector_norm(torch.stack(norms_of_all or [torch.zeros(())]), norm_type)
+    if error_if_nonfinite and not total.isfinite():
+        raise RuntimeError(
+            f"The total norm of order {norm_type} for gradients from `parameters` is non-finite, so it cannot be "
+            "clipped. To scale the gradients by it anyway, set `error_if_nonfinite=False`."
+        )
+    return total
+
+
+def _norms(tensors: Sequence[Tensor], names: dict[int, str], norm_type: float) -> list[_Norm]:
+    """Returns the norms that this rank knows; a tensor that is listed again has a name of its own."""
+    seen: Counter[str] = Counter()
+    norms = []
+    for place, each in enumerate(tensors):
+        name = names.get(id(each), f"tensor {place}")
+        seen[name] += 1
+        norm = None if isinstance(each, Elsewhere) else torch.linalg.vector_norm(each, norm_type)
+        number, dtype = (None, each.dtype) if norm is None else (norm.item(), norm.dtype)
+        norms.append(_Norm(f"{name}" + (f", again ({seen[name]})" if seen[name] > 1 else ""), number, dtype))
+    return norms
+
+
+def _gather(own: list[_Norm], options: dict[str, str], world: World) -> list[list[_Norm]]:
+    parts = world.gather_objects((own, options), "the norm of gradients")
+    if found := differences([of_rank for _, of_rank in parts]):
+        raise RankError(
+            f"The ranks ask for different norms of gradients: {found}. Expected the same one on every rank."
+        )
+    return [norms for norms, _ in parts]

@@ -1,0 +1,1 @@
+"""Gives each rank its part of the model's weights, and puts them together again."""

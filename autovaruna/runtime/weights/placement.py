@@ -1,0 +1,177 @@
+"""Gives each rank its own part of the model: weights start as rank 0's, and what a rank does not hold is let go."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autovaruna.errors import InputError
+from autovaruna.graph.exporting.fake import put
+from autovaruna.planner.records import Plan
+from autovaruna.runtime.channels.staging import distinct
+from autovaruna.runtime.weights.elsewhere import Home
+from autovaruna.runtime.weights.let_go import let_go
+from autovaruna.runtime.weights.materialize import materialize
+from autovaruna.runtime.worlds.world import World
+from autovaruna.stage.assignment import Assignment
+
+
+class _Now(Mapping[str, Tensor]):
+    """Tensors of a state under some of its names, as they are when they are asked for."""
+
+    def __init__(self, state: OwnedState, names: Sequence[str]) -> None:
+        self._state = state
+        self._names = names
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._state.tensor(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Which ranks hold each parameter, and each buffer that a step changes, by first name.
+
+    Names that are missing are held by every rank. The first holder is the one that others follow.
+    """
+
+    holders: dict[str, tuple[int, ...]]
+    num_ranks: int
+
+    def ranks_of(self, name: str) -> tuple[int, ...]:
+        """Returns the ranks that hold a parameter or buffer, the leading one first."""
+        return self.holders.get(name, tuple(range(self.num_ranks)))
+
+    def splits(self, names: Iterable[str]) -> bool:
+        """Says whether any of some parameters is missing on a rank."""
+        return any(len(self.ranks_of(name)) < self.num_ranks for name in names)
+
+
+def placement_of(assignment: Assignment, plan: Plan) -> Placement:
+    """Returns the placement of a plan's stages."""
+    return Placement(
+        {
+            name: tuple(dict.fromkeys(rank for stage in stages for rank in plan.stages[stage].ranks))
+            for name, stages in assignment.holders.items()
+        },
+        plan.num_ranks,
+    )
+
+
+class OwnedState:
+    """The parameters and buffers of a model by first name, of which this rank keeps its part.
+
+    Args:
+        model: The model; parameters that this rank does not hold are replaced by ones that are `Elsewhere`.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.places: dict[str, list[tuple[nn.Module, str]]] = {}
+        self.first_name: dict[str, str] = {}
+        self._tables: dict[str, tuple[Any, str]] = {}
+        self._types: dict[str, tuple[torch.dtype, torch.device]] = {}
+        first: dict[int, str] = {}
+        for path, module in model.named_modules(remove_duplicate=False):
+            for table in (module._parameters, module._buffers):
+                for name, tensor in table.items():
+                    if tensor is not None:
+                        full = f"{path}.{name}" if path else name
+                        known = first.setdefault(id(tensor), full)
+                        self.first_name[full] = known
+                        self.places.setdefault(known, []).append((module, name))
+                        self._tables.setdefault(known, (table, name))
+
+    def tensor(self, name: str) -> Tensor:
+        """Returns a parameter or buffer by first name, on ``meta`` if this rank does not hold it."""
+        table, attribute = self._tables[name]
+        found: Tensor = table[attribute]
+        return found
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """Returns the parameters by first name."""
+        found = {name: table[attribute] for name, (table, attribute) in self._tables.items()}
+        return {name: tensor for name, tensor in found.items() if isinstance(tensor, nn.Parameter)}
+
+    def buffers(self) -> Mapping[str, Tensor]:
+        """Returns the buffers by first name, always as they are now: a script may replace one."""
+        found = {name: self.tensor(name) for name in self.places}
+        return _Now(self, [name for name, tensor in found.items() if not isinstance(tensor, nn.Parameter)])
+
+    def distribute(
+        self, placement: Placement, world: World, device: torch.device, seed: int, given: Container[str] = ()
+    ) -> None:
+        """Gives every rank its part, with the numbers of rank 0, and frees the rest. Collective.
+
+        Args:
+            placement: Who holds what.
+            world: The ranks.
+            device: Where this rank computes.
+            seed: What weights of a model on ``meta`` are drawn from.
+            given: First names of what a checkpoint will fill on every rank that holds it.
+        """
+        held = {name for name in self.places if world.rank in placement.ranks_of(name)}
+        drawn = set(materialize(self, held | self.buffers().keys(), device, seed, given))  # all ranks get all buffers
+        somewhere = set().union(*world.gather_objects(drawn, "materialising weights"))
+        for name in self.places:
+            if name in given:
+                continue
+            ranks = placement.ranks_of(name)
+            root = ranks[0] if name in somewhere else 0
+            group = tuple(sorted({root, *ranks}))
+            if world.rank in group and len(group) > 1:
+                world.broadcast(distinct(self.tensor(name).detach()), root, group)
+        own = {name: each for name, each in self.parameters().items() if name in held}
+        self._types = {name: (each.dtype, each.device) for name, each in own.items()}
+        for name in self.places.keys() - held:
+            if isinstance(tensor := self.tensor(name), nn.Parameter):
+                self.replace(name, let_go(tensor, Home(name, placement.ranks_of(name), world.rank, device)))
+
+    def follow_frozen(self, placement: Placement, world: World) -> bool:
+        """Lets parameters that this rank does not hold need a gradient if they do where they are held. Collective.
+
+        Returns:
+            Whether that changed any parameter on any rank.
+        """
+        parameters = self.parameters()
+        flags = {name: parameter.requires_grad for name, parameter in parameters.items()}
+        reports = world.gather_objects(flags, "comparing frozen parameters")
+        is_changed = False
+        for name, parameter in parameters.items():
+            ranks = placement.ranks_of(name)
+            needs_gradient = reports[ranks[0]][name]
+            followers = [rank for rank in range(world.num_ranks) if rank not in ranks]
+            is_changed |= any(reports[rank][name] != needs_gradient for rank in followers)
+            if world.rank in followers:
+                parameter.requires_grad_(needs_gradient)
+        return is_changed
+
+    def check_types(self) -> None:
+        """Makes sure that what this rank holds has the dtypes and devices that it was given.
+
+        Raises:
+            InputError: parameters have been cast or moved.
+        """
+        for name, (dtype, device) in self._types.items():
+            table, attribute = self._tables[name]
+            tensor = table[attribute]
+            if tensor.dtype is not dtype or tensor.device != device:
+                raise InputError(
+                    f"Parameters have been cast or moved after the model was split: {name} is {tensor.dtype} on "
+                    f"{tensor.device}, expected {dtype} on {device}. Cast or move the model before the first call; for "
+                    "lower precision from then on, use torch.autocast around the call."
+                )
+
+    def replace(self, name: str, tensor: Tensor) -> None:
+        """Puts another tensor in every place of a parameter or buffer."""
+        for module, attribute in self.places[name]:
+            put(module, attribute, tensor)

@@ -1,0 +1,185 @@
+"""Defines `MpiWorld`: ranks started by mpirun, that talk through mpi4py on the tensors' own memory.
+
+This module imports MPI, which starts it; only `environment.get_world` imports this module, at the first use.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import pickle
+import sys
+import time
+import traceback
+from collections import deque
+from typing import NoReturn
+
+import mpi4py
+import torch
+from torch import Tensor
+
+from autovaruna.errors import RankError
+from autovaruna.runtime.worlds.connected import CHANNELS, ConnectedWorld
+from autovaruna.runtime.worlds.hub import Answer, Hub, Notice
+from autovaruna.runtime.worlds.world import DONE, Pending
+
+mpi4py.rc.initialize = False
+from mpi4py import MPI  # noqa: E402
+
+SPIN_SECONDS = 1e-3
+YIELD_SECONDS = 3e-3
+SECOND_HAND_SECONDS = 0.7
+LATER_RANK_SECONDS = 0.3
+
+
+class Part(Pending):
+    """One MPI request, and the memory it works on."""
+
+    __slots__ = ("_count", "_memory", "_request", "_status")
+
+    def __init__(self, request: MPI.Request, memory: Tensor, status: MPI.Status | None) -> None:
+        self._request = request
+        self._memory = memory
+        self._status = status
+
+    def is_done(self) -> bool:
+        """Says whether the request has finished; a receive checks the number of bytes."""
+        try:
+            is_done = self._request.Test(self._status)
+        except MPI.Exception as error:
+            raise RankError(f"a message did not fit its buffer of {self._memory.nbytes} bytes: {error}") from error
+        if is_done and self._status is not None and (got := self._status.Get_count(MPI.BYTE)) != self._memory.nbytes:
+            source = self._status.Get_source()
+            raise RankError(f"rank {source} sent {got} bytes where {self._memory.nbytes} were expected")
+        return is_done
+
+    def wait(self) -> None:
+        """Blocks until it has finished; messages wait for all their parts together instead, and watch the others."""
+        while not self.is_done():
+            time.sleep(0)
+
+
+class MpiWorld(ConnectedWorld):
+    """The ranks of MPI's world, on communicators of our own."""
+
+    def __init__(self) -> None:
+        self._owns_mpi = not MPI.Is_initialized()
+        if self._owns_mpi:
+            MPI.Init_thread(MPI.THREAD_MULTIPLE)
+        self._control = MPI.COMM_WORLD.Dup()
+        self._channels = [MPI.COMM_WORLD.Dup() for _ in CHANNELS]
+        super().__init__(self._control.Get_rank(), self._control.Get_size())
+        self._status = MPI.Status()
+        self._notices: deque[MPI.Request] = deque()
+        self._hub = Hub(self.num_ranks, self._answer) if self.rank == 0 else None
+        self._is_crowded = True
+        self._is_cuda_aware = is_cuda_aware()
+        self.hosts = tuple(self.gather_objects(MPI.Get_processor_name(), "start"))
+
+    def set_cores(self, num_cores: int, num_ranks: int) -> None:
+        """Says that `num_ranks` ranks share `num_cores` cores, so that waiting ranks leave them to others."""
+        self._is_crowded = num_ranks > num_cores
+
+    def post_send(self, tensor: Tensor, destination: int, channel: int, tag: int) -> Pending:
+        """Starts to send the memory of a dense host tensor."""
+        request = self._channels[channel].Isend(memory_of(tensor), destination, tag)
+        return DONE if request.Test() else Part(request, tensor, None)  # a small one has left by now
+
+    def post_receive(self, tensor: Tensor, source: int, channel: int, tag: int) -> Pending:
+        """Starts to receive into the memory of a dense host tensor."""
+        request = self._channels[channel].Irecv(memory_of(tensor), source, tag)
+        return Part(request, tensor, self._status)
+
+    def reachable(self, tensor: Tensor) -> Tensor:
+        """Returns a tensor where MPI can send it from: a GPU's own memory, if this MPI reaches it."""
+        if not (tensor.is_cuda and self._is_cuda_aware):
+            return super().reachable(tensor)
+        torch.cuda.current_stream(tensor.device).synchronize()  # MPI knows no streams
+        return tensor.detach()
+
+    def landing(self, buffer: Tensor) -> Tensor:
+        """Returns memory that MPI can receive into: a GPU's own, if this MPI reaches it."""
+        if not (buffer.is_cuda and self._is_cuda_aware):
+            return super().landing(buffer)
+        torch.cuda.current_stream(buffer.device).synchronize()  # an earlier owner of the memory may still be read
+        return buffer
+
+    def tell(self, notice: Notice) -> None:
+        """Carries a notice to the hub."""
+        if self._hub is not None:
+            self._hub.take(0, notice)
+        else:
+            self._post_notice(0, notice)
+
+    def listen(self) -> None:
+        """Passes on what has come from the hub; on rank 0, passes what has come to the hub."""
+        while self._control.Iprobe(MPI.ANY_SOURCE, 0, self._status):
+            source = self._status.Get_source()
+            data = bytearray(self._status.Get_count(MPI.BYTE))
+            self._control.Recv([data, MPI.BYTE], source, 0)
+            if self._hub is not None:
+                self._hub.take(source, pickle.loads(data))
+            else:
+                self.take_answer(pickle.loads(data))
+        if self._hub is not None:
+            self._hub.tick()
+        while self._notices and self._notices[0].Test():
+            self._notices.popleft()
+
+    def _answer(self, rank: int, answer: Answer) -> None:
+        if rank == 0:
+            self.take_answer(answer)
+        else:
+            self._post_notice(rank, answer)
+
+    def _post_notice(self, rank: int, notice: Notice | Answer) -> None:
+        self._notices.append(self._control.Isend([pickle.dumps(notice), MPI.BYTE], rank, 0))
+
+    def rest(self, waited_seconds: float) -> None:
+        """Spins at first if there are cores enough, then yields, then sleeps."""
+        if waited_seconds < SPIN_SECONDS and not self._is_crowded:
+            return
+        if waited_seconds < YIELD_SECONDS:
+            os.sched_yield()
+        else:
+            time.sleep(50e-6 if waited_seconds < 1.0 else 500e-6)
+
+    def end(self, status: int) -> NoReturn:
+        """Ends all ranks with a non-zero status, at once."""
+        sys.stdout.flush()
+        sys.stderr.flush()
+        MPI.COMM_WORLD.Abort(status)
+        os._exit(status)
+
+    def abort(self, error: BaseException, where: str) -> NoReturn:
+        """Ends all ranks with status 1, after this rank's traceback.
+
+        Where one rank's error makes others fail, or all fail alike, one message is enough: ranks that only pass on
+        another's error, and then ranks other than 0, give the others a moment to end this one first.
+        """
+        is_second_hand = isinstance(error, RankError) or getattr(error, "is_second_hand", False)
+        time.sleep(SECOND_HAND_SECONDS * is_second_hand + LATER_RANK_SECONDS * (self.rank > 0))
+        trace = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+        sys.stderr.write(f"{where}:\n{trace}")
+        self.end(1)
+
+    def finalize(self) -> None:
+        """Says goodbye to the other ranks, and ends MPI if this world began it.
+
+        Raises:
+            RankError: another rank waits for an act of this one.
+        """
+        self.leave()
+        if self._owns_mpi and not MPI.Is_finalized():
+            MPI.Finalize()
+
+
+def is_cuda_aware() -> bool:
+    """Says whether this MPI reads and writes the memory of GPUs; Open MPI and MPICH say so by an extension."""
+    query = getattr(ctypes.CDLL(MPI.__file__), "MPIX_Query_cuda_support", None)
+    return query is not None and torch.cuda.is_available() and bool(query())
+
+
+def memory_of(tensor: Tensor) -> tuple[MPI.memory, MPI.Datatype]:
+    """Returns the memory of a dense host tensor as MPI sees it, with no copy."""
+    return MPI.memory.fromaddress(tensor.data_ptr(), tensor.nbytes), MPI.BYTE
