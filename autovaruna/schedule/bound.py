@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from autovaruna.schedule.costs import distinct_replicas, fastest_seconds, work_seconds
 from autovaruna.schedule.instruction import Kind
-from autovaruna.schedule.messages import exact, wiring
+from autovaruna.schedule.messages import exact, seconds_of
 from autovaruna.schedule.pipeline import Pipeline
 
 
@@ -110,10 +110,13 @@ def _finish_seconds(pipeline: Pipeline, stage: int) -> float:
 
 def _message_seconds(pipeline: Pipeline) -> dict[tuple[int, int], tuple[float, float | None]]:
     """Returns, for each edge, the least seconds of its message and of its gradient (None if there is none)."""
-    wires = wiring(pipeline)
 
     def least(sender: int, receiver: int, num_bytes: float) -> float:
-        return min(wire.seconds if wire else 0.0 for row in wires(sender, receiver, num_bytes) for wire in row)
+        senders, receivers = pipeline.stages[sender].ranks, pipeline.stages[receiver].ranks
+        if not set(senders).isdisjoint(receivers):
+            return 0.0
+        links = {pipeline.links(a, b) for a in senders for b in receivers}
+        return min(sum(seconds_of(link, num_bytes)) for link in links)
 
     costs: dict[tuple[int, int], tuple[float, float | None]] = {}
     for edge in pipeline.edges:

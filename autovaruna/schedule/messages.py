@@ -8,7 +8,7 @@ rank to itself is free.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import defaultdict
 
 from autovaruna.profiler.records import LinkCost
 from autovaruna.schedule.pipeline import Pipeline
@@ -35,6 +35,10 @@ class Line:
         self.free_seconds = 0.0
 
 
+Lines = defaultdict[tuple[int, int], Line]
+"""The lines from rank to rank."""
+
+
 class Wire:
     """What a message of one size costs on a line."""
 
@@ -42,11 +46,6 @@ class Wire:
 
     def __init__(self, line: Line, latency_seconds: float, transfer_seconds: float) -> None:
         self.line, self.latency_seconds, self.transfer_seconds = line, latency_seconds, transfer_seconds
-
-    @property
-    def seconds(self) -> float:
-        """The seconds of a message on a free line."""
-        return self.latency_seconds + self.transfer_seconds
 
     def send(self, now: float) -> float:
         """Puts a message on the line and returns when it arrives."""
@@ -56,46 +55,54 @@ class Wire:
         return left + self.latency_seconds
 
 
+class Wires(dict[tuple[int, int], "Wire | None"]):
+    """The wires from replica i of a stage to replica j of another, by (i, j); None on one rank.
+
+    Each is made when the first message goes through it: of many replicas, few pairs ever meet.
+
+    Args:
+        lines: from rank to rank, for all wires of a pipeline.
+        pipeline: the pipeline.
+        sender, receiver: the stages.
+        num_bytes: of a message.
+    """
+
+    def __init__(self, lines: Lines, pipeline: Pipeline, sender: int, receiver: int, num_bytes: float) -> None:
+        super().__init__()
+        self._lines, self._links, self._num_bytes = lines, pipeline.links, num_bytes
+        self._senders, self._receivers = pipeline.stages[sender].ranks, pipeline.stages[receiver].ranks
+
+    def __missing__(self, pair: tuple[int, int]) -> Wire | None:
+        """Makes the wire between two replicas."""
+        ends = self._senders[pair[0]], self._receivers[pair[1]]
+        wire = None if ends[0] == ends[1] else Wire(self._lines[ends], *seconds_of(self._links(*ends), self._num_bytes))
+        self[pair] = wire
+        return wire
+
+
 class Route:
     """Joins the replicas of one stage to those of another, for messages of one size.
 
     Attributes:
         receivers: the replicas of the receiving stage.
         inboxes: where each of them collects these messages.
-        wires: ``wires[i][j]`` from replica i to replica j; None on one rank.
+        wires: between them.
     """
 
     __slots__ = ("inboxes", "receivers", "wires")
 
-    def __init__(self, receivers: list[Replica], inboxes: list[Inbox], wires: list[list[Wire | None]]) -> None:
+    def __init__(self, receivers: list[Replica], inboxes: list[Inbox], wires: Wires) -> None:
         self.receivers, self.inboxes, self.wires = receivers, inboxes, wires
 
     def send(self, sender: int, micro_batch: int, now: float) -> tuple[Replica, float]:
         """Sends a micro-batch's message at `now`; returns who gets it and when it arrives."""
         k, j = divmod(micro_batch, len(self.receivers))
-        wire = self.wires[sender][j]
+        wire = self.wires[sender, j]
         arrival = now if wire is None else wire.send(now)
         self.inboxes[j].put(k, arrival, now)
         return self.receivers[j], arrival
 
 
-Wiring = Callable[[int, int, float], list[list[Wire | None]]]
-
-
-def wiring(pipeline: Pipeline) -> Wiring:
-    """Returns a function that gives the wires from each replica of a stage to each of another, for some bytes."""
-    lines: dict[tuple[int, int], tuple[Line, LinkCost]] = {}
-
-    def wire(source: int, destination: int, num_bytes: float) -> Wire | None:
-        if source == destination:
-            return None
-        if (source, destination) not in lines:
-            lines[source, destination] = Line(), pipeline.links(source, destination)
-        line, link = lines[source, destination]
-        return Wire(line, exact(link.latency_seconds), exact(num_bytes / link.bytes_per_second))
-
-    def wires(sender: int, receiver: int, num_bytes: float) -> list[list[Wire | None]]:
-        senders, receivers = pipeline.stages[sender].ranks, pipeline.stages[receiver].ranks
-        return [[wire(a, b, num_bytes) for b in receivers] for a in senders]
-
-    return wires
+def seconds_of(link: LinkCost, num_bytes: float) -> tuple[float, float]:
+    """Returns the seconds of a message's latency and of its bytes on a link."""
+    return exact(link.latency_seconds), exact(num_bytes / link.bytes_per_second)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from autovaruna.schedule.costs import work_seconds
 from autovaruna.schedule.instruction import Kind
-from autovaruna.schedule.messages import Route, Wiring, wiring
+from autovaruna.schedule.messages import Line, Lines, Route, Wires
 from autovaruna.schedule.pipeline import Edge, Pipeline
 from autovaruna.schedule.policy import Policy
 from autovaruna.schedule.replica import Inbox, Replica
@@ -26,11 +26,11 @@ class Network:
             self.by_rank[replica.rank].insert(0, replica)
         self.routes: dict[Kind, list[list[Route]]] = {kind: [[] for _ in self.stages] for kind in Kind}
         self._make_inboxes(pipeline)
-        wires = wiring(pipeline)
+        lines = Lines(Line)
         for edge in pipeline.edges:
-            self._join(edge, wires)
+            self._join(edge, pipeline, lines)
             if edge.needs_gradient and pipeline.needs_gradients:
-                self._join_back(edge, wires)
+                self._join_back(edge, pipeline, lines)
 
     def replicas(self) -> list[Replica]:
         """Returns all replicas, by stage."""
@@ -42,16 +42,16 @@ class Network:
             replica.activations = Inbox(n, sum(edge.destination == stage for edge in pipeline.edges))
             replica.gradients = Inbox(n, sum(edge.source == stage and edge.needs_gradient for edge in pipeline.edges))
 
-    def _join(self, edge: Edge, wires: Wiring) -> None:
+    def _join(self, edge: Edge, pipeline: Pipeline, lines: Lines) -> None:
         receivers = self.stages[edge.destination]
         inboxes = [replica.activations for replica in receivers]
-        route = Route(receivers, inboxes, wires(edge.source, edge.destination, edge.forward_bytes))
+        route = Route(receivers, inboxes, Wires(lines, pipeline, edge.source, edge.destination, edge.forward_bytes))
         self.routes[Kind.FORWARD][edge.source].append(route)
 
-    def _join_back(self, edge: Edge, wires: Wiring) -> None:
+    def _join_back(self, edge: Edge, pipeline: Pipeline, lines: Lines) -> None:
         receivers = self.stages[edge.source]
         inboxes = [replica.gradients for replica in receivers]
-        route = Route(receivers, inboxes, wires(edge.destination, edge.source, edge.backward_bytes))
+        route = Route(receivers, inboxes, Wires(lines, pipeline, edge.destination, edge.source, edge.backward_bytes))
         self.routes[Kind.BACKWARD][edge.destination].append(route)
 
 

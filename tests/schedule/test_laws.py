@@ -117,3 +117,15 @@ def test_a_rank_never_waits_while_something_may_run(name: str) -> None:
     """All work on one rank takes the sum of the work, whatever the depth: the proof of liveness needs it."""
     pipeline = placed(chain(5, 6, 1.0, 2.0, depth=lambda n, s: 1, weight=0.5), [(0,)] * 5, 1)
     assert simulate(pipeline, POLICIES[name]).step_seconds == 5 * 6 * 3.0
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_only_links_that_messages_take_are_looked_up(name: str) -> None:
+    """Of many replicas of two stages few pairs ever meet; to join them all took half of a search over 1,024 ranks."""
+    pipeline, asked = chain(2, 60, 1.0, 2.0, 0.5), set[tuple[int, int]]()
+    pipeline = fitted(placed(pipeline, [tuple(range(30)), tuple(range(30, 60))], 60), name)
+    links = pipeline.links
+    watched = dataclasses.replace(pipeline, links=lambda a, b: (asked.add((a, b)), links(a, b))[1])
+    simulate(watched, POLICIES[name])
+    there = {(m % 30, 30 + m % 30) for m in range(60)}
+    assert asked == there | {(b, a) for a, b in there}
