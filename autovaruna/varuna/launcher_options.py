@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import shlex
+import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -91,7 +92,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def read_machines(path: str, num_slots: int) -> dict[str, int]:
-    """Returns the ranks of each machine; one that is listed twice has twice as many.
+    """Returns the ranks of each machine; one that is listed twice has twice as many, this one by any of its names.
 
     Raises:
         ConfigError: there is no such file, or it lists no machine.
@@ -102,15 +103,23 @@ def read_machines(path: str, num_slots: int) -> dict[str, int]:
     for name in filter(None, names):
         if len(name.split()) > 1 or name.startswith("-"):
             raise ConfigError(f"--machine_list {path} holds {name!r}; expected one name or address a line")
+        if is_this_machine(name):  # mpirun would take two of its names for two machines, and then refuse them
+            name = next(filter(is_this_machine, machines), "localhost" if ":" in name else name)
         machines[name] = machines.get(name, 0) + num_slots
     if not machines:
         raise ConfigError(f"--machine_list {path} lists no machine; expected one a line, as localhost")
     return machines
 
 
+def is_this_machine(name: str) -> bool:
+    """Says whether a name or address is that of the machine that this runs on, whatever machine that is."""
+    own = socket.gethostname()
+    return name in ("localhost", "::1", own, own.partition(".")[0]) or name.startswith("127.")
+
+
 def _lines_of(file: str, option: str, expected: str) -> list[str]:
     try:
-        return Path(file).read_text(encoding="utf-8").splitlines()
+        return Path(file).read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise ConfigError(f"{option} {file} cannot be read: {why}; expected {expected}") from None

@@ -7,11 +7,12 @@ import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from itertools import pairwise
 from typing import IO
 
 from autovaruna.varuna.rank_script import STARTED
 
-_TAG = re.compile(r"^\[\d+,(\d+)\]<std(?:out|err)>: ?")
+_TAG = re.compile(r"\[\d+,(\d+)\]<std(?:out|err)>: ?")
 
 
 class Output:
@@ -40,9 +41,10 @@ class Output:
     def _pump(self, stream: IO[bytes], target: IO[str]) -> None:
         is_lost = False  # the stream is read to its end all the same, or the job would stand still
         for line in stream:
-            shown = self._shown(line.decode(errors="replace"))
-            if shown is not None and not is_lost:
-                is_lost = not _write(target, shown)
+            for piece in pieces_of(line.decode(errors="replace")):
+                shown = self._shown(piece)
+                if shown is not None and not is_lost:
+                    is_lost = not _write(target, shown)
 
     def _shown(self, line: str) -> str | None:
         """Returns a line as it is shown: ``[rank] text``; words of mpirun itself stay as they are."""
@@ -50,12 +52,21 @@ class Output:
         if tag is None:
             return line
         text = line[tag.end() :]
+        if text == "\0":  # mpirun ends its words about an abort with it
+            return None
         if text.rstrip("\r\n") == STARTED:
             if not self.has_started:
                 self.has_started = True
                 self._on_start()
             return None
         return f"[{tag[1]}] {text}"
+
+
+def pieces_of(line: str) -> list[str]:
+    """Returns the lines in a line of mpirun's: where a rank's last one has no end, that of another follows at once."""
+    starts = [0, *(tag.start() for tag in _TAG.finditer(line) if tag.start()), len(line)]
+    found = [line[start:stop] for start, stop in pairwise(starts)]
+    return [*(f"{piece}\n" for piece in found[:-1]), *found[-1:]]
 
 
 def _write(target: IO[str], text: str) -> bool:

@@ -6,6 +6,7 @@ import argparse
 import io
 import json
 import os
+import socket
 from pathlib import Path
 
 import pytest
@@ -77,6 +78,16 @@ def test_output_has_its_rank_in_front() -> None:
     assert output._shown(f"[1,0]<stderr>: {rank_script.STARTED}\n") is None and started == [1]
 
 
+def test_last_lines_without_an_end_are_those_of_their_ranks() -> None:
+    """Once, rank 1's came behind rank 0's, with mpirun's own mark of it between the two."""
+    stream = io.BytesIO(b"[7,0]<stdout>: a\n[7,0]<stdout>: b[7,11]<stdout>: c[7,2]<stdout>: d\n[7,1]<stderr>: \0")
+    shown = io.StringIO()
+    output = Output(lambda: None)
+    output.follow(stream, shown)
+    output.wait()
+    assert shown.getvalue() == "[0] a\n[0] b\n[11] c\n[2] d\n"
+
+
 def test_output_that_a_terminal_cannot_show_is_escaped() -> None:
     stream = io.BytesIO(b"[1,0]<stdout>: a\n[1,0]<stdout>: b\xff\n")
     shown = io.TextIOWrapper(io.BytesIO(), "ascii")
@@ -101,6 +112,14 @@ def test_output_that_nobody_reads_any_more_does_not_stop_the_job(capsys: pytest.
 def test_a_machine_that_is_listed_twice_has_twice_the_ranks() -> None:
     Path("machines").write_text("a\nb\na\n")
     assert read_machines("machines", 2) == {"a": 4, "b": 2}
+
+
+def test_names_of_this_machine_are_of_one() -> None:
+    """Once, mpirun refused a list of two of them."""
+    Path("machines").write_bytes(b"\xef\xbb\xbfa\r\n127.0.0.1\r\nlocalhost\r\n" + socket.gethostname().encode())
+    assert read_machines("machines", 2) == {"a": 2, "127.0.0.1": 6}
+    Path("machines").write_text("::1")
+    assert read_machines("machines", 2) == {"localhost": 2}
 
 
 @pytest.mark.parametrize(
