@@ -28,8 +28,10 @@ from autovaruna.checkpoint.layout import Layout, bytes_of, lay_out
 from autovaruna.errors import CheckpointError
 
 SMALL_BYTES = 64 << 10
-COPY_BYTES_PER_SECOND = 1.5e9
-"""How fast copies go to fresh memory, at the least."""
+COPY_BYTES_PER_SECOND = 4e9
+"""How fast copies go to memory that was used before, at the least."""
+FRESH_BYTES_PER_SECOND = 1.5e9
+"""The same to memory that the system has yet to give."""
 _LONGEST_STRIDE = 8191  # words; odd, so that those looked at are of all columns of a matrix
 _FEWEST_WORDS = 64
 Chunk = tuple[str, int]
@@ -150,8 +152,13 @@ class Snapshot:
         self._watched.clear()
 
     def _is_short_of_time(self) -> bool:
-        left = len(self._pending) * CHUNK_BYTES / COPY_BYTES_PER_SECOND
-        return self._deadline is not None and time.monotonic() + left >= self._deadline
+        """Says whether copies of all that is left would hardly end before the optimizer's next step."""
+        if self._deadline is None:
+            return False
+        fresh = max(0, len(self._pending) - len(self._spare))
+        used = len(self._pending) - fresh
+        seconds = CHUNK_BYTES * (used / COPY_BYTES_PER_SECOND + fresh / FRESH_BYTES_PER_SECOND)
+        return time.monotonic() + seconds >= self._deadline
 
     def _hold_one(self) -> bool:
         """Copies the last chunk that is left to memory of its own; returns whether there was one."""
