@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+
 from autovaruna.runtime.worlds.hub import Answer, Failure, Farewell, Hub, Join, Leave, Need, Report, Values
 
 EVENT = ("sent", 0, 0, 7)
@@ -11,12 +13,12 @@ class Hearing:
     """A hub with its answers and a clock that the test turns."""
 
     def __init__(self, num_ranks: int) -> None:
-        self.answers: list[tuple[int, Answer]] = []
+        self.answers: list[Answer] = []
         self.seconds = 0.0
-        self.hub = Hub(num_ranks, lambda rank, answer: self.answers.append((rank, answer)), lambda: self.seconds)
+        self.hub = Hub(num_ranks, self.answers.append, lambda: self.seconds)
 
     def failure(self) -> Failure | None:
-        return next((answer for _, answer in self.answers if isinstance(answer, Failure)), None)
+        return next((answer for answer in self.answers if isinstance(answer, Failure)), None)
 
 
 def waits(rank: int, count: int = 1, **counts: int) -> Report:
@@ -29,14 +31,23 @@ def test_values_go_to_all_by_rank() -> None:
     hearing.hub.take(1, Join("step", b"one"))
     assert hearing.answers == []
     hearing.hub.take(0, Join("step", b"zero"))
-    assert hearing.answers == [(rank, Values((b"zero", b"one"))) for rank in range(2)]
+    assert hearing.answers == [Values((b"zero", b"one"))]
+
+
+def test_what_a_thousand_ranks_say_alike_travels_once() -> None:
+    hearing = Hearing(1000)
+    for rank in range(1000):
+        hearing.hub.take(rank, Join("step", b"%1000d" % (rank % 3)))
+    values = hearing.answers[0]
+    assert isinstance(values, Values) and [int(value) for value in values.values] == [rank % 3 for rank in range(1000)]
+    assert len(pickle.dumps(values)) < 10_000
 
 
 def test_all_leave_together() -> None:
     hearing = Hearing(2)
     for rank in range(2):
         hearing.hub.take(rank, Leave({}))
-    assert hearing.answers == [(rank, Farewell()) for rank in range(2)]
+    assert hearing.answers == [Farewell()]
 
 
 def test_a_disagreement_of_all_is_not_final() -> None:
@@ -110,4 +121,4 @@ def test_only_the_first_failure_is_told() -> None:
     hearing.hub.fail("first")
     hearing.hub.fail("second")
     hearing.hub.take(0, Join("step", b""))
-    assert hearing.answers == [(rank, Failure("first", is_final=True)) for rank in range(2)]
+    assert hearing.answers == [Failure("first", is_final=True)]

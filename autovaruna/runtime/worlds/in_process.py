@@ -31,7 +31,11 @@ class Mailboxes:
         self.lock = threading.RLock()
         self.messages: dict[tuple[Address, int], Tensor] = {}
         self.answers: list[list[Answer]] = [[] for _ in range(num_ranks)]
-        self.hub = Hub(num_ranks, lambda rank, answer: self.answers[rank].append(answer))
+        self.hub = Hub(num_ranks, self._answer_all)
+
+    def _answer_all(self, answer: Answer) -> None:
+        for answers in self.answers:
+            answers.append(answer)
 
 
 class Delivery(Pending):

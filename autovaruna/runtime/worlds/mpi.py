@@ -71,7 +71,7 @@ class MpiWorld(ConnectedWorld):
         super().__init__(self._control.Get_rank(), self._control.Get_size())
         self._status = MPI.Status()
         self._notices: deque[MPI.Request] = deque()
-        self._hub = Hub(self.num_ranks, self._answer) if self.rank == 0 else None
+        self._hub = Hub(self.num_ranks, self._answer_all) if self.rank == 0 else None
         self._is_crowded = True
         self._is_cuda_aware = is_cuda_aware()
         self.hosts = tuple(self.gather_objects(MPI.Get_processor_name(), "start"))
@@ -109,7 +109,7 @@ class MpiWorld(ConnectedWorld):
         if self._hub is not None:
             self._hub.take(0, notice)
         else:
-            self._post_notice(0, notice)
+            self._post_notice(0, pickle.dumps(notice))
 
     def listen(self) -> None:
         """Passes on what has come from the hub; on rank 0, passes what has come to the hub."""
@@ -126,14 +126,14 @@ class MpiWorld(ConnectedWorld):
         while self._notices and self._notices[0].Test():
             self._notices.popleft()
 
-    def _answer(self, rank: int, answer: Answer) -> None:
-        if rank == 0:
-            self.take_answer(answer)
-        else:
-            self._post_notice(rank, answer)
+    def _answer_all(self, answer: Answer) -> None:
+        data = pickle.dumps(answer)
+        for rank in range(1, self.num_ranks):
+            self._post_notice(rank, data)
+        self.take_answer(answer)
 
-    def _post_notice(self, rank: int, notice: Notice | Answer) -> None:
-        self._notices.append(self._control.Isend([pickle.dumps(notice), MPI.BYTE], rank, 0))
+    def _post_notice(self, rank: int, data: bytes) -> None:
+        self._notices.append(self._control.Isend([data, MPI.BYTE], rank, 0))
 
     def rest(self, waited_seconds: float) -> None:
         """Spins at first if there are cores enough, then yields, then sleeps."""
