@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from itertools import chain
 from pathlib import Path
 from typing import SupportsIndex
 
+from autovaruna.checkpoint.claim import read_claim
 from autovaruna.checkpoint.folder import Saved, saved_in
 from autovaruna.checkpoint.manifest import MANIFEST, read_manifest
 from autovaruna.checkpoint.source import Source, open_source
@@ -18,13 +22,14 @@ from autovaruna.runtime.worlds.world import World
 logger = logging.getLogger(__name__)
 
 
-def choose(world: World, root: str | os.PathLike[str], step: int | str) -> Source:
+def choose(world: World, root: str | os.PathLike[str], step: int | str, claims: ExitStack) -> Source:
     """Returns a checkpoint that is intact; the ranks share the checking. Collective.
 
     Args:
         world: The ranks.
         root: A folder of checkpoints, one of them, a Hugging Face folder, or a safetensors file.
         step: The step, or ``"latest"``: the newest that is intact.
+        claims: Keeps another job that saves from removing the checkpoint, until it is closed.
 
     Raises:
         CheckpointError: there is none, and what is damaged, and how; or the ranks ask for different ones.
@@ -34,23 +39,43 @@ def choose(world: World, root: str | os.PathLike[str], step: int | str) -> Sourc
     asked = world.gather_objects({"step": repr(step)}, "looking for checkpoints")
     if found := differences(asked):
         raise CheckpointError(f"The ranks load different checkpoints: {found}. Expected the same step on every rank.")
-    candidates = on_first(world, lambda: _candidates(path, step), "looking for checkpoints")
-    if candidates is None:
-        return together(world, lambda: open_source(path), "opening a checkpoint")
-    damages: list[str] = []
-    for saved in candidates:
-        own = _damages(saved.path, world)
-        every = world.gather_objects(own, "checking a checkpoint")
-        fresh = list(dict.fromkeys(damage for of_rank in every for damage in of_rank))
-        if not fresh:
-            return together(world, lambda saved=saved: open_source(saved.path), "opening a checkpoint")  # type: ignore[misc]
-        damages += fresh
-        if step == "latest" and world.rank == 0 and saved is not candidates[-1]:
-            logger.warning("%s; going back to an earlier checkpoint", "; ".join(fresh))
-    raise CheckpointError(
-        f"No checkpoint in {path} can be loaded: {'; '.join(damages)}. Nothing has been changed; load an earlier step, "
-        "or copy the damaged file again from where it is intact."
-    )
+    known: dict[Path, list[str]] = {}
+    while True:
+        chosen = on_first(world, lambda: _next_best(path, step, known, claims), "looking for checkpoints")
+        if chosen is None:
+            return together(world, lambda: open_source(path), "opening a checkpoint")
+        every = world.gather_objects(_damages(chosen, world), "checking a checkpoint")
+        known[chosen] = list(dict.fromkeys(damage for of_rank in every for damage in of_rank))
+        if not known[chosen]:
+            return together(world, lambda chosen=chosen: open_source(chosen), "opening a checkpoint")  # type: ignore[misc]
+
+
+def _next_best(path: Path, step: int | str, known: Mapping[Path, Sequence[str]], claims: ExitStack) -> Path | None:
+    """Returns the best checkpoint that is not known to be damaged, with a claim on it; None: none is ours.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    claims.close()
+    while True:
+        candidates = _candidates(path, step)
+        if candidates is None and not known:
+            return None
+        left = [saved.path for saved in candidates or () if saved.path not in known]
+        if not left:
+            raise CheckpointError(
+                f"No checkpoint in {path} can be loaded: {'; '.join(chain.from_iterable(known.values()))}. Nothing has "
+                "been changed; load an earlier step, or copy the damaged file again from where it is intact."
+            )
+        try:
+            claims.enter_context(read_claim(left[0]))
+        except FileNotFoundError:
+            continue  # another job has just saved a newer one, and removed this
+        except OSError as error:
+            logger.debug("%s cannot be claimed: %s", left[0], error)
+        if known and step == "latest":
+            logger.warning("%s; going back to an earlier checkpoint", "; ".join(list(known.values())[-1]))
+        return left[0]
 
 
 def _candidates(path: Path, step: int | str) -> list[Saved] | None:

@@ -20,6 +20,8 @@ from autovaruna.errors import CheckpointError
 
 Json = Any
 _MOST_LEVELS = 100
+_FLOATS = ("float16", "float32", "float64", "complex64", "complex128")
+"""Arrays that torch has, too; in any order of bytes."""
 
 
 def encode(value: Any, path: str, tensors: dict[str, Tensor], inside: tuple[int, ...] = ()) -> Json:
@@ -36,14 +38,19 @@ def encode(value: Any, path: str, tensors: dict[str, Tensor], inside: tuple[int,
     """
     if value is None or isinstance(value, bool | str):
         return value
+    if isinstance(value, np.bool_):
+        return bool(value)
     if isinstance(value, int | np.integer):
         return int(value)
     if isinstance(value, float | np.floating):
         return float(value) if math.isfinite(value) else {"$float": str(float(value))}
+    if isinstance(value, complex | np.complexfloating):
+        return {"$complex": [encode(part, path, tensors) for part in (float(value.real), float(value.imag))]}
     if isinstance(value, Tensor):
         return _encode_tensor(value, path, tensors)
-    if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
-        return {"$array": _encode_tensor(torch.from_numpy(value.copy()), path, tensors)["$tensor"]}
+    if isinstance(value, np.ndarray) and (value.dtype.kind in "biu" or value.dtype.name in _FLOATS):
+        native = np.array(value, dtype=value.dtype.newbyteorder("="))
+        return {"$array": _encode_tensor(torch.from_numpy(native), path, tensors)["$tensor"]}
     if isinstance(value, bytes):
         return {"$bytes": base64.b64encode(value).decode()}
     if isinstance(value, torch.dtype | torch.device):
@@ -58,11 +65,14 @@ def encode(value: Any, path: str, tensors: dict[str, Tensor], inside: tuple[int,
     if type(value) in (list, tuple, torch.Size):
         items = [encode(item, f"{path}.{index}", tensors, inside) for index, item in enumerate(value)]
         return items if isinstance(value, list) else {"$tuple": items}
+    if type(value) in (set, frozenset):
+        members = [encode(item, f"a member of {path}", tensors, inside) for item in value]
+        return {f"${type(value).__name__}": members}
     if type(value) in (dict, OrderedDict, defaultdict, Counter):
         return _encode_dict(value, path, tensors, inside)
     raise CheckpointError(
         f"{path} is {value!r:.80} of type {type(value).__name__}, which a checkpoint cannot hold. Expected numbers, "
-        "texts, bytes, tensors, and lists, tuples and dicts of them; take it out, or turn it into those."
+        "texts, bytes, tensors, and lists, tuples, sets and dicts of them; take it out, or turn it into those."
     )
 
 
@@ -111,6 +121,9 @@ _SPECIAL: dict[str, Callable[[Any, Callable[[str], Tensor]], Any]] = {
     "$dtype": lambda content, read: getattr(torch, content),
     "$device": lambda content, read: torch.device(content),
     "$tuple": lambda content, read: tuple(decode(item, read) for item in content),
+    "$complex": lambda content, read: complex(*(decode(item, read) for item in content)),
+    "$set": lambda content, read: {decode(item, read) for item in content},
+    "$frozenset": lambda content, read: frozenset(decode(item, read) for item in content),
     "$dict": lambda content, read: {decode(key, read): decode(item, read) for key, item in content},
     "$counter": lambda content, read: Counter({decode(key, read): count for key, count in content}),
 }

@@ -16,10 +16,11 @@ import os
 import re
 import secrets
 import shutil
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from autovaruna.checkpoint.claim import is_claimed
+from autovaruna.checkpoint.claim import claim, in_turn, is_claimed, sole_claim
 from autovaruna.checkpoint.manifest import MANIFEST, sync_folder
 
 logger = logging.getLogger(__name__)
@@ -59,16 +60,23 @@ def saved_in(root: Path) -> list[Saved]:
     return sorted(found, reverse=True)
 
 
-def begin(root: Path, step: int) -> Path:
+def begin(root: Path, step: int, claims: ExitStack) -> Path:
     """Makes the folder that a checkpoint is written to, and removes what killed runs have left behind.
+
+    Args:
+        root: Where checkpoints are.
+        step: Its step.
+        claims: Gets the claim on the folder.
 
     Raises:
         OSError: it cannot be made.
     """
     root.mkdir(parents=True, exist_ok=True)
-    remove_partial(root)
-    path = _partial_path(root, step)
-    path.mkdir()
+    with in_turn(root):
+        remove_partial(root)
+        path = _partial_path(root, step)
+        path.mkdir()
+        claims.enter_context(claim(path))
     return path
 
 
@@ -88,8 +96,9 @@ def remove_partial(root: Path) -> None:
 def finish(partial: Path, step: int) -> Path:
     """Gives a checkpoint, all of which is on the disk, its name: from now on it is there. Returns its folder."""
     root = partial.parent
-    path = _next(root, step)
-    os.rename(partial, path)
+    with in_turn(root):
+        path = _next(root, step)
+        os.rename(partial, path)
     sync_folder(root)
     return path
 
@@ -116,10 +125,18 @@ def remove_old(newest: Path, keep: int | None) -> None:
 
 
 def remove(saved: Saved) -> None:
-    """Removes a checkpoint: its name first, so that what is left is never taken for a complete one."""
+    """Removes a checkpoint: its name first, so that what is left is never taken for a complete one.
+
+    One that somebody reads stays until another is saved.
+    """
     doomed = _partial_path(saved.path.parent, saved.step)
     try:
-        os.rename(saved.path, doomed)
+        with sole_claim(saved.path) as is_alone:
+            if not is_alone:
+                return
+            os.rename(saved.path, doomed)
+    except FileNotFoundError:
+        return  # another job has removed it
     except OSError as error:  # the new one is complete, whatever becomes of this
         logger.warning("the old checkpoint %s cannot be removed: %s", saved.path, error.strerror)
         return

@@ -5,19 +5,22 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
+from autovaruna.checkpoint.claim import claim, in_turn, is_claimed
 from autovaruna.checkpoint.document import Json
 from autovaruna.checkpoint.layout import Layout, lay_out
 from autovaruna.checkpoint.manifest import FileRecord
 from autovaruna.checkpoint.write import write
 from autovaruna.errors import CheckpointError
 
+_LOCAL = "autovaruna-checkpoint-"
 Write = Callable[[Path, str, bool], tuple[str, ...]]
 METADATA = {"format": "pt"}
 """What the library transformers wants to read in the header of a file."""
@@ -127,15 +130,28 @@ def _write_file(path: Path, tempdir: str | None, write: Write) -> tuple[str, ...
         return write(path, path.name, True)
     place = Path(tempdir)
     try:
-        with tempfile.TemporaryDirectory(prefix="autovaruna-", dir=tempdir) as local:
-            checksums = write(Path(local) / path.name, path.name, False)
+        with _local_folder(place) as local:
+            checksums = write(local / path.name, path.name, False)
             place = path
-            shutil.copyfile(Path(local) / path.name, path)
+            shutil.copyfile(local / path.name, path)
             with open(path, "rb+") as copied:
                 os.fsync(copied.fileno())
     except OSError as error:
         raise cannot_write(place, error) from error
     return checksums
+
+
+@contextmanager
+def _local_folder(tempdir: Path) -> Iterator[Path]:
+    """Makes a folder in a temporary one, and takes away those that killed jobs have left there."""
+    with ExitStack() as stack:
+        with in_turn(tempdir):
+            for entry in os.scandir(tempdir):
+                if entry.name.startswith(_LOCAL) and entry.is_dir() and not is_claimed(Path(entry.path)):
+                    shutil.rmtree(entry.path, ignore_errors=True)
+            local = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=_LOCAL, dir=tempdir)))
+            stack.enter_context(claim(local))
+        yield local
 
 
 def cannot_write(path: Path, error: OSError) -> CheckpointError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -48,11 +49,12 @@ def load_checkpoint(
     state = OwnedState(model)
     names = {id(state.tensor(name)): name for name in state.places}
     subject = Subject(world, state, optimizer=None if optimizer is None else CutOptimizer(optimizer, names))
-    loading = Loading(choose(world, dir, step))
-    loading.check(subject, strict, scaler, lr_scheduler)
-    loading.remark(subject, scaler=scaler, lr_scheduler=lr_scheduler)
-    load_all(loading, subject, torch.device("cpu"))
-    return loading.load_rest(world.rank, scaler, lr_scheduler)
+    with ExitStack() as claims:
+        loading = Loading(choose(world, dir, step, claims))
+        loading.check(subject, strict, scaler, lr_scheduler)
+        loading.remark(subject, scaler=scaler, lr_scheduler=lr_scheduler)
+        load_all(loading, subject, torch.device("cpu"))
+        return loading.load_rest(world.rank, scaler, lr_scheduler)
 
 
 def load_all(loading: Loading, subject: Subject, device: torch.device) -> None:

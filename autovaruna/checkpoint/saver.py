@@ -15,13 +15,12 @@ from pathlib import Path
 from autovaruna.checkpoint import folder
 from autovaruna.checkpoint.background import Background, mark_of
 from autovaruna.checkpoint.checksum import Bytes
-from autovaruna.checkpoint.claim import claim
 from autovaruna.checkpoint.commit import commit
 from autovaruna.checkpoint.compose import Content, compose, config_files
 from autovaruna.checkpoint.gaps import Gaps
 from autovaruna.checkpoint.optimizer_state import STATE_PREFIX
 from autovaruna.checkpoint.pace import Pace
-from autovaruna.checkpoint.part import METADATA, Part, cannot_write, report_of, write_part
+from autovaruna.checkpoint.part import METADATA, Part, Report, cannot_write, report_of, write_part
 from autovaruna.checkpoint.snapshot import Snapshot
 from autovaruna.checkpoint.stream import write_snapshot
 from autovaruna.checkpoint.subject import Subject
@@ -105,11 +104,9 @@ class Saver:
 
     def _begin(self, root: Path, step: int) -> Path:
         try:
-            partial = folder.begin(root, step)
-            self._claim.enter_context(claim(partial))
+            return folder.begin(root, step, self._claim)
         except OSError as error:
             raise cannot_write(root, error) from error
-        return partial
 
     def _compare(self, content: Content, way: Way) -> None:
         """Makes sure that the ranks save the same. Collective."""
@@ -170,8 +167,7 @@ class Saver:
         self, part: Part, partial: Path, content: Content, way: Way, extra_files: Mapping[str, bytes]
     ) -> None:
         together(self._world, lambda: self._mark(partial), "finding the folder of a checkpoint")
-        report = together(self._world, lambda: write_part(part, partial, way.tempdir), "writing a checkpoint")
-        mark_of(partial, self._world.rank).unlink()  # before rank 0 hears of it, and gives the folder its name
+        report = together(self._world, lambda: self._write(part, partial, way), "writing a checkpoint")
         reports = self._world.gather_objects(report, "completing a checkpoint")
         path = on_first(
             self._world,
@@ -180,6 +176,12 @@ class Saver:
         )
         if self._world.rank == 0:
             logger.info("saved the checkpoint %s", path)
+
+    def _write(self, part: Part, partial: Path, way: Way) -> Report:
+        try:
+            return write_part(part, partial, way.tempdir)
+        finally:  # before rank 0 hears of it, and gives the folder its name
+            mark_of(partial, self._world.rank).unlink(missing_ok=True)
 
     def _start(
         self,
@@ -200,9 +202,13 @@ class Saver:
             self._world.rank,
             self._world.num_ranks,
             lambda: replace(report, files=write_snapshot(snapshot, partial, way.tempdir, pace)),
-            lambda reports: commit(partial, content.step, reports, extra_files, way.keep),
+            lambda reports: self._complete(commit(partial, content.step, reports, extra_files, way.keep)),
             pace,
         )
+
+    def _complete(self, path: Path) -> Path:
+        self._claim.close()  # others may read it from now on
+        return path
 
     def _shot(self, part: Part, subject: Subject, partial: Path) -> Snapshot:
         self._mark(partial)

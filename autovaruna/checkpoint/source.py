@@ -14,6 +14,7 @@ from autovaruna.checkpoint.tensor_file import Entry, read_header
 from autovaruna.errors import CheckpointError
 
 SINGLE = "model.safetensors"
+OTHERS = "state-*.safetensors"
 
 
 @dataclass(frozen=True)
@@ -43,10 +44,17 @@ def open_source(path: Path) -> Source:
     """
     if path.is_file():
         return _from_files(path, [path])
+    if (path / MANIFEST).exists():
+        return _from_index(path)
+    if (path / STATE).exists() and any(path.glob(OTHERS)):
+        raise CheckpointError(
+            f"{path / MANIFEST} is missing, so that nobody can say whether the checkpoint is complete. Load another, "
+            f"or copy it again from where it is intact. (Its weights alone load from a copy without {STATE}.)"
+        )
+    if (path / SINGLE).exists():  # first, as the library transformers does
+        return _from_files(path, [path / SINGLE])
     if (path / INDEX).exists():
         return _from_index(path)
-    if (path / SINGLE).exists():
-        return _from_files(path, [path / SINGLE])
     there = sorted(each.name for each in path.iterdir())[:8] if path.is_dir() else []
     raise CheckpointError(
         f"There is no checkpoint in {path}: got {', '.join(there) or 'nothing'}. Expected folders step-... as "
@@ -71,7 +79,7 @@ def _from_index(path: Path) -> Source:
         return source
     state = _json(path / STATE)
     others: dict[str, Entry] = {}
-    for file in sorted(path.glob("state-*.safetensors")):
+    for file in sorted(path.glob(OTHERS)):
         others |= read_header(file)[0]
     return Source(path, source.weights, others, state["ties"], state)
 

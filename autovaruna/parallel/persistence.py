@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Container
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,6 +49,7 @@ class Persistence:
         """What random nodes were seeded from in the run that was loaded."""
         self.num_calls = 0
         """How many calls of the model that run had made."""
+        self._claims = ExitStack()
         self._saver: Saver | None = None
         self._gaps = Gaps()
         if optimizer is not None:
@@ -109,13 +111,18 @@ class Persistence:
         world = subject.world
         self.wait()
         self.before_change()
-        loading = Loading(choose(world, root, step))
-        together(world, lambda: loading.check(subject, is_strict, **parts), "comparing a checkpoint with the model")
-        if world.rank == 0:
-            loading.remark(subject, **parts)
-        self.pending = self._read(subject, loading, find_device)
-        self.seed, self.num_calls = loading.state.get("seed"), loading.state.get("num_calls", subject.num_calls)
-        return together(world, lambda: loading.load_rest(world.rank, **parts), "loading a checkpoint")
+        with ExitStack() as claims:
+            loading = Loading(choose(world, root, step, claims))
+            together(world, lambda: loading.check(subject, is_strict, **parts), "comparing a checkpoint with the model")
+            if world.rank == 0:
+                loading.remark(subject, **parts)
+            self.pending = self._read(subject, loading, find_device)
+            self.seed, self.num_calls = loading.state.get("seed"), loading.state.get("num_calls", subject.num_calls)
+            found = together(world, lambda: loading.load_rest(world.rank, **parts), "loading a checkpoint")
+            self._claims.close()
+            if self.pending is not None:
+                self._claims = claims.pop_all()
+        return found
 
     def _read(self, subject: Subject, loading: Loading, find_device: Callable[[], torch.device]) -> Pending | None:
         """Reads tensors; returns what must wait until the ranks know their parts."""
@@ -145,6 +152,7 @@ class Persistence:
                 lambda: _read_part(pending.loading, subject, pending.weights, pending.optimizer),
                 "reading a checkpoint",
             )
+        self._claims.close()
 
 
 def _read_part(loading: Loading, subject: Subject, weights: bool, optimizer: bool) -> None:

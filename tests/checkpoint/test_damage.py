@@ -12,6 +12,8 @@ from torch import nn
 
 from autovaruna import AutoVaruna, CheckpointError, load_checkpoint
 from autovaruna.checkpoint.checksum import CHUNK_BYTES, checksum
+from autovaruna.checkpoint.commit import STATE
+from autovaruna.checkpoint.manifest import MANIFEST
 from tests.checkpoint.runs import files_of
 
 
@@ -115,6 +117,16 @@ def test_one_checkpoint_can_be_moved_and_loaded_by_its_own_folder(two: tuple[Pat
     moved = (root / "step-00000001").rename(root / "kept")
     model = trained(seed=4)
     assert model.load_checkpoint(moved).step == 1 and is_same(model, first)
+
+
+def test_one_without_a_manifest_is_not_taken_for_weights_of_others(two: tuple[Path, list[torch.Tensor]]) -> None:
+    """Once, its weights were loaded, unchecked, and the optimizer's state was left out."""
+    folder = two[0] / "step-00000002"
+    (folder / MANIFEST).unlink()
+    with pytest.raises(CheckpointError, match=r"manifest\.json is missing"):
+        trained(seed=5).load_checkpoint(folder)
+    (folder / STATE).unlink()
+    assert trained(seed=5).load_checkpoint(folder).step is None
 
 
 def test_each_bit_of_a_chunk_counts_and_so_does_its_place() -> None:

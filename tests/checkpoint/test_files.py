@@ -183,6 +183,15 @@ def test_a_model_of_another_precision_takes_the_numbers_rounded_and_trains(
     optimizer.step()
 
 
+def test_a_single_file_comes_before_an_index(tmp_path: Path) -> None:
+    """As in the library transformers, which leaves an index of earlier saves where it is."""
+    safetensors.torch.save_file({"weight": torch.ones(1, 1), "bias": torch.zeros(1)}, tmp_path / "model.safetensors")
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"weight": "old.safetensors"}}))
+    model = nn.Linear(1, 1)
+    load_checkpoint(tmp_path, model)
+    assert model.weight.item() == 1
+
+
 def test_names_that_begin_otherwise_are_told(tmp_path: Path) -> None:
     net = nn.Linear(2, 2)
     path = tmp_path / "x.safetensors"
@@ -225,6 +234,9 @@ VALUES: dict[str, Any] = {
     "generator": torch.Generator().get_state(),
     "numpy": np.random.RandomState(0).get_state(),
     "dtype": [torch.float16, torch.device("cpu")],
+    "complex": [1 - 2j, complex("inf"), {(1j,): -0j}],
+    "sets": [{1, "a", (2, 3j)}, frozenset({b"b"}), set(), {"$set": 1}],
+    "numpy of others": [np.arange(3, dtype=">i4"), np.array([1j]), np.array(2.5, ">f8"), np.zeros((0, 2), bool)],
 }
 
 
@@ -238,6 +250,12 @@ def same(got: Any, expected: Any) -> bool:
     if isinstance(expected, list | tuple):
         return type(got) is type(expected) and len(got) == len(expected) and all(map(same, got, expected))
     return type(got) is type(expected) and got == expected
+
+
+def test_numbers_of_numpy_become_those_of_python() -> None:
+    """Once, ``accuracy > best`` of two such numbers was refused."""
+    given = [np.bool_(True), np.float32(0.5), np.int8(3), np.complex64(1j)]
+    assert same(decode(encode(given, "extra", {}), {}.__getitem__), [True, 0.5, 3, 1j])
 
 
 @pytest.mark.parametrize("name", VALUES)

@@ -8,13 +8,20 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
+from threading import Thread
+from typing import Any
 
 import pytest
 
 from autovaruna import AutoVaruna
+from autovaruna.checkpoint import choose as choose_module
 from autovaruna.checkpoint import folder
+from autovaruna.checkpoint.choose import choose
+from autovaruna.checkpoint.claim import in_turn
 from autovaruna.checkpoint.manifest import MANIFEST
+from autovaruna.runtime.worlds.single import SingleWorld
 from tests.checkpoint.test_damage import trained
 
 
@@ -127,6 +134,48 @@ def test_two_models_of_one_program_leave_each_other_s_alone(tmp_path: Path) -> N
     first.wait_checkpoint()
     second.wait_checkpoint()
     assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_what_is_read_stays_until_it_has_been(tmp_path: Path) -> None:
+    """Once, a job that evaluated the newest one failed when training saved the next, and removed it."""
+    model = trained()
+    model.save_checkpoint(tmp_path, step=1)
+    with ExitStack() as claims:
+        source = choose(SingleWorld(), tmp_path, "latest", claims)
+        for step in (2, 3):
+            model.save_checkpoint(tmp_path, step=step, keep=1)
+        assert trained().load_checkpoint(source.path).step == 1
+    model.save_checkpoint(tmp_path, step=4, keep=1)
+    assert [each.name for each in tmp_path.iterdir()] == ["step-00000004"]
+
+
+def test_one_that_has_just_been_removed_makes_room_for_the_newest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = trained()
+    model.save_checkpoint(tmp_path, step=1)
+
+    def save_another(path: Path, step: int | str) -> Any:
+        found = candidates(path, step)
+        if found[0].step == 1:
+            model.save_checkpoint(tmp_path, step=2, keep=1)
+        return found
+
+    candidates = choose_module._candidates
+    monkeypatch.setattr(choose_module, "_candidates", save_another)
+    assert trained().load_checkpoint(tmp_path).step == 2
+
+
+def test_two_that_finish_at_once_both_stay(tmp_path: Path) -> None:
+    for number in range(2):
+        (tmp_path / f".step-00000001.0000000{number}").mkdir()
+    with in_turn(tmp_path):
+        thread = Thread(target=folder.finish, args=(tmp_path / ".step-00000001.00000000", 1))
+        thread.start()
+        thread.join(0.1)
+        assert thread.is_alive()
+    thread.join(60)
+    assert folder.finish(tmp_path / ".step-00000001.00000001", 1).name == "step-00000001.1"
 
 
 def test_an_old_one_that_cannot_be_removed_is_told_and_the_new_one_counts(

@@ -6,6 +6,7 @@ import errno
 import multiprocessing
 import os
 import random
+import shutil
 import subprocess
 import sys
 import threading
@@ -20,6 +21,7 @@ from torch import nn
 
 from autovaruna import AutoVaruna, CheckpointError, InputError, OrderError
 from autovaruna.checkpoint import background, commit, direct, manifest, part, saver, subject
+from autovaruna.checkpoint.claim import claim
 from autovaruna.runtime.worlds.watched import WatchedWorld
 from tests.catalogue import CASES
 from tests.checkpoint.test_damage import is_same, trained
@@ -228,6 +230,28 @@ def test_a_temporary_folder_that_is_not_there_is_named(is_background: bool, tmp_
     with pytest.raises(CheckpointError, match="nowhere cannot be written: No such file"):
         model.save_checkpoint(tmp_path, step=1, tempdir=str(tmp_path / "nowhere"), background=is_background)
         model.wait_checkpoint()
+
+
+def test_what_killed_jobs_leave_in_the_temporary_folder_goes(tmp_path: Path) -> None:
+    """Once, each kill left its part of a checkpoint on the local disk, until that was full."""
+    local, others = tmp_path / "local", tmp_path / "local" / "autovaruna-checkpoint-b"
+    for path in (local, local / "autovaruna-checkpoint-a", others, local / "of-others"):
+        path.mkdir()
+    (local / "autovaruna-checkpoint-a" / "part").write_text("left")
+    with claim(others):
+        trained().save_checkpoint(tmp_path / "far", step=1, tempdir=str(local))
+    assert sorted(path.name for path in local.iterdir()) == [others.name, "of-others"]
+
+
+def test_a_folder_that_is_removed_meanwhile_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once, the error was about a file of the saver's own, and of one rank alone."""
+    real = saver.write_part
+    monkeypatch.setattr(saver, "write_part", lambda *given: (real(*given), shutil.rmtree(tmp_path / "a"))[0])
+    model = trained()
+    with pytest.raises(CheckpointError, match=r"step-00000001\..* cannot be written: No such file"):
+        model.save_checkpoint(tmp_path / "a", step=1)
+    monkeypatch.undo()
+    model.save_checkpoint(tmp_path / "a", step=1)
 
 
 def test_a_script_may_go_to_another_folder_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
