@@ -19,7 +19,7 @@ import numpy as np
 
 from autovaruna.planner.bounds.waits import waits_of
 from autovaruna.planner.costs import Array
-from autovaruna.planner.sized import Sized, Ways
+from autovaruna.planner.sized import Sized, Ways, WaysWithin
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,9 @@ class ReplicaSearch:
         ways = sized.ways.options
         self.ways = Ways(tuple((self._windows(work), num_bytes.map(self._windows)) for work, num_bytes in ways))
         self.costs: dict[tuple[int, int, float, float, float, bool], Array] = {}
-        self._reduced: dict[tuple[int, bool], Array] = {}
+        self._head = self.before[:, None] + 2 * self.messages
+        self._tails: dict[tuple[int, float, bool], Array] = {}
+        self._within: dict[tuple[float, int], WaysWithin] = {}
 
     def _windows(self, table: Array) -> Array:
         values: Array = table.take(self._places)
@@ -132,16 +134,27 @@ class ReplicaSearch:
     def _build(self, replicas: int, depth: int, load: float, slowest: float, limit: float, is_local: bool) -> Array:
         """Returns the seconds of every range; `load` is the micro-batches of a replica over its speed, at most."""
         share = -(-self.sized.num_micro_batches // replicas)
-        seconds = load * self.ways.allowed_work(depth, limit, share) + share * self.sized.overhead_seconds
-        seconds = np.maximum(seconds, share * self.messages)
-        tail = np.maximum(self.after[:, None], self._reduce(replicas, is_local) + self.optimizer / slowest)
-        return np.asarray(self.before[:, None] + 2 * self.messages + seconds + tail, dtype=np.float64)
+        seconds = self._allowed(limit, share).allowed_work(depth)
+        seconds *= load
+        seconds += share * self.sized.overhead_seconds
+        np.maximum(seconds, share * self.messages, out=seconds)
+        seconds += self._head
+        seconds += self._tail(replicas, slowest, is_local)
+        return seconds
 
-    def _reduce(self, replicas: int, is_local: bool) -> Array:
-        """Returns the all-reduce seconds of every range, which any depth and load has."""
-        if (replicas, is_local) not in self._reduced:
-            self._reduced[replicas, is_local] = self._windows(self.sized.reduce_seconds(replicas, is_local=is_local))
-        return self._reduced[replicas, is_local]
+    def _allowed(self, limit: float, share: int) -> WaysWithin:
+        """Returns how every range may run within a limit; no more than depths depend on it."""
+        if (limit, share) not in self._within:
+            self._within[limit, share] = self.ways.within(limit, share)
+        return self._within[limit, share]
+
+    def _tail(self, replicas: int, slowest: float, is_local: bool) -> Array:
+        """Returns the seconds of every range after its last backward, which any depth and load has."""
+        key = replicas, slowest, is_local
+        if key not in self._tails:
+            reduce = self._windows(self.sized.reduce_seconds(replicas, is_local=is_local))
+            self._tails[key] = np.maximum(self.after[:, None], reduce + self.optimizer / slowest)
+        return self._tails[key]
 
     def _chain(
         self, choices: dict[tuple[int, int], tuple[Array, Array]], used: int, stages: int, seconds: float

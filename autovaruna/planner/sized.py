@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
+from numpy.typing import NDArray
 
 from autovaruna.planner.costs import Array, Costs
 from autovaruna.planner.memory.holdings import Holdings, HoldingsByRange, holdings_of_ranges
@@ -198,22 +199,40 @@ class Ways:
 
     options: tuple[tuple[Array, StageBytes[Array]], ...]
 
-    def allowed_work(self, in_flight: int, limit_bytes: float, share: int) -> Array:
+    def within(self, limit_bytes: float, share: int) -> WaysWithin:
+        """Returns how deep each way may go within a limit; a replica has `share` micro-batches."""
+        deepest = [num_bytes.depth_within(limit_bytes, share) for _, num_bytes in self.options]
+        seconds = tuple(seconds for seconds, _ in self.options)
+        return WaysWithin(seconds, tuple(deepest), np.logical_or.reduce([depth >= 1 for depth in deepest]))
+
+
+@dataclass(frozen=True, slots=True)
+class WaysWithin:
+    """Ways to run ranges within a limit of memory, the fastest first.
+
+    Attributes:
+        seconds: of each way.
+        deepest: the greatest in-flight depth at which it fits; 0 or less: it does not.
+        is_possible: whether a range fits in any way.
+    """
+
+    seconds: tuple[Array, ...]
+    deepest: tuple[Array, ...]
+    is_possible: NDArray[np.bool_]
+
+    def allowed_work(self, in_flight: int) -> Array:
         """Returns the seconds of each range in the best way that fits, infinite if none does.
 
-        A range that only fits with fewer micro-batches in flight waits for each of them in proportion. A replica has
-        `share` micro-batches.
+        A range that only fits with fewer micro-batches in flight waits for each of them in proportion.
         """
-        fastest, its_bytes = self.options[0]
-        fits = its_bytes.fits(limit_bytes, in_flight, share)
-        best = np.where(fits, fastest, np.inf)
-        left = np.flatnonzero(~fits & np.logical_or.reduce([held.least <= limit_bytes for _, held in self.options]))
-        others = [(seconds.take(left), held.map(lambda part: part.take(left))) for seconds, held in self.options]
+        fits = self.deepest[0] >= in_flight
+        best = np.where(fits, self.seconds[0], np.inf)
+        left = np.flatnonzero(~fits & self.is_possible)
+        others = [(each.take(left), most.take(left)) for each, most in zip(self.seconds, self.deepest, strict=True)]
         slower = np.full(len(left), np.inf)
-        for depth in sorted({in_flight, (in_flight + 1) // 2, 1}):
-            for seconds, num_bytes in others:
-                fits = num_bytes.fits(limit_bytes, depth, share)
-                np.minimum(seconds * (in_flight / depth), slower, out=slower, where=fits)
+        for depth in {in_flight, (in_flight + 1) // 2, 1}:
+            for seconds, most in others:
+                np.minimum(seconds * (in_flight / depth), slower, out=slower, where=most >= depth)
         best.put(left, slower)
         return best
 

@@ -117,7 +117,7 @@ class Splitter:
             limit = min(cluster.memory_bytes[rank] for rank in ranks) / shared
             share = -(-count // len(ranks))
             depth = min(textbook_depth(len(counts), stage, counts), share)
-            costs.append(sized.ways.allowed_work(depth, limit, share) * load * shared + waits)
+            costs.append(sized.ways.within(limit, share).allowed_work(depth) * load * shared + waits)
         split = partition_chain(costs) or partition_chain([sized.work] * len(counts))
         if split:
             yield split.objective, Candidate(split.starts, stage_ranks, count)

@@ -36,4 +36,15 @@ def test_allowed_work_is_the_least_of_all_ways_that_fit(seed: int, share: int) -
         for seconds, num_bytes in ways.options:
             slowed = seconds * (in_flight / depth)
             expected = np.where(num_bytes.at(depth, share) <= limit, np.minimum(slowed, expected), expected)
-    assert np.array_equal(ways.allowed_work(in_flight, limit, share), expected)
+    assert np.array_equal(ways.within(limit, share).allowed_work(in_flight), expected)
+
+
+@pytest.mark.parametrize("share", range(1, 7))
+def test_a_range_fits_down_from_its_greatest_depth(share: int) -> None:
+    """Whole numbers, so that many peaks are just the limit, and some take nothing for a micro-batch."""
+    rng = np.random.default_rng(share)
+    for limit in range(1, 40):
+        held = StageBytes(*(rng.integers(0, most, (5, 5)).astype(float) for most in (20, 4, 20, 20, 3, 3)))
+        deepest = held.depth_within(limit, share)
+        for depth in range(1, share + 1):
+            assert np.array_equal(held.at(depth, share) <= limit, deepest >= depth)

@@ -9,7 +9,6 @@ from dataclasses import dataclass, fields, replace
 from typing import Generic, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from autovaruna.planner.costs import Array
 from autovaruna.planner.records import Peak
@@ -53,10 +52,20 @@ class StageBytes(Generic[Bytes]):
         first, later = self._peaks(in_flight, share)
         return _greatest(first, later, self.least)
 
-    def fits(self: StageBytes[Array], limit: float, in_flight: float, share: float) -> NDArray[np.bool_]:
-        """Returns whether the peak over the whole step is within a limit; the other arguments are those of `at`."""
-        first, later = self._peaks(in_flight, share)
-        return np.asarray((first <= limit) & (later <= limit) & (self.least <= limit))
+    def depth_within(self: StageBytes[Array], limit: float, share: float) -> Array:
+        """Returns the greatest depth at which the peak over the whole step is within a limit, 0 or less if none is.
+
+        Args:
+            limit: in bytes.
+            share: micro-batches of the replica. At a depth of all of them, one less is there when all gradients are.
+        """
+        depth = np.zeros_like(self.least)
+        left = np.flatnonzero(self.least <= limit)
+        each = self.each.take(left)
+        first, later = (_depth_in(limit - part.take(left), each) for part in (self.first, self.once))
+        is_whole = (first >= share) & (later >= share - 1) if share > 1 else first >= 1
+        depth.put(left, np.where(is_whole, share, np.floor(np.minimum(first, later))))
+        return depth
 
     def _peaks(self, in_flight: float, share: float) -> tuple[Bytes, Bytes]:
         """Returns the peak of the first backward, and that of all others."""
@@ -91,6 +100,12 @@ def _greatest(*parts: Bytes) -> Bytes:
     if isinstance(parts[0], float):  # a comparison of two numbers takes numpy ten times as long
         return max(parts)
     return functools.reduce(np.maximum, parts)
+
+
+def _depth_in(room: Array, each: Array) -> Array:
+    """Returns how many micro-batches there is room for, with a fraction."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.where(each > 0, room / each, np.where(room >= 0, np.inf, 0.0))
 
 
 def deepest(held: StageBytes[Array], limit: float, least_share: float) -> Array:
