@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autovaruna.checkpoint.base_model import by_names_of
 from autovaruna.checkpoint.document import decode
 from autovaruna.checkpoint.dtypes import can_become
 from autovaruna.checkpoint.optimizer_state import check_optimizer, load_optimizer
@@ -59,6 +60,7 @@ class Loading:
         Raises:
             CheckpointError: names are missing or not expected, shapes or dtypes differ, or the optimizer is another.
         """
+        self.source = by_names_of(self.source, subject.model, subject.tensors())
         problems = self._misfits(subject, is_strict)
         optimizer = self.state.get("optimizer")
         if subject.optimizer is not None and optimizer is not None:
@@ -86,6 +88,10 @@ class Loading:
         for name, part in (("scaler", scaler), ("lr_scheduler", lr_scheduler)):
             if part is None and name in self.state:
                 found.append(f"it holds the state of a {name}, which load_checkpoint got none for: give it {name}=")
+        found += [
+            f"{name} and {first} have other numbers there, but are one tensor of the model: those of {first} are taken"
+            for name, first in self._tied_apart(subject)
+        ]
         if self.state and subject.optimizer is not None and "optimizer" not in self.state:
             found.append("it was saved without an optimizer: the optimizer goes on with what state it has")
         return found
@@ -98,6 +104,19 @@ class Loading:
             first = subject.state.first_name[name]
             if entry is not None and (first not in found or name == first):
                 found[first] = entry
+        return found
+
+    def _tied_apart(self, subject: Subject) -> list[tuple[str, str]]:
+        """Returns names of one tensor of the model that are several ones there, with the name that counts."""
+        chosen = self.names(subject)
+        found = []
+        for name, first in subject.state.first_name.items():
+            entry, taken = self.source.weights.get(name), chosen.get(first)
+            if entry is None or taken is None or entry == taken:
+                continue
+            if entry.dtype == taken.dtype and torch.equal(read_new(entry), read_new(taken)):
+                continue
+            found.append((name, next(each for each, its in self.source.weights.items() if its == taken)))
         return found
 
     def load_weights(self, subject: Subject) -> None:
@@ -153,6 +172,8 @@ class Loading:
         problems = [_some(odd, "; ")] if odd else []
         missing = [name for name in tensors if subject.state.first_name[name] not in found]
         unexpected = [name for name in self.source.weights if name not in tensors]
+        if tensors and not found and not is_strict:
+            problems.append(f"none of its names is one of the model's: got {_some(unexpected)}")
         if is_strict and missing:
             problems.append(f"missing: {_some(missing)}")
         if is_strict and unexpected:

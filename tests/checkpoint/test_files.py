@@ -203,6 +203,48 @@ def test_names_that_begin_otherwise_are_told(tmp_path: Path) -> None:
         load_checkpoint(path, nn.Sequential(net))
 
 
+class Headed(nn.Module):
+    """A base model with a head, as those of the library transformers are."""
+
+    base_model_prefix = "base"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Sequential(nn.Embedding(3, 2), nn.Linear(2, 2))
+        self.head = nn.Linear(2, 3, bias=False)
+        self.head.weight = self.base[0].weight
+
+
+@pytest.mark.parametrize("is_file_headed", [True, False])
+def test_weights_of_a_base_model_are_found(is_file_headed: bool, tmp_path: Path) -> None:
+    """As in the library transformers: of a model in its base model, and of a base model in one with a head."""
+    headed = Headed()
+    base: Any = nn.Sequential(nn.Embedding(3, 2), nn.Linear(2, 2))
+    base.base_model_prefix = "base"
+    source, target = (headed, base) if is_file_headed else (base, headed)
+    state = {name: value for name, value in source.state_dict().items() if name != "head.weight"}
+    safetensors.torch.save_file(state, tmp_path / "model.safetensors")
+    load_checkpoint(tmp_path, target)
+    assert all(map(torch.equal, headed.base.parameters(), base.parameters()))
+
+
+def test_a_file_with_none_of_the_names_is_refused(tmp_path: Path) -> None:
+    safetensors.torch.save_file({"other": torch.ones(1)}, tmp_path / "x.safetensors")
+    with pytest.raises(CheckpointError, match="none of its names is one of the model's: got other"):
+        load_checkpoint(tmp_path / "x.safetensors", nn.Linear(2, 2), strict=False)
+
+
+@pytest.mark.parametrize("is_equal", [True, False])
+def test_numbers_of_a_tied_name_that_are_left_out_are_told(
+    is_equal: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    state = {name: value.clone() for name, value in Headed().state_dict().items()}
+    state["head.weight"] += not is_equal
+    safetensors.torch.save_file(state, tmp_path / "x.safetensors")
+    load_checkpoint(tmp_path / "x.safetensors", Headed())
+    assert ("head.weight and base.0.weight have other numbers" in caplog.text) is not is_equal
+
+
 def test_what_is_left_in_a_checkpoint_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     net = nn.Linear(2, 2)
     optimizer = torch.optim.Adam(net.parameters())
