@@ -16,7 +16,6 @@ from autovaruna.graph.random import RandomStream
 from autovaruna.runtime.arrival import arrive, go_backward
 from autovaruna.runtime.batch import MicroBatch
 from autovaruna.runtime.changed_state import ChangedState
-from autovaruna.runtime.events import Recorder
 from autovaruna.runtime.given_whole import given_whole
 from autovaruna.runtime.in_flight import NOTHING, InFlight
 from autovaruna.runtime.job import Job
@@ -24,6 +23,7 @@ from autovaruna.runtime.mail import Mail
 from autovaruna.runtime.offload import Stash
 from autovaruna.runtime.own_samples import OwnSamples
 from autovaruna.runtime.posting import Posting
+from autovaruna.runtime.recorder import Recorder
 from autovaruna.runtime.traffic import Act, Traffic
 from autovaruna.runtime.worlds.world import World
 from autovaruna.schedule.instruction import Kind
