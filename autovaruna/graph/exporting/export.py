@@ -106,6 +106,7 @@ def export(model: nn.Module, call: CallSpec, batch_size: int, is_dynamic: bool, 
         except KeepMoreError as stopped:
             kept = stopped.kept
         except TraceError as error:
+            first = replace(first, integers=kept.integers)
             is_first = kept == replace(first, functions=kept.functions, notes_draws=kept.notes_draws)
             if is_first or not is_of_keeper(error):
                 raise
@@ -146,7 +147,7 @@ def _attempt(
         noted_draws(model, kept.notes_draws) as draws,
         in_precision(call.precision),
         python_generators(0),
-        idioms(),
+        idioms(kept.integers) as other_integers,
         padded_encoders(),
         noted_precision(call.precision),
         short_stacks(),
@@ -167,6 +168,8 @@ def _attempt(
         except InputError:
             raise
         except Exception as error:
+            if other_integers and kept.can_grow:
+                raise KeepMoreError(replace(kept, integers=kept.integers | other_integers)) from error
             if draws.are_hidden():
                 raise KeepMoreError(replace(kept, notes_draws=True)) from error
             refusal = own_error(flat, example_inputs(call, call.batch_size, mode, device), mode)

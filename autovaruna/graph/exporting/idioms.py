@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import builtins
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from threading import get_ident
@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributions import Distribution
+
+from autovaruna.graph.integers import integers_of_sizes
 
 _LOSSES = (
     *("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "kl_div", "poisson_nll_loss"),
@@ -54,13 +56,16 @@ def _is_of_data(length: Any) -> bool:
 
 
 @contextmanager
-def idioms() -> Iterator[None]:
+def idioms(integers: Collection[str]) -> Iterator[set[str]]:
     """Traces ``len(x)`` as ``x.shape[0]``, which fixes no batch size, and leaves checks of distributions out.
 
     Losses of two tensors take it for granted that what masks have picked of both is of one length. A condition of bytes
-    is one of booleans.
+    is one of booleans. ``int`` leaves sizes as they are in some modules of Python (`integers`, by name).
 
     For this thread, while the context lasts; checks of distributions for all threads, since torch has one switch.
+
+    Yields:
+        The names of other modules in which such an ``int`` has been missing.
     """
     tracing, plain = get_ident(), builtins.len
     checks = Distribution._validate_args
@@ -81,7 +86,8 @@ def idioms() -> Iterator[None]:
     for holder, name, traced, _ in others:
         setattr(holder, name, traced)
     try:
-        yield
+        with integers_of_sizes(integers) as missing:
+            yield missing
     finally:
         for holder, name, _, own in others:
             setattr(holder, name, own)

@@ -26,6 +26,7 @@ class Kept:
         is_told: whether the model is told that it is traced, for which libraries have ways of their own.
         can_tell: whether that is still to be tried.
         notes_draws: whether modules that draw from Python's generators are looked for.
+        integers: names of the modules of Python in which ``int`` leaves sizes as they are.
     """
 
     functions: frozenset[Function] = frozenset()
@@ -35,6 +36,7 @@ class Kept:
     is_told: bool = False
     can_tell: bool = True
     notes_draws: bool = False
+    integers: frozenset[str] = frozenset()
 
 
 class KeepMoreError(Exception):
