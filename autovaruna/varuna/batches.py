@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch
 from torch import Tensor, nn
@@ -103,7 +103,7 @@ def loss_of(output: Any) -> Tensor:
     )
 
 
-def positive(name: str, value: int) -> int:
-    if isinstance(value, bool) or int(value) != value or value < 1:
+def positive(name: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, SupportsIndex | float) or int(value) != value or value < 1:
         raise InputError(f"{name} is {value!r}; expected a whole number of samples, at least 1.")
     return int(value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import shutil
@@ -11,7 +12,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
@@ -36,7 +37,8 @@ _PASSED_ON = (
     "VIRTUAL_ENV",
 )
 _GRACE_SECONDS = 30.0
-_FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+_FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+_SET_DEATH_SIGNAL = 1  # of prctl, on Linux
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -144,6 +146,7 @@ class Job:
                     stdout=subprocess.PIPE,
                     stderr=subprocess.PIPE,
                     start_new_session=True,  # a terminal's signals come through here alone
+                    preexec_fn=_end_with_parent,
                 )
             except OSError as error:
                 raise ConfigError(f"{self.mpirun} cannot be started: {error.strerror}") from error
@@ -169,7 +172,8 @@ class Job:
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        before = {number: signal.signal(number, self._forward) for number in _FORWARDED}
+        heard = [number for number in _FORWARDED if number != signal.SIGHUP or not _is_ignored(number)]
+        before = {number: signal.signal(number, self._forward) for number in heard}
         try:
             yield
         finally:
@@ -178,7 +182,7 @@ class Job:
 
     def _forward(self, number: int, frame: FrameType | None) -> None:
         """Passes a signal on; ranks that a request to end does not end within a while are ended by mpirun."""
-        meant = signal.Signals(number)
+        meant = signal.SIGTERM if number == signal.SIGHUP else signal.Signals(number)
         is_end = meant in rank_script.STAND_INS
         self._num_ends += is_end
         if self._process is None or (is_end and (self._num_ends > 1 or not self._output.has_started)):
@@ -206,6 +210,17 @@ class Job:
         if self._process is None:
             raise KeyboardInterrupt
         self._process.terminate()
+
+
+def _is_ignored(number: signal.Signals) -> bool:
+    """Says whether a signal is ignored, as ``nohup`` has it."""
+    return signal.getsignal(number) == signal.SIG_IGN
+
+
+def _end_with_parent() -> None:
+    """Lets this process, which becomes mpirun, end its job if the launcher is killed and cannot tell it to."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGTERM)
 
 
 def find_mpirun(environ: Mapping[str, str] | None = None) -> str:

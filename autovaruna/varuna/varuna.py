@@ -126,7 +126,8 @@ class Varuna(StoredModule):
     def _wrap(self, model: nn.Module, grid: Grid, get_batch_fn: GetBatch, settings: dict[str, Any]) -> AutoVaruna:
         """Plans and splits the model over the ranks of the grid."""
         if self._chunk_size:
-            settings["num_micro_batches"] = self.data_depth * math.ceil(self.place.share_of(0) / self._chunk_size)
+            each = math.ceil(self.place.share_of(0) / self._chunk_size)
+            settings["num_micro_batches"] = min(self.data_depth * each, self.global_batch_size)
         wrapped = AutoVaruna(
             model,
             scaler=self._scale.scaler if self._scale else None,
@@ -236,7 +237,7 @@ class Varuna(StoredModule):
             inputs: Keyword arguments of the model: this replica's samples, the same on all its ranks.
             batch_size: Most samples that are on their way at once, over all replicas; None: as in training.
         """
-        most = positive("batch_size", batch_size or self.global_batch_size)
+        most = positive("batch_size", self.global_batch_size if batch_size is None else batch_size)
         batch = on_device(check_inputs(inputs, "evaluate() got"), self.device)
         with self._precision():
             return mean_loss(self.model, batch, most, self.place.leaders, self.world)

@@ -134,6 +134,17 @@ def test_a_request_to_end_reaches_every_rank(tmp_path: Path, script: str) -> Non
     assert process.returncode == 9 and rest.count("asked to end") == 2
 
 
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGKILL])
+def test_nothing_is_left_of_a_launcher_that_is_gone(number: signal.Signals, tmp_path: Path, script: str) -> None:
+    """Once, ranks went on when a terminal was closed, or the launcher was killed."""
+    with running(tmp_path, "--gpus_per_node", "2", script, "--act", "wait") as process:
+        read_until(process, "up as", 2)
+        process.send_signal(number)
+        rest, _ = process.communicate(timeout=30)  # ends when nobody has the pipe open any more
+    assert process.returncode == (9 if number == signal.SIGHUP else -number)
+    assert rest.count("asked to end") == (2 if number == signal.SIGHUP else 0)
+
+
 def test_a_machine_that_cannot_be_reached_is_named(tmp_path: Path, script: str) -> None:
     done = launch(tmp_path, "--gpus_per_node", "1", script, machine="no.such.machine.invalid")
     assert done.returncode != 0 and "no rank has started" in done.stderr and "no.such.machine.invalid" in done.stderr

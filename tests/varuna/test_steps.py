@@ -92,6 +92,17 @@ def test_no_micro_batch_is_larger_than_the_chunk() -> None:
     assert on_ranks(4, script) == [6] * 4  # five samples a replica: 2, 2 and 1
 
 
+def test_chunks_of_one_sample_need_no_batch_that_divides() -> None:
+    """Once, replicas of 3 and 2 samples asked for 6 micro-batches of 5 samples, which was refused."""
+
+    def script(world: Any) -> Any:
+        model = wrap("0,2;1,3", 5, 1)
+        return model.model.plan.num_micro_batches, steps(model, range(2))
+
+    expected = plain_steps(net(), 5, range(2))
+    assert all(number == 5 and close(losses, expected) for number, losses in on_ranks(4, script))
+
+
 def test_a_script_may_leave_zero_grad_out_or_call_it() -> None:
     def script(world: Any) -> Any:
         model = wrap(None)
