@@ -15,7 +15,9 @@ has its forwards and backwards without weight gradients before its tail, and all
 
 from __future__ import annotations
 
-from autovaruna.schedule.costs import distinct_replicas, fastest_seconds, work_seconds
+from typing import NamedTuple
+
+from autovaruna.schedule.costs import distinct_replicas, work_seconds
 from autovaruna.schedule.instruction import Kind
 from autovaruna.schedule.messages import exact, seconds_of
 from autovaruna.schedule.pipeline import Pipeline
@@ -23,8 +25,11 @@ from autovaruna.schedule.pipeline import Pipeline
 
 def lower_bound(pipeline: Pipeline) -> float:
     """Returns seconds that no schedule of this pipeline can beat (in-flight depths set aside)."""
-    paths = _Paths(pipeline)
-    ranks = (_rank_bound(pipeline, paths, rank) for rank in range(pipeline.num_ranks))
+    paths, held = _Paths(pipeline), dict[int, list[tuple[int, int]]]()
+    for stage, times in enumerate(pipeline.stages):
+        for replica, rank in enumerate(times.ranks):
+            held.setdefault(rank, []).append((stage, replica))
+    ranks = (_rank_bound(pipeline, paths, mine) for mine in held.values())
     stages = (_stage_bound(pipeline, paths, stage) for stage in range(pipeline.num_stages))
     return max(*ranks, *stages)
 
@@ -39,10 +44,26 @@ def least_tails(pipeline: Pipeline) -> list[float]:
     return [tail if tail < float("inf") else 0.0 for tail in tails]
 
 
+class _Work(NamedTuple):
+    """The least seconds of one micro-batch on one replica.
+
+    Attributes:
+        forward, recompute: of the two.
+        backward: until its gradients leave.
+        whole: with weight gradients.
+    """
+
+    forward: float
+    recompute: float
+    backward: float
+    whole: float
+
+
 class _Paths:
     """Longest paths from stage to stage.
 
     Attributes:
+        work: of each stage, on each distinct replica.
         heads: least seconds before the stage can start.
         tails: least seconds after its last backward ends, without weight gradients where they may come apart.
         finishes: least seconds after its last instruction ends.
@@ -51,12 +72,24 @@ class _Paths:
 
     def __init__(self, pipeline: Pipeline) -> None:
         num_stages = pipeline.num_stages
-        self.forward = [fastest_seconds(pipeline, s, Kind.FORWARD) for s in range(num_stages)]
-        self.backward = [_fastest_backward(pipeline, s) for s in range(num_stages)]
+        self.work = [
+            [_work(pipeline, s, i) for i in distinct_replicas(times)] for s, times in enumerate(pipeline.stages)
+        ]
+        self.forward = [min(each.forward for each in some) for some in self.work]
+        self.backward = [min(each.backward for each in some) for some in self.work]
         self.heads, self.round_trips = [0.0] * num_stages, [0.0] * num_stages
-        self.finishes = [_finish_seconds(pipeline, s) for s in range(num_stages)]
-        self.tails = [_apart_seconds(pipeline, s) + self.finishes[s] for s in range(num_stages)]
+        self.finishes = [0.0] * num_stages
+        self.tails = [0.0] * num_stages
+        if pipeline.needs_gradients:
+            self.finishes = [_finish_seconds(pipeline, s) for s in range(num_stages)]
+            apart = (min(each.whole - each.backward for each in some) for some in self.work)
+            self.tails = [each + finish for each, finish in zip(apart, self.finishes, strict=True)]
         self._find(pipeline)
+
+    def on(self, stage: int, replica: int) -> _Work:
+        """Returns the work of a stage on a replica."""
+        distinct = self.work[stage]
+        return distinct[replica if len(distinct) > 1 else 0]
 
     def _find(self, pipeline: Pipeline) -> None:
         costs = _message_seconds(pipeline)
@@ -76,31 +109,17 @@ class _Paths:
                 self.tails[t] = max(self.tails[t], up + self.backward[s] + self.tails[s])
 
 
-def _backward_seconds(pipeline: Pipeline, stage: int, replica: int) -> tuple[float, float]:
-    """Returns the least seconds of a backward on a replica: until its gradients leave, and with weight gradients."""
-    whole = work_seconds(pipeline, stage, replica)[Kind.BACKWARD]
-    if not pipeline.stages[stage].deferred:
-        return whole, whole
-    split = work_seconds(pipeline, stage, replica, is_split=True)
-    return min(whole, split[Kind.BACKWARD]), min(whole, split[Kind.BACKWARD] + split[Kind.WEIGHT])
-
-
-def _fastest_backward(pipeline: Pipeline, stage: int) -> float:
-    return min(_backward_seconds(pipeline, stage, i)[0] for i in distinct_replicas(pipeline.stages[stage]))
-
-
-def _apart_seconds(pipeline: Pipeline, stage: int) -> float:
-    """Returns the least seconds between the end of a backward's part that others wait for and its own end."""
-    if not pipeline.needs_gradients:
-        return 0.0
-    each = [_backward_seconds(pipeline, stage, i) for i in distinct_replicas(pipeline.stages[stage])]
-    return min(whole - part for part, whole in each)
+def _work(pipeline: Pipeline, stage: int, replica: int) -> _Work:
+    seconds = work_seconds(pipeline, stage, replica)
+    backward = whole = seconds[Kind.BACKWARD]
+    if pipeline.stages[stage].deferred:
+        split = work_seconds(pipeline, stage, replica, is_split=True)
+        backward, whole = min(whole, split[Kind.BACKWARD]), min(whole, split[Kind.BACKWARD] + split[Kind.WEIGHT])
+    return _Work(seconds[Kind.FORWARD], seconds[Kind.RECOMPUTE], backward, whole)
 
 
 def _finish_seconds(pipeline: Pipeline, stage: int) -> float:
     """Returns the least seconds after a stage's last gradients: the all-reduce, which joins its ranks; optimizer."""
-    if not pipeline.needs_gradients:
-        return 0.0
     reduce = exact(pipeline.stages[stage].reduce_seconds)
     optimizers = [
         exact(pipeline.optimizer_seconds[rank]) for rank in pipeline.stages[stage].ranks if pipeline.optimizer_seconds
@@ -126,16 +145,19 @@ def _message_seconds(pipeline: Pipeline) -> dict[tuple[int, int], tuple[float, f
     return costs
 
 
-def _rank_bound(pipeline: Pipeline, paths: _Paths, rank: int) -> float:
+def _rank_bound(pipeline: Pipeline, paths: _Paths, mine: list[tuple[int, int]]) -> float:
     """Returns the bound of a rank: over its stages from any one on, least head + work + least tail.
 
     Once with the work that is done before the last backward, once with all of it.
+
+    Args:
+        pipeline: the pipeline.
+        paths: of it.
+        mine: the rank's stages, and which replica of each it is.
     """
-    mine = [s for s in range(pipeline.num_stages) if rank in pipeline.stages[s].ranks]
     best, before, work, tail, finish = 0.0, 0.0, 0.0, float("inf"), float("inf")
-    for stage in sorted(mine, key=lambda s: -paths.heads[s]):
-        replica = pipeline.stages[stage].ranks.index(rank)
-        share, (part, whole) = pipeline.share(stage, replica), _replica_work(pipeline, stage, replica)
+    for stage, replica in sorted(mine, key=lambda each: -paths.heads[each[0]]):
+        share, (part, whole) = pipeline.share(stage, replica), _replica_work(pipeline, paths, stage, replica)
         if share:
             before, tail = before + share * part, min(tail, paths.tails[stage])
             work, finish = work + share * whole, min(finish, paths.finishes[stage])
@@ -143,22 +165,20 @@ def _rank_bound(pipeline: Pipeline, paths: _Paths, rank: int) -> float:
     return best
 
 
-def _replica_work(pipeline: Pipeline, stage: int, replica: int) -> tuple[float, float]:
+def _replica_work(pipeline: Pipeline, paths: _Paths, stage: int, replica: int) -> tuple[float, float]:
     """Returns the least seconds of a micro-batch till its gradients leave, and in all; the last need not recompute."""
-    seconds = work_seconds(pipeline, stage, replica)
-    one = seconds[Kind.FORWARD]
+    work = paths.on(stage, replica)
+    one = work.forward
     if pipeline.recomputes(stage) and not pipeline.is_last(stage):
-        one += seconds[Kind.RECOMPUTE]
-    if not pipeline.needs_gradients:
-        return one, one
-    part, whole = _backward_seconds(pipeline, stage, replica)
-    return one + part, one + whole
+        one += work.recompute
+    return (one + work.backward, one + work.whole) if pipeline.needs_gradients else (one, one)
 
 
 def _stage_bound(pipeline: Pipeline, paths: _Paths, stage: int) -> float:
     """Returns the bound of a stage's round trips."""
     if not pipeline.needs_gradients:
         return 0.0
-    forward, backward = work_seconds(pipeline, stage, 0)[Kind.FORWARD], _backward_seconds(pipeline, stage, 0)[0]
-    others = (pipeline.share(stage, 0) - 1) * max(forward, backward)
-    return paths.heads[stage] + forward + paths.round_trips[stage] + backward + others + paths.tails[stage]
+    first = paths.on(stage, 0)
+    others = (pipeline.share(stage, 0) - 1) * max(first.forward, first.backward)
+    trip = paths.heads[stage] + first.forward + paths.round_trips[stage] + first.backward
+    return trip + others + paths.tails[stage]

@@ -39,11 +39,6 @@ def _by_kind(
     }
 
 
-def fastest_seconds(pipeline: Pipeline, stage: int, kind: Kind) -> float:
-    """Returns the seconds of an instruction on the fastest replica of a stage."""
-    return min(work_seconds(pipeline, stage, i)[kind] for i in distinct_replicas(pipeline.stages[stage]))
-
-
 def distinct_replicas(times: StageTimes) -> range:
     """Returns replicas of a stage that stand for all: the first one, where all have one speed."""
     return range(times.num_replicas if times.speeds else 1)
