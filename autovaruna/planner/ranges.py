@@ -19,6 +19,7 @@ from autovaruna.graph.records import Graph, Parameter, Size
 from autovaruna.planner.costs import Array
 
 _Things = Iterable[tuple[float, Sequence[int]]]
+"""Weights, and the segments in which each is used, ascending; the first one makes it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,16 +42,22 @@ class _Rectangles:
     """Adds weights to rectangles of an ``(n+1, n+1)`` matrix, and sums them."""
 
     def __init__(self, n: int) -> None:
-        self.differences = np.zeros((n + 2, n + 2))
+        self.differences, self.is_empty = np.zeros((n + 2, n + 2)), True
 
     def add(self, weight: float, rows: tuple[int, int], columns: tuple[int, int]) -> None:
         """Adds to ``A[rows[0]:rows[1], columns[0]:columns[1]]``."""
+        if not weight:
+            return
+        self.is_empty = False
         self.differences[rows[0], columns[0]] += weight
         self.differences[rows[0], columns[1]] -= weight
         self.differences[rows[1], columns[0]] -= weight
         self.differences[rows[1], columns[1]] += weight
 
     def total(self) -> Array:
+        """Returns the matrix."""
+        if self.is_empty:
+            return self.differences[:-1, :-1]
         sums: Array = self.differences.cumsum(axis=0).cumsum(axis=1)[:-1, :-1]
         # Weights cancel only to within rounding; bytes are never negative.
         return np.maximum(sums, 0.0)
@@ -69,18 +76,21 @@ class RangeTables:
         self.num_segments = len(positions) - 1
         starts = self.positions[1:-1]
         self.segment_of = np.searchsorted(starts, np.arange(len(graph.blocks)), side="right")
-        trained = [p for p in graph.parameters if p.needs_gradient]
-        self.parameter_bytes = self._held((p.num_bytes, p.blocks) for p in graph.parameters)
-        self.trained_bytes = self._held((p.num_bytes, p.blocks) for p in trained)
-        self.largest_bytes = self.greatest(_largest(graph, trained))
+        held = [(p, self._segments(p.blocks)) for p in graph.parameters]
+        trained = [(p, segments) for p, segments in held if p.needs_gradient]
+        tied = [(p, segments) for p, segments in trained if len(p.blocks) > 1]
+        self.parameter_bytes = self._held((p.num_bytes, segments) for p, segments in held)
+        self.trained_bytes = self._held((p.num_bytes, segments) for p, segments in trained)
+        self.largest_bytes = self.greatest(_largest(graph, [p for p, _ in trained]))
         self.gradient_bytes = gradient_bytes(graph)
-        self.num_trained = self._held((1.0, p.blocks) for p in trained)
-        self.tied_bytes = self._sum((p.num_bytes, p.blocks) for p in trained if len(p.blocks) > 1)
-        self.tied_once_bytes = self._held((p.num_bytes, p.blocks) for p in trained if len(p.blocks) > 1)
+        self.num_trained = self._held((1.0, segments) for _, segments in trained)
+        self.tied_bytes = self._sum((p.num_bytes, p.blocks) for p, _ in tied)
+        self.tied_once_bytes = self._held((p.num_bytes, segments) for p, segments in tied)
         self.buffer_bytes = self.add_up(np.array([block.buffer_bytes for block in graph.blocks], dtype=np.float64))
-        self.inputs = self._sized(self._held, [(i.size, i.consumers) for i in graph.inputs])
-        values = [(v.size, (v.producer, *v.consumers)) for v in graph.values]
-        gradients = [(v.size, (v.producer, *v.consumers)) for v in graph.values if v.needs_gradient]
+        self.inputs = self._sized(self._held, [(i.size, self._segments(i.consumers)) for i in graph.inputs])
+        sent = [(v, self._segments((v.producer, *v.consumers))) for v in graph.values]
+        values = [(v.size, segments) for v, segments in sent]
+        gradients = [(v.size, segments) for v, segments in sent if v.needs_gradient]
         self.received = self._sized(self._received, values)
         self.sent = self._sized(self._sent, values)
         self.gradients_received = self._sized(self._sent, gradients)
@@ -115,18 +125,17 @@ class RangeTables:
     def _held(self, things: _Things) -> Array:
         """Sums the things with at least one user in the range."""
         rectangles = _Rectangles(self.num_segments)
-        for weight, blocks in things:
+        for weight, users in things:
             before = -1
-            for user in self._segments(blocks):
+            for user in users:
                 rectangles.add(weight, (before + 1, user + 1), (user + 1, self.num_segments + 1))
                 before = user
         return rectangles.total()
 
     def _received(self, things: _Things) -> Array:
-        """Sums the things that were made before the range and are used in it; their first block makes them."""
+        """Sums the things that were made before the range and are used in it."""
         rectangles = _Rectangles(self.num_segments)
-        for weight, blocks in things:
-            holders = self._segments(blocks)
+        for weight, holders in things:
             for before, user in pairwise(holders):
                 rectangles.add(weight, (before + 1, user + 1), (user + 1, self.num_segments + 1))
         return rectangles.total()
@@ -134,14 +143,13 @@ class RangeTables:
     def _sent(self, things: _Things) -> Array:
         """Sums the things that the range makes or uses and that are used after it."""
         rectangles = _Rectangles(self.num_segments)
-        for weight, blocks in things:
-            holders = self._segments(blocks)
+        for weight, holders in things:
             for holder, user in pairwise(holders):
                 rectangles.add(weight, (0, holder + 1), (holder + 1, user + 1))
         return rectangles.total()
 
-    def _sum(self, things: _Things) -> Array:
-        """Sums the things once for each block that uses them."""
+    def _sum(self, things: Iterable[tuple[float, Sequence[int]]]) -> Array:
+        """Sums things once for each block that uses them."""
         weights = np.zeros(len(self.segment_of))
         for weight, blocks in things:
             weights[list(blocks)] += weight
@@ -150,8 +158,8 @@ class RangeTables:
     @staticmethod
     def _sized(total: Callable[[_Things], Array], things: Sequence[tuple[Size, Sequence[int]]]) -> SizedTable:
         return SizedTable(
-            total((size.fixed_bytes, blocks) for size, blocks in things),
-            total((size.sample_bytes, blocks) for size, blocks in things),
+            total((size.fixed_bytes, segments) for size, segments in things),
+            total((size.sample_bytes, segments) for size, segments in things),
         )
 
 
