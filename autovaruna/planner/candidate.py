@@ -55,6 +55,7 @@ class Planner:
         hosts = problem.cluster.hosts
         numbers = {host: number for number, host in enumerate(dict.fromkeys(hosts))}
         self.host_of = tuple(numbers[host] for host in hosts) if len(numbers) > 1 else ()
+        self.speeds = problem.cluster.speeds if set(problem.cluster.speeds) != {1.0} else ()
         is_split = problem.constraints.schedule == SPLIT_SCHEDULE
         self.sized = lru_cache(maxsize=4)(lambda count: Sized(problem, tables, count, is_split))
         self.tied = [p for p in problem.graph.parameters if p.needs_gradient and len(p.blocks) > 1]
@@ -187,29 +188,25 @@ class Planner:
     def _stage(self, sized: Sized, candidate: Candidate, stage: int, option: Option, reduce: float) -> StagePlan:
         i, j = _range(candidate, stage, self.tables)
         first, end = int(self.tables.positions[i]), int(self.tables.positions[j])
-        costs, cluster = sized.costs, self.problem.cluster
-        forward, backward = (
-            float(seconds[first:end].sum()) for seconds in (costs.forward_seconds, costs.backward_seconds)
-        )
-        speeds = tuple(map(cluster.speeds.__getitem__, option.ranks))
-        peak = peak_of(sized, option)
+        times, peak = sized.seconds_of(i, j), peak_of(sized, option)
+        speeds = tuple(map(self.speeds.__getitem__, option.ranks)) if self.speeds else ()
         return StagePlan(
             blocks=tuple(range(first, end)),
             ranks=option.ranks,
             needs_recompute=option.needs_recompute,
             in_flight=option.in_flight,
-            forward_seconds=forward,
-            backward_seconds=backward if self.problem.needs_gradient else 0.0,
+            forward_seconds=times.forward,
+            backward_seconds=times.backward if self.problem.needs_gradient else 0.0,
             memory_bytes=peak.num_bytes,
             shared_bytes=peak.shared_bytes,
-            recompute_seconds=forward if option.needs_recompute else 0.0,
+            recompute_seconds=times.forward if option.needs_recompute else 0.0,
             reduce_seconds=reduce,
-            optimizer_seconds=sized.optimizer_seconds_of(i, j),
+            optimizer_seconds=times.optimizer,
             parameter_bytes=option.held.parameters,
             speeds=speeds if set(speeds) != {1.0} else (),
             deferred=option.deferred,
-            input_seconds=float(costs.input_seconds[first:end].sum()) if option.deferred else 0.0,
-            weight_seconds=float(costs.weight_seconds[first:end].sum()) if option.deferred else 0.0,
+            input_seconds=times.input if option.deferred else 0.0,
+            weight_seconds=times.weight if option.deferred else 0.0,
         )
 
     def _reduce_seconds(self, sized: Sized, candidate: Candidate, options: Sequence[Option]) -> list[float]:

@@ -19,7 +19,8 @@ import numpy as np
 
 from autovaruna.planner.bounds.waits import waits_of
 from autovaruna.planner.costs import Array
-from autovaruna.planner.sized import Sized, Ways, WaysWithin
+from autovaruna.planner.memory.allowed import Ways, WaysWithin
+from autovaruna.planner.sized import Sized
 
 
 @dataclass(frozen=True, slots=True)

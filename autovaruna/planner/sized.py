@@ -5,17 +5,28 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from autovaruna.planner.costs import Array, Costs
-from autovaruna.planner.memory.holdings import Holdings, HoldingsByRange, holdings_of_ranges
+from autovaruna.planner.memory.allowed import Ways
+from autovaruna.planner.memory.holdings import Holdings, HoldingsByRange, holdings_of_ranges, state_of_ranges
 from autovaruna.planner.memory.stage_bytes import StageBytes
 from autovaruna.planner.memory.stage_memory import MemoryModel
 from autovaruna.planner.predicting.rings import Rings
 from autovaruna.planner.problem import Problem
 from autovaruna.planner.ranges import RangeTables
+
+
+class RangeSeconds(NamedTuple):
+    """Seconds of a range on a rank of speed 1: of one micro-batch, of the two parts of its backward, of the step."""
+
+    forward: float
+    backward: float
+    input: float
+    weight: float
+    optimizer: float
 
 
 @dataclass(frozen=True)
@@ -81,6 +92,16 @@ class Sized:
         held = holdings_of_ranges(self.tables, self._greatest_costs)
         held.deferred[0, -1] = 0.0  # The only stage of a plan is never split.
         return held
+
+    @cached_property
+    def fixed_bytes(self) -> Array:
+        """Bytes of each range that are there whether or not micro-batches run; quicker to know than all of `held`."""
+        return self.model.fixed(state_of_ranges(self.tables))
+
+    @property
+    def saved_bytes(self) -> Array:
+        """Bytes that the forward of each range keeps for backward; quicker to know than all of `held`."""
+        return self.tables.add_up(self._greatest_costs.saved_bytes)
 
     @property
     def _greatest_costs(self) -> Costs:
@@ -162,6 +183,23 @@ class Sized:
         return float(each) if self.problem.needs_gradient else 0.0
 
     @cached_property
+    def _seconds_of(self) -> dict[tuple[int, int], RangeSeconds]:
+        return {}
+
+    def seconds_of(self, i: int, j: int) -> RangeSeconds:
+        """Returns the seconds of the range of the segments i .. j-1; the search asks for the same ones over again."""
+        if (i, j) not in self._seconds_of:
+            costs, blocks = self.costs, slice(*self.tables.positions[[i, j]])
+            self._seconds_of[i, j] = RangeSeconds(
+                forward=float(costs.forward_seconds[blocks].sum()),
+                backward=float(costs.backward_seconds[blocks].sum()),
+                input=float(costs.input_seconds[blocks].sum()),
+                weight=float(costs.weight_seconds[blocks].sum()),
+                optimizer=self.optimizer_seconds_of(i, j),
+            )
+        return self._seconds_of[i, j]
+
+    @cached_property
     def overhead_seconds(self) -> float:
         """What the executor adds to the forward and the backward of a micro-batch at one stage."""
         return self.problem.cluster.overhead_seconds * (2 if self.problem.needs_gradient else 1)
@@ -191,50 +229,6 @@ class Sized:
             num_bytes = self.recomputed_bytes if needs_recompute else self.plain_bytes
             options.append((self.recomputed_work if needs_recompute else self.work, num_bytes))
         return Ways(tuple(options))
-
-
-@dataclass(frozen=True, slots=True)
-class Ways:
-    """Ways to run ranges, the fastest first: without recompute, and with it; seconds, and bytes."""
-
-    options: tuple[tuple[Array, StageBytes[Array]], ...]
-
-    def within(self, limit_bytes: float, share: int) -> WaysWithin:
-        """Returns how deep each way may go within a limit; a replica has `share` micro-batches."""
-        deepest = [num_bytes.depth_within(limit_bytes, share) for _, num_bytes in self.options]
-        seconds = tuple(seconds for seconds, _ in self.options)
-        return WaysWithin(seconds, tuple(deepest), np.logical_or.reduce([depth >= 1 for depth in deepest]))
-
-
-@dataclass(frozen=True, slots=True)
-class WaysWithin:
-    """Ways to run ranges within a limit of memory, the fastest first.
-
-    Attributes:
-        seconds: of each way.
-        deepest: the greatest in-flight depth at which it fits; 0 or less: it does not.
-        is_possible: whether a range fits in any way.
-    """
-
-    seconds: tuple[Array, ...]
-    deepest: tuple[Array, ...]
-    is_possible: NDArray[np.bool_]
-
-    def allowed_work(self, in_flight: int) -> Array:
-        """Returns the seconds of each range in the best way that fits, infinite if none does.
-
-        A range that only fits with fewer micro-batches in flight waits for each of them in proportion.
-        """
-        fits = self.deepest[0] >= in_flight
-        best = np.where(fits, self.seconds[0], np.inf)
-        left = np.flatnonzero(~fits & self.is_possible)
-        others = [(each.take(left), most.take(left)) for each, most in zip(self.seconds, self.deepest, strict=True)]
-        slower = np.full(len(left), np.inf)
-        for depth in {in_flight, (in_flight + 1) // 2, 1}:
-            for seconds, most in others:
-                np.minimum(seconds * (in_flight / depth), slower, out=slower, where=most >= depth)
-        best.put(left, slower)
-        return best
 
 
 def _forbid_empty(table: Array) -> Array:

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from autovaruna.planner.costs import Array
+from autovaruna.planner.memory.allowed import Ways
 from autovaruna.planner.memory.stage_bytes import StageBytes
-from autovaruna.planner.sized import Ways
 
 SHAPE = (9, 7)
 

@@ -267,12 +267,12 @@ class StepBound:
     def _loose_depths(self, needs_recompute: bool) -> Array:
         """Returns the same of what more segments can only add to: state, gradients, and what is saved for backward."""
         sized = self.sized
-        room = self.limit_bytes * (1 + ROUNDING) - self._inner(sized.model.fixed(sized.held))
+        room = self.limit_bytes * (1 + ROUNDING) - self._inner(sized.fixed_bytes)
         room[self._is_empty] = np.inf
         depth = np.full_like(room, np.inf)
         if sized.problem.needs_gradient and not needs_recompute:
             with np.errstate(divide="ignore", invalid="ignore"):
-                depth = np.floor(room / self._inner(sized.held.saved)) + 1.0  # The last one may come as others go.
+                depth = np.floor(room / self._inner(sized.saved_bytes)) + 1.0  # The last one may come as others go.
             depth[np.isnan(depth)] = np.inf
         return np.where(room >= 0, depth, 0.0)
 

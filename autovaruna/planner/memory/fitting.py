@@ -64,6 +64,8 @@ def peak_of(sized: Sized, option: Option) -> Peak:
 
 def _fit_rank(sized: Sized, options: list[Option], limit: float) -> list[Option] | None:
     """Fits the stages of one rank: they defer less, those recompute that save most by it, then depths are lowered."""
+    if _total(sized, options) <= limit:
+        return options
     most = max(option.deferred for option in options)
     less = bisect_left(range(most - 1), True, key=lambda less: _total(sized, _deferring(options, less)) <= limit)
     options = _deferring(options, less)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Generic
 
 import numpy as np
@@ -89,13 +89,8 @@ def holdings_of_stage(
 def holdings_of_ranges(tables: RangeTables, costs: Costs) -> Holdings[Array]:
     """Returns what every range of segments holds, as matrices ``[i, j]``; entries with i >= j mean nothing."""
     size = math.ceil(costs.micro_batch_size)
-    return Holdings(
-        parameters=tables.parameter_bytes,
-        trained=tables.trained_bytes,
-        largest=tables.largest_bytes,
-        tied=tables.tied_bytes,
-        tied_once=tables.tied_once_bytes,
-        buffers=tables.buffer_bytes,
+    return replace(
+        state_of_ranges(tables),
         inputs=tables.inputs.at(size),
         received=tables.received.at(size),
         sent=tables.sent.at(size),
@@ -105,6 +100,26 @@ def holdings_of_ranges(tables: RangeTables, costs: Costs) -> Holdings[Array]:
         work=_work_of_ranges(tables, costs, np.zeros_like(costs.work_bytes)),
         deferred=tables.add_up(costs.deferred_bytes),
         work_of_first=_work_of_ranges(tables, costs, tables.gradient_bytes),
+    )
+
+
+def state_of_ranges(tables: RangeTables) -> Holdings[Array]:
+    """Returns what every range of segments holds without any micro-batch, as matrices."""
+    none = np.zeros(())
+    return Holdings(
+        parameters=tables.parameter_bytes,
+        trained=tables.trained_bytes,
+        largest=tables.largest_bytes,
+        tied=tables.tied_bytes,
+        tied_once=tables.tied_once_bytes,
+        buffers=tables.buffer_bytes,
+        inputs=none,
+        received=none,
+        sent=none,
+        gradients_received=none,
+        gradients_sent=none,
+        saved=none,
+        work=none,
     )
 
 

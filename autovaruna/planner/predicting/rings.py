@@ -38,7 +38,9 @@ class Rings:
 
     def is_local(self, ranks: Collection[int]) -> bool:
         """Returns whether the ranks share a host."""
-        return len(set(map(self.cluster.hosts.__getitem__, ranks))) <= 1
+        hosts = map(self.cluster.hosts.__getitem__, ranks)
+        first = next(hosts, "")
+        return all(host == first for host in hosts)
 
     def _local_gain(self) -> float:
         local, remote = self.cluster.local_link.bytes_per_second, self.cluster.remote_link.bytes_per_second
