@@ -32,9 +32,9 @@ _OF_ONE_RANK = {
 _FLAGS = {"t": "train()", "e": "eval()", "g": "trained", "f": "frozen"}
 
 
-Report = tuple[str, int, str, Totals | None]
-"""What a rank says of its call: key, samples, a digest of what its script has done since the start, and the totals of
-its mini-batch (None: the graph is not known yet)."""
+Report = tuple[str, int, str, tuple[int, ...], Totals | None]
+"""What a rank says of its call: key, samples, a digest of what its script has done since the start, digests of its
+tensors (in few calls), and the totals of its mini-batch (None: the graph is not known yet)."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ def share_call(
         InputError: no rank passed a sample.
         RankError: the ranks' calls do not fit together; says how they differ.
     """
-    if len({digest for _, _, digest, _ in reports}) > 1:
+    if len({digest for _, _, digest, *_ in reports}) > 1:
         strays = differences(world.gather_objects(doings(), "comparing what the ranks did"))
         raise RankError(
             f"The ranks did different things before call {number + 1} of the model: {strays}. Every rank must make the "

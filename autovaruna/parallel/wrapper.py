@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from autovaruna.errors import InputError, RankError
 from autovaruna.graph.traced import TracedModel
 from autovaruna.parallel.calls import SharedCall, compare_settings, input_groups, share_call
 from autovaruna.parallel.own_device import on_own_gpu
+from autovaruna.parallel.same_inputs import SameInputs
 from autovaruna.parallel.splittable import SplittableModule
 from autovaruna.parallel.totals import BatchValues, Totals, ValuesOfBatch
 from autovaruna.parallel.weights import micro_batch_weights
@@ -118,16 +119,21 @@ class AutoVaruna(SplittableModule):
             self._check_parameters()
             tensors, call = self._reader.read(args, kwargs, mode)
             tensors = on_own_gpu(tensors, self._device)
-            report = call.key(), call.batch_size, self._digest(), self._own_totals(call.key(), tensors, call.batch_size)
+            passed = self._same_inputs.digests(self._num_calls, tensors)
+            totals = self._own_totals(call.key(), tensors, call.batch_size)
+            report = call.key(), call.batch_size, self._digest(), passed, totals
         except Exception as caught:
             error = caught
         reports = self.world.agree(error, f"reading the model's inputs{self.of_model}", report)
         try:
-            return share_call(call, tensors, self._num_calls, self._groups, self.world, reports, self._doings)
+            shared = share_call(call, tensors, self._num_calls, self._groups, self.world, reports, self._doings)
         except RankError:  # on every rank; parameters() gives a caller those of this rank alone to freeze
             if self._engine is None or not self._state.follow_frozen(self._engine.placement, self.world):
                 raise
-        return self._share(args, kwargs)
+            return self._share(args, kwargs)
+        if self.world.rank == 0 and reports[0][3]:
+            self._same_inputs.compare(call, [digests for *_, digests, _ in reports])
+        return shared
 
     def _own_totals(self, key: str, tensors: Sequence[Tensor], num_samples: int) -> Totals | None:
         """Returns the totals of this rank's mini-batch; None: the graph is not known yet."""
@@ -181,6 +187,10 @@ class AutoVaruna(SplittableModule):
     def _groups(self) -> tuple[tuple[int, ...], ...]:
         """The ranks that pass the same mini-batch."""
         return input_groups(self.settings, self.world.num_ranks)
+
+    @cached_property
+    def _same_inputs(self) -> SameInputs:
+        return SameInputs(self._groups)
 
     def _cut(self, shared: SharedCall, plan: Plan) -> GlobalBatch:
         batch = cut_batch(shared.sizes, plan.num_micro_batches, shared.groups)

@@ -131,3 +131,23 @@ def test_backwards_in_another_order_are_told() -> None:
 
     with pytest.raises(RankError, match=r"outputs of call 1 that .*outputs of call 2 that"):
         run_ranks(2, be_rank)
+
+
+@pytest.mark.parametrize("differs", [True, False])
+def test_a_batch_that_is_not_the_same_on_ranks_that_share_it_is_told_once(
+    differs: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Once, a loader that was seeded otherwise on each rank trained with the inputs of one batch, labels of another."""
+
+    def be_rank(world: World) -> None:
+        net = Net()
+        model = AutoVaruna(net, sgd(net), **REPLICAS, inputs="replicated")
+        for step in range(3):
+            batch = dict(BATCH)
+            if differs and step and world.rank:
+                batch["y"] = (batch["y"] + 1) % CLASSES
+            model(**batch).backward()
+
+    with caplog.at_level("WARNING"):
+        run_ranks(2, be_rank)
+    assert caplog.text.count("ranks [0, 1] are to pass the same samples, but y differ there") == differs
