@@ -143,19 +143,26 @@ def _is_contiguous(workload: Workload, nodes: Workload, devices: Devices) -> boo
 
 
 def _load(workload: Workload, nodes: Workload, devices: Devices, device: int) -> float:
-    crossing: dict[int, float] = {
-        edge["sourceId"]: float(edge["cost"])
+    costs = _costs(workload)
+    crossing = {
+        edge["sourceId"]
         for edge in workload["edges"]
         if (devices[str(edge["sourceId"])] == device) != (devices[str(edge["destId"])] == device)
     }
     compute = sum(float(node["fpgaLatency"]) for name, node in nodes.items() if devices[name] == device)
-    return compute + sum(crossing.values())
+    return compute + sum(costs[source] for source in crossing)
+
+
+def _costs(workload: Workload) -> dict[object, float]:
+    """Returns the cost of each node's output: that of its edges, the greatest if a file has others."""
+    costs: dict[object, float] = {}
+    for edge in workload["edges"]:
+        costs[edge["sourceId"]] = max(float(edge["cost"]), costs.get(edge["sourceId"], 0.0))
+    return costs
 
 
 def _problem(workload: Workload) -> PartitionProblem:
-    crossing: dict[int, float] = {}
-    for edge in workload["edges"]:
-        crossing[edge["sourceId"]] = max(float(edge["cost"]), crossing.get(edge["sourceId"], 0.0))
+    crossing = _costs(workload)
     nodes = tuple(
         PartitionNode(
             name=str(node["id"]),
