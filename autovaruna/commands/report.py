@@ -15,7 +15,7 @@ from autovaruna.planner import explain, pipeline_of, plan_table, policy_of
 from autovaruna.planner.choices import Choice
 from autovaruna.planner.deployments.deployment_file import save
 from autovaruna.planner.infeasible import readable
-from autovaruna.planner.predicting.prediction import short_enough
+from autovaruna.planner.predicting.folding import short_enough
 from autovaruna.planner.records import Plan
 from autovaruna.planner.table import seconds
 from autovaruna.schedule import Pipeline, simulate

@@ -13,8 +13,9 @@ from autovaruna.planner.costs import Array, Costs
 from autovaruna.planner.memory.fitting import Option, fit, peak_of
 from autovaruna.planner.memory.rank_memory import bytes_of_ranks
 from autovaruna.planner.predicting.edges import Edges
+from autovaruna.planner.predicting.folding import fold, short_enough
 from autovaruna.planner.predicting.pipeline import pipeline_of, policy_of
-from autovaruna.planner.predicting.prediction import Predictor, fold, least_seconds, short_enough
+from autovaruna.planner.predicting.prediction import Predictor, least_seconds
 from autovaruna.planner.problem import SPLIT_SCHEDULE, Problem
 from autovaruna.planner.ranges import RangeTables
 from autovaruna.planner.records import BlockBytes, Plan, StagePlan

@@ -10,8 +10,8 @@ from rich.table import Table
 
 from autovaruna.graph.records import Graph
 from autovaruna.planner.infeasible import readable
+from autovaruna.planner.predicting.folding import fold, short_enough
 from autovaruna.planner.predicting.pipeline import pipeline_of, policy_of
-from autovaruna.planner.predicting.prediction import fold, short_enough
 from autovaruna.planner.records import Plan, StagePlan
 from autovaruna.schedule import LostTime, lower_bound, simulate
 

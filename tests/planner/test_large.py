@@ -10,11 +10,12 @@ import pytest
 from autovaruna.planner import options
 from autovaruna.planner.candidate import Candidate, Planner
 from autovaruna.planner.predicting import prediction as prediction_module
+from autovaruna.planner.predicting.folding import fold, schedule_by_parts
 from autovaruna.planner.predicting.pipeline import policy_of
-from autovaruna.planner.predicting.prediction import fold
 from autovaruna.planner.ranges import RangeTables
 from autovaruna.planner.search import make_plan
-from autovaruna.schedule import simulate
+from autovaruna.profiler.records import LinkCost
+from autovaruna.schedule import Edge, Pipeline, Schedule, StageTimes, check, simulate
 from tests.own_time import takes_at_most
 from tests.planner.cases import make_problem
 
@@ -86,3 +87,33 @@ def test_hosts_keep_busy_neighbours_together() -> None:
     slow = replace(cluster, remote_link=replace(cluster.remote_link, latency_seconds=0.05))
     plan = make_plan(replace(problem, cluster=slow))
     assert [stage.ranks for stage in plan.stages] == [(0, 2), (1, 3)]
+
+
+@pytest.mark.parametrize("policy", ["1f1b", "varuna", "interleaved", "gpipe"])
+@pytest.mark.parametrize("count", [2, 5, 24, 26])
+@pytest.mark.parametrize(
+    "ranks",
+    [
+        ((0, 1, 2, 3), (4, 5, 6, 7), (0, 1, 2, 3), (4, 5, 6, 7)),
+        ((0, 1, 2, 3), (4, 5), (6, 7)),
+        ((0, 1, 2, 3), (4, 5), (2, 1, 0, 3)),
+        ((0, 1, 2), (3, 4, 5), (6, 7, 8), (0, 1, 2)),
+    ],
+)
+def test_parts_that_run_beside_each_other_are_ordered_by_themselves(
+    ranks: tuple[tuple[int, ...], ...], count: int, policy: str
+) -> None:
+    times = [StageTimes(each, 1.0 + 0.3 * s, 2.1 - 0.2 * s, 24, s == 1, 1.0) for s, each in enumerate(ranks)]
+    edges = tuple(Edge(s, s + 1, 1e6, 1e6) for s in range(len(ranks) - 1))
+    num_ranks = 1 + max(rank for each in ranks for rank in each)
+    pipeline = Pipeline(tuple(times), edges, num_ranks, count, lambda source, destination: LinkCost(1e-2, 1e8))
+    sizes: list[int] = []
+
+    def schedule_of(part: Pipeline) -> Schedule:
+        sizes.append(part.num_ranks)
+        return simulate(part, policy_of(policy)).schedule
+
+    schedule = schedule_by_parts(pipeline, schedule_of)
+    check(schedule, pipeline)
+    assert schedule == simulate(pipeline, policy_of(policy)).schedule
+    assert max(sizes) < num_ranks and len(sizes) <= 2

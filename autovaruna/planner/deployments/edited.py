@@ -15,8 +15,8 @@ from autovaruna.planner.infeasible import readable
 from autovaruna.planner.memory.holdings import holdings_of_stage
 from autovaruna.planner.memory.rank_memory import bytes_of_ranks
 from autovaruna.planner.memory.stage_memory import MemoryModel
+from autovaruna.planner.predicting.folding import short_enough
 from autovaruna.planner.predicting.pipeline import pipeline_of, policy_of
-from autovaruna.planner.predicting.prediction import short_enough
 from autovaruna.planner.records import Plan
 from autovaruna.schedule import simulate
 

@@ -1,0 +1,107 @@
+"""Folds a pipeline whose replicas run beside each other, with the same times, to one of these parts, and back.
+
+If all replica counts are multiples of g, and each rank has the same place modulo g in all its stages, the micro-batches
+m with equal m mod g never share a rank with others: these are g pipelines that have nothing to do with each other.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+from autovaruna.profiler.records import LinkCost
+from autovaruna.schedule import Pipeline, Schedule
+from autovaruna.schedule.instruction import Instruction
+
+_ACTS_OF_A_WHOLE_STEP = 1_000_000
+_ACTS_OF_A_SHARED_ACT = 3
+"""A rank with several stages has more to choose from."""
+
+
+def short_enough(pipeline: Pipeline) -> Pipeline:
+    """Returns the pipeline, or, if it has too many instructions to simulate all, the part that takes longest."""
+    num_acts = 3 * pipeline.num_micro_batches * pipeline.num_stages * acts_of_an_act(pipeline)
+    return pipeline if num_acts <= _ACTS_OF_A_WHOLE_STEP else fold(pipeline)
+
+
+def acts_of_an_act(pipeline: Pipeline) -> int:
+    """Returns what an instruction costs to simulate, in those of a rank with one stage."""
+    is_shared = sum(stage.num_replicas for stage in pipeline.stages) > pipeline.num_ranks
+    return _ACTS_OF_A_SHARED_ACT if is_shared else 1
+
+
+def fold(pipeline: Pipeline) -> Pipeline:
+    """Returns the part of a pipeline that takes longest, if the rest runs beside it with the same times.
+
+    That of the micro-batches with m mod g = 0, which are the most. Exact but for links that are not the same in all
+    parts.
+    """
+    parts = _num_parts(pipeline)
+    return pipeline if parts == 1 else _part(pipeline, parts, 0)
+
+
+def schedule_by_parts(pipeline: Pipeline, schedule_of: Callable[[Pipeline], Schedule]) -> Schedule:
+    """Returns a schedule in which every part of a pipeline goes as the first one like it.
+
+    Args:
+        pipeline: The pipeline.
+        schedule_of: Makes the schedule of a part.
+    """
+    parts = _num_parts(pipeline)
+    known: dict[tuple[object, int], Schedule] = {}
+    rows: list[tuple[Instruction, ...]] = [()] * pipeline.num_ranks
+    for place in range(min(parts, pipeline.num_micro_batches)):
+        part = _part(pipeline, parts, place)
+        key = part.stages, part.num_micro_batches
+        if key not in known:
+            known[key] = schedule_of(part)
+        for rank, row in zip(_ranks_of_part(pipeline, parts, place), known[key], strict=True):
+            rows[rank] = tuple([Instruction(act.stage, act.kind, act.micro_batch * parts + place) for act in row])
+    return tuple(rows)
+
+
+def _num_parts(pipeline: Pipeline) -> int:
+    """Returns g; 1 if parts share ranks, or may be of other speeds."""
+    parts = math.gcd(*(stage.num_replicas for stage in pipeline.stages))
+    is_alike = not any(stage.speeds for stage in pipeline.stages) and _keep_apart(pipeline, parts)
+    return parts if is_alike else 1
+
+
+def _part(pipeline: Pipeline, parts: int, place: int) -> Pipeline:
+    """Returns the part of the micro-batches with m mod g = `place`, its ranks numbered from 0 on."""
+    kept = _ranks_of_part(pipeline, parts, place)
+    number = {rank: k for k, rank in enumerate(kept)}
+    optimizer = tuple(pipeline.optimizer_seconds[rank] for rank in kept) if pipeline.optimizer_seconds else ()
+
+    def links(source: int, destination: int) -> LinkCost:
+        return pipeline.links(kept[source], kept[destination])
+
+    return replace(
+        pipeline,
+        stages=tuple(
+            replace(stage, ranks=tuple(number[rank] for rank in stage.ranks[place::parts])) for stage in pipeline.stages
+        ),
+        num_ranks=len(kept),
+        num_micro_batches=len(range(place, pipeline.num_micro_batches, parts)),
+        links=links,
+        optimizer_seconds=optimizer,
+    )
+
+
+def _ranks_of_part(pipeline: Pipeline, parts: int, place: int) -> list[int]:
+    """Returns the ranks of a part, in the order in which its stages have them."""
+    return list(dict.fromkeys(rank for stage in pipeline.stages for rank in stage.ranks[place::parts]))
+
+
+def _keep_apart(pipeline: Pipeline, parts: int) -> bool:
+    """Returns whether each rank has the same place, modulo `parts`, in all stages that it holds."""
+    groups = {stage.ranks for stage in pipeline.stages}
+    if len(set().union(*groups)) == sum(map(len, groups)):  # stages share all their ranks, or none
+        return True
+    places: dict[int, int] = {}
+    for ranks in groups:
+        for place, rank in enumerate(ranks):
+            if places.setdefault(rank, place % parts) != place % parts:
+                return False
+    return True
