@@ -29,7 +29,7 @@ def own_error(flat: nn.Module, inputs: list[Tensor], mode: FakeTensorMode) -> Ex
         with mode:
             flat(inputs)
     except Exception as error:
-        is_of_tracer = type(error).__module__.startswith("torch") or "fake impl" in str(error)
+        is_of_tracer = type(error).__module__.startswith(("torch", "autovaruna")) or "fake impl" in str(error)
         return None if is_of_tracer or _is_about_data(error) or isinstance(error, TraceError) else error
     return None
 

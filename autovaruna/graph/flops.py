@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -13,9 +14,17 @@ aten = torch.ops.aten
 Shape = Sequence[int]
 
 
+class _NoModules(nullcontext[None]):
+    """Stands for torch's tracker of modules, whose hooks fail in an autograd function that calls modules."""
+
+    parents = frozenset({"Global"})
+
+
 def counter() -> FlopCounterMode:
-    """Returns a counter for everything that runs in its context."""
-    return FlopCounterMode(display=False, custom_mapping=_FORMULAS | _of_transformers())
+    """Returns a counter for everything that runs in its context, whichever module it is in."""
+    made = FlopCounterMode(display=False, custom_mapping=_FORMULAS | _of_transformers())
+    made.mod_tracker = _NoModules()  # type: ignore[assignment]
+    return made
 
 
 def formulas() -> dict[Any, Callable[..., int]]:

@@ -214,6 +214,19 @@ def test_what_is_measured_does_not_index_with_what_memory_holds() -> None:
         torch.use_deterministic_algorithms(False)
 
 
+def joined(self: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """Joins two batches, whose sizes are equal though nothing compares them, and compares all samples of both."""
+    both = torch.cat([x, F.one_hot(y, WIDTH).to(x.dtype)])
+    scores = self.last(both) @ self.last(both).t()
+    return F.cross_entropy(scores, torch.arange(2 * len(x)))
+
+
+def test_two_batches_have_one_size() -> None:
+    case = Case("steps_joined", lambda: Steps(joined), labelled)
+    batches = [case.batch(SIZE, step) for step in range(STEPS)]
+    bit_equal(train(case, pipeline(2, num_micro_batches=1), batches), plain_steps(case, batches))
+
+
 def hashed(self: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     """Puts the batch size into a set."""
     return F.cross_entropy(self.last(x), y) * len({x.shape[0], y.shape[0]})

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autovaruna import AutoVaruna, TraceError
-from autovaruna.graph.integers import integers_of_sizes
+from autovaruna.graph.exporting.integers import integers_of_sizes
 from tests.catalogue.case import Batch, Case, floats, generator, integers
 from tests.parallel.training import QUIET, pipeline, train
 from tests.reference import bit_equal, compare, plain_steps

@@ -42,7 +42,9 @@ class FlatCall(nn.Module):
 
     def forward(self, tensors: list[Tensor]) -> tuple[Tensor, ...]:
         pairs = zip(tensors, self.call.inputs, strict=True)
-        self.note_batch([each.shape[0] for each, spec in pairs if spec.is_batch])
+        sizes = [each.shape[0] for each, spec in pairs if spec.is_batch]
+        assert all(size == sizes[0] for size in sizes)  # the trace has one symbol for them from now on
+        self.note_batch(sizes)
         args, kwargs = self.call.tree.unflatten(tensors)
         before = [(module, dict(module._buffers)) for module in self.model.modules()]
         numbers, hidden = plain_state(self.model), hidden_state(self.model)

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from autovaruna.errors import TraceError
 from autovaruna.graph.kept_whole.functions import Function, keep
+from autovaruna.graph.kept_whole.held_weights import holder_of_weights
 from autovaruna.graph.refused import ChangedStateError
 
 
@@ -53,7 +54,7 @@ def watched(kept: Collection[Function]) -> Iterator[list[FunctionCall]]:
         The other calls, to be given to `with_own_backward` after the trace.
 
     Raises:
-        TraceError: forward registers a hook on a tensor.
+        TraceError: forward registers a hook on a tensor, goes backward, or calls a function with weights of its own.
     """
     calls: list[FunctionCall] = []
     apply = torch.autograd.Function.__dict__["apply"]
@@ -66,6 +67,12 @@ def watched(kept: Collection[Function]) -> Iterator[list[FunctionCall]]:
             return apply.__get__(None, cls)(*args, **kwargs)
         if issubclass(cls, CheckpointFunction):
             return args[0](*args[2:])  # what is recomputed is for the plan to say
+        if torch.is_grad_enabled() and (holder := holder_of_weights(cls, args)):
+            raise TraceError(
+                f"The torch.autograd.Function {cls.__qualname__} uses the weights of {holder}, which are not among its "
+                "tensors, so that their gradients are its own affair. Expected a function of tensors; call it in a "
+                "submodule, which is then kept whole as one operation."
+            )
         if torch.is_grad_enabled() and cls in kept:
             return keep(cls, args)
         if not cls.__module__.startswith("torch."):  # torch's own, such as those of custom operators, are kept whole

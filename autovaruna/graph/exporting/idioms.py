@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributions import Distribution
 
-from autovaruna.graph.integers import integers_of_sizes
+from autovaruna.graph.exporting.integers import integers_of_sizes
 
 _LOSSES = (
     *("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "kl_div", "poisson_nll_loss"),

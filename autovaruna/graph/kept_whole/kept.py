@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from threading import local
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from autovaruna.errors import InputError
 from autovaruna.graph.exporting.fake import put
 from autovaruna.graph.exporting.guards import plain_checkpoints
+from autovaruna.graph.kept_whole.held_weights import with_weights_in_backward
 from autovaruna.graph.kept_whole.returned import Join, Returned
 from autovaruna.graph.precision import current_precision, in_precision
 from autovaruna.graph.random import default_generator, python_generators
@@ -97,7 +99,7 @@ class KeptModule:
         args, kwargs = self._call.unflatten(tensors)
         device = next(each.device for each in (*given, *tensors))
         seed = default_generator(device).initial_seed()
-        with with_state(places, given), plain_checkpoints(), python_generators(seed), _saving():
+        with in_place(places, given), plain_checkpoints(), python_generators(seed), _saving():
             outputs, tree = flatten(_called(module, args, kwargs), "output")
             self._take_buffers(places, state)
         self._check(outputs, tree, batch)
@@ -205,6 +207,14 @@ def with_state(places: Places, tensors: Sequence[Tensor]) -> Iterator[None]:
         for shared, tensor in zip(places, own, strict=True):
             for module, name in shared:
                 put(module, name, tensor)
+
+
+@contextmanager
+def in_place(places: Places, tensors: Sequence[Tensor]) -> Iterator[None]:
+    """Puts tensors in the place of a module's own, also where functions of its forward go backward later."""
+    put_again = partial(with_state, places, tensors)
+    with with_state(places, tensors), with_weights_in_backward(put_again):
+        yield
 
 
 def _called(module: nn.Module, args: Any, kwargs: Any) -> Any:

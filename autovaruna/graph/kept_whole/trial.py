@@ -20,7 +20,7 @@ from autovaruna.errors import TraceError
 from autovaruna.graph.exporting.fake import put
 from autovaruna.graph.exporting.guards import check_state, plain_state
 from autovaruna.graph.exporting.told import untold
-from autovaruna.graph.kept_whole.kept import is_differentiable, places_of, with_state
+from autovaruna.graph.kept_whole.kept import in_place, is_differentiable, places_of
 from autovaruna.graph.kept_whole.returned import Line, Returned
 from autovaruna.graph.precision import Precision, in_precision
 from autovaruna.graph.random import python_generators, untouched_generator
@@ -113,7 +113,7 @@ class Trial:
             in_precision(self.precision),
             untold(),
             python_generators(seed),
-            with_state(places_of(self.module), state),
+            in_place(places_of(self.module), state),
         ):
             places = [place for place, *_ in places_of(self.module)]
             before = [_bits(each).clone() for each in own_tensors(self.module)]
