@@ -10,7 +10,6 @@ from functools import partial
 
 import torch
 from torch import Tensor, fx, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from autovaruna.errors import InputError, TraceError
@@ -21,7 +20,7 @@ from autovaruna.graph.exporting.checks import noted_checks, take_checks
 from autovaruna.graph.exporting.culprit import outermost
 from autovaruna.graph.exporting.deferred import compile_regions, deferred_compilation
 from autovaruna.graph.exporting.detached import traced_data
-from autovaruna.graph.exporting.fake import faked
+from autovaruna.graph.exporting.fake import TracingMode, faked
 from autovaruna.graph.exporting.fixed_size import noted_fixed_sizes
 from autovaruna.graph.exporting.flat_call import FlatCall
 from autovaruna.graph.exporting.free_regions import open_free_regions
@@ -125,7 +124,7 @@ def _attempt(
     least: int = 1,
 ) -> Exported:
     """Traces a call for batch sizes from `least` on; raises `KeepMoreError` if another attempt may do better."""
-    mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+    mode = TracingMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
     output_trees: list[Tree] = []
     reads: set[str] = set()
     changes = Changes()
