@@ -55,7 +55,7 @@ class OutputCollector:
                 makers = self._makers(place, self._parts(spec))
                 for maker in dict.fromkeys(makers):
                     if maker != self._world.rank:
-                        self._mail.expect(self._number_kind(place, maker, self._world.rank, makers))
+                        self._mail.expect(self._number_kind(place, maker, self._world.rank, _num_slots(makers, maker)))
 
     def send(self, places: Mapping[int, OutputSpec]) -> None:
         """Starts to send what this rank's stages made to the ranks that get it; never blocks."""
@@ -105,10 +105,11 @@ class OutputCollector:
             return
         pairs = zip(parts, makers, strict=True)
         made = torch.stack([self._made[place, part.index] for part, maker in pairs if maker == rank])
-        self._own[place] = made = made if _num_slots(makers, rank) else self._combine(made, parts, spec)
+        num_slots = _num_slots(makers, rank)
+        self._own[place] = made = made if num_slots else self._combine(made, parts, spec)
         for receiver in range(self._world.num_ranks):
             if receiver != rank:
-                self._mail.send([made], self._number_kind(place, rank, receiver, makers))
+                self._mail.send([made], self._number_kind(place, rank, receiver, num_slots))
 
     def _number(self, place: int, spec: OutputSpec) -> Tensor:
         """Puts an output without samples together: one slot a micro-batch, unless one rank has computed them all."""
@@ -124,7 +125,8 @@ class OutputCollector:
         """Returns what a rank has sent of an output."""
         if maker == self._world.rank:
             return self._own.pop(place)
-        taken = self._mail.take(self._number_kind(place, maker, self._world.rank, makers))[0]
+        kind = self._number_kind(place, maker, self._world.rank, _num_slots(makers, maker))
+        taken = self._mail.take(kind)[0]
         assert taken is not None, "numbers are always there"
         return taken
 
@@ -149,8 +151,8 @@ class OutputCollector:
     def _kind(self, place: int, part: MicroBatch, receiver: int) -> Kind:
         return Kind(self._job.graph_key, Route(self._maker(place, part), receiver, 4 * place + 3), part.size)
 
-    def _number_kind(self, place: int, maker: int, receiver: int, makers: Sequence[int]) -> Kind:
-        return Kind(self._job.graph_key, Route(maker, receiver, 4 * place + 3), _num_slots(makers, maker))
+    def _number_kind(self, place: int, maker: int, receiver: int, num_slots: int) -> Kind:
+        return Kind(self._job.graph_key, Route(maker, receiver, 4 * place + 3), num_slots)
 
     def _makers(self, place: int, parts: list[MicroBatch]) -> list[int]:
         """Returns the rank that makes an output of each of some micro-batches."""
