@@ -13,7 +13,7 @@ from autovaruna.planner.costs import Array, Costs
 from autovaruna.planner.memory.fitting import Option, fit, peak_of
 from autovaruna.planner.memory.rank_memory import bytes_of_ranks
 from autovaruna.planner.predicting.edges import Edges
-from autovaruna.planner.predicting.folding import fold, short_enough
+from autovaruna.planner.predicting.folding import fold, telling
 from autovaruna.planner.predicting.pipeline import pipeline_of, policy_of
 from autovaruna.planner.predicting.prediction import Predictor, least_seconds
 from autovaruna.planner.problem import SPLIT_SCHEDULE, Problem
@@ -133,8 +133,8 @@ class Planner:
         return replace(plan, predicted_seconds=seconds) if seconds < below else None
 
     def predict_whole(self, plan: Plan) -> Plan:
-        """Returns the plan with its predicted seconds and memory, with the links of every rank if they are not many."""
-        return self._predict_bytes(plan, short_enough(self.pipeline(plan)))
+        """Returns the plan with its predicted seconds and memory, from all ranks if parts differ and are not many."""
+        return self._predict_bytes(plan, telling(self.pipeline(plan)))
 
     def predict_part(self, plan: Plan) -> Plan:
         """Returns the same from the part of the ranks that takes longest, as `predict` does: quicker for many ranks."""

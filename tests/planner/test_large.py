@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
 from autovaruna.planner import options
 from autovaruna.planner.candidate import Candidate, Planner
 from autovaruna.planner.predicting import prediction as prediction_module
-from autovaruna.planner.predicting.folding import fold, schedule_by_parts
+from autovaruna.planner.predicting.folding import fold, schedule_by_parts, telling
 from autovaruna.planner.predicting.pipeline import policy_of
 from autovaruna.planner.ranges import RangeTables
 from autovaruna.planner.search import make_plan
@@ -33,6 +35,34 @@ def test_a_folded_pipeline_takes_as_long(replicas: tuple[int, ...], count: int) 
     folded = fold(whole)
     assert folded.num_ranks < whole.num_ranks
     assert simulate(folded, policy).step_seconds == pytest.approx(simulate(whole, policy).step_seconds)
+
+
+@pytest.mark.parametrize("hosts", ["aaaaaaaa", "aabbccdd", "abababab", "aaabbbcc", "aaaaaaab"])
+@pytest.mark.parametrize("replicas", [(4, 4), (4, 2, 2), (2, 6), (6, 2)])
+@pytest.mark.parametrize("count", [12, 13])
+def test_a_part_tells_all_only_where_parts_are_alike(hosts: str, replicas: tuple[int, ...], count: int) -> None:
+    """Its seconds and the bytes of all ranks are those of the whole to the bit; links may differ from part to part."""
+    problem = make_problem(8, 8, 48)
+    slow = replace(problem.cluster.remote_link, latency_seconds=0.05)
+    problem = replace(problem, cluster=replace(problem.cluster, hosts=tuple(hosts), remote_link=slow))
+    planner = Planner(problem, RangeTables(problem.graph, range(9)))
+    ends = [sum(replicas[: k + 1]) for k in range(len(replicas))]
+    ranks = tuple(tuple(range(end - n, end)) for end, n in zip(ends, replicas, strict=True))
+    plan = planner.build(Candidate((0, 3, 5)[: len(replicas)], ranks, count))
+    assert plan
+    whole, part = planner.pipeline(plan), telling(planner.pipeline(plan))
+    assert (part is whole) == (count == 13 or not _are_alike(hosts, ranks, math.gcd(*replicas)))
+    assert planner._predict_bytes(plan, part) == planner._predict_bytes(plan, whole)
+
+
+def _are_alike(hosts: str, ranks: tuple[tuple[int, ...], ...], parts: int) -> bool:
+    """Returns whether messages of a chain of stages go to another host in all parts or in none."""
+    seen: dict[tuple[int, int], set[bool]] = {}
+    for stage, (senders, receivers) in enumerate(pairwise(ranks)):
+        for m in range(math.lcm(len(senders), len(receivers))):
+            pair = hosts[senders[m % len(senders)]], hosts[receivers[m % len(receivers)]]
+            seen.setdefault((stage, m // parts), set()).add(pair[0] == pair[1])
+    return all(len(each) == 1 for each in seen.values())
 
 
 def test_a_part_of_the_ranks_tells_what_all_need() -> None:

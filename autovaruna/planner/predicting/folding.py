@@ -25,6 +25,14 @@ def short_enough(pipeline: Pipeline) -> Pipeline:
     return pipeline if num_acts <= _ACTS_OF_A_WHOLE_STEP else fold(pipeline)
 
 
+def telling(pipeline: Pipeline) -> Pipeline:
+    """Returns a pipeline that takes as long, with ranks that hold as much: one part if all are alike, else all of it.
+
+    If that has too many instructions to simulate, it is the part that takes longest.
+    """
+    return fold(pipeline) if _is_alike(pipeline) else short_enough(pipeline)
+
+
 def acts_of_an_act(pipeline: Pipeline) -> int:
     """Returns what an instruction costs to simulate, in those of a rank with one stage."""
     is_shared = sum(stage.num_replicas for stage in pipeline.stages) > pipeline.num_ranks
@@ -66,6 +74,25 @@ def _num_parts(pipeline: Pipeline) -> int:
     parts = math.gcd(*(stage.num_replicas for stage in pipeline.stages))
     is_alike = not any(stage.speeds for stage in pipeline.stages) and _keep_apart(pipeline, parts)
     return parts if is_alike else 1
+
+
+def _is_alike(pipeline: Pipeline) -> bool:
+    """Returns whether all parts run as many micro-batches, on ranks with the same stages, over the same links."""
+    parts, groups = _num_parts(pipeline), {stage.ranks for stage in pipeline.stages}
+    if pipeline.num_micro_batches % parts or len(set().union(*groups)) < sum(map(len, groups)):
+        return False
+    pairs = [(pipeline.stages[edge.source].ranks, pipeline.stages[edge.destination].ranks) for edge in pipeline.edges]
+    return all(_has_links_alike(pipeline, parts, *pair) for pair in {*pairs, *((b, a) for a, b in pairs)})
+
+
+def _has_links_alike(pipeline: Pipeline, parts: int, senders: tuple[int, ...], receivers: tuple[int, ...]) -> bool:
+    """Returns whether messages between two stages take the same links in all parts."""
+    links = [
+        pipeline.links(senders[m % len(senders)], receivers[m % len(receivers)])
+        for m in range(min(math.lcm(len(senders), len(receivers)), pipeline.num_micro_batches))
+    ]
+    firsts = (links[m - m % parts] for m in range(len(links)))
+    return all(link is first or link == first for link, first in zip(links, firsts, strict=True))
 
 
 def _part(pipeline: Pipeline, parts: int, place: int) -> Pipeline:
