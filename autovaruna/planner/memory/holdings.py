@@ -57,10 +57,10 @@ def holdings_of_stage(
 ) -> Holdings[float]:
     """Returns what a stage of any blocks holds (not only of a range); `made` are the graph's `gradient_bytes`."""
     inside, size = set(blocks), math.ceil(costs.micro_batch_size)
-    used = [p for p in graph.parameters if inside & set(p.blocks)]
+    used = [p for p in graph.parameters if not inside.isdisjoint(p.blocks)]
     trained = [p for p in used if p.needs_gradient]
     last = max(inside)
-    held = [v for v in graph.values if v.producer in inside or inside & set(v.consumers)]
+    held = [v for v in graph.values if v.producer in inside or not inside.isdisjoint(v.consumers)]
     received = [v for v in held if v.producer not in inside]
     sent = [v for v in held if max(v.consumers) > last]
     index = sorted(inside)
@@ -74,7 +74,7 @@ def holdings_of_stage(
         tied=float(sum(p.num_bytes * len(inside & set(p.blocks)) for p in trained if len(p.blocks) > 1)),
         tied_once=float(sum(p.num_bytes for p in trained if len(p.blocks) > 1)),
         buffers=float(sum(graph.blocks[k].buffer_bytes for k in inside)),
-        inputs=sum(i.size.at(size) for i in graph.inputs if inside & set(i.consumers)),
+        inputs=sum(i.size.at(size) for i in graph.inputs if not inside.isdisjoint(i.consumers)),
         received=sum(v.size.at(size) for v in received),
         sent=sum(v.size.at(size) for v in sent),
         gradients_received=sum(v.size.at(size) for v in sent if v.needs_gradient),

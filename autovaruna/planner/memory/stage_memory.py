@@ -95,4 +95,5 @@ class MemoryModel:
         work = gradients + self.messages(held) + running + held.deferred * deferred
         first = work + self.before_gradients(held)
         made = StageBytes(work, each, gradients + self.updating(held), first, running, gradients)
-        return made.map(lambda part: part * (1.0 + self.heap_share)).on_top_of(lasting)
+        whole = made.map(lambda part: part * (1.0 + self.heap_share)) if self.heap_share else made
+        return whole.on_top_of(lasting)
