@@ -10,6 +10,7 @@ from functools import cached_property
 from autovaruna.errors import InputError, MeasureError
 from autovaruna.profiler.records import Cluster
 from autovaruna.varuna.grids import Choice, Measured, Wishes, choice_at, choices
+from autovaruna.varuna.numbers import positive
 from autovaruna.varuna.profile_folder import ProfileFolder
 
 logger = logging.getLogger(__name__)
@@ -44,10 +45,11 @@ class AutoConfig:
         cutpoints: str = "only",
         optimizer_bytes_factor: float | None = None,
     ) -> None:
-        numbers = {"num_ranks": num_ranks, "batch_size": batch_size, "gpus_per_node": gpus_per_node}
-        for name, number in {**numbers, "memory_bytes": memory_bytes}.items():
-            if number is not None and number <= 0:
-                raise InputError(f"{name} is {number}; expected more than zero")
+        num_ranks, batch_size = positive("num_ranks", num_ranks), positive("batch_size", batch_size)
+        gpus_per_node = gpus_per_node and positive("gpus_per_node", gpus_per_node)
+        chunk_size = chunk_size and positive("chunk_size", chunk_size)
+        if memory_bytes is not None and not memory_bytes > 0:
+            raise InputError(f"memory_bytes is {memory_bytes}; expected more than zero")
         measured, facts = ProfileFolder(profile_folder).read()
         cluster = cluster_for(measured.cluster, num_ranks, gpus_per_node or facts.gpus_per_node, memory_bytes)
         factor = facts.optimizer_bytes_factor if optimizer_bytes_factor is None else optimizer_bytes_factor
@@ -93,8 +95,8 @@ class AutoConfig:
         Raises:
             PlanError: it does not fit; says what is missing.
         """
-        size = micro_batch_size or self._wishes.chunk_size
-        return choice_at(self._measured, replace(self._wishes, chunk_size=size), stages)
+        size = positive("micro_batch_size", micro_batch_size) if micro_batch_size else self._wishes.chunk_size
+        return choice_at(self._measured, replace(self._wishes, chunk_size=size), positive("stages", stages))
 
 
 def cluster_for(known: Cluster, num_ranks: int, gpus_per_node: int, memory_bytes: float | None) -> Cluster:

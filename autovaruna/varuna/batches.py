@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, SupportsIndex
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -101,9 +101,3 @@ def loss_of(output: Any) -> Tensor:
         f"{f' of shape {tuple(output.shape)}' if isinstance(output, Tensor) else ''}. Expected a tensor with one "
         "number, alone, first of a tuple, or under the name loss."
     )
-
-
-def positive(name: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, SupportsIndex | float) or int(value) != value or value < 1:
-        raise InputError(f"{name} is {value!r}; expected a whole number of samples, at least 1.")
-    return int(value)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 
 import torch
@@ -22,8 +22,9 @@ from autovaruna.profiler.profile import to_profile
 from autovaruna.profiler.records import Profile
 from autovaruna.runtime.worlds.environment import get_world
 from autovaruna.runtime.worlds.on_all import on_all
-from autovaruna.varuna.batches import GetBatch, positive, sample_batch
+from autovaruna.varuna.batches import GetBatch, sample_batch
 from autovaruna.varuna.measuring import read_costs, subject_of
+from autovaruna.varuna.numbers import positive
 from autovaruna.varuna.parts import keys_between, keys_of
 from autovaruna.varuna.profile_folder import Facts, ProfileFolder
 from autovaruna.varuna.ranks import device_of, local_rank_of
@@ -127,6 +128,8 @@ class Profiler:
         """
         if self._subject is None:
             raise OrderError("profile_all() comes after initialize().")
+        if not isinstance(microbatches_to_profile, Iterable):
+            raise InputError(f"microbatches_to_profile is {microbatches_to_profile!r}; expected several, as [1, 2, 4].")
         sizes = sorted({positive("a micro-batch size", size) for size in microbatches_to_profile})
         if not sizes:
             raise InputError("microbatches_to_profile is empty; expected at least one micro-batch size.")

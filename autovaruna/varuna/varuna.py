@@ -21,13 +21,13 @@ from autovaruna.varuna.batches import (
     check_inputs,
     loss_of,
     on_device,
-    positive,
     sample_batch,
 )
 from autovaruna.varuna.evaluation import mean_loss
 from autovaruna.varuna.find import find_grid
 from autovaruna.varuna.gradients import finish, put_aside
 from autovaruna.varuna.loss_scale import StepScale
+from autovaruna.varuna.numbers import positive
 from autovaruna.varuna.place import Place, place_of
 from autovaruna.varuna.ranks import device_of, local_rank_of
 from autovaruna.varuna.requests import Requests

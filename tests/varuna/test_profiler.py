@@ -79,6 +79,23 @@ def test_the_fastest_is_found_for_other_numbers_of_ranks(folder: Path) -> None:
     assert set(config.batch_times) == set(range(1, LAYERS + 2))
 
 
+@pytest.mark.parametrize(
+    ("ask", "words"),
+    [
+        (lambda folder: AutoConfig(0, 8, folder), "num_ranks is 0"),
+        (lambda folder: AutoConfig(2.5, 8, folder), "num_ranks is 2.5"),
+        (lambda folder: AutoConfig(2, "8", folder), "batch_size is '8'"),
+        (lambda folder: AutoConfig(2, 8, folder, memory_bytes=0), "memory_bytes is 0"),
+        (lambda folder: AutoConfig(2, 8, folder).info(0), "stages is 0"),
+        (lambda folder: AutoConfig(2, 8, folder).info(2, -1), "micro_batch_size is -1"),
+        (lambda folder: profiled(folder, sizes=2), "microbatches_to_profile is 2; expected several"),
+    ],
+)
+def test_numbers_that_cannot_be_used_are_named(ask: Any, words: str, folder: Path) -> None:
+    with pytest.raises(InputError, match=words):
+        ask(folder)
+
+
 def test_memory_is_a_limit(tmp_path: Path) -> None:
     """Varuna's check can reject nothing."""
     graph = make_graph(8)
