@@ -1,6 +1,7 @@
 """Tries a submodule out on small random tensors, to learn what it returns for every batch size.
 
-The trial runs on a thread of its own, where nothing traces, on a copy: neither the model nor its generators change.
+Integers are zeros, or ones if the module refuses those, as lengths. The trial runs on a thread of its own, where
+nothing traces, on a copy: neither the model nor its generators change.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 import sympy
@@ -48,6 +50,7 @@ class Trial:
         precision: the autocasts around it.
         is_differentiated: whether gradients are wanted.
         is_positive: whether floating-point arguments are between zero and one.
+        integer: what integers are.
     """
 
     module: nn.Module
@@ -59,6 +62,7 @@ class Trial:
     precision: Precision
     is_differentiated: bool
     is_positive: bool = False
+    integer: int = 0
 
     def returned(self) -> Returned:
         """Returns what the module returns.
@@ -67,18 +71,26 @@ class Trial:
             CannotKeepError: it cannot be said for every batch size, or the module does what a node may not.
         """
         sizes = _SIZES if isinstance(self.batch[0], torch.SymInt) else (int(self.batch[0]),)
-        try:
-            found = [self._outputs(size) for size in sizes]
-        except (CannotKeepError, TraceError):
-            raise
-        except Exception:  # it may want positive numbers, or probabilities
-            found = [replace(self, is_positive=True)._outputs(size) for size in sizes]
+        found = self._tried(sizes)
         trees = [tree for _, tree in found]
         if len({tree.key() for tree in trees}) > 1 or len({len(tensors) for tensors, _ in found}) > 1:
             raise CannotKeepError("what it returns besides tensors depends on the batch size or on numbers")
         if not found[0][0] or any(isinstance(leaf, Opaque) for leaf in trees[0].leaves):
             raise CannotKeepError("it returns no tensor, or an object that hides tensors")
         return Returned(trees[0], tuple(_line(sizes, each) for each in zip(*(t for t, _ in found), strict=True)))
+
+    def _tried(self, sizes: Sequence[int]) -> list[tuple[list[Tensor], Tree]]:
+        """Runs the module for batches of some sizes, with the first numbers that it takes."""
+        refusals: list[Exception] = []
+        for integer, is_positive in product((0, 1), (False, True)):
+            trial = replace(self, integer=integer, is_positive=is_positive)
+            try:
+                return [trial._outputs(size) for size in sizes]
+            except (CannotKeepError, TraceError):
+                raise
+            except Exception as error:  # it may want positive numbers, or probabilities
+                refusals.append(error)
+        raise refusals[0]
 
     def _outputs(self, size: int) -> tuple[list[Tensor], Tree]:
         """Runs the module on `size` samples."""
@@ -145,7 +157,7 @@ class Trial:
 
     def _made(self, tensor: Tensor, size: int, generator: torch.Generator) -> Tensor:
         shape = self.shape_of(tensor, size)
-        made = random_tensor(shape, tensor.dtype, generator).to(self.device)
+        made = random_tensor(shape, tensor.dtype, generator, self.integer).to(self.device)
         if self.is_positive and is_differentiable(made) and not made.is_complex():
             made.mul_(2.0).add_(0.5).clamp_(0.1, 0.9)
         return made.requires_grad_(tensor.requires_grad and self.is_differentiated)
@@ -190,13 +202,13 @@ def _bits(tensor: Tensor) -> Tensor:
     return tensor.detach().reshape(-1).view(torch.uint8)
 
 
-def random_tensor(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
-    """Returns small random numbers; ones for booleans, zeros for integers."""
+def random_tensor(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator, whole: int = 0) -> Tensor:
+    """Returns small random numbers; ones for booleans, the same number for all integers."""
     if dtype is torch.bool:
         return torch.ones(shape, dtype=dtype)
     kind = torch.empty((), dtype=dtype)
     if not is_differentiable(kind):
-        return torch.zeros(shape, dtype=dtype)
+        return torch.full(shape, whole, dtype=dtype)
     wide = torch.complex64 if kind.is_complex() else torch.float32
     return (torch.randn(shape, generator=generator, dtype=wide) * 0.05).to(dtype)
 
