@@ -6,7 +6,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import wraps
-from typing import Any
+from typing import Any, TypeVar
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -17,18 +18,22 @@ from autovaruna.runtime.weights.split_models import SplitModel, split_models
 from autovaruna.runtime.worlds.differences import differences
 from autovaruna.runtime.worlds.world import World
 
+Value = TypeVar("Value")
+
 
 @dataclass(frozen=True)
 class _Norm:
     """The norm of one tensor, as far as a rank knows it.
 
     Attributes:
-        name: The parameter whose gradient it is, or its place among the others.
+        name: The parameter whose gradient it is, or its place among the others; listed again, it has a name of its own.
+        parameter: The parameter; None: it is of none.
         number: None: the tensor is elsewhere.
         dtype: What the norm was computed in.
     """
 
     name: str
+    parameter: str | None
     number: float | None
     dtype: torch.dtype
 
@@ -72,18 +77,10 @@ def _model_of(tensors: Sequence[Tensor]) -> SplitModel | None:
 
 def _total(tensors: Sequence[Tensor], model: SplitModel, norm_type: float, error_if_nonfinite: bool) -> Tensor:
     """Returns the norm of all gradients, in the order of rank 0's list. Collective."""
-    own = list(_norms(tensors, model.names_of_gradients(), norm_type))
-    of_ranks = _gather(own, {"norm_type": f"{norm_type:g}"}, model.world)
-    known = {each.name: each for norms in reversed(of_ranks) for each in norms if each.number is not None}
-    for rank, norms in enumerate(of_ranks):
-        if missing := known.keys() - {each.name for each in norms}:
-            raise RankError(
-                f"The ranks ask for the norm of different gradients: got a list on rank {rank} without that of "
-                f"{', '.join(sorted(missing)[:3])}, which another rank has. Expected the same list on every rank, with "
-                "those that are elsewhere (is_meta): parameters(), or the optimizer's groups."
-            )
-    numbers = [known[each.name] for each in of_ranks[0] if each.name in known]
-    norms_of_all = [torch.tensor(each.number, dtype=each.dtype, device=tensors[0].device) for each in numbers]
+    own = _norms(tensors, model.names_of_gradients(), norm_type)
+    norms_of_all = [
+        torch.tensor(each.number, dtype=each.dtype, device=tensors[0].device) for each in _joined(own, model, norm_type)
+    ]
     total: Tensor = torch.linalg.vector_norm(torch.stack(norms_of_all or [torch.zeros(())]), norm_type)
     if error_if_nonfinite and not total.isfinite():
         raise RuntimeError(
@@ -93,23 +90,60 @@ def _total(tensors: Sequence[Tensor], model: SplitModel, norm_type: float, error
     return total
 
 
+def _joined(own: list[_Norm], model: SplitModel, norm_type: float) -> list[_Norm]:
+    """Returns the norms that any rank knows. Collective.
+
+    As a rule all ranks list the same names, and each norm is told by one rank.
+
+    Raises:
+        RankError: a rank has not listed a gradient that another one has.
+    """
+    rank, first = model.world.rank, model.placement.ranks_of
+    told = [
+        each for each in own if each.number is not None and (each.parameter is None or first(each.parameter)[0] == rank)
+    ]
+    listed = crc32("\n".join([each.name for each in own]).encode())
+    parts = _gather((listed, told), {"norm_type": f"{norm_type:g}"}, model.world)
+    of_ranks: list[list[_Norm]] = [norms for _, norms in parts]
+    names = [each.name for each in own]
+    if len({digest for digest, _ in parts}) > 1:
+        of_ranks = model.world.gather_objects(own, "comparing lists of gradients")
+        names = [each.name for each in of_ranks[0]]
+        _check_lists(of_ranks)
+    known = {each.name: each for norms in reversed(of_ranks) for each in norms if each.number is not None}
+    return [known[name] for name in names if name in known]
+
+
+def _check_lists(of_ranks: Sequence[Sequence[_Norm]]) -> None:
+    known = {each.name for norms in of_ranks for each in norms if each.number is not None}
+    for rank, norms in enumerate(of_ranks):
+        if missing := known - {each.name for each in norms}:
+            raise RankError(
+                f"The ranks ask for the norm of different gradients: got a list on rank {rank} without that of "
+                f"{', '.join(sorted(missing)[:3])}, which another rank has. Expected the same list on every rank, with "
+                "those that are elsewhere (is_meta): parameters(), or the optimizer's groups."
+            )
+
+
 def _norms(tensors: Sequence[Tensor], names: dict[int, str], norm_type: float) -> list[_Norm]:
-    """Returns the norms that this rank knows; a tensor that is listed again has a name of its own."""
+    """Returns the norms of tensors, those included that this rank does not know."""
     seen: Counter[str] = Counter()
     norms = []
     for place, each in enumerate(tensors):
-        name = names.get(id(each), f"tensor {place}")
+        parameter = names.get(id(each))
+        name = parameter or f"tensor {place}"
         seen[name] += 1
         norm = None if isinstance(each, Elsewhere) else torch.linalg.vector_norm(each, norm_type)
         number, dtype = (None, each.dtype) if norm is None else (norm.item(), norm.dtype)
-        norms.append(_Norm(f"{name}" + (f", again ({seen[name]})" if seen[name] > 1 else ""), number, dtype))
+        again = f", again ({seen[name]})" if seen[name] > 1 else ""
+        norms.append(_Norm(name + again, parameter, number, dtype))
     return norms
 
 
-def _gather(own: list[_Norm], options: dict[str, str], world: World) -> list[list[_Norm]]:
-    parts = world.gather_objects((own, options), "the norm of gradients")
+def _gather(value: Value, options: dict[str, str], world: World) -> list[Value]:
+    parts = world.gather_objects((value, options), "the norm of gradients")
     if found := differences([of_rank for _, of_rank in parts]):
         raise RankError(
             f"The ranks ask for different norms of gradients: {found}. Expected the same one on every rank."
         )
-    return [norms for norms, _ in parts]
+    return [found for found, _ in parts]

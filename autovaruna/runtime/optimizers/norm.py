@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -46,16 +46,13 @@ def clip_grad_norm(
     here = {name: parameter for name, parameter in state.parameters().items() if not parameter.is_meta}
     own = {name: parameter.grad for name, parameter in here.items() if parameter.grad is not None}
     device = next((gradient.device for gradient in own.values()), torch.device("cpu"))
-    norms = torch.zeros(len(names), dtype=torch.float64, device=device)
-    for place, name in enumerate(names):
-        if name in own and placement.ranks_of(name)[0] == world.rank:
-            norms[place] = torch.linalg.vector_norm(own[name], norm_type)
     options = {"max_norm": f"{float(max_norm):g}", "norm_type": f"{float(norm_type):g}"}
     # says so if a rank is elsewhere, as messages do not
-    parts = world.gather_objects((norms.cpu(), options), what)
+    parts = world.gather_objects((_norms(own, placement, names, world.rank, norm_type), options), what)
     if found := differences([of_rank for _, of_rank in parts]):
         raise RankError(f"The ranks clip gradients differently: {found}. Expected the same options on every rank.")
-    norms = torch.stack([of_rank for of_rank, _ in parts]).sum(0).to(device)
+    known = {place: norm for of_rank, _ in parts for place, norm in of_rank.items()}
+    norms = torch.tensor([known.get(place, 0.0) for place in range(len(names))], dtype=torch.float64, device=device)
     dtype = torch.float32 if not own else next(iter(own.values())).dtype
     total: Tensor = torch.linalg.vector_norm(norms.to(dtype), norm_type)
     if error_if_nonfinite and not torch.isfinite(total):
@@ -67,3 +64,12 @@ def clip_grad_norm(
     for gradient in own.values():
         gradient.mul_(coefficient)
     return total
+
+
+def _norms(
+    own: Mapping[str, Tensor], placement: Placement, names: Sequence[str], rank: int, norm_type: float
+) -> dict[int, float]:
+    """Returns the norms of the gradients that this rank is the first to hold, by place in the list of names."""
+    places = [place for place, name in enumerate(names) if name in own and placement.ranks_of(name)[0] == rank]
+    norms = [torch.linalg.vector_norm(own[names[place]], norm_type).double() for place in places]
+    return dict(zip(places, torch.stack(norms).tolist(), strict=True)) if norms else {}
