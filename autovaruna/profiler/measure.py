@@ -173,7 +173,7 @@ def _measure_on(part: Part, samples: Samples, size: int, iterations: int, allowa
         return PartCost(*seconds, num_bytes, split_seconds=added)
     weights = time_weights(work, iterations, left, samples.device)
     added = work.split.num_operations * split_seconds(samples.device)
-    return PartCost(*seconds, num_bytes, weights, added, count_deferred_bytes(work))
+    return PartCost(*seconds, num_bytes, weights, added, count_deferred_bytes(work)[0])
 
 
 def _explain(part: Part, size: int, error: Exception, where: str) -> str:

@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autovaruna.graph.layout import storage_of
+from autovaruna.graph.pieces.weight_gradients import Deferred
 from autovaruna.profiler.work import Work
 
 
@@ -68,8 +69,8 @@ def count_bytes(work: Work, device: torch.device) -> Bytes:
         return Bytes(inside, values, tuple(made.values()), forward_work, max(0, meter.restart() - kept))
 
 
-def count_deferred_bytes(work: Work) -> int:
-    """Returns the bytes that a split backward of `work` keeps until its weight gradients are computed.
+def count_deferred_bytes(work: Work) -> tuple[int, Deferred]:
+    """Runs a split backward of `work`; returns the bytes kept till its weight gradients are computed, and these.
 
     What came in is counted too, since a stage may begin here; so blocks that keep the same count it more than once.
     """
@@ -87,7 +88,7 @@ def count_deferred_bytes(work: Work) -> int:
     known = {storage_of(weight) for weight in work.weights} | _casts(work).keys()
     kept = {storage: num_bytes for storage, (is_gone, num_bytes) in seen.items() if not is_gone()}
     kept |= {storage_of(gradient): _num_bytes(gradient) for gradient in deferred.gradients}
-    return sum(num_bytes for storage, num_bytes in kept.items() if storage not in known)
+    return sum(num_bytes for storage, num_bytes in kept.items() if storage not in known), deferred
 
 
 def _copied(argument: Any) -> Any:

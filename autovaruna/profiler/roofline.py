@@ -110,8 +110,7 @@ def _predict_split(work: Work, device: DeviceSpec, formulas: Formulas) -> tuple[
     """Returns what `PartCost` says of weight gradients that are computed apart."""
     if work.split is None:
         return 0.0, 0.0, 0
-    num_bytes = count_deferred_bytes(work)
-    deferred = work.run_split(work.arguments)
+    num_bytes, deferred = count_deferred_bytes(work)
     with Meter(device, formulas) as weights:
         deferred.compute(work.weights)
     return weights.seconds, work.split.num_operations * device.operation_seconds, num_bytes
