@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -212,6 +213,32 @@ def test_what_is_measured_does_not_index_with_what_memory_holds() -> None:
         AutoVaruna(Steps(returned), num_micro_batches=2, **QUIET)(**labelled(SIZE, 0)[1]).backward()
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+class Orders:
+    """Stands for the library opt_einsum, which torch asks for an order of products if it is installed."""
+
+    @staticmethod
+    def contract_path(equation: str, *operands: Any, shapes: bool = False, optimize: Any = None) -> Any:
+        sizes = operands if shapes else [each.shape for each in operands]
+        assert len({int(length) for shape in sizes for length in shape}) > 1
+        return [(1, 2), (0, 1)], None
+
+
+def contracted(self: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """Multiplies three tensors."""
+    return F.cross_entropy(self.last(torch.einsum("bi,ij,jk->bk", x, self.first.weight, self.first.weight)), y)
+
+
+def test_products_of_three_are_ordered_by_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    library: Any = torch.backends.opt_einsum
+    monkeypatch.setattr(library.m, "is_available", lambda: True)
+    monkeypatch.setattr(library.m, "get_opt_einsum", lambda: Orders)
+    monkeypatch.setattr(library.m, "enabled", True)
+    case = Case("steps_contracted", lambda: Steps(contracted), labelled)
+    batches = [case.batch(SIZE, step) for step in range(STEPS)]
+    bit_equal(train(case, pipeline(2, num_micro_batches=1), batches), plain_steps(case, batches))
+    compare(train(case, pipeline(2), batches), plain_steps(case, batches))
 
 
 def joined(self: nn.Module, x: Tensor, y: Tensor) -> Tensor:

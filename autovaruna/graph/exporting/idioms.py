@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributions import Distribution
 
+from autovaruna.graph.exporting.contractions import ordered_by_numbers
 from autovaruna.graph.exporting.integers import integers_of_sizes
 
 _LOSSES = (
@@ -60,7 +61,8 @@ def idioms(integers: Collection[str]) -> Iterator[set[str]]:
     """Traces ``len(x)`` as ``x.shape[0]``, which fixes no batch size, and leaves checks of distributions out.
 
     Losses of two tensors take it for granted that what masks have picked of both is of one length. A condition of bytes
-    is one of booleans. ``int`` leaves sizes as they are in some modules of Python (`integers`, by name).
+    is one of booleans. Products of several tensors are ordered by numbers. ``int`` leaves sizes as they are in some
+    modules of Python (`integers`, by name).
 
     For this thread, while the context lasts; checks of distributions for all threads, since torch has one switch.
 
@@ -82,7 +84,9 @@ def idioms(integers: Collection[str]) -> Iterator[set[str]]:
         (torch, "where", _by_bytes(torch.where, 0, tracing)),
         (Tensor, "where", _by_bytes(Tensor.where, 1, tracing)),
     ]
-    others = [(*each, getattr(*each[:2])) for each in (*losses, *choices)]
+    contractions: Any = torch.backends.opt_einsum.m  # type: ignore[attr-defined]
+    orders = [(contractions, "get_opt_einsum", ordered_by_numbers(contractions.get_opt_einsum))]
+    others = [(*each, getattr(*each[:2])) for each in (*losses, *choices, *orders)]
     for holder, name, traced, _ in others:
         setattr(holder, name, traced)
     try:
