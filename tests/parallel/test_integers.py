@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 from collections.abc import Callable
 
 import pytest
@@ -38,7 +39,7 @@ def of_greatest(x: Tensor, lengths: Tensor) -> Tensor:
 def of_item(x: Tensor, lengths: Tensor) -> Tensor:
     """Takes the item out by itself, and asks what kind of number came of it."""
     half = int(int(lengths.max().item()) / 2)
-    assert isinstance(half, int | torch.SymInt) and isinstance(3, int) and int == int and int("3") == 3  # noqa: E721
+    assert isinstance(half, int | torch.SymInt) and isinstance(3, int) and int == builtins.int and int("3") == 3  # noqa: E721
     return x[:, :LENGTH] / half
 
 
@@ -85,6 +86,6 @@ def test_a_loop_over_samples_is_refused_by_its_line() -> None:
 def test_int_is_given_back() -> None:
     own = torch.Tensor.__int__
     with pytest.raises(KeyError), integers_of_sizes([__name__]):
-        assert int is not int
+        assert int is not builtins.int
         raise KeyError
-    assert int is int and torch.Tensor.__int__ is own and "__int__" not in torch.Tensor.__dict__
+    assert int is builtins.int and torch.Tensor.__int__ is own and "__int__" not in torch.Tensor.__dict__
