@@ -34,12 +34,17 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _main_of_process() -> int:
-    """Runs the command as all that this process does: garbage is looked for rarely, and not once more at the end.
+def collect_rarely() -> None:
+    """Has garbage looked for rarely, in a process that does nothing but one command.
 
     A trace holds millions of objects; to go through them again and again takes a sixth of a plan's time.
     """
     gc.set_threshold(*_RARELY)
+
+
+def _main_of_process() -> int:
+    """Runs the command as all that this process does: garbage is not looked for once more at the end."""
+    collect_rarely()
     try:
         return main()
     finally:

@@ -50,8 +50,9 @@ def build_bert(num_layers: int):
 def run_one(kind: str, num_layers: int, num_ranks: int) -> dict[str, object]:
     """Plans one model in this process, and returns what that took."""
     import autovaruna.commands.planning as planning
-    from autovaruna.__main__ import _parser
+    from autovaruna.__main__ import _parser, collect_rarely
 
+    collect_rarely()
     phases: dict[str, float] = {}
 
     def timed(name: str, act):
