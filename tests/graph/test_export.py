@@ -130,6 +130,25 @@ def test_a_branch_on_large_batches_counts_if_it_computes_something_else(is_harml
             traced(model, X, X)
 
 
+@pytest.mark.parametrize("is_harmless", (True, False))
+def test_branches_on_many_large_batches_are_looked_at_together(is_harmless: bool) -> None:
+    """Each of several tensors may be too large for a kernel from another batch size on."""
+
+    def branching(self: nn.Module, x: Tensor) -> Tensor:
+        out = self.layer(x)
+        for power in range(20, 27):
+            if out.numel() * 2**power > 2**43 + power:
+                out = out.contiguous() if is_harmless or power < 23 else out.tanh()
+        return out.square().mean()
+
+    model = Function(branching, layer=nn.Linear(4, 4))
+    if is_harmless:
+        assert traced(model, X).sizes.symbol is not None
+    else:
+        with pytest.raises(TraceError, match=r"it holds for batch <= \d+ alone"):
+            traced(model, X)
+
+
 def test_a_model_that_mixes_samples_can_be_traced_for_one_size() -> None:
     """Without a dynamic batch it is a graph for that size alone."""
     model = Contrastive()

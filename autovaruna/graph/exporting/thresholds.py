@@ -15,6 +15,9 @@ from torch import fx
 from autovaruna.errors import TraceError
 
 _ROUNDS = 4
+_MANY, _FAR = 2**16, 2**24
+"""Above the first, one look is enough, at the second: libraries then ask for each tensor whether it is too large for a
+kernel, a size for each; above the second there is no micro-batch."""
 Attempt = Callable[[int, int], tuple[fx.GraphModule, int | None]]
 
 
@@ -28,10 +31,11 @@ def find_threshold(module: fx.GraphModule, greatest: int | None, attempt: Attemp
             function is given.
     """
     for _ in range(_ROUNDS):
-        if greatest is None:
+        if greatest is None or greatest >= _FAR:
             return None
+        least = greatest + 1 if greatest < _MANY else _FAR
         try:
-            larger, next_greatest = attempt(greatest + 1, int(sympy.nextprime(greatest + 6)))
+            larger, next_greatest = attempt(least, int(sympy.nextprime(least + 5)))
         except TraceError:
             return greatest
         if any(a != b for a, b in itertools.zip_longest(_lines(larger), _lines(module))):
