@@ -51,8 +51,10 @@ def run_one(kind: str, num_layers: int, num_ranks: int) -> dict[str, object]:
     """Plans one model in this process, and returns what that took."""
     import autovaruna.commands.planning as planning
     from autovaruna.__main__ import _parser, collect_rarely
+    from autovaruna.parallel.machine import keep_freed_memory
 
     collect_rarely()
+    keep_freed_memory()
     phases: dict[str, float] = {}
 
     def timed(name: str, act):
