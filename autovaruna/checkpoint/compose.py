@@ -15,6 +15,7 @@ from autovaruna.checkpoint.document import encode
 from autovaruna.checkpoint.optimizer_state import encode_groups, encode_state
 from autovaruna.checkpoint.part import Part
 from autovaruna.checkpoint.subject import Subject, writers
+from autovaruna.errors import CheckpointError
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ def compose(subject: Subject, content: Content, is_shared: bool) -> Part:
     """Returns the part of this rank.
 
     Raises:
-        CheckpointError: something is of a type that no checkpoint can hold.
+        CheckpointError: something is of a type that no checkpoint can hold, or has no numbers yet.
     """
     rank = subject.world.rank
     tensors, module_state = subject.entries()
@@ -58,8 +59,14 @@ def compose(subject: Subject, content: Content, is_shared: bool) -> Part:
         documents["ties"] = {name: first for name, first in subject.first_names(tensors).items() if name != first}
         documents["module_state"] = encode(module_state, "module_state", others)
     place = own_files.index(rank) + 1 if rank in own_files else 0
+    weights = {name: tensors[name] for name, its_writer in writer.items() if its_writer == rank}
+    if empty := [name for name, tensor in weights.items() if tensor.is_meta]:
+        raise CheckpointError(
+            f"{empty[0]} and {len(empty) - 1} others are on meta, where tensors have no numbers: got save_checkpoint "
+            "before the first call, which gives them some. Call the model first, or load weights."
+        )
     return Part(
-        weights={name: tensors[name] for name, its_writer in writer.items() if its_writer == rank},
+        weights=weights,
         others=others,
         documents=documents,
         weight_file=f"model-{place:05d}-of-{len(own_files):05d}.safetensors",

@@ -326,6 +326,14 @@ def test_between_a_load_and_the_first_call_there_is_nothing_to_save(tmp_path: Pa
     on_ranks(Setup(((0, 1),)), case.model(1), run, adamw, token=(case.name, False))
 
 
+def test_a_model_without_numbers_is_not_saved(tmp_path: Path) -> None:
+    with torch.device("meta"):
+        model = AutoVaruna(nn.Linear(2, 2))
+    with pytest.raises(CheckpointError, match="weight and 1 others are on meta"):
+        model.save_checkpoint(tmp_path, step=0)
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("step", [0, 10**12, np.int64(3), torch.tensor(4)])
 def test_any_whole_number_is_a_step(step: Any, tmp_path: Path) -> None:
     model = trained()
