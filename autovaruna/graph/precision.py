@@ -39,6 +39,11 @@ Precision = tuple[Autocast, ...]
 """The autocasts that are on, by device; empty: every operation runs in the dtypes of its arguments."""
 
 
+def is_autocast() -> bool:
+    """Says whether autocast is on, for any device type."""
+    return torch._C._is_any_autocast_enabled()
+
+
 def current_precision() -> Precision:
     """Returns the autocasts that are on now."""
     is_cached = torch.is_autocast_cache_enabled()

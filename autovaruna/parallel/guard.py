@@ -8,7 +8,7 @@ from types import TracebackType
 
 import torch
 
-from autovaruna.graph.precision import without_autocast
+from autovaruna.graph.precision import is_autocast, without_autocast
 from autovaruna.graph.random import untouched_generator
 from autovaruna.runtime.executor import Executor
 from autovaruna.runtime.worlds.world import World
@@ -41,7 +41,7 @@ class Guard(AbstractContextManager[None]):
         self._apart: AbstractContextManager[None] | None = None
 
     def __enter__(self) -> None:
-        if self._draws_or_casts or torch._C._is_any_autocast_enabled():
+        if self._draws_or_casts or is_autocast():
             self._apart = _apart(self._device)
             self._apart.__enter__()
 

@@ -6,14 +6,16 @@ Each rank computes the totals of its own mini-batch; they travel with what it sa
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from autovaruna.graph.batch.batch_kinds import Merge
+from autovaruna.graph.pieces.direct import direct
 from autovaruna.graph.pieces.extract import Argument, Piece, Source, extract
-from autovaruna.graph.precision import without_autocast
+from autovaruna.graph.precision import is_autocast, without_autocast
 from autovaruna.graph.traced import TracedModel
 from autovaruna.runtime.batch import GlobalBatch
 
@@ -40,6 +42,7 @@ class BatchValues:
         made_of = [name for name, _ in self._totals.values.values()]
         self._before = extract(traced, self._totals.before, list(self._totals.merges), is_bare=True)
         self._after = extract(traced, self._totals.after, list(dict.fromkeys(made_of)), is_bare=True)
+        self._run_before, self._run_after = direct(self._before.module), direct(self._after.module)
 
     def of_samples(self, tensors: Sequence[Tensor], num_samples: int) -> Totals:
         """Returns the totals of a mini-batch.
@@ -50,7 +53,7 @@ class BatchValues:
         """
         if not num_samples:
             return []
-        found = self._run(self._before, tensors, num_samples, {})
+        found = self._run(self._before, self._run_before, tensors, num_samples, {})
         return [total.tolist() if isinstance(total, Tensor) else total for total in found.values()]
 
     def of_batch(
@@ -72,7 +75,7 @@ class BatchValues:
         }
         if self._totals.after:
             totals = {name: self._as_traced(name, total) for name, total in made.items()}
-            made = self._run(self._after, tensors, batch.num_samples, totals)
+            made = self._run(self._after, self._run_after, tensors, batch.num_samples, totals)
         return {share: self._given(made, share) for share in {part.share for part in batch.micro_batches.values()}}
 
     def _merged(self, name: str, totals: Sequence[Any], sizes: Sequence[int]) -> Any:
@@ -105,12 +108,17 @@ class BatchValues:
         return self._traced.nodes[name].meta["val"].dtype  # type: ignore[no-any-return]
 
     def _run(
-        self, piece: Piece, tensors: Sequence[Tensor], num_samples: int, totals: Mapping[str, Any]
+        self,
+        piece: Piece,
+        run: Callable[..., Sequence[Any]],
+        tensors: Sequence[Tensor],
+        num_samples: int,
+        totals: Mapping[str, Any],
     ) -> dict[str, Any]:
         inputs = dict(zip(self._traced.inputs, tensors, strict=True))
         given = [self._argument(argument, inputs, num_samples, totals) for argument in piece.arguments]
-        with torch.no_grad(), without_autocast():  # a piece enters it as its nodes say
-            return dict(zip(piece.outputs, piece.module(*given), strict=True))
+        with torch.no_grad(), without_autocast() if is_autocast() else nullcontext():  # it enters it as its nodes say
+            return dict(zip(piece.outputs, run(*given), strict=True))
 
     def _argument(
         self, argument: Argument, inputs: Mapping[str, Tensor], num_samples: int, totals: Mapping[str, Any]
