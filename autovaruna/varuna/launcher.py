@@ -111,7 +111,7 @@ class Job:
         passed = [word for name in names for word in ("-x", name)]
         return [
             *(self.mpirun, "--hostfile", host_file, "-np", str(self.num_ranks), "--bind-to", "none"),
-            *("--map-by", "slot", "--output", "tag", "--wdir", str(self.options.code_dir), *passed),
+            *("--map-by", "slot", "--output", "tag", "--stdin", "none", "--wdir", str(self.options.code_dir), *passed),
             *(sys.executable, rank_script.__file__, self.options.script, *self.options.arguments),
         ]
 
@@ -143,6 +143,7 @@ class Job:
                 self._process = subprocess.Popen(
                     command,
                     env=self.environment(),
+                    stdin=subprocess.DEVNULL,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.PIPE,
                     start_new_session=True,  # a terminal's signals come through here alone

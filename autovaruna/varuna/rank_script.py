@@ -58,13 +58,23 @@ def known_to(parser: argparse.ArgumentParser, options: Mapping[str, str]) -> lis
     return [f"{taken[name]}={value}" for name, value in options.items() if taken[name]]
 
 
-def _give_options(options: Mapping[str, str]) -> None:
-    """Lets every parser of the script that reads the command line find the launcher's options there."""
-    parse: Any = argparse.ArgumentParser.parse_known_args
+def give_options(options: Mapping[str, str]) -> None:
+    """Lets every parser of the script that reads the command line find the launcher's options there.
 
-    def parse_with_options(self: argparse.ArgumentParser, args: Any = None, namespace: Any = None) -> Any:
-        given = [*known_to(self, options), *sys.argv[1:]] if args is None else args
-        return parse(self, given, namespace)
+    The parser of a subcommand gets them, too, in front of what is left for it.
+    """
+    parse: Any = argparse.ArgumentParser.parse_known_args
+    reading: list[argparse.ArgumentParser] = []
+
+    def parse_with_options(self: argparse.ArgumentParser, args: Any = None, *more: Any, **named: Any) -> Any:
+        if args is None or reading:
+            args = [*known_to(self, options), *(sys.argv[1:] if args is None else args)]
+            reading.append(self)
+        try:
+            return parse(self, args, *more, **named)
+        finally:
+            if reading and reading[-1] is self:
+                reading.pop()
 
     argparse.ArgumentParser.parse_known_args = parse_with_options  # type: ignore[method-assign]
 
@@ -81,7 +91,7 @@ def main(arguments: Sequence[str]) -> None:
         signal.signal(stand_in, _turn_back)
     sys.stderr.write(STARTED + "\n")
     sys.stderr.flush()
-    _give_options(options_of(json.loads(os.environ[VARIABLE]), rank, local))
+    give_options(options_of(json.loads(os.environ[VARIABLE]), rank, local))
     script = arguments[0]
     sys.argv[:] = list(arguments)
     sys.path[0] = os.path.dirname(os.path.abspath(script))

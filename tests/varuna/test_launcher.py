@@ -41,6 +41,9 @@ def test_a_job_is_an_mpirun_call(tmp_path: Path) -> None:
     assert command[command.index("-np") + 1] == "4" and command[command.index("--wdir") + 1] == str(tmp_path)
     assert command[-3:] == [str(tmp_path / "train.py"), "--lr", "3"]
     assert {"FOO", "BAR", rank_script.VARIABLE} <= {command[k + 1] for k, word in enumerate(command) if word == "-x"}
+    assert (
+        command[command.index("--stdin") + 1] == "none"
+    )  # else rank 0 would wait for words that mpirun does not pass on
     found = job.environment()
     assert found["FOO"] == "a b"
     assert json.loads(found[rank_script.VARIABLE])["grid"] == [[0, 2], [1, 3]]
@@ -67,6 +70,21 @@ def test_a_script_gets_the_options_that_it_takes_as_it_spells_them() -> None:
     parser.add_argument("--resume_step")
     assert rank_script.known_to(parser, known) == ["--local-rank=0", "--batch-size=8", "--resume_step=7"]
     assert rank_script.known_to(argparse.ArgumentParser(), known) == []
+
+
+def test_subcommands_get_the_options_that_they_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_known_args", argparse.ArgumentParser.parse_known_args)
+    monkeypatch.setattr("sys.argv", ["train.py", "--seed", "1", "train", "--lr", "2"])
+    rank_script.give_options({"rank": "3", "chunk_size": "4"})
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--seed")
+    parser.add_argument("--rank")
+    train = parser.add_subparsers(dest="command").add_parser("train")
+    for name in ("--lr", "--chunk-size"):
+        train.add_argument(name)
+    expected = {"seed": "1", "rank": "3", "command": "train", "lr": "2", "chunk_size": "4"}
+    assert vars(parser.parse_args()) == expected
+    assert vars(parser.parse_args(["--seed", "5"]))["rank"] is None
 
 
 def test_output_has_its_rank_in_front() -> None:
