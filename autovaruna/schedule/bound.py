@@ -18,7 +18,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from autovaruna.schedule.costs import distinct_replicas, work_seconds
-from autovaruna.schedule.instruction import Kind
+from autovaruna.schedule.instruction import BACKWARD, FORWARD, RECOMPUTE, WEIGHT
 from autovaruna.schedule.messages import exact, seconds_of
 from autovaruna.schedule.pipeline import Pipeline
 
@@ -111,11 +111,11 @@ class _Paths:
 
 def _work(pipeline: Pipeline, stage: int, replica: int) -> _Work:
     seconds = work_seconds(pipeline, stage, replica)
-    backward = whole = seconds[Kind.BACKWARD]
+    backward = whole = seconds[BACKWARD]
     if pipeline.stages[stage].deferred:
         split = work_seconds(pipeline, stage, replica, is_split=True)
-        backward, whole = min(whole, split[Kind.BACKWARD]), min(whole, split[Kind.BACKWARD] + split[Kind.WEIGHT])
-    return _Work(seconds[Kind.FORWARD], seconds[Kind.RECOMPUTE], backward, whole)
+        backward, whole = min(whole, split[BACKWARD]), min(whole, split[BACKWARD] + split[WEIGHT])
+    return _Work(seconds[FORWARD], seconds[RECOMPUTE], backward, whole)
 
 
 def _finish_seconds(pipeline: Pipeline, stage: int) -> float:

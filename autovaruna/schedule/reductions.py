@@ -6,7 +6,7 @@ needs no rank's attention, so it overlaps with other stages' work; those that sh
 
 from __future__ import annotations
 
-from autovaruna.schedule.instruction import Kind
+from autovaruna.schedule.instruction import BACKWARD, WEIGHT
 from autovaruna.schedule.messages import exact
 from autovaruna.schedule.pipeline import Pipeline
 from autovaruna.schedule.simulation import Act, Reduction
@@ -32,6 +32,6 @@ def _ends_of_gradients(pipeline: Pipeline, acts: tuple[list[Act], ...]) -> list[
     last = [0.0] * pipeline.num_stages
     for row in acts:
         for _, end, replica, kind, _ in row:
-            if end > last[replica.stage] and (kind is Kind.BACKWARD or kind is Kind.WEIGHT):
+            if end > last[replica.stage] and (kind is BACKWARD or kind is WEIGHT):
                 last[replica.stage] = end
     return last

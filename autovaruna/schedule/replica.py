@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from autovaruna.schedule.instruction import Kind
+from autovaruna.schedule.instruction import BACKWARD, FORWARD, RECOMPUTE, WEIGHT, Kind
 
 
 class Inbox:
@@ -76,9 +76,9 @@ class Replica:
     @property
     def work_seconds(self) -> float:
         """The seconds of all its instructions."""
-        kinds = [Kind.FORWARD]
+        kinds = [FORWARD]
         if self.needs_gradients:
-            kinds += [Kind.BACKWARD, *[Kind.RECOMPUTE] * self.needs_recompute, *[Kind.WEIGHT] * self.is_split]
+            kinds += [BACKWARD, *[RECOMPUTE] * self.needs_recompute, *[WEIGHT] * self.is_split]
         return self.num_micro_batches * sum(self.seconds[kind] for kind in kinds)
 
     @property
@@ -106,11 +106,11 @@ class Replica:
 
     def may_start(self, kind: Kind, micro_batch: int) -> bool:
         """Returns whether the next instruction of this kind is for `micro_batch` and may start now."""
-        if kind is Kind.FORWARD:
+        if kind is FORWARD:
             may, k = self.can_forward, self.forwards
-        elif kind is Kind.BACKWARD:
+        elif kind is BACKWARD:
             may, k = self.can_backward, self.backwards
-        elif kind is Kind.WEIGHT:
+        elif kind is WEIGHT:
             may, k = self.can_weight, self.weights
         else:
             may, k = self.can_recompute, self.recomputes
@@ -136,15 +136,15 @@ class Replica:
 
     def start(self, kind: Kind) -> int:
         """Counts one instruction as started and returns its k."""
-        if kind is Kind.FORWARD:
+        if kind is FORWARD:
             self.forwards += 1
             if self.needs_gradients and self.forwards - self.backwards > self.peak:
                 self.peak = self.forwards - self.backwards
             return self.forwards - 1
-        if kind is Kind.BACKWARD:
+        if kind is BACKWARD:
             self.backwards += 1
             return self.backwards - 1
-        if kind is Kind.WEIGHT:
+        if kind is WEIGHT:
             self.weights += 1
             return self.weights - 1
         self.recomputes += 1

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from autovaruna.schedule.instruction import Instruction, Kind, Schedule
+from autovaruna.schedule.instruction import FORWARD, WEIGHT, Instruction, Kind, Schedule
 from autovaruna.schedule.replica import Replica
 
 Act = tuple[float, float, Replica, Kind, int]
@@ -138,10 +138,10 @@ def _message_waits(acts: list[Act]) -> Iterator[float]:
     """Yields, for each instruction, how long the rank was idle with the awaited message on its way."""
     idle_from = 0.0
     for start, end, replica, kind, k in acts:
-        if kind is Kind.WEIGHT:
+        if kind is WEIGHT:
             idle_from = end
             continue
-        inbox = replica.activations if kind is Kind.FORWARD else replica.gradients
+        inbox = replica.activations if kind is FORWARD else replica.gradients
         if idle_from < inbox.ready[k] <= start:
             yield inbox.ready[k] - max(idle_from, inbox.sent[k])
         idle_from = end

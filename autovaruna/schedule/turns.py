@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from autovaruna.schedule.instruction import Kind
+from autovaruna.schedule.instruction import BACKWARD, FORWARD, RECOMPUTE
 from autovaruna.schedule.policy import Choice
 from autovaruna.schedule.replica import Replica
 
@@ -23,13 +23,13 @@ def pick_in_turn(
             return _backward(replica)
     for replica in forwards:
         if replica.can_forward:
-            return replica, Kind.FORWARD
+            return replica, FORWARD
     for replica in backwards:
         if replica.has_gradient:
             return _backward(replica)
     for replica in backwards:
         if replica.can_recompute:
-            return replica, Kind.RECOMPUTE
+            return replica, RECOMPUTE
     return None
 
 
@@ -42,4 +42,4 @@ def num_in_flight(replicas: Sequence[Replica]) -> int:
 
 
 def _backward(replica: Replica) -> Choice:
-    return replica, Kind.BACKWARD if replica.can_backward else Kind.RECOMPUTE
+    return replica, BACKWARD if replica.can_backward else RECOMPUTE

@@ -16,7 +16,8 @@ from autovaruna.planner.memory.stage_bytes import StageBytes
 from autovaruna.planner.memory.stage_memory import MemoryModel
 from autovaruna.planner.ranges import gradient_bytes
 from autovaruna.planner.records import Plan
-from autovaruna.schedule import Instruction, Kind, Pipeline, Schedule
+from autovaruna.schedule import Instruction, Pipeline, Schedule
+from autovaruna.schedule.instruction import BACKWARD, FORWARD
 
 
 def bytes_of_ranks(
@@ -89,14 +90,14 @@ def peak_of_instructions(
     idle = sum(stage.waiting for stage in stages.values())
     for instruction in instructions:
         stage = stages[instruction.stage]
-        if instruction.kind is Kind.FORWARD:
+        if instruction.kind is FORWARD:
             idle += stage.each
-        if instruction.kind is Kind.BACKWARD and instruction.stage not in begun:
+        if instruction.kind is BACKWARD and instruction.stage not in begun:
             begun.add(instruction.stage)
             peak = max(peak, idle + stage.first - stage.waiting)
             idle += stage.gradients
         else:
             peak = max(peak, idle + stage.running)
-        if instruction.kind is Kind.BACKWARD:
+        if instruction.kind is BACKWARD:
             idle -= stage.each
     return peak - (len(stages) - 1) * process_bytes

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from autovaruna.errors import ScheduleError
 from autovaruna.schedule.depth import deepest_in_flight
-from autovaruna.schedule.instruction import Kind
+from autovaruna.schedule.instruction import BACKWARD, FORWARD, RECOMPUTE
 from autovaruna.schedule.pipeline import Pipeline
 from autovaruna.schedule.policy import Choice, Policy
 from autovaruna.schedule.replica import Replica
@@ -33,15 +33,15 @@ class GPipe(Policy):
         """Chooses the deepest forward; backwards once the rank has no forward left."""
         for replica in replicas:
             if replica.can_forward:
-                return replica, Kind.FORWARD
+                return replica, FORWARD
         if any(replica.forwards < replica.num_micro_batches for replica in replicas):
             return None
         for replica in replicas:
             if replica.can_backward:
-                return replica, Kind.BACKWARD
+                return replica, BACKWARD
         for replica in replicas:
             if replica.can_recompute:
-                return replica, Kind.RECOMPUTE
+                return replica, RECOMPUTE
         return None
 
     def depth(self, pipeline: Pipeline, stage: int, replica: int) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from autovaruna.schedule.instruction import Kind
+from autovaruna.schedule.instruction import BACKWARD, FORWARD, RECOMPUTE
 from autovaruna.schedule.pipeline import Pipeline
 from autovaruna.schedule.policy import Choice, Policy
 from autovaruna.schedule.replica import Replica
@@ -37,16 +37,16 @@ class Varuna(Policy):
         """Chooses backward, else a recompute whose gradient is here, else forward, else any recompute."""
         for replica in replicas:
             if replica.can_backward:
-                return replica, Kind.BACKWARD
+                return replica, BACKWARD
         for replica in replicas:
             if replica.can_recompute and replica.has_gradient:
-                return replica, Kind.RECOMPUTE
+                return replica, RECOMPUTE
         for replica in replicas:
             if replica.can_forward:
-                return replica, Kind.FORWARD
+                return replica, FORWARD
         for replica in replicas:
             if replica.can_recompute:
-                return replica, Kind.RECOMPUTE
+                return replica, RECOMPUTE
         return None
 
     def recomputes(self, pipeline: Pipeline, stage: int) -> bool:

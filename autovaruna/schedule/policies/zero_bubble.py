@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from autovaruna.schedule.instruction import Kind
+from autovaruna.schedule.instruction import WEIGHT
 from autovaruna.schedule.pipeline import Pipeline
 from autovaruna.schedule.policies.one_f_one_b import OneFOneB
 from autovaruna.schedule.policy import Choice
@@ -36,13 +36,13 @@ class ZeroBubble(OneFOneB):
         """Chooses weight gradients that a backward waits for, else what 1F1B does, else any weight gradients."""
         for replica in replicas:
             if replica.is_blocked and replica.has_gradient:
-                return replica, Kind.WEIGHT
+                return replica, WEIGHT
         choice = super().pick(replicas)
         if choice is not None:
             return choice
         for replica in replicas:
             if replica.can_weight:
-                return replica, Kind.WEIGHT
+                return replica, WEIGHT
         return None
 
     def splits(self, pipeline: Pipeline, stage: int) -> bool:
