@@ -26,8 +26,12 @@ def sample_batch(get_batch_fn: GetBatch, model: nn.Module, size: int, device: to
         device: Where.
 
     Raises:
-        InputError: it returns no dictionary.
+        InputError: it is no function, or returns no dictionary.
     """
+    if not callable(get_batch_fn):
+        raise InputError(
+            f"get_batch_fn is {get_batch_fn!r}; expected a function that takes a number of samples and returns as many."
+        )
     takes_device = "device" in inspect.signature(get_batch_fn).parameters
     batch = get_batch_fn(size, device=torch.device("cpu")) if takes_device else get_batch_fn(size)
     inputs = on_device(check_inputs(batch, "get_batch_fn returns"), device)

@@ -54,7 +54,7 @@ class Profiler:
         self,
         model: nn.Module,
         get_batch_fn: GetBatch,
-        device: int | str | torch.device = -1,
+        device: int | str | torch.device | None = -1,
         gpus_per_node: int | None = None,
         fp16: bool = False,
         out_folder: str | os.PathLike[str] = "profiles",

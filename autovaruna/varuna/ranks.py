@@ -17,12 +17,13 @@ def local_rank_of(world: World) -> int:
     return said if said is not None else world.hosts[: world.rank].count(world.hosts[world.rank])
 
 
-def device_of(device: int | str | torch.device, local_rank: int) -> torch.device:
-    """Returns a device; a number means a GPU, or the CPU where there is none.
+def device_of(device: int | str | torch.device | None, local_rank: int) -> torch.device:
+    """Returns a device; a number means a GPU, or the CPU where there is none; None, as -1, that of `local_rank`.
 
     Raises:
         InputError: there is no such device.
     """
+    device = -1 if device is None else device
     if isinstance(device, int):
         if not torch.cuda.is_available():
             return torch.device("cpu")

@@ -70,7 +70,7 @@ class Varuna(StoredModule):
         chunk_size: int | None,
         fp16: bool = False,
         local_rank: int = -1,
-        device: int | str | torch.device = -1,
+        device: int | str | torch.device | None = -1,
         shared_weights: Sequence[tuple[str, str]] | None = None,
         from_cache: bool = True,
         auto_partitioned: bool = False,

@@ -250,6 +250,7 @@ class Scores(nn.Module):
         (lambda: wrap(None, model=Scores()).step(batch(6)), "returns its loss"),
         (lambda: wrap(None).to(torch.float64), "split"),
         (lambda: wrap(None, device="nowhere"), "device"),
+        (lambda: Varuna(net(), None, None, 4, 2), "get_batch_fn is None"),
     ],
 )
 def test_what_cannot_be_used_is_named(act: Any, words: str) -> None:
@@ -272,6 +273,10 @@ def test_a_map_gives_each_rank_one_place(stage_map: str, words: str) -> None:
 def test_inputs_of_replicas_need_replicas_that_are_apart(stage_ranks: Any) -> None:
     with pytest.raises(ConfigError, match=r"inputs = 'per_replica'.*contradict"):
         resolve({"inputs": "per_replica", "stage_ranks": stage_ranks})
+
+
+def test_a_device_that_is_not_said_is_found() -> None:
+    assert wrap(None, device=None).device == wrap(None, device=-1).device
 
 
 def test_a_call_is_refused() -> None:
