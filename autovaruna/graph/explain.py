@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -19,6 +20,8 @@ _OF_OTHERS = ("tensor subclasses", "FakeTensor.__format__", "got FakeTensor", "c
 _OF_KEYS = "unhashable type: non-nested SymInt"
 _BOUNDS = re.compile(r"Expected op to be '==', got \S+ for (.*\bbatch\b.*)")
 """What torch says of a bound on the batch size that is no whole number."""
+_TRANSFORM = "function transform of torch.func"
+TRANSFORMS = tuple(str(Path("torch", "_functorch", name)) for name in ("eager_transforms.py", "vmap.py"))
 _WANTS_NUMBERS = (*_OF_TRACERS, *_OF_OTHERS)
 """What is said where the numbers in a tensor are wanted, and a trace has none."""
 
@@ -47,6 +50,8 @@ def explain(
         )
     if _OF_KEYS in str(error):
         return _of_key(name, _where(error))
+    if uses_transform(error):
+        return _of_transform(name, _where(error), error)
     if is_dynamic and is_about_batch(error):
         where = f" at {fixing[0]}" if fixing else _where(error)
         return of_batch_size(name, where, _size_reason(error))
@@ -74,6 +79,26 @@ def _of_key(name: str, where: str) -> TraceError:
         "function. Expected lengths that are compared and computed with. Leave the set or the cache out, move the line "
         "out of forward, or into a submodule, which is then kept whole as one operation; if it is the batch size, "
         "dynamic_batch=False fixes that."
+    )
+
+
+def uses_transform(error: BaseException) -> bool:
+    """Whether a function transform of ``torch.func`` has stopped a trace, or what runs in one."""
+    frames = [frame for link in chain_of(error) for frame in traceback.extract_tb(link.__traceback__)]
+    return _TRANSFORM in str(error) or in_transform(frames)
+
+
+def in_transform(frames: Sequence[traceback.FrameSummary]) -> bool:
+    """Whether one of some frames is that of a function transform."""
+    return any(frame.filename.endswith(TRANSFORMS) for frame in frames)
+
+
+def _of_transform(name: str, where: str, error: Exception) -> TraceError:
+    reason = first_line(error) if _TRANSFORM in str(error) else f"it uses a {_TRANSFORM}, inside of which a trace stops"
+    return TraceError(
+        f"{name} cannot be traced{where}: {reason}. Expected a forward of the model itself without vmap, grad, jacrev, "
+        "jvp and the like. Move the line into a submodule, which is then kept whole as one operation, or write it with "
+        "ordinary operations."
     )
 
 

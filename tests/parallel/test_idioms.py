@@ -178,6 +178,35 @@ def test_function_transforms_are_kept_whole() -> None:
     AutoVaruna(case.model(), num_micro_batches=2, **QUIET)(**batches[0][1]).backward()
 
 
+class Along(nn.Module):
+    """Takes the derivative of a layer along a direction."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Sequential(FIRST(), nn.Tanh())
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = torch.func.jvp(self.layer, (x,), (torch.ones_like(x),))[1]
+        return out
+
+
+def test_a_transform_that_fixes_sizes_is_kept_whole_with_what_it_calls() -> None:
+    case = Case("along", lambda: Classifier(nn.Sequential(FIRST(), Along(), LAST())), labelled)
+    batches = [case.batch(SIZE, step) for step in range(STEPS)]
+    plain = plain_steps(case, batches)  # torch compiles what it needs for jvp at the first one of a process
+    compare(train(case, pipeline(2), batches), plain)
+
+
+@pytest.mark.parametrize("transform", (torch.func.vmap, lambda layer: torch.func.vmap(torch.func.jacrev(layer))))
+def test_a_transform_in_the_models_own_forward_is_refused(transform: Any) -> None:
+    def mapped(self: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        out: Tensor = transform(self.last)(x)
+        return out.square().mean()
+
+    with pytest.raises(TraceError, match=r"uses a function transform of torch\.func.*Move the line into a submodule"):
+        AutoVaruna(Steps(mapped), num_micro_batches=2, **QUIET)(**labelled(SIZE, 0)[1])
+
+
 class Sparse(nn.Module):
     """Has a weight with sparse gradients, or a sparse buffer."""
 

@@ -8,7 +8,7 @@ from collections.abc import Collection
 import torch
 from torch import nn
 
-from autovaruna.graph.explain import chain_of
+from autovaruna.graph.explain import TRANSFORMS, chain_of
 from autovaruna.graph.refused import InModuleError
 
 _HOLDERS = {"torch.nn.functional": nn.functional, "torch.functional": torch}
@@ -58,10 +58,15 @@ def function_to_keep(error: BaseException) -> str:
 
 
 def _running(error: BaseException, paths: dict[int, str]) -> list[str]:
-    """Returns the paths of the modules that were running when an error was raised, the innermost first."""
+    """Returns the paths of the modules that were running when an error was raised, the innermost first.
+
+    Those that run in a function transform do not count: what they return has no place in a trace.
+    """
     for link in reversed(list(chain_of(error))):
         found: list[str] = []
         for frame, _ in traceback.walk_tb(link.__traceback__):
+            if frame.f_code.co_filename.endswith(TRANSFORMS):
+                break
             if frame.f_code is nn.Module._call_impl.__code__:
                 path = paths.get(id(frame.f_locals["self"].__dict__))
                 found += [] if path is None else [path]

@@ -10,7 +10,12 @@ from typing import Any
 import sympy
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from autovaruna.graph.explain import in_transform
 from autovaruna.graph.origin import is_users
+
+
+class TransformError(Exception):
+    """Stops a trace in a function transform, whose result would hold for one batch size alone."""
 
 
 @contextmanager
@@ -21,7 +26,10 @@ def noted_fixed_sizes() -> Iterator[list[str]]:
 
     def noting(self: ShapeEnv, symbol: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(value, sympy.Integer):
-            frames = [frame for frame in traceback.extract_stack() if is_users(frame.filename)]
+            stack = traceback.extract_stack()
+            if in_transform(stack):
+                raise TransformError("it uses a function transform of torch.func, which fixes the size of a batch")
+            frames = [frame for frame in stack if is_users(frame.filename)]
             places.extend(f"{frame.filename}:{frame.lineno} ({frame.line})" for frame in frames[-1:])
         return known(self, symbol, value, *args, **kwargs)
 
