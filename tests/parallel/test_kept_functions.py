@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autovaruna import AutoVaruna, AutoVarunaError, InputError, TraceError
+from autovaruna.graph.kept_whole.applied import applied_by, plain_apply
 from tests.catalogue.case import Case
 from tests.catalogue.small import CLASSES, WIDTH, labelled
 from tests.parallel.training import QUIET, pipeline, train
@@ -141,3 +142,38 @@ def test_another_needs_the_whole_batch_in_one(loss: Loss) -> None:
         AutoVaruna(case.model(), num_micro_batches=2, **QUIET)(**batches[0][1])
     setup = pipeline(2, num_micro_batches=1)
     compare(train(case, setup, batches), plain_steps(case, batches))
+
+
+class Turned(Copied):
+    """Turns gradients round."""
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return -2.0 * gradient
+
+
+turn = Turned.apply
+"""As many programs name a function: what torch calls it by is taken out of the class before anything is traced."""
+
+
+class Named(nn.Module):
+    """Calls the function by that name, and by one of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last, self.turn = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES), Turned.apply
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        inner = self.turn(torch.tanh(turn(self.first(x))))  # type: ignore[no-untyped-call]
+        return F.cross_entropy(self.last(turn(inner)), y)  # type: ignore[no-untyped-call]
+
+
+def test_functions_have_their_own_backward_by_any_name() -> None:
+    case = Case("named_function", Named, labelled)
+    batches = [case.batch(SIZE, step) for step in range(2)]
+    compare(train(case, pipeline(2), batches), plain_steps(case, batches))
+    code = torch.autograd.Function.apply.__code__
+    with applied_by(lambda *args: plain_apply(*args)), applied_by(lambda *args: None):
+        assert turn(torch.ones(1)) is None  # type: ignore[no-untyped-call]
+        assert torch.autograd.Function.apply.__code__ is not code
+    assert torch.autograd.Function.apply.__code__ is code

@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointFunction
 
 from autovaruna.errors import TraceError
+from autovaruna.graph.kept_whole.applied import applied_by, plain_apply
 from autovaruna.graph.kept_whole.functions import Function, keep
 from autovaruna.graph.kept_whole.held_weights import holder_of_weights
 from autovaruna.graph.refused import ChangedStateError
@@ -57,14 +58,11 @@ def watched(kept: Collection[Function]) -> Iterator[list[FunctionCall]]:
         TraceError: forward registers a hook on a tensor, goes backward, or calls a function with weights of its own.
     """
     calls: list[FunctionCall] = []
-    apply = torch.autograd.Function.__dict__["apply"]
     register_hook = Tensor.register_hook
     grad, backward = torch.autograd.grad, torch.autograd.backward
     tracing = get_ident()
 
     def noting(cls: Function, *args: Any, **kwargs: Any) -> Any:
-        if get_ident() != tracing:
-            return apply.__get__(None, cls)(*args, **kwargs)
         if issubclass(cls, CheckpointFunction):
             return args[0](*args[2:])  # what is recomputed is for the plan to say
         if torch.is_grad_enabled() and (holder := holder_of_weights(cls, args)):
@@ -77,7 +75,7 @@ def watched(kept: Collection[Function]) -> Iterator[list[FunctionCall]]:
             return keep(cls, args)
         if not cls.__module__.startswith("torch."):  # torch's own, such as those of custom operators, are kept whole
             calls.append(FunctionCall(cls, pytree.tree_map_only(Tensor, _kind, args)))
-        return apply.__get__(None, cls)(*args, **kwargs)
+        return plain_apply(cls, *args, **kwargs)
 
     def refusing(self: Tensor, hook: Callable[..., Any]) -> Any:
         if get_ident() != tracing:
@@ -96,15 +94,14 @@ def watched(kept: Collection[Function]) -> Iterator[list[FunctionCall]]:
             "whole as one operation, or write the derivative as operations."
         )
 
-    torch.autograd.Function.apply = classmethod(noting)  # type: ignore[method-assign, assignment]
     Tensor.register_hook = refusing  # type: ignore[method-assign]
     torch.autograd.grad = partial(refusing_gradients, grad)
     torch.autograd.backward = partial(refusing_gradients, backward)
     try:
-        yield calls
+        with applied_by(noting):
+            yield calls
     finally:
         torch.autograd.grad, torch.autograd.backward = grad, backward
-        torch.autograd.Function.apply = apply  # type: ignore[method-assign]
         Tensor.register_hook = register_hook  # type: ignore[method-assign]
 
 

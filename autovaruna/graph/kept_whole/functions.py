@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autovaruna.errors import TraceError
+from autovaruna.graph.kept_whole.applied import plain_apply
 
 Function = type[torch.autograd.Function]
 
@@ -37,10 +38,9 @@ class _Call:
 
     def run(self, tensors: Sequence[Tensor]) -> Any:
         filled = pytree.tree_map_only(_Place, lambda place: tensors[place.index], self.arguments)
-        return _apply.__get__(None, self.function)(*filled)
+        return plain_apply(self.function, *filled)
 
 
-_apply = torch.autograd.Function.__dict__["apply"]  # itself: while a model is traced, another one keeps functions
 _calls: dict[str, _Call] = {}
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial, wraps
-from threading import Lock, get_ident, local
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -17,10 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-_here, _lock = local(), Lock()
-_users: list[int] = []
-_own: list[Any] = []
-"""What torch calls a function by, while threads have it call another one."""
+from autovaruna.graph.kept_whole.applied import applied_by, plain_apply
 
 
 def holder_of_weights(function: type[torch.autograd.Function], arguments: Any) -> str:
@@ -51,28 +47,14 @@ def with_weights_in_backward(put: Callable[[], AbstractContextManager[None]]) ->
     Args:
         put: Makes that context, which puts weights into modules.
     """
-    before = getattr(_here, "put", None)
-    _here.put = put
-    with _lock:
-        _users.append(get_ident())
-        if len(_users) == 1:
-            _own.append(torch.autograd.Function.__dict__["apply"])
-            torch.autograd.Function.apply = classmethod(_applied)  # type: ignore[method-assign, assignment]
-    try:
+
+    def applied(function: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled() and holder_of_weights(function, args):
+            function = _going_backward_in(put, function)
+        return plain_apply(function, *args, **kwargs)
+
+    with applied_by(applied):
         yield
-    finally:
-        _here.put = before
-        with _lock:
-            _users.remove(get_ident())
-            if not _users:
-                torch.autograd.Function.apply = _own.pop()  # type: ignore[method-assign]
-
-
-def _applied(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
-    put = getattr(_here, "put", None)
-    if put is not None and torch.is_grad_enabled() and holder_of_weights(cls, args):
-        cls = _going_backward_in(put, cls)
-    return _own[-1].__get__(None, cls)(*args, **kwargs)
 
 
 def _going_backward_in(
