@@ -177,3 +177,30 @@ def test_functions_have_their_own_backward_by_any_name() -> None:
         assert turn(torch.ones(1)) is None  # type: ignore[no-untyped-call]
         assert torch.autograd.Function.apply.__code__ is not code
     assert torch.autograd.Function.apply.__code__ is code
+
+
+class Inferring(nn.Module):
+    """Weighs numbers by what it computes without gradients, and sets hooks for saved tensors if it is to."""
+
+    def __init__(self, has_hooks: bool) -> None:
+        super().__init__()
+        self.first, self.last, self.has_hooks = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES), has_hooks
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        with torch.inference_mode():
+            weight = torch.tanh(self.first(x))
+        if self.has_hooks:
+            with torch.autograd.graph.saved_tensors_hooks(lambda each: 2 * each, lambda each: each):
+                return F.cross_entropy(self.last(self.first(x)), y)
+        return F.cross_entropy(self.last(self.first(x) * weight.clone()), y)
+
+
+def test_no_gradient_goes_through_inference_mode() -> None:
+    case = Case("inferring", lambda: Inferring(False), labelled)
+    batches = [case.batch(SIZE, step) for step in range(2)]
+    compare(train(case, pipeline(2), batches), plain_steps(case, batches))
+
+
+def test_hooks_of_saved_tensors_are_refused() -> None:
+    with pytest.raises(TraceError, match=r"hooks for saved tensors.*in a submodule"):
+        AutoVaruna(Inferring(True), num_micro_batches=2, **QUIET)(**labelled(SIZE, 0)[1])

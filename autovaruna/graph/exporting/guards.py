@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointFunction
 
 from autovaruna.errors import TraceError
+from autovaruna.graph.exporting.hidden_gradients import seen_gradients
 from autovaruna.graph.kept_whole.applied import applied_by, plain_apply
 from autovaruna.graph.kept_whole.functions import Function, keep
 from autovaruna.graph.kept_whole.held_weights import holder_of_weights
@@ -98,7 +99,7 @@ def watched(kept: Collection[Function]) -> Iterator[list[FunctionCall]]:
     torch.autograd.grad = partial(refusing_gradients, grad)
     torch.autograd.backward = partial(refusing_gradients, backward)
     try:
-        with applied_by(noting):
+        with applied_by(noting), seen_gradients():
             yield calls
     finally:
         torch.autograd.grad, torch.autograd.backward = grad, backward
