@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import wraps
-from typing import Any, TypeVar
+from typing import Any
 from zlib import crc32
 
 import torch
@@ -16,9 +16,6 @@ from autovaruna.errors import RankError
 from autovaruna.runtime.weights.elsewhere import Elsewhere
 from autovaruna.runtime.weights.split_models import SplitModel, split_models
 from autovaruna.runtime.worlds.differences import differences
-from autovaruna.runtime.worlds.world import World
-
-Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
@@ -96,17 +93,22 @@ def _joined(own: list[_Norm], model: SplitModel, norm_type: float) -> list[_Norm
     As a rule all ranks list the same names, and each norm is told by one rank.
 
     Raises:
-        RankError: a rank has not listed a gradient that another one has.
+        RankError: the ranks ask for different norms, or one has not listed a gradient that another has.
     """
     rank, first = model.world.rank, model.placement.ranks_of
     told = [
         each for each in own if each.number is not None and (each.parameter is None or first(each.parameter)[0] == rank)
     ]
     listed = crc32("\n".join([each.name for each in own]).encode())
-    parts = _gather((listed, told), {"norm_type": f"{norm_type:g}"}, model.world)
-    of_ranks: list[list[_Norm]] = [norms for _, norms in parts]
+    options = {"norm_type": f"{norm_type:g}"}
+    parts = model.world.gather_objects((listed, told, options), "the norm of gradients")
+    if found := differences([of_rank for *_, of_rank in parts]):
+        raise RankError(
+            f"The ranks ask for different norms of gradients: {found}. Expected the same one on every rank."
+        )
+    of_ranks: list[list[_Norm]] = [norms for _, norms, _ in parts]
     names = [each.name for each in own]
-    if len({digest for digest, _ in parts}) > 1:
+    if len({digest for digest, *_ in parts}) > 1:
         of_ranks = model.world.gather_objects(own, "comparing lists of gradients")
         names = [each.name for each in of_ranks[0]]
         _check_lists(of_ranks)
@@ -138,12 +140,3 @@ def _norms(tensors: Sequence[Tensor], names: dict[int, str], norm_type: float) -
         again = f", again ({seen[name]})" if seen[name] > 1 else ""
         norms.append(_Norm(name + again, parameter, number, dtype))
     return norms
-
-
-def _gather(value: Value, options: dict[str, str], world: World) -> list[Value]:
-    parts = world.gather_objects((value, options), "the norm of gradients")
-    if found := differences([of_rank for _, of_rank in parts]):
-        raise RankError(
-            f"The ranks ask for different norms of gradients: {found}. Expected the same one on every rank."
-        )
-    return [found for found, _ in parts]
