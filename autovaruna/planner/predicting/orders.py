@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from autovaruna.errors import ScheduleError
 from autovaruna.graph.records import Graph
-from autovaruna.planner.predicting.folding import schedule_by_parts, short_enough
+from autovaruna.planner.predicting.folding import schedule_by_parts, telling
 from autovaruna.planner.predicting.pipeline import pipeline_of, policy_of
 from autovaruna.planner.records import Plan
 from autovaruna.schedule import Edge, Pipeline, Policy, Schedule, check, simulate
@@ -56,8 +56,8 @@ class Orders:
 
 
 def checked(pipeline: Pipeline, policy: Policy) -> Schedule:
-    """Returns a schedule that is proven free of deadlock; of a long one each part by itself."""
-    if short_enough(pipeline) is not pipeline:
+    """Returns a schedule that is proven free of deadlock; of parts that run alike, or of a long one, part by part."""
+    if telling(pipeline) is not pipeline:
         return schedule_by_parts(pipeline, lambda part: _checked(part, policy))
     return _checked(pipeline, policy)
 
