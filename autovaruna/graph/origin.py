@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import linecache
 import re
+import sys
 import traceback
 from collections.abc import Mapping
 from pathlib import Path
+from types import FrameType
 
 import torch
 from torch import fx
@@ -18,6 +21,17 @@ GENERATED = "<eval_with_key>"  # what torch.fx calls the code of a graph
 def is_users(filename: str) -> bool:
     """Whether a file is neither torch's nor of this package."""
     return not filename.startswith(_HIDDEN)
+
+
+def users_line() -> str:
+    """Returns `` at file:line (code)`` of the innermost line of a user's file that runs now; empty: there is none."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not is_users(frame.f_code.co_filename):
+        frame = frame.f_back
+    if frame is None:
+        return ""
+    file, line = frame.f_code.co_filename, frame.f_lineno
+    return f" at {file}:{line} ({linecache.getline(file, line, frame.f_globals).strip()})"
 
 
 def origin(node: fx.Node) -> str:

@@ -204,3 +204,48 @@ def test_no_gradient_goes_through_inference_mode() -> None:
 def test_hooks_of_saved_tensors_are_refused() -> None:
     with pytest.raises(TraceError, match=r"hooks for saved tensors.*in a submodule"):
         AutoVaruna(Inferring(True), num_micro_batches=2, **QUIET)(**labelled(SIZE, 0)[1])
+
+
+class HookedNode(nn.Module):
+    """Doubles a gradient by a hook on a node of autograd, which `find` finds."""
+
+    def __init__(self, find: Callable[[Tensor], Any], name: str) -> None:
+        super().__init__()
+        self.first, self.find, self.name = nn.Linear(WIDTH, WIDTH), find, name
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = torch.tanh(self.first(x))
+        if out.grad_fn is not None and "Tanh" in str(out.grad_fn) and self.name:
+            getattr(self.find(out), self.name)(lambda *gradients: tuple(2 * each for each in gradients[0]))
+        return out
+
+
+class AfterHook(nn.Module):
+    """Ends in a loss."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.last = inner, nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(self.last(self.inner(x)), y)
+
+
+NODES: dict[str, tuple[Callable[[Tensor], Any], str]] = {
+    "its own": (lambda out: out.grad_fn, "register_hook"),
+    "before it": (lambda out: out.grad_fn, "register_prehook"),
+    "the one before": (lambda out: out.grad_fn.next_functions[0][0], "register_prehook"),  # type: ignore[union-attr]
+    "an edge": (lambda out: torch.autograd.graph.get_gradient_edge(out).node, "register_hook"),
+}
+
+
+@pytest.mark.parametrize("node", NODES)
+def test_hooks_of_nodes_are_refused(node: str) -> None:
+    """A trace would drop them; in a submodule they run."""
+    model = HookedNode(*NODES[node])
+    with pytest.raises(TraceError, match=r"node of autograd \(grad_fn\) at .*test_kept_functions.*in a submodule"):
+        AutoVaruna(model, num_micro_batches=2, **QUIET)(labelled(SIZE, 0)[1]["x"])
+    for name in ("", NODES[node][1]):
+        case = Case(f"hooked node {node} {name}", lambda: AfterHook(HookedNode(NODES[node][0], name)), labelled)  # noqa: B023
+        batches = [case.batch(SIZE, 0)]
+        compare(train(case, pipeline(2), batches), plain_steps(case, batches))

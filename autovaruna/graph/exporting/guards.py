@@ -16,9 +16,11 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from autovaruna.errors import TraceError
 from autovaruna.graph.exporting.hidden_gradients import seen_gradients
+from autovaruna.graph.exporting.seen_nodes import refuse_hook, seen_nodes
 from autovaruna.graph.kept_whole.applied import applied_by, plain_apply
 from autovaruna.graph.kept_whole.functions import Function, keep
 from autovaruna.graph.kept_whole.held_weights import holder_of_weights
+from autovaruna.graph.origin import users_line
 from autovaruna.graph.refused import ChangedStateError
 
 
@@ -59,7 +61,8 @@ def watched(kept: Collection[Function]) -> Iterator[list[FunctionCall]]:
         TraceError: forward registers a hook on a tensor, goes backward, or calls a function with weights of its own.
     """
     calls: list[FunctionCall] = []
-    register_hook = Tensor.register_hook
+    names = ("register_hook", "register_post_accumulate_grad_hook")
+    hooks = {name: getattr(Tensor, name) for name in names}
     grad, backward = torch.autograd.grad, torch.autograd.backward
     tracing = get_ident()
 
@@ -78,32 +81,34 @@ def watched(kept: Collection[Function]) -> Iterator[list[FunctionCall]]:
             calls.append(FunctionCall(cls, pytree.tree_map_only(Tensor, _kind, args)))
         return plain_apply(cls, *args, **kwargs)
 
-    def refusing(self: Tensor, hook: Callable[..., Any]) -> Any:
-        if get_ident() != tracing:
-            return register_hook(self, hook)  # type: ignore[no-untyped-call]
-        raise TraceError(
-            "forward registers a hook on a tensor, which a trace cannot keep. Expected a forward without hooks; "
-            "write what the hook does to the gradient as operations, or set it in a submodule, which is kept whole."
-        )
+    def refusing(known: Callable[..., Any]) -> Callable[..., Any]:
+        def register(self: Tensor, hook: Callable[..., Any]) -> Any:
+            if get_ident() != tracing:
+                return known(self, hook)
+            raise refuse_hook("registers a hook on a tensor")
+
+        return register
 
     def refusing_gradients(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if get_ident() != tracing:
             return function(*args, **kwargs)
         raise TraceError(
-            "forward goes backward itself (torch.autograd.grad, or backward()), which a trace cannot keep. Expected a "
-            "forward that leaves that to the caller; move what needs gradients into a submodule, which is then kept "
-            "whole as one operation, or write the derivative as operations."
+            f"forward goes backward itself (torch.autograd.grad, or backward()){users_line()}, which a trace cannot "
+            "keep. Expected a forward that leaves that to the caller; move what needs gradients into a submodule, "
+            "which is then kept whole as one operation, or write the derivative as operations."
         )
 
-    Tensor.register_hook = refusing  # type: ignore[method-assign]
+    for name, known in hooks.items():
+        setattr(Tensor, name, refusing(known))
     torch.autograd.grad = partial(refusing_gradients, grad)
     torch.autograd.backward = partial(refusing_gradients, backward)
     try:
-        with applied_by(noting), seen_gradients():
+        with applied_by(noting), seen_gradients(), seen_nodes():
             yield calls
     finally:
         torch.autograd.grad, torch.autograd.backward = grad, backward
-        Tensor.register_hook = register_hook  # type: ignore[method-assign]
+        for name, known in hooks.items():
+            setattr(Tensor, name, known)
 
 
 def with_own_backward(calls: list[FunctionCall]) -> set[Function]:

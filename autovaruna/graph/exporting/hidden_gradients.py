@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
-from autovaruna.errors import TraceError
+from autovaruna.graph.exporting.seen_nodes import refuse_hook
 from autovaruna.graph.origin import is_users
 
 
@@ -41,10 +41,7 @@ def seen_gradients() -> Iterator[None]:
 
     def entering_hooks(self: Any) -> None:
         if get_ident() == tracing and type(self) is not save_on_cpu and _is_of_user():
-            raise TraceError(
-                "forward sets hooks for saved tensors, which a trace cannot keep. Expected a forward without hooks; "
-                "set them in a submodule, which is then kept whole."
-            )
+            raise refuse_hook("sets hooks for saved tensors")
         enter_hooks(self)
 
     mode.__enter__, mode.__exit__ = entering, leaving  # type: ignore[method-assign]
