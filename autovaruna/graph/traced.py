@@ -41,6 +41,7 @@ class TracedModel:
         reads: attributes of modules that the model has read, as ``path.of.module.attribute``.
         totals: its values of the whole batch.
         joins_counts: nodes that join counts of several samples.
+        asks_for_one: where the model does something else for a batch of one sample; empty: nowhere.
     """
 
     module: fx.GraphModule
@@ -60,6 +61,7 @@ class TracedModel:
     reads: frozenset[str] = frozenset()
     totals: BatchTotals = NO_TOTALS
     joins_counts: tuple[str, ...] = ()
+    asks_for_one: str = ""
 
     @property
     def key(self) -> str:

@@ -116,6 +116,7 @@ def _trace(
         reads=exported.reads,
         totals=totals,
         joins_counts=tuple(node.name for node in joining),
+        asks_for_one=exported.asks_for_one,
     )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from autovaruna.errors import InputError, RankError
 from autovaruna.graph.batch.nonlinear import refuse_nonlinear
@@ -105,20 +105,25 @@ class Traces:
         key = shared.key if self._settings.dynamic_batch else f"{shared.key}/{micro_batch_size}"
         if key not in self._known:
             self._known[key] = self._trace(shared, micro_batch_size)
+        if self._known[key].asks_for_one and shared.global_batch_size == 1:
+            key = f"{key}/alone"
+            if key not in self._known:
+                self._known[key] = self._trace(shared, 1, is_alone=True)
         self.latest = self._known[key]
         return self.latest
 
-    def _trace(self, shared: SharedCall, micro_batch_size: int) -> TracedModel:
+    def _trace(self, shared: SharedCall, micro_batch_size: int, is_alone: bool = False) -> TracedModel:
+        """Traces a call, for one sample and no other size if that `is_alone` in the global batch."""
         act = partial(
             trace,
             self._model,
             shared.call,
             self._device,
-            is_dynamic=self._settings.dynamic_batch,
+            is_dynamic=self._settings.dynamic_batch and not is_alone,
             micro_batch_size=micro_batch_size,
             loss_mode=self._settings.loss_mode,
-            has_totals=self._settings.reduction == "mean" and not self._settings.micro_batch_weight,
-            is_parted=self._settings.num_micro_batches != 1,
+            has_totals=self._settings.reduction == "mean" and not (self._settings.micro_batch_weight or is_alone),
+            is_parted=self._settings.num_micro_batches != 1 and not is_alone,
         )
         traced = on_all(self._world, partial(self._settled, act, shared), "tracing")
         self._compare(traced)
@@ -146,7 +151,7 @@ class Traces:
 
         After the split no rank has, as a rule: the traces of later kinds of calls are not compared then.
         """
-        size = min(micro_batch_size, _MOST_SAMPLES) if self._settings.dynamic_batch else micro_batch_size
+        size = micro_batch_size if traced.sizes.symbol is None else min(micro_batch_size, _MOST_SAMPLES)
         can = shared.sizes[self._world.rank] >= size and self._is_whole()
         able = self._world.gather_objects(can, "finding who has the whole model")
         is_chosen = any(able) and able.index(True) == self._world.rank
@@ -155,7 +160,8 @@ class Traces:
 
         def compare_here() -> None:
             if is_chosen:
-                compare(traced, self._model, shared.samples(0, size), self._device)
+                samples = shared.samples(0, size) if not traced.asks_for_one else self._repeated(shared, max(2, size))
+                compare(traced, self._model, samples, self._device)
                 if joins:
                     self._compare_parts(traced, shared)
             elif joins and self._world.rank == 0 and not any(able):
@@ -171,11 +177,15 @@ class Traces:
         size = min(shared.global_batch_size, _MOST_IN_PARTS)
         if size < 2:
             return
+        tensors = self._repeated(shared, size)
+        Parts(traced, self._model, tensors, size, self._device, self._share_of_loss(traced)).compare()
+
+    def _repeated(self, shared: SharedCall, size: int) -> list[Tensor]:
+        """Returns this rank's tensors with its first samples, repeated until they are `size`."""
         own = min(size, shared.sizes[self._world.rank])
         places = torch.arange(size) % own
         pairs = zip(shared.samples(0, own), shared.call.inputs, strict=True)
-        tensors = [tensor[places.to(tensor.device)] if spec.is_batch else tensor for tensor, spec in pairs]
-        Parts(traced, self._model, tensors, size, self._device, self._share_of_loss(traced)).compare()
+        return [tensor[places.to(tensor.device)] if spec.is_batch else tensor for tensor, spec in pairs]
 
     def _share_of_loss(self, traced: TracedModel) -> Callable[[float], float] | None:
         """Returns the weight of a micro-batch's loss by its part of the samples; None: there is none."""

@@ -59,3 +59,32 @@ def test_one_sample_is_as_good_as_many(kind: str, is_before: bool) -> None:
     case = Case(f"tokens_{kind}", partial(Tokens, kind, is_before), images)
     batches = [case.batch(3, step) for step in range(2)]
     compare(train(case, pipeline(2), batches), plain_steps(case, batches))
+
+
+class Asking(nn.Module):
+    """Does something else for a batch of one sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 5)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        hidden = torch.tanh(self.first(x))
+        if x.shape[0] == 1:
+            hidden = 5 * hidden
+        if y.numel() - 1:
+            hidden = hidden - hidden.mean(1, keepdim=True)
+        return F.cross_entropy(self.last(hidden), y)
+
+
+def vectors(size: int, step: int) -> Batch:
+    generator = torch.Generator().manual_seed(step)
+    return (), {"x": torch.randn(size, 6, generator=generator), "y": torch.arange(size) % 5}
+
+
+@pytest.mark.parametrize("sizes", [(3, 1, 3), (1, 3, 1)])
+def test_a_branch_for_one_sample_is_taken_where_the_batch_has_one(sizes: tuple[int, ...]) -> None:
+    """A micro-batch of one sample of several is not alone."""
+    case = Case("asking", Asking, vectors)
+    batches = [case.batch(size, step) for step, size in enumerate(sizes)]
+    compare(train(case, pipeline(2, num_micro_batches=3), batches), plain_steps(case, batches))

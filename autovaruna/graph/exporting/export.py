@@ -21,7 +21,7 @@ from autovaruna.graph.exporting.culprit import outermost
 from autovaruna.graph.exporting.deferred import compile_regions, deferred_compilation
 from autovaruna.graph.exporting.detached import traced_data
 from autovaruna.graph.exporting.fake import TracingMode, faked
-from autovaruna.graph.exporting.fixed_size import noted_fixed_sizes
+from autovaruna.graph.exporting.fixed_size import noted_sizes
 from autovaruna.graph.exporting.flat_call import FlatCall
 from autovaruna.graph.exporting.free_regions import open_free_regions
 from autovaruna.graph.exporting.guards import hooked, watched, with_own_backward
@@ -63,6 +63,7 @@ class Exported:
         reads: attributes of modules that the model has read, as ``path.of.module.attribute``.
         changes: the Python state that forward has changed.
         greatest: the batch size up to which the trace has taken this way; None: there is no such size.
+        asks_for_one: where the model does something else for a batch of one sample; empty: nowhere.
     """
 
     module: fx.GraphModule
@@ -73,6 +74,7 @@ class Exported:
     reads: frozenset[str] = frozenset()
     changes: Changes = field(default_factory=Changes)
     greatest: int | None = None
+    asks_for_one: str = ""
 
 
 def export(model: nn.Module, call: CallSpec, batch_size: int, is_dynamic: bool, device: torch.device) -> Exported:
@@ -139,7 +141,7 @@ def _attempt(
         faked(model, mode, device),
         named_cut_points(model),
         watched(kept.functions) as function_calls,
-        noted_fixed_sizes() as fixing,
+        noted_sizes() as (fixing, lone),
         tried_guards(least) as bounds,
         traced_data(),
         noted_checks(),
@@ -192,7 +194,17 @@ def _attempt(
         markers = take_markers(graph_module)
     compile_regions(graph_module)
     reached = min(bounds, default=None) if is_dynamic else None
-    return Exported(graph_module, output_trees[-1], constants, is_dynamic, markers, frozenset(reads), changes, reached)
+    return Exported(
+        graph_module,
+        output_trees[-1],
+        constants,
+        is_dynamic,
+        markers,
+        frozenset(reads),
+        changes,
+        reached,
+        next(iter(lone), ""),
+    )
 
 
 def _check_next(found: Exported, trace_again: Callable[[], Exported]) -> None:

@@ -11,11 +11,19 @@ import sympy
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from autovaruna.graph.explain import in_transform
+from autovaruna.graph.exporting.lone_size import noted_lone_sizes
 from autovaruna.graph.origin import is_users
 
 
 class TransformError(Exception):
     """Stops a trace in a function transform, whose result would hold for one batch size alone."""
+
+
+@contextmanager
+def noted_sizes() -> Iterator[tuple[list[str], list[str]]]:
+    """Notes ``file:line (code)`` of each line that fixes a size, or asks for one sample, while the context lasts."""
+    with noted_fixed_sizes() as fixing, noted_lone_sizes() as lone:
+        yield fixing, lone
 
 
 @contextmanager
