@@ -140,7 +140,7 @@ def _attempt(
         kept_whole(model, outermost([*kept.modules, *scripts]), kept.operations, device) as keeper,
         faked(model, mode, device),
         named_cut_points(model),
-        watched(kept.functions) as function_calls,
+        watched(kept.functions, kept.num_gradients or 0) as function_calls,
         noted_sizes() as (fixing, lone),
         tried_guards(least) as bounds,
         traced_data(),
@@ -159,7 +159,7 @@ def _attempt(
         try:
             with warnings.catch_warnings():  # recurrent modules keep their weights twice; torch.export warns of it
                 warnings.filterwarnings("ignore", message="The tensor attribute")
-                program = program_of(flat, inputs, shapes, changes)
+                program = program_of(flat, inputs, shapes, changes, recalls=not kept.num_gradients)
             with deferred_compilation():
                 graph_module = unlift(program)
                 take_modules(graph_module)

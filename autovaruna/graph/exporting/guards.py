@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from threading import get_ident
 from typing import Any
 
@@ -16,11 +15,11 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from autovaruna.errors import TraceError
 from autovaruna.graph.exporting.hidden_gradients import seen_gradients
+from autovaruna.graph.exporting.inner_gradients import inner_gradients
 from autovaruna.graph.exporting.seen_nodes import refuse_hook, seen_nodes
 from autovaruna.graph.kept_whole.applied import applied_by, plain_apply
 from autovaruna.graph.kept_whole.functions import Function, keep
 from autovaruna.graph.kept_whole.held_weights import holder_of_weights
-from autovaruna.graph.origin import users_line
 from autovaruna.graph.refused import ChangedStateError
 
 
@@ -48,22 +47,22 @@ class FunctionCall:
 
 
 @contextmanager
-def watched(kept: Collection[Function]) -> Iterator[list[FunctionCall]]:
+def watched(kept: Collection[Function], num_gradients: int) -> Iterator[list[FunctionCall]]:
     """Notes calls of autograd functions, and refuses tensor hooks, on this thread, while the context lasts.
 
     Args:
         kept: The functions that are kept whole where gradients are wanted.
+        num_gradients: How often forward may call ``torch.autograd.grad``.
 
     Yields:
         The other calls, to be given to `with_own_backward` after the trace.
 
     Raises:
-        TraceError: forward registers a hook on a tensor, goes backward, or calls a function with weights of its own.
+        TraceError: forward registers a hook, goes backward too often, or calls a function with weights of its own.
     """
     calls: list[FunctionCall] = []
     names = ("register_hook", "register_post_accumulate_grad_hook")
     hooks = {name: getattr(Tensor, name) for name in names}
-    grad, backward = torch.autograd.grad, torch.autograd.backward
     tracing = get_ident()
 
     def noting(cls: Function, *args: Any, **kwargs: Any) -> Any:
@@ -89,24 +88,12 @@ def watched(kept: Collection[Function]) -> Iterator[list[FunctionCall]]:
 
         return register
 
-    def refusing_gradients(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if get_ident() != tracing:
-            return function(*args, **kwargs)
-        raise TraceError(
-            f"forward goes backward itself (torch.autograd.grad, or backward()){users_line()}, which a trace cannot "
-            "keep. Expected a forward that leaves that to the caller; move what needs gradients into a submodule, "
-            "which is then kept whole as one operation, or write the derivative as operations."
-        )
-
     for name, known in hooks.items():
         setattr(Tensor, name, refusing(known))
-    torch.autograd.grad = partial(refusing_gradients, grad)
-    torch.autograd.backward = partial(refusing_gradients, backward)
     try:
-        with applied_by(noting), seen_gradients(), seen_nodes():
+        with applied_by(noting), seen_gradients(), seen_nodes(), inner_gradients(num_gradients):
             yield calls
     finally:
-        torch.autograd.grad, torch.autograd.backward = grad, backward
         for name, known in hooks.items():
             setattr(Tensor, name, known)
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from autovaruna.graph.exporting.culprit import function_to_keep, more_to_keep
+from autovaruna.graph.exporting.inner_gradients import GoesBackwardError
 from autovaruna.graph.kept_whole.functions import Function
 from autovaruna.graph.refused import InModuleError
 
@@ -27,6 +28,7 @@ class Kept:
         can_tell: whether that is still to be tried.
         notes_draws: whether modules that draw from Python's generators are looked for.
         integers: names of the modules of Python in which ``int`` leaves sizes as they are.
+        num_gradients: how often forward may go backward itself; None: never, that has been tried.
     """
 
     functions: frozenset[Function] = frozenset()
@@ -37,6 +39,7 @@ class Kept:
     can_tell: bool = True
     notes_draws: bool = False
     integers: frozenset[str] = frozenset()
+    num_gradients: int | None = 0
 
 
 class KeepMoreError(Exception):
@@ -48,7 +51,12 @@ class KeepMoreError(Exception):
 
 
 def try_otherwise(error: Exception, model: nn.Module, kept: Kept) -> None:
-    """Asks for another attempt: first one in which the model is told of it, then without what stopped this one."""
+    """Asks for another attempt: first one that does what stopped this one in another way, then without that."""
+    if kept.num_gradients is not None and isinstance(error, GoesBackwardError):
+        raise KeepMoreError(replace(kept, num_gradients=error.count)) from error
+    if kept.num_gradients:
+        logger.debug("what forward goes backward through cannot be traced: %s", error)
+        raise KeepMoreError(replace(kept, num_gradients=None)) from error
     if kept.can_tell and not isinstance(error, InModuleError):
         raise KeepMoreError(replace(kept, is_told=True, can_tell=False)) from error
     kept = replace(kept, is_told=False, can_tell=False)

@@ -19,9 +19,19 @@ from autovaruna.graph.watching.hidden_state import Changes
 
 
 def program_of(
-    flat: FlatCall, inputs: list[Tensor], shapes: list[Any], changes: Changes
+    flat: FlatCall, inputs: list[Tensor], shapes: list[Any], changes: Changes, recalls: bool
 ) -> torch.export.ExportedProgram:
-    """Runs torch.export; if something was recalled and it fails, or that is in doubt, runs it again without."""
+    """Runs torch.export; if something was recalled and it fails, or that is in doubt, runs it again without.
+
+    Args:
+        flat: Calls the model.
+        inputs: What it is called with.
+        shapes: Which of their dimensions are the batch.
+        changes: The Python state that forward has changed.
+        recalls: Whether something may be recalled.
+    """
+    if not recalls:
+        return torch.export.export(flat, (inputs,), dynamic_shapes=(shapes,), strict=False)
     with (
         recalled_sizes(),
         recalled_repeats() as repeats,
