@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import pickle
 import sys
 import time
 import traceback
@@ -20,7 +19,7 @@ from torch import Tensor
 
 from autovaruna.errors import RankError
 from autovaruna.runtime.worlds.connected import CHANNELS, ConnectedWorld
-from autovaruna.runtime.worlds.hub import Answer, Hub, Notice
+from autovaruna.runtime.worlds.hub import Answer, Hub, Notice, decoded, encoded
 from autovaruna.runtime.worlds.world import DONE, Pending
 
 mpi4py.rc.initialize = False
@@ -109,7 +108,7 @@ class MpiWorld(ConnectedWorld):
         if self._hub is not None:
             self._hub.take(0, notice)
         else:
-            self._post_notice(0, pickle.dumps(notice))
+            self._post_notice(0, encoded(notice))
 
     def listen(self) -> None:
         """Passes on what has come from the hub; on rank 0, passes what has come to the hub."""
@@ -118,16 +117,16 @@ class MpiWorld(ConnectedWorld):
             data = bytearray(self._status.Get_count(MPI.BYTE))
             self._control.Recv([data, MPI.BYTE], source, 0)
             if self._hub is not None:
-                self._hub.take(source, pickle.loads(data))
+                self._hub.take(source, decoded(data))
             else:
-                self.take_answer(pickle.loads(data))
+                self.take_answer(decoded(data))
         if self._hub is not None:
             self._hub.tick()
         while self._notices and self._notices[0].Test():
             self._notices.popleft()
 
     def _answer_all(self, answer: Answer) -> None:
-        data = pickle.dumps(answer)
+        data = encoded(answer)
         for rank in range(1, self.num_ranks):
             self._post_notice(rank, data)
         self.take_answer(answer)

@@ -73,7 +73,7 @@ class World(ABC):
 
     @abstractmethod
     def gather_objects(self, value: object, what: str) -> list[Any]:
-        """Returns the values that the ranks passed, by rank. Collective.
+        """Returns the values that the ranks passed, by rank; those that are alike may be one object. Collective.
 
         Args:
             value: a small object that pickles.
