@@ -46,6 +46,8 @@ def is_autocast() -> bool:
 
 def current_precision() -> Precision:
     """Returns the autocasts that are on now."""
+    if not is_autocast():
+        return ()
     is_cached = torch.is_autocast_cache_enabled()
     return tuple(
         Autocast(device, torch.get_autocast_dtype(device), is_cached)

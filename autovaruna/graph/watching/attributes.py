@@ -51,7 +51,7 @@ class Attributes:
             self._set |= {name: self._last.get(name) for name in names if before.get(name) != self._last.get(name)}
             self._set = {name: value for name, value in self._set.items() if value != self._first.get(name)}
             self._kinds = self._kinds_now()
-        if self._watched is None:
+        if self._watched is None or (not self._set and self._kinds == self._first_kinds):
             return ""
         found = [f"{name}:{value!r}" for name, value in sorted(self._set.items())]
         found += [self._kinds] if self._kinds != self._first_kinds else []
