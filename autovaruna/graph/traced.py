@@ -63,7 +63,7 @@ class TracedModel:
     joins_counts: tuple[str, ...] = ()
     asks_for_one: str = ""
 
-    @property
+    @cached_property
     def key(self) -> str:
         """Digest of the calls that this graph serves."""
         return self.call.key() if self.sizes.symbol is not None else f"{self.call.key()}/{self.sizes.batch_size}"
@@ -77,6 +77,11 @@ class TracedModel:
     def _regions(self) -> list[fx.GraphModule]:
         """The graph, and those within it."""
         return [each for each in self.module.modules() if isinstance(each, fx.GraphModule)]
+
+    @cached_property
+    def needs_gradient(self) -> bool:
+        """Whether any output does."""
+        return any(spec.needs_gradient for spec in self.outputs)
 
     @cached_property
     def draws_or_casts(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import wraps
 from operator import is_
 from typing import Any
@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from autovaruna.graph.watching.held import is_plain
 
+Digest = tuple[Hashable, ...]
 _STEP, _ZERO = "steps of the optimizer", "calls of its zero_grad()"
 
 
@@ -47,8 +48,8 @@ class Acts:
         optimizer.register_step_post_hook(lambda *_: self.note(_STEP))
         optimizer.zero_grad = self._counted(optimizer.zero_grad, _ZERO)  # type: ignore[method-assign]
 
-    def digest(self) -> str:
-        """Returns a short text that is equal for ranks that have done the same."""
+    def digest(self) -> Digest:
+        """Returns what is short, and equal for ranks that have done the same."""
         groups = [] if self._optimizer is None else self._optimizer.param_groups
         raw = [value for group in groups for name, value in group.items() if name != "params"]
         if self._raw is None or len(raw) != len(self._raw) or not all(map(is_, raw, self._raw)):
@@ -56,7 +57,7 @@ class Acts:
             options = list(self._options())
             if options != self._latest:
                 self._latest, self._digest = options, crc32(repr(options).encode())
-        return f"{sorted(self._counts.items())} {type(self._optimizer).__name__} {self._digest:x}"
+        return *sorted(self._counts.items()), type(self._optimizer).__name__, self._digest
 
     def words(self) -> dict[str, str]:
         """Returns all of it in words."""

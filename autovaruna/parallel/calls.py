@@ -11,6 +11,7 @@ from torch import Tensor
 from autovaruna.config import replicas_of
 from autovaruna.errors import InputError, RankError
 from autovaruna.graph.call import CallSpec
+from autovaruna.parallel.acts import Digest
 from autovaruna.parallel.totals import Totals
 from autovaruna.runtime.worlds.differences import differences
 from autovaruna.runtime.worlds.world import World
@@ -32,7 +33,7 @@ _OF_ONE_RANK = {
 _FLAGS = {"t": "train()", "e": "eval()", "g": "trained", "f": "frozen"}
 
 
-Report = tuple[str, int, str, tuple[int, ...], Totals | None]
+Report = tuple[str, int, Digest, tuple[int, ...], Totals | None]
 """What a rank says of its call: key, samples, a digest of what its script has done since the start, digests of its
 tensors (in few calls), and the totals of its mini-batch (None: the graph is not known yet)."""
 

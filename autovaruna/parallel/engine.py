@@ -13,6 +13,7 @@ from torch import Tensor
 from autovaruna.errors import InputError
 from autovaruna.graph.traced import TracedModel
 from autovaruna.graph.tree import Opaque, Undelivered
+from autovaruna.parallel.acts import Digest
 from autovaruna.parallel.calls import SharedCall
 from autovaruna.parallel.guard import Guard
 from autovaruna.parallel.prepared import PreparedGraphs
@@ -91,7 +92,7 @@ class Engine:
             of_batch: What they are given of the whole batch.
         """
         prepared = self._graphs.of(traced)
-        needs_gradient = torch.is_grad_enabled() and any(spec.needs_gradient for spec in traced.outputs)
+        needs_gradient = torch.is_grad_enabled() and traced.needs_gradient
         if needs_gradient and not self.plan.needs_gradient:
             raise InputError(
                 "The model was planned for evaluation, in a first call without gradients and without an optimizer: got "
@@ -153,13 +154,19 @@ class Engine:
         return self._graphs.placement
 
     @property
-    def doings(self) -> dict[str, str]:
-        """What the script has done between calls, in words: the same on every rank."""
+    def doings(self) -> Digest:
+        """What the script has done between calls: the same on every rank."""
+        return self._num_backwards, self._last_gradient, self._loss_scale.words, self.is_synchronising
+
+    @property
+    def words(self) -> dict[str, str]:
+        """The same in words."""
+        num_backwards, gradient, scale, is_synchronising = self.doings
         return {
-            "the number of backwards": str(self._num_backwards),
-            "the gradient of the last loss": self._last_gradient,
-            "the scale of the GradScaler": self._loss_scale.words,
-            "no_sync()": "off" if self.is_synchronising else "on",
+            "the number of backwards": str(num_backwards),
+            "the gradient of the last loss": str(gradient),
+            "the scale of the GradScaler": str(scale),
+            "no_sync()": "off" if is_synchronising else "on",
         }
 
     def _note_backward(self, gradient: str) -> None:

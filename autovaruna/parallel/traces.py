@@ -48,8 +48,7 @@ class Traces:
         self._world = world
         self._device = device
         self._known: dict[str, TracedModel] = {}
-        self._parted: set[str] = set()
-        self._sized: set[tuple[str, frozenset[int]]] = set()
+        self._checked: set[tuple[str, frozenset[int], bool]] = set()
         self.latest: TracedModel | None = None
 
     @property
@@ -79,12 +78,12 @@ class Traces:
                 "num_micro_batches divides, or leave out the last batch of an epoch."
             )
         traced = self._find(shared, max(sizes))
-        if (traced.key, sizes) not in self._sized:
+        is_parted = len(batch.micro_batches) > 1
+        if (traced.key, sizes, is_parted) not in self._checked:
             refuse_single_values(traced, sizes)
-            self._sized.add((traced.key, sizes))
-        if len(batch.micro_batches) > 1 and traced.key not in self._parted:
-            self._check_parts(traced)
-            self._parted.add(traced.key)
+            if is_parted:
+                self._check_parts(traced)
+            self._checked.add((traced.key, sizes, is_parted))
         return traced
 
     def _check_parts(self, traced: TracedModel) -> None:

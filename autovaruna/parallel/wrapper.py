@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from autovaruna.config import resolve
 from autovaruna.errors import InputError, RankError
 from autovaruna.graph.traced import TracedModel
+from autovaruna.parallel.acts import Digest
 from autovaruna.parallel.calls import SharedCall, compare_settings, input_groups, share_call
 from autovaruna.parallel.own_device import on_own_gpu
 from autovaruna.parallel.same_inputs import SameInputs
@@ -102,7 +103,7 @@ class AutoVaruna(SplittableModule):
         batch = self._cut(shared, engine.plan)
         assert self._traces is not None
         traced = self._traces.of(shared, batch)
-        self._num_calls += 1
+        vars(self)["_num_calls"] += 1  # a module takes long to set an attribute
         returned = engine.run(traced, shared, batch, self._values_of_batch(traced, shared, batch))
         if self._traces.num_known > num_known:
             self._mode.watch(traced.reads)
@@ -161,16 +162,18 @@ class AutoVaruna(SplittableModule):
             self._batch_values[traced.key] = BatchValues(traced, lambda: self._state.buffers(), device)
         return self._batch_values[traced.key]
 
-    def _digest(self) -> str:
-        """Returns a short text that is equal for ranks whose scripts have done the same since the start."""
-        return f"{self._acts.digest()} {() if self._engine is None else tuple(self._engine.doings.values())}"
+    def _digest(self) -> Digest:
+        """Returns what is short, and equal for ranks whose scripts have done the same since the start."""
+        return self._acts.digest() if self._engine is None else self._acts.digest() + self._engine.doings
 
     def _doings(self) -> dict[str, str]:
         """Returns what this rank's script has done since the start, in words."""
-        return self._acts.words() | ({} if self._engine is None else self._engine.doings)
+        return self._acts.words() | ({} if self._engine is None else self._engine.words)
 
     def _is_plain(self) -> bool:
         """Whether the model is called as it is: one process, and no setting that asks for more."""
+        if self.world.num_ranks > 1:
+            return False
         settings = self.settings
         asks = (
             settings.num_micro_batches,
@@ -181,9 +184,9 @@ class AutoVaruna(SplittableModule):
             settings.cuts,
             settings.stage_ranks,
         )
-        return self.world.num_ranks == 1 and not any(asks)
+        return not any(asks)
 
-    @property
+    @cached_property
     def _groups(self) -> tuple[tuple[int, ...], ...]:
         """The ranks that pass the same mini-batch."""
         return input_groups(self.settings, self.world.num_ranks)

@@ -87,7 +87,7 @@ class Executor:
     def run(self, program: Sequence[Act]) -> None:
         """Executes instructions in order."""
         posting = Posting(program, self._mail)
-        idle = self._stages.keys() - {act.instruction.stage for act in program if act.ends_stage}
+        idle = set(self._stages)
         self._mail.while_waiting = partial(self._while_waiting, posting)
         with torch.set_grad_enabled(self._job.needs_gradient):
             posting.go_to(0, ahead=0)  # more once the first instruction has ended: others wait for what it sends
@@ -98,6 +98,7 @@ class Executor:
                 else:
                     self._recorded(self._recorder, act)
                 if act.ends_stage:
+                    idle.discard(act.instruction.stage)
                     self.stage_ended(act.instruction.stage)
                 if position >= posting.due:
                     posting.go_to(position)

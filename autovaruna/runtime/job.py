@@ -12,7 +12,7 @@ from autovaruna.runtime.batch import GlobalBatch
 from autovaruna.stage.split import Split
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False, slots=True)
 class Job:
     """One call of the model, as every rank sees it.
 

@@ -24,7 +24,7 @@ class OwnSamples:
     """
 
     def __init__(self, inputs: Mapping[str, Tensor], job: Job, rank: int, mail: Mail) -> None:
-        self._inputs = {name: tensor.detach() for name, tensor in inputs.items()}
+        self._inputs = inputs
         self._job = job
         self._rank = rank
         self._mail = mail
@@ -32,13 +32,15 @@ class OwnSamples:
 
     def of(self, part: MicroBatch, name: str) -> Tensor:
         """Returns a micro-batch's part of an input; all of one that is no batch."""
-        if name not in self._job.split.traced.batch_inputs:
-            return self._inputs[name]
-        if name not in self._slices:
+        slices = self._slices.get(name)
+        if slices is None:
+            whole = self._inputs[name].detach()
+            if name not in self._job.split.traced.batch_inputs:
+                return whole
             parts = self._job.batch.owned_by(self._rank)
-            slices = torch.unsafe_split_with_sizes(self._inputs[name], [each.size for each in parts])
-            self._slices[name] = {each.index: piece for each, piece in zip(parts, slices, strict=True)}
-        return self._slices[name][part.index].contiguous()
+            pieces = torch.unsafe_split_with_sizes(whole, [each.size for each in parts])
+            slices = self._slices[name] = {each.index: piece for each, piece in zip(parts, pieces, strict=True)}
+        return slices[part.index].contiguous()
 
     def send(self, parcels: Iterable[tuple[MicroBatch, Parcel]]) -> None:
         """Starts to send micro-batches to the stages that use them."""
