@@ -15,6 +15,7 @@ from torch import fx
 
 from autovaruna.graph.batch.additions import Additions
 from autovaruna.graph.batch.batch_kinds import DIVISIONS, PRODUCTS, Kind, Kinds, Merge
+from autovaruna.graph.batch.batch_size import give_batch_size
 from autovaruna.graph.batch.counted_means import part_means
 from autovaruna.graph.batch.from_inputs import from_inputs, what_makes
 from autovaruna.graph.batch.lengths import give_lengths
@@ -73,6 +74,8 @@ def take_totals(
     values = _mark(known, kinds, Reductions(sizes, batch), in_outputs, additions)
     users = in_outputs - {node for node in known if kinds.of[node] <= Kind.WHOLE}
     values |= give_lengths([node for node in known if kinds.is_length(node)], users, additions)
+    sized, tensors = give_batch_size(graph, sizes, batch, in_outputs, additions)
+    values |= sized
     if not values:
         return NO_TOTALS
     sources = {source for source, _ in values.values()}
@@ -81,7 +84,7 @@ def take_totals(
     before = what_makes(totals, known, facts)
     after = [node for node in needed if kinds.of[node] <= Kind.WHOLE and node not in kinds.merges]
     merges = {node.name: kinds.merges[node] for node in totals}
-    return BatchTotals(merges, _names(before, sizes), _names(after, sizes), values)
+    return BatchTotals(merges, _names(before, sizes), (*tensors, *_names(after, sizes)), values)
 
 
 def _mark(

@@ -21,6 +21,8 @@ from torch.utils import _pytree as pytree
 from autovaruna.errors import TraceError
 from autovaruna.graph.batch.along_batch import counts_along, runs_along
 from autovaruna.graph.batch.of_batch import is_of_batch
+from autovaruna.graph.batch.places import follows_place
+from autovaruna.graph.batch.reductions import name_of
 from autovaruna.graph.facts import Fact
 from autovaruna.graph.kept_whole.function_joins import join_of, name_of_kept
 from autovaruna.graph.kept_whole.returned import Join
@@ -33,6 +35,22 @@ _SHAPE_ALONE = (
     *("zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like", "randint_like"),
     *("new_zeros", "new_ones", "new_full", "new_empty"),
 )
+_TAKE_ROWS = frozenset(
+    {
+        *("index", "index_select", "gather", "embedding", "take_along_dim", "index_put", "index_put_", "index_add"),
+        *(
+            "index_add_",
+            "index_copy",
+            "index_copy_",
+            "scatter",
+            "scatter_",
+            "scatter_add",
+            "scatter_add_",
+            "embedding_bag",
+        ),
+    }
+)
+"""Operations for which numbers of samples may be places."""
 _AS_ANOTHER = frozenset({aten.to.other, aten.type_as.default, aten.expand_as.default, aten.view_as.default})
 """Operations that take from their second argument its kind or shape alone."""
 
@@ -164,6 +182,8 @@ class _Reaches:
         value = node.meta.get("val")
         if isinstance(value, Tensor) and self._sizes.mixes_samples(value):
             return f"the value {node.name} has the shape {tuple(value.shape)}"
+        if words := self._by_place(node):
+            return words
         if self._known[node] < Reach.SAMPLES:
             return ""
         checks: tuple[Callable[[fx.Node], str], ...] = (self._brought_back, self._along, self._cut)
@@ -179,6 +199,17 @@ class _Reaches:
             return f"{what} meets each sample in {node.name}"
         if node.target in _LAYERS and any(self._is_weight(each) for each in node.all_input_nodes):
             return f"{what} goes through the layer {node.name}"
+        return ""
+
+    def _by_place(self, node: fx.Node) -> str:
+        """Finds numbers for samples that follow from their places in the batch, and are computed with."""
+        takes_rows = name_of(node) in _TAKE_ROWS
+        if takes_rows is (self._known[node] is Reach.SAMPLES) or not any(map(_has_numbers, _tensors(node))):
+            return ""
+        for source in _read(node):
+            is_of_sizes = self._known[source] is Reach.NONE and self._sizes.has_samples(source)
+            if is_of_sizes and follows_place(source, self._sizes):
+                return f"{source.name}, which counts the samples, is computed with in {node.name}"
         return ""
 
     def _is_weight(self, node: fx.Node) -> bool:

@@ -38,6 +38,11 @@ def of_batch(value: Any, use: Use, dtype: torch.dtype) -> Tensor:
     return value.to(dtype) if isinstance(value, Tensor) else torch.scalar_tensor(value, dtype=dtype)
 
 
+def as_tensor(number: Any, dtype: torch.dtype) -> Tensor:
+    """Returns a number as a tensor."""
+    return torch.scalar_tensor(number, dtype=dtype)
+
+
 def is_of_batch(node: fx.Node) -> bool:
     """Whether a node of a graph stands for a value of the whole batch."""
     return node.target is of_batch

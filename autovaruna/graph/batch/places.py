@@ -20,6 +20,8 @@ _SIZES = (3, 2)
 """Samples of two micro-batches that make up a batch."""
 _FIND_PLACES = re.compile(r"aten\.\w*(sort|topk|nonzero|argmax|argmin|unique\w*|searchsorted|bucketize|cumsum)\w*\.")
 
+_COUNT = ("aten.arange.", "aten.range.", "aten.linspace.", "aten.logspace.")
+
 
 def are_in_turn(index: fx.Node, length: Any, sizes: Sizes) -> bool:
     """Whether each micro-batch picks, by numbers of its own, what the whole batch picks for its samples.
@@ -39,6 +41,19 @@ def are_in_turn(index: fx.Node, length: Any, sizes: Sizes) -> bool:
     moved = other + sizes.number(length, _SIZES[0])
     grown = [dim for dim in range(whole.dim()) if whole.shape[dim] == one.shape[dim] + other.shape[dim]]
     return not grown or torch.equal(whole, torch.cat([one, moved], grown[0]))
+
+
+def follows_place(numbers: fx.Node, sizes: Sizes) -> bool:
+    """Whether numbers for samples that follow from sizes alone are others in micro-batches: they count the samples.
+
+    Args:
+        numbers: The numbers, which have nothing of the samples.
+        sizes: The sizes of the graph.
+    """
+    counts = (each for each in _sources(numbers) if str(each.target).startswith(_COUNT))
+    if not any(map(sizes.has_samples, counts)):
+        return False
+    return not are_in_turn(numbers, 0, sizes)
 
 
 def _sources(index: fx.Node) -> list[fx.Node]:

@@ -18,7 +18,9 @@ from autovaruna.graph.kept_whole.kept import kept_by
 from autovaruna.graph.kept_whole.returned import Join
 from autovaruna.graph.sizes import Sizes
 
-_SAME_NUMBER = frozenset({"scalar_tensor", "full", "to", "_to_copy", "lift_fresh_copy", "detach", "clone"})
+SAME_NUMBER = frozenset({"scalar_tensor", "full", "to", "_to_copy", "lift_fresh_copy", "detach", "clone"})
+"""Operations that give a number as a tensor."""
+_LINEAR = MULTIPLY | DIVIDE | KEEP_MEANS | JOIN | VIEWS
 _SIZES = (1, 2, 3, 8)
 _POWERS = {Use.PLAIN: 0.0, Use.DIVISOR: 1.0, Use.FACTOR: -1.0}
 """How what a micro-batch gets of a value of the whole batch grows with it."""
@@ -50,7 +52,11 @@ class Reductions:
             return
         seen.add((node, power))
         if node.target is getitem or any(map(self._grows, node.all_input_nodes)):
-            yield node, power + self._is_sum(node)
+            for scale in self._scales(node):
+                yield node, power + self._is_sum(node) + scale
+            return
+        if power not in (0.0, 1.0) and self._is_same_for_all(node) and _has_state(node):
+            yield node, power
             return
         name = name_of(node)
         if name in MULTIPLY | DIVIDE:
@@ -58,6 +64,30 @@ class Reductions:
         elif name in KEEP_MEANS | JOIN | VIEWS | PRODUCTS:
             for source in node.all_input_nodes:
                 yield from self._reduced(source, power, seen)
+
+    def _scales(self, node: fx.Node) -> set[float]:
+        """Returns the powers of the batch size that scale the terms of what a node adds up of samples."""
+        terms, waiting = {node}, [node]
+        while waiting:
+            last = waiting.pop()
+            if last is node or last.target is getitem or name_of(last) in _LINEAR:
+                new = {each for each in last.all_input_nodes if self._grows(each)} - terms
+                terms |= new
+                waiting += new
+        found: dict[fx.Node, set[float]] = {}
+        for term in sorted(terms):
+            sources = [found[each] for each in term.all_input_nodes if each in found]
+            found[term] = self._scaled_by(term, set().union(*sources) or {0.0})
+        return found[node]
+
+    def _scaled_by(self, term: fx.Node, scales: set[float]) -> set[float]:
+        """Returns the powers of what a node makes of samples that are scaled by some."""
+        name = name_of(term)
+        if name not in MULTIPLY | DIVIDE:
+            return scales
+        powers = [self._power(each) for each in term.args[:2] if not self._grows(each)]
+        by = next((power for power in powers if power is not None), 0.0)
+        return {scale - by if name in DIVIDE else scale + by for scale in scales}
 
     def _scaled(self, node: fx.Node, power: float, seen: set[Any]) -> Iterator[tuple[fx.Node, float]]:
         is_quotient = name_of(node) in DIVIDE
@@ -85,7 +115,7 @@ class Reductions:
             return _POWERS[scale.args[1]]  # type: ignore[index]
         if self._sizes.is_given(scale):
             return self._power_of(scale.meta["val"])
-        if name_of(scale) in _SAME_NUMBER and len(scale.all_input_nodes) == 1 and _is_number(scale):
+        if name_of(scale) in SAME_NUMBER and len(scale.all_input_nodes) == 1 and _is_number(scale):
             return self._power(scale.all_input_nodes[0])
         return 0.0 if self._is_same_for_all(scale) else None
 
@@ -117,6 +147,26 @@ def name_of(node: fx.Node) -> str:
     """Returns the name of an operation of torch's; empty for other functions."""
     target: Any = node.target
     return target.overloadpacket.__name__ if isinstance(target, torch._ops.OpOverload) else ""
+
+
+def _has_state(node: fx.Node) -> bool:
+    """Whether a value is made of parameters or buffers, which a graph does not hold, as it does its constants."""
+    seen, open_ = {node}, [node]
+    while open_:
+        each = open_.pop()
+        if each.op == "get_attr" and not _is_constant(each):
+            return True
+        new = set(each.all_input_nodes) - seen
+        seen |= new
+        open_ += new
+    return False
+
+
+def _is_constant(node: fx.Node) -> bool:
+    holder: Any = node.graph.owning_module
+    for name in str(node.target).split("."):
+        holder = getattr(holder, name, None)
+    return holder is not None
 
 
 def _is_number(node: fx.Node) -> bool:
