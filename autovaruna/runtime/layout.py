@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
@@ -42,6 +43,15 @@ class Layout:
                 expected *= length
         return True
 
+    def fits(self, tensor: Tensor | None) -> TypeGuard[Tensor]:
+        """Says whether a tensor has this layout."""
+        return (
+            tensor is not None
+            and tensor.dtype is self.dtype
+            and tensor.shape == self.shape
+            and tensor.stride() == self.strides
+        )
+
     def pack(self, tensor: Tensor) -> Tensor:
         """Returns what travels of a tensor with holes, or with numbers that are there twice: a copy without."""
         return distinct(tensor).contiguous()
@@ -65,12 +75,14 @@ def packed(layouts: Layouts, tensors: Sequence[Tensor | None]) -> list[Tensor] |
     """Returns what of a message travels; None: it has other layouts."""
     if len(layouts) != len(tensors):
         return None
+    if len(layouts) == 1 and (only := layouts[0]) is not None and only.is_dense and only.fits(tensors[0]):
+        return [tensors[0]]  # what most messages are
     travelling = []
     for layout, tensor in zip(layouts, tensors, strict=True):
         if layout is None or tensor is None:
             if not (layout is None and tensor is None):
                 return None
-        elif tensor.shape == layout.shape and tensor.stride() == layout.strides and tensor.dtype is layout.dtype:
+        elif layout.fits(tensor):
             travelling.append(tensor if layout.is_dense else layout.pack(tensor))
         else:
             return None

@@ -143,17 +143,22 @@ def test_a_delayed_message_comes_after_its_latency(monkeypatch: pytest.MonkeyPat
 def count_messages(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     """Returns a list that grows by each message and each exchange of objects."""
     found: list[tuple[str, int]] = []
-    post_sends, gather = ConnectedWorld.post_sends, ConnectedWorld.gather_objects
+    send, send_object, gather = ConnectedWorld.send, ConnectedWorld.send_object, ConnectedWorld.gather_objects
 
-    def note_send(self: ConnectedWorld, tensors: Any, destination: int, channel: int, tag: int) -> Any:
+    def note_send(self: ConnectedWorld, tensors: Any, destination: int, tag: int) -> Any:
         found.append(("message", self.rank))
-        return post_sends(self, tensors, destination, channel, tag)
+        return send(self, tensors, destination, tag)
+
+    def note_object(self: ConnectedWorld, value: object, destination: int, tag: int) -> Any:
+        found.append(("message", self.rank))
+        return send_object(self, value, destination, tag)
 
     def note_gather(self: ConnectedWorld, value: object, what: str) -> Any:
         found.append((what, self.rank))
         return gather(self, value, what)
 
-    monkeypatch.setattr(ConnectedWorld, "post_sends", note_send)
+    monkeypatch.setattr(ConnectedWorld, "send", note_send)
+    monkeypatch.setattr(ConnectedWorld, "send_object", note_object)
     monkeypatch.setattr(ConnectedWorld, "gather_objects", note_gather)
     return found
 

@@ -51,6 +51,8 @@ class ConnectedWorld(WatchedWorld):
 
     def send(self, tensors: Sequence[Tensor], destination: int, tag: int) -> Pending:
         """Starts to send tensors."""
+        if len(tensors) == 1 and tensors[0].is_cpu and self._carrier is None:
+            return self._send_one(tensors[0], destination, tag)
         if self._carrier is not None and self._carrier.sends_to(destination):
             there = [tensor.detach().to(self._carrier.device) for tensor in tensors]
             return self.post_sends(there, destination, CARRIER_CHANNEL, tag)
@@ -59,6 +61,20 @@ class ConnectedWorld(WatchedWorld):
                 tensors = [self.reachable(each) for each in tensors]
                 break
         return self.post_sends(tensors, destination, TENSOR_CHANNEL, tag)
+
+    def _send_one(self, tensor: Tensor, destination: int, tag: int) -> Pending:
+        """Does the same for one tensor on the host: what most messages are, and small stages wait for its every call."""
+        if tensor.nbytes > MAX_PART_BYTES:
+            return self.post_sends([tensor], destination, TENSOR_CHANNEL, tag)
+        check_dense(tensor)
+        part = self.post_send(tensor, destination, TENSOR_CHANNEL, tag)
+        event = "sent", destination, TENSOR_CHANNEL, tag
+        count = self._counts[event] = self._counts[event] + 1
+        if part is DONE:
+            return DONE
+        message = Message(self, [part], [tensor], event, count)
+        self._sends.append(message)
+        return message
 
     def receive(self, buffers: Sequence[Tensor], source: int, tag: int) -> Pending:
         """Posts the receive of tensors."""
