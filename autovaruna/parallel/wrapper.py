@@ -90,7 +90,7 @@ class AutoVaruna(SplittableModule):
             return torch.compiler.disable(self.forward)(*args, **kwargs)  # type: ignore[no-untyped-call]
         self._persistence.poll()
         self._lent.settle()
-        if self._is_plain():
+        if self._is_plain:
             return self.module(*args, **kwargs)
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False), torch.no_grad():  # what a call prepares is for later steps, too
@@ -170,6 +170,7 @@ class AutoVaruna(SplittableModule):
         """Returns what this rank's script has done since the start, in words."""
         return self._acts.words() | ({} if self._engine is None else self._engine.words)
 
+    @cached_property
     def _is_plain(self) -> bool:
         """Whether the model is called as it is: one process, and no setting that asks for more."""
         if self.world.num_ranks > 1:

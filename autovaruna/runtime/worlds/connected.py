@@ -63,7 +63,7 @@ class ConnectedWorld(WatchedWorld):
         return self.post_sends(tensors, destination, TENSOR_CHANNEL, tag)
 
     def _send_one(self, tensor: Tensor, destination: int, tag: int) -> Pending:
-        """Does the same for one tensor on the host: what most messages are, and small stages wait for its every call."""
+        """Does the same for one tensor on the host: what most messages are, and small stages wait for each line."""
         if tensor.nbytes > MAX_PART_BYTES:
             return self.post_sends([tensor], destination, TENSOR_CHANNEL, tag)
         check_dense(tensor)
