@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from itertools import chain
 from pathlib import Path
-from typing import SupportsIndex
 
 from autovaruna.checkpoint.claim import read_claim
 from autovaruna.checkpoint.folder import Saved, saved_in
 from autovaruna.checkpoint.manifest import MANIFEST, read_manifest
+from autovaruna.checkpoint.numbers import is_whole
 from autovaruna.checkpoint.source import Source, open_source
 from autovaruna.checkpoint.together import on_first, together
 from autovaruna.errors import CheckpointError
@@ -35,7 +35,7 @@ def choose(world: World, root: str | os.PathLike[str], step: int | str, claims: 
         CheckpointError: there is none, and what is damaged, and how; or the ranks ask for different ones.
     """
     path = Path(root)
-    step = step if isinstance(step, str | bool) or not isinstance(step, SupportsIndex) else step.__index__()
+    step = int(step) if is_whole(step) else step
     asked = world.gather_objects({"step": repr(step)}, "looking for checkpoints")
     if found := differences(asked):
         raise CheckpointError(f"The ranks load different checkpoints: {found}. Expected the same step on every rank.")

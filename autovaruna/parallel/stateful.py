@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from functools import partial
 from os import PathLike
-from typing import Any, SupportsIndex
+from typing import Any
 from weakref import ref
 
 import torch
@@ -13,6 +13,7 @@ from torch import nn
 
 from autovaruna.checkpoint.compose import Content
 from autovaruna.checkpoint.load import CheckpointInfo
+from autovaruna.checkpoint.numbers import whole_number
 from autovaruna.checkpoint.saver import Way
 from autovaruna.checkpoint.subject import Subject
 from autovaruna.config import log_settings
@@ -188,7 +189,7 @@ class StatefulModule(ShownModule):
         Raises:
             CheckpointError: it cannot be saved; the same on every rank. Earlier ones are as they were.
         """
-        step, keep = _number("step", step, 0), None if keep is None else _number("keep", keep, 1)
+        step, keep = whole_number("step", step, 0), None if keep is None else whole_number("keep", keep)
         content = Content(step, data_position, extra, scaler, lr_scheduler)
         self._persistence.save(self._subject(), dir, content, Way(keep, tempdir, shard, background))
 
@@ -261,10 +262,3 @@ class StatefulModule(ShownModule):
 
     def _placement(self) -> Placement:
         return self._engine.placement if self._engine is not None else Placement({}, self.world.num_ranks)
-
-
-def _number(name: str, value: SupportsIndex, least: int) -> int:
-    """Returns a whole number, of whatever type."""
-    if isinstance(value, bool) or not isinstance(value, SupportsIndex) or value.__index__() < least:
-        raise InputError(f"{name} is {value!r}; expected a whole number from {least} on.")
-    return value.__index__()

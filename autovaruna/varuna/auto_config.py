@@ -7,10 +7,10 @@ import os
 from dataclasses import replace
 from functools import cached_property
 
+from autovaruna.checkpoint.numbers import whole_number
 from autovaruna.errors import InputError, MeasureError
 from autovaruna.profiler.records import Cluster
 from autovaruna.varuna.grids import Choice, Measured, Wishes, choice_at, choices
-from autovaruna.varuna.numbers import positive
 from autovaruna.varuna.profile_folder import ProfileFolder
 
 logger = logging.getLogger(__name__)
@@ -45,9 +45,9 @@ class AutoConfig:
         cutpoints: str = "only",
         optimizer_bytes_factor: float | None = None,
     ) -> None:
-        num_ranks, batch_size = positive("num_ranks", num_ranks), positive("batch_size", batch_size)
-        gpus_per_node = gpus_per_node and positive("gpus_per_node", gpus_per_node)
-        chunk_size = chunk_size and positive("chunk_size", chunk_size)
+        num_ranks, batch_size = whole_number("num_ranks", num_ranks), whole_number("batch_size", batch_size)
+        gpus_per_node = gpus_per_node and whole_number("gpus_per_node", gpus_per_node)
+        chunk_size = chunk_size and whole_number("chunk_size", chunk_size)
         if memory_bytes is not None and not memory_bytes > 0:
             raise InputError(f"memory_bytes is {memory_bytes}; expected more than zero")
         measured, facts = ProfileFolder(profile_folder).read()
@@ -95,8 +95,8 @@ class AutoConfig:
         Raises:
             PlanError: it does not fit; says what is missing.
         """
-        size = positive("micro_batch_size", micro_batch_size) if micro_batch_size else self._wishes.chunk_size
-        return choice_at(self._measured, replace(self._wishes, chunk_size=size), positive("stages", stages))
+        size = whole_number("micro_batch_size", micro_batch_size) if micro_batch_size else self._wishes.chunk_size
+        return choice_at(self._measured, replace(self._wishes, chunk_size=size), whole_number("stages", stages))
 
 
 def cluster_for(known: Cluster, num_ranks: int, gpus_per_node: int, memory_bytes: float | None) -> Cluster:

@@ -10,6 +10,7 @@ from contextlib import nullcontext
 import torch
 from torch import nn
 
+from autovaruna.checkpoint.numbers import whole_number
 from autovaruna.config import resolve
 from autovaruna.errors import InputError, OrderError
 from autovaruna.parallel.machine import describe_cluster, optimizer_factor
@@ -24,7 +25,6 @@ from autovaruna.runtime.worlds.environment import get_world
 from autovaruna.runtime.worlds.on_all import on_all
 from autovaruna.varuna.batches import GetBatch, sample_batch
 from autovaruna.varuna.measuring import read_costs, subject_of
-from autovaruna.varuna.numbers import positive
 from autovaruna.varuna.parts import keys_between, keys_of
 from autovaruna.varuna.profile_folder import Facts, ProfileFolder
 from autovaruna.varuna.ranks import device_of, local_rank_of
@@ -68,7 +68,7 @@ class Profiler:
         self.device = device_of(device, local_rank_of(self.world))
         self.fp16 = bool(fp16)
         on_host = self.world.hosts.count(self.world.hosts[self.rank])
-        self.gpus_per_node = on_host if gpus_per_node is None else positive("gpus_per_node", gpus_per_node)
+        self.gpus_per_node = on_host if gpus_per_node is None else whole_number("gpus_per_node", gpus_per_node)
         self.folder = ProfileFolder(out_folder)
         self.settings = resolve({"device": str(self.device), "inputs": "replicated"})
         self._own = ProfileCache(
@@ -130,7 +130,7 @@ class Profiler:
             raise OrderError("profile_all() comes after initialize().")
         if not isinstance(microbatches_to_profile, Iterable):
             raise InputError(f"microbatches_to_profile is {microbatches_to_profile!r}; expected several, as [1, 2, 4].")
-        sizes = sorted({positive("a micro-batch size", size) for size in microbatches_to_profile})
+        sizes = sorted({whole_number("a micro-batch size", size) for size in microbatches_to_profile})
         if not sizes:
             raise InputError("microbatches_to_profile is empty; expected at least one micro-batch size.")
         traced = self._subject.traced

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from autovaruna.checkpoint.numbers import whole_number
 from autovaruna.errors import InputError, OrderError
 from autovaruna.parallel.ahead import adopt, prepare
 from autovaruna.parallel.modes import as_in_training
@@ -27,7 +28,6 @@ from autovaruna.varuna.evaluation import mean_loss
 from autovaruna.varuna.find import find_grid
 from autovaruna.varuna.gradients import finish, put_aside
 from autovaruna.varuna.loss_scale import StepScale
-from autovaruna.varuna.numbers import positive
 from autovaruna.varuna.place import Place, place_of
 from autovaruna.varuna.ranks import device_of, local_rank_of
 from autovaruna.varuna.requests import Requests
@@ -82,13 +82,13 @@ class Varuna(StoredModule):
         self.local_rank = local_rank_of(self.world) if local_rank < 0 else local_rank
         self.device = device_of(device, self.local_rank)
         self.fp16 = bool(fp16)
-        self.global_batch_size = positive("batch_size", batch_size)
+        self.global_batch_size = whole_number("batch_size", batch_size)
         known = set(self.world.gather_objects(self.global_batch_size, "agreeing on the batch size"))
         if len(known) > 1:
             raise InputError(
                 f"batch_size is {sorted(known)} on the ranks; expected that of all replicas, on every rank."
             )
-        chunk_size = positive("chunk_size", chunk_size) if chunk_size else None
+        chunk_size = whole_number("chunk_size", chunk_size) if chunk_size else None
         tie(model, shared_weights)
         model.to(self.device) if self.device.type != "cpu" else None
         self.iteration = self.current_step = 0
@@ -237,7 +237,7 @@ class Varuna(StoredModule):
             inputs: Keyword arguments of the model: this replica's samples, the same on all its ranks.
             batch_size: Most samples that are on their way at once, over all replicas; None: as in training.
         """
-        most = positive("batch_size", self.global_batch_size if batch_size is None else batch_size)
+        most = whole_number("batch_size", self.global_batch_size if batch_size is None else batch_size)
         batch = on_device(check_inputs(inputs, "evaluate() got"), self.device)
         with self._precision():
             return mean_loss(self.model, batch, most, self.place.leaders, self.world)

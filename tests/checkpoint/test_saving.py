@@ -334,14 +334,17 @@ def test_a_model_without_numbers_is_not_saved(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("step", [0, 10**12, np.int64(3), torch.tensor(4)])
+@pytest.mark.parametrize("step", [0, 10**12, np.int64(3), torch.tensor(4), 5.0])
 def test_any_whole_number_is_a_step(step: Any, tmp_path: Path) -> None:
     model = trained()
     model.save_checkpoint(tmp_path, step=step, keep=np.int32(1))
     assert model.load_checkpoint(tmp_path, step=step).step == int(step)
 
 
-@pytest.mark.parametrize("given", [{"step": -1}, {"step": True}, {"step": "5"}, {"step": 1.0}, {"step": 1, "keep": 0}])
+@pytest.mark.parametrize(
+    "given",
+    [{"step": -1}, {"step": True}, {"step": "5"}, {"step": 1.5}, {"step": float("nan")}, {"step": 1, "keep": 0}],
+)
 def test_what_is_no_number_is_named(given: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(InputError, match=rf"{list(given)[-1]} is .*expected a whole number"):
         trained().save_checkpoint(tmp_path, **given)
