@@ -10,7 +10,7 @@ from rich.table import Table
 
 from autovaruna.graph.records import Graph
 from autovaruna.planner.infeasible import readable
-from autovaruna.planner.predicting.folding import fold, short_enough
+from autovaruna.planner.predicting.folding import fold, telling
 from autovaruna.planner.predicting.pipeline import pipeline_of, policy_of
 from autovaruna.planner.records import Plan, StagePlan
 from autovaruna.schedule import LostTime, lower_bound, simulate
@@ -43,7 +43,7 @@ def plan_table(plan: Plan, graph: Graph) -> Table:
 def explain(plan: Plan, graph: Graph) -> str:
     """Returns lines that say what the plan is predicted to cost, how good that is, and where time is lost."""
     pipeline = pipeline_of(plan, graph)
-    lost = simulate(short_enough(pipeline), policy_of(plan.schedule)).lost
+    lost = simulate(telling(pipeline), policy_of(plan.schedule)).lost
     used = sorted({rank for stage in plan.stages for rank in stage.ranks})
     step = plan.predicted_seconds or 1.0
     lines = [f"predicted step  {seconds(plan.predicted_seconds)}"]

@@ -15,7 +15,7 @@ from autovaruna.planner.infeasible import readable
 from autovaruna.planner.memory.holdings import holdings_of_stage
 from autovaruna.planner.memory.rank_memory import bytes_of_ranks
 from autovaruna.planner.memory.stage_memory import MemoryModel
-from autovaruna.planner.predicting.folding import short_enough
+from autovaruna.planner.predicting.folding import telling
 from autovaruna.planner.predicting.pipeline import pipeline_of, policy_of
 from autovaruna.planner.records import Plan
 from autovaruna.schedule import simulate
@@ -42,7 +42,7 @@ def memory_complaint(plan: Plan, valid_for: Fingerprint, graph: Graph) -> str:
     limits = [limit + known.process_bytes for limit in valid_for.memory_bytes]  # a limit is for what the model brings
     if _first_above(_by_depths(plan, graph, costs, model), limits) is None:
         return ""
-    pipeline = short_enough(pipeline_of(plan, graph))
+    pipeline = telling(pipeline_of(plan, graph))
     schedule = simulate(pipeline, policy_of(plan.schedule)).schedule
     needed = bytes_of_ranks(graph, plan, costs, model, pipeline, schedule)
     rank = _first_above(needed, limits)
