@@ -43,11 +43,13 @@ from autovaruna.graph.kept_whole.scripts import shells
 from autovaruna.graph.precision import in_precision, noted_precision, switch_in_regions
 from autovaruna.graph.random import python_generators
 from autovaruna.graph.refused import check_layouts, check_operations
+from autovaruna.graph.said import warn_once
 from autovaruna.graph.tree import Tree
 from autovaruna.graph.watching.as_before import as_before
 from autovaruna.graph.watching.hidden_state import Changes, compare_calls
 
 logger = logging.getLogger(__name__)
+_MOST_NAMES = 5
 
 
 @dataclass(frozen=True)
@@ -103,6 +105,7 @@ def export(model: nn.Module, call: CallSpec, batch_size: int, is_dynamic: bool, 
                 _check_next(found, partial(_attempt, model, call, batch_size, is_dynamic, device, kept))
             if found.greatest is not None:
                 _check_larger(found, model, call, device, kept)
+            _say_what_is_left(found, model)
             return found
         except KeepMoreError as stopped:
             kept = stopped.kept
@@ -216,6 +219,17 @@ def _check_next(found: Exported, trace_again: Callable[[], Exported]) -> None:
         logger.debug("forward cannot be traced a second time: %s", error)
         return
     compare_calls(found.changes, found.module, again.module, again.constants)
+
+
+def _say_what_is_left(found: Exported, model: nn.Module) -> None:
+    """Warns of tensors that plain PyTorch would have beside what the model returns, and ranks have not."""
+    if names := found.changes.tensors:
+        text = (
+            f"forward leaves tensors in {', '.join(names[:_MOST_NAMES])}{' and more' * (len(names) > _MOST_NAMES)}. "
+            "They stay where they are made, on a rank and in a micro-batch: after a call nothing new is there. A loss "
+            "must not be made of them outside of the model; return them if the script goes on from them."
+        )
+        warn_once(logger, model, text)
 
 
 def _check_larger(found: Exported, model: nn.Module, call: CallSpec, device: torch.device, kept: Kept) -> None:

@@ -11,6 +11,7 @@ from autovaruna.graph.exporting.culprit import function_to_keep, more_to_keep
 from autovaruna.graph.exporting.inner_gradients import GoesBackwardError
 from autovaruna.graph.kept_whole.functions import Function
 from autovaruna.graph.refused import InModuleError
+from autovaruna.graph.said import warn_once
 
 logger = logging.getLogger(__name__)
 
@@ -62,14 +63,14 @@ def try_otherwise(error: Exception, model: nn.Module, kept: Kept) -> None:
     kept = replace(kept, is_told=False, can_tell=False)
     modules = more_to_keep(error, model, kept.modules)
     if modules:
-        _warn(sorted(modules - kept.modules), error)
+        _warn(model, sorted(modules - kept.modules), error)
         raise KeepMoreError(replace(kept, modules=modules)) from error
     function = function_to_keep(error)
     if function and function not in kept.operations:
-        _warn([function], error)
+        _warn(model, [function], error)
         raise KeepMoreError(replace(kept, operations=kept.operations | {function})) from error
 
 
-def _warn(new: list[str], error: Exception) -> None:
+def _warn(model: nn.Module, new: list[str], error: Exception) -> None:
     reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-    logger.warning("%s cannot be traced and is kept whole, never cut (%s)", ", ".join(new), reason)
+    warn_once(logger, model, f"{', '.join(new)} cannot be traced and is kept whole, never cut ({reason})")

@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from autovaruna.errors import InputError
+from autovaruna.errors import InputError, OrderError
 from autovaruna.graph.exporting.fake import put
 from autovaruna.graph.exporting.guards import plain_checkpoints
 from autovaruna.graph.kept_whole.held_weights import with_weights_in_backward
@@ -243,7 +243,15 @@ def _saving() -> Iterator[None]:
 
 def forgetting() -> saved_tensors_hooks:
     """Keeps nothing for a backward; under no_grad, lstm and others choose another kernel, with other last bits."""
-    return saved_tensors_hooks(lambda tensor: None, lambda nothing: nothing)
+    return saved_tensors_hooks(lambda tensor: None, _refuse_backward)
+
+
+def _refuse_backward(nothing: None) -> Tensor:
+    raise OrderError(
+        "Backward reached a tensor that forward has left beside what it returns (by a hook, in an attribute or a "
+        "global), while its trace was tried out. Expected a loss made of what the model returns; return that tensor, "
+        "too."
+    )
 
 
 def _is_forgetting() -> bool:

@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from autovaruna.errors import TraceError
 from autovaruna.graph.exporting.known import for_real, is_known
 from autovaruna.graph.watching.held import identities, is_plain, records
+from autovaruna.graph.watching.left_tensors import left_tensors
 
 _OF_MODULES = frozenset(vars(nn.Module()))
 _NOTHING = object()
@@ -49,11 +50,13 @@ class Changes:
         left: what modules and their objects hold since, as forward has left it, by their ``__dict__`` and its name
             there: containers, and tensors in place of some that forward has read; of objects, all. After a trace the
             old ones are put back.
+        tensors: where forward has left some, in modules, their objects and their hooks.
         stand_ins: stand for what forward has put there of tensors, by the address of their numbers; with their names.
     """
 
     names: set[str] = field(default_factory=set)
     left: list[tuple[dict[str, Any], str, Any]] = field(default_factory=list)
+    tensors: list[str] = field(default_factory=list)
     stand_ins: dict[int, str] = field(default_factory=dict)
 
     def note(
@@ -61,6 +64,7 @@ class Changes:
     ) -> None:
         """Compares the state with that before forward; `replaced` are tensors that forward has read and replaced."""
         after = hidden_state(model)
+        self.tensors = left_tensors(model)
         self.names = {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
         self.left = [
             (vars(owner), name, self._standing(f"{path}.{name}".removeprefix("."), value))
