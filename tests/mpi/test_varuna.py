@@ -96,6 +96,9 @@ def end(*_):
     time.sleep(2)  # mpirun ends the others when the first rank has ended
     sys.exit(9)
 signal.signal(signal.SIGTERM, end)
+if args.act == "join":
+    import autovaruna
+    autovaruna.barrier()
 print("up as", args.rank, os.environ.get("COLOUR"), os.getcwd(), flush=True)
 if args.act == "exit" and args.rank == 1:
     sys.exit(5)
@@ -132,6 +135,16 @@ def test_a_request_to_end_reaches_every_rank(tmp_path: Path, script: str) -> Non
         process.send_signal(signal.SIGTERM)
         rest, _ = process.communicate(timeout=TIMEOUT)
     assert process.returncode == 9 and rest.count("asked to end") == 2
+
+
+@pytest.mark.parametrize("act", ["wait", "join"])
+def test_ctrl_c_ends_with_the_status_that_shells_give_it(act: str, tmp_path: Path, script: str) -> None:
+    """Once, ranks that had joined the world ended with status 1."""
+    with running(tmp_path, "--gpus_per_node", "2", script, "--act", act) as process:
+        read_until(process, "up as", 2)
+        process.send_signal(signal.SIGINT)
+        rest, _ = process.communicate(timeout=TIMEOUT)
+    assert process.returncode == 128 + signal.SIGINT and "KeyboardInterrupt" in rest
 
 
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGKILL])

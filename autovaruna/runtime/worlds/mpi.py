@@ -20,7 +20,7 @@ from torch import Tensor
 from autovaruna.errors import RankError
 from autovaruna.runtime.worlds.connected import CHANNELS, ConnectedWorld
 from autovaruna.runtime.worlds.hub import Answer, Hub, Notice, decoded, encoded
-from autovaruna.runtime.worlds.world import DONE, Pending
+from autovaruna.runtime.worlds.world import DONE, Pending, status_after
 
 mpi4py.rc.initialize = False
 from mpi4py import MPI  # noqa: E402
@@ -151,7 +151,7 @@ class MpiWorld(ConnectedWorld):
         os._exit(status)
 
     def abort(self, error: BaseException, where: str) -> NoReturn:
-        """Ends all ranks with status 1, after this rank's traceback.
+        """Ends all ranks with `status_after`, after this rank's traceback.
 
         Where one rank's error makes others fail, or all fail alike, one message is enough: ranks that only pass on
         another's error, and then ranks other than 0, give the others a moment to end this one first.
@@ -160,7 +160,7 @@ class MpiWorld(ConnectedWorld):
         time.sleep(SECOND_HAND_SECONDS * is_second_hand + LATER_RANK_SECONDS * (self.rank > 0))
         trace = "".join(traceback.format_exception(type(error), error, error.__traceback__))
         sys.stderr.write(f"{where}:\n{trace}")
-        self.end(1)
+        self.end(status_after(error))
 
     def finalize(self) -> None:
         """Says goodbye to the other ranks, and ends MPI if this world began it.

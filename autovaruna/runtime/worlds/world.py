@@ -10,6 +10,7 @@ the ranks that take part only. Messages with the same source, destination and ta
 
 from __future__ import annotations
 
+import signal
 import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -20,6 +21,11 @@ from torch import Tensor
 from autovaruna.errors import AutoVarunaError, RankError
 
 _ERRORS = AutoVarunaError.__module__
+
+
+def status_after(error: BaseException) -> int:
+    """Returns the status of a process that an error has ended: that of a shell after Ctrl-C, else 1."""
+    return 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
 
 
 class Pending(ABC):
@@ -141,7 +147,7 @@ class World(ABC):
 
     @abstractmethod
     def abort(self, error: BaseException, where: str) -> NoReturn:
-        """Ends all ranks with status 1, after this rank's traceback, headed by `where`, on standard error."""
+        """Ends all ranks with `status_after`, after this rank's traceback, headed by `where`, on standard error."""
 
     def broadcast_object(self, value: object, root: int, what: str) -> Any:
         """Returns the value of rank `root`. Collective; raises as `gather_objects`."""
