@@ -32,6 +32,11 @@ class Kind:
     parse: Callable[[str], object] = str
 
 
+def at_home(path: str | os.PathLike[str]) -> str:
+    """Returns a path with the user's directory in place of ``~``, which shells leave alone in ``--option=~/file``."""
+    return os.path.expanduser(os.fspath(path))
+
+
 def count(minimum: int = 0) -> Kind:
     """Accepts whole numbers of at least `minimum`."""
 
@@ -96,7 +101,7 @@ def _bytes(value: object) -> int:
 
 
 def _path(value: object) -> str:
-    return os.path.expanduser(os.fspath(value)) if isinstance(value, (str, os.PathLike)) else _refuse()
+    return at_home(value) if isinstance(value, (str, os.PathLike)) else _refuse()
 
 
 def _names(value: object) -> tuple[str, ...]:

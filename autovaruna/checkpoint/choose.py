@@ -16,6 +16,7 @@ from autovaruna.checkpoint.numbers import is_whole
 from autovaruna.checkpoint.source import Source, open_source
 from autovaruna.checkpoint.together import on_first, together
 from autovaruna.errors import CheckpointError
+from autovaruna.kinds import at_home
 from autovaruna.runtime.worlds.differences import differences
 from autovaruna.runtime.worlds.world import World
 
@@ -34,7 +35,7 @@ def choose(world: World, root: str | os.PathLike[str], step: int | str, claims: 
     Raises:
         CheckpointError: there is none, and what is damaged, and how; or the ranks ask for different ones.
     """
-    path = Path(root)
+    path = Path(at_home(root))
     step = int(step) if is_whole(step) else step
     asked = world.gather_objects({"step": repr(step)}, "looking for checkpoints")
     if found := differences(asked):

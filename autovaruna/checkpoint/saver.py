@@ -26,6 +26,7 @@ from autovaruna.checkpoint.stream import write_snapshot
 from autovaruna.checkpoint.subject import Subject
 from autovaruna.checkpoint.together import on_first, together
 from autovaruna.errors import CheckpointError
+from autovaruna.kinds import at_home
 from autovaruna.runtime.worlds.differences import differences
 from autovaruna.runtime.worlds.world import World
 
@@ -79,11 +80,12 @@ class Saver:
         """
         self.wait()
         self._compare(content, way)
-        way = replace(way, tempdir=way.tempdir and os.path.abspath(way.tempdir))  # the script may go to another folder
+        tempdir = way.tempdir and os.path.abspath(at_home(way.tempdir))  # the script may go to another folder
+        way = replace(way, tempdir=tempdir)
         part = together(self._world, lambda: compose(subject, content, way.is_shared), "composing a checkpoint")
         extra_files, partial = on_first(
             self._world,
-            lambda: (config_files(subject.model), self._begin(Path(root).absolute(), content.step)),
+            lambda: (config_files(subject.model), self._begin(Path(at_home(root)).absolute(), content.step)),
             "beginning a checkpoint",
         )
         try:

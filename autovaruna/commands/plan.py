@@ -6,6 +6,7 @@ import argparse
 
 from autovaruna.commands.setting_options import add_settings
 from autovaruna.errors import ConfigError
+from autovaruna.kinds import at_home
 
 HELP = "plan a model for any number of ranks, none of which has to be there"
 _SETTINGS = (
@@ -48,7 +49,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--optimizer", default="adamw", metavar="NAME", help="one of torch.optim, as sgd or sgd:momentum=0.9 (adamw)"
     )
     parser.add_argument("-o", "--output", default="", metavar="FILE", help="save the plan as a deployment")
-    parser.add_argument("--plot", default="", metavar="FILE", help="draw a step as a picture, as step.png")
+    parser.add_argument("--plot", type=at_home, default="", metavar="FILE", help="draw a step as a picture: step.png")
     parser.add_argument("--table", action="store_true", help="list all sensible choices, best first")
     add_settings(parser, _SETTINGS)
 

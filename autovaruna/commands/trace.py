@@ -15,6 +15,7 @@ from rich.table import Table
 from autovaruna.commands.plot import check_plot
 from autovaruna.commands.printing import show
 from autovaruna.errors import ConfigError
+from autovaruna.kinds import at_home
 
 HELP = "show the trace of a run: steps as measured and as predicted"
 _PROCESSES = ("measured", "predicted")
@@ -36,10 +37,12 @@ class Bar:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Adds the options."""
-    parser.add_argument("file", metavar="FILE", help="the trace (setting trace_events_file)")
+    parser.add_argument("file", type=at_home, metavar="FILE", help="the trace (setting trace_events_file)")
     step_help = "the step to draw (default: the last one with predicted rows)"
     parser.add_argument("--step", type=int, default=0, metavar="n", help=step_help)
-    parser.add_argument("--plot", default="", metavar="FILE", help="draw a step into this file (png, pdf, svg)")
+    parser.add_argument(
+        "--plot", type=at_home, default="", metavar="FILE", help="draw a step into this file (png, pdf, svg)"
+    )
 
 
 def run(options: argparse.Namespace) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from autovaruna.errors import MeasureError
+from autovaruna.kinds import at_home
 from autovaruna.profiler.records import FORMAT_VERSION, BlockCost, Profile
 
 _COSTS = ("forward_seconds", "backward_seconds", "saved_bytes", "work_bytes")
@@ -35,8 +36,9 @@ def save_profile(path: str | os.PathLike[str], profile: Profile) -> None:
         ],
     }
     try:
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        Path(path).write_text(json.dumps(content) + "\n", encoding="utf-8")
+        target = Path(at_home(path))
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(json.dumps(content) + "\n", encoding="utf-8")
     except OSError as error:
         raise MeasureError(f"the profile cannot be written to {path}: {error.strerror or error}") from error
 
@@ -48,7 +50,7 @@ def load_profile(path: str | os.PathLike[str]) -> Profile:
         MeasureError: there is no file, or it is damaged; names the key.
     """
     try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
+        content = json.loads(Path(at_home(path)).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise MeasureError(f"the profile {path} cannot be read: {error}") from error
     except json.JSONDecodeError as error:

@@ -7,9 +7,11 @@ import shlex
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from autovaruna.errors import ConfigError
+from autovaruna.kinds import at_home
 
 DEFAULT_ENV_FILE = "varuna.env"
 
@@ -75,15 +77,15 @@ def _parser() -> argparse.ArgumentParser:
         description="Starts a training script on every rank of the machines in a list.",
         allow_abbrev=False,
     )
-    add = parser.add_argument
-    add("--machine_list", default="available_machines.out", metavar="FILE", help="a machine a line: a name or address")
+    add, add_path = parser.add_argument, partial(parser.add_argument, type=at_home)
+    add_path("--machine_list", default="available_machines.out", metavar="FILE", help="a name or address a line")
     add("--gpus_per_node", type=int, default=4, metavar="G", help="ranks on each machine")
     add("--batch_size", "--batch-size", type=int, metavar="B", help="samples of a step, over all ranks")
     add("--nstages", type=int, metavar="S", help="stages of the pipeline; not given: found")
     add("--chunk_size", "--chunk-size", type=int, metavar="C", help="most samples of a micro-batch; not given: found")
-    add("--profile_folder", metavar="DIR", help="what a Profiler wrote, to find stages and micro-batch size from")
-    add("--env_file", metavar="FILE", help=f"variables for the ranks, NAME=value; {DEFAULT_ENV_FILE} if it is there")
-    add("--code_dir", default=".", metavar="DIR", help="directory to run in, the same on every machine")
+    add_path("--profile_folder", metavar="DIR", help="what a Profiler wrote; stages and micro-batch size follow")
+    add_path("--env_file", metavar="FILE", help=f"variables of ranks, NAME=value; {DEFAULT_ENV_FILE} if it is there")
+    add_path("--code_dir", default=".", metavar="DIR", help="directory to run in, the same on every machine")
     add("--resume_step", type=int, metavar="STEP", help="passed on to the script: the checkpoint to go on from")
     add("--no_morphing", action="store_true", help="taken as Varuna does; jobs are never restarted")
     add("script", help="the training script, in code_dir")

@@ -12,6 +12,7 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from autovaruna.errors import MeasureError
 from autovaruna.graph.records import Graph
+from autovaruna.kinds import at_home
 from autovaruna.profiler.profile_file import load_profile, save_profile
 from autovaruna.profiler.records import Cluster, Profile
 from autovaruna.varuna.grids import Measured
@@ -40,7 +41,7 @@ class ProfileFolder:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
+        self.path = Path(at_home(path))
         self.measurements = self.path / "measurements"
 
     def write(self, graph: Graph, cluster: Cluster, facts: Facts) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from autovaruna.errors import DeploymentError
+from autovaruna.kinds import at_home
 from autovaruna.planner.deployments.deployment import Deployment
 from autovaruna.planner.deployments.fields import Fields
 from autovaruna.planner.deployments.fingerprint import Fingerprint
@@ -31,7 +32,7 @@ def save(path: str | os.PathLike[str], deployment: Deployment) -> None:
     Raises:
         DeploymentError: if it cannot be written.
     """
-    target = Path(path)
+    target = Path(at_home(path))
     text = json.dumps(_to_json(deployment), indent=2) + "\n"
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -57,7 +58,7 @@ def load(path: str | os.PathLike[str]) -> Deployment:
         DeploymentError: if there is no file, or it is damaged; names the key.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = Path(at_home(path)).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise DeploymentError(f"the deployment {path} cannot be read: {error}") from error
     try:
