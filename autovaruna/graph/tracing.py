@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection
 from dataclasses import replace
 from threading import Lock
 
 import sympy
 import torch
 from torch import Tensor, fx, nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 
 from autovaruna.errors import TraceError
@@ -26,8 +28,10 @@ from autovaruna.graph.grouping import Grouping, group
 from autovaruna.graph.kept_whole.function_joins import learn_joins
 from autovaruna.graph.outputs import classify
 from autovaruna.graph.records import Graph
+from autovaruna.graph.said import warn_once
 from autovaruna.graph.sizes import Sizes
 from autovaruna.graph.traced import TracedModel
+from autovaruna.graph.tree import Opaque
 
 logger = logging.getLogger(__name__)
 ONE_AT_A_TIME = Lock()  # torch.export keeps state of its own that threads share
@@ -79,6 +83,8 @@ def _trace(
     sizes = _sizes(exported, call, batch_size)
     facts = learn(exported, model, call, batch_size, device)
     _refuse_writing(exported, facts, model)
+    if _copy_what_is_written(exported, facts, model):
+        facts = learn(exported, model, call, batch_size, device)
     module = exported.module
     placeholders = module.graph.find_nodes(op="placeholder")
     batch = frozenset(node.name for node, spec in zip(placeholders, call.inputs, strict=True) if spec.is_batch)
@@ -88,15 +94,19 @@ def _trace(
     name = type(model).__qualname__
     joining = refuse_mixing(name, module.graph, facts, sizes, batch) if is_parted else []
     if not any(node.op == "call_function" for node in module.graph.nodes):
+        hiding = sorted({leaf.type_name for leaf in exported.output_tree.leaves if isinstance(leaf, Opaque)})
         raise TraceError(
-            f"{name} computes nothing: got a forward without operations. Expected a model with "
-            "something to split over ranks; call it without AutoVaruna."
+            f"{name} computes nothing: got {_what_hides(hiding)}. Expected a model with something to split over ranks; "
+            f"{'return the tensors that it is made of' if hiding else 'call it without AutoVaruna'}."
         )
     grouping = group(module.graph, facts, sizes.is_given, sizes.depends_on_data, parameters)
     buffers = _first_names(dict(model.named_buffers(remove_duplicate=False)))
     graph = _build(exported, facts, sizes, grouping, parameters, buffers)
     state = parameters | buffers
     changed = _changed(module, facts, state)
+    steady = frozenset(state[name] for name in steady_state(module, facts, batch, parameters, changed))
+    if is_parted:
+        _say_what_follows_samples({state[name] for name in changed} - steady, model)
     logger.info("traced %s: %d operations in %d blocks", type(model).__name__, len(facts), len(graph.blocks))
     return TracedModel(
         module=module,
@@ -111,7 +121,7 @@ def _trace(
         buffers=buffers,
         constants=exported.constants,
         changed_state=frozenset(state[name] for name in changed),
-        steady_state=frozenset(state[name] for name in steady_state(module, facts, batch, parameters, changed)),
+        steady_state=steady,
         leaves=frozenset(exported.changes.names),
         reads=exported.reads,
         totals=totals,
@@ -172,6 +182,47 @@ def _refuse_writing(exported: Exported, facts: dict[str, Fact], model: nn.Module
                 "is neither a parameter nor a buffer: ranks would each change their own. Expected a forward that "
                 "changes buffers alone; make it one with register_buffer()."
             )
+
+
+def _copy_what_is_written(exported: Exported, facts: dict[str, Fact], model: nn.Module) -> bool:
+    """Has a graph change copies of its arguments, not those that it is given, which stages share, and run again with.
+
+    Returns:
+        Whether it changes any.
+    """
+    graph = exported.module.graph
+    written = {storage for fact in facts.values() for storage in fact.writes}
+    changed = [node for node in graph.find_nodes(op="placeholder") if facts[node.name].makes & written]
+    for node in changed:
+        with graph.inserting_after(graph.find_nodes(op="placeholder")[-1]):
+            copy = graph.call_function(torch.ops.aten.clone.default, (node,))
+        copy.meta = dict(node.meta)
+        node.replace_all_uses_with(copy, lambda user, copy=copy: user is not copy)
+    if changed:
+        text = (
+            f"forward changes its arguments {', '.join(map(str, changed))} in place. What goes through the model is "
+            "right, but the caller's tensors stay as they were; return what the script is to see of the change."
+        )
+        warn_once(logger, model, text)
+    return bool(changed)
+
+
+def _say_what_follows_samples(names: Collection[str], model: nn.Module) -> None:
+    """Warns of statistics of the samples that are none of a normalisation's, of which everybody knows."""
+    owners = {name: model.get_submodule(name.rpartition(".")[0]) for name in names}
+    if found := sorted(name for name, owner in owners.items() if not isinstance(owner, _NormBase)):
+        text = (
+            f"forward changes {', '.join(found)} by the numbers of its samples: each micro-batch changes it in turn by "
+            "its own, as with a batch normalisation, where plain PyTorch does so once by the whole batch. Compute it "
+            "from outputs outside of the model, or pass num_micro_batches=1, to have that."
+        )
+        warn_once(logger, model, text)
+
+
+def _what_hides(kinds: list[str]) -> str:
+    if not kinds:
+        return "a forward without operations"
+    return f"a forward that returns nothing but {', '.join(kinds)}, which hides its tensors"
 
 
 def _first_names(named: dict[str, Tensor]) -> dict[str, str]:
