@@ -18,6 +18,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from autovaruna.profiler.checked import check, with_checksum
 from autovaruna.profiler.measure import Key, PartCost
 from autovaruna.profiler.memory import Bytes, Made
 
@@ -48,6 +49,7 @@ class ProfileCache:
             path = self._path(key)
             try:
                 content = json.loads(path.read_text(encoding="utf-8"))
+                check(content)
                 if content["iterations"] >= self.iterations:
                     found[key] = _cost(content)
             except FileNotFoundError:
@@ -78,7 +80,7 @@ class ProfileCache:
         handle, name = tempfile.mkstemp(dir=self.directory, prefix=".", suffix=".part")
         try:
             with os.fdopen(handle, "w", encoding="utf-8") as file:
-                json.dump(content, file, indent=1)
+                json.dump(with_checksum(content), file, indent=1)
             os.replace(name, self._path(key))
         except BaseException:
             Path(name).unlink(missing_ok=True)

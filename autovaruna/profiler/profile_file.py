@@ -11,6 +11,7 @@ from typing import Any
 
 from autovaruna.errors import MeasureError
 from autovaruna.kinds import at_home
+from autovaruna.profiler.checked import check, with_checksum
 from autovaruna.profiler.records import FORMAT_VERSION, BlockCost, Profile
 
 _COSTS = ("forward_seconds", "backward_seconds", "saved_bytes", "work_bytes")
@@ -38,7 +39,7 @@ def save_profile(path: str | os.PathLike[str], profile: Profile) -> None:
     try:
         target = Path(at_home(path))
         target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(json.dumps(content) + "\n", encoding="utf-8")
+        target.write_text(json.dumps(with_checksum(content)) + "\n", encoding="utf-8")
     except OSError as error:
         raise MeasureError(f"the profile cannot be written to {path}: {error.strerror or error}") from error
 
@@ -58,6 +59,7 @@ def load_profile(path: str | os.PathLike[str]) -> Profile:
             f"the profile {path} is no JSON (line {error.lineno}: {error.msg}): measure again"
         ) from error
     try:
+        check(content)
         return _profile(content)
     except KeyError as error:
         raise MeasureError(f"the profile {path} is damaged: {error} is missing; measure again") from error

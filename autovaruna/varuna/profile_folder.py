@@ -13,6 +13,7 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 from autovaruna.errors import MeasureError
 from autovaruna.graph.records import Graph
 from autovaruna.kinds import at_home
+from autovaruna.profiler.checked import check, with_checksum
 from autovaruna.profiler.profile_file import load_profile, save_profile
 from autovaruna.profiler.records import Cluster, Profile
 from autovaruna.varuna.grids import Measured
@@ -54,7 +55,8 @@ class ProfileFolder:
             self.path.mkdir(parents=True, exist_ok=True)
             for name, record in (("graph", graph), ("cluster", cluster), ("facts", facts)):
                 part = self.path / f".{name}.part"
-                part.write_text(json.dumps(_plain(asdict(record)), indent=1) + "\n", encoding="utf-8")
+                content = with_checksum(_plain(asdict(record)))
+                part.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
                 part.replace(self._file(name))
         except OSError as error:
             raise MeasureError(f"the profile cannot be written to {self.path}: {error.strerror or error}") from error
@@ -90,7 +92,9 @@ class ProfileFolder:
     def _record(self, name: str, kind: type[Any]) -> Any:
         path = self._file(name)
         try:
-            return _read(kind, json.loads(path.read_text(encoding="utf-8")))
+            content = json.loads(path.read_text(encoding="utf-8"))
+            check(content)
+            return _read(kind, content)
         except OSError as error:
             raise MeasureError(f"{path} cannot be read: {error.strerror or error}; run a Profiler first") from error
         except (ValueError, TypeError, KeyError) as error:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from autovaruna.errors import MeasureError
 from autovaruna.profiler import timing
 from autovaruna.profiler.memory import count_deferred_bytes
 from autovaruna.profiler.parts import Part, block_parts
@@ -82,12 +83,27 @@ def test_a_profile_keeps_them_and_older_files_have_none(tmp_path: Path) -> None:
     save_profile(path, found)
     assert load_profile(path) == found
     content = json.loads(path.read_text())
+    del content["checksum"]
     for table in content["costs"]:
         for name in ("weight_seconds", "split_seconds", "deferred_bytes"):
             del table[name]
     path.write_text(json.dumps(content))
     none = tuple(replace(cost, weight_seconds=0.0, split_seconds=0.0, deferred_bytes=0.0) for cost in found.costs[0])
     assert load_profile(path).costs == (none,)
+
+
+@pytest.mark.parametrize("place", [0, -1])
+def test_a_digit_that_has_changed_is_named(place: int, tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    save_profile(path, measured(Mlp(2), 4, torch.zeros(5, WIDTH)))
+    content = json.loads(path.read_text())
+    content["costs"][0]["forward_seconds"][place] += 1e-9
+    path.write_text(json.dumps(content, indent=2))
+    with pytest.raises(MeasureError, match=r"is damaged: checksum is .*measure again"):
+        load_profile(path)
+    del content["checksum"]  # as a person does who means it
+    path.write_text(json.dumps(content))
+    assert load_profile(path).costs[0][place].forward_seconds == content["costs"][0]["forward_seconds"][place]
 
 
 @pytest.mark.parametrize(("name", "most"), [("conv_net", 1.0), ("gpt2", 1.0), ("bert", 1.25)])

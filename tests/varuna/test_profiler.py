@@ -47,7 +47,8 @@ def test_all_ranks_get_the_same_profile_and_files_are_json(folder: Path, tmp_pat
     names = {path.name for path in folder.glob("*.json")}
     assert names == {"profile.json", "graph.json", "cluster.json", "facts.json"}
     assert all(json.loads(path.read_text()) for path in folder.rglob("*.json"))
-    assert json.loads((folder / "facts.json").read_text()) == {"gpus_per_node": 4, "optimizer_bytes_factor": 0.0}
+    facts = json.loads((folder / "facts.json").read_text())
+    assert facts == {"gpus_per_node": 4, "optimizer_bytes_factor": 0.0, "checksum": facts["checksum"]}
 
 
 def test_a_run_that_was_stopped_goes_on(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,6 +128,9 @@ def test_what_is_missing_or_damaged_is_named(folder: Path, tmp_path: Path) -> No
         (tmp_path / path.name).write_text(path.read_text())
     (tmp_path / "cluster.json").write_text('{"hosts": 3}')
     with pytest.raises(MeasureError, match=r"cluster\.json is damaged"):
+        AutoConfig(2, 8, tmp_path)
+    (tmp_path / "cluster.json").write_text((folder / "cluster.json").read_text().replace("0", "1", 1))
+    with pytest.raises(MeasureError, match=r"cluster\.json is damaged: checksum is .* take checksum out"):
         AutoConfig(2, 8, tmp_path)
 
 
