@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autovaruna.checkpoint.overlap import overwrite
 from autovaruna.checkpoint.tensor_file import Entry
 from autovaruna.checkpoint.threads import in_threads
 from autovaruna.errors import CheckpointError
@@ -21,7 +22,7 @@ def read_all(pairs: Sequence[tuple[Entry, Tensor]]) -> None:
     """Overwrites each tensor with what its entry says, rounded to the tensor's dtype; shapes agree.
 
     Raises:
-        CheckpointError: a file has become shorter, or cannot be read.
+        CheckpointError: a file has become shorter, or cannot be read, or has several numbers for one of a tensor's.
     """
     pieces = [(entry, tensor, start) for entry, tensor in pairs for start in range(0, entry.num_bytes, PIECE_BYTES)]
     pieces.sort(key=lambda piece: -min(PIECE_BYTES, piece[0].num_bytes - piece[2]))  # so that threads have equal shares
@@ -90,7 +91,7 @@ def _read_piece(descriptor: int, entry: Entry, tensor: Tensor, start: int) -> No
     if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():  # other bytes, or not in one row: all at once
         if start == 0:
             numbers = _read_numbers(descriptor, entry, 0, entry.num_bytes)
-            tensor.detach().copy_(numbers.reshape(entry.shape))
+            overwrite(tensor, numbers.reshape(entry.shape), entry)
         return
     count = min(PIECE_BYTES, entry.num_bytes - start)
     first, last = start // entry.dtype.itemsize, (start + count) // entry.dtype.itemsize

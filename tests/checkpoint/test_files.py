@@ -436,3 +436,23 @@ def test_state_lies_in_memory_as_its_parameter_does(tmp_path: Path) -> None:
     for both in (expected, found):
         train(*both)
     assert all(map(torch.equal, expected[0].parameters(), found[0].parameters()))
+
+
+class Expanded(nn.Module):
+    """A model with a buffer of six numbers in the memory of two, or of six."""
+
+    def __init__(self, memory: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("buffer", memory.expand(3, 2))
+
+
+def test_a_buffer_that_was_expanded_is_read_where_its_numbers_agree(tmp_path: Path) -> None:
+    """Plain PyTorch loads it from the model itself alone; once, this did not load at all."""
+    saved, found = torch.tensor([[1.5, torch.nan]]), AutoVaruna(Expanded(torch.zeros(1, 2)))
+    AutoVaruna(Expanded(saved)).save_checkpoint(tmp_path, step=1)
+    found.load_checkpoint(tmp_path)
+    assert torch.equal(found.module.buffer.nan_to_num(7), saved.expand(3, 2).nan_to_num(7))
+    assert found.module.buffer.stride() == (0, 1)
+    AutoVaruna(Expanded(torch.arange(6.0).reshape(3, 2))).save_checkpoint(tmp_path, step=2)
+    with pytest.raises(CheckpointError, match=r"buffer in .* has different numbers .*\(0, 1\).* call \.clone\(\)"):
+        found.load_checkpoint(tmp_path)
