@@ -31,10 +31,11 @@ _CALLS_OF_AN_INSTRUCTION = 10.0
 _M_MXFAST, _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = 1, -1, -3
 _PROCESS_BYTES = 16 << 20
 """What a process holds on the CPU beside tensors, once it has traced a model, where the system does not say."""
-_LATER_BYTES = 3 << 20
-"""What splitting and the first steps add: graphs of stages, objects, pages of code; of four models 1 to 5 MiB."""
+_LATER_BYTES = 2 << 20
+"""What splitting and the first steps add: graphs of stages, objects, pages of code; in the middle of many models."""
 _HEAP_SHARE, _HEAP_SHARE_WITH_PIECES = 1 / 3, 1 / 2
-"""What the C library's heap needs on the CPU on top of what a step makes and frees, in the middle of many models.
+"""What the C library's heap needs on the CPU on top of what a step makes and frees, in the middle of many models; for
+the chosen plan the holes are found, and are as the model of the heap says for the first of these.
 
 More is needed, and less can be said, unless ``GLIBC_TUNABLES=glibc.malloc.tcache_count=0``: small pieces that the
 library keeps for itself lie between holes."""
@@ -59,14 +60,14 @@ def resident_bytes() -> float:
         return 0.0
 
 
-def _process_bytes(world: World, device: torch.device, resident_before: float, batch_bytes: float) -> float:
-    """Returns what a rank holds beside its stages: its mini-batch, and on the CPU code and graphs. Collective.
+def _process_bytes(world: World, device: torch.device, resident_before: float, batch_bytes: float) -> tuple[float, ...]:
+    """Returns what each rank holds beside its stages: its mini-batch, and on the CPU code and graphs. Collective.
 
-    Ranks trace the same model; of what else their heaps could not give back, the mean counts.
+    Ranks trace the same model, but each measures other parts of it, for which libraries keep memory.
     """
     growth = max(resident_bytes() - resident_before, 0.0) if resident_before else float(_PROCESS_BYTES)
     mine = (growth + _LATER_BYTES if device.type == "cpu" else 0.0) + batch_bytes
-    return fmean(world.gather_objects(mine, "measuring what processes hold"))
+    return tuple(world.gather_objects(mine, "measuring what processes hold"))
 
 
 def _device_memory(world: World, device: torch.device) -> float:
@@ -97,7 +98,8 @@ def describe_cluster(
         batch_bytes: What the caller's mini-batch takes on the device.
     """
     world, device = watch.world, watch.device
-    process_bytes = _process_bytes(world, device, resident_before, batch_bytes)
+    own_process_bytes = _process_bytes(world, device, resident_before, batch_bytes)
+    process_bytes = fmean(own_process_bytes)
     open_to_measure(settings.channel, world, device)
     local, remote = measure_links(world, device)
     sums = measure_sums(world, [each.num_bytes for each in graph.parameters if each.needs_gradient], device)
@@ -117,6 +119,7 @@ def describe_cluster(
         overhead_seconds=median_low(each for _, each in known),
         process_bytes=process_bytes,
         heap_share=_heap_share() if is_host else 0.0,
+        own_process_bytes=() if settings.memory_limit_bytes else own_process_bytes,
     )
 
 

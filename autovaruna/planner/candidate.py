@@ -143,7 +143,8 @@ class Planner:
     def _predict_bytes(self, plan: Plan, pipeline: Pipeline) -> Plan:
         simulation = simulate(pipeline, policy_of(plan.schedule))
         model, costs = self.sized(plan.num_micro_batches).model, self._greatest_costs(plan)
-        needed = bytes_of_ranks(self.problem.graph, plan, costs, model, pipeline, simulation.schedule)
+        own = self.problem.cluster.own_process_bytes
+        needed = bytes_of_ranks(self.problem.graph, plan, costs, model, pipeline, simulation.schedule, own)
         return replace(plan, predicted_seconds=simulation.step_seconds, rank_memory_bytes=needed)
 
     def _greatest_costs(self, plan: Plan) -> Costs:

@@ -87,6 +87,7 @@ class Cluster:
         all_reduce_latency_seconds: what an all-reduce takes for each rank that takes part, whatever its bytes.
         overhead_seconds: what the executor adds to each instruction.
         process_bytes: what a rank holds beside its stages, over a process that has not traced a model.
+        own_process_bytes: the same of each rank, whose mean that is; empty where it is not known.
         heap_share: what the allocator needs on top of each byte that a step makes and frees.
     """
 
@@ -100,6 +101,7 @@ class Cluster:
     overhead_seconds: float = 0.0
     process_bytes: float = 0.0
     heap_share: float = 0.0
+    own_process_bytes: tuple[float, ...] = ()
     format_version: int = FORMAT_VERSION
 
     @property

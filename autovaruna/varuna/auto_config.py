@@ -121,4 +121,5 @@ def cluster_for(known: Cluster, num_ranks: int, gpus_per_node: int, memory_bytes
         hosts=known.hosts if is_same else hosts,
         memory_bytes=memory if memory_bytes is None else (float(memory_bytes),) * num_ranks,
         speeds=known.speeds if is_same else (1.0,) * num_ranks,
+        own_process_bytes=known.own_process_bytes if is_same else (),
     )

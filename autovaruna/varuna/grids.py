@@ -143,4 +143,5 @@ def _first_ranks(cluster: Cluster, num_ranks: int) -> Cluster:
         hosts=cluster.hosts[:num_ranks],
         memory_bytes=cluster.memory_bytes[:num_ranks],
         speeds=cluster.speeds[:num_ranks],
+        own_process_bytes=cluster.own_process_bytes[:num_ranks],
     )

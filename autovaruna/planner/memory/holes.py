@@ -1,4 +1,4 @@
-"""Predicts the holes in the heap of a rank: its instructions, tensor by tensor, on a model of the heap."""
+"""Predicts what the heap of a rank takes, holes and all: its instructions, tensor by tensor, on a model of the heap."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from autovaruna.graph.records import Graph
 from autovaruna.planner.costs import Costs
-from autovaruna.planner.memory.heap import MAPPED_BYTES, Heap
+from autovaruna.planner.memory.heap import Heap
+from autovaruna.planner.memory.holdings import Holdings
 from autovaruna.planner.memory.stage_memory import MemoryModel
 from autovaruna.planner.memory.stage_tensors import BlockTensors, StageTensors, tensors_of_stage
 from autovaruna.planner.records import Plan
@@ -17,20 +18,33 @@ _NUM_STEPS = 3
 _AHEAD = 4
 """Receives are posted for this instruction and the next few."""
 _LEAST_BYTES = 1 << 6
-_MODEL_SHARE = 0.27
-"""Holes that the model finds, over what a step makes and frees, in the middle of many stages; real ones are
-``heap_share``: small pieces lie between tensors, and messages come when they come, so no step is like another."""
+_BEFORE: tuple[tuple[int, bool], ...] = ((16, False), (16, True), (16, False), (176, True), (96, False))
+_AFTER: tuple[tuple[int, bool], ...] = ((16, False), (16, True), (480, False), (96, True), (16, False))
+"""Bytes of small pieces that a block makes before and after its tensors, and whether they stay until its backward.
+
+A node of autograd, with what describes its tensors, is some 15 pieces of 16 to 500 bytes in any model, half of them of
+16 to 24. Those that stay keep tensors out of the holes that they lie in; those that go leave room for the next ones.
+"""
+_MODEL_SHARE = 1 / 3
+"""The ``heap_share`` of heaps that are as the model says; the holes of others are greater as that is."""
 _MOST_BLOCKS = 20_000
 """Blocks that run forward or backward in a step; with more, to find the holes would take longer than to plan."""
 
-Holes = Callable[[Sequence[Instruction], Collection[int]], float]
-"""Returns the bytes of holes in the heap of a rank with these instructions and stages."""
+_CHANCE = 0.025
+"""What the model does not know, over what tensors hold at most: memory that kernels need for themselves, messages that
+come when they come. Less would be as often too little as too much."""
+
+Holes = Callable[[Sequence[Instruction], Collection[int], Collection[int], float], float]
+"""Returns the bytes of a rank, from its instructions, its stages, the micro-batches whose inputs are slices of its own
+mini-batch, and what it would hold without holes."""
 
 Key = tuple[int, int, bool]
 """A stage, a micro-batch, and whether it goes forward."""
 
 
-def finder_of_holes(graph: Graph, plan: Plan, costs: Costs, model: MemoryModel) -> Holes | None:
+def finder_of_holes(
+    graph: Graph, plan: Plan, costs: Costs, model: MemoryModel, held: Sequence[Holdings[float]]
+) -> Holes | None:
     """Returns what finds the holes in the heap of a rank of a plan; None where there is no heap, or a step is long.
 
     Args:
@@ -38,6 +52,7 @@ def finder_of_holes(graph: Graph, plan: Plan, costs: Costs, model: MemoryModel) 
         plan: the plan.
         costs: of the blocks, at the size of the greatest micro-batch.
         model: the rules of memory.
+        held: what its stages hold.
     """
     share, factor = model.heap_share, model.optimizer_bytes_factor
     num_blocks = 2 * plan.num_micro_batches * sum(len(stage.blocks) for stage in plan.stages)
@@ -45,16 +60,25 @@ def finder_of_holes(graph: Graph, plan: Plan, costs: Costs, model: MemoryModel) 
         return None
     tensors = [tensors_of_stage(graph, costs, stage.blocks) for stage in plan.stages]
 
-    def find(program: Sequence[Instruction], stages: Collection[int]) -> float:
+    def find(
+        program: Sequence[Instruction], stages: Collection[int], own_micro_batches: Collection[int], peak: float
+    ) -> float:
         own = {stage: tensors[stage] for stage in stages}
-        heap = heap_of_steps(program, own, factor, model.work_of_largest)
-        return share / _MODEL_SHARE * heap.hole_bytes
+        heap = heap_of_steps(program, own, factor, model.work_of_largest, own_micro_batches)
+        lasting = model.process_bytes + sum(held[stage].parameters + held[stage].buffers for stage in stages)
+        if len(stages) > 1:  # the messages of each are in `peak`, but are not there together
+            peak = min(peak, lasting + heap.peak_bytes)
+        return peak + share / _MODEL_SHARE * heap.hole_bytes + _CHANCE * heap.peak_bytes
 
     return find
 
 
 def heap_of_steps(
-    program: Sequence[Instruction], stages: Mapping[int, StageTensors], state_factor: float, work_of_largest: float
+    program: Sequence[Instruction],
+    stages: Mapping[int, StageTensors],
+    state_factor: float,
+    work_of_largest: float,
+    own_micro_batches: Collection[int] = (),
 ) -> Heap:
     """Returns the heap of a rank after some steps.
 
@@ -63,8 +87,9 @@ def heap_of_steps(
         stages: the tensors of its stages.
         state_factor: bytes of optimizer state for each byte of a trained parameter.
         work_of_largest: bytes that the optimizer's step needs while it is at a parameter, for each of its bytes.
+        own_micro_batches: those whose inputs are slices of the rank's own mini-batch.
     """
-    rank = _RankHeap(stages, {each.stage for each in program if each.kind is Kind.RECOMPUTE})
+    rank = _RankHeap(stages, {each.stage for each in program if each.kind is Kind.RECOMPUTE}, own_micro_batches)
     for step in range(_NUM_STEPS):
         rank.run(program)
         rank.update(state_factor if step == 0 else 0.0, work_of_largest)
@@ -74,10 +99,13 @@ def heap_of_steps(
 class _RankHeap:
     """The heap of one rank while it runs instructions."""
 
-    def __init__(self, stages: Mapping[int, StageTensors], recomputing: Collection[int]) -> None:
+    def __init__(
+        self, stages: Mapping[int, StageTensors], recomputing: Collection[int], own_micro_batches: Collection[int]
+    ) -> None:
         self.heap = Heap()
         self._stages = stages
         self._recomputing = recomputing
+        self._own_micro_batches = own_micro_batches
         self._posted: dict[Key, dict[int, int]] = {}
         self._leaving: list[int] = []
         self._received: dict[tuple[int, int], list[int]] = {}
@@ -98,7 +126,7 @@ class _RankHeap:
     def update(self, state_factor: float, work_of_largest: float) -> None:
         """Runs the optimizer's step, which makes its state if there is none yet, and lets go of the gradients."""
         for stage, k in self._weights:
-            for num_bytes in self._stages[stage].blocks[k].weights:
+            for num_bytes in self._stages[stage].blocks[k].stepped:
                 self._take_alike(num_bytes, state_factor)
                 self._give(self._take_alike(num_bytes, work_of_largest))
         for gradients in self._weights.values():
@@ -112,6 +140,8 @@ class _RankHeap:
             return
         stage = self._stages[instruction.stage]
         awaited = stage.received if is_forward else stage.gradients_received
+        if instruction.micro_batch in self._own_micro_batches:
+            awaited = {v: num_bytes for v, num_bytes in awaited.items() if v >= 0}
         self._posted[key] = {v: place for v, each in awaited.items() for place in self._take(each)}
 
     def _run(self, instruction: Instruction) -> None:
@@ -133,8 +163,9 @@ class _RankHeap:
         passing: dict[int, list[int]] = {}
         kept = []
         for block in stage.blocks:
+            small = self._take_small(_BEFORE)
             places = {v: self._take(num_bytes) for v, num_bytes in block.made.items()}
-            rest = self._take(block.rest)
+            rest = self._take(block.rest) + small + self._take_small(_AFTER)
             kept.append([place for v in block.kept for place in places[v]] + rest)
             passing |= {v: places[v] for v in places.keys() - block.kept}
             for v in block.unused:
@@ -167,6 +198,12 @@ class _RankHeap:
         for v in block.made:
             self._give(gradients.pop(v, []))
 
+    def _take_small(self, pieces: Sequence[tuple[int, bool]]) -> list[int]:
+        """Returns where small pieces lie that stay; others are gone."""
+        places = [(self.heap.take_small(num_bytes), stays) for num_bytes, stays in pieces]
+        self._give(place for place, stays in places if not stays)
+        return [place for place, stays in places if stays]
+
     def _take_alike(self, num_bytes: float, count: float) -> list[int]:
         """Takes so many tensors of one size, the last one as small as the count says."""
         whole = int(count)
@@ -174,8 +211,8 @@ class _RankHeap:
         return [place for size in sizes for place in self._take(size)]
 
     def _take(self, num_bytes: float) -> list[int]:
-        """Returns where it is put; nowhere if it is next to nothing, or lies outside the heap."""
-        return [self.heap.take(int(num_bytes))] if _LEAST_BYTES <= num_bytes < MAPPED_BYTES else []
+        """Returns where it is put; nowhere if it is next to nothing."""
+        return [self.heap.take(int(num_bytes))] if num_bytes >= _LEAST_BYTES else []
 
     def _give(self, places: Iterable[int]) -> None:
         for place in places:

@@ -21,7 +21,13 @@ from autovaruna.schedule.instruction import BACKWARD, FORWARD
 
 
 def bytes_of_ranks(
-    graph: Graph, plan: Plan, costs: Costs, model: MemoryModel, pipeline: Pipeline, schedule: Schedule
+    graph: Graph,
+    plan: Plan,
+    costs: Costs,
+    model: MemoryModel,
+    pipeline: Pipeline,
+    schedule: Schedule,
+    own_process_bytes: Sequence[float] = (),
 ) -> tuple[float, ...]:
     """Returns the most that each rank of a plan holds in a step, in bytes; 0 for a rank without a stage.
 
@@ -32,14 +38,18 @@ def bytes_of_ranks(
         model: the rules of memory.
         pipeline: the plan as it was simulated: with all replicas, or with one for every so many.
         schedule: the instructions of the pipeline's ranks.
+        own_process_bytes: of each rank's process, where that is known; `model` has one for all.
     """
-    holes_of = finder_of_holes(graph, plan, costs, model)
+    made = gradient_bytes(graph)
+    held = [holdings_of_stage(graph, costs, stage.blocks, made) for stage in plan.stages]
+    holes_of = finder_of_holes(graph, plan, costs, model, held)
     if holes_of is not None:
         model = replace(model, heap_share=0.0)
-    made = gradient_bytes(graph)
-    pairs = [(holdings_of_stage(graph, costs, stage.blocks, made), stage) for stage in plan.stages]
-    stages = [model.of_stage(held, stage.needs_recompute, stage.deferred) for held, stage in pairs]
-    return peaks_of_ranks(plan, stages, model.process_bytes, pipeline, schedule, holes_of)
+    pairs = zip(held, plan.stages, strict=True)
+    stages = [model.of_stage(each, stage.needs_recompute, stage.deferred) for each, stage in pairs]
+    peaks = peaks_of_ranks(plan, stages, model.process_bytes, pipeline, schedule, holes_of)
+    own = zip(peaks, own_process_bytes or [model.process_bytes] * plan.num_ranks, strict=True)
+    return tuple(peak + process_bytes - model.process_bytes if peak else 0.0 for peak, process_bytes in own)
 
 
 def peaks_of_ranks(
@@ -58,7 +68,7 @@ def peaks_of_ranks(
         process_bytes: of the process.
         pipeline: the plan as it was simulated: with all replicas, or with one for every so many.
         schedule: the instructions of the pipeline's ranks.
-        holes_of: says what the heap of a rank holds on top, by its instructions and stages.
+        holes_of: says what a rank holds with the holes of its heap.
     """
     simulated: dict[int, int] = {}
     held: dict[int, dict[int, StageBytes[float]]] = {}
@@ -70,7 +80,10 @@ def peaks_of_ranks(
     peaks = {rank: peak_of_instructions(schedule[rank], own, process_bytes) for rank, own in held.items()}
     if holes_of is not None:
         alike = {frozenset(own): rank for rank, own in reversed(held.items())}
-        holes = {own: holes_of(schedule[rank], own) for own, rank in alike.items()}
+        holes = {}
+        for own, rank in alike.items():
+            inputs = range(rank, pipeline.num_micro_batches, pipeline.num_ranks)
+            holes[own] = holes_of(schedule[rank], own, inputs, peaks[rank]) - peaks[rank]
         peaks = {rank: peak + holes[frozenset(held[rank])] for rank, peak in peaks.items()}
     return tuple(peaks[simulated[rank]] if rank in simulated else 0.0 for rank in range(plan.num_ranks))
 

@@ -19,7 +19,7 @@ class BlockTensors:
         unused: values that no later block of the stage reads.
         rest: what forward keeps besides.
         read: values that it reads and whose gradients it makes.
-        weights: gradients of its parameters.
+        weights: gradients of its parameters; `stepped` those that no earlier block of the stage uses.
         work: what its backward needs besides.
     """
 
@@ -30,11 +30,15 @@ class BlockTensors:
     read: dict[int, float]
     weights: tuple[float, ...]
     work: float
+    stepped: tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class StageTensors:
-    """The tensors of a stage: of its blocks in order, and what it receives, forward and back, by value."""
+    """The tensors of a stage: of its blocks in order, and what it receives, forward and back, by value.
+
+    The inputs of the model that it uses are received as well, unless they are the rank's own; keys are below zero.
+    """
 
     blocks: tuple[BlockTensors, ...]
     received: dict[int, float]
@@ -52,7 +56,10 @@ def tensors_of_stage(graph: Graph, costs: Costs, blocks: Collection[int]) -> Sta
     read: dict[int, list[int]] = {k: [] for k in inside}
     last: dict[int, list[int]] = {k: [] for k in inside}
     weights: dict[int, list[float]] = {k: [] for k in inside}
-    received, sent = {}, {}
+    stepped: dict[int, list[float]] = {k: [] for k in inside}
+    of_inputs = {-1 - i: each for i, each in enumerate(graph.inputs) if not inside.isdisjoint(each.consumers)}
+    received = {i: each.size.at(math.ceil(costs.micro_batch_size)) for i, each in of_inputs.items()}
+    sent = {}
     for v, value in enumerate(values):
         readers = inside.intersection(value.consumers)
         for k in readers:
@@ -67,8 +74,11 @@ def tensors_of_stage(graph: Graph, costs: Costs, blocks: Collection[int]) -> Sta
         else:
             last[max(readers)].append(v)
     for parameter in graph.parameters:
-        for k in inside.intersection(parameter.blocks) if parameter.needs_gradient else ():
+        users = sorted(inside.intersection(parameter.blocks)) if parameter.needs_gradient else []
+        for k in users:
             weights[k].append(float(parameter.num_bytes))
+        for k in users[:1]:
+            stepped[k].append(float(parameter.num_bytes))
 
     def tensors(k: int) -> BlockTensors:
         left, kept = float(costs.saved_bytes[k]), set(sent.keys() & made[k])
@@ -80,7 +90,9 @@ def tensors_of_stage(graph: Graph, costs: Costs, blocks: Collection[int]) -> Sta
         come = sum(num_bytes[v] for v in made[k] if values[v].needs_gradient)
         work = float(costs.work_bytes[k]) - come - sum(back.values()) - sum(weights[k])
         own = {v: num_bytes[v] for v in made[k]}
-        return BlockTensors(own, frozenset(kept), tuple(last[k]), left, back, tuple(weights[k]), work)
+        return BlockTensors(
+            own, frozenset(kept), tuple(last[k]), left, back, tuple(weights[k]), work, tuple(stepped[k])
+        )
 
     back = {v: size for v, size in sent.items() if values[v].needs_gradient}
     return StageTensors(tuple(tensors(k) for k in sorted(inside)), received, back)
