@@ -18,9 +18,9 @@ def overwrite(tensor: Tensor, numbers: Tensor, entry: Entry) -> None:
     first = tuple(slice(1) if stride == 0 else slice(None) for stride in tensor.stride())
     if 0 in tensor.stride() and not bytes_of(numbers[first].expand_as(numbers)).equal(bytes_of(numbers)):
         raise CheckpointError(
-            f"{_name_of(entry)} in {entry.path} has different numbers for what is one number in the model: got a "
-            f"tensor of shape {tuple(tensor.shape)} with the strides {tensor.stride()}, as expand() makes it. Expected one "
-            "with memory for each number: call .clone() where the model makes it."
+            f"{_name_of(entry)} in {entry.path} has different numbers for what is one number in the model: got shape "
+            f"{tuple(tensor.shape)} with strides {tensor.stride()}, as expand() makes it. Expected one with memory "
+            "for each number: call .clone() where the model makes it."
         )
     tensor.detach()[first].copy_(numbers[first])
 
