@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from autovaruna.errors import RankError
+from autovaruna.runtime.optimizers.norm import told_by_all, total_of
 from autovaruna.runtime.weights.elsewhere import Elsewhere
 from autovaruna.runtime.weights.split_models import SplitModel, split_models
-from autovaruna.runtime.worlds.differences import differences
 
 
 @dataclass(frozen=True)
@@ -78,13 +78,7 @@ def _total(tensors: Sequence[Tensor], model: SplitModel, norm_type: float, error
     norms_of_all = [
         torch.tensor(each.number, dtype=each.dtype, device=tensors[0].device) for each in _joined(own, model, norm_type)
     ]
-    total: Tensor = torch.linalg.vector_norm(torch.stack(norms_of_all or [torch.zeros(())]), norm_type)
-    if error_if_nonfinite and not total.isfinite():
-        raise RuntimeError(
-            f"The total norm of order {norm_type} for gradients from `parameters` is non-finite, so it cannot be "
-            "clipped. To scale the gradients by it anyway, set `error_if_nonfinite=False`."
-        )
-    return total
+    return total_of(torch.stack(norms_of_all or [torch.zeros(())]), norm_type, error_if_nonfinite)
 
 
 def _joined(own: list[_Norm], model: SplitModel, norm_type: float) -> list[_Norm]:
@@ -101,14 +95,10 @@ def _joined(own: list[_Norm], model: SplitModel, norm_type: float) -> list[_Norm
     ]
     listed = crc32("\n".join([each.name for each in own]).encode())
     options = {"norm_type": f"{norm_type:g}"}
-    parts = model.world.gather_objects((listed, told, options), "the norm of gradients")
-    if found := differences([of_rank for *_, of_rank in parts]):
-        raise RankError(
-            f"The ranks ask for different norms of gradients: {found}. Expected the same one on every rank."
-        )
-    of_ranks: list[list[_Norm]] = [norms for _, norms, _ in parts]
+    parts = told_by_all((listed, told), options, model.world, "the norm of gradients")
+    of_ranks = [norms for _, norms in parts]
     names = [each.name for each in own]
-    if len({digest for digest, *_ in parts}) > 1:
+    if len({digest for digest, _ in parts}) > 1:
         of_ranks = model.world.gather_objects(own, "comparing lists of gradients")
         names = [each.name for each in of_ranks[0]]
         _check_lists(of_ranks)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -11,6 +12,8 @@ from autovaruna.errors import RankError
 from autovaruna.runtime.weights.placement import OwnedState, Placement
 from autovaruna.runtime.worlds.differences import differences
 from autovaruna.runtime.worlds.world import World
+
+Norms = TypeVar("Norms")
 
 
 def clip_grad_norm(
@@ -47,22 +50,43 @@ def clip_grad_norm(
     own = {name: parameter.grad for name, parameter in here.items() if parameter.grad is not None}
     device = next((gradient.device for gradient in own.values()), torch.device("cpu"))
     options = {"max_norm": f"{float(max_norm):g}", "norm_type": f"{float(norm_type):g}"}
-    # says so if a rank is elsewhere, as messages do not
-    parts = world.gather_objects((_norms(own, placement, names, world.rank, norm_type), options), what)
-    if found := differences([of_rank for _, of_rank in parts]):
-        raise RankError(f"The ranks clip gradients differently: {found}. Expected the same options on every rank.")
-    known = {place: norm for of_rank, _ in parts for place, norm in of_rank.items()}
+    parts = told_by_all(_norms(own, placement, names, world.rank, norm_type), options, world, what)
+    known = {place: norm for of_rank in parts for place, norm in of_rank.items()}
     norms = torch.tensor([known.get(place, 0.0) for place in range(len(names))], dtype=torch.float64, device=device)
     dtype = torch.float32 if not own else next(iter(own.values())).dtype
-    total: Tensor = torch.linalg.vector_norm(norms.to(dtype), norm_type)
-    if error_if_nonfinite and not torch.isfinite(total):
-        raise RuntimeError(
-            f"The norm of order {norm_type} of the gradients is {total.item()}, so they cannot be clipped. Pass "
-            "error_if_nonfinite=False to clip nevertheless."
-        )
+    total = total_of(norms.to(dtype), norm_type, error_if_nonfinite)
     coefficient = torch.clamp(max_norm / (total + 1e-6), max=1.0)
     for gradient in own.values():
         gradient.mul_(coefficient)
+    return total
+
+
+def told_by_all(norms: Norms, options: Mapping[str, str], world: World, what: str) -> list[Norms]:
+    """Returns the norms that each rank tells. Collective; a message would not say if a rank is elsewhere.
+
+    Raises:
+        RankError: the ranks ask with other options.
+    """
+    parts = world.gather_objects((norms, options), what)
+    if found := differences([of_rank for _, of_rank in parts]):
+        raise RankError(
+            f"The ranks ask for different norms of gradients: {found}. Expected the same options on every rank."
+        )
+    return [of_rank for of_rank, _ in parts]
+
+
+def total_of(norms: Tensor, norm_type: float, error_if_nonfinite: bool) -> Tensor:
+    """Returns the norm of norms.
+
+    Raises:
+        RuntimeError: it is not finite and `error_if_nonfinite` is set.
+    """
+    total: Tensor = torch.linalg.vector_norm(norms, norm_type)
+    if error_if_nonfinite and not total.isfinite():
+        raise RuntimeError(
+            f"The norm of order {norm_type} of the gradients is {total.item()}, non-finite, so they cannot be clipped. "
+            "Pass error_if_nonfinite=False to clip nevertheless."
+        )
     return total
 
 
