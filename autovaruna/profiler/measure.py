@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from autovaruna.errors import MeasureError
-from autovaruna.graph.kept_whole.kept import rehearsal
+from autovaruna.graph.kept_whole.rehearsal import rehearsal
 from autovaruna.graph.origin import failed_at
 from autovaruna.graph.precision import without_autocast
 from autovaruna.graph.random import untouched_generator

@@ -15,7 +15,7 @@ from torch import Tensor, fx
 
 from autovaruna.graph.exporting.checks import check
 from autovaruna.graph.kept_whole.functions import run_function
-from autovaruna.graph.kept_whole.kept import rehearsal
+from autovaruna.graph.kept_whole.rehearsal import rehearsal
 from autovaruna.graph.pieces.extract import Argument, Piece, Source
 from autovaruna.graph.random import RandomStream, draw
 from autovaruna.graph.traced import TracedModel

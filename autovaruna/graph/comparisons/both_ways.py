@@ -16,7 +16,8 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from autovaruna.graph.comparisons.alike import DrawnAlike
-from autovaruna.graph.kept_whole.kept import KeptModule, forgetting, rehearsal, run_kept
+from autovaruna.graph.kept_whole.kept import KeptModule, forgetting, run_kept
+from autovaruna.graph.kept_whole.rehearsal import rehearsal
 from autovaruna.graph.origin import modules_of
 from autovaruna.graph.precision import in_precision, precision_of, without_autocast
 from autovaruna.graph.random import default_generator, python_generators, untouched_generator

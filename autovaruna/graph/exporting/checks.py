@@ -23,7 +23,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from autovaruna.errors import InputError
 from autovaruna.graph.exporting.known import truth_of
 from autovaruna.graph.exporting.raising import passing
-from autovaruna.graph.kept_whole.kept import is_rehearsing
+from autovaruna.graph.kept_whole.rehearsal import is_rehearsing
 from autovaruna.graph.origin import is_users, origin
 
 

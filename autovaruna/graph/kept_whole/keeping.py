@@ -20,8 +20,9 @@ import torch
 from torch import Tensor, fx, nn
 
 from autovaruna.errors import TraceError
+from autovaruna.graph.kept_whole.in_place import places_of
 from autovaruna.graph.kept_whole.joining import with_joins
-from autovaruna.graph.kept_whole.kept import KeptModule, places_of, run_kept
+from autovaruna.graph.kept_whole.kept import KeptModule, run_kept
 from autovaruna.graph.kept_whole.once_a_call import changed_once
 from autovaruna.graph.kept_whole.scripts import script_of
 from autovaruna.graph.kept_whole.trial import CannotKeepError, Trial, copy_of, own_tensors, run_apart

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
-from functools import partial
-from threading import local
 from typing import Any
 
 import torch
@@ -15,18 +13,13 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from autovaruna.errors import InputError, OrderError
-from autovaruna.graph.exporting.fake import put
 from autovaruna.graph.exporting.guards import plain_checkpoints
-from autovaruna.graph.kept_whole.held_weights import with_weights_in_backward
+from autovaruna.graph.kept_whole.in_place import Places, in_place, places_of
+from autovaruna.graph.kept_whole.rehearsal import is_rehearsing
 from autovaruna.graph.kept_whole.returned import Join, Returned
 from autovaruna.graph.precision import current_precision, in_precision
 from autovaruna.graph.random import default_generator, python_generators
 from autovaruna.graph.tree import Tree, flatten
-
-Places = tuple[tuple[tuple[nn.Module, str], ...], ...]
-"""Where each tensor of a module's state is: the modules and attribute names that share it."""
-
-_on_this_thread = local()
 
 
 class KeptModule:
@@ -165,56 +158,6 @@ def kept_by(node: fx.Node) -> KeptModule | None:
 def run_kept(kept: KeptModule, batch: int, tensors: Sequence[Tensor], state: Sequence[Tensor]) -> list[Tensor]:
     """Runs a module that is kept whole; a function, since graphs call functions."""
     return kept(batch, tensors, state)
-
-
-def places_of(module: nn.Module) -> Places:
-    """Returns where the tensors of a module's state are: parameters first, each once, in the order of their names."""
-    found: dict[str, dict[int, list[tuple[nn.Module, str]]]] = {"_parameters": {}, "_buffers": {}}
-    for each in module.modules():
-        for kind, places in found.items():
-            for name, tensor in getattr(each, kind).items():
-                if tensor is not None:
-                    places.setdefault(id(tensor), []).append((each, name))
-    return tuple(tuple(shared) for places in found.values() for shared in places.values())
-
-
-def is_rehearsing() -> bool:
-    """Whether only time and memory count on this thread."""
-    return bool(getattr(_on_this_thread, "is_rehearsal", False))
-
-
-@contextmanager
-def rehearsal() -> Iterator[None]:
-    """Lets copies stand in for modules that are kept whole, so that what is measured leaves no trace in the model."""
-    before = is_rehearsing()
-    _on_this_thread.is_rehearsal = True
-    try:
-        yield
-    finally:
-        _on_this_thread.is_rehearsal = before
-
-
-@contextmanager
-def with_state(places: Places, tensors: Sequence[Tensor]) -> Iterator[None]:
-    """Puts tensors in the place of a module's own."""
-    own = [getattr(*shared[0]) for shared in places]
-    try:
-        for shared, tensor in zip(places, tensors, strict=True):
-            for module, name in shared:
-                put(module, name, tensor)
-        yield
-    finally:
-        for shared, tensor in zip(places, own, strict=True):
-            for module, name in shared:
-                put(module, name, tensor)
-
-
-@contextmanager
-def in_place(places: Places, tensors: Sequence[Tensor]) -> Iterator[None]:
-    """Puts tensors in the place of a module's own, also where functions of its forward go backward later."""
-    put_again = partial(with_state, places, tensors)
-    with with_state(places, tensors), with_weights_in_backward(put_again):
-        yield
 
 
 def _called(module: nn.Module, args: Any, kwargs: Any) -> Any:

@@ -22,7 +22,8 @@ from autovaruna.errors import TraceError
 from autovaruna.graph.exporting.fake import put
 from autovaruna.graph.exporting.guards import check_state, plain_state
 from autovaruna.graph.exporting.told import untold
-from autovaruna.graph.kept_whole.kept import in_place, is_differentiable, places_of
+from autovaruna.graph.kept_whole.in_place import in_place, places_of
+from autovaruna.graph.kept_whole.kept import is_differentiable
 from autovaruna.graph.kept_whole.returned import Line, Returned
 from autovaruna.graph.precision import Precision, in_precision
 from autovaruna.graph.random import python_generators, untouched_generator
