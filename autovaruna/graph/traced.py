@@ -10,13 +10,14 @@ from torch import Tensor, fx
 
 from autovaruna.graph.batch.batch_totals import NO_TOTALS, BatchTotals
 from autovaruna.graph.call import CallSpec, InputSpec
-from autovaruna.graph.facts import Fact, is_random
+from autovaruna.graph.facts import Fact
 from autovaruna.graph.kept_whole.kept import KeptModule
 from autovaruna.graph.outputs import OutputKind, OutputSpec
 from autovaruna.graph.precision import precision_of
 from autovaruna.graph.records import Graph
 from autovaruna.graph.sizes import Sizes
 from autovaruna.graph.tree import Tree
+from autovaruna.graph.unsaid import is_random
 
 
 @dataclass(frozen=True)

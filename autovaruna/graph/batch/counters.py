@@ -14,9 +14,10 @@ from typing import Any
 from torch import fx
 
 from autovaruna.graph.arguments import written
-from autovaruna.graph.facts import Fact, changed_statistics
+from autovaruna.graph.facts import Fact
 from autovaruna.graph.kept_whole.kept import kept_by
 from autovaruna.graph.regions import REGION, inside
+from autovaruna.graph.unsaid import changed_statistics
 
 Memory = frozenset[int]
 _NONE: Memory = frozenset()

@@ -16,9 +16,10 @@ from torch import fx
 from autovaruna.graph.arguments import written
 from autovaruna.graph.batch.counters import counters_of_samples
 from autovaruna.graph.batch.of_batch import is_of_batch
-from autovaruna.graph.facts import Fact, changed_statistics, is_random
+from autovaruna.graph.facts import Fact
 from autovaruna.graph.kept_whole.kept import KeptModule, kept_by
 from autovaruna.graph.regions import REGION, inside
+from autovaruna.graph.unsaid import changed_statistics, is_random
 
 _STATE = 3
 """Place of the state among the arguments of a node that runs a kept module."""
