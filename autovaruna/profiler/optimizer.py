@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Iterable, Sequence
 from time import perf_counter
@@ -9,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from autovaruna.profiler.memory import meter_of
 from autovaruna.profiler.records import OptimizerCost
@@ -96,8 +98,8 @@ def _state_factor_of(
 ) -> float:
     trial = _trial(_shrunk(shape), dtype, torch.device("cpu"))
     copy = _copy(optimizer, options, [trial])
-    copy.step()
-    return sum(map(_num_bytes, copy.state.get(trial, {}).values())) / trial.nbytes
+    _step(copy)
+    return sum(map(_num_bytes, pytree.tree_leaves(copy.state.get(trial, {})))) / trial.nbytes
 
 
 def _work_factors_of(
@@ -120,11 +122,11 @@ def _work_bytes(
     """Returns the bytes that the second step over so many tensors needs on top; the first one makes the state."""
     trials = [_trial(_shrunk(shape), dtype, device) for _ in range(count)]
     copy = _copy(optimizer, options, trials)
-    copy.step()
+    _step(copy)
     state = [value for each in copy.state.values() for value in each.values() if isinstance(value, Tensor)]
     gradients = [trial.grad for trial in trials if trial.grad is not None]
     with meter_of(device, [*trials, *gradients, *state]) as meter:
-        copy.step()
+        _step(copy)
         return float(meter.restart())
 
 
@@ -139,15 +141,31 @@ def _shrunk(shape: Iterable[int]) -> tuple[int, ...]:
 
 def _step_seconds(optimizer: torch.optim.Optimizer, options: Options, trials: list[nn.Parameter]) -> float:
     copy = _copy(optimizer, options, trials)
-    copy.step()
+    _step(copy)
     return min(_seconds(copy, trials[0].device) for _ in range(_NUM_STEPS))
 
 
 def _seconds(optimizer: torch.optim.Optimizer, device: torch.device) -> float:
     started = perf_counter()
-    optimizer.step()
+    _step(optimizer)
     wait_for(device)()
     return perf_counter() - started
+
+
+def _step(optimizer: torch.optim.Optimizer) -> None:
+    """Steps once; one that asks for a closure (LBFGS) gets one that computes gradients of a parabola."""
+
+    def closure() -> Tensor:
+        for parameter in parameters:
+            parameter.grad = parameter.detach() + 1e-3
+        return sum((each.detach().square().sum() for each in parameters), start=torch.zeros(()))
+
+    asked = inspect.signature(optimizer.step).parameters.get("closure")
+    if asked is None or asked.default is not asked.empty:
+        optimizer.step()
+        return
+    parameters = [each for group in optimizer.param_groups for each in group["params"]]
+    optimizer.step(closure)
 
 
 def _copy(optimizer: torch.optim.Optimizer, options: Options, trials: list[nn.Parameter]) -> torch.optim.Optimizer:

@@ -76,3 +76,11 @@ def test_a_loop_needs_bytes_for_one_tensor_and_foreach_for_all() -> None:
     of_all, of_largest = work_factors(torch.optim.AdamW(model.parameters(), foreach=True), CPU)
     assert of_all == pytest.approx(1.0, abs=0.01) and of_largest == pytest.approx(0.0, abs=0.01)
     assert work_factors(torch.optim.SGD(model.parameters(), lr=0.1), CPU) == (0.0, 0.0)
+
+
+def test_a_step_with_a_closure_is_tried_out() -> None:
+    """LBFGS asks for one; it keeps a direction, a gradient, and pairs of changes."""
+    optimizer = torch.optim.LBFGS([nn.Parameter(torch.zeros(5, 3))], max_iter=3, history_size=2)
+    assert state_factor(optimizer) >= 3.0
+    assert measure_step(optimizer, torch.device("cpu")).seconds_per_parameter > 0.0
+    assert not optimizer.state
