@@ -165,7 +165,7 @@ def _step(optimizer: torch.optim.Optimizer) -> None:
         optimizer.step()
         return
     parameters = [each for group in optimizer.param_groups for each in group["params"]]
-    optimizer.step(closure)
+    optimizer.step(closure)  # type: ignore[arg-type]
 
 
 def _copy(optimizer: torch.optim.Optimizer, options: Options, trials: list[nn.Parameter]) -> torch.optim.Optimizer:

@@ -322,19 +322,7 @@ class OwnSizes(Classifier):
         return super().forward(x, y) * F.interpolate(x[:, None, None], size=lengths).mean()
 
 
-class OwnSequences(Classifier):
-    """Runs over sequences as long as its labels say."""
-
-    def __init__(self, body: nn.Module) -> None:
-        super().__init__(body)
-        self.reader = nn.GRU(1, CLASSES, batch_first=True)
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        rows = nn.utils.rnn.pack_padded_sequence(x[:, :, None], y + 1, batch_first=True, enforce_sorted=False)
-        return self.reader(rows)[1].mean() * super().forward(x, y)
-
-
-OWN = [(OwnNumbers, r"x\.numpy"), (OwnSizes, "interpolate"), (OwnSequences, "reader")]
+OWN = [(OwnNumbers, r"x\.numpy"), (OwnSizes, "interpolate")]
 
 
 @pytest.mark.parametrize(("kind", "line"), OWN)

@@ -38,7 +38,8 @@ from autovaruna.graph.exporting.tidy import PREFIX, tidy
 from autovaruna.graph.exporting.unlift import unlift
 from autovaruna.graph.kept_whole.draws import noted_draws
 from autovaruna.graph.kept_whole.functions import take_functions
-from autovaruna.graph.kept_whole.keeping import is_of_keeper, kept_whole, take_modules
+from autovaruna.graph.kept_whole.keeping import is_of_keeper, take_modules
+from autovaruna.graph.kept_whole.packed import kept_or_packed
 from autovaruna.graph.kept_whole.scripts import shells
 from autovaruna.graph.precision import in_precision, noted_precision, switch_in_regions
 from autovaruna.graph.random import python_generators
@@ -140,7 +141,7 @@ def _attempt(
         as_before(model),
         torch.compiler.set_stance("force_eager"),  # torch.compile has nothing to compile on fake tensors
         shells(model) as scripts,
-        kept_whole(model, outermost([*kept.modules, *scripts]), kept.operations, device) as keeper,
+        kept_or_packed(model, outermost([*kept.modules, *scripts]), kept.operations, device) as keeper,
         faked(model, mode, device),
         named_cut_points(model),
         watched(kept.functions, kept.num_gradients or 0) as function_calls,

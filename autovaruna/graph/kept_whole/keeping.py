@@ -146,6 +146,11 @@ class _Spare:
         return self.found
 
 
+def spare_of(module: nn.Module) -> _Spare:
+    """Returns what a module is tried out with, while it has its own tensors."""
+    return _Spare.of(module)
+
+
 class Keeper:
     """Leaves nodes for the calls of modules that are kept whole, in a graph that will run on `device`."""
 
