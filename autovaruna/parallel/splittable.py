@@ -15,6 +15,7 @@ from autovaruna.errors import InputError, OrderError
 from autovaruna.graph.watching.mode import ModeReader
 from autovaruna.graph.watching.outline import CallReader
 from autovaruna.parallel.calls import SharedCall
+from autovaruna.parallel.checkpointed import CheckpointedModule
 from autovaruna.parallel.copies import Copies
 from autovaruna.parallel.engine import Engine
 from autovaruna.parallel.machine import give_back_freed_memory, keep_freed_memory, resident_bytes
@@ -22,7 +23,6 @@ from autovaruna.parallel.modes import as_in_training
 from autovaruna.parallel.own_device import bring_to_own_device
 from autovaruna.parallel.preparation import Preparation
 from autovaruna.parallel.prepared import PreparedGraphs
-from autovaruna.parallel.stateful import StatefulModule
 from autovaruna.parallel.totals import BatchValues
 from autovaruna.parallel.traces import Traces
 from autovaruna.runtime.channels.channel_choice import open_channel
@@ -39,7 +39,7 @@ from autovaruna.settings import Settings
 _SEED_OF_COPY = 1_000_003
 
 
-class SplittableModule(StatefulModule):
+class SplittableModule(CheckpointedModule):
     """A wrapped model that is whole on every rank until its first call, or that of one of its copies.
 
     Args:
