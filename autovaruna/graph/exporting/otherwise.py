@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import traceback
 from dataclasses import dataclass, replace
 
 from torch import nn
 
+from autovaruna.graph.explain import chain_of
 from autovaruna.graph.exporting.culprit import function_to_keep, more_to_keep
 from autovaruna.graph.exporting.inner_gradients import GoesBackwardError
 from autovaruna.graph.kept_whole.functions import Function
@@ -14,6 +16,8 @@ from autovaruna.graph.refused import InModuleError
 from autovaruna.graph.said import warn_once
 
 logger = logging.getLogger(__name__)
+OF_JVP = "torch._decomp.decompositions_for_jvp"
+"""What torch imports at the first ``jvp`` of a process, and compiles."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +34,7 @@ class Kept:
         notes_draws: whether modules that draw from Python's generators are looked for.
         integers: names of the modules of Python in which ``int`` leaves sizes as they are.
         num_gradients: how often forward may go backward itself; None: never, that has been tried.
+        imported: modules of torch that are imported before, since they cannot be while a model is traced.
     """
 
     functions: frozenset[Function] = frozenset()
@@ -41,6 +46,7 @@ class Kept:
     notes_draws: bool = False
     integers: frozenset[str] = frozenset()
     num_gradients: int | None = 0
+    imported: frozenset[str] = frozenset()
 
 
 class KeepMoreError(Exception):
@@ -53,6 +59,8 @@ class KeepMoreError(Exception):
 
 def try_otherwise(error: Exception, model: nn.Module, kept: Kept) -> None:
     """Asks for another attempt: first one that does what stopped this one in another way, then without that."""
+    if _stopped_in(error, OF_JVP) and OF_JVP not in kept.imported:
+        raise KeepMoreError(replace(kept, imported=kept.imported | {OF_JVP})) from error
     if kept.num_gradients is not None and isinstance(error, GoesBackwardError):
         raise KeepMoreError(replace(kept, num_gradients=error.count)) from error
     if kept.num_gradients:
@@ -69,6 +77,12 @@ def try_otherwise(error: Exception, model: nn.Module, kept: Kept) -> None:
     if function and function not in kept.operations:
         _warn(model, [function], error)
         raise KeepMoreError(replace(kept, operations=kept.operations | {function})) from error
+
+
+def _stopped_in(error: Exception, module: str) -> bool:
+    """Whether a trace has stopped while a module of Python was imported."""
+    frames = (frame for link in chain_of(error) for frame, _ in traceback.walk_tb(link.__traceback__))
+    return any(frame.f_code.co_name == "<module>" and frame.f_globals.get("__name__") == module for frame in frames)
 
 
 def _warn(model: nn.Module, new: list[str], error: Exception) -> None:
