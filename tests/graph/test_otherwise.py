@@ -16,6 +16,6 @@ def test_what_cannot_be_imported_in_a_trace_is_imported_before_the_next() -> Non
         with pytest.raises(KeepMoreError) as wanted:
             try_otherwise(error, nn.Linear(2, 2), Kept())
         assert wanted.value.kept == Kept(imported=frozenset({OF_JVP}))
-        with pytest.raises(KeepMoreError) as wanted:
+        with pytest.raises(KeepMoreError) as next_wanted:
             try_otherwise(error, nn.Linear(2, 2), wanted.value.kept)
-        assert wanted.value.kept.is_told
+        assert next_wanted.value.kept.is_told
