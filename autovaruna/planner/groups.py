@@ -16,7 +16,7 @@ from math import prod
 
 import numpy as np
 
-from autovaruna.planner.bounds.bound import StepBound
+from autovaruna.planner.bounds.range_seconds import RangeSeconds
 from autovaruna.planner.candidate import Candidate
 from autovaruna.planner.costs import Array
 from autovaruna.planner.placing import Ranks, classes_of
@@ -60,8 +60,8 @@ class GroupSearch:
     def _costs(self) -> dict[Group, Array]:
         forced = self.sized.problem.constraints.num_replicas
         groups = [group for group in _subgroups(self.all) if sum(group) and forced in (0, sum(group))]
-        waits = StepBound(self.sized).waits
-        return {g: StepBound(self.sized, self.ranks_of(g), waits).stage_seconds(sum(g)) for g in groups}
+        waits = RangeSeconds(self.sized).waits
+        return {g: RangeSeconds(self.sized, self.ranks_of(g), waits).stage_seconds(sum(g)) for g in groups}
 
     def ranks_of(self, group: Group) -> list[int]:
         """Returns ranks that make such a group."""

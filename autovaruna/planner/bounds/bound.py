@@ -1,47 +1,26 @@
 """Proves a lower bound on the step over all plans of the searched kind: every cut, every replica count.
 
-A stage of the segments i .. j-1 on r replicas, whose busiest one has m = ceil(M / r) micro-batches, ends no sooner than
-
-    before(i, j) + busy + max(all-reduce(r) + optimizer, after(i, j)),
-
-with the waits of range_waits.py and `busy` the greatest of three:
-
-    m * work,    ceil(m / depth) * (work + trip(j)),    (m + 1 - depth) * work + 2 * trip(j)  if m > depth,
-
-work with or without recompute, and the greatest depth for which memory has room in that case. The second, since a
-forward starts once the backward `depth` micro-batches before it has ended. The third, since no more than `depth`
-forwards run before the first backward, no more than `depth` backwards after the last forward, and these two end a trip
-after they begin, one before the other. Nor does a stage end before all messages of its lines have passed. If even the
-split with the fewest replicas needs more ranks than there are, no plan takes T seconds or less. That is checked
-exactly, over all splits, by one pass of dynamic programming; bisection finds the greatest T that is proven impossible.
-Beside it stands the total work over the sum of speeds.
-
-Where weight gradients are computed apart from backward, `work` above is the rest of it, and `after(i, j)` follows that;
-a second bound holds all of the work, and nothing but the all-reduce and the optimizer after it. The greater one counts.
-
-Where a large graph was reduced to segments, a stage is charged only the segments that it has whole, and of its memory
-only what the rest of it adds to, so that the bound holds for cuts inside of segments too.
+A stage ends no sooner than range_seconds.py says. If even the split with the fewest replicas needs more ranks than
+there are, no plan takes T seconds or less. That is checked exactly, over all splits, by one pass of dynamic
+programming; bisection finds the greatest T that is proven impossible. Beside it stands the total work over the sum of
+speeds.
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property
 
 import numpy as np
 
-from autovaruna.planner.bounds.demand import Computed, Demand, Listed, Needs
+from autovaruna.planner.bounds.demand import Demand
+from autovaruna.planner.bounds.range_seconds import RangeSeconds, is_exact
 from autovaruna.planner.bounds.range_waits import RangeWaits, range_waits_of
-from autovaruna.planner.bounds.ways import ROUNDING, Way
+from autovaruna.planner.bounds.ways import ROUNDING
 from autovaruna.planner.chain import partition_chain
-from autovaruna.planner.costs import Array
-from autovaruna.planner.memory.stage_bytes import deepest
 from autovaruna.planner.sized import Sized
 
 _PRECISION = 1e-5
-_FEW_RANKS = 16
 _AT_ONCE = 8
 _ROWS = 64
 _ENDLESS = 1e30
@@ -58,7 +37,7 @@ def step_bounds(sized_of: Callable[[int], Sized], counts: Sequence[int]) -> Iter
     for start in range(0, len(counts), _AT_ONCE):
         some = counts[start : start + _AT_ONCE]
         each = [sized_of(count) for count in some]
-        found = range_waits_of(each, is_exact=_is_exact(each[0]))
+        found = range_waits_of(each, is_exact=is_exact(each[0]))
         del each
         for count, waits in zip(some, found, strict=True):
             yield StepBound(sized_of(count), waits=waits)
@@ -69,27 +48,15 @@ class StepBound:
 
     Args:
         sized: the problem at M micro-batches.
-        ranks: if given, what `stage_seconds` says holds for a stage on just these, in whatever order.
         waits: what `range_waits_of` says, if that is known.
     """
 
-    def __init__(self, sized: Sized, ranks: Sequence[int] = (), waits: RangeWaits | None = None) -> None:
+    def __init__(self, sized: Sized, waits: RangeWaits | None = None) -> None:
         self.sized = sized
-        problem = sized.problem
-        self.constraints, self.cluster = problem.constraints, problem.cluster
+        self.constraints, self.cluster = sized.problem.constraints, sized.problem.cluster
         self.num_ranks = self.cluster.num_ranks
         self.num_micro_batches = sized.num_micro_batches
-        self.is_exact = _is_exact(sized)
-        self.ranks = ranks or range(self.num_ranks)
-        self.speeds = sorted((self.cluster.speeds[rank] for rank in self.ranks), reverse=True)
-        self.limit_bytes = (min if ranks else max)(self.cluster.memory_bytes[rank] for rank in self.ranks)
-        self.hosts = Counter(self.cluster.hosts[rank] for rank in self.ranks)
-        self.waits = waits or range_waits_of([sized], is_exact=self.is_exact)[0]
-        self._rows, self._columns = sized.tables.ranges
-        first = self._rows if self.is_exact else self._rows + 1
-        self._before, self._after = (table[sized.tables.ranges] for table in (self.waits.before, self.waits.after))
-        self._inside = first * (sized.tables.num_segments + 1) + self._columns
-        self._is_empty = np.flatnonzero(first == self._columns)
+        self.ranges = RangeSeconds(sized, waits=waits)
         self.is_shared = len({r for ranks in self.constraints.stage_ranks for r in ranks}) < sum(
             len(ranks) for ranks in self.constraints.stage_ranks
         )
@@ -121,7 +88,7 @@ class StepBound:
     def _stage_bound(self, low: float, upper: float) -> float:
         if self.constraints.stage_ranks:
             replicas = [len(ranks) for ranks in self.constraints.stage_ranks]
-            split = partition_chain([self.stage_seconds(count) for count in replicas])
+            split = partition_chain([self.ranges.stage_seconds(count) for count in replicas])
             return split.objective if split else math.inf
         demand = self._demand()
         high = min(upper * (1.0 - _PRECISION), _ENDLESS)
@@ -135,22 +102,22 @@ class StepBound:
     def _demand(self) -> Demand:
         constraints, n = self.constraints, self.sized.tables.num_segments
         num_stages = constraints.num_stages or (len(constraints.cuts) + 1 if constraints.cuts else 0)
-        places = self._rows * (n + 1) + self._columns
-        return Demand(self._needs(), places, n, num_stages if self.is_exact else 0, self.num_ranks)
+        ranges = self.ranges
+        return Demand(ranges.needs(), ranges.places, n, num_stages if ranges.is_exact else 0, self.num_ranks)
 
     def _is_loosely_possible(self, seconds: float) -> bool:
         """Returns whether there is room for a plan if memory and messages are set aside: quick, and often enough."""
         constraints = self.constraints
-        if not self.is_exact or constraints.num_replicas or constraints.stage_ranks:
+        if not self.ranges.is_exact or constraints.num_replicas or constraints.stage_ranks:
             return True
-        sized, count = self.sized, self.num_micro_batches
-        ends = np.append(0.0, np.cumsum(sized.urgent_seconds))[sized.tables.positions] / self.speeds[0]
+        sized, count, waits = self.sized, self.num_micro_batches, self.ranges.waits
+        ends = np.append(0.0, np.cumsum(sized.urgent_seconds))[sized.tables.positions] / self.ranges.speeds[0]
         seconds_per_byte = sized.rings.cost(2, is_local=True)[1] if sized.problem.needs_gradient else 0.0
         best = np.zeros(len(ends))
         for last in range(len(ends) - 1, 0, -_ROWS):
             rows = slice(max(last - _ROWS, 0), last)
             work = ends[None, rows.start :] - ends[rows, None] + sized.overhead_seconds
-            before, after = (table[rows, rows.start :] for table in (self.waits.before, self.waits.after))
+            before, after = (table[rows, rows.start :] for table in (waits.before, waits.after))
             spare = seconds - before - after
             reduce = seconds_per_byte * sized.tables.trained_bytes[rows, rows.start :]
             reduced = np.minimum(spare, seconds - before - reduce)
@@ -162,126 +129,3 @@ class StepBound:
                 row = need[i - rows.start, i + 1 - rows.start :]
                 best[i] = (row + best[i + 1 :]).min()
         return bool(best[0] <= self.num_ranks)
-
-    @cached_property
-    def _ways(self) -> list[Way]:
-        return [self._way(again, self.sized.urgent_work) for again in self.sized.recompute_choices]
-
-    @cached_property
-    def _whole_ways(self) -> list[Way]:
-        """The same with all of the work, as far as some of it is computed apart."""
-        return [self._way(again, self.sized.work) for again in self.sized.recompute_choices]
-
-    @cached_property
-    def _optimizer(self) -> Array:
-        return self._inner(self.sized.optimizer_seconds) / self.speeds[0]
-
-    def _needs(self) -> Needs:
-        forced = self.constraints.num_replicas
-        if forced or self.num_ranks <= _FEW_RANKS:
-            counts = [forced] if forced else range(self.num_ranks, 0, -1)
-            return Listed([(count, self._seconds_of(count)) for count in counts])
-        before = self._before
-        return Computed(
-            self.num_micro_batches,
-            self._seconds_of(1),
-            before + self._reduce_tail(2),
-            self._ways,
-            before + self._finish_seconds(2) if self.sized.is_split else None,
-            self._whole_ways if self.sized.is_split else (),
-        )
-
-    def stage_seconds(self, replicas: int) -> Array:
-        """Returns the least seconds to the end of the step of each range on so many replicas, as a matrix."""
-        n = self.sized.tables.num_segments
-        seconds = np.full((n + 1, n + 1), np.inf)
-        seconds[self._rows, self._columns] = self._seconds_of(replicas)
-        return seconds
-
-    def _seconds_of(self, replicas: int) -> Array:
-        share = -(-self.num_micro_batches // replicas)
-        best = np.minimum.reduce([way.work_seconds(share, self._busy_seconds(way, replicas)) for way in self._ways])
-        best = np.maximum(best, self._line_seconds(replicas)) + self._reduce_tail(replicas)
-        if self.sized.is_split:
-            busy = np.minimum.reduce([self._busy_seconds(way, replicas) for way in self._whole_ways])
-            best = np.maximum(best, busy + self._finish_seconds(replicas))
-        return np.asarray(self._before + best, dtype=np.float64)
-
-    def _busy_seconds(self, way: Way, replicas: int) -> Array:
-        """Returns the least seconds that the busiest or slowest replica works, on the fastest ranks.
-
-        Replicas with a micro-batch more are charged to faster ranks: the other way round, the greatest is no less.
-        """
-        count, fastest = self.num_micro_batches, self.speeds[0]
-        shares = (-(-(count - k) // replicas) for k in range(min(replicas, count)))
-        loads = set(zip(shares, (fastest / speed for speed in self.speeds[:replicas]), strict=False))
-        overhead = self.sized.overhead_seconds + self.cluster.overhead_seconds
-        busy = [share * np.maximum(way.work * slower - overhead * (slower - 1.0), way.work) for share, slower in loads]
-        return np.asarray(np.maximum.reduce(busy), dtype=np.float64)
-
-    def _line_seconds(self, replicas: int) -> Array:
-        """Returns the seconds that messages of a range take on its busiest line, and the work on one of them.
-
-        A line joins two ranks, and there are no more lines between two stages than pairs of replicas.
-        """
-        forced = self.constraints.num_replicas
-        lines = forced or replicas * max(self.num_ranks - replicas, 1)
-        each = max(-(-self.num_micro_batches // lines) - 1, 0) * self.waits.line
-        work = np.minimum.reduce([way.work for way in self._ways])
-        return np.asarray(np.maximum(each[self._rows], each[self._columns]) + work)
-
-    def _reduce_tail(self, replicas: int) -> Array:
-        """Returns the least seconds from a range's last backward to the end of the step."""
-        return np.maximum(self._after, self._finish_seconds(replicas))
-
-    def _finish_seconds(self, replicas: int) -> Array:
-        """Returns the least seconds from a range's last gradients to the end of the step, without waits for others."""
-        is_local = replicas <= max(self.hosts.values())
-        reduce = self._inner(self.sized.reduce_seconds(replicas, is_local=is_local))
-        slowest = self.speeds[0] / self.speeds[min(replicas, len(self.speeds)) - 1]
-        optimizer = self._optimizer * np.where(reduce > 0, slowest, 1.0)  # An all-reduce ends on all its ranks at once.
-        return np.asarray(reduce + optimizer, dtype=np.float64)
-
-    def _way(self, needs_recompute: bool, table: Array) -> Way:
-        sized, speed = self.sized, self.speeds[0]
-        work, again = self._inner(table) / speed + sized.overhead_seconds, np.zeros(len(self._rows))
-        if needs_recompute:
-            forward = self._inner(sized.tables.add_up(sized.costs.forward_seconds))
-            again = forward / speed + self.cluster.overhead_seconds
-            again[self._columns == sized.tables.num_segments] = 0.0  # Some schedules never recompute the last stage.
-        work[self._is_empty] = again[self._is_empty] = 0.0
-        trip, is_full = self.waits.trip[self._columns], self.constraints.schedule == "gpipe"
-        return Way(work + again, again, trip, self._depths(needs_recompute), is_full)
-
-    def _depths(self, needs_recompute: bool) -> Array:
-        """Returns the greatest in-flight depth of each range that memory and settings allow."""
-        if not self.is_exact:
-            return self._loose_depths(needs_recompute)
-        held = (self.sized.recomputed_bytes if needs_recompute else self.sized.plain_bytes).map(self._inner)
-        least_share = -(-self.sized.num_micro_batches // self.cluster.num_ranks)
-        depth = deepest(held, self.limit_bytes * (1 + ROUNDING), least_share)
-        if self.sized.problem.needs_gradient and self.constraints.in_flight:
-            depth = np.where(depth > 0, np.minimum(depth, self.constraints.in_flight), depth)
-        return np.maximum(depth, 0.0)
-
-    def _loose_depths(self, needs_recompute: bool) -> Array:
-        """Returns the same of what more segments can only add to: state, gradients, and what is saved for backward."""
-        sized = self.sized
-        room = self.limit_bytes * (1 + ROUNDING) - self._inner(sized.fixed_bytes)
-        room[self._is_empty] = np.inf
-        depth = np.full_like(room, np.inf)
-        if sized.problem.needs_gradient and not needs_recompute:
-            with np.errstate(divide="ignore", invalid="ignore"):
-                depth = np.floor(room / self._inner(sized.saved_bytes)) + 1.0  # The last one may come as others go.
-            depth[np.isnan(depth)] = np.inf
-        return np.where(room >= 0, depth, 0.0)
-
-    def _inner(self, table: Array) -> Array:
-        """Returns the entries of a table for the segments that a stage of each range is sure to have whole."""
-        return np.asarray(table.ravel().take(self._inside))
-
-
-def _is_exact(sized: Sized) -> bool:
-    """Returns whether stages start where segments do and nowhere else."""
-    problem = sized.problem
-    return problem.constraints.has_fixed_places or sized.tables.num_segments == len(problem.graph.blocks)
