@@ -8,7 +8,7 @@ messages and instructions are what that costs, so every plan is simulated.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -20,8 +20,6 @@ from autovaruna.planner.placing import Ranks, in_a_row, layouts
 from autovaruna.planner.replicas import share_of
 from autovaruna.planner.rounds import Pattern, cut_evenly, patterns
 from autovaruna.planner.trials import Trials
-
-Progress = Callable[[str, float], None]
 
 _NEAR = 1.03
 _BOUNDING = 0.35

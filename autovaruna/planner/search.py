@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from heapq import merge
-from itertools import combinations
-from math import comb
 
 import numpy as np
 
 from autovaruna.planner.all_patterns import PatternSearch
 from autovaruna.planner.bounds.proof import PROVEN, WORTH, Proof
-from autovaruna.planner.candidate import Candidate, Planner
-from autovaruna.planner.climb import climb
+from autovaruna.planner.candidate import Planner
+from autovaruna.planner.climb import climb_best
 from autovaruna.planner.either_way import plan_either_way
 from autovaruna.planner.groups import GroupSearch, is_small
 from autovaruna.planner.infeasible import explain_infeasible
@@ -23,10 +19,8 @@ from autovaruna.planner.interleaving import Interleaving
 from autovaruna.planner.marks import plan_with_marks
 from autovaruna.planner.more_micro_batches import plan_with_more
 from autovaruna.planner.options import (
-    MAX_UNITS,
     cut_positions,
     micro_batch_counts,
-    stage_limit,
     stages_per_rank,
     zoomed_positions,
 )
@@ -36,20 +30,15 @@ from autovaruna.planner.ranges import RangeTables, TablesOfGraph
 from autovaruna.planner.records import Plan
 from autovaruna.planner.rounds import EVERY
 from autovaruna.planner.settling import Found, explain_excess, first_that_fits, loosen_best
-from autovaruna.planner.splits import Splitter
-from autovaruna.planner.trials import Trials, is_long, varied
+from autovaruna.planner.single import SingleSearch
+from autovaruna.planner.trials import Progress, Trials
 
 _log = logging.getLogger(__name__)
 
-Progress = Callable[[str, float], None]
-"""Is told what is being done and the share of it that is done (0 to 1)."""
-
-_SMALL = 3000
-_SPLIT_SECONDS, _CLIMB_SECONDS, _REST_SECONDS = 2.0, 2.0, 2.0
-"""What simulations may take, by the count of `Planner.spent_seconds`, so that a search ends alike on every machine."""
 _SHAPES_SECONDS, _MORE_ROUNDS_SECONDS, _SHAPES_CLIMB_SECONDS, _PATTERNS_SECONDS = 1.5, 0.75, 1.0, 1.0
-_STARTS, _SHAPES_STARTS = 4, 2
-_NEAR, _NEAR_OF_FEW_RANKS = 1.03, 1.1
+_FINE_SECONDS = 2.0
+"""What simulations may take, by the count of `Planner.spent_seconds`, so that a search ends alike on every machine."""
+_SHAPES_STARTS = 2
 
 
 def make_plan(problem: Problem, progress: Progress | None = None) -> Plan:
@@ -92,11 +81,11 @@ class _Search:
         self.counts = micro_batch_counts(problem)
         self.tables = tables.at(cut_positions(problem))
         self.planner = Planner(problem, self.tables)
-        self.max_stages = stage_limit(problem, self.tables.num_segments)
         self.forced_stages, self.most_each = forced_stages(problem), stages_per_rank(problem)
         self.is_small = is_small(problem, self.tables.num_segments)
         self.trials = Trials(self.planner, is_small=self.is_small, below_seconds=below_seconds)
         self.proof = Proof(self.planner, self.counts, self.most_each)
+        self.single = SingleSearch(self.trials, self.counts, self.proof, progress)
         self.excess: Plan | None = None
         """The fastest plan, if all that were found need more memory than they seemed to."""
 
@@ -116,12 +105,7 @@ class _Search:
     def find(self) -> Plan | None:
         """Returns the best plan, or None if none fits and is as fast as it has to be."""
         trials = self.trials
-        if self.problem.constraints.stage_ranks and self._num_cuts() <= _SMALL:
-            self._try_all(self._all_cuts(), "trying all cuts")
-        elif self.max_stages <= self.problem.cluster.num_ranks or self.problem.constraints.stage_ranks:
-            self._try_promising()
-            self._climb(trials, _CLIMB_SECONDS, _STARTS)
-            self._try_rest()
+        self.single.run()
         single, chosen = trials.best, trials
         if self.most_each > 1 and self.proof.leaves_room(single):
             chosen = self._try_interleaved()
@@ -137,92 +121,6 @@ class _Search:
             single = plan
         return self.proof.put_into(plan, single, was_cut_short=trials.was_cut_short or chosen.was_cut_short)
 
-    # Plans with one stage a rank.
-
-    def _try_all(self, candidates: Iterable[Candidate], what: str) -> None:
-        everything = list(candidates)
-        for k, candidate in enumerate(everything):
-            self.progress(what, k / len(everything))
-            self.trials.attempt(candidate, self.trials.least_seconds)
-
-    def _try_promising(self) -> None:
-        splitter = Splitter(self.planner, self.max_stages, self.forced_stages, len(self.counts))
-        if splitter.has_many_ranks and not self.problem.constraints.stage_ranks:
-            self._try_many(splitter)
-            return
-        promising: list[tuple[float, Candidate]] = []
-        for k, count in enumerate(self.counts):
-            self.progress("splitting the model", k / len(self.counts))
-            promising += splitter.splits(count)
-        self._try_best_first(promising, "simulating plans")
-
-    def _try_many(self, splitter: Splitter) -> None:
-        """Goes through (stages, micro-batches) in the order of what even splits take, till none can be better."""
-        pairs = splitter.even_splits(self.counts)
-        if is_long(*pairs[0][1:], splitter.replicas(pairs[0][1])):
-            pairs = varied(pairs)
-        trials = self.trials
-        for k, (seconds, num_stages, count) in enumerate(pairs):
-            self.progress("splitting the model", k / len(pairs))
-            if trials.is_over(seconds, _SPLIT_SECONDS):
-                if seconds >= trials.least_seconds:
-                    continue  # The order may be another than that of the seconds.
-                break
-            for candidate in trials.few_if_long([each for _, each in splitter.equal_replicas(num_stages, count)]):
-                trials.attempt(candidate, trials.least_seconds * _NEAR)
-        for count in sorted({candidate.num_micro_batches for candidate in trials.best_few(_STARTS)}):
-            self._try_best_first(splitter.unequal_replicas(count), "trying unequal replicas")
-
-    def _try_best_first(self, promising: Iterable[tuple[float, Candidate]], what: str) -> None:
-        ordered = sorted(promising, key=lambda pair: pair[0])
-        for k, (seconds, candidate) in enumerate(ordered):
-            self.progress(what, k / len(ordered))
-            if self.trials.is_over(seconds * 0.98, _SPLIT_SECONDS):
-                break
-            is_small = self.problem.cluster.num_ranks <= MAX_UNITS
-            self.trials.attempt(candidate, self.trials.least_seconds * (_NEAR_OF_FEW_RANKS if is_small else _NEAR))
-
-    def _climb(self, trials: Trials, most_seconds: float, most: int) -> None:
-        """Changes the best plans by small steps: the simulated optimum is not quite that of the splits."""
-        starts = trials.best_few(most)
-        for k, candidate in enumerate(starts):
-            self.progress("improving plans", k / len(starts))
-            if not climb(trials, candidate, most_seconds / len(starts), self._recut):
-                break
-
-    def _recut(self, planner: Planner, candidate: Candidate) -> Iterator[Candidate]:
-        """Yields the candidate with the cuts that suit its ranks by the formula of the splits, if that is quick."""
-        if self.problem.cluster.num_ranks <= MAX_UNITS:
-            splitter = Splitter(planner, self.max_stages, self.forced_stages, len(self.counts))
-            for _, other in splitter.for_ranks(candidate.num_micro_batches, candidate.ranks):
-                yield other
-
-    def _num_cuts(self) -> int:
-        return comb(self.tables.num_segments - 1, self.forced_stages - 1) * len(self.counts)
-
-    def _all_cuts(self) -> Iterator[Candidate]:
-        for count in self.counts:
-            for inner in combinations(range(1, self.tables.num_segments), self.forced_stages - 1):
-                yield Candidate((0, *inner), self.problem.constraints.stage_ranks, count)
-
-    def _try_rest(self) -> None:
-        """Tries all plans of a small problem whose bound leaves room for something better, the least bound first."""
-        if not self.is_small:
-            return
-        groups = {count: GroupSearch(self.planner.sized(count), self.forced_stages) for count in self.counts}
-        self.proof.groups = groups
-        limit, first = self.planner.spent_seconds + _REST_SECONDS, self.trials.least_seconds
-        open_counts = [each for each in groups.values() if each.least_seconds < first * PROVEN]
-        for seconds, candidate in merge(*(each.in_order() for each in open_counts), key=lambda pair: pair[0]):
-            if seconds >= self.trials.least_seconds * PROVEN:
-                break
-            spent = self.planner.count_candidate()
-            if spent > limit:
-                return
-            self.progress("trying all other plans", 1.0 - (limit - spent) / _REST_SECONDS)
-            self.trials.attempt(candidate, self.trials.least_seconds * PROVEN)
-        self.proof.is_complete = True
-
     # Plans with several.
 
     def _try_interleaved(self) -> Trials:
@@ -235,7 +133,7 @@ class _Search:
             if most_each > more_than:
                 interleaving = Interleaving(self.planner, most_each, self.forced_stages, order, more_than)
                 interleaving.try_shapes(self.counts, known, trials, seconds)
-        self._climb(trials, _SHAPES_CLIMB_SECONDS, _SHAPES_STARTS)
+        climb_best(trials, _SHAPES_STARTS, _SHAPES_CLIMB_SECONDS, self.single.recut, self.progress)
         if self.is_small:
             self._try_all_patterns(trials)
         loosen_best(trials, _SHAPES_STARTS)
@@ -282,6 +180,6 @@ class _Search:
         variant, start = trials.built[candidate][0], replace(candidate, starts=starts)
         fine.best, fine.ranked = trials.best, {start: trials.best.predicted_seconds}
         fine.built = {start: (replace(variant, starts=starts), trials.best)}
-        self._climb(fine, _CLIMB_SECONDS, 1)
+        climb_best(fine, 1, _FINE_SECONDS, self.single.recut, self.progress)
         trials.was_cut_short = trials.was_cut_short or fine.was_cut_short
         return fine

@@ -16,6 +16,9 @@ _LONG_INTERLEAVED_VARIANTS = 2
 """The two orders made for several stages a rank: which one is better depends on recompute."""
 _REACHED = 0.999
 
+Progress = Callable[[str, float], None]
+"""Is told what is being done and the share of it that is done (0 to 1)."""
+
 
 class Trials:
     """What was tried; `best` is the fastest plan so far.

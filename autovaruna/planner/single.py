@@ -1,0 +1,129 @@
+"""Searches plans with one stage a rank: those that splits promise, what is near them, and of small problems all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from heapq import merge
+from itertools import combinations
+from math import comb
+
+from autovaruna.planner.bounds.proof import PROVEN, Proof
+from autovaruna.planner.candidate import Candidate, Planner
+from autovaruna.planner.climb import climb_best
+from autovaruna.planner.groups import GroupSearch
+from autovaruna.planner.options import MAX_UNITS, stage_limit
+from autovaruna.planner.problem import forced_stages
+from autovaruna.planner.splits import Splitter
+from autovaruna.planner.trials import Progress, Trials, is_long, varied
+
+_SMALL = 3000
+_SPLIT_SECONDS, _CLIMB_SECONDS, _REST_SECONDS = 2.0, 2.0, 2.0
+"""What simulations may take, by the count of `Planner.spent_seconds`, so that a search ends alike on every machine."""
+_STARTS = 4
+_NEAR, _NEAR_OF_FEW_RANKS = 1.03, 1.1
+
+
+class SingleSearch:
+    """A search of plans with one stage a rank.
+
+    Args:
+        trials: is given all that is tried.
+        counts: the numbers of micro-batches in question.
+        proof: hears what has been tried in full.
+        progress: is told how far the search is.
+    """
+
+    def __init__(self, trials: Trials, counts: list[int], proof: Proof, progress: Progress) -> None:
+        self.trials, self.counts, self.proof, self.progress = trials, counts, proof, progress
+        self.planner = trials.planner
+        self.problem, self.tables = self.planner.problem, self.planner.tables
+        self.max_stages = stage_limit(self.problem, self.tables.num_segments)
+        self.forced_stages = forced_stages(self.problem)
+
+    def run(self) -> None:
+        """Tries plans, if any has one stage a rank."""
+        groups = self.problem.constraints.stage_ranks
+        if groups and self._num_cuts() <= _SMALL:
+            self._try_all(self._all_cuts(), "trying all cuts")
+        elif groups or self.max_stages <= self.problem.cluster.num_ranks:
+            self._try_promising()
+            climb_best(self.trials, _STARTS, _CLIMB_SECONDS, self.recut, self.progress)
+            if self.trials.is_small:
+                self._try_rest()
+
+    def recut(self, planner: Planner, candidate: Candidate) -> Iterator[Candidate]:
+        """Yields the candidate with the cuts that suit its ranks by the formula of the splits, if that is quick."""
+        if self.problem.cluster.num_ranks <= MAX_UNITS:
+            splitter = self._splitter(planner)
+            for _, other in splitter.for_ranks(candidate.num_micro_batches, candidate.ranks):
+                yield other
+
+    def _try_all(self, candidates: Iterable[Candidate], what: str) -> None:
+        everything = list(candidates)
+        for k, candidate in enumerate(everything):
+            self.progress(what, k / len(everything))
+            self.trials.attempt(candidate, self.trials.least_seconds)
+
+    def _try_promising(self) -> None:
+        splitter = self._splitter(self.planner)
+        if splitter.has_many_ranks and not self.problem.constraints.stage_ranks:
+            self._try_many(splitter)
+            return
+        promising: list[tuple[float, Candidate]] = []
+        for k, count in enumerate(self.counts):
+            self.progress("splitting the model", k / len(self.counts))
+            promising += splitter.splits(count)
+        self._try_best_first(promising, "simulating plans")
+
+    def _try_many(self, splitter: Splitter) -> None:
+        """Goes through (stages, micro-batches) in the order of what even splits take, till none can be better."""
+        pairs = splitter.even_splits(self.counts)
+        if is_long(*pairs[0][1:], splitter.replicas(pairs[0][1])):
+            pairs = varied(pairs)
+        trials = self.trials
+        for k, (seconds, num_stages, count) in enumerate(pairs):
+            self.progress("splitting the model", k / len(pairs))
+            if trials.is_over(seconds, _SPLIT_SECONDS):
+                if seconds >= trials.least_seconds:
+                    continue  # The order may be another than that of the seconds.
+                break
+            for candidate in trials.few_if_long([each for _, each in splitter.equal_replicas(num_stages, count)]):
+                trials.attempt(candidate, trials.least_seconds * _NEAR)
+        for count in sorted({candidate.num_micro_batches for candidate in trials.best_few(_STARTS)}):
+            self._try_best_first(splitter.unequal_replicas(count), "trying unequal replicas")
+
+    def _try_best_first(self, promising: Iterable[tuple[float, Candidate]], what: str) -> None:
+        ordered = sorted(promising, key=lambda pair: pair[0])
+        for k, (seconds, candidate) in enumerate(ordered):
+            self.progress(what, k / len(ordered))
+            if self.trials.is_over(seconds * 0.98, _SPLIT_SECONDS):
+                break
+            is_small = self.problem.cluster.num_ranks <= MAX_UNITS
+            self.trials.attempt(candidate, self.trials.least_seconds * (_NEAR_OF_FEW_RANKS if is_small else _NEAR))
+
+    def _num_cuts(self) -> int:
+        return comb(self.tables.num_segments - 1, self.forced_stages - 1) * len(self.counts)
+
+    def _all_cuts(self) -> Iterator[Candidate]:
+        for count in self.counts:
+            for inner in combinations(range(1, self.tables.num_segments), self.forced_stages - 1):
+                yield Candidate((0, *inner), self.problem.constraints.stage_ranks, count)
+
+    def _try_rest(self) -> None:
+        """Tries all plans whose bound leaves room for something better, the least bound first."""
+        groups = {count: GroupSearch(self.planner.sized(count), self.forced_stages) for count in self.counts}
+        self.proof.groups = groups
+        limit, first = self.planner.spent_seconds + _REST_SECONDS, self.trials.least_seconds
+        open_counts = [each for each in groups.values() if each.least_seconds < first * PROVEN]
+        for seconds, candidate in merge(*(each.in_order() for each in open_counts), key=lambda pair: pair[0]):
+            if seconds >= self.trials.least_seconds * PROVEN:
+                break
+            spent = self.planner.count_candidate()
+            if spent > limit:
+                return
+            self.progress("trying all other plans", 1.0 - (limit - spent) / _REST_SECONDS)
+            self.trials.attempt(candidate, self.trials.least_seconds * PROVEN)
+        self.proof.is_complete = True
+
+    def _splitter(self, planner: Planner) -> Splitter:
+        return Splitter(planner, self.max_stages, self.forced_stages, len(self.counts))
