@@ -12,6 +12,7 @@ from torch.autograd import grad
 
 from autovaruna import AutoVaruna
 from autovaruna.errors import TraceError
+from autovaruna.graph.comparisons import comparing
 from tests.catalogue import Batch, Case
 from tests.parallel.training import QUIET, pipeline, train
 from tests.reference import compare, plain_steps
@@ -112,6 +113,15 @@ def test_outputs_may_be_gradients() -> None:
     )
     batches = [case.batch(7, step) for step in range(2)]
     compare(train(case, pipeline(2), batches), plain_steps(case, batches))
+
+
+def test_a_trace_with_gradients_is_compared_with_its_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model's own run has a graph to go back through."""
+    seen: list[int] = []
+    known = comparing.distance
+    monkeypatch.setattr(comparing, "distance", lambda one, other: seen.append(1) or known(one, other))
+    AutoVaruna(Field(forces), num_micro_batches=2, **QUIET)(**vectors(4, 0)[1])
+    assert seen
 
 
 def test_backward_in_forward_is_refused() -> None:

@@ -45,13 +45,12 @@ from autovaruna.graph.kept_whole.scripts import shells
 from autovaruna.graph.precision import in_precision, noted_precision, switch_in_regions
 from autovaruna.graph.random import python_generators
 from autovaruna.graph.refused import check_layouts, check_operations
-from autovaruna.graph.said import warn_once
 from autovaruna.graph.tree import Tree
 from autovaruna.graph.watching.as_before import as_before
 from autovaruna.graph.watching.hidden_state import Changes, compare_calls
+from autovaruna.graph.watching.left_tensors import say_what_is_left
 
 logger = logging.getLogger(__name__)
-_MOST_NAMES = 5
 
 
 @dataclass(frozen=True)
@@ -68,6 +67,7 @@ class Exported:
         changes: the Python state that forward has changed.
         greatest: the batch size up to which the trace has taken this way; None: there is no such size.
         asks_for_one: where the model does something else for a batch of one sample; empty: nowhere.
+        goes_backward: whether forward goes backward itself.
     """
 
     module: fx.GraphModule
@@ -79,6 +79,7 @@ class Exported:
     changes: Changes = field(default_factory=Changes)
     greatest: int | None = None
     asks_for_one: str = ""
+    goes_backward: bool = False
 
 
 def export(model: nn.Module, call: CallSpec, batch_size: int, is_dynamic: bool, device: torch.device) -> Exported:
@@ -107,7 +108,7 @@ def export(model: nn.Module, call: CallSpec, batch_size: int, is_dynamic: bool, 
                 _check_next(found, partial(_attempt, model, call, batch_size, is_dynamic, device, kept))
             if found.greatest is not None:
                 _check_larger(found, model, call, device, kept)
-            _say_what_is_left(found, model)
+            say_what_is_left(found.changes.tensors, model)
             return found
         except KeepMoreError as stopped:
             kept = stopped.kept
@@ -211,6 +212,7 @@ def _attempt(
         changes,
         reached,
         next(iter(lone), ""),
+        bool(kept.num_gradients),
     )
 
 
@@ -223,17 +225,6 @@ def _check_next(found: Exported, trace_again: Callable[[], Exported]) -> None:
         logger.debug("forward cannot be traced a second time: %s", error)
         return
     compare_calls(found.changes, found.module, again.module, again.constants)
-
-
-def _say_what_is_left(found: Exported, model: nn.Module) -> None:
-    """Warns of tensors that plain PyTorch would have beside what the model returns, and ranks have not."""
-    if names := found.changes.tensors:
-        text = (
-            f"forward leaves tensors in {', '.join(names[:_MOST_NAMES])}{' and more' * (len(names) > _MOST_NAMES)}. "
-            "They stay where they are made, on a rank and in a micro-batch: after a call nothing new is there. A loss "
-            "must not be made of them outside of the model; return them if the script goes on from them."
-        )
-        warn_once(logger, model, text)
 
 
 def _check_larger(found: Exported, model: nn.Module, call: CallSpec, device: torch.device, kept: Kept) -> None:

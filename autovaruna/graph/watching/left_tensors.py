@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
+from collections.abc import Iterator, Sequence
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -10,8 +11,11 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from autovaruna.graph.exporting.known import is_known
+from autovaruna.graph.said import warn_once
 from autovaruna.graph.watching.held import entries, records
 
+logger = logging.getLogger(__name__)
+_MOST_NAMES = 5
 _OF_MODULES = frozenset(vars(nn.Module()))
 
 
@@ -19,6 +23,17 @@ def left_tensors(model: nn.Module) -> list[str]:
     """Returns where the model's forward, which has just been traced, has left tensors; those of constants apart."""
     found = {name: None for name, value in _places(model) for _, each in entries("", value, 2) if _is_left(each)}
     return list(found)
+
+
+def say_what_is_left(names: Sequence[str], model: nn.Module) -> None:
+    """Warns of tensors that plain PyTorch would have beside what the model returns, and ranks have not."""
+    if names:
+        text = (
+            f"forward leaves tensors in {', '.join(names[:_MOST_NAMES])}{' and more' * (len(names) > _MOST_NAMES)}. "
+            "They stay where they are made, on a rank and in a micro-batch: after a call nothing new is there. A loss "
+            "must not be made of them outside of the model; return them if the script goes on from them."
+        )
+        warn_once(logger, model, text)
 
 
 def _is_left(value: Any) -> bool:
