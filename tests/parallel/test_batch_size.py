@@ -47,6 +47,12 @@ LOSSES: dict[str, Loss] = {
     "a divided penalty": lambda model, x, y: model.losses(model.first(x), y).mean() + model.penalty() / len(x),
     "a scaled penalty": lambda model, x, y: model.losses(model.first(x), y).sum() / len(x) + model.penalty() * len(x),
     "divided losses": lambda model, x, y: (model.losses(model.first(x), y) / len(x)).sum(),
+    "shares": lambda model, x, y: (
+        model.losses(model.first(x), y) * (x[:, 0].exp() / x[:, 0].exp().sum()) / 2 + model.last(x)[:, 0] / y.sum()
+    ).sum(),
+    "a mean of shares": lambda model, x, y: (
+        model.losses(model.first(x), y) * (x[:, 0].exp() / x[:, 0].exp().sum())
+    ).mean(),
     "places": lambda model, x, y: F.log_softmax(model.last(model.first(x)), 1)[torch.arange(len(x)), y].mean(),
 }
 

@@ -83,7 +83,7 @@ class _Uses:
                 self._size_of[node] = self._only_size(node)  # type: ignore[assignment]
             elif node.name in batch or not self._fed.isdisjoint(node.all_input_nodes):
                 self._fed.add(node)
-        self._tail = _linear_tail(graph)
+        self._tail = linear_tail(graph)
 
     def __iter__(self) -> Iterator[tuple[fx.Node, fx.Node, fx.Node]]:
         for number, size in self._size_of.items():
@@ -125,7 +125,7 @@ def _computes_with(user: fx.Node, number: fx.Node) -> bool:
     return any(given is number and kinds[name] in _NUMBERS for name, given in arguments(user).items())
 
 
-def _linear_tail(graph: fx.Graph) -> set[fx.Node]:
+def linear_tail(graph: fx.Graph) -> set[fx.Node]:
     """Returns what goes into numbers that are outputs by being scaled and added up alone."""
     (output,) = graph.find_nodes(op="output")
     waiting = [node for node in output.all_input_nodes if _is_number(node)]

@@ -15,7 +15,7 @@ from torch import fx
 
 from autovaruna.graph.batch.additions import Additions
 from autovaruna.graph.batch.batch_kinds import DIVISIONS, PRODUCTS, Kind, Kinds, Merge
-from autovaruna.graph.batch.batch_size import give_batch_size
+from autovaruna.graph.batch.batch_size import give_batch_size, linear_tail
 from autovaruna.graph.batch.counted_means import part_means
 from autovaruna.graph.batch.from_inputs import from_inputs, what_makes
 from autovaruna.graph.batch.lengths import give_lengths
@@ -71,7 +71,7 @@ def take_totals(
     known = from_inputs(graph, facts, parameters)
     kinds = Kinds(graph, known, sizes, batch)
     in_outputs = _in_outputs(graph, facts)
-    values = _mark(known, kinds, Reductions(sizes, batch), in_outputs, additions)
+    values = _mark(graph, known, kinds, Reductions(sizes, batch), in_outputs, additions)
     users = in_outputs - {node for node in known if kinds.of[node] <= Kind.WHOLE}
     values |= give_lengths([node for node in known if kinds.is_length(node)], users, additions)
     sized, tensors = give_batch_size(graph, sizes, batch, in_outputs, additions)
@@ -88,6 +88,7 @@ def take_totals(
 
 
 def _mark(
+    graph: fx.Graph,
     known: Sequence[fx.Node],
     kinds: Kinds,
     reductions: Reductions,
@@ -96,9 +97,10 @@ def _mark(
 ) -> dict[str, tuple[str, Use]]:
     """Puts a call of `of_batch` wherever a graph goes on from a value of the whole batch; returns them."""
     values: dict[str, tuple[str, Use]] = {}
+    tail = linear_tail(graph)
     for value in [node for node in known if kinds.of[node] is Kind.WHOLE]:
         for user in [user for user in value.users if user in in_outputs and kinds.goes_on(value, user)]:
-            use = _use(value, user, reductions)
+            use = _use(value, user, reductions, tail)
             is_cast = use is not Use.PLAIN or kinds.is_number(value)
             dtype = (user if is_cast else value).meta["val"].dtype
             stand_in = additions.before(user, of_batch, value, use, dtype)
@@ -121,10 +123,11 @@ def _in_outputs(graph: fx.Graph, facts: Mapping[str, Fact]) -> set[fx.Node]:
     return outputs - state
 
 
-def _use(value: fx.Node, user: fx.Node, reductions: Reductions) -> Use:
+def _use(value: fx.Node, user: fx.Node, reductions: Reductions, tail: Collection[fx.Node]) -> Use:
     """Returns what becomes of a value of the whole batch in a node that goes on from it."""
     first, second = (*user.args, None, None)[:2]
-    if user.target in DIVISIONS and second is value and reductions.sum_in(first) is not None:
+    is_divided = user.target in DIVISIONS and second is value
+    if is_divided and (reductions.sum_in(first) is not None or reductions.ends_in_sums(user, tail)):
         return Use.DIVISOR
     if user.target in PRODUCTS and reductions.sum_in(first if second is value else second) is not None:
         return Use.FACTOR

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from operator import getitem
 from typing import Any
 
@@ -46,6 +46,23 @@ class Reductions:
         """Returns the part of a value that another power of the batch size scales than a mean or a sum; None: none."""
         return next((made for made, power in self._reduced(node, 0.0, set()) if power not in (0.0, 1.0)), None)
 
+    def ends_in_sums(self, node: fx.Node, tail: Collection[fx.Node]) -> bool:
+        """Whether numbers of samples are scaled and added up over the samples, and nothing else.
+
+        Args:
+            node: The numbers.
+            tail: What goes into the outputs by being scaled and added up alone.
+        """
+        seen, waiting = {node}, [node]
+        while waiting:
+            each = waiting.pop()
+            if each not in tail or not (self._grows(each) or self._is_sum(each)):
+                return False
+            new = set(each.users) - seen if self._grows(each) else set()
+            seen |= new
+            waiting += new
+        return True
+
     def _reduced(self, node: Any, power: float, seen: set[Any]) -> Iterator[tuple[fx.Node, float]]:
         """Yields what samples were reduced to in a value, and with which power of their number it goes into that."""
         if not isinstance(node, fx.Node) or node.op != "call_function" or self._grows(node) or (node, power) in seen:
@@ -76,18 +93,20 @@ class Reductions:
                 waiting += new
         found: dict[fx.Node, set[float]] = {}
         for term in sorted(terms):
-            sources = [found[each] for each in term.all_input_nodes if each in found]
-            found[term] = self._scaled_by(term, set().union(*sources) or {0.0})
+            if name_of(term) in MULTIPLY | DIVIDE:
+                first, second = (self._powers(each, found) for each in term.args[:2])
+                sign = -1.0 if name_of(term) in DIVIDE else 1.0
+                made = {one + sign * other for one in first for other in second}
+                found[term] = {math.nan if math.isnan(each) else each for each in made}  # one object, not many
+            else:
+                found[term] = set().union(*(found[each] for each in term.all_input_nodes if each in found)) or {0.0}
         return found[node]
 
-    def _scaled_by(self, term: fx.Node, scales: set[float]) -> set[float]:
-        """Returns the powers of what a node makes of samples that are scaled by some."""
-        name = name_of(term)
-        if name not in MULTIPLY | DIVIDE:
-            return scales
-        powers = [self._power(each) for each in term.args[:2] if not self._grows(each)]
-        by = next((power for power in powers if power is not None), 0.0)
-        return {scale - by if name in DIVIDE else scale + by for scale in scales}
+    def _powers(self, factor: Any, found: Mapping[fx.Node, set[float]]) -> set[float]:
+        """Returns the powers of the batch size that scale a factor's terms."""
+        if self._grows(factor):
+            return found.get(factor, {0.0})
+        return {self._power(factor) or 0.0}
 
     def _scaled(self, node: fx.Node, power: float, seen: set[Any]) -> Iterator[tuple[fx.Node, float]]:
         is_quotient = name_of(node) in DIVIDE
