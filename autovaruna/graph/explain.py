@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autovaruna.errors import TraceError
-from autovaruna.graph.call import CallSpec
+from autovaruna.graph.call import CallSpec, InputSpec
 from autovaruna.graph.origin import is_users
 
 _OF_TRACERS = ("data-dependent", "DataDependent", "DynamicOutputShape")
@@ -20,6 +20,8 @@ _OF_OTHERS = ("tensor subclasses", "FakeTensor.__format__", "got FakeTensor", "c
 _OF_KEYS = "unhashable type: non-nested SymInt"
 _BOUNDS = re.compile(r"Expected op to be '==', got \S+ for (.*\bbatch\b.*)")
 """What torch says of a bound on the batch size that is no whole number."""
+_IN_LIST = re.compile(r"\[[01]\]\[(.+?)\]\[\d+\]")
+_MOST_NAMES = 3
 _TRANSFORM = "function transform of torch.func"
 TRANSFORMS = tuple(str(Path("torch", "_functorch", name)) for name in ("eager_transforms.py", "vmap.py"))
 _WANTS_NUMBERS = (*_OF_TRACERS, *_OF_OTHERS)
@@ -54,7 +56,7 @@ def explain(
         return _of_transform(name, _where(error), error)
     if is_dynamic and is_about_batch(error):
         where = f" at {fixing[0]}" if fixing else _where(error)
-        return of_batch_size(name, where, _size_reason(error))
+        return of_batch_size(name, where, _size_reason(error), _of_inputs(call))
     return TraceError(
         f"{name} cannot be traced{_where(error)}: {reason_of(error)}. Expected a forward whose Python control flow "
         "does not depend on the numbers in tensors. Replace the branch by torch.where or torch.cond, move it out of "
@@ -62,14 +64,41 @@ def explain(
     )
 
 
-def of_batch_size(name: str, where: str, reason: str) -> TraceError:
-    """Returns the error of a model whose graph does not hold for all batch sizes."""
+def of_batch_size(name: str, where: str, reason: str, inputs: str = "") -> TraceError:
+    """Returns the error of a model whose graph does not hold for all batch sizes; `inputs` says what is odd of them."""
     return TraceError(
-        f"{name} fixes its batch size or mixes the samples of a batch{where}: {reason}. Expected a model that treats "
-        "samples one by one, so that a batch can go through in micro-batches. Move what mixes samples (a contrastive "
-        "loss, say) out of the model, or pass dynamic_batch=False: each micro-batch is then a batch of its own to the "
-        "model."
+        f"{name} fixes its batch size or mixes the samples of a batch{where}: {reason}. {inputs}Expected a model that "
+        "treats samples one by one, so that a batch can go through in micro-batches. Move what mixes samples (a "
+        "contrastive loss, say) out of the model, or pass dynamic_batch=False: each micro-batch is then a batch of its "
+        "own to the model."
     )
+
+
+def _of_inputs(call: CallSpec) -> str:
+    """Returns what may be wrong with the inputs of a call: batches in another dimension, and lists of samples."""
+    first = next(spec for spec in call.inputs if spec.is_batch)
+    others = [spec for spec in call.inputs if not spec.is_batch and _has_elsewhere(spec, first)]
+    if others:
+        kinds = ", ".join(f"{spec.name} {spec.shape}" for spec in others[:_MOST_NAMES])
+        return (
+            f"The first dimension of {first.name} {first.shape} is taken for the batch, which {kinds} "
+            f"{'has' if len(others) == 1 else 'have'} in another one: pass tensors whose first dimension is the batch, "
+            "and transpose them in forward. "
+        )
+    paths = zip(call.tree.tensor_paths(), call.inputs, strict=True)
+    listed = [spec.name for path, spec in paths if _IN_LIST.match(path)]
+    if not listed:
+        return ""
+    return (
+        f"Tensors in a list ({', '.join(listed[:_MOST_NAMES])}) are inputs of their own, of which the first dimension "
+        "is taken for the batch: pass one padded tensor and a mask, or, if each is a sample, num_micro_batches=1 with "
+        "dynamic_batch=False and inputs='replicated'. "
+    )
+
+
+def _has_elsewhere(spec: InputSpec, first: InputSpec) -> bool:
+    """Whether an input has the batch size in another dimension, or its first one is another dimension of a batch."""
+    return first.shape[0] in spec.shape[1:] or spec.shape[:1] in [(length,) for length in first.shape[1:]]
 
 
 def _of_key(name: str, where: str) -> TraceError:

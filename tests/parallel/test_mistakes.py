@@ -141,6 +141,62 @@ def test_lbfgs_needs_all_parameters_on_each_rank() -> None:
         model = Net()
         optimizer = torch.optim.LBFGS(model.parameters())
         with pytest.raises(InputError, match=r"LBFGS joins numbers of several parameters.*num_replicas=2"):
-            AutoVaruna(model, optimizer, **TWO, optimizer_bytes_factor=20.0)(**BATCH)
+            AutoVaruna(model, optimizer, **TWO)(**BATCH)
 
     run_ranks(2, be_rank)
+
+
+class Bags(nn.Module):
+    """Averages embeddings in bags that begin at offsets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bag, self.last = nn.EmbeddingBag(9, WIDTH), nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, offsets: Tensor, words: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(self.last(self.bag(words, offsets)), y)
+
+
+class Steps(nn.Module):
+    """Goes on from a state, in which the batch is the second dimension."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.GRU(WIDTH, WIDTH, batch_first=True)
+
+    def forward(self, x: Tensor, state: Tensor) -> Tensor:
+        return self.cell(x, state)[0].mean()  # type: ignore[no-any-return]
+
+
+class Images(nn.Module):
+    """Takes a list of images."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kernel = nn.Conv2d(3, 4, 3)
+
+    def forward(self, images: list[Tensor]) -> Tensor:
+        return torch.stack([self.kernel(each[None]).mean() for each in images]).mean()
+
+
+NO_BATCH: list[tuple[nn.Module, tuple[Any, ...], str]] = [
+    (
+        Bags(),
+        (torch.tensor([0, 2, 3, 7]), torch.arange(9), torch.zeros(4).long()),
+        "offsets says where bags begin .*pad",
+    ),
+    (
+        Steps(),
+        (torch.ones(4, 3, WIDTH), torch.ones(1, 4, WIDTH)),
+        r"batch, which state \(1, 4, 12\) has in another one",
+    ),
+    (Images(), ([torch.ones(3, 5, 6), torch.ones(3, 6, 5)],), "in a list .images_0, images_1. are .*dynamic_batch"),
+]
+
+
+@pytest.mark.parametrize(("model", "arguments", "words"), NO_BATCH)
+def test_inputs_without_a_batch_in_front_are_told_from_others(
+    model: nn.Module, arguments: tuple[Any, ...], words: str
+) -> None:
+    with pytest.raises(TraceError, match=words):
+        AutoVaruna(model, **ONE)(*arguments)

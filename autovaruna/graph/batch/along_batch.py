@@ -99,3 +99,21 @@ _RULES: tuple[tuple[re.Pattern[str], Callable[[fx.Node], Iterable[Any]]], ...] =
     (_RECURRENT, _steps),
     (re.compile(r"aten\.scaled_dot_product_attention\."), _keys),
 )
+
+
+def in_bags(node: fx.Node) -> str:
+    """Says how bags of embeddings begin at places among the indices of the whole batch; empty if they do not."""
+    if not str(node.target).startswith(("aten.embedding_bag.", "aten._embedding_bag.")):
+        return ""
+    seen, waiting = set[fx.Node](), [node.args[2]]
+    while waiting:
+        each: Any = waiting.pop()
+        if each.op == "placeholder":
+            return (
+                f"{each.name} says where bags begin among the indices of the whole batch (pass indices of the shape "
+                f"(batch, most in a bag), filled up with padding_idx, and no offsets) in {node.name}"
+            )
+        new = {source for source in each.all_input_nodes if isinstance(source.meta.get("val"), Tensor)} - seen
+        seen |= new
+        waiting += new
+    return ""

@@ -19,9 +19,9 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from autovaruna.errors import TraceError
-from autovaruna.graph.batch.along_batch import counts_along, runs_along
+from autovaruna.graph.batch.along_batch import counts_along, in_bags, runs_along
 from autovaruna.graph.batch.of_batch import is_of_batch
-from autovaruna.graph.batch.places import follows_place
+from autovaruna.graph.batch.places import TAKE_ROWS, follows_place
 from autovaruna.graph.batch.reductions import name_of
 from autovaruna.graph.facts import Fact
 from autovaruna.graph.kept_whole.function_joins import join_of, name_of_kept
@@ -35,22 +35,6 @@ _SHAPE_ALONE = (
     *("zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like", "randint_like"),
     *("new_zeros", "new_ones", "new_full", "new_empty"),
 )
-_TAKE_ROWS = frozenset(
-    {
-        *("index", "index_select", "gather", "embedding", "take_along_dim", "index_put", "index_put_", "index_add"),
-        *(
-            "index_add_",
-            "index_copy",
-            "index_copy_",
-            "scatter",
-            "scatter_",
-            "scatter_add",
-            "scatter_add_",
-            "embedding_bag",
-        ),
-    }
-)
-"""Operations for which numbers of samples may be places."""
 _AS_ANOTHER = frozenset({aten.to.other, aten.type_as.default, aten.expand_as.default, aten.view_as.default})
 """Operations that take from their second argument its kind or shape alone."""
 
@@ -182,7 +166,7 @@ class _Reaches:
         value = node.meta.get("val")
         if isinstance(value, Tensor) and self._sizes.mixes_samples(value):
             return f"the value {node.name} has the shape {tuple(value.shape)}"
-        if words := self._by_place(node):
+        if words := self._by_place(node) or in_bags(node):
             return words
         if self._known[node] < Reach.SAMPLES:
             return ""
@@ -203,7 +187,7 @@ class _Reaches:
 
     def _by_place(self, node: fx.Node) -> str:
         """Finds numbers for samples that follow from their places in the batch, and are computed with."""
-        takes_rows = name_of(node) in _TAKE_ROWS
+        takes_rows = name_of(node) in TAKE_ROWS
         if takes_rows is (self._known[node] is Reach.SAMPLES) or not any(map(_has_numbers, _tensors(node))):
             return ""
         for source in _read(node):

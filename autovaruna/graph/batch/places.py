@@ -22,6 +22,23 @@ _FIND_PLACES = re.compile(r"aten\.\w*(sort|topk|nonzero|argmax|argmin|unique\w*|
 
 _COUNT = ("aten.arange.", "aten.range.", "aten.linspace.", "aten.logspace.")
 
+TAKE_ROWS = frozenset(
+    {
+        *("index", "index_select", "gather", "embedding", "take_along_dim", "index_put", "index_put_", "index_add"),
+        *(
+            "index_add_",
+            "index_copy",
+            "index_copy_",
+            "scatter",
+            "scatter_",
+            "scatter_add",
+            "scatter_add_",
+            "embedding_bag",
+        ),
+    }
+)
+"""Operations for which numbers of samples may be places."""
+
 
 def are_in_turn(index: fx.Node, length: Any, sizes: Sizes) -> bool:
     """Whether each micro-batch picks, by numbers of its own, what the whole batch picks for its samples.
