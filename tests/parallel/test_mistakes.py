@@ -157,6 +157,17 @@ class Bags(nn.Module):
         return F.cross_entropy(self.last(self.bag(words, offsets)), y)
 
 
+class Words(nn.Module):
+    """Divides the gradients of embeddings by how often their words are in the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(9, WIDTH, scale_grad_by_freq=True)
+
+    def forward(self, words: Tensor) -> Tensor:
+        return self.table(words).square().mean()  # type: ignore[no-any-return]
+
+
 class Steps(nn.Module):
     """Goes on from a state, in which the batch is the second dimension."""
 
@@ -190,6 +201,7 @@ NO_BATCH: list[tuple[nn.Module, tuple[Any, ...], str]] = [
         (torch.ones(4, 3, WIDTH), torch.ones(1, 4, WIDTH)),
         r"batch, which state \(1, 4, 12\) has in another one",
     ),
+    (Words(), (torch.arange(8).view(4, 2) % 3,), "scale_grad_by_freq has gradients go by how often"),
     (Images(), ([torch.ones(3, 5, 6), torch.ones(3, 6, 5)],), "in a list .images_0, images_1. are .*dynamic_batch"),
 ]
 

@@ -19,6 +19,7 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from autovaruna.errors import TraceError
+from autovaruna.graph.arguments import arguments
 from autovaruna.graph.batch.along_batch import counts_along, in_bags, runs_along
 from autovaruna.graph.batch.of_batch import is_of_batch
 from autovaruna.graph.batch.places import TAKE_ROWS, follows_place
@@ -166,7 +167,7 @@ class _Reaches:
         value = node.meta.get("val")
         if isinstance(value, Tensor) and self._sizes.mixes_samples(value):
             return f"the value {node.name} has the shape {tuple(value.shape)}"
-        if words := self._by_place(node) or in_bags(node):
+        if words := self._by_place(node) or in_bags(node) or self._by_frequency(node):
             return words
         if self._known[node] < Reach.SAMPLES:
             return ""
@@ -195,6 +196,12 @@ class _Reaches:
             if is_of_sizes and follows_place(source, self._sizes):
                 return f"{source.name}, which counts the samples, is computed with in {node.name}"
         return ""
+
+    def _by_frequency(self, node: fx.Node) -> str:
+        """Finds embeddings whose gradients are divided by how often each index is there."""
+        if not arguments(node).get("scale_grad_by_freq") or not self._facts[node.name].needs_gradient:
+            return ""
+        return f"scale_grad_by_freq has gradients go by how often an index is in the batch, in {node.name}"
 
     def _is_weight(self, node: fx.Node) -> bool:
         return self._known[node] is Reach.NONE and self._facts[node.name].needs_gradient
