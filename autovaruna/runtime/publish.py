@@ -36,7 +36,7 @@ class _Published(_SingleLevelFunction):
         if torch.is_grad_enabled():
             raise OrderError(
                 "A second derivative of a step: got create_graph=True, but a step computes numbers alone. Expected a "
-                "backward without it; compute a penalty on gradients in a submodule of the model, which is kept whole."
+                "backward without it; compute a penalty on gradients in the model's own forward."
             )
         finish, ctx.finish = ctx.finish, None
         if finish is None:
