@@ -24,6 +24,7 @@ class Costs:
     weight_seconds: Array
     split_seconds: Array
     deferred_bytes: Array
+    forward_work_bytes: Array
 
     @property
     def input_seconds(self) -> Array:
@@ -61,6 +62,7 @@ _FIELDS = (
     "weight_seconds",
     "split_seconds",
     "deferred_bytes",
+    "forward_work_bytes",
 )
 
 

@@ -17,7 +17,7 @@ from autovaruna.profiler.profile import device_name
 from autovaruna.settings import Settings
 
 _CPU_INFO = Path("/proc/cpuinfo")
-_METHOD = ("code", "measure", "memory", "parts", "samples", "timing", "work")
+_METHOD = ("allocations", "code", "measure", "memory", "parts", "samples", "timing", "work")
 
 
 def environment(device: torch.device, num_sharing: int = 1, *, splits: bool = True) -> dict[str, Any]:

@@ -14,12 +14,14 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autovaruna.graph.layout import storage_of
 from autovaruna.graph.pieces.weight_gradients import Deferred
+from autovaruna.profiler.allocations import AllocationMeter, is_profiled
 from autovaruna.profiler.work import Work
 
 
@@ -166,7 +168,10 @@ def meter_of(device: torch.device, known: Iterable[Tensor]) -> Meter:
     """Returns a meter of memory on a device; that of `known` was there before."""
     if device.type == "cuda":
         return _AllocatorMeter(device)
-    return _OperationMeter({storage_of(tensor) for tensor in known})
+    tensors = tuple(known)
+    if any(isinstance(tensor, FakeTensor) for tensor in tensors) or is_profiled():
+        return _OperationMeter({storage_of(tensor) for tensor in tensors})
+    return AllocationMeter()
 
 
 class _OperationMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -88,7 +88,8 @@ def _block_costs(
     forward, backward, added = _seconds(traced, blocks, layers, costs)
     saved, work = _bytes(traced, blocks, [cost.num_bytes for cost in own])
     weights = [_share(cost) * seconds for cost, seconds in zip(own, backward, strict=True)]
-    columns = forward, backward, saved, work, weights, added, [cost.deferred_bytes for cost in own]
+    deferred, running = [cost.deferred_bytes for cost in own], [cost.num_bytes.forward_work for cost in own]
+    columns = forward, backward, saved, work, weights, added, deferred, running
     return tuple(BlockCost(*cost) for cost in zip(*columns, strict=True))
 
 

@@ -15,8 +15,8 @@ from autovaruna.profiler.checked import check, with_checksum
 from autovaruna.profiler.records import FORMAT_VERSION, BlockCost, Profile
 
 _COSTS = ("forward_seconds", "backward_seconds", "saved_bytes", "work_bytes")
-_COSTS_SINCE = ("weight_seconds", "split_seconds", "deferred_bytes")
-"""Files of an older library lack these: of what they measured, no backward can be split."""
+_COSTS_SINCE = ("weight_seconds", "split_seconds", "deferred_bytes", "forward_work_bytes")
+"""Files of an older library lack these, or the last of them: of what they measured, no backward can be split."""
 
 
 def save_profile(path: str | os.PathLike[str], profile: Profile) -> None:
@@ -83,7 +83,10 @@ def _profile(content: Any) -> Profile:
 
 
 def _costs(table: Mapping[str, Any]) -> tuple[BlockCost, ...]:
-    names = _COSTS + (_COSTS_SINCE if _COSTS_SINCE[0] in table else ())
+    since = [name for name in _COSTS_SINCE if _COSTS_SINCE[0] in table]
+    if since and since[-1] not in table:
+        since.pop()
+    names = (*_COSTS, *since)
     columns = [table[name] for name in names]
     for name, column in zip(names, columns, strict=True):
         if not all(_is_amount(value) for value in column):

@@ -13,7 +13,7 @@ class BlockCost:
 
     `saved_bytes` is what forward keeps for backward (parameters not counted); `work_bytes` what a call needs on top
     while it runs. Of the backward, `weight_seconds` can be left for later; that adds `split_seconds`, and keeps
-    `deferred_bytes` until then.
+    `deferred_bytes` until then. `forward_work_bytes` is what forward needs while it runs beside what it makes.
     """
 
     forward_seconds: float
@@ -23,6 +23,7 @@ class BlockCost:
     weight_seconds: float = 0.0
     split_seconds: float = 0.0
     deferred_bytes: float = 0.0
+    forward_work_bytes: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -123,6 +123,13 @@ def test_small_pieces_of_blocks_that_wait_make_holes_greater(monkeypatch: pytest
     assert heap_of_steps(ALTERNATING, stage, 0.0, 0.0).hole_bytes < with_pieces.hole_bytes
 
 
+def test_what_forward_needs_while_it_runs_lies_between_tensors() -> None:
+    stage = stage_of(6, 1e6)
+    needy = replace(stage, blocks=tuple(replace(block, forward_work=3e6) for block in stage.blocks))
+    plain, more = (heap_of_steps(ALTERNATING, {0: each}, 0.0, 0.0) for each in (stage, needy))
+    assert plain.num_bytes < more.num_bytes and plain.live_bytes == more.live_bytes == 0
+
+
 def test_inputs_are_received_unless_they_are_the_ranks_own() -> None:
     inputs = StageTensors((), {-1: 1e6}, {})
     assert heap_of_steps(program_of("F0 F1 B0 B1"), {0: inputs}, 0.0, 0.0).peak_bytes == 2e6

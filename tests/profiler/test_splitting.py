@@ -77,7 +77,11 @@ def test_nothing_is_left_of_what_was_counted() -> None:
     assert count_deferred_bytes(work)[0] == count_deferred_bytes(work)[0] == 2 * 4 * WIDTH * 4
 
 
-def test_a_profile_keeps_them_and_older_files_have_none(tmp_path: Path) -> None:
+NEWER = ("weight_seconds", "split_seconds", "deferred_bytes", "forward_work_bytes")
+
+
+@pytest.mark.parametrize("names", [NEWER, NEWER[-1:]])
+def test_a_profile_keeps_them_and_older_files_have_none(names: tuple[str, ...], tmp_path: Path) -> None:
     found = measured(Mlp(2), 4, torch.zeros(5, WIDTH))
     path = tmp_path / "profile.json"
     save_profile(path, found)
@@ -85,10 +89,10 @@ def test_a_profile_keeps_them_and_older_files_have_none(tmp_path: Path) -> None:
     content = json.loads(path.read_text())
     del content["checksum"]
     for table in content["costs"]:
-        for name in ("weight_seconds", "split_seconds", "deferred_bytes"):
+        for name in names:
             del table[name]
     path.write_text(json.dumps(content))
-    none = tuple(replace(cost, weight_seconds=0.0, split_seconds=0.0, deferred_bytes=0.0) for cost in found.costs[0])
+    none = tuple(replace(cost, **dict.fromkeys(names, 0.0)) for cost in found.costs[0])
     assert load_profile(path).costs == (none,)
 
 

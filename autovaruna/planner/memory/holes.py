@@ -29,10 +29,9 @@ _MODEL_SHARE = 1 / 3
 """The ``heap_share`` of heaps that are as the model says; the holes of others are greater as that is."""
 _MOST_BLOCKS = 20_000
 """Blocks that run forward or backward in a step; with more, to find the holes would take longer than to plan."""
-
-_CHANCE = 0.025
-"""What the model does not know, over what tensors hold at most: memory that kernels need for themselves, messages that
-come when they come. Less would be as often too little as too much."""
+_CHANCE = 0.04
+"""What nothing knows, over what tensors hold at most: messages come when they come, and small pieces lie where they
+lie. Less would be as often too little as too much."""
 
 Holes = Callable[[Sequence[Instruction], Collection[int], Collection[int], float], float]
 """Returns the bytes of a rank, from its instructions, its stages, the micro-batches whose inputs are slices of its own
@@ -163,9 +162,10 @@ class _RankHeap:
         passing: dict[int, list[int]] = {}
         kept = []
         for block in stage.blocks:
-            small = self._take_small(_BEFORE)
+            small, work = self._take_small(_BEFORE), self._take(block.forward_work)
             places = {v: self._take(num_bytes) for v, num_bytes in block.made.items()}
             rest = self._take(block.rest) + small + self._take_small(_AFTER)
+            self._give(work)
             kept.append([place for v in block.kept for place in places[v]] + rest)
             passing |= {v: places[v] for v in places.keys() - block.kept}
             for v in block.unused:

@@ -20,7 +20,7 @@ class BlockTensors:
         rest: what forward keeps besides.
         read: values that it reads and whose gradients it makes.
         weights: gradients of its parameters; `stepped` those that no earlier block of the stage uses.
-        work: what its backward needs besides.
+        work: what its backward needs besides; `forward_work` the same of its forward.
     """
 
     made: dict[int, float]
@@ -31,6 +31,7 @@ class BlockTensors:
     weights: tuple[float, ...]
     work: float
     stepped: tuple[float, ...]
+    forward_work: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,10 +90,9 @@ def tensors_of_stage(graph: Graph, costs: Costs, blocks: Collection[int]) -> Sta
         back = {v: num_bytes[v] for v in read[k] if values[v].needs_gradient}
         come = sum(num_bytes[v] for v in made[k] if values[v].needs_gradient)
         work = float(costs.work_bytes[k]) - come - sum(back.values()) - sum(weights[k])
-        own = {v: num_bytes[v] for v in made[k]}
-        return BlockTensors(
-            own, frozenset(kept), tuple(last[k]), left, back, tuple(weights[k]), work, tuple(stepped[k])
-        )
+        own, sizes = {v: num_bytes[v] for v in made[k]}, tuple(weights[k])
+        then, needed = tuple(stepped[k]), float(costs.forward_work_bytes[k])
+        return BlockTensors(own, frozenset(kept), tuple(last[k]), left, back, sizes, work, then, needed)
 
     back = {v: size for v, size in sent.items() if values[v].needs_gradient}
     return StageTensors(tuple(tensors(k) for k in sorted(inside)), received, back)
