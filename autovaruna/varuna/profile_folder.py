@@ -110,6 +110,10 @@ def _plain(value: Any) -> Any:
     return "inf" if isinstance(value, float) and math.isinf(value) else value
 
 
+_SINCE = frozenset({"own_process_bytes"})
+"""Fields that files of an older library lack."""
+
+
 def _read(kind: Any, value: Any) -> Any:
     """Returns a value of a record's field from JSON.
 
@@ -118,7 +122,8 @@ def _read(kind: Any, value: Any) -> Any:
     """
     if is_dataclass(kind):
         hints = get_type_hints(kind)
-        return kind(**{each.name: _read(hints[each.name], value[each.name]) for each in fields(kind)})  # type: ignore[operator]
+        names = [each.name for each in fields(kind) if each.name in value or each.name not in _SINCE]
+        return kind(**{name: _read(hints[name], value[name]) for name in names})  # type: ignore[operator]
     if get_origin(kind) is tuple:
         inner = [each for each in get_args(kind) if each is not Ellipsis]
         return tuple(_read(inner[0], each) for each in value)

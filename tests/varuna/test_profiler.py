@@ -119,6 +119,18 @@ def test_a_chunk_size_is_kept(folder: Path) -> None:
     assert config.info(2).num_micro_batches == 8
 
 
+def test_folders_of_an_older_library_are_read(folder: Path, tmp_path: Path) -> None:
+    """They do not say what each rank's own process holds."""
+    for path in folder.glob("*.json"):
+        (tmp_path / path.name).write_text(path.read_text())
+    content = json.loads((folder / "cluster.json").read_text())
+    assert len(content["own_process_bytes"]) == 2
+    del content["own_process_bytes"], content["checksum"]
+    (tmp_path / "cluster.json").write_text(json.dumps(content))
+    older, _ = ProfileFolder(tmp_path).read()
+    assert older.cluster.own_process_bytes == () and older.cluster.num_ranks == 2
+
+
 def test_what_is_missing_or_damaged_is_named(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(MeasureError, match="profile"):
         AutoConfig(2, 8, tmp_path / "nowhere")
