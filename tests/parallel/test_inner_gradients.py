@@ -60,6 +60,22 @@ def detached(model: Field, x: Tensor, y: Tensor) -> Tensor:
     return (energy * slope).mean() + F.mse_loss(-slope, y)
 
 
+def averaged(model: Field, x: Tensor, y: Tensor) -> Tensor:
+    """Divides by the size of the batch before it goes backward, as the loss does after."""
+    x = x.requires_grad_()
+    (slope,) = grad(model.energy(x).mean() + F.binary_cross_entropy_with_logits(x, y.sigmoid()), x, create_graph=True)
+    return F.mse_loss(-slope, y)
+
+
+def columns(model: Field, x: Tensor, y: Tensor) -> Tensor:
+    """Goes backward from values that it lets go of."""
+    x = x.requires_grad_()
+    rows = [grad(model.first(x).tanh()[:, place].sum(), x, create_graph=True)[0] for place in range(2)]
+    labels = y.argmax(1)
+    (slope,) = grad(F.cross_entropy(model.second(model.first(x)), labels, reduction="sum"), x)
+    return torch.stack(rows).square().mean() + model.energy(x + slope.sign()).mean()
+
+
 def vectors(size: int, step: int) -> Batch:
     generator = torch.Generator().manual_seed(step)
     return (), {name: torch.randn(size, WIDTH, generator=generator) for name in "xy"}
@@ -90,7 +106,7 @@ class Outer(nn.Module):
         return F.mse_loss(self.last(slope), y) + energy.mean()
 
 
-@pytest.mark.parametrize("loss", [forces, second_order, detached])
+@pytest.mark.parametrize("loss", [forces, second_order, detached, averaged, columns])
 @pytest.mark.parametrize("num_stages", [2, 4])
 def test_gradients_in_forward_are_split(loss: Callable[..., Tensor], num_stages: int) -> None:
     case = Case(loss.__name__, lambda: Field(loss), vectors)
@@ -122,6 +138,18 @@ def test_a_trace_with_gradients_is_compared_with_its_model(monkeypatch: pytest.M
     monkeypatch.setattr(comparing, "distance", lambda one, other: seen.append(1) or known(one, other))
     AutoVaruna(Field(forces), num_micro_batches=2, **QUIET)(**vectors(4, 0)[1])
     assert seen
+
+
+@pytest.mark.parametrize("loss", [F.mse_loss, F.smooth_l1_loss, lambda x, y: F.cross_entropy(x, y.argmax(1))])
+def test_gradients_of_means_for_each_sample_are_refused(loss: Callable[[Tensor, Tensor], Tensor]) -> None:
+    """They are divided by the size of the micro-batch, out of sight."""
+
+    def adversarial(model: Field, x: Tensor, y: Tensor) -> Tensor:
+        x = x.requires_grad_()
+        return model.energy(x + grad(loss(model.second(model.first(x)), y), x)[0]).mean()
+
+    with pytest.raises(TraceError, match=r"gradient of a mean over the samples, for each of them \(use a sum\)"):
+        AutoVaruna(Field(adversarial), num_micro_batches=2, **QUIET)(**vectors(4, 0)[1])
 
 
 def test_backward_in_forward_is_refused() -> None:

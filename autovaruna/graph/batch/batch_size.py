@@ -28,7 +28,9 @@ _NUMBERS = frozenset({"Tensor", "number", "float", "Optional[number]", "Optional
 """Kinds of arguments that are computed with; others are shapes and places."""
 _WITH_TENSORS: Mapping[Any, Any] = {
     aten.mul.Scalar: aten.mul.Tensor,
+    aten.mul_.Scalar: aten.mul_.Tensor,
     aten.div.Scalar: aten.div.Tensor,
+    aten.div_.Scalar: aten.div_.Tensor,
     aten.add.Scalar: aten.add.Tensor,
     aten.sub.Scalar: aten.sub.Tensor,
     aten.rsub.Scalar: aten.rsub.Tensor,

@@ -19,7 +19,7 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from autovaruna.errors import TraceError
-from autovaruna.graph.arguments import arguments
+from autovaruna.graph.arguments import MEAN, arguments
 from autovaruna.graph.batch.along_batch import counts_along, in_bags, runs_along
 from autovaruna.graph.batch.of_batch import is_of_batch
 from autovaruna.graph.batch.places import TAKE_ROWS, follows_place
@@ -36,6 +36,7 @@ _SHAPE_ALONE = (
     *("zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like", "randint_like"),
     *("new_zeros", "new_ones", "new_full", "new_empty"),
 )
+_OF_LABELS = frozenset({aten.nll_loss_backward.default, aten.nll_loss2d_backward.default})
 _AS_ANOTHER = frozenset({aten.to.other, aten.type_as.default, aten.expand_as.default, aten.view_as.default})
 """Operations that take from their second argument its kind or shape alone."""
 
@@ -167,7 +168,7 @@ class _Reaches:
         value = node.meta.get("val")
         if isinstance(value, Tensor) and self._sizes.mixes_samples(value):
             return f"the value {node.name} has the shape {tuple(value.shape)}"
-        if words := self._by_place(node) or in_bags(node) or self._by_frequency(node):
+        if words := self._by_place(node) or in_bags(node) or self._by_count(node):
             return words
         if self._known[node] < Reach.SAMPLES:
             return ""
@@ -197,8 +198,10 @@ class _Reaches:
                 return f"{source.name}, which counts the samples, is computed with in {node.name}"
         return ""
 
-    def _by_frequency(self, node: fx.Node) -> str:
-        """Finds embeddings whose gradients are divided by how often each index is there."""
+    def _by_count(self, node: fx.Node) -> str:
+        """Finds backwards of means in forward, and gradients divided by how often an index is there."""
+        if name_of(node).endswith("_backward") and arguments(node).get("reduction") == MEAN:
+            return f"the gradient of a mean over the samples, for each of them (use a sum), is {node.name}"
         if not arguments(node).get("scale_grad_by_freq") or not self._facts[node.name].needs_gradient:
             return ""
         return f"scale_grad_by_freq has gradients go by how often an index is in the batch, in {node.name}"
@@ -234,6 +237,8 @@ def _tensors(node: fx.Node) -> list[Tensor]:
 
 def _read(node: fx.Node) -> list[fx.Node]:
     """Returns the arguments whose numbers a node takes."""
+    if node.target in _OF_LABELS:  # what labels weigh in all counts in means alone, which are refused
+        return [each for each in node.all_input_nodes if each is not node.args[-1]]
     return node.all_input_nodes[:1] if node.target in _AS_ANOTHER else node.all_input_nodes
 
 

@@ -76,13 +76,20 @@ def _refusal(name: str) -> str:
 
 @contextmanager
 def _taken_apart(goes_on: Callable[[], bool]) -> Iterator[None]:
-    """Takes composite operations apart, as autograd does, as long as `goes_on` says so."""
+    """Takes composite operations apart, as autograd does, as long as `goes_on` says so.
+
+    What operations are given stays alive as long: a trace forgets tensors that a model lets go of.
+    """
     own: Any = proxy_tensor
     tracing, known = get_ident(), own.maybe_handle_decomp
+    alive: list[Any] = []
 
     def handling(mode: Any, func: Any, args: Any, kwargs: Any) -> Any:
+        is_ours = get_ident() == tracing and goes_on()
+        if is_ours:
+            alive.append((args, kwargs))
         found = known(mode, func, args, kwargs)
-        if found is NotImplemented and get_ident() == tracing and _is_composite(func) and goes_on():
+        if found is NotImplemented and is_ours and _is_composite(func):
             with mode:
                 return func.decompose(*args, **kwargs)
         return found
