@@ -20,7 +20,7 @@ _SIZES = (3, 2)
 """Samples of two micro-batches that make up a batch."""
 _FIND_PLACES = re.compile(r"aten\.\w*(sort|topk|nonzero|argmax|argmin|unique\w*|searchsorted|bucketize|cumsum)\w*\.")
 
-_COUNT = ("aten.arange.", "aten.range.", "aten.linspace.", "aten.logspace.")
+_COUNT = ("aten.arange.", "aten.range.", "aten.linspace.", "aten.logspace.", "aten.cumsum.", "aten.cumprod.")
 
 TAKE_ROWS = frozenset(
     {
@@ -51,6 +51,11 @@ def are_in_turn(index: fx.Node, length: Any, sizes: Sizes) -> bool:
     made_of = _sources(index)
     if index.meta["val"].dtype is torch.bool or any(map(_is_found, made_of)):
         return True
+    return _are_alike(index, made_of, length, sizes)
+
+
+def _are_alike(index: fx.Node, made_of: Sequence[fx.Node], length: Any, sizes: Sizes) -> bool:
+    """Whether the numbers of two parts of a batch, one after the other, are those of all of it."""
     try:
         whole, one, other = _of_parts(index, made_of, sizes)
     except Exception:  # they may have to be other numbers
@@ -67,10 +72,9 @@ def follows_place(numbers: fx.Node, sizes: Sizes) -> bool:
         numbers: The numbers, which have nothing of the samples.
         sizes: The sizes of the graph.
     """
-    counts = (each for each in _sources(numbers) if str(each.target).startswith(_COUNT))
-    if not any(map(sizes.has_samples, counts)):
-        return False
-    return not are_in_turn(numbers, 0, sizes)
+    made_of = _sources(numbers)
+    counts = (each for each in made_of if str(each.target).startswith(_COUNT))
+    return any(map(sizes.has_samples, counts)) and not _are_alike(numbers, made_of, 0, sizes)
 
 
 def _sources(index: fx.Node) -> list[fx.Node]:
