@@ -34,7 +34,7 @@ _SPLIT_RANKS = 4
 
 def needs_gradient(traced: TracedModel) -> bool:
     """Whether a step goes backward."""
-    return torch.is_grad_enabled() and any(spec.needs_gradient for spec in traced.outputs)
+    return torch.is_grad_enabled() and traced.needs_gradient
 
 
 def constraints_of(settings: Settings, traced: TracedModel, num_mini_batches: int) -> Constraints:

@@ -151,15 +151,7 @@ class Reductions:
 
     def _is_same_for_all(self, scale: fx.Node) -> bool:
         """Whether a factor has nothing to do with the batch, so that it is the same in every micro-batch."""
-        seen, open_ = {scale}, [scale]
-        while open_:
-            node = open_.pop()
-            if node.name in self._inputs:
-                return False
-            new = set(node.all_input_nodes) - seen
-            seen |= new
-            open_ += new
-        return True
+        return all(node.name not in self._inputs for node in _made_of(scale))
 
 
 def name_of(node: fx.Node) -> str:
@@ -170,15 +162,18 @@ def name_of(node: fx.Node) -> str:
 
 def _has_state(node: fx.Node) -> bool:
     """Whether a value is made of parameters or buffers, which a graph does not hold, as it does its constants."""
+    return any(each.op == "get_attr" and not _is_constant(each) for each in _made_of(node))
+
+
+def _made_of(node: fx.Node) -> Iterator[fx.Node]:
+    """Yields a node, and each that it is made of."""
     seen, open_ = {node}, [node]
     while open_:
         each = open_.pop()
-        if each.op == "get_attr" and not _is_constant(each):
-            return True
+        yield each
         new = set(each.all_input_nodes) - seen
         seen |= new
         open_ += new
-    return False
 
 
 def _is_constant(node: fx.Node) -> bool:
