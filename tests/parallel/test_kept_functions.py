@@ -127,7 +127,7 @@ def test_a_function_trains_as_in_plain_pytorch(loss: Loss) -> None:
 REFUSED: dict[Loss, tuple[type[AutoVarunaError], str]] = {
     total: (InputError, "a sum over the samples"),
     root: (InputError, "no mean over its samples"),
-    centred: (TraceError, "what Centred, which is kept whole, returns for a sample depends on the others"),
+    centred: (TraceError, "what Centred, which is kept whole, returns for a sample, or its gradient, depends"),
     limited_weight: (TraceError, "the gradient of what Clamped, which is kept whole, returns for the whole batch"),
 }
 

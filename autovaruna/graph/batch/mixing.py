@@ -127,9 +127,9 @@ class _Reaches:
     def _note_joined(self, node: fx.Node) -> None:
         """Notes operations along the batch that make counts, and where what was counted over it meets samples."""
         made_of_several = not self._of_several.isdisjoint(_read(node))
-        is_long = any(map(self._is_long, _tensors(node)))
+        is_long = _is_long(node)
         if self._known[node] is Reach.COUNTS and not is_long:
-            if made_of_several or any(self._is_long(each) for source in _read(node) for each in _tensors(source)):
+            if made_of_several or any(map(_is_long, _read(node))):
                 self._of_several.add(node)
         elif made_of_several and is_long:
             self.joining.append(node)
@@ -157,11 +157,7 @@ class _Reaches:
             return most if tensors else Reach.NONE
         if not any(_has_numbers(tensor) for tensor in tensors):
             return Reach.COUNTS
-        return Reach.SAMPLES if any(self._is_long(tensor) for tensor in tensors) else Reach.ALL
-
-    def _is_long(self, tensor: Tensor) -> bool:
-        """Whether a dimension is no plain number: it grows with the batch, or with what was counted in it."""
-        return any(isinstance(length, torch.SymInt) for length in tensor.shape)
+        return Reach.SAMPLES if _is_long(node) else Reach.ALL
 
     def _words(self, node: fx.Node) -> str:
         """Returns how a node mixes samples; empty if it does not."""
@@ -220,7 +216,7 @@ class _Reaches:
         what = f"what {name_of_kept(node)}, which is kept whole, returns"
         if self._known[node] is Reach.NONE:
             return f"the gradient of {what} for the whole batch is no sum of those for its samples"
-        return f"{what} for a sample depends on the others," if any(map(self._is_long, _tensors(node))) else ""
+        return f"{what} for a sample, or its gradient, depends on others," if _is_long(node) else ""
 
     def _cut(self, node: fx.Node) -> str:
         """Finds other than whole batches: all but the first sample, one half of them, or some rows more."""
@@ -228,6 +224,11 @@ class _Reaches:
             if any(self._sizes.is_part(length) for length in tensor.shape):
                 return f"{node.name}, of the shape {tuple(tensor.shape)}, leaves samples out or adds some"
         return ""
+
+
+def _is_long(node: fx.Node) -> bool:
+    """Whether a dimension is no plain number: it grows with the batch, or with what was counted in it."""
+    return any(isinstance(length, torch.SymInt) for tensor in _tensors(node) for length in tensor.shape)
 
 
 def _tensors(node: fx.Node) -> list[Tensor]:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from autovaruna.errors import TraceError
+from autovaruna.graph.kept_whole.backward_hooks import Hooks, copied_hooks
 from autovaruna.graph.kept_whole.in_place import places_of
 from autovaruna.graph.kept_whole.joining import with_joins
 from autovaruna.graph.kept_whole.kept import KeptModule, run_kept
@@ -122,16 +123,17 @@ def _function_kept(path: str, keeper: Keeper) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Spare:
-    """What a module is tried out with: a copy, or why there is none, and the module's own tensors."""
+    """What a module is tried out with: a copy, or why there is none, and the module's own tensors and hooks."""
 
     found: nn.Module | CannotKeepError
     state: Sequence[Tensor]
+    hooks: Hooks = ()
 
     @classmethod
     def of(cls, module: nn.Module) -> _Spare:
         """Returns what a module is tried out with."""
         try:
-            return cls(copy_of(module), own_tensors(module))
+            return cls(copy_of(module), own_tensors(module), copied_hooks(module))
         except CannotKeepError as error:
             return cls(error, ())
 
@@ -193,7 +195,7 @@ class Keeper:
         mode = current_precision(), torch.is_grad_enabled()
         trial = Trial(spare.copy(), spare.state, call, tensors, self._batch, self._device, *mode)
         num_parameters = sum(1 for (owner, name), *_ in places if name in owner._parameters)
-        returned = run_apart(lambda: with_joins(trial), self._device)
+        returned = run_apart(lambda: with_joins(trial, spare.hooks), self._device)
         steady = run_apart(lambda: changed_once(trial, num_parameters), self._device)
         key = f"{path} {len(_calls)}"
         _calls[key] = KeptModule(path, script_of(module), spare.copy(), call, returned, steady, num_parameters)
