@@ -24,7 +24,13 @@ ROOMS = [
     "__main__",
 ]
 # Files at the top that are a part of another file's room.
-ROOM_OF_FILE = {"run_varuna": "varuna", "conf_files": "log", "kinds": "config", "settings": "config"}
+ROOM_OF_FILE = {
+    "run_varuna": "varuna",
+    "conf_files": "log",
+    "json_text": "log",
+    "kinds": "config",
+    "settings": "config",
+}
 PLAIN_ROOMS = {"errors", "log", "config", "schedule", "planner"}
 PLAIN_FILES = {"graph/records.py", "profiler/records.py"}
 FILES = sorted(str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py"))

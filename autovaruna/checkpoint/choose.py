@@ -6,18 +6,20 @@ import logging
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from itertools import chain
 from pathlib import Path
 
 from autovaruna.checkpoint.claim import read_claim
 from autovaruna.checkpoint.folder import Saved, saved_in
-from autovaruna.checkpoint.manifest import MANIFEST, read_manifest
+from autovaruna.checkpoint.manifest import MANIFEST, OtherFormatError, read_manifest
 from autovaruna.checkpoint.numbers import is_whole
 from autovaruna.checkpoint.source import Source, open_source
 from autovaruna.checkpoint.together import on_first, together
 from autovaruna.errors import CheckpointError
 from autovaruna.kinds import at_home
 from autovaruna.runtime.worlds.differences import differences
+from autovaruna.runtime.worlds.on_all import gather_on_all
 from autovaruna.runtime.worlds.world import World
 
 logger = logging.getLogger(__name__)
@@ -45,10 +47,10 @@ def choose(world: World, root: str | os.PathLike[str], step: int | str, claims: 
         chosen = on_first(world, lambda: _next_best(path, step, known, claims), "looking for checkpoints")
         if chosen is None:
             return together(world, lambda: open_source(path), "opening a checkpoint")
-        every = world.gather_objects(_damages(chosen, world), "checking a checkpoint")
+        every = gather_on_all(world, partial(_damages, chosen, world), "checking a checkpoint", waits=True)
         known[chosen] = list(dict.fromkeys(damage for of_rank in every for damage in of_rank))
         if not known[chosen]:
-            return together(world, lambda chosen=chosen: open_source(chosen), "opening a checkpoint")  # type: ignore[misc]
+            return together(world, partial(open_source, chosen), "opening a checkpoint")
 
 
 def _next_best(path: Path, step: int | str, known: Mapping[Path, Sequence[str]], claims: ExitStack) -> Path | None:
@@ -101,5 +103,7 @@ def _candidates(path: Path, step: int | str) -> list[Saved] | None:
 def _damages(path: Path, world: World) -> list[str]:
     try:
         return read_manifest(path).damages(path, world.rank, world.num_ranks)
+    except OtherFormatError:
+        raise  # an earlier one would do instead, and those that follow would in time take its place
     except CheckpointError as error:
         return [str(error).rstrip(".")]

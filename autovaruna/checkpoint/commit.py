@@ -14,6 +14,7 @@ from autovaruna.checkpoint.part import Report, cannot_write
 
 INDEX = "model.safetensors.index.json"
 STATE = "state.json"
+STATE_VERSION = 1
 PER_RANK = ("optimizer_state", "generators")
 """What ``state.json`` has from every rank."""
 
@@ -60,7 +61,7 @@ def _index(reports: Sequence[Report]) -> dict[str, Any]:
 
 
 def _state(reports: Sequence[Report]) -> dict[str, Any]:
-    state: dict[str, Any] = {"format_version": 1}
+    state: dict[str, Any] = {"format_version": STATE_VERSION}
     for report in reports:
         for key, content in report.documents.items():
             if key in PER_RANK:

@@ -52,9 +52,10 @@ def original(name: str, shape: tuple[int, ...], noted: str | None) -> tuple[torc
     """Returns dtype and shape of a tensor, given those that it is kept in and what the header notes.
 
     Raises:
-        KeyError: there is no such dtype.
-        ValueError: the note does not fit.
+        ValueError: there is no such dtype, or the note does not fit.
     """
+    if name not in DTYPES:
+        raise ValueError(f"a tensor in it is of dtype {name!r}; expected one of {', '.join(DTYPES)}")
     if noted is None:
         return DTYPES[name], shape
     dtype = getattr(torch, noted, None)

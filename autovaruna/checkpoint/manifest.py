@@ -16,9 +16,14 @@ import numpy as np
 from autovaruna.checkpoint.checksum import CHUNK_BYTES, checksums_of_file, num_chunks
 from autovaruna.checkpoint.descriptor import set_to_work, write_at
 from autovaruna.errors import CheckpointError
+from autovaruna.json_text import parse
 
 MANIFEST = "manifest.json"
 FORMAT_VERSION = 2
+
+
+class OtherFormatError(CheckpointError):
+    """Says that a checkpoint, which may well be intact, is of another version of the library."""
 
 
 @dataclass(frozen=True)
@@ -84,28 +89,33 @@ def read_manifest(folder: Path) -> Manifest:
     """Returns the manifest of a checkpoint.
 
     Raises:
-        CheckpointError: it is missing, damaged, or of a newer format.
+        OtherFormatError: it is intact, and of another format.
+        CheckpointError: it is missing or damaged.
     """
     path = folder / MANIFEST
     try:
         text = path.read_bytes()
-        content = json.loads(text)
+        content = parse(text)
         version = content["format_version"], content["chunk_bytes"]
         if version == (FORMAT_VERSION, CHUNK_BYTES):
-            files = {
-                name: FileRecord(each["size"], tuple(each["checksums"])) for name, each in content["files"].items()
-            }
-            manifest = Manifest(content["step"], files)
+            manifest = Manifest(content["step"], {name: _record(name, each) for name, each in content["files"].items()})
             if manifest.to_json().encode() == text:
                 return manifest
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {error}.") from error
     if content.pop("checksum", None) == _own_checksum(content) and version != (FORMAT_VERSION, CHUNK_BYTES):
-        raise CheckpointError(
-            f"{path} has format_version {version[0]}; expected {FORMAT_VERSION}. Load it with the version of "
-            "autovaruna that wrote it."
+        raise OtherFormatError(
+            f"{path} has format_version {version[0]} and chunk_bytes {version[1]}; expected {FORMAT_VERSION} and "
+            f"{CHUNK_BYTES}. Load it with the version of autovaruna that wrote it, or load another step."
         )
     raise CheckpointError(f"{path} is damaged: it does not have the checksum that it tells of.")
+
+
+def _record(name: str, given: Mapping[str, Any]) -> FileRecord:
+    record = FileRecord(given["size"], tuple(given["checksums"]))
+    if Path(name).name != name or len(record.checksums) != num_chunks(record.size):
+        raise ValueError(f"it tells of {name!r} of {record.size} bytes with {len(record.checksums)} checksums")
+    return record
 
 
 def _own_checksum(content: Mapping[str, Any]) -> str:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import json
+import fnmatch
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from autovaruna.checkpoint.commit import INDEX, STATE
-from autovaruna.checkpoint.manifest import MANIFEST
+from autovaruna.checkpoint.commit import INDEX, STATE, STATE_VERSION
+from autovaruna.checkpoint.manifest import MANIFEST, read_manifest
 from autovaruna.checkpoint.tensor_file import Entry, read_header
 from autovaruna.errors import CheckpointError
+from autovaruna.json_text import parse
 
 SINGLE = "model.safetensors"
 OTHERS = "state-*.safetensors"
@@ -68,20 +69,42 @@ def _from_index(path: Path) -> Source:
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         raise CheckpointError(f"{path / INDEX} has no weight_map; expected the file of each weight, by name.")
-    files = [path / name for name in dict.fromkeys(weight_map.values())]
-    source = _from_files(path, files)
+    names = list(dict.fromkeys(weight_map.values()))
+    known = read_manifest(path).files if (path / MANIFEST).exists() else None
+    outside = [name for name in names if (_is_outside(name) if known is None else name not in known)]
+    if outside:
+        raise CheckpointError(
+            f"{path / INDEX} tells of {outside[0]!r}, which is no file of {path}; expected names of files in that "
+            "folder. Nothing outside it is read."
+        )
+    source = _from_files(path, [path / name for name in names])
     absent = [name for name, file in weight_map.items() if name not in source.weights]
     if absent:
         raise CheckpointError(
             f"{path / INDEX} tells of {', '.join(absent[:3])} in {weight_map[absent[0]]}, which has no such tensor."
         )
-    if not (path / MANIFEST).exists():
+    if known is None:
         return source
-    state = _json(path / STATE)
+    state = _state(path / STATE)
     others: dict[str, Entry] = {}
-    for file in sorted(path.glob(OTHERS)):
-        others |= read_header(file)[0]
+    for name in fnmatch.filter(known, OTHERS):
+        others |= read_header(path / name)[0]
     return Source(path, source.weights, others, state["ties"], state)
+
+
+def _is_outside(name: str) -> bool:
+    return Path(name).is_absolute() or ".." in Path(name).parts
+
+
+def _state(path: Path) -> dict[str, Any]:
+    state = _json(path)
+    version = state.get("format_version") if isinstance(state, dict) else None
+    if version != STATE_VERSION:
+        raise CheckpointError(
+            f"{path} has format_version {version}; expected {STATE_VERSION}. Load it with the version of autovaruna "
+            "that wrote it."
+        )
+    return dict(state)
 
 
 def _from_files(path: Path, files: list[Path]) -> Source:
@@ -96,6 +119,6 @@ def _from_files(path: Path, files: list[Path]) -> Source:
 
 def _json(path: Path) -> Any:
     try:
-        return json.loads(path.read_bytes())
+        return parse(path.read_bytes())
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}.") from error

@@ -5,17 +5,17 @@ The format is that of https://github.com/huggingface/safetensors, whose library 
 
 from __future__ import annotations
 
-import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from autovaruna.checkpoint.dtypes import NOTE, original
 from autovaruna.errors import CheckpointError
+from autovaruna.json_text import parse
 
 _MAX_HEADER_BYTES = 1 << 30
 
@@ -51,22 +51,42 @@ def read_header(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
             length = int.from_bytes(file.read(8), "little")
             if not 2 <= length <= min(_MAX_HEADER_BYTES, size - 8):
                 raise ValueError(f"its header says that it has {length} bytes, of {size}")
-            header = json.loads(file.read(length))
-        metadata = header.pop("__metadata__", {})
-        noted = json.loads(metadata.get(NOTE, "{}"))
-        entries = {name: _entry(path, 8 + length, given, noted.get(name)) for name, given in header.items()}
-        end = max((entry.offset + entry.num_bytes for entry in entries.values()), default=8 + length)
-        if end != size:
-            raise ValueError(f"it has {size} bytes, and its header tells of {end}")
+            header = _texts(parse(file.read(length)), "its header")
+        metadata = _texts(header.pop("__metadata__", None) or {}, "its metadata", str)
+        noted = _texts(parse(metadata.get(NOTE, "{}")), f"{NOTE} in its metadata", str)
+        entries = {name: _entry(path, 8 + length, name, given, noted.get(name)) for name, given in header.items()}
+        _check_places(entries, 8 + length, size)
         return entries, metadata
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read as a safetensors file: {error}.") from error
 
 
-def _entry(path: Path, start: int, given: Mapping[str, Any], noted: str | None) -> Entry:
-    begin, end = given["data_offsets"]
-    dtype, shape = original(given["dtype"], tuple(given["shape"]), noted)
-    entry = Entry(path, start + begin, end - begin, dtype, shape)
-    if entry.num_bytes != int(np.prod(shape, dtype=np.int64)) * dtype.itemsize:
-        raise ValueError(f"a tensor of shape {shape} and {dtype} has {entry.num_bytes} bytes")
-    return entry
+def _texts(given: Any, what: str, kind: type = object) -> dict[str, Any]:
+    """Returns an object of JSON whose values are of a kind."""
+    if not isinstance(given, dict) or not all(isinstance(value, kind) for value in given.values()):
+        raise ValueError(f"{what} is {given!r:.80}; expected an object{' of texts' if kind is str else ''}")
+    return given
+
+
+def _entry(path: Path, start: int, name: str, given: Any, noted: str | None) -> Entry:
+    match given:
+        case {"dtype": str(kept_as), "shape": [*sizes], "data_offsets": [begin, end]}:
+            are_counts = all(type(number) is int and number >= 0 for number in (*sizes, begin, end))
+        case _:
+            are_counts = False
+    if not are_counts:
+        raise ValueError(f"it says of {name}: {given!r:.120}; expected dtype, shape and data_offsets")
+    dtype, shape = original(kept_as, tuple(sizes), noted)
+    if end - begin != math.prod(shape) * dtype.itemsize:
+        raise ValueError(f"{name}, of shape {shape} and {dtype}, has {end - begin} bytes")
+    return Entry(path, start + begin, end - begin, dtype, shape)
+
+
+def _check_places(entries: Mapping[str, Entry], start: int, size: int) -> None:
+    """Makes sure that the tensors follow each other, and fill the file."""
+    for name, entry in sorted(entries.items(), key=lambda item: (item[1].offset, item[1].num_bytes)):
+        if entry.offset != start:
+            raise ValueError(f"{name} begins at byte {entry.offset}; expected {start}")
+        start += entry.num_bytes
+    if start != size:
+        raise ValueError(f"it has {size} bytes, and its header tells of {start}")

@@ -18,6 +18,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from autovaruna.json_text import parse
 from autovaruna.profiler.checked import check, with_checksum
 from autovaruna.profiler.measure import Key, PartCost
 from autovaruna.profiler.memory import Bytes, Made
@@ -48,7 +49,7 @@ class ProfileCache:
         for key in keys:
             path = self._path(key)
             try:
-                content = json.loads(path.read_text(encoding="utf-8"))
+                content = parse(path.read_text(encoding="utf-8"))
                 check(content)
                 if content["iterations"] >= self.iterations:
                     found[key] = _cost(content)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from autovaruna.errors import MeasureError
+from autovaruna.json_text import parse
 from autovaruna.kinds import at_home
 from autovaruna.profiler.checked import check, with_checksum
 from autovaruna.profiler.records import FORMAT_VERSION, BlockCost, Profile
@@ -51,7 +52,7 @@ def load_profile(path: str | os.PathLike[str]) -> Profile:
         MeasureError: there is no file, or it is damaged; names the key.
     """
     try:
-        content = json.loads(Path(at_home(path)).read_text(encoding="utf-8"))
+        content = parse(Path(at_home(path)).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise MeasureError(f"the profile {path} cannot be read: {error}") from error
     except json.JSONDecodeError as error:

@@ -12,6 +12,7 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from autovaruna.errors import MeasureError
 from autovaruna.graph.records import Graph
+from autovaruna.json_text import parse
 from autovaruna.kinds import at_home
 from autovaruna.profiler.checked import check, with_checksum
 from autovaruna.profiler.profile_file import load_profile, save_profile
@@ -92,7 +93,7 @@ class ProfileFolder:
     def _record(self, name: str, kind: type[Any]) -> Any:
         path = self._file(name)
         try:
-            content = json.loads(path.read_text(encoding="utf-8"))
+            content = parse(path.read_text(encoding="utf-8"))
             check(content)
             return _read(kind, content)
         except OSError as error:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from autovaruna import AutoVaruna, CheckpointError, load_checkpoint
-from autovaruna.checkpoint.checksum import CHUNK_BYTES, checksum
-from autovaruna.checkpoint.commit import STATE
-from autovaruna.checkpoint.manifest import MANIFEST
+from autovaruna.checkpoint.checksum import CHUNK_BYTES, checksum, checksums
+from autovaruna.checkpoint.commit import INDEX, STATE
+from autovaruna.checkpoint.manifest import MANIFEST, _own_checksum
 from tests.checkpoint.runs import files_of
 
 
@@ -127,6 +129,93 @@ def test_one_without_a_manifest_is_not_taken_for_weights_of_others(two: tuple[Pa
         trained(seed=5).load_checkpoint(folder)
     (folder / STATE).unlink()
     assert trained(seed=5).load_checkpoint(folder).step is None
+
+
+def forge(folder: Path, **changed: Any) -> None:
+    """Writes a manifest that has the right checksum of itself; of the small files, it tells as they are now."""
+    content = json.loads((folder / MANIFEST).read_text())
+    del content["checksum"]
+    for name in (INDEX, STATE):
+        data = (folder / name).read_bytes()
+        content["files"][name] = {"size": len(data), "checksums": checksums(data)}
+    content |= changed
+    (folder / MANIFEST).write_text(json.dumps({"checksum": _own_checksum(content), **content}, indent=1))
+
+
+def test_one_of_a_version_to_come_is_not_passed_over(two: tuple[Path, list[torch.Tensor]]) -> None:
+    """An earlier one would be gone on from, and keep= would then remove the intact one."""
+    folder = two[0] / "step-00000002"
+    forge(folder, format_version=3)
+    with pytest.raises(CheckpointError, match=r"format_version 3 .*; expected 2 .*another step"):
+        trained().load_checkpoint(two[0])
+    assert trained().load_checkpoint(two[0], step=1).step == 1
+    state = json.loads((folder / STATE).read_text()) | {"format_version": 4}
+    (folder / STATE).write_text(json.dumps(state))
+    forge(folder, format_version=2)
+    with pytest.raises(CheckpointError, match=r"state\.json has format_version 4; expected 1"):
+        trained().load_checkpoint(two[0])
+
+
+@pytest.mark.parametrize("text", ["[" * 200_000, "1" * 5000, '{"format_version": 2, "chunk_bytes": 8388608}', "\0"])
+def test_a_manifest_that_is_anything_is_passed_over(text: str, two: tuple[Path, list[torch.Tensor]]) -> None:
+    (two[0] / "step-00000002" / MANIFEST).write_text(text)
+    assert trained().load_checkpoint(two[0]).step == 1
+
+
+@pytest.mark.parametrize("sums", [{}, {"../step-00000001/state.json": {"size": 1, "checksums": ["0"]}}, {STATE: 0}])
+def test_a_manifest_tells_of_the_files_of_its_own_folder(sums: Any, two: tuple[Path, list[torch.Tensor]]) -> None:
+    folder = two[0] / "step-00000002"
+    files = json.loads((folder / MANIFEST).read_text())["files"]
+    if sums.get(STATE) == 0:
+        sums = {STATE: {**files[STATE], "checksums": []}}
+    forge(folder, files={**files, **sums} if sums else {})
+    with pytest.raises(CheckpointError, match=r"manifest\.json is damaged|is no file of"):
+        trained().load_checkpoint(two[0], step=2)
+
+
+def test_an_index_leads_nowhere_else(two: tuple[Path, list[torch.Tensor]], tmp_path: Path) -> None:
+    """Once, weights were read from wherever it said, without a checksum."""
+    folder, other = two[0] / "step-00000002", next((two[0] / "step-00000001").glob("model-*"))
+    for name in (f"../step-00000001/{other.name}", str(other)):
+        index = {"weight_map": dict.fromkeys(("0.weight", "0.bias", "1.weight", "1.bias"), name)}
+        (folder / INDEX).write_text(json.dumps(index))
+        forge(folder)
+        plain = tmp_path / "plain"
+        plain.mkdir(exist_ok=True)
+        (plain / INDEX).write_text(json.dumps(index))
+        for place in (folder, plain):
+            with pytest.raises(CheckpointError, match="which is no file of"):
+                trained().load_checkpoint(place)
+
+
+FOUR = {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}
+
+
+@pytest.mark.parametrize(
+    ("header", "words"),
+    [
+        ([], "its header is"),
+        ({"a": FOUR, "b": FOUR}, "begins at byte"),
+        ({"a": {**FOUR, "shape": [-2, -2]}}, "expected dtype, shape and data_offsets"),
+        ({"a": {**FOUR, "shape": [4, 2**70]}}, "has 16 bytes"),
+        ({"a": {**FOUR, "shape": [2**62, 4], "data_offsets": [0, 0]}}, "has 0 bytes"),
+        ({"a": {**FOUR, "data_offsets": [-16, 0]}}, "expected dtype, shape and data_offsets"),
+        ({"a": {**FOUR, "data_offsets": [0.0, 16.0]}}, "expected dtype, shape and data_offsets"),
+        ({"a": {**FOUR, "dtype": "Q4"}}, "'Q4'; expected one of F64"),
+        ({"a": FOUR, "__metadata__": {"b": ["a"]}}, "its metadata is"),
+        ({"a": FOUR, "__metadata__": []}, ""),
+    ],
+)
+def test_a_header_that_lies_is_told(header: Any, words: str, tmp_path: Path) -> None:
+    text = json.dumps(header).encode()
+    file = tmp_path / "a.safetensors"
+    file.write_bytes(len(text).to_bytes(8, "little") + text + bytes(16))
+    model = nn.ParameterDict({"a": torch.zeros(4)})
+    if words:
+        with pytest.raises(CheckpointError, match=words):
+            load_checkpoint(file, model)
+    else:
+        load_checkpoint(file, model)
 
 
 def test_each_bit_of_a_chunk_counts_and_so_does_its_place() -> None:

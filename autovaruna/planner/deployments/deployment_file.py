@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from autovaruna.errors import DeploymentError
+from autovaruna.json_text import parse
 from autovaruna.kinds import at_home
 from autovaruna.planner.deployments.deployment import Deployment
 from autovaruna.planner.deployments.fields import Fields
@@ -62,7 +63,7 @@ def load(path: str | os.PathLike[str]) -> Deployment:
     except (OSError, UnicodeDecodeError) as error:
         raise DeploymentError(f"the deployment {path} cannot be read: {error}") from error
     try:
-        content = json.loads(text)
+        content = parse(text)
     except json.JSONDecodeError as error:
         raise DeploymentError(
             f"the deployment {path} is no JSON (line {error.lineno}, column {error.colno}: {error.msg}): mend it, or "
