@@ -1,10 +1,10 @@
 """Takes chunks of files from tensors of a model that goes on training, before they change.
 
 Large weights and the optimizer's state change when the optimizer steps. So they are written straight from where they
-are, beside forwards and backwards; what a step comes too early for is copied before it, by whoever has time. A step
-waits for nobody: what the thread that writes, of lower priority, is taking at that moment is copied, too, and the
-thread then takes the copy. What may change earlier (buffers), what is small, and what is not on the host, is copied at
-once.
+are, beside forwards and backwards. What a step comes too early for is copied before it, by a thread of its own (the
+disk may hold up the one that writes), and what is left then by the step. A step waits for nobody: what a thread, of
+lower priority, is taking at that moment is copied, too, and the one that writes then takes the copy. What may change
+earlier (buffers), what is small, and what is not on the host, is copied at once.
 
 That they did not change is checked by the versions that torch counts, and, for changes that it does not see, by some
 of their words.
@@ -12,6 +12,7 @@ of their words.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Container, Mapping
@@ -92,8 +93,6 @@ class Snapshot:
 
     def take(self, file: str, chunk: int, scratch: Bytes) -> Bytes:
         """Returns memory that begins with a chunk: `scratch`, or its own; once each, in the thread that writes."""
-        while self._is_short_of_time() and self._hold_one():
-            pass
         key = file, chunk
         if key not in self._live:
             self.layouts[file].fill(chunk, scratch)
@@ -113,10 +112,16 @@ class Snapshot:
         """Takes memory back that `take` returned and that was not the scratch."""
         self._spare.append(memory)
 
+    def copy_ahead(self) -> None:
+        """Copies what is left when the optimizer's next step is near, if it is known when that is."""
+        with self._change:
+            while self._pending and (seconds := self._seconds_to_spare()) > 0:
+                self._change.wait(min(seconds, threading.TIMEOUT_MAX))
+        self._hold_all()
+
     def wait(self) -> None:
         """Copies what is left; on return everything may change."""
-        while self._hold_one():
-            pass
+        self._hold_all()
         with self._change:
             at_work = list(self._at_work)
             self._at_work += at_work
@@ -145,20 +150,25 @@ class Snapshot:
         with self._change:
             self._pending.clear()
             self._watched.clear()
+            self._change.notify_all()
 
     def _settle(self) -> None:
         """Looks once, before anything may change, whether something has."""
         self._changed += sorted(each.name for each in self._watched if each.has_changed())
         self._watched.clear()
 
-    def _is_short_of_time(self) -> bool:
-        """Says whether copies of all that is left would hardly end before the optimizer's next step."""
+    def _seconds_to_spare(self) -> float:
+        """Returns for how long copies of all that is left need not begin."""
         if self._deadline is None:
-            return False
+            return math.inf
         fresh = max(0, len(self._pending) - len(self._spare))
         used = len(self._pending) - fresh
         seconds = CHUNK_BYTES * (used / COPY_BYTES_PER_SECOND + fresh / FRESH_BYTES_PER_SECOND)
-        return time.monotonic() + seconds >= self._deadline
+        return self._deadline - seconds - time.monotonic()
+
+    def _hold_all(self) -> None:
+        while self._hold_one():
+            pass
 
     def _hold_one(self) -> bool:
         """Copies the last chunk that is left to memory of its own; returns whether there was one."""

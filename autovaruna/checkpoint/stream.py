@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 from autovaruna.checkpoint.checksum import CHUNK_BYTES, Bytes, checksum
 from autovaruna.checkpoint.direct import DirectFile, chunk_memory
 from autovaruna.checkpoint.manifest import FileRecord
-from autovaruna.checkpoint.pace import Pace
+from autovaruna.checkpoint.pace import Pace, give_way
 from autovaruna.checkpoint.part import write_files
 from autovaruna.checkpoint.snapshot import Snapshot
 
@@ -31,12 +32,20 @@ def write_snapshot(snapshot: Snapshot, folder: Path, tempdir: str | None, pace: 
             file.close()
         return tuple(found)
 
+    ahead = threading.Thread(target=_copy_ahead, args=(snapshot,), name="autovaruna copies")
+    ahead.start()
     try:
         records = write_files(snapshot.layouts, folder, tempdir, write)
         snapshot.finish()
         return records
     finally:
         snapshot.give_up()
+        ahead.join()
+
+
+def _copy_ahead(snapshot: Snapshot) -> None:
+    give_way()
+    snapshot.copy_ahead()
 
 
 def _write_chunks(

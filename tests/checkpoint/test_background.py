@@ -181,6 +181,27 @@ def test_a_step_waits_for_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (taken[0][4096:].view(np.float32) == 1).all()
 
 
+def test_copies_are_ready_before_the_step_whatever_the_disk_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk stands still at the first chunk."""
+    goes_on, real = threading.Event(), DirectFile.write
+    monkeypatch.setattr(DirectFile, "write", lambda *args: (goes_on.wait(60), real(*args))[1])
+    tensor = torch.full((15_000_000,), 1.0)
+    shot = Snapshot({"x": {"t": tensor}}, {("x", "t")}, {}, seconds=0.1)
+    thread = threading.Thread(target=write_snapshot, args=(shot, tmp_path, None, Pace(0)))
+    thread.start()
+    end = time.monotonic() + 30
+    while shot._pending and time.monotonic() < end:
+        time.sleep(0.001)
+    assert not shot._pending
+    shot.wait()
+    tensor.zero_()
+    goes_on.set()
+    thread.join()
+    assert (np.frombuffer((tmp_path / "x").read_bytes()[-4 * len(tensor) :], np.float32) == 1).all()
+
+
 def in_place(model: AutoVaruna) -> None:
     with torch.no_grad():
         next(iter(model.parameters())).add_(1)
