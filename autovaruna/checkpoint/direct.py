@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import mmap
 import os
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -14,13 +16,22 @@ from autovaruna.checkpoint.checksum import CHUNK_BYTES, Bytes
 from autovaruna.checkpoint.descriptor import write_at
 
 PAGE_BYTES = 4096
+HUGE_PAGE_BYTES = 2 << 20
 
 
 def chunk_memory() -> Bytes:
-    """Returns memory for a chunk that a disk can read from."""
-    memory = np.empty(CHUNK_BYTES + PAGE_BYTES, np.uint8)
-    start = -memory.ctypes.data % PAGE_BYTES
-    return memory[start : start + CHUNK_BYTES]
+    """Returns memory for a chunk that a disk can read from, in huge pages where the system has them.
+
+    A request to a disk names a few hundred places of memory. A chunk in pages of 4 KiB takes a dozen requests, each
+    with an interrupt of some core that trains; in huge pages it takes one or two, and half the time.
+    """
+    memory = mmap.mmap(-1, CHUNK_BYTES + HUGE_PAGE_BYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # a system without them
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    whole = np.frombuffer(memory, np.uint8)
+    start = -whole.ctypes.data % HUGE_PAGE_BYTES
+    return whole[start : start + CHUNK_BYTES]
 
 
 class DirectFile:
