@@ -47,6 +47,7 @@ def trace(
     micro_batch_size: int = 0,
     loss_mode: str = "auto",
     has_totals: bool = True,
+    is_added: bool = False,
     is_parted: bool = True,
 ) -> TracedModel:
     """Traces one call of a model in its present mode, without running it or holding its numbers.
@@ -59,13 +60,14 @@ def trace(
         micro_batch_size: The one size that it serves if not.
         loss_mode: ``auto``, ``loss`` or ``outputs``.
         has_totals: Whether micro-batches use what was counted over the whole batch; else, over their own samples.
+        is_added: Whether losses of micro-batches are added up, rather than averaged.
         is_parted: Whether there may be several micro-batches, for which samples must not meet.
 
     Raises:
         TraceError: the model cannot be traced.
     """
     with ONE_AT_A_TIME:
-        return _trace(model, call, device, is_dynamic, micro_batch_size, loss_mode, has_totals, is_parted)
+        return _trace(model, call, device, is_dynamic, micro_batch_size, loss_mode, has_totals, is_added, is_parted)
 
 
 def _trace(
@@ -76,6 +78,7 @@ def _trace(
     micro_batch_size: int,
     loss_mode: str,
     has_totals: bool,
+    is_added: bool,
     is_parted: bool,
 ) -> TracedModel:
     batch_size = _hint(model, call) if is_dynamic else micro_batch_size
@@ -89,7 +92,7 @@ def _trace(
     placeholders = module.graph.find_nodes(op="placeholder")
     batch = frozenset(node.name for node, spec in zip(placeholders, call.inputs, strict=True) if spec.is_batch)
     parameters = _first_names(dict(model.named_parameters(remove_duplicate=False)))
-    totals = take_totals(module.graph, facts, sizes, batch, parameters) if has_totals else NO_TOTALS
+    totals = take_totals(module.graph, facts, sizes, batch, parameters, is_added) if has_totals else NO_TOTALS
     learn_joins(module.graph, facts, batch, device)
     name = type(model).__qualname__
     joining = refuse_mixing(name, module.graph, facts, sizes, batch) if is_parted else []

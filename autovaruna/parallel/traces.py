@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from autovaruna.errors import InputError, RankError
 from autovaruna.graph.batch.nonlinear import refuse_nonlinear
 from autovaruna.graph.batch.statistics import refuse_single_values
-from autovaruna.graph.batch.sums import refuse_sum
+from autovaruna.graph.batch.sums import refuse_other_reduction
 from autovaruna.graph.comparisons.by_parts import Parts, warn_untried
 from autovaruna.graph.comparisons.comparing import compare
 from autovaruna.graph.refused import ChangedStateError
@@ -89,9 +89,9 @@ class Traces:
     def _check_parts(self, traced: TracedModel) -> None:
         """Makes sure that the losses of micro-batches make up that of the batch, unless the user weighs them."""
         if not self._settings.micro_batch_weight:
-            refuse_nonlinear(traced)
-            if self._settings.reduction == "mean":
-                refuse_sum(traced)
+            is_added = self._settings.reduction == "sum"
+            refuse_nonlinear(traced, is_added)
+            refuse_other_reduction(traced, is_added)
 
     def _expected_parts(self, shared: SharedCall) -> int:
         """Returns the micro-batches that a mini-batch will have if the planner keeps to the settings."""
@@ -121,7 +121,8 @@ class Traces:
             is_dynamic=self._settings.dynamic_batch and not is_alone,
             micro_batch_size=micro_batch_size,
             loss_mode=self._settings.loss_mode,
-            has_totals=self._settings.reduction == "mean" and not (self._settings.micro_batch_weight or is_alone),
+            has_totals=not (self._settings.micro_batch_weight or is_alone),
+            is_added=self._settings.reduction == "sum",
             is_parted=self._settings.num_micro_batches != 1 and not is_alone,
         )
         traced = on_all(self._world, partial(self._settled, act, shared), "tracing")

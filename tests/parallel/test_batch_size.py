@@ -94,7 +94,7 @@ def looked_up(model: Sized, x: Tensor, y: Tensor) -> Tensor:
     [
         (clamped, "size of the batch is a number that clamp computes with"),
         (doubly_averaged, "no mean over its samples: mean"),
-        (with_a_penalty, "no mean over its samples: sum"),
+        (with_a_penalty, "no mean over its samples: square"),
         (numbered, "counts the samples, is computed with in mul"),
         (cumulated, "counts the samples, is computed with in add"),
         (looked_up, "counts the samples, is computed with in index"),

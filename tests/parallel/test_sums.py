@@ -29,6 +29,20 @@ class Model(nn.Module):
         return self.loss(self.layers(x), y)
 
 
+class Whole(Model):
+    """Returns a loss that knows the model."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.loss(self, x, y)  # type: ignore[call-arg, arg-type]
+
+    def added(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(self.layers(x), y, reduction="sum") / 10
+
+    def penalty(self) -> Tensor:
+        weight, bias, *_ = self.parameters()
+        return weight.square().mean() + bias.sum()
+
+
 def by_name(scores: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(scores, y, reduction="sum") / 100
 
@@ -97,3 +111,38 @@ def of_features(scores: Tensor, y: Tensor) -> Tensor:
 def test_a_mean_is_no_sum(loss: Loss) -> None:
     batch = labelled(6, 0)
     AutoVaruna(Model(loss), num_micro_batches=2, **QUIET)(**batch[1]).backward()
+
+
+SUMS: dict[str, Callable[[Whole, Tensor, Tensor], Tensor]] = {
+    "a divided layer": lambda model, x, y: model.added(x / len(x), y),
+    "a counted layer": lambda model, x, y: model.added(x * (y > 0).sum(), y),
+    "a penalty a sample": lambda model, x, y: model.added(x, y) + len(x) * model.penalty(),
+    "a quotient": lambda model, x, y: model.added(x, y) / len(x),
+    "divided losses": lambda model, x, y: (model.layers(x).square() / len(x)).sum(),
+    "scaled losses": lambda model, x, y: (model.layers(x).square() * len(x)).mean(),
+    "a product": lambda model, x, y: model.added(x, y) * len(x) / 10,
+    "a count": lambda model, x, y: model.added(x, y) / (y > 0).sum(),
+    "labels left out": lambda model, x, y: F.cross_entropy(model.layers(x), y, ignore_index=0),
+}
+NO_SUMS: dict[str, Callable[[Whole, Tensor, Tensor], Tensor]] = {
+    "a penalty": lambda model, x, y: model.added(x, y) + model.penalty(),
+    "a weight": lambda model, x, y: model.added(x, y) + next(model.parameters()).sum(),
+    "a mean": lambda model, x, y: model.layers(x).square().mean(),
+    "a mean among sums": lambda model, x, y: model.added(x, y) + model.layers(x).square().mean(),
+}
+
+
+@pytest.mark.parametrize("name", SUMS)
+def test_what_is_added_up_is_the_loss_of_the_whole_batch(name: str) -> None:
+    """Micro-batches get its size, and what is counted in it, wherever that is what plain PyTorch computes with."""
+    case = Case(f"added_{name}", lambda: Whole(SUMS[name]), labelled)  # type: ignore[arg-type]
+    batches = [case.batch(size, step) for step, size in enumerate((7, 6))]
+    compare(train(case, pipeline(2, settings={"reduction": "sum"}), batches), plain_steps(case, batches))
+
+
+@pytest.mark.parametrize("name", NO_SUMS)
+def test_what_is_no_sum_is_not_added_up(name: str) -> None:
+    model = Whole(NO_SUMS[name])  # type: ignore[arg-type]
+    with pytest.raises(InputError, match=r"is no sum over the samples.*the setting reduction='mean'"):
+        AutoVaruna(model, num_micro_batches=2, reduction="sum", **QUIET)(**labelled(6, 0)[1])
+    AutoVaruna(model, num_micro_batches=1, reduction="sum", **QUIET)(**labelled(6, 0)[1])

@@ -1,7 +1,8 @@
 """Gives every micro-batch the size of the whole batch where a model computes with it, as a number among others.
 
 A loss may divide sums over the samples by it, or scale what it adds up: a micro-batch has its own size there, since
-losses are averaged. Everywhere else it is the number that plain PyTorch computes with.
+losses are averaged. If they are added up, it has its own size where that makes a sum of what is none. Everywhere else
+it is the number that plain PyTorch computes with.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from autovaruna.graph.arguments import arguments
 from autovaruna.graph.batch.additions import Additions
 from autovaruna.graph.batch.linear import DIVIDE, JOIN, KEEP_MEANS, MULTIPLY, VIEWS
 from autovaruna.graph.batch.of_batch import Use, as_tensor, of_batch
-from autovaruna.graph.batch.reductions import SAME_NUMBER, name_of
+from autovaruna.graph.batch.reductions import SAME_NUMBER, Reductions, name_of
 from autovaruna.graph.origin import origin
 from autovaruna.graph.sizes import Sizes
 
@@ -42,7 +43,12 @@ _WITH_TENSORS: Mapping[Any, Any] = {
 
 
 def give_batch_size(
-    graph: fx.Graph, sizes: Sizes, batch: Collection[str], in_outputs: Collection[fx.Node], additions: Additions
+    graph: fx.Graph,
+    sizes: Sizes,
+    batch: Collection[str],
+    in_outputs: Collection[fx.Node],
+    additions: Additions,
+    is_added: bool,
 ) -> tuple[dict[str, tuple[str, Use]], list[str]]:
     """Has a graph compute with the size of the whole batch; returns the calls of `of_batch`, and what they are made of.
 
@@ -52,13 +58,14 @@ def give_batch_size(
         batch: Names of the inputs whose first dimension is the batch.
         in_outputs: What the outputs are made of, and no state.
         additions: Adds nodes to the graph.
+        is_added: Whether losses of micro-batches are added up, rather than averaged.
 
     Raises:
         TraceError: an operation takes the size in a way that cannot be given another one.
     """
     values: dict[str, tuple[str, Use]] = {}
     made: list[str] = []
-    found = _Uses(graph, sizes, batch)
+    found = _Uses(graph, sizes, batch, is_added)
     for number, size, user in list(found):
         if user not in in_outputs or found.has_its_own(user):
             continue
@@ -74,8 +81,10 @@ def give_batch_size(
 class _Uses:
     """Yields the sizes of the batch that operations compute with: the number, the size that it is, the operation."""
 
-    def __init__(self, graph: fx.Graph, sizes: Sizes, batch: Collection[str]) -> None:
+    def __init__(self, graph: fx.Graph, sizes: Sizes, batch: Collection[str], is_added: bool) -> None:
         self._sizes = sizes
+        self._reductions = Reductions(sizes, batch, is_added)
+        self._is_added = is_added
         self._size_of: dict[fx.Node, fx.Node] = {}
         self._fed: set[fx.Node] = set()
         for node in graph.nodes:
@@ -96,9 +105,13 @@ class _Uses:
     def has_its_own(self, user: fx.Node) -> bool:
         """Whether an operation needs the size of the micro-batch: its result is added up to a loss, and no more."""
         others = [each for each in user.all_input_nodes if each not in self._size_of]
-        if self._fed.isdisjoint(others):
-            return False
-        return user in self._tail and self._tail.issuperset(each for each in user.users if each.op != "output")
+        if self._is_added:
+            is_own = name_of(user) in MULTIPLY and not any(map(self._reductions.sum_in, others))
+        else:
+            is_own = not self._fed.isdisjoint(others)
+        return (
+            is_own and user in self._tail and self._tail.issuperset(each for each in user.users if each.op != "output")
+        )
 
     def _only_size(self, node: fx.Node) -> fx.Node | None:
         sources = node.all_input_nodes

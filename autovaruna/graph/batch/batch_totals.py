@@ -54,6 +54,7 @@ def take_totals(
     sizes: Sizes,
     batch: Collection[str],
     parameters: Collection[str],
+    is_added: bool,
 ) -> BatchTotals:
     """Finds the values of a graph that are of the whole batch, and puts calls of `of_batch` where they are used.
 
@@ -63,6 +64,7 @@ def take_totals(
         sizes: Its sizes; those of one fixed batch size have no totals, for each micro-batch is a batch of its own.
         batch: Names of the inputs whose first dimension is the batch.
         parameters: Names of the attributes that are parameters.
+        is_added: Whether losses of micro-batches are added up, rather than averaged.
     """
     if sizes.symbol is None:
         return NO_TOTALS
@@ -74,7 +76,7 @@ def take_totals(
     values = _mark(graph, known, kinds, Reductions(sizes, batch), in_outputs, additions)
     users = in_outputs - {node for node in known if kinds.of[node] <= Kind.WHOLE}
     values |= give_lengths([node for node in known if kinds.is_length(node)], users, additions)
-    sized, tensors = give_batch_size(graph, sizes, batch, in_outputs, additions)
+    sized, tensors = give_batch_size(graph, sizes, batch, in_outputs, additions, is_added)
     values |= sized
     if not values:
         return NO_TOTALS

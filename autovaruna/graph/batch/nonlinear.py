@@ -58,15 +58,19 @@ _PICK = frozenset({"select", "slice", "index", "index_select", "gather", "narrow
 """Operations that take some of the samples, where nothing of their result grows with the batch."""
 
 
-def refuse_nonlinear(traced: TracedModel) -> None:
-    """Makes sure that the loss of a graph is a mean over its samples; warns of other outputs that are none.
+def refuse_nonlinear(traced: TracedModel, is_added: bool = False) -> None:
+    """Makes sure that the loss of a graph is a mean over its samples, or a sum; warns of other outputs that are none.
+
+    Args:
+        traced: The graph.
+        is_added: Whether losses of micro-batches are added up, rather than averaged.
 
     Raises:
         InputError: the loss is something else; says which line makes it so, and how to go on.
     """
     if traced.sizes.symbol is None:
         return
-    means, reductions = _Means(traced), Reductions(traced.sizes, traced.batch_inputs)
+    means, reductions = _Means(traced), Reductions(traced.sizes, traced.batch_inputs, is_added)
     for spec in traced.outputs:
         if spec.kind not in (OutputKind.LOSS, OutputKind.MEAN):
             continue

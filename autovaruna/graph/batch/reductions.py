@@ -32,11 +32,13 @@ class Reductions:
     Args:
         sizes: Says what grows with the batch.
         inputs: Names of the inputs whose first dimension is the batch.
+        is_added: Whether losses of micro-batches are added up: each gets values of the whole batch as they are.
     """
 
-    def __init__(self, sizes: Sizes, inputs: Collection[str]) -> None:
+    def __init__(self, sizes: Sizes, inputs: Collection[str], is_added: bool = False) -> None:
         self._sizes = sizes
         self._inputs = inputs
+        self._is_added = is_added
 
     def sum_in(self, node: Any) -> fx.Node | None:
         """Returns the sum over the samples that a value is, or holds as a part; None if there is none."""
@@ -45,6 +47,11 @@ class Reductions:
     def no_mean_in(self, node: Any) -> fx.Node | None:
         """Returns the part of a value that another power of the batch size scales than a mean or a sum; None: none."""
         return next((made for made, power in self._reduced(node, 0.0, set()) if power not in (0.0, 1.0)), None)
+
+    def no_sum_in(self, node: Any) -> fx.Node | None:
+        """Returns the part of a value that is no sum over the samples; None if all of it is one, or may be."""
+        parts = self._reduced(node, 0.0, set())
+        return next((made for made, power in parts if power != 1.0 and join_of(made) is not Join.UNKNOWN), None)
 
     def ends_in_sums(self, node: fx.Node, tail: Collection[fx.Node]) -> bool:
         """Whether numbers of samples are scaled and added up over the samples, and nothing else.
@@ -65,15 +72,12 @@ class Reductions:
 
     def _reduced(self, node: Any, power: float, seen: set[Any]) -> Iterator[tuple[fx.Node, float]]:
         """Yields what samples were reduced to in a value, and with which power of their number it goes into that."""
-        if not isinstance(node, fx.Node) or node.op != "call_function" or self._grows(node) or (node, power) in seen:
+        if not isinstance(node, fx.Node) or (node, power) in seen or self._grows(node) or self._sizes.is_given(node):
             return
         seen.add((node, power))
         if node.target is getitem or any(map(self._grows, node.all_input_nodes)):
             for scale in self._scales(node):
                 yield node, power + self._is_sum(node) + scale
-            return
-        if power not in (0.0, 1.0) and self._is_same_for_all(node) and _has_state(node):
-            yield node, power
             return
         name = name_of(node)
         if name in MULTIPLY | DIVIDE:
@@ -81,6 +85,8 @@ class Reductions:
         elif name in KEEP_MEANS | JOIN | VIEWS | PRODUCTS:
             for source in node.all_input_nodes:
                 yield from self._reduced(source, power, seen)
+        elif power not in (self._is_added, 1.0) and self._is_same_for_all(node) and _has_state(node):
+            yield node, power
 
     def _scales(self, node: fx.Node) -> set[float]:
         """Returns the powers of the batch size that scale the terms of what a node adds up of samples."""
@@ -131,7 +137,7 @@ class Reductions:
         if not isinstance(scale, fx.Node):
             return 0.0
         if is_of_batch(scale):
-            return _POWERS[scale.args[1]]  # type: ignore[index]
+            return 0.0 if self._is_added else _POWERS[scale.args[1]]  # type: ignore[index]
         if self._sizes.is_given(scale):
             return self._power_of(scale.meta["val"])
         if name_of(scale) in SAME_NUMBER and len(scale.all_input_nodes) == 1 and _is_number(scale):
