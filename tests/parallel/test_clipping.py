@@ -104,3 +104,15 @@ def test_what_is_computed_from_gradients_is_not_joined() -> None:
             float(nn.utils.get_total_norm([each.grad * 2 for each in model.parameters()]))
 
     on_ranks(SETUPS["two"], CASE.model(), run, adamw, TOKEN)
+
+
+def test_ranks_that_clip_to_other_norms_hear_of_it() -> None:
+    """At their next norm, for clipping itself asks nobody."""
+
+    def run(model: Any, optimizer: Any, rank: int) -> None:
+        backward(model)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0 + rank)
+        with pytest.raises(RankError, match=r"max_norm of the last clipping is 1 on rank 0, 2 on rank 1"):
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+    on_ranks(SETUPS["two"], CASE.model(), run, adamw, TOKEN)

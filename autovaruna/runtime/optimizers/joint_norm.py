@@ -17,6 +17,9 @@ from autovaruna.runtime.optimizers.norm import told_by_all, total_of
 from autovaruna.runtime.weights.elsewhere import Elsewhere
 from autovaruna.runtime.weights.split_models import SplitModel, split_models
 
+_OF_MODEL = "_autovaruna_model"
+"""Attribute of the norm of a split model's gradients."""
+
 
 @dataclass(frozen=True)
 class _Norm:
@@ -54,12 +57,29 @@ def join_norms() -> None:
         if model is None:
             return plain(found, norm_type, error_if_nonfinite, *args, **options)
         with torch.no_grad():
-            return _total(found, model, float(norm_type), error_if_nonfinite)
+            total = _total(found, model, float(norm_type), error_if_nonfinite)
+        setattr(total, _OF_MODEL, model)
+        return total
 
     joined.joins_norms = True  # type: ignore[attr-defined]
     module._get_total_norm = joined
+    _note_limits(module)
     if hasattr(torch.nn.utils, "get_total_norm"):
         torch.nn.utils.get_total_norm = joined
+
+
+def _note_limits(module: Any) -> None:
+    """Notes what gradients are clipped to, which ranks compare when they ask for their next norm."""
+    plain = module._clip_grads_with_norm_
+
+    @wraps(plain)
+    def noting(parameters: Any, max_norm: float, total_norm: Tensor, *args: Any, **options: Any) -> Any:
+        model: SplitModel | None = getattr(total_norm, _OF_MODEL, None)
+        if model is not None:
+            model.limits[:] = [float(max_norm)]
+        return plain(parameters, max_norm, total_norm, *args, **options)
+
+    module._clip_grads_with_norm_ = noting
 
 
 def _model_of(tensors: Sequence[Tensor]) -> SplitModel | None:
@@ -87,14 +107,16 @@ def _joined(own: list[_Norm], model: SplitModel, norm_type: float) -> list[_Norm
     As a rule all ranks list the same names, and each norm is told by one rank.
 
     Raises:
-        RankError: the ranks ask for different norms, or one has not listed a gradient that another has.
+        RankError: the ranks ask for different norms, or have clipped to others; or one has not listed a gradient that
+            another has.
     """
     rank, first = model.world.rank, model.placement.ranks_of
     told = [
         each for each in own if each.number is not None and (each.parameter is None or first(each.parameter)[0] == rank)
     ]
     listed = crc32("\n".join([each.name for each in own]).encode())
-    options = {"norm_type": f"{norm_type:g}"}
+    limit = f"{model.limits[0]:g}" if model.limits else "none"
+    options = {"norm_type": f"{norm_type:g}", "max_norm of the last clipping": limit}
     parts = told_by_all((listed, told), options, model.world, "the norm of gradients")
     of_ranks = [norms for _, norms in parts]
     names = [each.name for each in own]

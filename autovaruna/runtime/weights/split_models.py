@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
 from torch import nn
@@ -20,11 +20,13 @@ class SplitModel:
         known_state: Its parameters, as long as the model is there.
         placement: Who holds them.
         world: The ranks.
+        limits: What this rank has clipped its gradients to the last time; empty: it has not.
     """
 
     known_state: ReferenceType[OwnedState]
     placement: Placement
     world: World
+    limits: list[float] = field(default_factory=list)
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """Returns the parameters by first name."""
