@@ -28,10 +28,14 @@ if _TYPE_CHECKING:
     from autovaruna.graph.cutpoint import CutPoint
     from autovaruna.parallel.ranks import barrier, get_rank, get_world_size
     from autovaruna.parallel.wrapper import AutoVaruna
+    from autovaruna.varuna.auto_config import AutoConfig
+    from autovaruna.varuna.profiler import Profiler
+    from autovaruna.varuna.varuna import Varuna
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "AutoConfig",
     "AutoVaruna",
     "AutoVarunaError",
     "CheckpointError",
@@ -43,9 +47,11 @@ __all__ = [
     "MeasureError",
     "OrderError",
     "PlanError",
+    "Profiler",
     "RankError",
     "ScheduleError",
     "TraceError",
+    "Varuna",
     "__version__",
     "barrier",
     "get_rank",
@@ -54,9 +60,12 @@ __all__ = [
 ]
 
 _HOMES = {
+    "AutoConfig": "autovaruna.varuna.auto_config",
     "AutoVaruna": "autovaruna.parallel.wrapper",
     "CheckpointInfo": "autovaruna.checkpoint.load",
     "CutPoint": "autovaruna.graph.cutpoint",
+    "Profiler": "autovaruna.varuna.profiler",
+    "Varuna": "autovaruna.varuna.varuna",
     "barrier": "autovaruna.parallel.ranks",
     "get_rank": "autovaruna.parallel.ranks",
     "get_world_size": "autovaruna.parallel.ranks",
