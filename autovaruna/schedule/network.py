@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from autovaruna.schedule.costs import work_seconds
 from autovaruna.schedule.instruction import Kind
 from autovaruna.schedule.messages import Line, Lines, Route, Wires
@@ -37,10 +39,11 @@ class Network:
         return [replica for stage in self.stages for replica in stage]
 
     def _make_inboxes(self, pipeline: Pipeline) -> None:
+        activations = Counter(edge.destination for edge in pipeline.edges)
+        gradients = Counter(edge.source for edge in pipeline.edges if edge.needs_gradient)
         for replica in self.replicas():
-            stage, n = replica.stage, replica.num_micro_batches
-            replica.activations = Inbox(n, sum(edge.destination == stage for edge in pipeline.edges))
-            replica.gradients = Inbox(n, sum(edge.source == stage and edge.needs_gradient for edge in pipeline.edges))
+            replica.activations = Inbox(replica.num_micro_batches, activations[replica.stage])
+            replica.gradients = Inbox(replica.num_micro_batches, gradients[replica.stage])
 
     def _join(self, edge: Edge, pipeline: Pipeline, lines: Lines) -> None:
         receivers = self.stages[edge.destination]
