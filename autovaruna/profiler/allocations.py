@@ -17,10 +17,15 @@ _alone = Lock()
 
 
 class AllocationMeter:
-    """Finds the most memory that this thread has allocated and not yet freed while its context runs."""
+    """Finds the most memory that this thread has allocated and not yet freed while its context runs.
+
+    Attributes:
+        events: the bytes of each allocation up to the last `restart`, less than 0 where it is freed, and its address.
+    """
 
     def __enter__(self) -> AllocationMeter:
         _alone.acquire()
+        self.events: list[tuple[int, int]] = []
         self._live: dict[int, int] = {}
         self._start()
         return self
@@ -46,7 +51,8 @@ class AllocationMeter:
         with _quiet():
             self._profile.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         now = peak = sum(self._live.values())
-        for num_bytes, address in _allocations(self._profile):
+        self.events = _allocations(self._profile)
+        for num_bytes, address in self.events:
             if num_bytes > 0:
                 self._live[address] = num_bytes
                 now += num_bytes

@@ -22,6 +22,7 @@ from autovaruna.json_text import parse
 from autovaruna.profiler.checked import check, with_checksum
 from autovaruna.profiler.measure import Key, PartCost
 from autovaruna.profiler.memory import Bytes, Made
+from autovaruna.profiler.records import Sequences
 
 logger = logging.getLogger(__name__)
 
@@ -107,6 +108,7 @@ def _cost(content: Mapping[str, Any]) -> PartCost:
             ),
             forward_work=_whole(counted["forward_work"]),
             work=_whole(counted["work"]),
+            sequences=Sequences(*(tuple(map(_step, counted["sequences"][way])) for way in ("forward", "backward"))),
         ),
         _amount(content["weight_seconds"]),
         _amount(content["split_seconds"]),
@@ -124,6 +126,10 @@ def _whole(value: Any) -> int:
     if not isinstance(value, int):
         raise ValueError(f"got {value!r}, expected a whole number")
     return int(_amount(value))
+
+
+def _step(value: Any) -> int:
+    return _whole(value) if value > 0 else -_whole(-value)
 
 
 def _reason(error: Exception) -> str:

@@ -89,7 +89,7 @@ def _block_costs(
     saved, work = _bytes(traced, blocks, [cost.num_bytes for cost in own])
     weights = [_share(cost) * seconds for cost, seconds in zip(own, backward, strict=True)]
     deferred, running = [cost.deferred_bytes for cost in own], [cost.num_bytes.forward_work for cost in own]
-    columns = forward, backward, saved, work, weights, added, deferred, running
+    columns = forward, backward, saved, work, weights, added, deferred, running, [c.num_bytes.sequences for c in own]
     return tuple(BlockCost(*cost) for cost in zip(*columns, strict=True))
 
 

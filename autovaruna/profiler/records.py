@@ -8,12 +8,28 @@ FORMAT_VERSION = 1
 
 
 @dataclass(frozen=True, slots=True)
+class Sequences:
+    """What a block takes and gives back of the heap, in order: n takes n bytes, -i gives back the i-th that was taken.
+
+    They are counted from 1 in forward, and on from there in backward, which gives back what forward has left. Nothing
+    where that is not known.
+    """
+
+    forward: tuple[int, ...] = ()
+    backward: tuple[int, ...] = ()
+
+
+NOT_RECORDED = Sequences()
+
+
+@dataclass(frozen=True, slots=True)
 class BlockCost:
     """The cost of one block for one micro-batch, on one rank.
 
     `saved_bytes` is what forward keeps for backward (parameters not counted); `work_bytes` what a call needs on top
     while it runs. Of the backward, `weight_seconds` can be left for later; that adds `split_seconds`, and keeps
     `deferred_bytes` until then. `forward_work_bytes` is what forward needs while it runs beside what it makes.
+    `sequences` are what both take one after the other, on a CPU.
     """
 
     forward_seconds: float
@@ -24,6 +40,7 @@ class BlockCost:
     split_seconds: float = 0.0
     deferred_bytes: float = 0.0
     forward_work_bytes: float = 0.0
+    sequences: Sequences = NOT_RECORDED
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from autovaruna.profiler.memory import count_deferred_bytes
 from autovaruna.profiler.parts import Part, block_parts
 from autovaruna.profiler.profile import profile
 from autovaruna.profiler.profile_file import load_profile, save_profile
-from autovaruna.profiler.records import Profile
+from autovaruna.profiler.records import NOT_RECORDED, Profile
 from autovaruna.profiler.roofline import predict
 from autovaruna.profiler.samples import Samples
 from autovaruna.profiler.work import make_work
@@ -89,10 +89,11 @@ def test_a_profile_keeps_them_and_older_files_have_none(names: tuple[str, ...], 
     content = json.loads(path.read_text())
     del content["checksum"]
     for table in content["costs"]:
-        for name in names:
+        for name in (*names, "sequences"):
             del table[name]
     path.write_text(json.dumps(content))
-    none = tuple(replace(cost, **dict.fromkeys(names, 0.0)) for cost in found.costs[0])
+    gone = dict.fromkeys(names, 0.0) | {"sequences": NOT_RECORDED}
+    none = tuple(replace(cost, **gone) for cost in found.costs[0])
     assert load_profile(path).costs == (none,)
 
 
