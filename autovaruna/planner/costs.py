@@ -7,16 +7,17 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from autovaruna.profiler.records import Profile
+from autovaruna.profiler.records import NOT_RECORDED, Profile, Sequences
 
 Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """The cost of each block at one micro-batch size; every array has one entry a block."""
+    """The cost of each block at one micro-batch size, from a table; every array has one entry a block."""
 
     micro_batch_size: float
+    table: CostTable | None
     forward_seconds: Array
     backward_seconds: Array
     saved_bytes: Array
@@ -25,6 +26,10 @@ class Costs:
     split_seconds: Array
     deferred_bytes: Array
     forward_work_bytes: Array
+
+    def sequences_of(self, block: int) -> Sequences:
+        """Returns what a block takes and gives back, one after the other; nothing where that is not known."""
+        return NOT_RECORDED if self.table is None else self.table.sequences_of(block, self.micro_batch_size)
 
     @property
     def input_seconds(self) -> Array:
@@ -46,12 +51,22 @@ class CostTable:
         sizes = np.array(profile.micro_batch_sizes, dtype=np.float64)
         order = np.argsort(sizes)
         self._sizes = sizes[order]
+        self._sequences = [[cost.sequences for cost in profile.costs[row]] for row in order]
         self._fields = [np.maximum.accumulate(_field(profile, name)[order], axis=0) for name in _FIELDS]
 
     def at(self, micro_batch_size: float) -> Costs:
         """Interpolates linearly between the measured sizes, and extrapolates from the two nearest."""
         arrays = (_interpolate(rows, self._sizes, micro_batch_size) for rows in self._fields)
-        return Costs(micro_batch_size, *arrays)
+        return Costs(micro_batch_size, self, *arrays)
+
+    def sequences_of(self, block: int, micro_batch_size: float) -> Sequences:
+        """Returns what a block takes and gives back; between two sizes that differ in more than bytes, as at one."""
+        rows = [row[block] for row in self._sequences]
+        if len(rows) == 1:
+            share = micro_batch_size / self._sizes[0]
+            return _between(Sequences(_none(rows[0].forward), _none(rows[0].backward)), rows[0], share)
+        right, share = _place(self._sizes, micro_batch_size)
+        return _between(rows[right - 1], rows[right], share)
 
 
 _FIELDS = (
@@ -74,9 +89,34 @@ def _interpolate(rows: Array, sizes: Array, size: float) -> Array:
     """Returns the row at `size`; `rows` is ``(len(sizes), num_blocks)`` with ascending sizes and numbers."""
     if len(sizes) == 1:
         return np.asarray(rows[0] * (size / sizes[0]), dtype=np.float64)
-    right = int(np.clip(np.searchsorted(sizes, size), 1, len(sizes) - 1))
-    share = (size - sizes[right - 1]) / (sizes[right] - sizes[right - 1])
+    right, share = _place(sizes, size)
     row = rows[right - 1] + share * (rows[right] - rows[right - 1])
     if size < sizes[0]:
         row = np.maximum(row, rows[0] * (size / sizes[0]))
     return np.asarray(row, dtype=np.float64)
+
+
+def _place(sizes: Array, size: float) -> tuple[int, float]:
+    """Returns the second of the two sizes to go by, and how far `size` lies between them."""
+    right = int(np.clip(np.searchsorted(sizes, size), 1, len(sizes) - 1))
+    return right, float((size - sizes[right - 1]) / (sizes[right] - sizes[right - 1]))
+
+
+def _none(steps: tuple[int, ...]) -> tuple[int, ...]:
+    """Returns the steps with nothing in what they take."""
+    return tuple(min(step, 0) for step in steps)
+
+
+def _between(first: Sequences, second: Sequences, share: float) -> Sequences:
+    """Returns the sequences so far between two; the nearer ones if these differ in more than bytes."""
+    is_same = all(
+        len(a) == len(b) and all(x == y or min(x, y) >= 0 for x, y in zip(a, b, strict=True))
+        for a, b in ((first.forward, second.forward), (first.backward, second.backward))
+    )
+    if not is_same:
+        return first if share < 0.5 else second
+    forward, backward = (
+        tuple(x if x < 0 else max(round(x + share * (y - x)), 1) for x, y in zip(a, b, strict=True))
+        for a, b in ((first.forward, second.forward), (first.backward, second.backward))
+    )
+    return Sequences(forward, backward)

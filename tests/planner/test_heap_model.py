@@ -8,7 +8,8 @@ from itertools import pairwise
 
 import pytest
 
-from autovaruna.planner.memory import holes
+from autovaruna.planner.memory import holes, rank_heap
+from autovaruna.planner.memory.block_steps import steps_of_block
 from autovaruna.planner.memory.heap import MAPPED_BYTES, Heap
 from autovaruna.planner.memory.holdings import holdings_of_stage
 from autovaruna.planner.memory.holes import heap_of_steps
@@ -18,6 +19,7 @@ from autovaruna.planner.predicting.orders import Orders
 from autovaruna.planner.problem import Problem
 from autovaruna.planner.records import Plan
 from autovaruna.planner.search import make_plan
+from autovaruna.profiler.records import Sequences
 from autovaruna.schedule import Instruction, Kind
 from tests.planner.cases import make_problem
 
@@ -118,8 +120,8 @@ def test_tensors_that_are_mapped_leave_none() -> None:
 def test_small_pieces_of_blocks_that_wait_make_holes_greater(monkeypatch: pytest.MonkeyPatch) -> None:
     stage = {0: stage_of(6, 1e6)}
     with_pieces = heap_of_steps(ALTERNATING, stage, 0.0, 0.0)
-    monkeypatch.setattr(holes, "_BEFORE", ())
-    monkeypatch.setattr(holes, "_AFTER", ())
+    monkeypatch.setattr(rank_heap, "_BEFORE", ())
+    monkeypatch.setattr(rank_heap, "_AFTER", ())
     assert heap_of_steps(ALTERNATING, stage, 0.0, 0.0).hole_bytes < with_pieces.hole_bytes
 
 
@@ -128,6 +130,40 @@ def test_what_forward_needs_while_it_runs_lies_between_tensors() -> None:
     needy = replace(stage, blocks=tuple(replace(block, forward_work=3e6) for block in stage.blocks))
     plain, more = (heap_of_steps(ALTERNATING, {0: each}, 0.0, 0.0) for each in (stage, needy))
     assert plain.num_bytes < more.num_bytes and plain.live_bytes == more.live_bytes == 0
+
+
+def recorded(forward: tuple[int, ...], backward: tuple[int, ...]) -> dict[int, StageTensors]:
+    """A stage of one block that makes a megabyte and keeps it, with what was recorded of it."""
+    made, read = {0: 1e6}, {-1: 1e6}
+    steps = steps_of_block(Sequences(forward, backward), made, read, [5e5])
+    block = BlockTensors(made, frozenset({0}), (), 0.0, read, (5e5,), 0.0, (5e5,), 9e6, steps)
+    return {0: StageTensors((block,), {}, {})}
+
+
+@pytest.mark.parametrize(
+    ("forward", "backward", "peak"),
+    [
+        ((1_000_000,), (1_000_000, 500_000), 2.5e6),
+        ((2_000_000, 3_000_000, -1, 1_000_000, -2), (1_000_000, 500_000), 5e6),
+        ((1_000_000, 700_000), (1_000_000, 500_000), 3.2e6),
+        ((1_000_000, 700_000), (-2, 1_000_000, 500_000), 2.5e6),
+        ((1_000_000,), (4_000_000, -2, 1_000_000, 500_000), 5e6),
+    ],
+    ids=["no more than tensors", "copies of a kernel", "what is kept", "given back at once", "copies of its backward"],
+)
+def test_what_was_recorded_is_taken_step_by_step(
+    forward: tuple[int, ...], backward: tuple[int, ...], peak: float
+) -> None:
+    """In place of lumps (here 9 MB that no step takes); at the end nothing is left."""
+    heap = heap_of_steps(program_of("F0 B0"), recorded(forward, backward), 0.0, 0.0)
+    assert (heap.peak_bytes, heap.live_bytes) == (peak, 0)
+
+
+def test_a_gradient_that_no_step_takes_is_that_of_what_was_made() -> None:
+    """As of a sum, which passes on what has come: nothing is taken for it, and what waits for it has its memory."""
+    stage = recorded((1_000_000,), ())[0]
+    stages = {0: replace(stage, gradients_received={0: 1e6})}
+    assert heap_of_steps(program_of("F0 B0"), stages, 0.0, 0.0).peak_bytes == 2e6
 
 
 def test_inputs_are_received_unless_they_are_the_ranks_own() -> None:

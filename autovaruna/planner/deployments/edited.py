@@ -35,7 +35,7 @@ def memory_complaint(plan: Plan, valid_for: Fingerprint, graph: Graph) -> str:
     saved, work = (np.array(each) * (size / known.micro_batch_size) for each in (known.saved_bytes, known.work_bytes))
     deferred = np.array(deferred_bytes) * (size / known.micro_batch_size)
     none = np.zeros_like(saved)
-    costs = Costs(float(size), none, none, saved, work, none, none, deferred, none)
+    costs = Costs(float(size), None, none, none, saved, work, none, none, deferred, none)
     factor = float(valid_for.settings.get("optimizer_bytes_factor", 0.0))
     rules = (known.process_bytes, known.heap_share, known.work_of_all, known.work_of_largest)
     model = MemoryModel(factor, plan.needs_gradient, *rules)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from autovaruna.graph.records import Graph
 from autovaruna.planner.costs import Costs
+from autovaruna.planner.memory.block_steps import BlockSteps, steps_of_block
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +22,7 @@ class BlockTensors:
         read: values that it reads and whose gradients it makes.
         weights: gradients of its parameters; `stepped` those that no earlier block of the stage uses.
         work: what its backward needs besides; `forward_work` the same of its forward.
+        steps: what it takes and gives back, one after the other; in place of `rest` and both works, if it is known.
     """
 
     made: dict[int, float]
@@ -32,6 +34,7 @@ class BlockTensors:
     work: float
     stepped: tuple[float, ...]
     forward_work: float = 0.0
+    steps: BlockSteps | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +95,8 @@ def tensors_of_stage(graph: Graph, costs: Costs, blocks: Collection[int]) -> Sta
         work = float(costs.work_bytes[k]) - come - sum(back.values()) - sum(weights[k])
         own, sizes = {v: num_bytes[v] for v in made[k]}, tuple(weights[k])
         then, needed = tuple(stepped[k]), float(costs.forward_work_bytes[k])
-        return BlockTensors(own, frozenset(kept), tuple(last[k]), left, back, sizes, work, then, needed)
+        steps = steps_of_block(costs.sequences_of(k), own, back, sizes)
+        return BlockTensors(own, frozenset(kept), tuple(last[k]), left, back, sizes, work, then, needed, steps)
 
     back = {v: size for v, size in sent.items() if values[v].needs_gradient}
     return StageTensors(tuple(tensors(k) for k in sorted(inside)), received, back)
