@@ -42,7 +42,9 @@ def compare(shape: Shape, num_micro_batches: int, num_rounds: int) -> tuple[floa
     least, own, other = time_rounds((bound, ours, theirs), num_rounds, clock=slowest)
     efficiency, ratio = Pairs(least, own), Pairs(other, own)
     text = (
-        f"{1e3 * median(own):8.2f} ms, bound {1e3 * median(least):8.2f} ms, efficiency {efficiency.spread}; "
+        f"{1e3 * median(own):8.2f} ms, bound {1e3 * median(least):8.2f} ms "
+        f"({1e3 * median(least) / (num_micro_batches + NUM_STAGES - 1):.3g} ms a micro-batch), "
+        f"efficiency {efficiency.spread}; "
         f"theirs / ours {ratio.spread}"
     )
     return median(ratio.ratios), text
@@ -64,7 +66,7 @@ def main() -> None:
     ratios = []
     for milliseconds in times:
         for kibibytes in sizes:
-            shape = COMM.bcast(shape_for(milliseconds * 1e-3, int(kibibytes * 1024)) if get_rank() == 0 else None)
+            shape = shape_for(milliseconds * 1e-3, int(kibibytes * 1024))
             num_rounds = args.rounds or max(7, min(30, round((1500 if args.quick else 6000) / (milliseconds * 40 + 5))))
             ratio, text = compare(shape, args.micro_batches, num_rounds)
             ratios.append(ratio)

@@ -59,7 +59,7 @@ def say(text: str) -> None:
 
 def against_bound(milliseconds: float, kibibytes: float, num_micro_batches: int, num_times: int) -> None:
     """Prints a step of two stages beside its bound."""
-    shape = COMM.bcast(shape_for(milliseconds * 1e-3, int(kibibytes * 1024)) if get_rank() == 0 else None)
+    shape = shape_for(milliseconds * 1e-3, int(kibibytes * 1024))
     step, bound = step_of(shape, 2, num_micro_batches)
     assert bound is not None
     pairs = time_pairs(bound, step, num_times, 2, slowest)
@@ -71,7 +71,7 @@ def against_bound(milliseconds: float, kibibytes: float, num_micro_batches: int,
 
 def against_latency(milliseconds: float, latency: float, num_times: int) -> None:
     """Prints varuna's step beside that of 1F1B as the textbook has it, on slow links."""
-    shape = COMM.bcast(shape_for(milliseconds * 1e-3, 16384) if get_rank() == 0 else None)
+    shape = shape_for(milliseconds * 1e-3, 16384)
     textbook, expected = measure(shape, 2, 16, num_times, schedule="1f1b", in_flight=2)
     ours, predicted = measure(shape, 2, 16, num_times, schedule="varuna")
     say(
@@ -95,7 +95,7 @@ def main() -> None:
     for milliseconds in (0.05, 10) if args.quick else (0.05, 0.2, 1, 5, 10, 50):
         against_bound(milliseconds, 16, 8, num_times)
     for num_stages in (2, 4):
-        shape = COMM.bcast(shape_for(2e-3, 16384) if get_rank() == 0 else None)
+        shape = shape_for(2e-3, 16384)
         seconds, predicted = measure(copy.copy(shape), num_stages, 8, num_times)
         say(f"{num_stages} stages on 2 ranks: {1e3 * seconds:.2f} ms, predicted {1e3 * predicted:.2f} ms")
     send, receive = world.send, world.receive
