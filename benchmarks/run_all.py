@@ -32,7 +32,7 @@ SCRIPTS = {
     "checkpoint_delay": "Steps with a checkpoint in the background",
 }
 NO_QUICK = {
-    "overhead": ["--pairs", "20"],
+    "overhead": ["--seconds", "6"],
     "placement": [],
     "prediction": ["--steps", "3", "--turns", "1", "--only", "1f1b"],
     "checkpoint": ["--gigabytes", "0.25"],
