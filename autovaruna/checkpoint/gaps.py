@@ -24,8 +24,8 @@ class Gaps:
             self._seconds.append(time.monotonic() - self._end)
         self._is_running = True
 
-    def note_end(self) -> None:
-        """Says that a step has ended."""
+    def note_end(self, *_: object) -> None:
+        """Says that a step has ended; a hook of the optimizer."""
         self._is_running = False
         self._end = time.monotonic()
 

@@ -45,8 +45,11 @@ class Acts:
         """
         self._optimizer = optimizer
         self._groups = [f"{len(names)} from {names[0]} to {names[-1]}" if names else "none" for names in groups]
-        optimizer.register_step_post_hook(lambda *_: self.note(_STEP))
+        optimizer.register_step_post_hook(self._note_step)
         optimizer.zero_grad = self._counted(optimizer.zero_grad, _ZERO)  # type: ignore[method-assign]
+
+    def _note_step(self, *_: object) -> None:
+        self._counts[_STEP] += 1
 
     def digest(self) -> Digest:
         """Returns what is short, and equal for ranks that have done the same."""

@@ -53,10 +53,10 @@ class Persistence:
         self._saver: Saver | None = None
         self._gaps = Gaps()
         if optimizer is not None:
-            optimizer.register_step_pre_hook(lambda *_: self._before_step())
-            optimizer.register_step_post_hook(lambda *_: self._gaps.note_end())
+            optimizer.register_step_pre_hook(self._before_step)
+            optimizer.register_step_post_hook(self._gaps.note_end)
 
-    def _before_step(self) -> None:
+    def _before_step(self, *_: object) -> None:
         self._gaps.note_begin()
         if self._saver is not None:
             self._saver.wait_snapshot()

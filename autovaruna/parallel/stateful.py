@@ -48,11 +48,11 @@ class StatefulModule(ShownModule):
         self._num_calls = 0
         self._persistence = Persistence(None if self._cut_optimizer is None else self._cut_optimizer.optimizer)
         self._acts = Acts()
-        self._lent = lent = Lent()
+        self._lent = Lent()
         if self._cut_optimizer is not None:
             self._own_steps = OwnSteps(self._cut_optimizer.optimizer)
             self._acts.watch(self._cut_optimizer.optimizer, self._cut_optimizer.names)
-            self._cut_optimizer.optimizer.register_step_pre_hook(lambda *_: lent.settle())
+            self._cut_optimizer.optimizer.register_step_pre_hook(self._lent.settle)
         self._known_world: World | None = None
         self._number = 0
 

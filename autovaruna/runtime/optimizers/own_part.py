@@ -107,6 +107,8 @@ class OwnSteps:
 
     def _step(self, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Runs a step; hooks, and what the script gives it to call, see the parameters of all ranks."""
+        if not (self.is_on or args or kwargs):  # nothing that it calls could turn this on
+            return plain()
         before: Any = self._optimizer._optimizer_step_pre_hooks
         after: Any = self._optimizer._optimizer_step_post_hooks
         before.move_to_end(self._before.id)
@@ -119,12 +121,12 @@ class OwnSteps:
             self._give_back()
 
     def _zero_grad(self, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        whole = cut_down(self._optimizer) if self.is_on else []
-        try:
+        if not self.is_on:
             plain(*args, **kwargs)
-        finally:
-            give_back(self._optimizer, whole)
-        if not self.is_on or (args[0] if args else kwargs.get("set_to_none", True)) is False:
+            return
+        with own_part(self._optimizer):
+            plain(*args, **kwargs)
+        if (args[0] if args else kwargs.get("set_to_none", True)) is False:
             return
         with PLAIN():  # one after the other through `Elsewhere` takes long
             for group in self._optimizer.param_groups:

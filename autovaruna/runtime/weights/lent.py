@@ -25,8 +25,8 @@ class Lent:
         self._kept.append(given)
         self._known.append((ref(given), given._version, own))
 
-    def settle(self) -> None:
-        """Copies what has been written since into the model."""
+    def settle(self, *_: object) -> None:
+        """Copies what has been written since into the model; a hook of the optimizer, too."""
         if not self._known:
             return
         known, self._known = self._known, []
