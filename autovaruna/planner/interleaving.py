@@ -161,11 +161,19 @@ class Interleaving:
         return self.planner.bound(plan) if plan else math.inf
 
     def _laid_out(self, shape: Shape) -> list[tuple[float, Candidate]]:
-        """Returns the candidates of a shape, the first cuts in every layout over hosts, with their bounds in order."""
-        own, others = list(self.candidates(shape)), layouts(self.problem, self.order, [*map(len, shape.groups)])
+        """Returns the first cuts of a shape in every layout over hosts, with their bounds in order."""
+        first, others = next(self.candidates(shape)), layouts(self.problem, self.order, [*map(len, shape.groups)])
         places = [tuple(groups[group] for group in shape.pattern) for groups in others if groups != shape.groups]
-        found = own + [replace(own[0], ranks=ranks) for ranks in places]
+        found = [first, *(replace(first, ranks=ranks) for ranks in places)]
         return sorted(((self._bound(each), each) for each in found), key=lambda pair: pair[0])
+
+    def even_out(self, trials: Trials, most: int) -> None:
+        """Simulates the best candidates with cuts that are more even between groups."""
+        for candidate in trials.best_few(most):
+            groups = tuple(dict.fromkeys(candidate.ranks))
+            pattern = tuple(map(groups.index, candidate.ranks))
+            for other in self.candidates(Shape(0.0, groups, pattern, candidate.num_micro_batches)):
+                trials.attempt(other, trials.ranked[candidate])
 
 
 def _varied(shapes: list[Shape]) -> list[Shape]:

@@ -18,7 +18,8 @@ Pattern = tuple[int, ...]
 
 EVERY = 4
 """Up to so many rounds every number is worth a try, there and back too; of more, even numbers in turn are enough."""
-_TURNS = 3
+_SHARE_OF_OWN = (0.25, 0.05)
+"""What a stage's own seconds count beside those of its group, ever less: stages of very uneven sizes fill slowly."""
 _WIDEST = 4.0
 _FEW_STAGES = 8
 
@@ -49,8 +50,9 @@ def patterns(num_groups: int, most_each: int, num_stages: int = 0, more_than: in
 def cut_evenly(work: Array, loads: Sequence[float], pattern: Pattern) -> Iterator[tuple[int, ...]]:
     """Yields cuts that are ever more even between groups; with lumpy work the first ones have better stages.
 
-    Minimises the sum over stages of the squares of their own seconds, and then, again and again, of their seconds
-    together with those of the other stages of the group as the cuts before left them.
+    Those minimise the sum over stages of the squares of their own seconds. Then stages that follow each other on
+    different groups are cut anew, run after run, each with all others of its group as they are: what that minimises
+    never grows, while cutting all stages anew at once overshoots.
 
     Args:
         work: seconds of each segment.
@@ -60,29 +62,46 @@ def cut_evenly(work: Array, loads: Sequence[float], pattern: Pattern) -> Iterato
     total = np.append(0.0, np.cumsum(work))
     n, num_stages = len(work), len(pattern)
     width = n if num_stages <= _FEW_STAGES else min(n, math.ceil(_WIDEST * n / num_stages) + 1)
-    factors = np.array([loads[group] for group in pattern])
-    others = np.zeros(num_stages)
-    known: set[tuple[int, ...]] = set()
-    for _ in range(_TURNS):
-        starts = _least_squares(total, factors, others, width)
-        if starts is None or starts in known:
+    factors, groups = np.array([loads[group] for group in pattern]), np.array(pattern)
+    ends = _least_squares(total, factors, np.zeros(num_stages), width, _SHARE_OF_OWN[0])
+    if ends is None:
+        return
+    yield tuple(ends[:-1])
+    known, windows = [ends], _windows(pattern)
+    for share in _SHARE_OF_OWN:
+        for first, end in windows:
+            own = factors * np.diff(total[ends])
+            others = (np.bincount(groups, own, len(loads))[groups] - own)[first:end]
+            low, high = ends[first], ends[end]
+            part = total[low : high + 1]
+            inner = _least_squares(part, factors[first:end], others, min(width, high - low), share)
+            ends = ends if inner is None else [*ends[:first], *(low + each for each in inner), *ends[end + 1 :]]
+        if ends in known:
             return
-        known.add(starts)
-        yield starts
-        own = factors * np.diff(total[[*starts, n]])
-        held = np.zeros(len(loads))
-        np.add.at(held, list(pattern), own)
-        others = held[list(pattern)] - own
+        known.append(ends)
+        yield tuple(ends[:-1])
 
 
-def _least_squares(total: Array, factors: Array, others: Array, width: int) -> tuple[int, ...] | None:
-    """Returns the first segments of the stages for which the sum of ``(own + others)^2 + own^2 / 4`` is least."""
+def _windows(pattern: Pattern) -> list[tuple[int, int]]:
+    """Returns runs of stages on different groups, each of which begins in the middle of the one before."""
+    windows, first, end = [], 0, 0
+    while end < len(pattern):
+        end = first + 1
+        while end < len(pattern) and pattern[end] not in pattern[first:end]:
+            end += 1
+        windows.append((first, end))
+        first += max((end - first) // 2, 1)
+    return windows
+
+
+def _least_squares(total: Array, factors: Array, others: Array, width: int, share: float) -> list[int] | None:
+    """Returns the ends of stages, and 0 before, with least sum of ``(own + others)^2 + share * own^2``."""
     n, num_stages = len(total) - 1, len(factors)
     rows = np.arange(n + 1)
     ends = np.minimum(rows[:, None] + 1 + np.arange(width)[None, :], n)
     own = np.where(rows[:, None] < ends, total[ends] - total[:, None], np.inf)
     seconds = {factor: factor * own for factor in {*factors.tolist()}}
-    quarters = {factor: each**2 / 4 for factor, each in seconds.items()}
+    shares = {factor: share * each**2 for factor, each in seconds.items()}
     padded = np.full(n + width + 1, np.inf)  # the best rest behind each end; rows past the end see infinities
     best, later = padded[: n + 1], np.lib.stride_tricks.sliding_window_view(padded[1:], width)[: n + 1]
     best[n] = 0.0
@@ -91,7 +110,7 @@ def _least_squares(total: Array, factors: Array, others: Array, width: int) -> t
         factor = float(factors[stage])
         np.add(seconds[factor], others[stage], out=costs)
         np.square(costs, out=costs)
-        costs += quarters[factor]
+        costs += shares[factor]
         costs += later
         columns = costs.argmin(axis=1)
         best[:] = costs[rows, columns]
@@ -99,7 +118,7 @@ def _least_squares(total: Array, factors: Array, others: Array, width: int) -> t
         choices.append(ends[rows, columns])
     if not np.isfinite(best[0]):
         return None
-    starts = [0]
-    for choice in choices[:0:-1]:
-        starts.append(int(choice[starts[-1]]))
-    return tuple(starts)
+    found = [0]
+    for choice in choices[::-1]:
+        found.append(int(choice[found[-1]]))
+    return found

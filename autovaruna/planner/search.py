@@ -133,6 +133,7 @@ class _Search:
             if most_each > more_than:
                 interleaving = Interleaving(self.planner, most_each, self.forced_stages, order, more_than)
                 interleaving.try_shapes(self.counts, known, trials, seconds)
+        Interleaving(self.planner, self.most_each, self.forced_stages, order).even_out(trials, _SHAPES_STARTS)
         climb_best(trials, _SHAPES_STARTS, _SHAPES_CLIMB_SECONDS, self.single.recut, self.progress)
         if self.is_small:
             self._try_all_patterns(trials)
