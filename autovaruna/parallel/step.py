@@ -11,7 +11,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from autovaruna.errors import InputError
+from autovaruna.errors import InputError, OrderError
 from autovaruna.graph.outputs import OutputKind, OutputSpec
 from autovaruna.runtime.exchange import GradientExchange
 from autovaruna.runtime.executor import Executor
@@ -20,7 +20,7 @@ from autovaruna.runtime.job import Job
 from autovaruna.runtime.mail import Mail
 from autovaruna.runtime.optimizers.scaler import LossScale
 from autovaruna.runtime.outputs import OutputCollector
-from autovaruna.runtime.publish import Gradients, follows_a_call, publish
+from autovaruna.runtime.publish import Finish, Gradients, follows_a_call, publish
 from autovaruna.runtime.traffic import Traffic
 from autovaruna.runtime.worlds.world import World
 from autovaruna.schedule.instruction import Kind
@@ -142,9 +142,15 @@ class Step:
         published = self._publish({self.loss_place: self.traffic.empty_loss(self.device)}, self._finish)
         self._loss = published[self.loss_place]
 
-    def _finish(self, gradients: Gradients) -> Gradients:
-        """Gives out the gradients of the step, scaled by what comes into the loss."""
+    def _finish(self, gradients: Gradients, is_kept: bool) -> Gradients:
+        """Gives out the gradients of the step, scaled by what comes into the loss; copies if another backward may come.
+
+        What earlier calls kept back is given out once.
+        """
         own, totals, kept, inputs = self._found
+        if is_kept:
+            self._found = own, totals, {}, inputs
+            own, totals, inputs = _copies(own), _copies(totals), {**inputs, **_copies(inputs)}
         if gradients[0] is None:
             self.note_backward("none")
             return self._for_sources({}, kept, {})
@@ -157,7 +163,7 @@ class Step:
             self.gradients.keep(_scaled(own, scale))
         return self._for_sources(_scaled(totals, scale), kept, _scaled(inputs, scale))
 
-    def _refuse(self, gradients: Gradients) -> Gradients:
+    def _refuse(self, gradients: Gradients, is_kept: bool) -> Gradients:
         """Refuses to go backward from outputs beside the loss."""
         others = [spec for place, spec in self.wanted.items() if place != self.loss_place]
         self.note_backward("of other outputs")
@@ -177,14 +183,24 @@ class Step:
         zeros = [output.new_zeros(()).expand(output.shape) for output in outputs.values()]
         return list(self._publish(outputs, partial(self._backwards, zeros)).values())
 
-    def _backwards(self, zeros: Sequence[Tensor], gradients: Gradients) -> Gradients:
-        """Runs all backwards for the gradients of this rank's outputs."""
+    def _backwards(self, zeros: Sequence[Tensor], gradients: Gradients, is_kept: bool) -> Gradients:
+        """Runs all backwards for the gradients of this rank's outputs.
+
+        Raises:
+            OrderError: another backward may come, for which stages that split theirs keep nothing.
+        """
+        if is_kept and self.job.splitting:
+            raise OrderError(
+                "A backward with retain_graph=True: got the schedule zero_bubble, whose stages keep nothing for "
+                "another one. Expected one backward, of the sum of all losses; or another schedule."
+            )
         self.note_backward("of its outputs")
         self.loss_scale.after(1.0)
         self.note_gradients(self.is_synchronising)
         with self.guard:
             self.exchange.spread_output_gradients(gradients, zeros)
             self.executor.output_gradients = self.exchange.output_gradient
+            self.executor.keeps_graphs = is_kept
             if self.is_synchronising:
                 self.executor.stage_ended = self.gradients.begin(self.exchange.origin)
             self.executor.run(self.traffic.program(_BACKWARDS, self.exchange.origin))
@@ -196,7 +212,7 @@ class Step:
                 return self._for_sources({}, {}, inputs)
             return self._for_sources(self.gradients.total(own, self.exchange.origin), self.take_kept(), inputs)
 
-    def _publish(self, outputs: Mapping[int, Tensor], finish: Callable[[Gradients], Gradients]) -> dict[int, Tensor]:
+    def _publish(self, outputs: Mapping[int, Tensor], finish: Finish) -> dict[int, Tensor]:
         carries = [self.specs[place].needs_gradient for place in outputs]
         published = publish(list(outputs.values()), carries, list(self.sources.values()), finish)
         return dict(zip(outputs, published, strict=True))
@@ -218,6 +234,10 @@ class Step:
             found[name] = gradient if now is None else gradient.add_(now)
         found |= {input_key(name): self._as_own(name, gradient) for name, gradient in inputs.items()}
         return [found.get(name) for name in self.sources]
+
+
+def _copies(gradients: Mapping[Key, Tensor | None]) -> dict[Key, Tensor]:
+    return {key: gradient.clone() for key, gradient in gradients.items() if gradient is not None}
 
 
 def _scaled(gradients: Mapping[Key, Tensor | None], scale: float) -> dict[Key, Tensor]:

@@ -24,10 +24,10 @@ def arrive(tensor: Tensor, gradients: dict[str, Tensor], name: str) -> Tensor:
     return arrived
 
 
-def go_backward(roots: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+def go_backward(roots: Sequence[Tensor], gradients: Sequence[Tensor], is_kept: bool = False) -> None:
     """Runs backward as ``torch.autograd.backward``, whose checks take as long as a small stage computes."""
     for root, gradient in zip(roots, gradients, strict=True):
         assert root.shape == gradient.shape, f"gradient of shape {gradient.shape} for a tensor of shape {root.shape}"
     Variable._execution_engine.run_backward(
-        tuple(roots), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True
+        tuple(roots), tuple(gradients), is_kept, False, (), allow_unreachable=True, accumulate_grad=True
     )

@@ -49,6 +49,7 @@ class Executor:
     `output_gradients` gives the gradient of output `place` for a micro-batch; a loss has its share. `stage_ended` hears
     of each stage whose last gradients on this rank are there, or that has none. `aside` is what else a step has to do
     before its first backward: it is called while this rank waits for the first time, or then at the latest.
+    `keeps_graphs` says whether the same backwards may run again.
     """
 
     def __init__(
@@ -77,6 +78,7 @@ class Executor:
         self.output_gradients: Callable[[int, MicroBatch], Tensor | None] = _no_gradient
         self.stage_ended: Callable[[int], None] = lambda stage: None
         self.aside: Callable[[], None] | None = None
+        self.keeps_graphs = False
         self._traffic = traffic
         self._act: Act | None = None
 
@@ -163,6 +165,8 @@ class Executor:
         state = self._in_flight[stage.index, act.part.index]
         assert state.stash is not None, "a stage that recomputes has kept what it received"
         state.tensors = state.stash.take()
+        if self.keeps_graphs:
+            state.stash = Stash(state.tensors, is_offloaded=self._job.offload)
         with self._state.as_before(stage, state.before):
             state.returned = self._run_stage(stage, act.part, state, keeps_graph=True)
         state.tensors = NOTHING
@@ -170,16 +174,20 @@ class Executor:
     def _backward(self, stage: StageModule, act: Act) -> None:
         """Waits for gradients, runs backward, starts to send the gradients of what the stage received."""
         place = stage.index, act.part.index
-        state = self._in_flight.pop(place)
+        state = self._in_flight[place]
+        is_kept = self.keeps_graphs and stage.index not in self._job.recomputing
         roots: list[Tensor] = []
         gradients: list[Tensor] = []
         for name, gradient in self._arrived_gradients(stage, act):
             if gradient is not None and (root := state.returned[name]).requires_grad:
                 roots.append(root)
                 gradients.append(gradient)
-        state.returned = NOTHING
+        if not is_kept:
+            state.returned = NOTHING
+        if not self.keeps_graphs:
+            del self._in_flight[place]
         if roots:
-            go_backward(roots, gradients)
+            go_backward(roots, gradients, is_kept)
         if state.deferred is not None:
             self._deferred[place] = state.deferred
         for kind, names in act.sends:
@@ -187,6 +195,7 @@ class Executor:
         for name, holder in self._job.split.input_gradients.items():
             if holder == stage.index:
                 self.input_gradients[name, act.part.index] = state.gradients.get(name)
+        state.gradients.clear()
 
     def _weights(self, stage: StageModule, act: Act) -> None:
         """Computes the weight gradients that the backward has left."""

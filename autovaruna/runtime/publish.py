@@ -17,7 +17,8 @@ from torch.autograd.function import _SingleLevelFunction
 from autovaruna.errors import OrderError
 
 Gradients = Sequence[Tensor | None]
-Finish = Callable[[Gradients], Gradients]
+Finish = Callable[[Gradients, bool], Gradients]
+"""Turns gradients of outputs into those of sources; told whether the caller may go backward again (`retain_graph`)."""
 
 
 class _Published(_SingleLevelFunction):
@@ -38,12 +39,20 @@ class _Published(_SingleLevelFunction):
                 "A second derivative of a step: got create_graph=True, but a step computes numbers alone. Expected a "
                 "backward without it; compute a penalty on gradients in the model's own forward."
             )
-        finish, ctx.finish = ctx.finish, None
+        finish, is_kept = ctx.finish, _is_graph_kept()
         if finish is None:
             raise OrderError(
-                "Backward through the same step a second time: its gradients have been given out. Call the model again."
+                "Backward through the same step a second time: its gradients have been given out. Call the model "
+                "again, or pass retain_graph=True to every backward but the last."
             )
-        return None, None, None, None, *finish(gradients)
+        if not is_kept:
+            ctx.finish = None
+        return None, None, None, None, *finish(gradients, is_kept)
+
+
+def _is_graph_kept() -> bool:
+    """Whether the backward that runs now keeps its graph for another one."""
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
 
 
 def follows_a_call(tensor: Tensor) -> bool:
@@ -70,7 +79,8 @@ def publish(
         outputs: What the call computed.
         carries: Which outputs a backward may start from.
         sources: Parameters and inputs that get gradients.
-        finish: Turns the gradients of `outputs` into those of `sources`; called once.
+        finish: Turns the gradients of `outputs` into those of `sources`; called once, and again after each backward
+            that keeps the graph.
     """
     if not any(carries):
         return list(outputs)

@@ -340,18 +340,6 @@ def test_modules_are_those_of_the_model() -> None:
     bit_equal(got, one)
 
 
-def test_a_second_backward_through_a_step_is_refused() -> None:
-    batch = CASES["chain"].batch(7, 0)
-
-    def run(model: AutoVaruna, optimizer: Any, rank: int) -> None:
-        loss = model(**batch[1])
-        loss.backward(retain_graph=True)
-        with pytest.raises(RuntimeError, match="second time"):
-            loss.backward()
-
-    on_ranks(pipeline(2), CASES["chain"].model(), run)
-
-
 def test_a_gradient_is_added_to_what_is_there() -> None:
     case = CASES["tied"]
     batch = case.batch(7, 0)
