@@ -249,3 +249,37 @@ def test_hooks_of_nodes_are_refused(node: str) -> None:
         case = Case(f"hooked node {node} {name}", lambda: AfterHook(HookedNode(NODES[node][0], name)), labelled)  # noqa: B023
         batches = [case.batch(SIZE, 0)]
         compare(train(case, pipeline(2), batches), plain_steps(case, batches))
+
+
+class InC(nn.Module):
+    """Calls a function of torch that cannot be traced, and is written in C++."""
+
+    def __init__(self, act: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.last, self.act = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES), act
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(self.last(self.act(torch.tanh(self.first(x)))), y)
+
+
+def test_functions_in_c_that_cannot_be_traced_are_kept_whole() -> None:
+    case = Case("quantised", lambda: InC(lambda h: torch.fake_quantize_per_tensor_affine(h, 0.1, 0, -8, 7)), labelled)
+    batches = [case.batch(SIZE, step) for step in range(2)]
+    compare(train(case, pipeline(2), batches), plain_steps(case, batches))
+
+
+COVARIANCES: dict[str, Callable[[Tensor], Tensor]] = {
+    "function": lambda h: torch.cov(h),
+    "method": lambda h: h.cov(),
+    "correlation": lambda h: torch.corrcoef(h),
+}
+
+
+@pytest.mark.parametrize("name", COVARIANCES)
+def test_functions_in_c_may_join_whole_batches(name: str) -> None:
+    case = Case(f"in C {name}", lambda: InC(lambda h: h * (1.0 + COVARIANCES[name](h.t()).square().mean())), labelled)
+    batches = [case.batch(SIZE, step) for step in range(2)]
+    compare(train(case, pipeline(2, num_micro_batches=1), batches), plain_steps(case, batches))
+    with pytest.raises(AutoVarunaError, match="mixes the samples"):
+        AutoVaruna(case.model(), num_micro_batches=2, **QUIET)(**batches[0][1])
+    assert "cov" not in vars(torch.Tensor)

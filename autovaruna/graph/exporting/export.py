@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib import import_module
@@ -34,6 +35,7 @@ from autovaruna.graph.exporting.program import example_inputs, program_of
 from autovaruna.graph.exporting.quiet import quiet_failure
 from autovaruna.graph.exporting.size_guards import tried_guards
 from autovaruna.graph.exporting.stack import short_stacks
+from autovaruna.graph.exporting.stopped_functions import stopped_functions
 from autovaruna.graph.exporting.thresholds import find_threshold
 from autovaruna.graph.exporting.tidy import PREFIX, tidy
 from autovaruna.graph.exporting.unlift import unlift
@@ -159,7 +161,7 @@ def _attempt(
         idioms(kept.integers) as other_integers,
         padded_encoders(),
         noted_precision(call.precision),
-        short_stacks(),
+        _noted_stops(kept.notes_functions) as stopped,
     ):
         flat.note_batch = keeper.note_batch
         inputs = example_inputs(call, batch_size, mode, device)
@@ -184,7 +186,7 @@ def _attempt(
             refusal = own_error(flat, example_inputs(call, call.batch_size, mode, device), mode)
             drawn = draws.error()
             if kept.can_grow and (drawn or not (is_dynamic and refusal is None and is_about_batch(error))):
-                try_otherwise(drawn or error, model, kept)
+                try_otherwise(drawn or error, model, kept, stopped)
             if isinstance(error, TraceError):
                 raise
             raise explain(error, model, call, is_dynamic, fixing, refusal) from error
@@ -214,6 +216,13 @@ def _attempt(
         next(iter(lone), ""),
         bool(kept.num_gradients),
     )
+
+
+@contextmanager
+def _noted_stops(notes_functions: bool) -> Iterator[list[str]]:
+    """Notes where a trace stops: lines of the model, and functions of torch."""
+    with short_stacks(), stopped_functions(notes_functions) as stopped:
+        yield stopped
 
 
 def _check_next(found: Exported, trace_again: Callable[[], Exported]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import traceback
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from torch import nn
@@ -11,6 +12,7 @@ from torch import nn
 from autovaruna.graph.explain import chain_of
 from autovaruna.graph.exporting.culprit import function_to_keep, more_to_keep
 from autovaruna.graph.exporting.inner_gradients import GoesBackwardError
+from autovaruna.graph.exporting.stopped_functions import is_of_function
 from autovaruna.graph.kept_whole.functions import Function
 from autovaruna.graph.refused import InModuleError
 from autovaruna.graph.said import warn_once
@@ -34,6 +36,7 @@ class Kept:
         notes_draws: whether modules that draw from Python's generators are looked for.
         integers: names of the modules of Python in which ``int`` leaves sizes as they are.
         num_gradients: how often forward may go backward itself; None: never, that has been tried.
+        notes_functions: whether functions of torch that stop the trace, and that no traceback names, are noted.
         imported: modules of torch that are imported before, since they cannot be while a model is traced.
     """
 
@@ -46,6 +49,7 @@ class Kept:
     notes_draws: bool = False
     integers: frozenset[str] = frozenset()
     num_gradients: int | None = 0
+    notes_functions: bool = False
     imported: frozenset[str] = frozenset()
 
 
@@ -57,8 +61,15 @@ class KeepMoreError(Exception):
         self.kept = kept
 
 
-def try_otherwise(error: Exception, model: nn.Module, kept: Kept) -> None:
-    """Asks for another attempt: first one that does what stopped this one in another way, then without that."""
+def try_otherwise(error: Exception, model: nn.Module, kept: Kept, stopped: Sequence[str] = ()) -> None:
+    """Asks for another attempt: first one that does what stopped this one in another way, then without that.
+
+    Args:
+        error: What stopped this one.
+        model: The model.
+        kept: What this one has kept whole.
+        stopped: Functions of torch that it has stopped in, if they were noted.
+    """
     if _stopped_in(error, OF_JVP) and OF_JVP not in kept.imported:
         raise KeepMoreError(replace(kept, imported=kept.imported | {OF_JVP})) from error
     if kept.num_gradients is not None and isinstance(error, GoesBackwardError):
@@ -73,7 +84,9 @@ def try_otherwise(error: Exception, model: nn.Module, kept: Kept) -> None:
     if modules:
         _warn(model, sorted(modules - kept.modules), error)
         raise KeepMoreError(replace(kept, modules=modules)) from error
-    function = function_to_keep(error)
+    function = function_to_keep(error) or next(iter(stopped), "")
+    if not function and not kept.notes_functions and is_of_function(error):
+        raise KeepMoreError(replace(kept, notes_functions=True)) from error
     if function and function not in kept.operations:
         _warn(model, [function], error)
         raise KeepMoreError(replace(kept, operations=kept.operations | {function})) from error

@@ -6,7 +6,7 @@ call of `run_kept`. What the module returns is learned by trying it out (`trial.
 
 from __future__ import annotations
 
-import importlib
+import pkgutil
 import traceback
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -106,8 +106,8 @@ class KeptFunction(nn.Module):
 def _function_kept(path: str, keeper: Keeper) -> Iterator[None]:
     """Keeps a function whole on this thread while the context lasts."""
     holder_name, _, name = path.rpartition(".")
-    holder = importlib.import_module(holder_name)
-    function, tracing = getattr(holder, name), get_ident()
+    holder = pkgutil.resolve_name(holder_name)
+    function, tracing, is_own = getattr(holder, name), get_ident(), name in vars(holder)
     module = KeptFunction(path, function)
     keep = partial(keeper.call, path, module, _Spare.of(module))
 
@@ -118,7 +118,10 @@ def _function_kept(path: str, keeper: Keeper) -> Iterator[None]:
     try:
         yield
     finally:
-        setattr(holder, name, function)
+        if is_own:
+            setattr(holder, name, function)
+        else:  # it is of a class before it
+            delattr(holder, name)
 
 
 @dataclass(frozen=True)
