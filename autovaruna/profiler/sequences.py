@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 
 import torch
-from torch import Tensor
 
 from autovaruna.profiler.allocations import AllocationMeter, is_profiled
 from autovaruna.profiler.records import NOT_RECORDED, Sequences
@@ -21,15 +19,14 @@ def record_sequences(work: Work, device: torch.device) -> Sequences:
     if device.type != "cpu" or is_profiled():
         return NOT_RECORDED
     taken = _Taken()
-    with _gradients_apart(work) as held, AllocationMeter() as meter:
+    with AllocationMeter() as meter:
         outputs = work.forward()
         meter.restart()
         forward = taken.numbered(meter.events)
-        if work.needs_gradient:
-            work.backward(outputs)
+        held = work.gradients_of_arguments(outputs) if work.needs_gradient else ()
         meter.restart()
         backward = taken.numbered(meter.events)
-        held.clear()
+        del held
     return Sequences(forward, backward)
 
 
@@ -51,25 +48,3 @@ class _Taken:
             elif address in self._numbers:
                 found.append(-self._numbers.pop(address))
         return tuple(found)
-
-
-@contextmanager
-def _gradients_apart(work: Work) -> Iterator[list[Tensor]]:
-    """Lets every gradient be made anew, and keeps it in the list; then puts back those that were there."""
-    leaves = [each for each in work.arguments if isinstance(each, Tensor) and each.requires_grad]
-    before = [leaf.grad for leaf in leaves]
-    made: list[Tensor] = []
-
-    def keep(leaf: Tensor) -> None:
-        assert leaf.grad is not None
-        made.append(leaf.grad)
-
-    hooks = [leaf.register_post_accumulate_grad_hook(keep) for leaf in leaves]  # type: ignore[no-untyped-call]
-    try:
-        for leaf in leaves:
-            leaf.grad = None
-        yield made
-    finally:
-        for leaf, gradient, hook in zip(leaves, before, hooks, strict=True):
-            leaf.grad = gradient
-            hook.remove()

@@ -9,7 +9,7 @@ from itertools import pairwise
 import pytest
 
 from autovaruna.planner.memory import holes, rank_heap
-from autovaruna.planner.memory.block_steps import steps_of_block
+from autovaruna.planner.memory.block_steps import BlockSteps, steps_of_block
 from autovaruna.planner.memory.heap import MAPPED_BYTES, Heap
 from autovaruna.planner.memory.holdings import holdings_of_stage
 from autovaruna.planner.memory.holes import heap_of_steps
@@ -164,6 +164,22 @@ def test_a_gradient_that_no_step_takes_is_that_of_what_was_made() -> None:
     stage = recorded((1_000_000,), ())[0]
     stages = {0: replace(stage, gradients_received={0: 1e6})}
     assert heap_of_steps(program_of("F0 B0"), stages, 0.0, 0.0).peak_bytes == 2e6
+
+
+def test_a_gradient_that_two_share_is_not_added_to() -> None:
+    """Of x + f(x) + y: f's gradient meets the shared one, and neither may change, so that their sum is a third."""
+    made, all_three = {1: 1e6}, {0: 1e6, 2: 1e6, 3: 1e6}
+    last = BlockTensors(made, frozenset({1}), (), 0.0, all_three, (), 0.0, (), 0.0, recorded_steps(made, all_three))
+    middle = BlockTensors({2: 1e6}, frozenset({2}), (), 0.0, {0: 1e6}, (), 0.0, (), 0.0)
+    first = BlockTensors({0: 1e6, 3: 1e6}, frozenset({0, 3}), (), 0.0, {}, (), 0.0, ())
+    stages = {0: StageTensors((first, middle, last), {}, {1: 1e6})}
+    heap = heap_of_steps(program_of("F0 B0"), stages, 0.0, 0.0)
+    assert (heap.peak_bytes, heap.live_bytes) == (3e6 + 3e6, 0)
+
+
+def recorded_steps(made: dict[int, float], read: dict[int, float]) -> BlockSteps | None:
+    """Of a sum: it makes its value, and takes nothing backward."""
+    return steps_of_block(Sequences((1_000_000,), ()), made, read, [])
 
 
 def test_inputs_are_received_unless_they_are_the_ranks_own() -> None:

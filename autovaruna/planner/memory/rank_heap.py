@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -52,6 +53,7 @@ class RankHeap:
         self._received: dict[tuple[int, int], list[int]] = {}
         self._kept: dict[tuple[int, int], list[_Kept]] = {}
         self._weights: dict[tuple[int, int], list[int]] = {}
+        self._num_sharing: Counter[int] = Counter()
 
     def run(self, program: Sequence[Instruction]) -> None:
         """Runs the instructions of a step."""
@@ -143,10 +145,7 @@ class RankHeap:
         """Makes the gradients of what a block has read, and lets go of those of what it made."""
         fresh, weights = self._make_gradients(block, kept, gradients)
         for v, places in fresh.items():
-            if v in gradients:
-                self._give(places)  # added to what is there
-            else:
-                gradients[v] = places
+            gradients[v] = self._added_up(gradients[v], places, block.read[v]) if v in gradients else places
         if key in self._weights:
             self._give(weights)
         else:
@@ -178,11 +177,21 @@ class RankHeap:
         return fresh, weights
 
     def _passed_on(self, block: BlockTensors, num_bytes: float, gradients: dict[int, list[int]]) -> list[int]:
-        """Returns where a gradient lies that is none of its own: it is that of what the block has made."""
+        """Returns where a gradient lies that is none of its own: it is that of what the block has made, shared."""
         for v, made in block.made.items():
             if made == num_bytes and v in gradients:
-                return gradients.pop(v)
+                self._num_sharing.update(gradients[v])
+                return list(gradients[v])
         return self._take(num_bytes)
+
+    def _added_up(self, first: list[int], second: list[int], num_bytes: float) -> list[int]:
+        """Returns where the sum of two gradients lies: where the first one does, unless another shares that."""
+        is_shared = any(self._num_sharing[place] for place in first)
+        total = self._take(num_bytes) if is_shared else first
+        self._give(second)
+        if is_shared:
+            self._give(first)
+        return total
 
     def _follow(self, steps: Iterable[int], taken: list[list[int]]) -> None:
         """Takes and gives back as recorded; `taken` are the places by number."""
@@ -211,4 +220,7 @@ class RankHeap:
 
     def _give(self, places: Iterable[int]) -> None:
         for place in places:
-            self.heap.give(place)
+            if self._num_sharing[place]:
+                self._num_sharing[place] -= 1
+            else:
+                self.heap.give(place)
