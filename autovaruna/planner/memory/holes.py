@@ -53,8 +53,8 @@ def finder_of_holes(
         own = {stage: tensors[stage] for stage in stages}
         heap = heap_of_steps(program, own, factor, model.work_of_largest, own_micro_batches)
         lasting = model.process_bytes + sum(held[stage].parameters + held[stage].buffers for stage in stages)
-        if len(stages) > 1:  # the messages of each are in `peak`, but are not there together
-            peak = min(peak, lasting + heap.peak_bytes)
+        # Of several stages, the messages of each are in `peak`, but are not there together.
+        peak = (min if len(stages) > 1 else max)(peak, lasting + heap.peak_bytes)
         return peak + share / _MODEL_SHARE * heap.hole_bytes + _CHANCE * heap.peak_bytes
 
     return find
