@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -53,7 +52,7 @@ class RankHeap:
         self._received: dict[tuple[int, int], list[int]] = {}
         self._kept: dict[tuple[int, int], list[_Kept]] = {}
         self._weights: dict[tuple[int, int], list[int]] = {}
-        self._num_sharing: Counter[int] = Counter()
+        self._shared: list[int] = []
 
     def run(self, program: Sequence[Instruction]) -> None:
         """Runs the instructions of a step."""
@@ -180,13 +179,13 @@ class RankHeap:
         """Returns where a gradient lies that is none of its own: it is that of what the block has made, shared."""
         for v, made in block.made.items():
             if made == num_bytes and v in gradients:
-                self._num_sharing.update(gradients[v])
+                self._shared += gradients[v]
                 return list(gradients[v])
         return self._take(num_bytes)
 
     def _added_up(self, first: list[int], second: list[int], num_bytes: float) -> list[int]:
         """Returns where the sum of two gradients lies: where the first one does, unless another shares that."""
-        is_shared = any(self._num_sharing[place] for place in first)
+        is_shared = any(place in self._shared for place in first)
         total = self._take(num_bytes) if is_shared else first
         self._give(second)
         if is_shared:
@@ -220,7 +219,7 @@ class RankHeap:
 
     def _give(self, places: Iterable[int]) -> None:
         for place in places:
-            if self._num_sharing[place]:
-                self._num_sharing[place] -= 1
+            if place in self._shared:
+                self._shared.remove(place)
             else:
                 self.heap.give(place)
