@@ -85,7 +85,7 @@ class Saver:
         part = together(self._world, lambda: compose(subject, content, way.is_shared), "composing a checkpoint")
         extra_files, partial = on_first(
             self._world,
-            lambda: (config_files(subject.model), self._begin(Path(at_home(root)).absolute(), content.step)),
+            lambda: (config_files(subject.model), self._begin(Path(at_home(root)), content.step)),
             "beginning a checkpoint",
         )
         try:
@@ -106,7 +106,7 @@ class Saver:
 
     def _begin(self, root: Path, step: int) -> Path:
         try:
-            return folder.begin(root, step, self._claim)
+            return folder.begin(root.absolute(), step, self._claim)  # the script may go to another folder
         except OSError as error:
             raise cannot_write(root, error) from error
 

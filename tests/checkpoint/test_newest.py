@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from autovaruna import AutoVaruna
+from autovaruna import AutoVaruna, CheckpointError
 from autovaruna.checkpoint import choose as choose_module
 from autovaruna.checkpoint import folder
 from autovaruna.checkpoint.choose import choose
@@ -125,6 +125,16 @@ def test_what_a_killed_job_leaves_goes(tmp_path: Path, other: subprocess.Popen[s
     assert list(tmp_path.glob("saved/.step*"))
     trained().save_checkpoint(tmp_path / "saved", step=2)
     assert [each.name for each in (tmp_path / "saved").iterdir()] == ["step-00000002"]
+
+
+def test_a_folder_that_the_script_has_lost_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once, it was a FileNotFoundError without a name."""
+    model = trained()
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    with pytest.raises(CheckpointError, match=r"saved cannot be written: No such file or directory"):
+        model.save_checkpoint("saved", step=1)
 
 
 def test_two_models_of_one_program_leave_each_other_s_alone(tmp_path: Path) -> None:
