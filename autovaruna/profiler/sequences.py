@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 
 import torch
@@ -10,15 +11,27 @@ from autovaruna.profiler.allocations import AllocationMeter, is_profiled
 from autovaruna.profiler.records import NOT_RECORDED, Sequences
 from autovaruna.profiler.work import Work
 
+logger = logging.getLogger(__name__)
+
 
 def record_sequences(work: Work, device: torch.device) -> Sequences:
     """Runs `work`, which has run before, once more, and records; what it makes and its gradients stay until the end.
 
-    Nothing is recorded where the heap of the C library plays no part, or cannot be looked at.
+    Nothing is recorded where the heap of the C library plays no part, or cannot be looked at; nor of what goes backward
+    in an ordinary call alone, as a reentrant checkpoint in a module that is kept whole.
     """
     if device.type != "cpu" or is_profiled():
         return NOT_RECORDED
+    try:
+        return _record(work)
+    except RuntimeError as error:
+        logger.debug("not recorded: %s", error)
+        return NOT_RECORDED
+
+
+def _record(work: Work) -> Sequences:
     taken = _Taken()
+    other = work.forward() if work.is_cast else ()  # what autocast keeps of weights is there once for all runs
     with AllocationMeter() as meter:
         outputs = work.forward()
         meter.restart()

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from autovaruna.errors import MeasureError
 from autovaruna.graph.records import Graph
@@ -18,7 +20,7 @@ from autovaruna.planner.memory.stage_tensors import tensors_of_stage
 from autovaruna.profiler.parts import block_parts
 from autovaruna.profiler.profile import profile
 from autovaruna.profiler.profile_file import load_profile, save_profile
-from autovaruna.profiler.records import Profile, Sequences
+from autovaruna.profiler.records import NOT_RECORDED, Profile, Sequences
 from autovaruna.profiler.samples import Samples
 from autovaruna.profiler.sequences import record_sequences
 from autovaruna.profiler.work import Work, make_work
@@ -129,3 +131,11 @@ def test_a_file_with_other_steps_is_refused(forward: list[object], tmp_path: Pat
 def test_nothing_is_recorded_while_the_script_is_profiled() -> None:
     with torch.profiler.profile(profile_memory=True):
         assert record_sequences(linear(), CPU) == Sequences()
+
+
+def test_what_cannot_tell_its_gradients_is_not_recorded() -> None:
+    """Checkpointed in the reentrant way, it goes backward, but refuses `torch.autograd.grad`."""
+    work = linear()
+    again = replace(work, run=lambda *args: checkpoint(work.run, *args, use_reentrant=True))
+    again.backward(again.forward())
+    assert record_sequences(again, CPU) == NOT_RECORDED
