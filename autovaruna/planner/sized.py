@@ -89,7 +89,7 @@ class Sized:
     @cached_property
     def held(self) -> Holdings[Array]:
         """What each range holds."""
-        held = holdings_of_ranges(self.tables, self._greatest_costs)
+        held = holdings_of_ranges(self.tables, self.greatest_costs)
         held.deferred[0, -1] = 0.0  # The only stage of a plan is never split.
         return held
 
@@ -101,16 +101,16 @@ class Sized:
     @property
     def saved_bytes(self) -> Array:
         """Bytes that the forward of each range keeps for backward; quicker to know than all of `held`."""
-        return self.tables.add_up(self._greatest_costs.saved_bytes)
+        return self.tables.add_up(self.greatest_costs.saved_bytes)
 
     @property
-    def _greatest_costs(self) -> Costs:
+    def greatest_costs(self) -> Costs:
         """The cost of each block for the greatest micro-batch."""
         return self.problem.cost_table.at(math.ceil(self.micro_batch_size - 1e-9))
 
     @cached_property
     def _by_range(self) -> HoldingsByRange:
-        return HoldingsByRange(self.tables, self._greatest_costs)
+        return HoldingsByRange(self.tables, self.greatest_costs)
 
     @cached_property
     def _held_by(self) -> dict[tuple[int, int], Holdings[float]]:

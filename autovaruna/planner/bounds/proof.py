@@ -64,7 +64,9 @@ class Proof:
             seconds = min(plan.predicted_seconds, *map(self.of_all, self.counts))
             parts = [
                 f"with up to {self.most_each} stages a rank, no plan takes less than all work and the optimizer's over "
-                "the sum of speeds, nor than one micro-batch there and back with its share of the others at one block",
+                "the sum of speeds, nor than that and what ranks, for want of memory, run again or are idle for until "
+                "a first backward can come, nor than one micro-batch there and back with its share of the others at "
+                "one block",
                 self._what_binds(),
                 proof,
             ]
@@ -76,8 +78,8 @@ class Proof:
         """Returns what part of a step with several stages a rank the bound consists of."""
         least = min(self.counts, key=self.of_all)
         return (
-            f"with {least} micro-batches that is least, and is {reason(self.planner.sized(least))}: idle ranks, "
-            "recompute, messages and all-reduces are left out"
+            f"with {least} micro-batches that is least, and is {reason(self.planner.sized(least))}: whatever else "
+            "ranks wait for, run again or send is left out"
         )
 
     def _of_single(self, single: Plan) -> float:
