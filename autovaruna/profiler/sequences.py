@@ -31,7 +31,7 @@ def record_sequences(work: Work, device: torch.device) -> Sequences:
 
 def _record(work: Work) -> Sequences:
     taken = _Taken()
-    other = work.forward() if work.is_cast else ()  # what autocast keeps of weights is there once for all runs
+    others = [work.forward()] if work.is_cast else []  # what autocast keeps of weights is there once for all runs
     with AllocationMeter() as meter:
         outputs = work.forward()
         meter.restart()
@@ -40,6 +40,7 @@ def _record(work: Work) -> Sequences:
         meter.restart()
         backward = taken.numbered(meter.events)
         del held
+    others.clear()  # not before the meter ends, which has not seen it come
     return Sequences(forward, backward)
 
 
