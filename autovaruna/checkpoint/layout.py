@@ -23,6 +23,8 @@ from autovaruna.errors import CheckpointError
 
 def bytes_of(tensor: Tensor) -> Tensor:
     """Returns the bytes of a tensor as one row; they share its memory if it is contiguous."""
+    if tensor.is_contiguous() and tensor.dim() and not (tensor.is_conj() or tensor.is_neg()):  # as a rule
+        return tensor.detach().view(-1).view(torch.uint8)
     return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
 
 

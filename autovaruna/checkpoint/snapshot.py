@@ -33,7 +33,7 @@ COPY_BYTES_PER_SECOND = 4e9
 """How fast copies go to memory that was used before, at the least."""
 FRESH_BYTES_PER_SECOND = 1.5e9
 """The same to memory that the system has yet to give."""
-_LONGEST_STRIDE = 8191  # words; odd, so that those looked at are of all columns of a matrix
+_LONGEST_STRIDE = 65_521  # words; odd, so that those looked at are of all columns of a matrix; each is read from memory
 _FEWEST_WORDS = 64
 Chunk = tuple[str, int]
 
