@@ -65,12 +65,16 @@ class Background:
         self._complete = complete
         self._pace = pace
         self._thread = threading.Thread(target=self._run, name=f"autovaruna checkpoint {folder.name}")
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError as error:  # the system gives no more threads: the other ranks must hear of it, too
+            self._fail(error)
 
     def join(self) -> None:
         """Waits until this rank has nothing more to do."""
         self._pace.hurry()
-        self._thread.join()
+        if self._thread.ident is not None:
+            self._thread.join()
 
     def news(self) -> str | None:
         """Returns None while it is at work, an empty text if it is done, else what went wrong."""
@@ -85,9 +89,13 @@ class Background:
                 path = self._complete(self._collect())
                 logger.info("saved the checkpoint %s", path)
         except BaseException as error:
-            self.error = error
-            logger.error("the checkpoint %s failed: %s", self.folder, error)
-            self._clean_up()
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        self.error = error
+        logger.error("the checkpoint %s failed: %s", self.folder, error)
+        mark_of(self.folder, self._rank).unlink(missing_ok=True)
+        self._clean_up()
 
     def _write_and_report(self) -> None:
         try:

@@ -202,6 +202,22 @@ def test_copies_are_ready_before_the_step_whatever_the_disk_does(
     assert (np.frombuffer((tmp_path / "x").read_bytes()[-4 * len(tensor) :], np.float32) == 1).all()
 
 
+def test_a_thread_that_cannot_start_fails_the_checkpoint_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    model = trained()
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        model.save_checkpoint(tmp_path, step=1, background=True)
+    with pytest.raises(CheckpointError, match="can't start new thread"):
+        model.wait_checkpoint()
+    assert not list(tmp_path.glob("*step*"))
+    model.save_checkpoint(tmp_path, step=2, background=True)
+    model.wait_checkpoint()
+    assert [each.name for each in tmp_path.glob("step-*")]
+
+
 def in_place(model: AutoVaruna) -> None:
     with torch.no_grad():
         next(iter(model.parameters())).add_(1)
