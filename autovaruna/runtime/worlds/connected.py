@@ -226,9 +226,12 @@ class ConnectedWorld(WatchedWorld):
 
     def glance(self) -> None:
         """Lets large messages and reductions advance; small messages do so by themselves."""
-        if self.large or len(self._sends) > SENDS_AT_ONCE or self._carrier is not None:
+        if len(self._sends) > SENDS_AT_ONCE or self._carrier is not None:
             self.progress()
             return
+        for message in list(self.large):
+            if not message.is_done():  # to ask for one lets all advance
+                break
         for group in self._groups.values():
             if group.active:
                 self.progress()
