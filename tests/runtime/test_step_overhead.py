@@ -25,7 +25,7 @@ from autovaruna.runtime.outputs import OutputCollector
 from autovaruna.runtime.weights.elsewhere import Elsewhere
 from autovaruna.runtime.worlds.connected import ConnectedWorld
 from autovaruna.runtime.worlds.in_process import make_worlds
-from autovaruna.runtime.worlds.message import SMALL_BYTES
+from autovaruna.runtime.worlds.message import SMALL_BYTES, Message
 from tests.catalogue import PLAIN
 from tests.parallel.training import QUIET, Setup, train
 from tests.reference import sgd
@@ -108,19 +108,22 @@ def test_a_step_asks_nothing_of_what_is_elsewhere(monkeypatch: pytest.MonkeyPatc
 
 
 def test_small_messages_ask_for_no_progress_between_instructions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each look at the transport takes as long as ten calls of Python; large messages need it, and sums."""
-    looks: list[int] = []
-    monkeypatch.setattr(ConnectedWorld, "progress", lambda self: looks.append(self.rank))
+    """A look at the transport takes as long as calls of Python do; large messages need one, and sums more."""
+    looks: list[Message] = []
+    is_done = Message.is_done
+    monkeypatch.setattr(Message, "is_done", lambda self: (looks.append(self), is_done(self))[1])
+    monkeypatch.setattr(ConnectedWorld, "progress", lambda self: pytest.fail("more than a look"))
     worlds = make_worlds(2)
     small, large = torch.ones(8), torch.ones(SMALL_BYTES)
-    for tensor, expected in ((small, []), (large, [1])):
+    for tensor, expected in ((small, 0), (large, 1)):
         pending = worlds[1].receive([torch.empty_like(tensor)], 0, 0)
         worlds[1].glance()
-        assert looks == expected
+        assert len(looks) == expected
         worlds[0].send([tensor], 1, 0)
         pending.wait()
+        looks.clear()
         worlds[1].glance()
-        assert looks == expected
+        assert not looks
 
 
 def calls_of_a_step(monkeypatch: pytest.MonkeyPatch, setup: Setup) -> int:
