@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import groupby
+from operator import attrgetter
 
 import torch
 from torch import Tensor, nn
@@ -187,25 +189,28 @@ class Summation:
         return found if found is not None else torch.zeros_like(self._parameters[name])
 
     def _chain(self, name: str, uses: list[Use]) -> Tensor:
-        """Sums a parameter over the stages that use it; the total is on the first rank of the first of them."""
-        stages = list(dict.fromkeys(use.stage for use in uses))
-        heads = {use.stage: use.ranks[0] for use in uses}
+        """Sums a parameter over the stages that use it, some of them again after others.
+
+        The total is on the first rank of the one that uses it first.
+        """
+        runs = [list(run) for _, run in groupby(uses, key=attrgetter("stage"))]
         mine = [use for use in uses if self._world.rank in use.ranks]
-        parts = [self._take(name, use) for use in mine]
-        for use, part in zip(mine, parts, strict=True):
+        parts = {use.block: self._take(name, use) for use in mine}
+        for use in mine:
             if len(use.ranks) > 1:
-                self._world.all_reduce(part, use.ranks)
+                self._world.all_reduce(parts[use.block], use.ranks)
+        heads = [run[0].ranks[0] for run in runs]
         total: Tensor | None = None
-        for place, stage in enumerate(stages):
-            if heads[stage] != self._world.rank:
+        for place, run in enumerate(runs):
+            if heads[place] != self._world.rank:
                 continue
-            before = heads[stages[place - 1]] if place else self._world.rank
+            before = heads[place - 1] if place else self._world.rank
             if before != self._world.rank:
                 total = torch.empty_like(self._parameters[name])
                 self._world.receive([total], before, _CHAIN_TAG).wait()
-            own = [part for use, part in zip(mine, parts, strict=True) if use.stage == stage]
+            own = [parts[use.block] for use in run]
             total = _add_all(own if total is None else [total, *own])
-            after = heads[stages[place + 1]] if place + 1 < len(stages) else self._world.rank
+            after = heads[place + 1] if place + 1 < len(runs) else self._world.rank
             if after != self._world.rank:
                 self._world.send([total], after, _CHAIN_TAG).wait()
         return total if total is not None else torch.empty_like(self._parameters[name])
