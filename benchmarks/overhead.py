@@ -77,14 +77,15 @@ def compare(net: nn.Module, batch: tuple[Tensor, Tensor], num_micro_batches: int
         lambda: make_ours(copy.deepcopy(net), batch, **settings),
         lambda: make_plain(copy.deepcopy(net), batch, num_micro_batches),
     ]
-    taken = []
+    taken: list[Pairs] = []
+    num_pairs = 0  # as many in each order
     for order in ((0, 1), (1, 0)):
         steps = {place: ways[place]() for place in order}
         trial = time_pairs(steps[0], steps[1], 5)
-        num_pairs = max(10, int(seconds / 2 / (mean(trial.first) + mean(trial.second))))
+        num_pairs = num_pairs or max(10, int(seconds / 2 / (mean(trial.first) + mean(trial.second))))
         taken.append(time_pairs(steps[0], steps[1], num_pairs))
-    num_each = min(len(pairs.first) for pairs in taken)
-    return Pairs(*(sum((getattr(pairs, name)[:num_each] for pairs in taken), ()) for name in ("first", "second")))
+    one, other = taken
+    return Pairs(one.first + other.first, one.second + other.second)
 
 
 def main() -> None:
