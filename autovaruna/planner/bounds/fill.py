@@ -49,12 +49,18 @@ def last_holders(graph: Graph, values: Iterable[Value]) -> list[int]:
     return holders
 
 
-def longest_path(values: Iterable[Value], block_seconds: Array) -> list[int]:
-    """Returns the blocks of the path along values, each block before the next, that takes longest."""
-    before: dict[int, list[int]] = {}
+def producers_of(values: Iterable[Value]) -> dict[int, list[int]]:
+    """Returns the blocks whose values each block uses; those that use none are left out."""
+    found: dict[int, list[int]] = {}
     for value in values:
         for user in value.consumers:
-            before.setdefault(user, []).append(value.producer)
+            found.setdefault(user, []).append(value.producer)
+    return found
+
+
+def longest_path(values: Iterable[Value], block_seconds: Array) -> list[int]:
+    """Returns the blocks of the path along values, each block before the next, that takes longest."""
+    before = producers_of(values)
     seconds, origin = np.array(block_seconds, dtype=np.float64), [-1] * len(block_seconds)
     for block in range(len(block_seconds)):
         producers = before.get(block)

@@ -16,13 +16,12 @@ no micro-batch passes a block of a path before the one that it needs; any price 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 
 import numpy as np
 from numpy.typing import NDArray
 
 from autovaruna.graph.records import Graph, Value
-from autovaruna.planner.bounds.fill import longest_path
+from autovaruna.planner.bounds.fill import longest_path, producers_of
 from autovaruna.planner.bounds.ways import ROUNDING
 from autovaruna.planner.costs import Array
 from autovaruna.planner.sized import Sized
@@ -66,25 +65,16 @@ def _backward_starts(sized: Sized) -> tuple[Array, float]:
     """Returns when each block's backward can start at the earliest on ranks of speed 1, and when all forwards can."""
     graph, forward = sized.problem.graph, sized.costs.forward_seconds
     ends = np.array(forward, dtype=np.float64)
-    for user, producers in sorted(_needed(graph.values).items()):
+    for user, producers in sorted(producers_of(graph.values).items()):
         ends[user] += max(ends[producer] for producer in producers)
     starts = ends.copy()
     gradients = [value for value in graph.values if value.needs_gradient]
-    for user, producers in sorted(_needed(gradients).items(), reverse=True):
+    for user, producers in sorted(producers_of(gradients).items(), reverse=True):
         end = starts[user] + sized.backward_seconds[user]
         for producer in producers:
             starts[producer] = max(starts[producer], end)
     starts[_without_gradient(graph, gradients) & (sized.backward_seconds == 0)] = 0.0
     return starts, float(ends.max())
-
-
-def _needed(values: Iterable[Value]) -> dict[int, list[int]]:
-    """Returns the blocks whose values each block uses."""
-    needed: dict[int, list[int]] = {}
-    for value in values:
-        for user in value.consumers:
-            needed.setdefault(user, []).append(value.producer)
-    return needed
 
 
 def _without_gradient(graph: Graph, gradients: list[Value]) -> NDArray[np.bool_]:
