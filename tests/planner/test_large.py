@@ -53,6 +53,8 @@ def test_a_part_tells_all_only_where_parts_are_alike(hosts: str, replicas: tuple
     whole, part = planner.pipeline(plan), telling(planner.pipeline(plan))
     assert (part is whole) == (count == 13 or not _are_alike(hosts, ranks, math.gcd(*replicas)))
     assert planner._predict_bytes(plan, part) == planner._predict_bytes(plan, whole)
+    searched = planner.predict(plan)
+    assert searched and searched.predicted_seconds == pytest.approx(simulate(whole, policy_of("1f1b")).step_seconds)
 
 
 def _are_alike(hosts: str, ranks: tuple[tuple[int, ...], ...], parts: int) -> bool:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from autovaruna.profiler.records import LinkCost
-from autovaruna.schedule import Pipeline, Schedule
+from autovaruna.schedule import Pipeline, Schedule, lower_bound
 from autovaruna.schedule.instruction import Instruction
 
 _ACTS_OF_A_WHOLE_STEP = 1_000_000
@@ -42,11 +42,16 @@ def acts_of_an_act(pipeline: Pipeline) -> int:
 def fold(pipeline: Pipeline) -> Pipeline:
     """Returns the part of a pipeline that takes longest, if the rest runs beside it with the same times.
 
-    That of the micro-batches with m mod g = 0, which are the most. Exact but for links that are not the same in all
-    parts.
+    Exact where messages take the same links in all parts; else the one of the greatest bound.
     """
+    found = unlike_parts(pipeline)
+    return found[0] if len(found) == 1 else max(found, key=lower_bound)
+
+
+def unlike_parts(pipeline: Pipeline) -> list[Pipeline]:
+    """Returns the parts of which one takes longest: of those whose links are the same, that of most micro-batches."""
     parts = _num_parts(pipeline)
-    return pipeline if parts == 1 else _part(pipeline, parts, 0)
+    return [pipeline] if parts == 1 else [_part(pipeline, parts, place) for place in _unlike_places(pipeline, parts)]
 
 
 def schedule_by_parts(pipeline: Pipeline, schedule_of: Callable[[Pipeline], Schedule]) -> Schedule:
@@ -81,18 +86,24 @@ def _is_alike(pipeline: Pipeline) -> bool:
     parts, groups = _num_parts(pipeline), {stage.ranks for stage in pipeline.stages}
     if pipeline.num_micro_batches % parts or len(set().union(*groups)) < sum(map(len, groups)):
         return False
-    pairs = [(pipeline.stages[edge.source].ranks, pipeline.stages[edge.destination].ranks) for edge in pipeline.edges]
-    return all(_has_links_alike(pipeline, parts, *pair) for pair in {*pairs, *((b, a) for a, b in pairs)})
+    return parts == 1 or len(_unlike_places(pipeline, parts)) == 1
 
 
-def _has_links_alike(pipeline: Pipeline, parts: int, senders: tuple[int, ...], receivers: tuple[int, ...]) -> bool:
-    """Returns whether messages between two stages take the same links in all parts."""
-    links = [
-        pipeline.links(senders[m % len(senders)], receivers[m % len(receivers)])
+def _unlike_places(pipeline: Pipeline, parts: int) -> list[int]:
+    """Returns the first of all parts whose messages take the same links; the first has the most micro-batches."""
+    pairs = {(pipeline.stages[edge.source].ranks, pipeline.stages[edge.destination].ranks) for edge in pipeline.edges}
+    lines = [
+        (senders[m % len(senders)], receivers[m % len(receivers)], m % parts)
+        for senders, receivers in (*pairs, *((b, a) for a, b in pairs))
         for m in range(min(math.lcm(len(senders), len(receivers)), pipeline.num_micro_batches))
     ]
-    firsts = (links[m - m % parts] for m in range(len(links)))
-    return all(link is first or link == first for link, first in zip(links, firsts, strict=True))
+    links: list[list[LinkCost]] = [[] for _ in range(min(parts, pipeline.num_micro_batches))]
+    for source, destination, place in lines:
+        links[place].append(pipeline.links(source, destination))
+    first: dict[tuple[LinkCost, ...], int] = {}
+    for place, each in enumerate(links):
+        first.setdefault(tuple(each), place)
+    return list(first.values())
 
 
 def _part(pipeline: Pipeline, parts: int, place: int) -> Pipeline:

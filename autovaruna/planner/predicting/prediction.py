@@ -6,13 +6,15 @@ import math
 from dataclasses import replace
 
 from autovaruna.planner.predicting.cycles import cycle_seconds, is_plain
-from autovaruna.planner.predicting.folding import acts_of_an_act, fold
+from autovaruna.planner.predicting.folding import acts_of_an_act, unlike_parts
 from autovaruna.schedule import Pipeline, Policy, lower_bound, step_seconds
 
 _ACTS_OF_A_BOUND = 50
 """What a bound costs, for each stage, counted in acts of the simulator."""
 _ACTS_OF_A_CYCLE, _ACTS_OF_A_PLAIN_STEP = 10, 40_000
 _ACTS_OF_A_SHORT_STEP = 20_000
+_MOST_PARTS = 8
+"""Of the parts of a pipeline that run beside each other, over other links, those with the greatest bounds tell."""
 SECONDS_OF_AN_ACT = 4e-6
 
 
@@ -21,7 +23,7 @@ class Predictor:
 
     def __init__(self) -> None:
         self.num_acts = 0
-        self._folded: tuple[Pipeline | None, Pipeline | None] = None, None
+        self._known: tuple[Pipeline | None, list[tuple[float, Pipeline]]] = None, []
 
     @property
     def spent_seconds(self) -> float:
@@ -30,8 +32,7 @@ class Predictor:
 
     def bound(self, pipeline: Pipeline) -> float:
         """Returns seconds that a pipeline cannot beat with any depths and any schedule."""
-        self.num_acts += _ACTS_OF_A_BOUND * pipeline.num_stages
-        return lower_bound(self._fold(pipeline))
+        return self._parts(pipeline)[0][0]
 
     def step_seconds(self, pipeline: Pipeline, policy: Policy, below: float = math.inf) -> float:
         """Simulates a step; of a long one two shorter ones that end alike, since its middle repeats itself.
@@ -43,7 +44,14 @@ class Predictor:
             policy: the order of its instructions.
             below: steps that take as long or longer may come out as infinite.
         """
-        pipeline = self._fold(pipeline)
+        longest = 0.0
+        for _, part in self._parts(pipeline):
+            longest = max(longest, self._seconds_of_part(part, policy, below))
+            if longest >= below:
+                break
+        return longest
+
+    def _seconds_of_part(self, pipeline: Pipeline, policy: Policy, below: float) -> float:
         counts = [stage.num_replicas for stage in pipeline.stages]
         period, warm = math.lcm(*counts), (3 if max(counts) == 1 else 8) * sum(counts)
         repeats = (pipeline.num_micro_batches - warm) // period
@@ -59,13 +67,18 @@ class Predictor:
         more = self._simulate(longer, policy, once + (below - once) * extra / repeats)
         return once + (more - once) * repeats / extra
 
-    def _fold(self, pipeline: Pipeline) -> Pipeline:
-        """Returns `fold` of a pipeline, which is bounded first and then simulated, by one schedule after the other."""
-        known, folded = self._folded
-        if folded is None or pipeline is not known:
-            folded = fold(pipeline)
-            self._folded = pipeline, folded
-        return folded
+    def _parts(self, pipeline: Pipeline) -> list[tuple[float, Pipeline]]:
+        """Returns the parts that may take longest, with their bounds, the greatest first.
+
+        A pipeline is bounded first and then simulated, by one schedule after the other.
+        """
+        known, parts = self._known
+        if pipeline is not known:
+            parts = sorted(((lower_bound(part), part) for part in unlike_parts(pipeline)), key=lambda each: -each[0])
+            self.num_acts += _ACTS_OF_A_BOUND * pipeline.num_stages * len(parts)
+            parts = parts[:_MOST_PARTS]
+            self._known = pipeline, parts
+        return parts
 
     def _simulate(self, pipeline: Pipeline, policy: Policy, below: float = math.inf) -> float:
         """Simulates a step; one that is given up since it takes too long counts as a whole one."""
