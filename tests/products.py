@@ -6,3 +6,9 @@ import os
 
 WHOLE = bool(os.environ.get("WHOLE_PRODUCTS"))
 """Whether all of it runs; ``make test-whole`` asks for that."""
+
+
+def drawn_seeds(usual: int) -> range:
+    """Returns the seeds of drawn cases: `usual` of them, or as many as DRAWN_GRAPHS says, from DRAWN_FROM on."""
+    first = int(os.environ.get("DRAWN_FROM", "0"))
+    return range(first, first + int(os.environ.get("DRAWN_GRAPHS", str(usual))))

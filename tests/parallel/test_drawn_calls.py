@@ -6,7 +6,6 @@ frozen and set free, gradients are added up, kept back and clipped, and the stat
 
 from __future__ import annotations
 
-import os
 import random
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -22,6 +21,7 @@ from tests.catalogue.case import Batch, Case
 from tests.catalogue.drawn import NUM_PATHS, draw_case
 from tests.parallel.test_drawn_graphs import draw_setup, micro_batches
 from tests.parallel.training import Setup, TooFewBlocksError, merge, on_ranks, with_state
+from tests.products import drawn_seeds
 from tests.reference import OPTIMIZERS, Record, buffers_of, compare, weights_of
 
 Forward = Callable[[Batch], Tensor]
@@ -108,7 +108,7 @@ def wrapped(script: Script, case: Case, setup: Setup, make_optimizer: Any) -> Re
     return merge(on_ranks(setup, case.model(), run, make_optimizer, token=(case.name, case.has_dropout)))
 
 
-@pytest.mark.parametrize("seed", sorted({*range(int(os.environ.get("DRAWN_GRAPHS", "12"))), *ONCE_WRONG}))
+@pytest.mark.parametrize("seed", sorted({*drawn_seeds(12), *ONCE_WRONG}))
 def test_any_calls_train_as_plain_pytorch(seed: int) -> None:
     chance = random.Random(seed)
     case = draw_case(seed, chance.randint(5, 18)).without_dropout()

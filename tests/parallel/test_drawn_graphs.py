@@ -1,11 +1,11 @@
 """Trains random graphs on random plans: none waits for ever, and all give the numbers of plain PyTorch.
 
-``DRAWN_GRAPHS=1000 pytest tests/parallel/test_drawn_graphs.py`` draws as many.
+``DRAWN_GRAPHS=1000 pytest tests/parallel/test_drawn_graphs.py`` draws as many,
+``DRAWN_FROM=5000`` from that seed on.
 """
 
 from __future__ import annotations
 
-import os
 import random
 
 import pytest
@@ -13,6 +13,7 @@ import pytest
 from tests.catalogue.case import Batch, Case, batch_size
 from tests.catalogue.drawn import draw_case
 from tests.parallel.training import Setup, TooFewBlocksError, train
+from tests.products import drawn_seeds
 from tests.reference import OPTIMIZERS, bit_equal, compare, part, plain_micro_batched, ranges
 
 STEPS = 2
@@ -58,7 +59,7 @@ def hold(case: Case, setup: Setup, size: int, optimizer: str) -> None:
         compare(got, plain_micro_batched(case, steps, OPTIMIZERS[optimizer]))
 
 
-@pytest.mark.parametrize("seed", sorted({*range(int(os.environ.get("DRAWN_GRAPHS", "24"))), *ONCE_WRONG}))
+@pytest.mark.parametrize("seed", sorted({*drawn_seeds(24), *ONCE_WRONG}))
 def test_a_drawn_graph_trains_as_plain_pytorch(seed: int) -> None:
     chance = random.Random(seed)
     case = draw_case(seed, chance.randint(6, 20))
