@@ -60,6 +60,12 @@ def balanced(self: nn.Module, s: Tensor, y: Tensor, m: Tensor) -> Tensor:
     return F.cross_entropy(s.flatten(0, 1), y.flatten(), weight=counts.sum() / (CLASSES * counts.clamp(min=1)))
 
 
+def seldom(self: nn.Module, s: Tensor, y: Tensor, m: Tensor) -> Tensor:
+    """Weighs classes by the number of samples over how many there are of each."""
+    counts = F.one_hot(y[:, 0].clamp(min=0), CLASSES).sum(0)
+    return F.cross_entropy(s[:, 0], y[:, 0], weight=len(y) / (CLASSES * counts.clamp(min=1)))
+
+
 def hidden(self: nn.Module, s: Tensor, y: Tensor, m: Tensor) -> Tensor:
     """Writes into labels of its own which are ignored."""
     own = y.clamp(min=0)
@@ -117,7 +123,7 @@ def as_rows(self: nn.Module, s: Tensor, y: Tensor, m: Tensor) -> Tensor:
     return rows.view(len(s), places, 2).sum((1, 2)).mean()
 
 
-LOSSES = (labels, weighted, constant, balanced, hidden, several, masked, unseen, picked, relative, from_the_end)
+LOSSES = (labels, weighted, constant, balanced, seldom, hidden, several, masked, unseen, picked, relative, from_the_end)
 LENGTHS = (cut, as_rows)
 SETUPS = {
     "three": pipeline(3, num_micro_batches=4),

@@ -19,7 +19,7 @@ from autovaruna.graph.batch.batch_size import give_batch_size, linear_tail
 from autovaruna.graph.batch.counted_means import part_means
 from autovaruna.graph.batch.from_inputs import from_inputs, what_makes
 from autovaruna.graph.batch.lengths import give_lengths
-from autovaruna.graph.batch.of_batch import Use, of_batch
+from autovaruna.graph.batch.of_batch import Use, is_of_batch, of_batch
 from autovaruna.graph.batch.reductions import Reductions
 from autovaruna.graph.facts import Fact, outliving_storages
 from autovaruna.graph.sizes import Sizes
@@ -76,7 +76,7 @@ def take_totals(
     values = _mark(graph, known, kinds, Reductions(sizes, batch), in_outputs, additions)
     users = in_outputs - {node for node in known if kinds.of[node] <= Kind.WHOLE}
     values |= give_lengths([node for node in known if kinds.is_length(node)], users, additions)
-    sized, tensors = give_batch_size(graph, sizes, batch, in_outputs, additions, is_added)
+    sized, tensors = give_batch_size(graph, sizes, batch, _in_outputs(graph, facts), additions, is_added)
     values |= sized
     if not values:
         return NO_TOTALS
@@ -112,7 +112,10 @@ def _mark(
 
 
 def _in_outputs(graph: fx.Graph, facts: Mapping[str, Fact]) -> set[fx.Node]:
-    """Returns what the outputs are made of, and no state: that follows micro-batches, as BatchNorm's does."""
+    """Returns what micro-batches make the outputs of: not what is computed of the whole batch before.
+
+    Nor is it state: that follows micro-batches, as BatchNorm's does.
+    """
     outliving = outliving_storages(graph, facts)
     outputs: set[fx.Node] = set()
     state: set[fx.Node] = set()
@@ -120,7 +123,7 @@ def _in_outputs(graph: fx.Graph, facts: Mapping[str, Fact]) -> set[fx.Node]:
         writes = facts[node.name].writes if node.name in facts else frozenset()
         if writes & outliving or not state.isdisjoint(node.users):
             state.add(node)
-        if node.op == "output" or writes or not outputs.isdisjoint(node.users):
+        if node.op == "output" or writes or any(user in outputs for user in node.users if not is_of_batch(user)):
             outputs.add(node)
     return outputs - state
 
