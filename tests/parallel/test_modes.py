@@ -250,6 +250,27 @@ def test_calls_without_gradients(mode: Any) -> None:
     bit_equal(merge(on_ranks(pipeline(3), case.model(), run)), merge(on_ranks(Setup(), case.model(), run)))
 
 
+def test_bags_of_embeddings_evaluate() -> None:
+    """Where bags begin counts the samples, but what is in them does not follow from it."""
+
+    class Bags(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bag, self.last = nn.EmbeddingBag(9, 4), nn.Linear(4, 3)
+
+        def forward(self, words: Tensor) -> Tensor:
+            return self.last(self.bag(words))  # type: ignore[no-any-return]
+
+    model, words = Bags(), torch.arange(21).view(7, 3) % 9
+
+    def run(wrapped: Any, optimizer: Any, rank: int) -> Tensor:
+        with torch.no_grad():
+            return wrapped(words)  # type: ignore[no-any-return]
+
+    for found in on_ranks(pipeline(2), model, run):
+        torch.testing.assert_close(found, model(words))
+
+
 @pytest.mark.parametrize("setup", SETUPS)
 def test_parameters_without_a_gradient_have_none(setup: str) -> None:
     batch = CASES["frozen"].batch(7, 0)

@@ -36,7 +36,11 @@ _SHAPE_ALONE = (
     *("zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like", "randint_like"),
     *("new_zeros", "new_ones", "new_full", "new_empty"),
 )
-_OF_LABELS = frozenset({aten.nll_loss_backward.default, aten.nll_loss2d_backward.default})
+_NOT_COMPUTED_WITH: Mapping[Any, int] = {
+    **dict.fromkeys((aten.nll_loss_backward.default, aten.nll_loss2d_backward.default), -1),
+    **dict.fromkeys((aten.embedding_bag.default, aten.embedding_bag.padding_idx), 2),
+}
+"""Arguments of other kinds: what labels weigh in all, which counts in means alone (refused); where bags begin."""
 _AS_ANOTHER = frozenset({aten.to.other, aten.type_as.default, aten.expand_as.default, aten.view_as.default})
 """Operations that take from their second argument its kind or shape alone."""
 
@@ -238,8 +242,8 @@ def _tensors(node: fx.Node) -> list[Tensor]:
 
 def _read(node: fx.Node) -> list[fx.Node]:
     """Returns the arguments whose numbers a node takes."""
-    if node.target in _OF_LABELS:  # what labels weigh in all counts in means alone, which are refused
-        return [each for each in node.all_input_nodes if each is not node.args[-1]]
+    if node.target in _NOT_COMPUTED_WITH:
+        return [each for each in node.all_input_nodes if each is not node.args[_NOT_COMPUTED_WITH[node.target]]]
     return node.all_input_nodes[:1] if node.target in _AS_ANOTHER else node.all_input_nodes
 
 
