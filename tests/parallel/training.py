@@ -290,11 +290,17 @@ def merge(records: Sequence[Record]) -> Record:
     first = records[0]
     merged = Record(first.losses, [{} for _ in first.gradients], first.weights, first.buffers)
     for rank, record in enumerate(records):
-        assert [loss.item() for loss in record.losses] == [loss.item() for loss in first.losses], "losses differ"
+        assert len(record.losses) == len(first.losses), "losses differ"
+        assert all(map(_are_equal, record.losses, first.losses)), "losses differ"
         for name, value in {**first.weights, **first.buffers}.items():
-            assert torch.equal({**record.weights, **record.buffers}[name], value), f"{name} differs on rank {rank}"
+            assert _are_equal({**record.weights, **record.buffers}[name], value), f"{name} differs on rank {rank}"
         for step, gradients in enumerate(record.gradients):
             for name, gradient in gradients.items():
                 known = merged.gradients[step].setdefault(name, gradient)
-                assert torch.equal(known, gradient), f"gradient of {name} differs on rank {rank} in step {step}"
+                assert _are_equal(known, gradient), f"gradient of {name} differs on rank {rank} in step {step}"
     return merged
+
+
+def _are_equal(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors hold the same bits, those that are no numbers included."""
+    return torch.equal(one.isnan(), other.isnan()) and torch.equal(one.nan_to_num(), other.nan_to_num())
