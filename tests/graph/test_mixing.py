@@ -48,6 +48,16 @@ def pooled(self: nn.Module, x: Tensor) -> Tensor:
     return F.avg_pool1d(x.permute(1, 2, 0), 3, 1, 1)
 
 
+def limited(self: nn.Module, x: Tensor) -> Tensor:
+    """Limits the norm of each channel over all samples."""
+    return torch.renorm(self.first(x), 2, 2, 0.5)
+
+
+def instances(self: nn.Module, x: Tensor) -> Tensor:
+    """Normalises each channel over all samples."""
+    return F.instance_norm(self.first(x).permute(1, 2, 0))
+
+
 def scaled(self: nn.Module, x: Tensor) -> Tensor:
     return self.last(x) / self.first(x).norm()
 
@@ -92,7 +102,7 @@ def permuted(self: nn.Module, x: Tensor) -> Tensor:
 
 
 MIXING = (
-    *(attention, convolution, softmax, cumulated, turned, pooled, scaled, against_the_first),
+    *(attention, convolution, softmax, cumulated, turned, pooled, limited, instances, scaled, against_the_first),
     *(covariance, one_bag, shifted, backwards, crosswise, named, sent, permuted),
 )
 

@@ -108,8 +108,28 @@ def own_labels(self: nn.Module, s: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(s, torch.where(s.detach().amax(1) > 0, y, -100))
 
 
+def greatest(self: nn.Module, s: Tensor, y: Tensor) -> Tensor:
+    """Takes the greatest of all samples, which an operation returns beside its place."""
+    return F.cross_entropy(s, y) + s.max(0)[0].mean()
+
+
+def hardest(self: nn.Module, s: Tensor, y: Tensor) -> Tensor:
+    """Averages the five largest numbers, of whichever samples."""
+    return s.flatten().topk(5)[0].mean()
+
+
+def directions(self: nn.Module, s: Tensor, y: Tensor) -> Tensor:
+    """Compares two columns over all samples."""
+    return F.cosine_similarity(s[:, 0], s[:, 1], dim=0)
+
+
+def numbers(self: nn.Module, s: Tensor, y: Tensor) -> Tensor:
+    """Averages what is a number: of the samples of the second label nothing is."""
+    return s.masked_fill((y == 1)[:, None], float("nan")).nanmean()
+
+
 NO_MEANS = (
-    *(root, norm, overlap, balance, spread, moments, confident, first),
+    *(root, norm, overlap, balance, spread, moments, confident, first, greatest, hardest, directions, numbers),
     *(between, product, quotient, switched, share, unbiased, own_labels),
 )
 
@@ -137,6 +157,12 @@ def by_sample(self: nn.Module, s: Tensor, y: Tensor) -> Tensor:
     return (s.norm(dim=1) * (1.0 - p).pow(2) + s.square().mean(1).sqrt()).mean()
 
 
+def unlisted(self: nn.Module, s: Tensor, y: Tensor) -> Tensor:
+    """Adds samples up, and averages them, with operations that have other names."""
+    products = torch.tensordot(s, s, dims=([0, 1], [0, 1])) + torch.linalg.vecdot(s, s, dim=0).sum()
+    return products / len(s) + torch.var_mean(s, 0)[1].sum()
+
+
 def guarded(self: nn.Module, s: Tensor, y: Tensor) -> Tensor:
     """Leaves out what is not finite, weighs by what is the same for all, and labels by what the model says."""
     first, second = F.cross_entropy(s, s.detach().argmax(1)), s.square().mean()
@@ -144,7 +170,7 @@ def guarded(self: nn.Module, s: Tensor, y: Tensor) -> Tensor:
     return torch.where(loss.isfinite().all(), loss, torch.zeros_like(loss))
 
 
-@pytest.mark.parametrize("loss", (scaled, by_sample, guarded), ids=lambda loss: loss.__name__)
+@pytest.mark.parametrize("loss", (scaled, by_sample, unlisted, guarded), ids=lambda loss: loss.__name__)
 def test_a_mean_is_not(loss: Loss) -> None:
     case = case_of(loss)
     batches = [case.batch(7, step) for step in range(2)]

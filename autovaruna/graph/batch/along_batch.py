@@ -74,6 +74,17 @@ def _steps(node: fx.Node) -> Iterable[Any]:
     return shape[1:2] if is_second else shape[:1]
 
 
+def _others(node: fx.Node) -> Iterable[Any]:
+    """Returns the dimensions over which the norm of each slice is taken."""
+    shape = list(_shape(node.args[0]))
+    del shape[arguments(node)["dim"]]
+    return shape
+
+
+def _after_channels(node: fx.Node) -> Iterable[Any]:
+    return _shape(node.args[0])[2:]
+
+
 def _keys(node: fx.Node) -> Iterable[Any]:
     return _shape(node.args[1])[-2:-1]
 
@@ -97,6 +108,8 @@ _RULES: tuple[tuple[re.Pattern[str], Callable[[fx.Node], Iterable[Any]]], ...] =
     (_WINDOWS, _last),
     (_CONVOLUTIONS, _convolved),
     (_RECURRENT, _steps),
+    (re.compile(r"aten\.renorm_?\."), _others),
+    (re.compile(r"aten\.instance_norm\."), _after_channels),
     (re.compile(r"aten\.scaled_dot_product_attention\."), _keys),
 )
 

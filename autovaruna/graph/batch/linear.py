@@ -26,7 +26,9 @@ VIEWS = frozenset(
 )
 """Views of numbers."""
 MULTIPLY, DIVIDE = frozenset({"mul", "mul_"}), frozenset({"div", "div_"})
-PRODUCTS = frozenset({"matmul", "mm", "bmm", "mv", "dot", "vdot", "inner", "linear", "addmm", "baddbmm", "einsum"})
+PRODUCTS = frozenset(
+    {"matmul", "mm", "bmm", "mv", "dot", "vdot", "inner", "linear", "addmm", "baddbmm", "einsum", "tensordot"}
+)
 """Sums of products."""
 SCALE = MULTIPLY | DIVIDE | PRODUCTS
 """Operations that are linear in each argument."""

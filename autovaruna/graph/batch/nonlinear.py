@@ -1,7 +1,8 @@
 """Refuses to average losses that are no means: a root of a mean, or a product of two, is another for micro-batches.
 
 From the loss back, operations on numbers that are made of several samples must keep means: they add such numbers, or
-scale them by what has nothing to do with the batch. Where the samples were reduced, they must have been added up.
+scale them by what has nothing to do with the batch. Where the samples were reduced, they must have been added up: what
+does so is listed, and operations on no list are tried out.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ from torch import Tensor, fx
 
 from autovaruna.errors import InputError
 from autovaruna.graph.arguments import MEAN, arguments
+from autovaruna.graph.batch.adding_up import join_tried
 from autovaruna.graph.batch.counted_means import LOSSES
 from autovaruna.graph.batch.linear import DIVIDE, JOIN, KEEP_MEANS, SCALE
-from autovaruna.graph.batch.reductions import Reductions, name_of
+from autovaruna.graph.batch.reductions import Reductions, is_listed, name_of
 from autovaruna.graph.kept_whole.function_joins import join_of
 from autovaruna.graph.kept_whole.functions import run_function
 from autovaruna.graph.kept_whole.returned import Join
@@ -29,7 +31,7 @@ logger = logging.getLogger(__name__)
 _REDUCE_OTHERWISE = frozenset(
     {
         *("norm", "linalg_vector_norm", "linalg_norm", "std", "var", "std_mean", "var_mean", "logsumexp", "prod"),
-        *("max", "min", "amax", "amin", "median", "nanmedian", "quantile", "mode", "kthvalue", "dist"),
+        *("max", "min", "amax", "amin", "median", "nanmedian", "nanmean", "quantile", "mode", "kthvalue", "dist"),
         *(
             "any",
             "all",
@@ -125,7 +127,7 @@ class _Means:
 
     def _breaks(self, node: fx.Node) -> bool:
         if node.target is getitem:
-            return self._is_unknown(node)
+            return self._is_unknown(node) or join_tried(node, self._sizes) is Join.OTHER
         name = name_of(node)
         if not name:
             return False
@@ -138,7 +140,14 @@ class _Means:
             return self._joins_factors(node, *_FACTORS[name])
         if any(joint):
             return name not in KEEP_MEANS | JOIN and not self._facts[node.name].is_view
-        return name in _PICK or self._averages_counted(node, name)
+        if name in _PICK or self._averages_counted(node, name):
+            return True
+        return not is_listed(node) and self._joins(node)
+
+    def _joins(self, node: fx.Node) -> bool:
+        """Whether a node, which no list here names, makes something else of several samples than a sum or a mean."""
+        is_made = any(map(self._sizes.has_samples, node.all_input_nodes))
+        return is_made and join_tried(node, self._sizes) is Join.OTHER
 
     def _divides(self, node: fx.Node, is_quotient: bool) -> bool:
         return is_quotient and self._is_joint(node.args[1])

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from autovaruna.graph.arguments import SUM, arguments
+from autovaruna.graph.arguments import MEAN, SUM, arguments
+from autovaruna.graph.batch.adding_up import join_tried
 from autovaruna.graph.batch.linear import ADD_UP, DIVIDE, JOIN, KEEP_MEANS, MULTIPLY, PRODUCTS, VIEWS
 from autovaruna.graph.batch.of_batch import Use, is_of_batch
 from autovaruna.graph.kept_whole.function_joins import join_of
@@ -126,8 +127,10 @@ class Reductions:
             made: Any = node.args[0]
             kept = kept_by(made)
             is_named = kept is not None and kept.adds_up(int(node.args[1]))  # type: ignore[arg-type]
-            return is_named or join_of(node) is Join.SUM
-        return name_of(node) in ADD_UP or arguments(node).get("reduction") == SUM
+            return is_named or (join_of(node) or join_tried(node, self._sizes)) is Join.SUM
+        if is_listed(node) or not any(map(self._grows, node.all_input_nodes)):
+            return name_of(node) in ADD_UP or arguments(node).get("reduction") == SUM
+        return join_tried(node, self._sizes) is Join.SUM
 
     def _grows(self, node: Any) -> bool:
         return isinstance(node, fx.Node) and self._sizes.has_samples(node)
@@ -164,6 +167,11 @@ def name_of(node: fx.Node) -> str:
     """Returns the name of an operation of torch's; empty for other functions."""
     target: Any = node.target
     return target.overloadpacket.__name__ if isinstance(target, torch._ops.OpOverload) else ""
+
+
+def is_listed(node: fx.Node) -> bool:
+    """Whether it is known how an operation makes one number of several samples; others are tried out."""
+    return name_of(node) in ADD_UP | KEEP_MEANS | JOIN or arguments(node).get("reduction") in (MEAN, SUM)
 
 
 def _has_state(node: fx.Node) -> bool:
