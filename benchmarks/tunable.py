@@ -47,9 +47,13 @@ class Stage(nn.Module):
 
 
 def resize(x: Tensor, width: int) -> Tensor:
-    """Returns (rows, width): the first columns of `x`, or `x` again and again."""
-    if x.shape[1] < width:
-        return x.repeat(1, -(-width // x.shape[1]))[:, :width]
+    """Returns (rows, width): `x` again and again, or the sums of its columns over all its repeats: it takes all of `x`."""
+    num_repeats = -(-width // x.shape[1])
+    if num_repeats > 1:
+        return x.repeat(1, num_repeats)[:, :width]
+    num_parts = x.shape[1] // width
+    if num_parts > 1:
+        return x[:, : num_parts * width].unflatten(1, (num_parts, width)).sum(1)
     return x[:, :width].contiguous() if x.shape[1] > width else x
 
 
