@@ -173,7 +173,8 @@ class Settings:
     channel: Literal["auto", "mpi", "nccl", "gloo"] = _setting(
         choice("auto", "mpi", "nccl", "gloo"),
         "auto",
-        "What carries tensors between ranks; auto: NCCL if each rank has a GPU of its own, else MPI; gloo: for tests.",
+        "What carries tensors between ranks; auto: NCCL if each rank has a GPU of its own, else MPI, and for messages "
+        "of at most 8 MiB within a host memory that its ranks share; mpi: MPI alone; gloo: for tests.",
     )
     compile_stages: bool | Literal["inductor", "aot_eager", "eager"] = _setting(
         either(BOOLEAN, choice("inductor", "aot_eager", "eager")),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import TypeGuard
 
 import torch
@@ -18,15 +19,22 @@ from autovaruna.runtime.channels.staging import distinct
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Shape, strides and dtype of one tensor of a message; `is_dense`: its elements fill memory without holes."""
+    """Shape, strides and dtype of one tensor of a message: a `Blank`, if it is dense.
+
+    Attributes:
+        is_dense: whether its elements fill memory without holes.
+        num_bytes: what travels of it.
+    """
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     dtype: torch.dtype
     is_dense: bool = field(init=False, compare=False)
+    num_bytes: int = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "is_dense", self._fills_memory())
+        object.__setattr__(self, "num_bytes", prod(self._narrow_shape) * self.dtype.itemsize)
 
     @property
     def _narrow_shape(self) -> tuple[int, ...]:
@@ -62,6 +70,14 @@ class Layout:
             return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=device)
         return torch.empty(self._narrow_shape, dtype=self.dtype, device=device)
 
+    @property
+    def travelling(self) -> Layout:
+        """The layout of what travels: this one, unless it has holes."""
+        if self.is_dense:
+            return self
+        shape = self._narrow_shape
+        return Layout(shape, torch.empty(shape, device="meta").stride(), self.dtype)
+
     def unpack(self, buffer: Tensor) -> Tensor:
         """Returns the tensor as the sender had it, of one that is not dense."""
         tensor = torch.empty_strided(self._narrow_shape, self.strides, dtype=self.dtype, device=buffer.device)
@@ -87,6 +103,19 @@ def packed(layouts: Layouts, tensors: Sequence[Tensor | None]) -> list[Tensor] |
         else:
             return None
     return travelling
+
+
+def unpacked(layouts: Layouts, travelled: Sequence[Tensor]) -> list[Tensor | None]:
+    """Returns a message as the sender had it, from what of it has travelled."""
+    if len(travelled) == len(layouts) == 1 and (only := layouts[0]) is not None and only.is_dense:
+        return [travelled[0]]  # what most messages are
+    come, found = iter(travelled), list[Tensor | None]()
+    for layout in layouts:
+        if layout is None:
+            found.append(None)
+        else:
+            found.append(next(come) if layout.is_dense else layout.unpack(next(come)))
+    return found
 
 
 def layouts_of(tensors: Sequence[Tensor | None]) -> Layouts:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from autovaruna.errors import RankError
-from autovaruna.runtime.layout import Layouts, layouts_of, packed
+from autovaruna.runtime.layout import Layout, Layouts, layouts_of, packed, unpacked
 from autovaruna.runtime.worlds.world import DONE, Pending, World
 
 TensorList = list[Tensor | None]
@@ -59,6 +59,7 @@ class Mail:
         self.waited_seconds = 0.0
         self.while_waiting: Callable[[], None] | None = None
         self._layouts: dict[Kind, Layouts] = {}
+        self._brought: dict[Kind, tuple[Layout, ...]] = {}
         self._local: defaultdict[Route, deque[TensorList]] = defaultdict(deque)
         self._posted: defaultdict[Route, deque[_Posted]] = defaultdict(deque)
         self._expected: defaultdict[Route, deque[Kind]] = defaultdict(deque)
@@ -90,10 +91,10 @@ class Mail:
     def expect(self, kind: Kind) -> None:
         """Posts the receive of the next message on a route once its layouts are known; never blocks.
 
-        Messages are taken in the order in which they are expected.
+        Messages are taken in the order in which they are expected. Those that come by themselves need no post.
         """
         route = kind.route
-        if route.source == self._world.rank:
+        if route.source == self._world.rank or kind in self._brought:
             return
         expected = self._expected[route]
         if not expected and (layouts := self._layouts.get(kind)) is not None:
@@ -107,32 +108,46 @@ class Mail:
         route = kind.route
         if route.source == self._world.rank:
             return self._local[route].popleft()
-        if not self._posted[route]:
+        if kind not in self._brought and not self._posted[route]:
             if not self._expected[route]:
                 self.expect(kind)
             if kind not in self._layouts:
-                self._layouts[kind] = self._world.receive_object(route.source, route.tag)
+                self._learn(kind)
             self._post_known(route)
+        if (blanks := self._brought.get(kind)) is not None:
+            brought = self._world.bring(blanks, route.source, route.tag)
+            self._await(brought)
+            return unpacked(self._layouts[kind], brought.tensors)
         layouts, buffers, pending, num_bytes = self._posted[route].popleft()
-        if not pending.is_done():
-            begin = perf_counter()
-            if self.while_waiting is not None:
-                self.while_waiting()
-            pending.wait()
-            self.waited_seconds += perf_counter() - begin
+        self._await(pending)
         self.num_posted_bytes -= num_bytes
-        filled, taken = iter(buffers), list[Tensor | None]()
-        for layout in layouts:
-            buffer = None if layout is None else next(filled)
-            taken.append(buffer if layout is None or layout.is_dense or buffer is None else layout.unpack(buffer))
-        return taken
+        return unpacked(layouts, buffers)
+
+    def _await(self, pending: Pending) -> None:
+        """Waits for a message, and notes how long."""
+        if pending.is_done():
+            return
+        begin = perf_counter()
+        if self.while_waiting is not None:
+            self.while_waiting()
+        pending.wait()
+        self.waited_seconds += perf_counter() - begin
 
     def _post_known(self, route: Route) -> None:
         """Posts the receives of a route up to the first message whose layouts are not known."""
         expected = self._expected[route]
         while expected and (layouts := self._layouts.get(expected[0])) is not None:
-            expected.popleft()
-            self._post(route, layouts)
+            if expected.popleft() not in self._brought:
+                self._post(route, layouts)
+
+    def _learn(self, kind: Kind) -> None:
+        """Receives the layouts of a kind of messages, and finds how they come."""
+        route = kind.route
+        layouts: Layouts = self._world.receive_object(route.source, route.tag)
+        self._layouts[kind] = layouts
+        blanks = tuple(layout.travelling for layout in layouts if layout is not None)
+        if blanks and self._world.brings(route.source, blanks):
+            self._brought[kind] = blanks
 
     def _post(self, route: Route, layouts: Layouts) -> None:
         buffers, num_bytes = [], 0

@@ -88,6 +88,13 @@ def test_messages_larger_than_an_int_counts() -> None:
     assert run_on_ranks(2, f"{HERE}:huge_message", (2 << 30) + 12_345) == [True, True]
 
 
+def test_what_is_lent_comes_back() -> None:
+    """What finds no room among what is lent is copied, and what was lent makes room once its tensors are gone."""
+    for has_arrived, num_lent in run_on_ranks(2, f"{HERE}:lent_tensors", 30):
+        assert has_arrived
+        assert 10 < num_lent < 30
+
+
 @cache
 def facts(number: int) -> list[dict[str, Any]]:
     """Returns what a job measured, the same for the same number."""

@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 import traceback
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -13,20 +14,48 @@ import torch
 
 from autovaruna.runtime.channels.links import measure_links
 from autovaruna.runtime.channels.sum_speed import measure_sums
+from autovaruna.runtime.layout import Layout
 from autovaruna.runtime.worlds.environment import get_world
+from autovaruna.runtime.worlds.mpi import MpiWorld
 from autovaruna.runtime.worlds.world import World
 from tests.runtime.world_laws import LAWS
 
 
 def try_laws() -> dict[str, str]:
-    """Returns the traceback of each law that is broken."""
+    """Returns the traceback of each law that is broken: by MPI alone, or once there are rings between all ranks."""
     world, broken = get_world(), {}
-    for name, law in LAWS.items():
-        try:
-            law(world)
-        except Exception:
-            broken[name] = traceback.format_exc()
+    for way in ("MPI", "rings"):
+        if way == "rings" and isinstance(world, MpiWorld):
+            world.open_rings(permutations(range(world.num_ranks), 2), True)
+        for name, law in LAWS.items():
+            try:
+                law(world)
+            except Exception:
+                broken[name] = f"{way}: {traceback.format_exc()}"
     return broken
+
+
+def lent_tensors(num_tensors: int) -> tuple[bool, int]:
+    """Sends more than rings lend, from each rank to the other, twice; says whether all came, and how many were lent."""
+    world, num_lent = get_world(), 0
+    assert isinstance(world, MpiWorld)
+    peer = 1 - world.rank
+    world.open_rings([(0, 1), (1, 0)], True)
+    layout = Layout((512, 513), (513, 1), torch.float32)
+    assert world.brings(peer, [layout])
+    for turn in range(2):
+        taken = []
+        for k in range(num_tensors):
+            brought = world.bring([layout], peer, 3)
+            world.send([torch.full(layout.shape, 100.0 * world.rank + k + turn)], peer, 3)
+            brought.wait()
+            taken += brought.tensors
+        expected = [torch.full(layout.shape, 100.0 * peer + k + turn) for k in range(num_tensors)]
+        if not all(map(torch.equal, taken, expected)):
+            return False, 0
+        num_lent = sum(not each.untyped_storage().resizable() for each in taken)
+    world.flush()
+    return True, num_lent
 
 
 def ping_seconds(num_bytes: int, num_times: int) -> float:

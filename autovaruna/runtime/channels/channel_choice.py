@@ -58,6 +58,8 @@ def _open(setting: str, world: World, device: torch.device, pairs: Set[Pair], gr
     backend = ("mpi" if lacking else "nccl") if setting == "auto" else setting
     if backend != "mpi":
         world.open_channel(backend, device, pairs, groups)
+    elif setting == "auto":
+        world.open_rings(pairs, device.type == "cpu")
     return backend
 
 

@@ -13,6 +13,7 @@ import torch
 
 from autovaruna.profiler.records import LinkCost
 from autovaruna.profiler.timing import wait_for
+from autovaruna.runtime.layout import Layout
 from autovaruna.runtime.worlds.world import World
 
 logger = logging.getLogger(__name__)
@@ -103,14 +104,18 @@ def rounds_of(pairs: list[Pair]) -> list[list[Pair]]:
 
 
 def one_way_seconds(world: World, peer: int, num_bytes: int, num_times: int, device: torch.device) -> float:
-    """Returns the median seconds of half a message there and back; the lower rank begins."""
+    """Returns the median seconds of half a message there and back, the way of `Mail`; the lower rank begins."""
     outgoing, incoming = (torch.zeros(num_bytes, dtype=torch.uint8, device=device) for _ in range(2))
+    blanks = [Layout((num_bytes,), (1,), torch.uint8)]
 
     def there() -> None:
         world.send([outgoing], peer, TAG).wait()
 
     def back() -> None:
-        world.receive([incoming], peer, TAG).wait()
+        if world.brings(peer, blanks):
+            world.bring(blanks, peer, TAG).wait()
+        else:
+            world.receive([incoming], peer, TAG).wait()
 
     acts = (there, back) if world.rank < peer else (back, there)
     return median_seconds(acts, num_times, device) / 2

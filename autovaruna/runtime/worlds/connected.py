@@ -45,7 +45,7 @@ class ConnectedWorld(WatchedWorld):
         self._carrier: TorchChannel | None = None
         self.coming: set[Pending] = set()
         """The messages that are on their way to this rank."""
-        self.large: set[Pending] = set()
+        self.lagging: set[Pending] = set()
         """Messages on their way, either way, that advance only while this rank calls the transport."""
         self._groups: dict[tuple[int, ...], Group] = {}
 
@@ -72,7 +72,7 @@ class ConnectedWorld(WatchedWorld):
         count = self._counts[event] = self._counts[event] + 1
         if part is DONE:
             return DONE
-        message = Message(self, [part], [tensor], event, count)
+        message = Message(self, [part], event, count)
         self._sends.append(message)
         return message
 
@@ -122,6 +122,14 @@ class ConnectedWorld(WatchedWorld):
             self._carrier = TorchChannel(self, backend, device)
         self._carrier.connect(pairs, groups)
 
+    def open_rings(self, pairs: Iterable[tuple[int, int]], has_host_memory: bool) -> None:
+        """Sends messages between ranks of one host a shorter way from now on, if this transport has one. Collective.
+
+        Args:
+            pairs: (sender, receiver), the same on every rank.
+            has_host_memory: Whether all that this rank sends and receives lies in the host's memory.
+        """
+
     def keep(self, pending: Pending) -> None:
         """Keeps what is on its way until it has left."""
         self._sends.append(pending)
@@ -146,7 +154,7 @@ class ConnectedWorld(WatchedWorld):
         count = self.count(event, len(parts))
         if parts.count(DONE) == len(parts):
             return DONE
-        message = Message(self, parts, tensors, event, count)
+        message = Message(self, parts, event, count)
         self._sends.append(message)
         return message
 
@@ -161,7 +169,7 @@ class ConnectedWorld(WatchedWorld):
         """Posts the receive of host tensors; `finish` runs when they have arrived."""
         parts = self.receive_parts(buffers, source, channel, tag)
         event = "received", source, channel, tag
-        message = Message(self, parts, buffers, event, self.count(event, len(parts)), finish)
+        message = Message(self, parts, event, self.count(event, len(parts)), finish)
         self.coming.add(message)
         return message
 
@@ -225,11 +233,11 @@ class ConnectedWorld(WatchedWorld):
         self.raise_failure()
 
     def glance(self) -> None:
-        """Lets large messages and reductions advance; small messages do so by themselves."""
+        """Lets messages that need it, and reductions, advance; small messages do so by themselves."""
         if len(self._sends) > SENDS_AT_ONCE or self._carrier is not None:
             self.progress()
             return
-        for message in list(self.large):
+        for message in list(self.lagging):
             if not message.is_done():  # to ask for one lets all advance
                 break
         for group in self._groups.values():

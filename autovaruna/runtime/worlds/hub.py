@@ -116,7 +116,7 @@ class Hub:
         else:
             self.reports.pop(rank, None)
             if isinstance(notice, Join):
-                self.joined[rank] = notice._replace(value=self.known.setdefault(notice.value, notice.value))
+                self.joined[rank] = Join(notice.label, self.known.setdefault(notice.value, notice.value))
                 self.labels.add(notice.label)
             else:
                 self.ended[rank] = notice

@@ -16,6 +16,7 @@ from autovaruna.errors import RankError
 from autovaruna.runtime.channels.staging import flat
 from autovaruna.runtime.worlds.connected import ConnectedWorld
 from autovaruna.runtime.worlds.hub import Answer, Hub, Notice
+from autovaruna.runtime.worlds.message import SMALL_BYTES
 from autovaruna.runtime.worlds.world import DONE, Pending, describe
 
 Result = TypeVar("Result")
@@ -45,6 +46,7 @@ class Delivery(Pending):
         self._mailboxes = mailboxes
         self._key = key
         self._buffer = buffer
+        self.needs_calls = buffer.nbytes > SMALL_BYTES
 
     def is_done(self) -> bool:
         """Fills the buffer if the message has come."""

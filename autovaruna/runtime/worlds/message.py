@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING
-
-from torch import Tensor
 
 from autovaruna.runtime.worlds.hub import Event, Need
 from autovaruna.runtime.worlds.world import Pending
@@ -24,7 +22,6 @@ class Message(Pending):
     Args:
         world: The ranks.
         parts: The parts that are on the way.
-        tensors: What they carry; if it is large, the message advances only while this rank calls the transport.
         event: What this rank does: ``sent`` or ``received``.
         count: How often it has done that, with these parts.
         finish: Runs when all have arrived or left.
@@ -36,7 +33,6 @@ class Message(Pending):
         self,
         world: ConnectedWorld,
         parts: list[Pending],
-        tensors: Sequence[Tensor],
         event: Event,
         count: int,
         finish: Callable[[], None] | None = None,
@@ -46,9 +42,9 @@ class Message(Pending):
         self._event = event
         self._count = count
         self._finish = finish
-        for tensor in tensors:
-            if tensor.nbytes > SMALL_BYTES:
-                world.large.add(self)
+        for part in parts:
+            if part.needs_calls:
+                world.lagging.add(self)
 
     def is_done(self) -> bool:
         """Says whether every part has arrived or left."""
@@ -58,7 +54,7 @@ class Message(Pending):
                 return False
             parts.pop()
         self._world.coming.discard(self)
-        self._world.large.discard(self)
+        self._world.lagging.discard(self)
         if self._finish is not None:
             finish, self._finish = self._finish, None
             finish()

@@ -11,6 +11,7 @@ import sys
 import time
 import traceback
 from collections import deque
+from collections.abc import Iterable, Sequence
 from typing import NoReturn
 
 import mpi4py
@@ -18,15 +19,24 @@ import torch
 from torch import Tensor
 
 from autovaruna.errors import RankError
-from autovaruna.runtime.worlds.connected import CHANNELS, ConnectedWorld
+from autovaruna.runtime.worlds.connected import CHANNELS, TENSOR_CHANNEL, ConnectedWorld
 from autovaruna.runtime.worlds.hub import Answer, Hub, Notice, decoded, encoded
-from autovaruna.runtime.worlds.world import DONE, Pending, status_after
+from autovaruna.runtime.worlds.message import SMALL_BYTES
+from autovaruna.runtime.worlds.rings.memory import MAX_BYTES, SLOT_BYTES
+from autovaruna.runtime.worlds.rings.opening import Pair, open_rings
+from autovaruna.runtime.worlds.rings.receiver import RingReceiver
+from autovaruna.runtime.worlds.rings.ring_message import RingMessage
+from autovaruna.runtime.worlds.rings.sender import RingSender
+from autovaruna.runtime.worlds.world import DONE, Blank, Pending, status_after
 
 mpi4py.rc.initialize = False
 from mpi4py import MPI  # noqa: E402
 
 SPIN_SECONDS = 1e-3
 YIELD_SECONDS = 3e-3
+_TAG_BITS = 32
+_RING_BYTES = {channel: MAX_BYTES if channel == TENSOR_CHANNEL else SLOT_BYTES for channel in CHANNELS}
+"""The largest messages that go through a ring; of sums a rank copies what comes anyway."""
 SECOND_HAND_SECONDS = 0.7
 LATER_RANK_SECONDS = 0.3
 
@@ -34,12 +44,13 @@ LATER_RANK_SECONDS = 0.3
 class Part(Pending):
     """One MPI request, and the memory it works on."""
 
-    __slots__ = ("_count", "_memory", "_request", "_status")
+    __slots__ = ("_memory", "_request", "_status", "needs_calls")
 
     def __init__(self, request: MPI.Request, memory: Tensor, status: MPI.Status | None) -> None:
         self._request = request
         self._memory = memory
         self._status = status
+        self.needs_calls = memory.nbytes > SMALL_BYTES
 
     def is_done(self) -> bool:
         """Says whether the request has finished; a receive checks the number of bytes."""
@@ -71,6 +82,9 @@ class MpiWorld(ConnectedWorld):
         self._status = MPI.Status()
         self._notices: deque[MPI.Request] = deque()
         self._hub = Hub(self.num_ranks, self._answer_all) if self.rank == 0 else None
+        self._ring_pairs: set[Pair] = set()
+        self._rings_to: dict[int, RingSender] = {}
+        self._rings_from: dict[int, RingReceiver] = {}
         self._is_crowded = True
         self._is_cuda_aware = is_cuda_aware()
         self.hosts = tuple(self.gather_objects(MPI.Get_processor_name(), "start"))
@@ -79,15 +93,63 @@ class MpiWorld(ConnectedWorld):
         """Says that `num_ranks` ranks share `num_cores` cores, so that waiting ranks leave them to others."""
         self._is_crowded = num_ranks > num_cores
 
+    def open_rings(self, pairs: Iterable[Pair], has_host_memory: bool) -> None:
+        """Sends small messages through memory that both ranks see from now on, where a pair can. Collective.
+
+        Args:
+            pairs: (sender, receiver), the same on every rank.
+            has_host_memory: Whether all that this rank sends and receives lies in the host's memory.
+        """
+        new = set(pairs) - self._ring_pairs
+        senders, receivers = open_rings(self, new, has_host_memory)
+        self._ring_pairs |= new
+        self._rings_to |= senders
+        self._rings_from |= receivers
+
+    def advance(self) -> None:
+        """Lets reductions advance, and what goes through rings."""
+        super().advance()
+        for sender in self._rings_to.values():
+            sender.advance()
+        for receiver in self._rings_from.values():
+            receiver.advance()
+
+    def send(self, tensors: Sequence[Tensor], destination: int, tag: int) -> Pending:
+        """Starts to send tensors; what most messages are takes a short way, for small stages wait for each line."""
+        ring = self._rings_to.get(destination)
+        if ring is not None and len(tensors) == 1:
+            tensor = tensors[0]
+            is_plain = tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+            if is_plain and tensor.nbytes <= MAX_BYTES and ring.put(tensor, TENSOR_CHANNEL << _TAG_BITS | tag):
+                self._counts["sent", destination, TENSOR_CHANNEL, tag] += 1
+                return DONE
+        return super().send(tensors, destination, tag)
+
     def post_send(self, tensor: Tensor, destination: int, channel: int, tag: int) -> Pending:
         """Starts to send the memory of a dense host tensor."""
+        ring = self._rings_to.get(destination)
+        if ring is not None and tensor.nbytes <= _RING_BYTES[channel]:
+            return ring.send(tensor, channel << _TAG_BITS | tag)
         request = self._channels[channel].Isend(memory_of(tensor), destination, tag)
         return DONE if request.Test() else Part(request, tensor, None)  # a small one has left by now
 
     def post_receive(self, tensor: Tensor, source: int, channel: int, tag: int) -> Pending:
         """Starts to receive into the memory of a dense host tensor."""
+        ring = self._rings_from.get(source)
+        if ring is not None and tensor.nbytes <= _RING_BYTES[channel]:
+            return ring.post(tensor, channel << _TAG_BITS | tag)
         request = self._channels[channel].Irecv(memory_of(tensor), source, tag)
         return Part(request, tensor, self._status)
+
+    def brings(self, source: int, blanks: Sequence[Blank]) -> bool:
+        """Says whether tensors of `source` come through a ring."""
+        return source in self._rings_from and all(blank.num_bytes <= MAX_BYTES for blank in blanks)
+
+    def bring(self, blanks: Sequence[Blank], source: int, tag: int) -> RingMessage:
+        """Waits for the next message of `source` that comes through a ring."""
+        event = "received", source, TENSOR_CHANNEL, tag
+        count = self._counts[event] = self._counts[event] + len(blanks)
+        return RingMessage(self, self._rings_from[source], TENSOR_CHANNEL << _TAG_BITS | tag, blanks, event, count)
 
     def reachable(self, tensor: Tensor) -> Tensor:
         """Returns a tensor where MPI can send it from: a GPU's own memory, if this MPI reaches it."""

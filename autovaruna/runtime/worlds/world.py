@@ -14,8 +14,9 @@ import signal
 import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
+import torch
 from torch import Tensor
 
 from autovaruna.errors import AutoVarunaError, RankError
@@ -29,9 +30,14 @@ def status_after(error: BaseException) -> int:
 
 
 class Pending(ABC):
-    """A message or a reduction that has been started. Keep it until it is done: it owns the memory on the way."""
+    """A message or a reduction that has been started. Keep it until it is done: it owns the memory on the way.
+
+    Attributes:
+        needs_calls: whether it advances only while this rank calls the transport.
+    """
 
     __slots__ = ()
+    needs_calls: bool = False
 
     @abstractmethod
     def is_done(self) -> bool:
@@ -44,6 +50,29 @@ class Pending(ABC):
         Raises:
             RankError: it can never finish, because the other rank failed or ended.
         """
+
+
+class Blank(Protocol):
+    """The layout of a dense tensor that is to come."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def strides(self) -> tuple[int, ...]: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def num_bytes(self) -> int: ...
+
+
+class Brought(Pending):
+    """A message that makes its own tensors: `tensors`, complete once it is done."""
+
+    __slots__ = ()
+    tensors: list[Tensor]
 
 
 class Done(Pending):
@@ -120,6 +149,18 @@ class World(ABC):
         Raises:
             RankError: in `wait`: the message has another number of bytes than the buffers.
         """
+
+    def brings(self, source: int, blanks: Sequence[Blank]) -> bool:
+        """Says whether tensors of `source` come by themselves, so that `bring` is called in place of `receive`."""
+        return False
+
+    def bring(self, blanks: Sequence[Blank], source: int, tag: int) -> Brought:
+        """Waits for the next message of `source`, without memory posted for it; where `brings` says so.
+
+        Raises:
+            RankError: in `is_done` or `wait`: the message has another number of bytes than the blanks.
+        """
+        raise AssertionError("no message comes by itself in this world")
 
     @abstractmethod
     def send_object(self, value: object, destination: int, tag: int) -> Pending:

@@ -1,0 +1,1 @@
+"""Carries small messages between the ranks of a host through memory that both see."""

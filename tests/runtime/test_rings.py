@@ -1,0 +1,274 @@
+"""Tests rings in one process: both ends see the same memory, as two ranks do."""
+
+from __future__ import annotations
+
+import gc
+import os
+import platform
+import random
+from collections import defaultdict, deque
+from collections.abc import Callable
+from mmap import mmap
+
+import pytest
+import torch
+from torch import Tensor
+
+from autovaruna.errors import RankError
+from autovaruna.runtime.layout import Layout
+from autovaruna.runtime.worlds.in_process import InProcessWorld, run_ranks
+from autovaruna.runtime.worlds.rings import opening
+from autovaruna.runtime.worlds.rings.memory import HEADER_BYTES, MAX_BYTES, NUM_BYTES, NUM_SLOTS, SLOT_BYTES
+from autovaruna.runtime.worlds.rings.opening import open_rings
+from autovaruna.runtime.worlds.rings.receiver import Arrival, RingReceiver
+from autovaruna.runtime.worlds.rings.sender import RingSender
+from autovaruna.runtime.worlds.world import Pending
+
+LARGE = Layout((600, 700), (700, 1), torch.float32)
+
+
+def make_ring() -> tuple[RingSender, RingReceiver]:
+    """Returns both ends of a ring."""
+    memory = mmap(-1, NUM_BYTES)
+    return RingSender(memory), RingReceiver(memory, 0)
+
+
+def brought(receiver: RingReceiver, layout: Layout = LARGE, key: int = 0) -> Tensor:
+    """Returns the next message, which must be there."""
+    tensor = receiver.bring(layout, key)
+    assert tensor is not None
+    return tensor
+
+
+def lies_in(tensor: Tensor, receiver: RingReceiver) -> bool:
+    """Says whether a tensor lies in the memory that both ends see."""
+    return 0 <= tensor.data_ptr() - receiver.shared.address < NUM_BYTES
+
+
+def layout_of(size: int) -> Layout:
+    return Layout((size,), (1,), torch.uint8)
+
+
+class Traffic:
+    """Random messages, and what is known of them. Those of keys 0 and 1 are brought, of 2 posted.
+
+    Args:
+        seed: Of what is drawn.
+        sizes: Of messages, in bytes.
+    """
+
+    def __init__(self, seed: int, sizes: list[int]) -> None:
+        self.random = random.Random(seed)
+        self.sizes = sizes
+        self.sender, self.receiver = make_ring()
+        self.sent: defaultdict[int, deque[Tensor]] = defaultdict(deque)
+        self.leaving: list[Pending] = []
+        self.posted: list[tuple[Arrival, Tensor, Tensor]] = []
+        self.kept: list[tuple[Tensor, Tensor]] = []
+
+    def send(self) -> None:
+        """Sends a message that says by its numbers which one it is."""
+        key, size = self.random.randrange(3), self.random.choice(self.sizes)
+        tensor = torch.full((size,), self.random.randrange(256), dtype=torch.uint8)
+        self.sent[key].append(tensor)
+        self.leaving.append(self.sender.send(tensor, key))
+
+    def take(self) -> None:
+        """Takes a message that was sent, if it is there, or posts its receive."""
+        keys = [key for key, tensors in self.sent.items() if tensors]
+        if not keys:
+            return
+        key = self.random.choice(keys)
+        expected = self.sent[key][0]
+        if key == 2:
+            tensor = torch.empty_like(self.sent[key].popleft())
+            self.posted.append((self.receiver.post(tensor, key), tensor, expected))
+        elif (arrived := self.receiver.bring(layout_of(len(expected)), key)) is not None:
+            self.kept.append((arrived, self.sent[key].popleft()))
+
+    def look(self) -> None:
+        """Looks for messages whose receive was posted."""
+        for arrival, tensor, expected in self.posted:
+            if arrival.is_done():
+                assert torch.equal(tensor, expected)
+        self.posted = [each for each in self.posted if not each[0].is_done()]
+
+    def drop(self) -> None:
+        """Forgets some of what has come, once it is known to be what was sent."""
+        for _ in range(self.random.randrange(len(self.kept) + 1)):
+            tensor, expected = self.kept.pop(self.random.randrange(len(self.kept)))
+            assert torch.equal(tensor, expected)
+
+    def end(self) -> None:
+        """Lets all messages come that were sent."""
+        for _ in range(10_000):
+            if not any(self.sent.values()) and not self.posted:
+                break
+            self.take()
+            self.look()
+            self.sender.advance()
+        assert not any(self.sent.values()) and not self.posted and all(each.is_done() for each in self.leaving)
+        for tensor, expected in self.kept:
+            assert torch.equal(tensor, expected)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_messages_arrive_in_order_whatever_each_end_does(seed: int) -> None:
+    sizes = [0, 1, 1000, SLOT_BYTES, SLOT_BYTES + 1, 300_001, 5_000_000, MAX_BYTES]
+    traffic = Traffic(seed, sizes if seed % 2 else sizes[:6])
+    acts: list[Callable[[], None]] = [traffic.send, traffic.send, traffic.take, traffic.look, traffic.drop]
+    for _ in range(150):
+        traffic.random.choice(acts)()
+    traffic.end()
+
+
+def test_a_large_message_lies_where_it_arrived() -> None:
+    sender, receiver = make_ring()
+    sent = torch.randn(LARGE.shape)
+    assert receiver.bring(LARGE, 4) is None
+    assert sender.send(sent, 4).is_done()
+    tensor = brought(receiver, key=4)
+    assert torch.equal(tensor, sent) and tensor.stride() == sent.stride() and lies_in(tensor, receiver)
+    sent.zero_()
+    assert bool((tensor != 0).any())
+
+
+def test_memory_is_lent_again_once_no_tensor_lies_there() -> None:
+    sender, receiver = make_ring()
+    places = set()
+    for turn in range(50):
+        sender.send(torch.full(LARGE.shape, float(turn)), 0)
+        view = brought(receiver)[3:, 5:]
+        places.add(view.data_ptr())
+        assert bool((view == turn).all())
+    assert len(places) <= 2
+
+
+def test_a_view_keeps_what_was_lent() -> None:
+    sender, receiver = make_ring()
+    sender.send(torch.ones(LARGE.shape), 0)
+    view = brought(receiver).view(-1)[10:20].detach()
+    gc.collect()
+    for _ in range(20):
+        sender.send(torch.zeros(LARGE.shape), 0)
+        brought(receiver)
+    assert bool((view == 1).all())
+
+
+def test_what_is_lent_enters_autograd_like_any_tensor() -> None:
+    sender, receiver = make_ring()
+    sender.send(torch.full(LARGE.shape, 3.0), 0)
+    leaf = brought(receiver).requires_grad_()
+    (leaf * leaf).sum().backward()
+    assert leaf.grad is not None and bool((leaf.grad == 6).all())
+
+
+def test_what_finds_no_room_to_be_lent_is_copied() -> None:
+    sender, receiver = make_ring()
+    kept = []
+    for turn in range(20):
+        sender.send(torch.full(LARGE.shape, float(turn)), 0)
+        kept.append(brought(receiver))
+    assert all(bool((tensor == turn).all()) for turn, tensor in enumerate(kept))
+    assert 0 < sum(lies_in(tensor, receiver) for tensor in kept) < len(kept)
+
+
+def test_a_sender_waits_for_room_without_blocking() -> None:
+    sender, receiver = make_ring()
+    sent = [torch.full((10,), k) for k in range(NUM_SLOTS + 3)]
+    pending = [sender.send(tensor, 1) for tensor in sent]
+    assert [each.is_done() for each in pending] == [True] * NUM_SLOTS + [False] * 3
+    assert pending[-1].needs_calls
+    buffers = [torch.empty_like(tensor) for tensor in sent]
+    arrivals = [receiver.post(buffer, 1) for buffer in buffers]
+    for arrival in arrivals[:NUM_SLOTS]:
+        assert arrival.is_done()
+    sender.advance()
+    assert all(each.is_done() for each in [*pending, *arrivals])
+    assert all(map(torch.equal, buffers, sent))
+
+
+def test_another_size_than_expected_is_an_error() -> None:
+    for size, expected in ((5, 4), (300_001, 300_000), (299_999, 300_000)):
+        message = f"rank 0 sent {size} bytes where {expected}"
+        for is_early in (False, True):
+            sender, receiver = make_ring()
+            sender.send(torch.ones(size, dtype=torch.uint8), 0)
+            if is_early:
+                receiver.advance()
+            with pytest.raises(RankError, match=message):
+                receiver.bring(layout_of(expected), 0)
+        sender, receiver = make_ring()
+        arrival = receiver.post(torch.zeros(expected, dtype=torch.uint8), 0)
+        sender.send(torch.ones(size, dtype=torch.uint8), 0)
+        with pytest.raises(RankError, match=message):
+            arrival.is_done()
+
+
+def test_a_forked_process_gives_nothing_back() -> None:
+    """It holds copies of the tensors, which it may forget, as a loader's worker does."""
+    sender, receiver = make_ring()
+    sender.send(torch.ones(LARGE.shape), 0)
+    tensor = brought(receiver)
+    child = os.fork()
+    if not child:
+        del tensor
+        os._exit(0)
+    os.waitpid(child, 0)
+    sender.send(torch.zeros(LARGE.shape), 0)
+    receiver.advance()
+    assert bool((tensor == 1).all())
+
+
+def rings_between(num_ranks: int, pairs: list[tuple[int, int]], can_share: Callable[[int], bool]) -> list[str]:
+    """Opens rings on ranks of one process, tries each, and says which each rank has."""
+
+    def tried(world: InProcessWorld) -> str:
+        senders, receivers = open_rings(world, pairs, can_share(world.rank))
+        for there, ring in senders.items():
+            ring.send(torch.tensor([world.rank, there]), 0)
+        world.barrier("sent")
+        for source, ring in receivers.items():
+            buffer = torch.empty(2, dtype=torch.int64)
+            assert ring.post(buffer, 0).is_done()
+            assert buffer.tolist() == [source, world.rank]
+        return f"to {sorted(senders)} from {sorted(receivers)}"
+
+    return run_ranks(num_ranks, tried)
+
+
+def test_both_ends_have_a_ring_or_none() -> None:
+    pairs = [(0, 1), (1, 0), (1, 2), (2, 0), (2, 2)]
+    assert rings_between(3, pairs, lambda rank: True) == ["to [1] from [1, 2]", "to [0, 2] from [0]", "to [0] from [1]"]
+    assert rings_between(3, pairs, lambda rank: rank != 1) == ["to [] from [2]", "to [] from []", "to [0] from []"]
+    assert rings_between(2, [], lambda rank: True) == ["to [] from []"] * 2
+
+
+def test_there_are_no_rings_where_memory_cannot_be_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between containers with a host name in common, on processors that reorder what they write, and without memory."""
+    none = ["to [] from []"] * 2
+    pairs = [(0, 1), (1, 0)]
+    with monkeypatch.context() as patch:
+        patch.setattr(opening, "_path", lambda file: "/proc/self/nothing")
+        assert rings_between(2, pairs, lambda rank: True) == none
+    with monkeypatch.context() as patch:
+        patch.setattr(opening, "_path", lambda file: __file__)  # something else lies there
+        assert rings_between(2, pairs, lambda rank: True) == none
+    with monkeypatch.context() as patch:
+        patch.setattr(platform, "machine", lambda: "aarch64")
+        assert rings_between(2, pairs, lambda rank: True) == none
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "ftruncate", lambda *_: (_ for _ in ()).throw(OSError("no space")))
+        assert rings_between(2, pairs, lambda rank: True) == none
+
+
+def test_slots_and_blocks_do_not_overlap() -> None:
+    assert SLOT_BYTES % HEADER_BYTES == 0
+    sender, receiver = make_ring()
+    small = [torch.full((SLOT_BYTES,), k, dtype=torch.uint8) for k in range(NUM_SLOTS - 1)]
+    large = torch.full((MAX_BYTES,), 99, dtype=torch.uint8)
+    for tensor in (*small, large):
+        assert sender.send(tensor, 0).is_done()
+    for tensor in (*small, large):
+        buffer = torch.empty_like(tensor)
+        assert receiver.post(buffer, 0).is_done() and torch.equal(buffer, tensor)
