@@ -173,6 +173,19 @@ def test_what_finds_no_room_to_be_lent_is_copied() -> None:
     assert 0 < sum(lies_in(tensor, receiver) for tensor in kept) < len(kept)
 
 
+def test_a_message_comes_past_others_that_nobody_takes() -> None:
+    """However full all memory is, for what waits there is copied."""
+    sender, receiver = make_ring()
+    pending = [sender.send(torch.full(LARGE.shape, float(turn)), 1) for turn in range(30)]
+    pending.append(sender.send(torch.full(LARGE.shape, 99.0), 0))
+    for _ in range(100):
+        if (tensor := receiver.bring(LARGE, 0)) is not None:
+            break
+        sender.advance()
+    assert tensor is not None and bool((tensor == 99).all())
+    assert all(bool((brought(receiver, key=1) == turn).all()) for turn in range(30))
+
+
 def test_a_sender_waits_for_room_without_blocking() -> None:
     sender, receiver = make_ring()
     sent = [torch.full((10,), k) for k in range(NUM_SLOTS + 3)]
