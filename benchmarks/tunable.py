@@ -47,7 +47,7 @@ class Stage(nn.Module):
 
 
 def resize(x: Tensor, width: int) -> Tensor:
-    """Returns (rows, width): `x` again and again, or the sums of its columns over all its repeats: it takes all of `x`."""
+    """Returns (rows, width): `x` again and again, or sums of its columns, so that all of `x` is needed."""
     num_repeats = -(-width // x.shape[1])
     if num_repeats > 1:
         return x.repeat(1, num_repeats)[:, :width]
