@@ -15,6 +15,7 @@ from autovaruna.graph.kept_whole.kept import KeptModule
 from autovaruna.graph.outputs import OutputKind, OutputSpec
 from autovaruna.graph.precision import precision_of
 from autovaruna.graph.records import Graph
+from autovaruna.graph.saved_weights import saved_weights
 from autovaruna.graph.sizes import Sizes
 from autovaruna.graph.tree import Tree
 from autovaruna.graph.unsaid import is_random
@@ -99,6 +100,11 @@ class TracedModel:
         names = [(region, str(node.target)) for region in regions for node in region.graph.find_nodes(op="get_attr")]
         found = [getattr(region, name, None) for region, name in names]
         return any(isinstance(each, KeptModule) and each.may_choose for each in found)
+
+    @cached_property
+    def saved_weights(self) -> frozenset[str]:
+        """First names of the parameters that a backward needs as they are, and that forward leaves so."""
+        return saved_weights(self.module.graph, self.facts, self.parameters) - self.changed_state
 
     @cached_property
     def inputs(self) -> dict[str, InputSpec]:

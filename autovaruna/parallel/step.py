@@ -13,6 +13,7 @@ from torch import Tensor
 
 from autovaruna.errors import InputError, OrderError
 from autovaruna.graph.outputs import OutputKind, OutputSpec
+from autovaruna.parallel.unchanged import while_unchanged
 from autovaruna.runtime.exchange import GradientExchange
 from autovaruna.runtime.executor import Executor
 from autovaruna.runtime.gradient_sums.gradient_book import GradientBook
@@ -214,6 +215,7 @@ class Step:
 
     def _publish(self, outputs: Mapping[int, Tensor], finish: Finish) -> dict[int, Tensor]:
         carries = [self.specs[place].needs_gradient for place in outputs]
+        finish = while_unchanged(finish, self.parameters, self.job.split.traced.saved_weights)
         published = publish(list(outputs.values()), carries, list(self.sources.values()), finish)
         return dict(zip(outputs, published, strict=True))
 

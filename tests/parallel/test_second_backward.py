@@ -85,3 +85,49 @@ def test_a_backward_that_keeps_nothing_is_the_last(has_loss: bool) -> None:
             loss.backward()
 
     on_ranks(pipeline(2), Model(has_loss), run)
+
+
+@pytest.mark.parametrize("is_recomputed", [False, True])
+@pytest.mark.parametrize("has_loss", [False, True])
+def test_no_backward_goes_through_weights_that_have_changed(has_loss: bool, is_recomputed: bool) -> None:
+    """Plain PyTorch refuses it as well."""
+
+    def loss_of(model: Any) -> Tensor:
+        found = model(**BATCH)
+        return found if has_loss else F.cross_entropy(found, BATCH["y"])
+
+    def step_between(model: Any, optimizer: Any) -> None:
+        first, second = loss_of(model), loss_of(model)
+        second.backward(retain_graph=True)
+        optimizer.step()
+        with pytest.raises(RuntimeError, match=r"modified by an inplace|after weights have changed"):
+            first.backward()
+        with pytest.raises(RuntimeError, match=r"modified by an inplace|after weights have changed"):
+            second.backward()
+
+    plain = Model(has_loss)
+    on_ranks(pipeline(1, recompute=is_recomputed), plain, lambda model, optimizer, rank: step_between(model, optimizer))
+    step_between(plain, torch.optim.SGD(plain.parameters(), 0.1))
+
+
+def test_weights_that_no_gradient_needs_may_change() -> None:
+    """The first layer's, for its input needs no gradient, and biases."""
+
+    def act(model: Any) -> None:
+        loss = model(**BATCH)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if "first" in name or "bias" in name:
+                    parameter.mul_(2.0)
+        loss.backward()
+
+    def run(model: Any, optimizer: Any, rank: int) -> dict[str, Tensor]:
+        act(model)
+        return gradients_of(model)
+
+    plain = Model(has_loss=True)
+    found = on_ranks(pipeline(2), plain, run)
+    act(plain)
+    expected = gradients_of(plain)
+    for gradients in found:
+        torch.testing.assert_close(gradients, {name: expected[name] for name in gradients}, rtol=1e-5, atol=1e-7)
