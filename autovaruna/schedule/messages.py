@@ -84,23 +84,34 @@ class Route:
     """Joins the replicas of one stage to those of another, for messages of one size.
 
     Attributes:
+        num_senders, num_receivers: how many replicas the two stages have.
         receivers: the replicas of the receiving stage.
         inboxes: where each of them collects these messages.
         wires: between them.
     """
 
-    __slots__ = ("inboxes", "receivers", "wires")
+    __slots__ = ("inboxes", "num_receivers", "num_senders", "receivers", "wires")
 
-    def __init__(self, receivers: list[Replica], inboxes: list[Inbox], wires: Wires) -> None:
+    def __init__(self, num_senders: int, receivers: list[Replica], inboxes: list[Inbox], wires: Wires) -> None:
+        self.num_senders, self.num_receivers = num_senders, len(receivers)
         self.receivers, self.inboxes, self.wires = receivers, inboxes, wires
 
-    def send(self, sender: int, micro_batch: int, now: float) -> tuple[Replica, float]:
-        """Sends a micro-batch's message at `now`; returns who gets it and when it arrives."""
-        k, j = divmod(micro_batch, len(self.receivers))
+    def send(self, sender: int, k: int, now: float) -> tuple[int, float]:
+        """Sends the message of a replica's k-th micro-batch at `now`; returns the rank that gets it, and when."""
+        j = sender
+        if self.num_senders != self.num_receivers:
+            k, j = divmod(k * self.num_senders + sender, self.num_receivers)
         wire = self.wires[sender, j]
         arrival = now if wire is None else wire.send(now)
-        self.inboxes[j].put(k, arrival, now)
-        return self.receivers[j], arrival
+        inbox, receiver = self.inboxes[j], self.receivers[j]
+        if arrival >= inbox.latest[k]:
+            inbox.latest[k], inbox.sent[k] = arrival, now
+        inbox.missing[k] -= 1
+        if not inbox.missing[k]:
+            inbox.ready[k] = inbox.latest[k]
+        if arrival < receiver.known_until:
+            receiver.known_until = arrival
+        return receiver.rank, arrival
 
 
 def seconds_of(link: LinkCost, num_bytes: float) -> tuple[float, float]:

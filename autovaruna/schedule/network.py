@@ -46,16 +46,18 @@ class Network:
             replica.gradients = Inbox(replica.num_micro_batches, gradients[replica.stage])
 
     def _join(self, edge: Edge, pipeline: Pipeline, lines: Lines) -> None:
-        receivers = self.stages[edge.destination]
-        inboxes = [replica.activations for replica in receivers]
-        route = Route(receivers, inboxes, Wires(lines, pipeline, edge.source, edge.destination, edge.forward_bytes))
-        self.routes[Kind.FORWARD][edge.source].append(route)
+        inboxes = [replica.activations for replica in self.stages[edge.destination]]
+        wires = Wires(lines, pipeline, edge.source, edge.destination, edge.forward_bytes)
+        self._route(Kind.FORWARD, edge.source, edge.destination, inboxes, wires)
 
     def _join_back(self, edge: Edge, pipeline: Pipeline, lines: Lines) -> None:
-        receivers = self.stages[edge.source]
-        inboxes = [replica.gradients for replica in receivers]
-        route = Route(receivers, inboxes, Wires(lines, pipeline, edge.destination, edge.source, edge.backward_bytes))
-        self.routes[Kind.BACKWARD][edge.destination].append(route)
+        inboxes = [replica.gradients for replica in self.stages[edge.source]]
+        wires = Wires(lines, pipeline, edge.destination, edge.source, edge.backward_bytes)
+        self._route(Kind.BACKWARD, edge.destination, edge.source, inboxes, wires)
+
+    def _route(self, kind: Kind, sender: int, receiver: int, inboxes: list[Inbox], wires: Wires) -> None:
+        route = Route(len(self.stages[sender]), self.stages[receiver], inboxes, wires)
+        self.routes[kind][sender].append(route)
 
 
 def _replicas(pipeline: Pipeline, policy: Policy, stage: int) -> list[Replica]:

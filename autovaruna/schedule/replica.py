@@ -27,15 +27,6 @@ class Inbox:
         self.latest = [0.0] * num_micro_batches
         self.sent = [0.0] * num_micro_batches
 
-    def put(self, k: int, arrival: float, sent: float) -> None:
-        """Notes a message that arrives at `arrival`."""
-        if arrival >= self.latest[k]:
-            self.latest[k] = arrival
-            self.sent[k] = sent
-        self.missing[k] -= 1
-        if not self.missing[k]:
-            self.ready[k] = self.latest[k]
-
 
 class Replica:
     """One replica of a stage: what it did and what it may do now.
@@ -49,14 +40,21 @@ class Replica:
         is_split: whether weight gradients are computed apart from backward.
         most_deferred: most backwards whose weight gradients are not yet computed, if so.
         forwards, recomputes, backwards, weights: how many of each were started.
-        can_forward, can_recompute, can_backward, can_weight: whether the next one of each may start now.
+        can_forward, can_recompute, can_backward, can_weight: whether the next one of each may start now; `can_start`:
+            any of them.
         has_gradient: whether the gradients of the next backward are here.
+        is_full: whether no forward may start before a backward: the depth is reached, or none is left.
+        is_recomputed: whether the next backward's recompute was started.
+        is_blocked: whether no backward may start before weight gradients are computed.
+        known_until: when the next message that it may wait for arrives, as far as is known (infinite if not): until
+            then, what may start changes with what it starts alone.
     """
 
     __slots__ = (
-        "activations", "backwards", "can_backward", "can_forward", "can_recompute", "can_weight", "depth", "forwards",
-        "gradients", "has_gradient", "index", "is_split", "most_deferred", "needs_gradients", "needs_recompute",
-        "num_later", "num_micro_batches", "peak", "rank", "recomputes", "seconds", "stage", "stride", "weights",
+        "activations", "backwards", "can_backward", "can_forward", "can_recompute", "can_start", "can_weight", "depth",
+        "forwards", "gradients", "has_gradient", "index", "is_blocked", "is_full", "is_recomputed", "is_split",
+        "known_until", "most_deferred", "needs_gradients", "needs_recompute", "num_later", "num_micro_batches",
+        "peak", "rank", "recomputes", "seconds", "stage", "stride", "weights",
     )  # fmt: skip
 
     def __init__(self, rank: int, stage: int, index: int, stride: int, num_micro_batches: int) -> None:
@@ -71,7 +69,9 @@ class Replica:
         self.activations = Inbox(num_micro_batches, 0)
         self.gradients = Inbox(num_micro_batches, 0)
         self.forwards = self.recomputes = self.backwards = self.weights = self.peak = 0
-        self.can_forward = self.can_recompute = self.can_backward = self.can_weight = self.has_gradient = False
+        self.can_forward = self.can_recompute = self.can_backward = self.can_weight = self.can_start = False
+        self.has_gradient = self.is_full = self.is_recomputed = self.is_blocked = False
+        self.known_until = 0.0
 
     @property
     def work_seconds(self) -> float:
@@ -80,21 +80,6 @@ class Replica:
         if self.needs_gradients:
             kinds += [BACKWARD, *[RECOMPUTE] * self.needs_recompute, *[WEIGHT] * self.is_split]
         return self.num_micro_batches * sum(self.seconds[kind] for kind in kinds)
-
-    @property
-    def is_full(self) -> bool:
-        """Whether no forward may start before a backward: the depth is reached, or none is left."""
-        return self.forwards == self.num_micro_batches or self.forwards - self.backwards >= self.depth
-
-    @property
-    def is_recomputed(self) -> bool:
-        """Whether the next backward's recompute was started."""
-        return self.recomputes > self.backwards
-
-    @property
-    def is_blocked(self) -> bool:
-        """Whether no backward may start before weight gradients are computed."""
-        return self.is_split and self.backwards - self.weights >= self.most_deferred
 
     @property
     def is_done(self) -> bool:
@@ -120,22 +105,33 @@ class Replica:
         return f"stage {self.stage}: {self.forwards}F {self.recomputes}R {self.backwards}B of {self.num_micro_batches};"
 
     def refresh(self, now: float) -> None:
-        """Finds what may start at `now`; called when the rank is idle."""
+        """Finds what may start at `now`; called when the rank is idle, and `known_until` has come."""
         f, b = self.forwards, self.backwards
-        self.can_forward = self.activations.ready[f] <= now and (f - b < self.depth or not self.needs_gradients)
-        if not self.needs_gradients:
-            return
-        self.has_gradient = b < f and self.gradients.ready[b] <= now
-        self.can_backward = self.has_gradient
+        activation, gradient = self.activations.ready[f], self.gradients.ready[b]
+        is_full = self.is_full = f - b >= self.depth or f == self.num_micro_batches
+        can_start = self.can_forward = activation <= now and not is_full
+        known_until = activation if activation > now else math.inf
+        if gradient > now:
+            self.has_gradient = self.can_backward = False
+            known_until = gradient if gradient < known_until else known_until
+        else:
+            self.has_gradient = self.can_backward = b < f and self.needs_gradients
         if self.needs_recompute:
-            self.can_recompute = b < f and self.recomputes == b
-            self.can_backward = self.has_gradient and self.recomputes > b
+            is_recomputed = self.is_recomputed = self.recomputes > b
+            self.can_recompute = b < f and not is_recomputed
+            can_start = can_start or self.can_recompute
+            self.can_backward = self.has_gradient and is_recomputed
         if self.is_split:
             self.can_weight = self.weights < b
+            self.is_blocked = b - self.weights >= self.most_deferred
+            can_start = can_start or self.can_weight
             self.can_backward = self.can_backward and not self.is_blocked
+        self.can_start = can_start or self.can_backward
+        self.known_until = known_until
 
     def start(self, kind: Kind) -> int:
         """Counts one instruction as started and returns its k."""
+        self.known_until = 0.0
         if kind is FORWARD:
             self.forwards += 1
             if self.needs_gradients and self.forwards - self.backwards > self.peak:
@@ -149,10 +145,3 @@ class Replica:
             return self.weights - 1
         self.recomputes += 1
         return self.recomputes - 1
-
-    def next_arrival(self, now: float) -> float:
-        """Returns when the next message that it may wait for arrives, as far as is known; infinite if not."""
-        activation, gradient = self.activations.ready[self.forwards], self.gradients.ready[self.backwards]
-        if activation <= now:
-            return gradient if gradient > now else math.inf
-        return gradient if now < gradient < activation else activation

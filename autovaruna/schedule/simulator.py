@@ -94,7 +94,7 @@ class _Simulator:
 
     def _happen(self, now: float) -> set[int]:
         """Ends what ends now, and returns the ranks that may have something new to run."""
-        queue, running = self.queue, self.running
+        queue, running, routes = self.queue, self.running, self.network.routes
         idle: set[int] = set()
         while queue and queue[0][0] == now:
             rank = heappop(queue)[1]
@@ -104,33 +104,27 @@ class _Simulator:
             elif act[1] == now:
                 running[rank] = None
                 idle.add(rank)
-                self._send(act, now, idle)
+                _, _, sender, kind, k = act
+                for route in routes[kind][sender.stage]:
+                    receiver, arrival = route.send(sender.index, k, now)
+                    if running[receiver] is None:
+                        if arrival <= now:
+                            idle.add(receiver)
+                        else:
+                            heappush(queue, (arrival, receiver))
         return idle
-
-    def _send(self, act: Act, now: float, idle: set[int]) -> None:
-        """Sends the result of an instruction, and has idle receivers wake when it arrives."""
-        _, _, sender, kind, k = act
-        micro_batch = k * sender.stride + sender.index
-        for route in self.network.routes[kind][sender.stage]:
-            receiver, arrival = route.send(sender.index, micro_batch, now)
-            if self.running[receiver.rank] is not None:
-                continue
-            if arrival <= now:
-                idle.add(receiver.rank)
-            else:
-                heappush(self.queue, (arrival, receiver.rank))
 
     def _choose(self, rank: int, now: float) -> None:
         """Starts what the policy picks, or has the rank wake when the next known message arrives."""
-        replicas = self.network.by_rank[rank]
+        replicas, can_start = self.network.by_rank[rank], False
         for replica in replicas:
-            replica.refresh(now)
-        choice = self.policy.pick(replicas)
+            if replica.known_until <= now:
+                replica.refresh(now)
+            if replica.can_start:
+                can_start = True
+        choice = self.policy.pick(replicas) if can_start else None
         if choice is None:
-            wake = math.inf
-            for replica in replicas:
-                arrival = replica.next_arrival(now)
-                wake = arrival if arrival < wake else wake
+            wake = min([replica.known_until for replica in replicas])
             if wake < math.inf:
                 heappush(self.queue, (wake, rank))
             return

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from autovaruna.schedule.instruction import BACKWARD, FORWARD, RECOMPUTE
 from autovaruna.schedule.policy import Choice
@@ -10,16 +10,17 @@ from autovaruna.schedule.replica import Replica
 
 
 def pick_in_turn(
-    backwards: Sequence[Replica], forwards: Sequence[Replica], is_turn: Callable[[Replica], bool]
+    backwards: Sequence[Replica], forwards: Sequence[Replica], *, is_turn: bool | None = None
 ) -> Choice | None:
     """Chooses a backward whose turn it is, else the first forward, else any backward, else a recompute.
 
     Args:
         backwards, forwards: the rank's stages, in the order in which they are to go backward and forward.
-        is_turn: whether a stage is to go backward before anything goes forward; one that has recomputed is so anyway.
+        is_turn: whether stages are to go backward before anything goes forward; None: those that are full. One that has
+            recomputed is so anyway.
     """
     for replica in backwards:
-        if replica.has_gradient and (replica.is_recomputed or is_turn(replica)):
+        if replica.has_gradient and (replica.is_recomputed or (replica.is_full if is_turn is None else is_turn)):
             return _backward(replica)
     for replica in forwards:
         if replica.can_forward:

@@ -27,7 +27,7 @@ class DeepestFirst(Policy):
     def pick(self, replicas: Sequence[Replica]) -> Choice | None:
         """Chooses a backward if it is the rank's turn, else the deepest forward, else any backward or recompute."""
         is_turn = _is_ahead(replicas)
-        return pick_in_turn(replicas, replicas, lambda replica: is_turn)
+        return pick_in_turn(replicas, replicas, is_turn=is_turn)
 
 
 def _is_ahead(replicas: Sequence[Replica]) -> bool:

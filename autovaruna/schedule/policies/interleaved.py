@@ -41,7 +41,7 @@ class Interleaved(Policy):
         if len(forwards) > 1:
             forwards.sort(key=lambda each: (_round(each, each.forwards, num_rounds), each.stage))
         is_turn = bool(backwards) and _is_ahead(replicas, num_rounds)
-        return pick_in_turn(backwards, forwards, lambda replica: is_turn)
+        return pick_in_turn(backwards, forwards, is_turn=is_turn)
 
 
 def _num_rounds(replicas: Sequence[Replica]) -> int:

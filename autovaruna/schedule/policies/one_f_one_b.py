@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import attrgetter
 
 from autovaruna.schedule.pipeline import Pipeline
 from autovaruna.schedule.policy import Choice, Policy
 from autovaruna.schedule.replica import Replica
 from autovaruna.schedule.turns import pick_in_turn
-
-_IS_FULL = attrgetter("is_full")
 
 
 class OneFOneB(Policy):
@@ -36,7 +33,7 @@ class OneFOneB(Policy):
 
     def pick(self, replicas: Sequence[Replica]) -> Choice | None:
         """Chooses a backward whose turn it is, else the deepest forward, else any backward, else a recompute."""
-        return pick_in_turn(replicas, replicas, _IS_FULL)
+        return pick_in_turn(replicas, replicas)
 
     def recomputes(self, pipeline: Pipeline, stage: int) -> bool:
         """Returns whether the stage recomputes; the last one at depth 1 does not."""
