@@ -189,6 +189,13 @@ class Planner:
 
     def _stage(self, sized: Sized, candidate: Candidate, stage: int, option: Option, reduce: float) -> StagePlan:
         i, j = _range(candidate, stage, self.tables)
+        key = i, j, option.ranks, option.needs_recompute, option.in_flight, option.deferred, reduce
+        made = sized.made_stages.get(key)
+        if made is None:
+            made = sized.made_stages[key] = self._new_stage(sized, i, j, option, reduce)
+        return made
+
+    def _new_stage(self, sized: Sized, i: int, j: int, option: Option, reduce: float) -> StagePlan:
         first, end = int(self.tables.positions[i]), int(self.tables.positions[j])
         times, peak = sized.seconds_of(i, j), peak_of(sized, option)
         speeds = tuple(map(self.speeds.__getitem__, option.ranks)) if self.speeds else ()

@@ -12,11 +12,13 @@ import numpy as np
 from autovaruna.planner.costs import Array, Costs
 from autovaruna.planner.memory.allowed import Ways
 from autovaruna.planner.memory.holdings import Holdings, HoldingsByRange, holdings_of_ranges, state_of_ranges
+from autovaruna.planner.memory.peaks import Peaks
 from autovaruna.planner.memory.stage_bytes import StageBytes
 from autovaruna.planner.memory.stage_memory import MemoryModel
 from autovaruna.planner.predicting.rings import Rings
 from autovaruna.planner.problem import Problem
 from autovaruna.planner.ranges import RangeTables
+from autovaruna.planner.records import StagePlan
 
 
 class RangeSeconds(NamedTuple):
@@ -137,15 +139,14 @@ class Sized:
         )
 
     @cached_property
-    def _peaks(self) -> dict[tuple[int, bool, int], tuple[Holdings[float], StageBytes[float]]]:
-        return {}
+    def peaks(self) -> Peaks:
+        """The peaks of stages on one replica."""
+        return Peaks(self.model, self.num_micro_batches)
 
-    def stage_bytes(self, held: Holdings[float], needs_recompute: bool, deferred: int) -> StageBytes[float]:
-        """Returns the peak of a stage on one replica, for any number of forwards not yet backwarded."""
-        key = id(held), needs_recompute, deferred
-        if key not in self._peaks:
-            self._peaks[key] = held, self.model.of_stage(held, needs_recompute, deferred)
-        return self._peaks[key][1]
+    @cached_property
+    def made_stages(self) -> dict[tuple[int, int, tuple[int, ...], bool, int, int, float], StagePlan]:
+        """The stages of plans that were made, by all that they follow from; plans of a search share most of them."""
+        return {}
 
     @cached_property
     def rings(self) -> Rings:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from autovaruna.planner.memory.holdings import Holdings
 from autovaruna.planner.records import Peak, together
 from autovaruna.planner.sized import Sized
 
 
-@dataclass(frozen=True, slots=True)
-class Option:
+class Option(NamedTuple):
     """A stage while its recompute and depths are still open.
 
     The in-flight depth goes down to `least_in_flight`, what is deferred to 1 if it is not 0.
@@ -57,9 +56,8 @@ def _tightest(options: Sequence[Option], limits: Sequence[float]) -> dict[tuple[
 
 def peak_of(sized: Sized, option: Option) -> Peak:
     """Returns the peak of a stage on one replica."""
-    share = -(-sized.num_micro_batches // len(option.ranks))
-    num_bytes = sized.stage_bytes(option.held, option.needs_recompute, option.deferred)
-    return num_bytes.peak(option.in_flight, share, sized.model.process_bytes)
+    held, ranks, in_flight, _, needs_recompute, deferred = option
+    return sized.peaks.of(held, needs_recompute, deferred, in_flight, len(ranks))
 
 
 def _fit_rank(sized: Sized, options: list[Option], limit: float) -> list[Option] | None:
@@ -74,14 +72,14 @@ def _fit_rank(sized: Sized, options: list[Option], limit: float) -> list[Option]
         most = max(range(len(options)), key=savings.__getitem__)
         if savings[most] <= 0:
             return _with_less_in_flight(sized, options, limit)
-        options[most] = replace(options[most], needs_recompute=True)
+        options[most] = options[most]._replace(needs_recompute=True)
     return options
 
 
 def _recompute_saving(sized: Sized, option: Option) -> float:
     if option.needs_recompute or True not in sized.recompute_choices:
         return 0.0
-    with_recompute = replace(option, needs_recompute=True)
+    with_recompute = option._replace(needs_recompute=True)
     return peak_of(sized, option).num_bytes - peak_of(sized, with_recompute).num_bytes
 
 
@@ -102,12 +100,12 @@ def _with_less_in_flight(sized: Sized, options: list[Option], limit: float) -> l
 
 def _deferring(options: Sequence[Option], less: int) -> list[Option]:
     """Returns the options with so much less deferred, as far as they stay split."""
-    return [replace(o, deferred=max(o.deferred - less, 1)) if less and o.deferred else o for o in options]
+    return [o._replace(deferred=max(o.deferred - less, 1)) if less and o.deferred else o for o in options]
 
 
 def _lowered(options: Iterable[Option], depth: int) -> list[Option]:
     """Returns the options with a depth no greater than given, as far as it may be lowered."""
-    return [replace(o, in_flight=min(o.in_flight, max(depth, o.least_in_flight))) for o in options]
+    return [o._replace(in_flight=min(o.in_flight, max(depth, o.least_in_flight))) for o in options]
 
 
 def _total(sized: Sized, options: Sequence[Option]) -> float:

@@ -1,0 +1,46 @@
+"""Remembers the peaks of stages: a search asks for the same ones again and again."""
+
+from __future__ import annotations
+
+from autovaruna.planner.memory.holdings import Holdings
+from autovaruna.planner.memory.stage_bytes import StageBytes
+from autovaruna.planner.memory.stage_memory import MemoryModel
+from autovaruna.planner.records import Peak
+
+
+class Peaks:
+    """The peaks of stages on one of their replicas, with M micro-batches.
+
+    Args:
+        model: the rules of memory.
+        num_micro_batches: M.
+    """
+
+    def __init__(self, model: MemoryModel, num_micro_batches: int) -> None:
+        self.model, self.num_micro_batches = model, num_micro_batches
+        self._of_stages: dict[tuple[int, bool, int], tuple[Holdings[float], StageBytes[float]]] = {}
+        self._known: dict[tuple[int, bool, int, int, int], Peak] = {}
+
+    def of(
+        self, held: Holdings[float], needs_recompute: bool, deferred: int, in_flight: int, num_replicas: int
+    ) -> Peak:
+        """Returns the peak of a stage.
+
+        Args:
+            held: what it holds; it is known by its identity, and kept.
+            needs_recompute, deferred, in_flight: as in `StagePlan`.
+            num_replicas: how many share its micro-batches.
+        """
+        key = id(held), needs_recompute, deferred, in_flight, num_replicas
+        peak = self._known.get(key)
+        if peak is None:
+            share, stage = -(-self.num_micro_batches // num_replicas), self._of_stage(held, needs_recompute, deferred)
+            peak = self._known[key] = stage.peak(in_flight, share, self.model.process_bytes)
+        return peak
+
+    def _of_stage(self, held: Holdings[float], needs_recompute: bool, deferred: int) -> StageBytes[float]:
+        """Returns the peak of a stage for any number of forwards not yet backwarded."""
+        key = id(held), needs_recompute, deferred
+        if key not in self._of_stages:
+            self._of_stages[key] = held, self.model.of_stage(held, needs_recompute, deferred)
+        return self._of_stages[key][1]

@@ -1,0 +1,2 @@
+import time,sys
+t0=time.perf_counter()
