@@ -12,12 +12,14 @@ for what messages add.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from autovaruna.planner.bounds.waits import waits_of
+from autovaruna.planner.bounds.ways import ROUNDING
 from autovaruna.planner.costs import Array
 from autovaruna.planner.memory.allowed import Ways, WaysWithin
 from autovaruna.planner.sized import Sized
@@ -43,34 +45,50 @@ class ReplicaSearch:
         choices: replica counts that a stage may have.
         max_stages: greatest number of stages.
         width: greatest number of segments of a stage; 0: any.
+        below: splits of which a stage's own work takes longer are of no use.
     """
 
     def __init__(
-        self, sized: Sized, order: Sequence[int], choices: Sequence[int], max_stages: int, width: int = 0
+        self,
+        sized: Sized,
+        order: Sequence[int],
+        choices: Sequence[int],
+        max_stages: int,
+        width: int = 0,
+        below: float = math.inf,
     ) -> None:
-        n = sized.tables.num_segments
-        # Row i of every matrix here is about the ranges i .. i, i .. i + 1, and so on, as far as the width.
-        self.ends = np.arange(n + 1)[:, None] + 1 + np.arange(min(width or n, n))[None, :]
-        self._places = np.arange(n + 1)[:, None] * (n + 1) + np.minimum(self.ends, n)
-        self._is_outside = self.ends > n
         self.sized, self.choices, self.max_stages = sized, sorted(choices), max_stages
-        cluster = sized.problem.cluster
+        cluster, ways, n = sized.problem.cluster, sized.ways.options, sized.tables.num_segments
+        self._work, self._below = sized.tables.prefix(sized.step_seconds), below
+        # Row i of every matrix here is about the ranges i .. i, i .. i + 1, and so on, as far as the width.
+        self.width = min(width or n, max(map(self._widest, self.choices)))
         self.speeds = np.array([cluster.speeds[rank] for rank in order])
         self.limits = np.array([cluster.memory_bytes[rank] for rank in order])
-        self.before, self.after = fills_at(sized)
+        self.before, self.after = (waits[:n, None] for waits in fills_at(sized))
         self.messages, self.optimizer = self._windows(_message_seconds(sized)), self._windows(sized.optimizer_seconds)
+        self.trained_bytes = self._windows(sized.tables.trained_bytes)
         self.hosts = [cluster.hosts[rank] for rank in order]
-        ways = sized.ways.options
         self.ways = Ways(tuple((self._windows(work), num_bytes.map(self._windows)) for work, num_bytes in ways))
         self.costs: dict[tuple[int, int, float, float, float, bool], Array] = {}
-        self._head = self.before[:, None] + 2 * self.messages
+        self._head = self.before + 2 * self.messages
         self._tails: dict[tuple[int, float, bool], Array] = {}
         self._within: dict[tuple[float, int], WaysWithin] = {}
 
+    def _widest(self, replicas: int) -> int:
+        """Returns the most segments of a stage whose work takes no longer than it may, 1 at least."""
+        share = share_of(self.sized.num_micro_batches, replicas, 0) / max(self.sized.problem.cluster.speeds)
+        ends = self._work.searchsorted(self._work + self._below / share * (1.0 + ROUNDING), side="right")
+        return max(int((ends - 1 - np.arange(len(ends))).max()), 1)
+
     def _windows(self, table: Array) -> Array:
-        values: Array = table.take(self._places)
-        values[self._is_outside] = np.inf
-        return values
+        """Returns a view whose row i begins with the range of segment i alone.
+
+        What lies behind the end is of the next rows, of ranges that are empty; work is infinite there.
+        """
+        n, each = self.sized.tables.num_segments, table.itemsize
+        assert table.shape == (n + 1, n + 1), f"a table of {n} segments has the shape {table.shape}"
+        flat = np.ascontiguousarray(table).reshape(-1)
+        return np.lib.stride_tricks.as_strided(flat[1:], (n, self.width), ((n + 2) * each, each), writeable=False)
 
     def chains(self) -> list[Chain]:
         """Returns the best split for each number of stages and of ranks that has one."""
@@ -100,18 +118,18 @@ class ReplicaSearch:
     ) -> None:
         """Puts a stage of so many replicas before every split that uses the remaining ranks."""
         costs, rest = self._costs(used, replicas), best[used - replicas]
-        n, width = self.sized.tables.num_segments, self.ends.shape[1]
+        (n, width), every = costs.shape, np.arange(len(costs))
         rows = best.setdefault(used, {})
         for stages in [stages + 1 for stages in rest if stages < self.max_stages]:
             padded = np.concatenate([rest[stages - 1][1:], np.full(width, np.inf)])
-            totals = np.maximum(costs, np.lib.stride_tricks.sliding_window_view(padded, width)[: n + 1])
+            totals = np.maximum(costs, np.lib.stride_tricks.sliding_window_view(padded, width)[:n])
             columns = totals.argmin(axis=1)
-            values = totals[np.arange(n + 1), columns]
+            values = totals[every, columns]
             row = rows.setdefault(stages, np.full(n + 1, np.inf))
-            is_better = values < row
-            row[is_better] = values[is_better]
+            better = np.flatnonzero(values < row[:n])
+            row[better] = values[better]
             counts, stops = choices.setdefault((used, stages), (np.zeros(n + 1), np.zeros(n + 1)))
-            counts[is_better], stops[is_better] = replicas, (np.arange(n + 1) + 1 + columns)[is_better]
+            counts[better], stops[better] = replicas, (every + 1 + columns)[better]
         if not any(np.isfinite(row).any() for row in rows.values()):
             del best[used]
 
@@ -134,27 +152,28 @@ class ReplicaSearch:
 
     def _build(self, replicas: int, depth: int, load: float, slowest: float, limit: float, is_local: bool) -> Array:
         """Returns the seconds of every range; `load` is the micro-batches of a replica over its speed, at most."""
-        share = -(-self.sized.num_micro_batches // replicas)
-        seconds = self._allowed(limit, share).allowed_work(depth)
+        share, width = -(-self.sized.num_micro_batches // replicas), min(self.width, self._widest(replicas))
+        seconds = self._allowed(limit, share, width).allowed_work(depth)
         seconds *= load
         seconds += share * self.sized.overhead_seconds
-        np.maximum(seconds, share * self.messages, out=seconds)
-        seconds += self._head
-        seconds += self._tail(replicas, slowest, is_local)
+        np.maximum(seconds, share * self.messages[:, :width], out=seconds)
+        seconds += self._head[:, :width]
+        seconds += self._tail(replicas, slowest, width, is_local=is_local)
         return seconds
 
-    def _allowed(self, limit: float, share: int) -> WaysWithin:
+    def _allowed(self, limit: float, share: int, width: int) -> WaysWithin:
         """Returns how every range may run within a limit; no more than depths depend on it."""
-        if (limit, share) not in self._within:
-            self._within[limit, share] = self.ways.within(limit, share)
-        return self._within[limit, share]
+        key = limit, share
+        if key not in self._within or self._within[key].is_possible.shape[1] < width:
+            self._within[key] = self.ways.up_to(width).within(limit, share)
+        return self._within[key].up_to(width)
 
-    def _tail(self, replicas: int, slowest: float, is_local: bool) -> Array:
+    def _tail(self, replicas: int, slowest: float, width: int, *, is_local: bool) -> Array:
         """Returns the seconds of every range after its last backward, which any depth and load has."""
         key = replicas, slowest, is_local
         if key not in self._tails:
-            reduce = self._windows(self.sized.reduce_seconds(replicas, is_local=is_local))
-            self._tails[key] = np.maximum(self.after[:, None], reduce + self.optimizer / slowest)
+            reduce = self.sized.reduce_seconds(replicas, self.trained_bytes[:, :width], is_local=is_local)
+            self._tails[key] = np.maximum(self.after, reduce + self.optimizer[:, :width] / slowest)
         return self._tails[key]
 
     def _chain(

@@ -87,10 +87,12 @@ class SingleSearch:
                 if seconds >= trials.least_seconds:
                     continue  # The order may be another than that of the seconds.
                 break
-            for candidate in trials.few_if_long([each for _, each in splitter.equal_replicas(num_stages, count)]):
+            splits = splitter.equal_replicas(num_stages, count, trials.least_seconds * _NEAR_OF_FEW_RANKS)
+            for candidate in trials.few_if_long([each for _, each in splits]):
                 trials.attempt(candidate, trials.least_seconds * _NEAR)
         for count in sorted({candidate.num_micro_batches for candidate in trials.best_few(_STARTS)}):
-            self._try_best_first(splitter.unequal_replicas(count), "trying unequal replicas")
+            splits = splitter.unequal_replicas(count, trials.least_seconds * _NEAR_OF_FEW_RANKS)
+            self._try_best_first(splits, "trying unequal replicas")
 
     def _try_best_first(self, promising: Iterable[tuple[float, Candidate]], what: str) -> None:
         ordered = sorted(promising, key=lambda pair: pair[0])

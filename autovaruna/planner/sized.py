@@ -153,13 +153,12 @@ class Sized:
         """What all-reduces take."""
         return Rings(self.problem.cluster)
 
-    def reduce_seconds(self, num_replicas: int, *, is_local: bool) -> Array:
-        """Returns the all-reduce seconds of each range with so many replicas."""
+    def reduce_seconds(self, num_replicas: int, trained_bytes: Array, *, is_local: bool) -> Array:
+        """Returns the all-reduce seconds of ranges with so many bytes to train and so many replicas."""
         if not self.problem.needs_gradient:
-            return np.zeros_like(self.tables.trained_bytes)
+            return np.zeros_like(trained_bytes)
         latency, seconds_per_byte = self.rings.cost(num_replicas, is_local=is_local)
-        each = latency + seconds_per_byte * self.tables.trained_bytes
-        return np.where(self.tables.trained_bytes > 0, each, 0.0)
+        return np.where(trained_bytes > 0, latency + seconds_per_byte * trained_bytes, 0.0)
 
     @cached_property
     def optimizer_seconds(self) -> Array:

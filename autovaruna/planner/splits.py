@@ -49,12 +49,12 @@ class Splitter:
         forced = self.problem.constraints.num_replicas
         return self._search(count, [forced] if forced else range(1, self.num_ranks + 1))
 
-    def unequal_replicas(self, count: int) -> Iterator[Split]:
-        """Yields splits whose replica counts are multiples of a twelfth of many ranks."""
+    def unequal_replicas(self, count: int, below: float) -> Iterator[Split]:
+        """Yields splits whose replica counts are multiples of a twelfth of many ranks, if they may take less."""
         if self.problem.constraints.num_replicas:
             return iter(())
         unit = math.ceil(self.num_ranks / MAX_UNITS)
-        return self._search(count, range(unit, self.num_ranks + 1, unit))
+        return self._search(count, range(unit, self.num_ranks + 1, unit), below)
 
     def even_splits(self, counts: Sequence[int]) -> list[tuple[float, int, int]]:
         """Returns (seconds, stages, M) of splits into even parts, best first; hardly a real one takes less."""
@@ -81,8 +81,8 @@ class Splitter:
         """Returns the replicas of each stage if all have equally many."""
         return self.problem.constraints.num_replicas or self.num_ranks // num_stages
 
-    def equal_replicas(self, num_stages: int, count: int) -> Iterator[Split]:
-        """Yields the best split into so many stages with equally many replicas each."""
+    def equal_replicas(self, num_stages: int, count: int, below: float) -> Iterator[Split]:
+        """Yields the best split into so many stages with equally many replicas each, if it may take less."""
         sized, segments = self.planner.sized(count), self.planner.tables.num_segments
         state = sized.model.fixed(sized.held_by(0, segments))
         if state / num_stages > max(self.problem.cluster.memory_bytes):
@@ -90,16 +90,16 @@ class Splitter:
         width = 0 if num_stages <= _WIDEST else math.ceil(segments * _WIDEST / num_stages)
         replicas = self.replicas(num_stages)
         for order in self.orders:
-            for chain in ReplicaSearch(sized, order, [replicas], num_stages, width).chains():
+            for chain in ReplicaSearch(sized, order, [replicas], num_stages, width, below).chains():
                 if len(chain.starts) == num_stages:
                     for ranks in layouts(self.problem, order, chain.replicas):
                         yield chain.seconds, Candidate(chain.starts, ranks, count)
 
-    def _search(self, count: int, choices: Sequence[int]) -> Iterator[Split]:
+    def _search(self, count: int, choices: Sequence[int], below: float = math.inf) -> Iterator[Split]:
         sized = self.planner.sized(count)
         most = min(self.max_stages, self.num_ranks // min(choices))
         for order in self.orders:
-            for chain in ReplicaSearch(sized, order, choices, most).chains():
+            for chain in ReplicaSearch(sized, order, choices, most, below=below).chains():
                 if self.forced_stages in (0, len(chain.starts)):
                     for ranks in layouts(self.problem, order, chain.replicas):
                         yield chain.seconds, Candidate(chain.starts, ranks, count)

@@ -107,6 +107,10 @@ class RangeSeconds:
     def _optimizer(self) -> Array:
         return self._inner(self.sized.optimizer_seconds) / self.speeds[0]
 
+    @cached_property
+    def _trained_bytes(self) -> Array:
+        return self._inner(self.sized.tables.trained_bytes)
+
     def _seconds_of(self, replicas: int) -> Array:
         share = -(-self.num_micro_batches // replicas)
         best = np.minimum.reduce([way.work_seconds(share, self._busy_seconds(way, replicas)) for way in self._ways])
@@ -146,7 +150,7 @@ class RangeSeconds:
     def _finish_seconds(self, replicas: int) -> Array:
         """Returns the least seconds from a range's last gradients to the end of the step, without waits for others."""
         is_local = replicas <= max(self.hosts.values())
-        reduce = self._inner(self.sized.reduce_seconds(replicas, is_local=is_local))
+        reduce = self.sized.reduce_seconds(replicas, self._trained_bytes, is_local=is_local)
         slowest = self.speeds[0] / self.speeds[min(replicas, len(self.speeds)) - 1]
         optimizer = self._optimizer * np.where(reduce > 0, slowest, 1.0)  # An all-reduce ends on all its ranks at once.
         return np.asarray(reduce + optimizer, dtype=np.float64)

@@ -17,6 +17,10 @@ class Ways:
 
     options: tuple[tuple[Array, StageBytes[Array]], ...]
 
+    def up_to(self, width: int) -> Ways:
+        """Returns the same for the first columns alone, as many as `width`."""
+        return Ways(tuple((work[:, :width], held.map(lambda table: table[:, :width])) for work, held in self.options))
+
     def within(self, limit_bytes: float, share: int) -> WaysWithin:
         """Returns how deep each way may go within a limit; a replica has `share` micro-batches."""
         deepest = [num_bytes.depth_within(limit_bytes, share) for _, num_bytes in self.options]
@@ -37,6 +41,13 @@ class WaysWithin:
     seconds: tuple[Array, ...]
     deepest: tuple[Array, ...]
     is_possible: NDArray[np.bool_]
+
+    def up_to(self, width: int) -> WaysWithin:
+        """Returns the same for the first columns alone, as many as `width`."""
+        if width == self.is_possible.shape[1]:
+            return self
+        seconds, deepest = (tuple(each[:, :width] for each in tables) for tables in (self.seconds, self.deepest))
+        return WaysWithin(seconds, deepest, self.is_possible[:, :width])
 
     def allowed_work(self, in_flight: int) -> Array:
         """Returns the seconds of each range in the best way that fits, infinite if none does.
