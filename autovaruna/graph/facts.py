@@ -204,4 +204,6 @@ def _is_view(target: Any) -> bool:
 
 def tensors_in(value: object) -> list[Tensor]:
     """Returns the tensors in what a node gives."""
+    if isinstance(value, Tensor):  # as a rule; a walk through what it is made of takes ten times as long
+        return [value]
     return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.utils import _pytree as pytree
 
 from autovaruna.errors import TraceError
 from autovaruna.graph.arguments import MEAN, arguments
@@ -24,7 +23,7 @@ from autovaruna.graph.batch.along_batch import counts_along, in_bags, runs_along
 from autovaruna.graph.batch.of_batch import is_of_batch
 from autovaruna.graph.batch.places import TAKE_ROWS, follows_place
 from autovaruna.graph.batch.reductions import name_of
-from autovaruna.graph.facts import Fact
+from autovaruna.graph.facts import Fact, tensors_in
 from autovaruna.graph.kept_whole.function_joins import join_of, name_of_kept
 from autovaruna.graph.kept_whole.returned import Join
 from autovaruna.graph.origin import origin
@@ -236,8 +235,7 @@ def _is_long(node: fx.Node) -> bool:
 
 
 def _tensors(node: fx.Node) -> list[Tensor]:
-    value = node.meta.get("val")
-    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+    return tensors_in(node.meta.get("val"))
 
 
 def _read(node: fx.Node) -> list[fx.Node]:
