@@ -8,6 +8,7 @@ from functools import cached_property
 
 from autovaruna.errors import PlanError
 from autovaruna.graph.records import Graph
+from autovaruna.planner.bounds.fill import Flow
 from autovaruna.planner.costs import CostTable
 from autovaruna.profiler.records import Cluster, OptimizerCost, Profile
 
@@ -93,6 +94,17 @@ class Problem:
     def cost_table(self) -> CostTable:
         """What the profile says, as arrays."""
         return CostTable(self.profile)
+
+    @cached_property
+    def flow(self) -> Flow:
+        """Where all values of the graph go."""
+        return Flow(self.graph.values, len(self.graph.blocks))
+
+    @cached_property
+    def gradient_flow(self) -> Flow:
+        """Where the values go that need a gradient, which comes back; none do without a backward."""
+        values = tuple(value for value in self.graph.values if value.needs_gradient and self.needs_gradient)
+        return Flow(values, len(self.graph.blocks))
 
     def micro_batch_size(self, num_micro_batches: int) -> float:
         """Returns the mean number of samples of one of M micro-batches."""

@@ -19,7 +19,6 @@ from collections.abc import Callable
 
 import numpy as np
 
-from autovaruna.planner.bounds.fill import longest_path
 from autovaruna.planner.bounds.room import lost_seconds
 from autovaruna.planner.bounds.ways import ROUNDING
 from autovaruna.planner.sized import Sized
@@ -47,13 +46,9 @@ def _room(sized: Sized) -> float:
 
 
 def _way(sized: Sized) -> float:
-    problem, costs = sized.problem, sized.costs
-    if not problem.needs_gradient:
-        values, backward = problem.graph.values, np.zeros_like(costs.backward_seconds)
-    else:
-        values = tuple(value for value in problem.graph.values if value.needs_gradient)
-        backward = sized.backward_seconds
-    path = longest_path(values, costs.forward_seconds + backward)
+    problem, costs, backward = sized.problem, sized.costs, sized.backward_seconds
+    flow = problem.gradient_flow if problem.needs_gradient else problem.flow
+    path = flow.longest_path(costs.forward_seconds + backward)
     longest = max(float(np.maximum(costs.forward_seconds, backward)[path].max()), 0.0)
     share = -(-sized.num_micro_batches // problem.cluster.num_ranks)
     seconds = float((costs.forward_seconds + backward)[path].sum()) + (share - 1) * longest

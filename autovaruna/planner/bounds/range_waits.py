@@ -48,10 +48,9 @@ def range_waits_of(each: Sequence[Sized], *, is_exact: bool) -> list[RangeWaits]
         is_exact: False if cuts may lie inside of segments: i and j are then those in which a stage begins and ends.
     """
     problem, positions = each[0].problem, each[0].tables.positions
-    cluster, values = problem.cluster, problem.graph.values
-    gradients = [value for value in values if value.needs_gradient and problem.needs_gradient]
+    cluster = problem.cluster
     once, speed = fastest_link(cluster).latency_seconds + cluster.overhead_seconds, max(cluster.speeds)
-    there, back = _holders(values), _holders(gradients)
+    there, back = _holders(problem.flow.values), _holders(problem.gradient_flow.values)
     waits = [waits_of(sized) for sized in each]
     forward = np.stack([sized.costs.forward_seconds for sized in each]) / speed
     backward = np.stack([sized.backward_seconds for sized in each]) / speed

@@ -20,8 +20,6 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from autovaruna.graph.records import Graph, Value
-from autovaruna.planner.bounds.fill import longest_path, producers_of
 from autovaruna.planner.bounds.ways import ROUNDING
 from autovaruna.planner.costs import Array
 from autovaruna.planner.sized import Sized
@@ -63,26 +61,18 @@ def _state_bytes(sized: Sized) -> Array:
 
 def _backward_starts(sized: Sized) -> tuple[Array, float]:
     """Returns when each block's backward can start at the earliest on ranks of speed 1, and when all forwards can."""
-    graph, forward = sized.problem.graph, sized.costs.forward_seconds
-    ends = np.array(forward, dtype=np.float64)
-    for user, producers in sorted(producers_of(graph.values).items()):
-        ends[user] += max(ends[producer] for producer in producers)
+    problem, backward = sized.problem, sized.backward_seconds.tolist()
+    ends = sized.costs.forward_seconds.tolist()
+    for user, producers in problem.flow.producers.items():
+        ends[user] += max([ends[producer] for producer in producers])
     starts = ends.copy()
-    gradients = [value for value in graph.values if value.needs_gradient]
-    for user, producers in sorted(producers_of(gradients).items(), reverse=True):
-        end = starts[user] + sized.backward_seconds[user]
+    for user, producers in reversed(problem.gradient_flow.producers.items()):
+        end = starts[user] + backward[user]
         for producer in producers:
             starts[producer] = max(starts[producer], end)
-    starts[_without_gradient(graph, gradients) & (sized.backward_seconds == 0)] = 0.0
-    return starts, float(ends.max())
-
-
-def _without_gradient(graph: Graph, gradients: list[Value]) -> NDArray[np.bool_]:
-    """Returns which blocks no gradient comes to."""
-    found = np.ones(len(graph.blocks), dtype=np.bool_)
-    for value in gradients:
-        found[[value.producer, *value.consumers]] = False
-    return found
+    early = np.array(starts)
+    early[problem.gradient_flow.is_apart & (sized.backward_seconds == 0)] = 0.0  # No gradient comes to them.
+    return early, max(ends)
 
 
 def _most_held(sized: Sized, is_free: NDArray[np.bool_], room: float) -> float:
@@ -97,7 +87,7 @@ def _most_held(sized: Sized, is_free: NDArray[np.bool_], room: float) -> float:
     seconds = np.where(is_free, sized.step_seconds, forward)
     prices = _PRICES[:, None] * (seconds.sum() / max(float(saved.sum()), 1.0))
     gains = seconds - prices * saved
-    path = [block for block in longest_path(sized.problem.graph.values, forward) if not is_free[block]]
+    path = [block for block in sized.problem.flow.longest_path(forward) if not is_free[block]]
     along = np.maximum(gains[:, path].cumsum(axis=1).max(axis=1, initial=0.0), 0.0)
     gains[:, path] = 0.0
     most = prices[:, 0] * room + sized.num_micro_batches * (along + np.maximum(gains, 0.0).sum(axis=1))

@@ -6,13 +6,11 @@ between stages wherever the cuts are.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
 
-from autovaruna.graph.records import Graph, Value
-from autovaruna.planner.bounds.fill import fill_seconds, last_holders
+from autovaruna.planner.bounds.fill import Flow
 from autovaruna.planner.costs import Array
 from autovaruna.planner.sized import Sized
 from autovaruna.profiler.records import Cluster, LinkCost
@@ -39,23 +37,16 @@ class Waits:
 def waits_of(sized: Sized) -> Waits:
     """Returns the least waits of a problem, on its fastest ranks and links."""
     problem, costs = sized.problem, sized.costs
-    cluster, values = problem.cluster, problem.graph.values
+    cluster, flow, back = problem.cluster, problem.flow, problem.gradient_flow
     speed, link, each = max(cluster.speeds), fastest_link(cluster), cluster.overhead_seconds
-    gradients = [value for value in values if value.needs_gradient and problem.needs_gradient]
-    size = sized.micro_batch_size
-    activation = neighbour_bytes(problem.graph, values, size) / link.bytes_per_second
-    gradient = neighbour_bytes(problem.graph, gradients, size) / link.bytes_per_second
-    before = np.append(fill_seconds(problem.graph, costs.forward_seconds / speed, needs_gradient=False), 0.0)
-    after = np.append(fill_seconds(problem.graph, sized.backward_seconds / speed, needs_gradient=True), 0.0)
+    activation = flow.neighbour_bytes(sized.micro_batch_size) / link.bytes_per_second
+    gradient = back.neighbour_bytes(sized.micro_batch_size) / link.bytes_per_second
+    before = np.append(flow.fill_seconds(costs.forward_seconds / speed), 0.0)
+    after = np.append(back.fill_seconds(sized.backward_seconds / speed), 0.0)
     return Waits(
         before=np.where(before > 0, before + link.latency_seconds + activation + each, 0.0),
         after=np.where(after > 0, after + link.latency_seconds + gradient + each, 0.0),
-        trip=_trips(
-            problem.graph,
-            gradients,
-            sized.urgent_seconds / speed,
-            2 * (link.latency_seconds + each) + activation + gradient,
-        ),
+        trip=_trips(back, sized.urgent_seconds / speed, 2 * (link.latency_seconds + each) + activation + gradient),
         activation=activation,
         gradient=gradient,
     )
@@ -70,30 +61,18 @@ def fastest_link(cluster: Cluster) -> LinkCost:
     return LinkCost(min(link.latency_seconds for link in links), max(link.bytes_per_second for link in links))
 
 
-def neighbour_bytes(graph: Graph, values: Iterable[Value], micro_batch_size: float) -> Array:
-    """Returns, for each block p, the bytes of values that block p - 1 has and block p uses, which cross a cut there."""
-    num_bytes = np.zeros(len(graph.blocks) + 1)
-    for value in values:
-        holders = {value.producer, *value.consumers}
-        for user in value.consumers:
-            if user - 1 in holders:
-                num_bytes[user] += value.size.at(micro_batch_size)
-    return num_bytes
-
-
-def _trips(graph: Graph, gradients: Iterable[Value], block_seconds: Array, messages: Array) -> Array:
+def _trips(gradients: Flow, block_seconds: Array, messages: Array) -> Array:
     """Returns the least seconds of later stages between a forward and its backward.
 
     A stage that ends before p waits for the one that starts at p if block p needs something that block p - 1 has. That
     one ends anywhere, and waits in its turn.
     """
-    n = len(graph.blocks)
-    holders = last_holders(graph, gradients)
-    work = np.concatenate([[0.0], np.cumsum(block_seconds)])
-    trips = np.zeros(n + 1)
+    n, holders = gradients.num_blocks, gradients.last_holders
+    work, each = [0.0, *np.cumsum(block_seconds).tolist()], messages.tolist()
+    trips = [0.0] * (n + 1)
     earliest = work[n]
     for p in range(n - 1, 0, -1):
         if holders[p] == p - 1:
-            trips[p] = earliest - work[p] + messages[p]
+            trips[p] = earliest - work[p] + each[p]
         earliest = min(earliest, work[p] + trips[p])
-    return trips
+    return np.array(trips)
