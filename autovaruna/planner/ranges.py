@@ -7,7 +7,7 @@ of the matrix; all of them are summed by one pass over a difference array.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -18,8 +18,9 @@ from numpy.typing import NDArray
 from autovaruna.graph.records import Graph, Parameter, Size
 from autovaruna.planner.costs import Array
 
-_Things = Iterable[tuple[float, Sequence[int]]]
-"""Weights, and the segments in which each is used, ascending; the first one makes it."""
+_Holders = Sequence[Sequence[int]]
+"""For each thing, the segments in which it is used, ascending; the first one makes it."""
+_NOTHING = Size(0.0, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,28 +40,40 @@ class SizedTable:
 
 
 class _Rectangles:
-    """Adds weights to rectangles of an ``(n+1, n+1)`` matrix, and sums them."""
+    """Rectangles of an ``(n+1, n+1)`` matrix, some for each of some things, to which the things add their weights.
 
-    def __init__(self, n: int) -> None:
-        self.differences, self.is_empty = np.zeros((n + 2, n + 2)), True
+    Args:
+        n: the number of segments.
+        found: for each rectangle its thing, first row, row behind the last, first column, column behind the last.
+    """
 
-    def add(self, weight: float, rows: tuple[int, int], columns: tuple[int, int]) -> None:
-        """Adds to ``A[rows[0]:rows[1], columns[0]:columns[1]]``."""
-        if not weight:
-            return
-        self.is_empty = False
-        self.differences[rows[0], columns[0]] += weight
-        self.differences[rows[0], columns[1]] -= weight
-        self.differences[rows[1], columns[0]] -= weight
-        self.differences[rows[1], columns[1]] += weight
+    def __init__(self, n: int, found: Iterable[tuple[int, int, int, int, int]]) -> None:
+        self.n = n
+        things, *sides = np.array(list(found), dtype=np.int64).reshape(-1, 5).T
+        top, bottom, left, right = sides
+        self.things = things
+        self.corners = np.stack([top * (n + 2) + left, top * (n + 2) + right, bottom * (n + 2) + left,
+                                 bottom * (n + 2) + right], axis=1)  # fmt: skip
 
-    def total(self) -> Array:
-        """Returns the matrix."""
-        if self.is_empty:
-            return self.differences[:-1, :-1]
-        sums: Array = self.differences.cumsum(axis=0).cumsum(axis=1)[:-1, :-1]
+    def total(self, weights: Sequence[float]) -> Array:
+        """Returns the sums of the weights, of which each thing has one."""
+        each, n = np.array(weights, dtype=np.float64), self.n
+        if not each.any():
+            return np.zeros((n + 1, n + 1))
+        differences = np.zeros((n + 2) ** 2)
+        np.add.at(differences, self.corners.ravel(), (each[self.things, None] * _SIGNS).ravel())
+        sums = differences.reshape(n + 2, n + 2).cumsum(axis=0).cumsum(axis=1)[:-1, :-1]
         # Weights cancel only to within rounding; bytes are never negative.
-        return np.maximum(sums, 0.0)
+        return np.asarray(np.maximum(sums, 0.0), dtype=np.float64)
+
+    def sized(self, sizes: Sequence[Size]) -> SizedTable:
+        """Returns the sums of sizes, of which each thing has one."""
+        return SizedTable(
+            self.total([size.fixed_bytes for size in sizes]), self.total([size.sample_bytes for size in sizes])
+        )
+
+
+_SIGNS = np.array([1.0, -1.0, -1.0, 1.0])
 
 
 class RangeTables:
@@ -76,25 +89,25 @@ class RangeTables:
         self.num_segments = len(positions) - 1
         starts = self.positions[1:-1]
         self.segment_of = np.searchsorted(starts, np.arange(len(graph.blocks)), side="right")
-        held = [(p, self._segments(p.blocks)) for p in graph.parameters]
-        trained = [(p, segments) for p, segments in held if p.needs_gradient]
-        tied = [(p, segments) for p, segments in trained if len(p.blocks) > 1]
-        self.parameter_bytes = self._held((p.num_bytes, segments) for p, segments in held)
-        self.trained_bytes = self._held((p.num_bytes, segments) for p, segments in trained)
-        self.largest_bytes = self.greatest(_largest(graph, [p for p, _ in trained]))
+        parameters = graph.parameters
+        trained = [p for p in parameters if p.needs_gradient]
+        tied = [p.needs_gradient and len(p.blocks) > 1 for p in parameters]
+        held = self._held(p.blocks for p in parameters)
+        self.parameter_bytes = held.total([p.num_bytes for p in parameters])
+        self.trained_bytes = held.total([p.num_bytes * p.needs_gradient for p in parameters])
+        self.largest_bytes = self.greatest(_largest(graph, trained))
         self.gradient_bytes = gradient_bytes(graph)
-        self.num_trained = self._held((1.0, segments) for _, segments in trained)
-        self.tied_bytes = self._sum((p.num_bytes, p.blocks) for p, _ in tied)
-        self.tied_once_bytes = self._held((p.num_bytes, segments) for p, segments in tied)
+        self.num_trained = held.total([1.0 * p.needs_gradient for p in parameters])
+        self.tied_bytes = self._sum((p.num_bytes, p.blocks) for p in trained if len(p.blocks) > 1)
+        self.tied_once_bytes = held.total([p.num_bytes * each for p, each in zip(parameters, tied, strict=True)])
         self.buffer_bytes = self.add_up(np.array([block.buffer_bytes for block in graph.blocks], dtype=np.float64))
-        self.inputs = self._sized(self._held, [(i.size, self._segments(i.consumers)) for i in graph.inputs])
-        sent = [(v, self._segments((v.producer, *v.consumers))) for v in graph.values]
-        values = [(v.size, segments) for v, segments in sent]
-        gradients = [(v.size, segments) for v, segments in sent if v.needs_gradient]
-        self.received = self._sized(self._received, values)
-        self.sent = self._sized(self._sent, values)
-        self.gradients_received = self._sized(self._sent, gradients)
-        self.gradients_sent = self._sized(self._received, gradients)
+        self.inputs = self._held(each.consumers for each in graph.inputs).sized([each.size for each in graph.inputs])
+        sizes = [value.size for value in graph.values]
+        of_gradients = [value.size if value.needs_gradient else _NOTHING for value in graph.values]
+        holders = [self._segments((value.producer, *value.consumers)) for value in graph.values]
+        received, sent = self._received(holders), self._sent(holders)
+        self.received, self.sent = received.sized(sizes), sent.sized(sizes)
+        self.gradients_received, self.gradients_sent = sent.sized(of_gradients), received.sized(of_gradients)
 
     @cached_property
     def ranges(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -122,31 +135,23 @@ class RangeTables:
     def _segments(self, blocks: Iterable[int]) -> list[int]:
         return sorted({int(self.segment_of[block]) for block in blocks})
 
-    def _held(self, things: _Things) -> Array:
-        """Sums the things with at least one user in the range."""
-        rectangles = _Rectangles(self.num_segments)
-        for weight, users in things:
-            before = -1
-            for user in users:
-                rectangles.add(weight, (before + 1, user + 1), (user + 1, self.num_segments + 1))
-                before = user
-        return rectangles.total()
+    def _held(self, things: Iterable[Iterable[int]]) -> _Rectangles:
+        """Returns the ranges with at least one of the blocks that use each thing."""
+        n = self.num_segments
+        users = ((k, self._segments(blocks)) for k, blocks in enumerate(things))
+        pairs = ((k, before, user) for k, each in users for before, user in pairwise([-1, *each]))
+        return _Rectangles(n, ((k, before + 1, user + 1, user + 1, n + 1) for k, before, user in pairs))
 
-    def _received(self, things: _Things) -> Array:
-        """Sums the things that were made before the range and are used in it."""
-        rectangles = _Rectangles(self.num_segments)
-        for weight, holders in things:
-            for before, user in pairwise(holders):
-                rectangles.add(weight, (before + 1, user + 1), (user + 1, self.num_segments + 1))
-        return rectangles.total()
+    def _received(self, things: _Holders) -> _Rectangles:
+        """Returns the ranges before which each thing was made, and in which it is used."""
+        n = self.num_segments
+        pairs = ((k, before, user) for k, holders in enumerate(things) for before, user in pairwise(holders))
+        return _Rectangles(n, ((k, before + 1, user + 1, user + 1, n + 1) for k, before, user in pairs))
 
-    def _sent(self, things: _Things) -> Array:
-        """Sums the things that the range makes or uses and that are used after it."""
-        rectangles = _Rectangles(self.num_segments)
-        for weight, holders in things:
-            for holder, user in pairwise(holders):
-                rectangles.add(weight, (0, holder + 1), (holder + 1, user + 1))
-        return rectangles.total()
+    def _sent(self, things: _Holders) -> _Rectangles:
+        """Returns the ranges that make or use each thing, and after which it is used."""
+        pairs = ((k, holder, user) for k, holders in enumerate(things) for holder, user in pairwise(holders))
+        return _Rectangles(self.num_segments, ((k, 0, holder + 1, holder + 1, user + 1) for k, holder, user in pairs))
 
     def _sum(self, things: Iterable[tuple[float, Sequence[int]]]) -> Array:
         """Sums things once for each block that uses them."""
@@ -154,13 +159,6 @@ class RangeTables:
         for weight, blocks in things:
             weights[list(blocks)] += weight
         return self.add_up(weights)
-
-    @staticmethod
-    def _sized(total: Callable[[_Things], Array], things: Sequence[tuple[Size, Sequence[int]]]) -> SizedTable:
-        return SizedTable(
-            total((size.fixed_bytes, segments) for size, segments in things),
-            total((size.sample_bytes, segments) for size, segments in things),
-        )
 
 
 class TablesOfGraph:
