@@ -102,23 +102,31 @@ def _least_squares(total: Array, factors: Array, others: Array, width: int, shar
     own = np.where(rows[:, None] < ends, total[ends] - total[:, None], np.inf)
     seconds = {factor: factor * own for factor in {*factors.tolist()}}
     shares = {factor: share * each**2 for factor, each in seconds.items()}
+    alone = {} if others.any() else {factor: each**2 + shares[factor] for factor, each in seconds.items()}
     padded = np.full(n + width + 1, np.inf)  # the best rest behind each end; rows past the end see infinities
     best, later = padded[: n + 1], np.lib.stride_tricks.sliding_window_view(padded[1:], width)[: n + 1]
     best[n] = 0.0
     choices, costs = [], np.empty_like(own)
     for stage in range(num_stages - 1, -1, -1):
-        factor = float(factors[stage])
-        np.add(seconds[factor], others[stage], out=costs)
-        np.square(costs, out=costs)
-        costs += shares[factor]
-        costs += later
-        columns = costs.argmin(axis=1)
-        best[:] = costs[rows, columns]
-        best[n] = np.inf
-        choices.append(ends[rows, columns])
+        # Where the stage may start: the stages before and from here on have a segment each, and no more than the width.
+        behind = num_stages - stage
+        some = slice(max(stage, n - behind * width), max(min(n - behind, stage * width), 0) + 1)
+        factor, each = float(factors[stage]), costs[some]
+        if alone:
+            np.add(alone[factor][some], later[some], out=each)
+        else:
+            np.add(seconds[factor][some], others[stage], out=each)
+            np.square(each, out=each)
+            each += shares[factor][some]
+            each += later[some]
+        columns = each.argmin(axis=1)
+        found = each[np.arange(len(columns)), columns]
+        best[:] = np.inf
+        best[some] = found
+        choices.append((some.start, columns))
     if not np.isfinite(best[0]):
         return None
-    found = [0]
-    for choice in choices[::-1]:
-        found.append(int(choice[found[-1]]))
-    return found
+    starts = [0]
+    for first, columns in choices[::-1]:
+        starts.append(min(starts[-1] + 1 + int(columns[starts[-1] - first]), n))
+    return starts
