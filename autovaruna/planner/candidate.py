@@ -229,10 +229,10 @@ class Planner:
             ranks = {rank for stage in stages for rank in options[stage].ranks}
             if len(stages) > 1:
                 for stage in stages:
-                    seconds[stage] += sized.rings.seconds(ranks, parameter.num_bytes)
+                    seconds[stage] += sized.rings.seconds(tuple(ranks), parameter.num_bytes)
         return seconds
 
 
 def _range(candidate: Candidate, stage: int, tables: RangeTables) -> tuple[int, int]:
-    ends = [*candidate.starts[1:], tables.num_segments]
-    return candidate.starts[stage], ends[stage]
+    starts, behind = candidate.starts, stage + 1
+    return starts[stage], starts[behind] if behind < len(starts) else tables.num_segments

@@ -132,6 +132,9 @@ def _message_seconds(pipeline: Pipeline) -> dict[tuple[int, int], tuple[float, f
 
     def least(sender: int, receiver: int, num_bytes: float) -> float:
         senders, receivers = pipeline.stages[sender].ranks, pipeline.stages[receiver].ranks
+        if len(senders) == len(receivers) == 1:
+            ends = senders[0], receivers[0]
+            return 0.0 if ends[0] == ends[1] else sum(seconds_of(pipeline.links(*ends), num_bytes))
         if not set(senders).isdisjoint(receivers):
             return 0.0
         links = {pipeline.links(a, b) for a in senders for b in receivers}

@@ -53,6 +53,23 @@ class StageTimes:
         assert self.in_flight >= 1, f"in_flight is {self.in_flight}, needs at least 1"
         assert len(self.speeds) in (0, len(self.ranks)), f"{len(self.speeds)} speeds for {len(self.ranks)} ranks"
 
+    def on(self, ranks: tuple[int, ...]) -> StageTimes:
+        """Returns the same on other ranks, if all have one speed; quicker than `replace`, for searches."""
+        assert not self.speeds, "the ranks differ in speed"
+        return StageTimes(
+            ranks,
+            self.forward_seconds,
+            self.backward_seconds,
+            self.in_flight,
+            self.needs_recompute,
+            self.recompute_seconds,
+            self.reduce_seconds,
+            (),
+            self.deferred,
+            self.input_seconds,
+            self.weight_seconds,
+        )
+
     @property
     def num_replicas(self) -> int:
         """The number of replicas."""

@@ -38,7 +38,8 @@ class Edges:
     def _between(self, stages: tuple[tuple[int, ...], ...], micro_batch_size: float) -> tuple[Edge, ...]:
         stage_of, count = np.empty(self.num_blocks, dtype=np.int64), len(stages)
         for stage, blocks in enumerate(stages):
-            stage_of[list(blocks)] = stage
+            is_range = blocks[-1] - blocks[0] + 1 == len(blocks)
+            stage_of[slice(blocks[0], blocks[-1] + 1) if is_range else list(blocks)] = stage
         held = np.sort(self.values * count + stage_of[self.blocks])
         values, holders = np.divmod(held, count)
         is_sent = (values[1:] == values[:-1]) & (held[1:] != held[:-1])

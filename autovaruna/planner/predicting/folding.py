@@ -118,7 +118,7 @@ def _part(pipeline: Pipeline, parts: int, place: int) -> Pipeline:
     return replace(
         pipeline,
         stages=tuple(
-            replace(stage, ranks=tuple(number[rank] for rank in stage.ranks[place::parts])) for stage in pipeline.stages
+            [stage.on(tuple([number[rank] for rank in stage.ranks[place::parts]])) for stage in pipeline.stages]
         ),
         num_ranks=len(kept),
         num_micro_batches=len(range(place, pipeline.num_micro_batches, parts)),

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
 
 from autovaruna.profiler.records import Cluster
 
 
-@dataclass(frozen=True, slots=True)
 class Rings:
     """All-reduces on a cluster.
 
@@ -16,11 +14,16 @@ class Rings:
     within one of several hosts is faster in the ratio of a local message to a remote one.
     """
 
-    cluster: Cluster
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster, self._local_gain = cluster, _local_gain(cluster)
+        self._costs: dict[tuple[int, ...], tuple[float, float]] = {}
 
-    def seconds(self, ranks: Collection[int], num_bytes: float) -> float:
+    def seconds(self, ranks: tuple[int, ...], num_bytes: float) -> float:
         """Returns the predicted seconds to all-reduce `num_bytes` over some ranks."""
-        latency, seconds_per_byte = self.cost(len(ranks), is_local=self.is_local(ranks))
+        cost = self._costs.get(ranks)
+        if cost is None:
+            cost = self._costs[ranks] = self.cost(len(ranks), is_local=self.is_local(ranks))
+        latency, seconds_per_byte = cost
         return latency + seconds_per_byte * num_bytes
 
     def cost(self, num_ranks: int, *, is_local: bool) -> tuple[float, float]:
@@ -32,7 +35,7 @@ class Rings:
         """
         if num_ranks < 2:
             return 0.0, 0.0
-        bandwidth = self.cluster.all_reduce_bytes_per_second * (self._local_gain() if is_local else 1.0)
+        bandwidth = self.cluster.all_reduce_bytes_per_second * (self._local_gain if is_local else 1.0)
         latency = self.cluster.all_reduce_latency_seconds * num_ranks
         return latency, 2 * (num_ranks - 1) / num_ranks / bandwidth
 
@@ -42,6 +45,7 @@ class Rings:
         first = next(hosts, "")
         return all(host == first for host in hosts)
 
-    def _local_gain(self) -> float:
-        local, remote = self.cluster.local_link.bytes_per_second, self.cluster.remote_link.bytes_per_second
-        return local / remote if len(set(self.cluster.hosts)) > 1 and local > remote else 1.0
+
+def _local_gain(cluster: Cluster) -> float:
+    local, remote = cluster.local_link.bytes_per_second, cluster.remote_link.bytes_per_second
+    return local / remote if len(set(cluster.hosts)) > 1 and local > remote else 1.0
