@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import chain
 from operator import itemgetter
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from autovaruna.graph.watching.held import entries, is_container, is_plain, records
 
 _OF_MODULES = frozenset(vars(nn.Module()))
+_TRAINING = itemgetter("training")
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -85,11 +87,12 @@ class Attributes:
         named = list(self._model.named_modules())
         self.modules = [module for _, module in named]
         self._dicts = [vars(module) for module in self.modules]
+        self._own_dicts = self._dicts
         self._hooks = [place[kind] for place in self._dicts for kind in HOOKS if kind in place]
         self.tables = [place["_parameters"] for place in self._dicts]
         self._holders = [place["_modules"] for place in self._dicts]
         found = records(self._model)
-        self._dicts += [vars(each) for _, each in found]
+        self._dicts = [*self._own_dicts, *(vars(each) for _, each in found)]
         self._paths = [path for path, _ in [*named, *found]]
         counted = [
             [name for name in place if self._counts(path, name)]
@@ -127,10 +130,12 @@ class Attributes:
             values: list[Any] = [getter(place) for getter, place in self._getters]
         except KeyError:  # one is gone
             return []
-        children = [id(child) for holder in self._holders for child in holder.values()]
+        children = map(id, chain.from_iterable(map(dict.values, self._holders)))
         held = [(name, id(value) if isinstance(value, Tensor) else value) for name, value in self._entries()]
         objects = [id(place.get(name)) for _, place, name in self._others]
-        return [*values, *map(len, self._dicts), *map(len, self._hooks), *children, *held, *objects]
+        values += map(len, self._dicts)
+        values += map(len, self._hooks)
+        return [*values, *children, *held, *objects]
 
     def _entries(self) -> Iterator[tuple[str, Any]]:
         """Yields what is in containers that are watched, and tensors."""
@@ -150,8 +155,19 @@ class Attributes:
             found[name] = value
         return found
 
+    def parameters(self) -> Iterator[Any]:
+        """Yields what is in the place of each parameter, None where there is none; cheap, for every call."""
+        return chain.from_iterable(map(dict.values, self.tables))
+
+    def training(self) -> list[bool]:
+        """Returns whether each module is in training mode; cheap, for every call."""
+        try:
+            return list(map(_TRAINING, self._own_dicts))
+        except KeyError:  # one keeps it elsewhere
+            return [module.training for module in self.modules]
+
     def _ids(self) -> list[int]:
-        return [id(tensor) for table in self.tables for tensor in table.values()]
+        return list(map(id, self.parameters()))
 
     def _kinds_now(self) -> str:
         return ",".join(f"{path}={type(module).__qualname__}" for path, module in self._model.named_modules())

@@ -35,8 +35,8 @@ class ModeReader:
     def words(self) -> str:
         """Returns the mode as a text that is equal for calls that one trace serves."""
         changed = self.attributes.words()  # first: it walks the modules again if there are others
-        training = [module.training for module in self.attributes.modules]
-        parameters = [each for table in self.attributes.tables for each in table.values() if each is not None]
+        training = self.attributes.training()
+        parameters = [each for each in self.attributes.parameters() if each is not None]
         with torch._C.DisableTorchFunctionSubclass():  # those that other ranks hold answer through Python otherwise
             trained = [each.requires_grad for each in parameters]
         mode = changed, self._shared.words(), training, trained, torch.is_grad_enabled(), current_precision()
