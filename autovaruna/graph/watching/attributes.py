@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import chain
-from operator import itemgetter
+from operator import itemgetter, methodcaller
 from typing import Any
 
 from torch import Tensor, nn
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from autovaruna.graph.watching.held import entries, is_container, is_plain, records
 
 _OF_MODULES = frozenset(vars(nn.Module()))
-_TRAINING = itemgetter("training")
+_TRAINING, _VALUES = itemgetter("training"), methodcaller("values")
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -130,7 +130,7 @@ class Attributes:
             values: list[Any] = [getter(place) for getter, place in self._getters]
         except KeyError:  # one is gone
             return []
-        children = map(id, chain.from_iterable(map(dict.values, self._holders)))
+        children = map(id, chain.from_iterable(map(_VALUES, self._holders)))
         held = [(name, id(value) if isinstance(value, Tensor) else value) for name, value in self._entries()]
         objects = [id(place.get(name)) for _, place, name in self._others]
         values += map(len, self._dicts)
@@ -157,7 +157,7 @@ class Attributes:
 
     def parameters(self) -> Iterator[Any]:
         """Yields what is in the place of each parameter, None where there is none; cheap, for every call."""
-        return chain.from_iterable(map(dict.values, self.tables))
+        return chain.from_iterable(map(_VALUES, self.tables))
 
     def training(self) -> list[bool]:
         """Returns whether each module is in training mode; cheap, for every call."""
