@@ -1,2 +1,0 @@
-import time,sys
-t0=time.perf_counter()
