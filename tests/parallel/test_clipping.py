@@ -25,8 +25,8 @@ LISTS: dict[str, Callable[[Any, Any], list[Any]]] = {
 
 
 def clip_by_norm(parameters: list[Any]) -> Any:
-    """Clips once by the second norm and once by the largest number."""
-    return [nn.utils.clip_grad_norm_(parameters, norm, kind) for norm, kind in ((0.1, 2.0), (0.01, torch.inf))]
+    """Clips once by the second norm and once by the largest number, in the two ways that torch has."""
+    return [nn.utils.clip_grad_norm_(parameters, *way) for way in ((0.1, 2.0, False, True), (0.01, torch.inf))]
 
 
 def clip_by_value(parameters: list[Any]) -> Any:

@@ -77,6 +77,8 @@ def _note_limits(module: Any) -> None:
         model: SplitModel | None = getattr(total_norm, _OF_MODEL, None)
         if model is not None:
             model.limits[:] = [float(max_norm)]
+            listed = [parameters] if isinstance(parameters, Tensor) else parameters
+            parameters = [each for each in listed if not isinstance(each.grad, Elsewhere)]  # foreach=True takes none
         return plain(parameters, max_norm, total_norm, *args, **options)
 
     module._clip_grads_with_norm_ = noting
