@@ -19,6 +19,7 @@ from autovaruna.graph.comparisons.alike import DrawnAlike
 from autovaruna.graph.kept_whole.kept import KeptModule, forgetting, run_kept
 from autovaruna.graph.kept_whole.rehearsal import rehearsal
 from autovaruna.graph.origin import modules_of
+from autovaruna.graph.own_cache import own_cache
 from autovaruna.graph.precision import in_precision, precision_of, without_autocast
 from autovaruna.graph.random import default_generator, python_generators, untouched_generator
 from autovaruna.graph.traced import TracedModel
@@ -183,9 +184,9 @@ class Run(fx.Interpreter):
 
 @contextmanager
 def _as_it_is(model: nn.Module) -> Iterator[None]:
-    """Compiles nothing, and leaves classes and globals as they are."""
+    """Compiles nothing, and leaves classes, globals and cached values as they are."""
     eagerly: Any = torch.compiler.set_stance("force_eager")
-    with untouched_globals(model), eagerly:
+    with untouched_globals(model), eagerly, own_cache():
         yield
 
 

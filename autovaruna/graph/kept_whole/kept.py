@@ -17,6 +17,7 @@ from autovaruna.graph.exporting.guards import plain_checkpoints
 from autovaruna.graph.kept_whole.in_place import Places, in_place, places_of
 from autovaruna.graph.kept_whole.rehearsal import is_rehearsing
 from autovaruna.graph.kept_whole.returned import Join, Returned
+from autovaruna.graph.own_cache import own_cache
 from autovaruna.graph.precision import current_precision, in_precision
 from autovaruna.graph.random import default_generator, python_generators
 from autovaruna.graph.tree import Tree, flatten
@@ -92,7 +93,7 @@ class KeptModule:
         args, kwargs = self._call.unflatten(tensors)
         device = next(each.device for each in (*given, *tensors))
         seed = default_generator(device).initial_seed()
-        with in_place(places, given), plain_checkpoints(), python_generators(seed), _saving():
+        with in_place(places, given), plain_checkpoints(), python_generators(seed), own_cache(), _saving():
             outputs, tree = flatten(_called(module, args, kwargs), "output")
             self._take_buffers(places, state)
         self._check(outputs, tree, batch)

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from autovaruna.graph.own_cache import own_cache
 from autovaruna.graph.watching.held import records
 
 
@@ -16,13 +17,15 @@ from autovaruna.graph.watching.held import records
 def as_before(model: nn.Module) -> Iterator[None]:
     """Puts back the attributes of modules and of their objects when the context ends; new ones are taken away.
 
-    A model that is run on fake tensors may keep some of them, or note that it has made what it keeps.
+    A model that is run on fake tensors may keep some of them, or note that it has made what it keeps. It has a cache of
+    its own for what `parametrize.cached()` keeps.
     """
     owners = [*model.modules(), *(each for _, each in records(model))]
     before = [(vars(owner), dict(vars(owner))) for owner in owners]
     contents = [(value, copy.copy(value)) for _, own in before for value in own.values() if type(value) in _CONTAINERS]
     try:
-        yield
+        with own_cache():
+            yield
     finally:
         for place, own in before:
             _put_back(place, own)
