@@ -42,14 +42,17 @@ class WatchedWorld(World):
     def gather_objects(self, value: object, what: str) -> list[Any]:
         """Returns the values that the ranks passed, by rank."""
         self.raise_failure()
-        join = Join(what, pickle.dumps(value))
+        own = pickle.dumps(value)
         self.count(("joined", -1, -1, -1))
-        self.tell(join)
+        self.tell(Join(what, own))
         answer = self._await_answer(f"in {what!r}")
         if isinstance(answer, Failure):
             raise RankError(answer.text)
         assert isinstance(answer, Values), answer
-        known = {item: pickle.loads(item) for item in set(answer.values)}
+        known: dict[bytes, Any] = {own: value} if type(value) is tuple else {}  # what is alike need not be read
+        for item in answer.values:
+            if item not in known:
+                known[item] = pickle.loads(item)
         return [known[item] for item in answer.values]
 
     def agree(self, error: BaseException | None, what: str, value: object = None) -> list[Any]:
