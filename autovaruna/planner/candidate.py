@@ -26,6 +26,8 @@ _ACTS_OF_A_CANDIDATE, _ACTS_OF_A_STAGE = 100, 5
 _ACTS_OF_A_FIT = 30
 """What it takes to fit a stage that shares its ranks with others into their memory."""
 DEPTHS = {"textbook": textbook_depth, "latency": latency_depth}
+DEEPEST = "deepest"
+"""As deep as memory allows without recompute, or with it where that is needed at any depth."""
 _DEFERRED_EACH_STAGE = 2
 """Micro-batches a stage that a stage may defer: with twice as many as stages, simulated steps reach their bound."""
 
@@ -168,7 +170,8 @@ class Planner:
         for s, ranks in enumerate(candidate.ranks):
             held, depth = sized.held_by(*_range(candidate, s, self.tables)), self._depth(candidate, s, counts)
             deferred = self._most_deferred(sized, candidate, s, counts)
-            options.append(Option(held, ranks, depth, depth if is_fixed else 1, first_choice, deferred))
+            least = depth if is_fixed else 1
+            options.append(Option(held, ranks, depth, least, first_choice, deferred, candidate.depth == DEEPEST))
         return options
 
     def _most_deferred(self, sized: Sized, candidate: Candidate, stage: int, counts: Sequence[int]) -> int:
@@ -182,7 +185,7 @@ class Planner:
 
     def _depth(self, candidate: Candidate, stage: int, counts: Sequence[int]) -> int:
         share = -(-candidate.num_micro_batches // counts[stage])
-        if candidate.schedule == "gpipe":
+        if candidate.schedule == "gpipe" or candidate.depth == DEEPEST:
             return share
         forced = self.problem.constraints.in_flight
         return min(forced or DEPTHS[candidate.depth](len(counts), stage, counts), share)

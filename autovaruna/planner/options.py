@@ -21,7 +21,7 @@ MAX_UNITS = 12
 """With more ranks than this, not every replica count is tried for every stage."""
 _MAX_STAGES = 2048
 FEWEST_GROUPS = 2
-_OF_SHARED_RANKS = ("interleaved", "deepest_first", "1f1b")
+_OF_SHARED_RANKS = ("interleaved", "deepest_first", "1f1b", "varuna")
 
 
 def cut_positions(problem: Problem) -> list[int]:
@@ -121,12 +121,13 @@ def variants(problem: Problem, num_stages: int, is_interleaved: bool = False) ->
     if constraints.schedule != "auto":
         policy_of(constraints.schedule)
         is_full = constraints.schedule == "gpipe"
+        depths += ["deepest"] if len(depths) > 1 else []
         return [(depth, constraints.schedule) for depth in (depths[:1] if is_full else depths)]
     if is_interleaved:
         return [(depth, schedule) for depth in reversed(depths) for schedule in _OF_SHARED_RANKS]
     pairs = [(depth, "1f1b") for depth in depths]
-    if num_stages > 1 and problem.needs_gradient:
+    if problem.needs_gradient and (num_stages > 1 or constraints.recompute != "none"):
         pairs += [(depth, "varuna") for depth in depths]
     if num_stages > 1 and not constraints.in_flight:
-        pairs.append(("textbook", "gpipe"))
+        pairs += [("textbook", "gpipe"), ("deepest", "1f1b"), ("deepest", "varuna")]
     return pairs

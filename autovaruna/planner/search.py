@@ -29,7 +29,7 @@ from autovaruna.planner.problem import Problem, check_problem, forced_stages
 from autovaruna.planner.ranges import RangeTables, TablesOfGraph
 from autovaruna.planner.records import Plan
 from autovaruna.planner.rounds import EVERY
-from autovaruna.planner.settling import Found, explain_excess, first_that_fits, loosen_best
+from autovaruna.planner.settling import Found, explain_excess, first_that_fits, loosen_best, that_fits
 from autovaruna.planner.single import SingleSearch
 from autovaruna.planner.trials import Progress, Trials
 
@@ -39,6 +39,8 @@ _SHAPES_SECONDS, _MORE_ROUNDS_SECONDS, _SHAPES_CLIMB_SECONDS, _PATTERNS_SECONDS 
 _FINE_SECONDS = 2.0
 """What simulations may take, by the count of `Planner.spent_seconds`, so that a search ends alike on every machine."""
 _SHAPES_STARTS = 2
+_WORSE = 1.01
+"""A plan that is slower than what seemed best by so much is worth another search, of large problems."""
 
 
 def make_plan(problem: Problem, progress: Progress | None = None) -> Plan:
@@ -72,18 +74,28 @@ def make_plan(problem: Problem, progress: Progress | None = None) -> Plan:
 
 
 class _Search:
-    """One search: first with one stage a rank, then, if that may be better, with several."""
+    """One search: first with one stage a rank, then, if that may be better, with several.
+
+    A careful one lets no plan count that needs more memory, by the instructions of its ranks, than there is.
+    """
 
     def __init__(
-        self, problem: Problem, progress: Progress, tables: TablesOfGraph, below_seconds: float = math.inf
+        self,
+        problem: Problem,
+        progress: Progress,
+        tables: TablesOfGraph,
+        below_seconds: float = math.inf,
+        *,
+        is_careful: bool = False,
     ) -> None:
-        self.problem, self.progress = problem, progress
+        self.problem, self.progress, self.below_seconds = problem, progress, below_seconds
         self.counts = micro_batch_counts(problem)
-        self.tables = tables.at(cut_positions(problem))
+        self.all_tables, self.tables = tables, tables.at(cut_positions(problem))
         self.planner = Planner(problem, self.tables)
         self.forced_stages, self.most_each = forced_stages(problem), stages_per_rank(problem)
         self.is_small = is_small(problem, self.tables.num_segments)
-        self.trials = Trials(self.planner, is_small=self.is_small, below_seconds=below_seconds)
+        self.settle = that_fits if is_careful else None
+        self.trials = self._new_trials(self.planner, below_seconds)
         self.proof = Proof(self.planner, self.counts, self.most_each)
         self.single = SingleSearch(self.trials, self.counts, self.proof, progress)
         self.excess: Plan | None = None
@@ -112,6 +124,12 @@ class _Search:
         if chosen.best is None:
             return None
         settled = first_that_fits(self._fastest_first(chosen))
+        worst = chosen.least_seconds * (1 / PROVEN if self.is_small else _WORSE)
+        if not self.settle and (settled is None or settled.predicted_seconds > worst):
+            self.proof.is_complete = False
+            careful = self._carefully(settled).find()
+            if careful is not None:
+                return careful
         if settled is None:
             self.excess = chosen.best
             return None
@@ -121,12 +139,20 @@ class _Search:
             single = plan
         return self.proof.put_into(plan, single, was_cut_short=trials.was_cut_short or chosen.was_cut_short)
 
+    def _carefully(self, settled: Plan | None) -> _Search:
+        """Returns a careful search of something faster: what seemed best needs more memory than it seemed to."""
+        below = settled.predicted_seconds if settled else self.below_seconds
+        return _Search(self.problem, self.progress, self.all_tables, below, is_careful=True)
+
+    def _new_trials(self, planner: Planner, below_seconds: float = math.inf) -> Trials:
+        return Trials(planner, is_small=self.is_small, below_seconds=below_seconds, settle=self.settle)
+
     # Plans with several.
 
     def _try_interleaved(self) -> Trials:
         """Returns the trials of plans with several stages a rank if one of them is better, else those with one."""
         self.progress("interleaving stages", 0.0)
-        known, trials = self.trials, Trials(self.planner, is_small=self.is_small)
+        known, trials = self.trials, self._new_trials(self.planner)
         order = rank_orders(self.problem)[0]
         for more_than, most, seconds in ((1, EVERY, _SHAPES_SECONDS), (EVERY, self.most_each, _MORE_ROUNDS_SECONDS)):
             most_each = min(most, self.most_each)
@@ -176,7 +202,7 @@ class _Search:
         cuts = [int(self.tables.positions[start]) for start in candidate.starts]
         positions = zoomed_positions(self.problem, cuts, self.tables.num_segments)
         tables = RangeTables(self.problem.graph, positions)
-        fine = Trials(Planner(self.problem, tables), is_small=self.is_small)
+        fine = self._new_trials(Planner(self.problem, tables))
         starts = tuple(int(np.searchsorted(tables.positions, cut)) for cut in cuts)
         variant, start = trials.built[candidate][0], replace(candidate, starts=starts)
         fine.best, fine.ranked = trials.best, {start: trials.best.predicted_seconds}

@@ -46,6 +46,12 @@ def first_that_fits(found: Iterable[Found]) -> Plan | None:
     return best
 
 
+def that_fits(planner: Planner, candidate: Candidate, plan: Plan) -> Plan | None:
+    """Returns the plan with the memory of its ranks, or one built again that fits; None if there is none."""
+    whole = planner.predict_whole(plan)
+    return whole if _fits(planner, whole) else _built_again(planner, candidate, whole)
+
+
 def loosened(planner: Planner, candidate: Candidate, plan: Plan, predict: Predict | None = None) -> Plan:
     """Returns the plan, or a faster one that saves less memory, if its ranks hold several stages and may do so.
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
-from autovaruna.planner.candidate import Candidate, Planner
+from autovaruna.planner.candidate import DEEPEST, Candidate, Planner
 from autovaruna.planner.options import variants
 from autovaruna.planner.predicting.prediction import SECONDS_OF_AN_ACT
 from autovaruna.planner.records import Plan
@@ -15,7 +15,11 @@ _LONG_SECONDS, _LONG_INTERLEAVED_SECONDS = 0.2, 0.02
 _LONG_INTERLEAVED_VARIANTS = 2
 """The two orders made for several stages a rank: which one is better depends on recompute."""
 _REACHED = 0.999
+_WORTH_ITS_MEMORY = 0.995
+"""What as many micro-batches in flight as there is memory for have to save."""
 
+Settle = Callable[[Planner, Candidate, Plan], Plan | None]
+"""Returns a plan, or one like it that holds what the first may not; None if there is none."""
 Progress = Callable[[str, float], None]
 """Is told what is being done and the share of it that is done (0 to 1)."""
 
@@ -27,6 +31,7 @@ class Trials:
         planner: of the problem.
         is_small: whether every schedule is worth a try.
         below_seconds: plans that take as long or longer are of no use.
+        settle: what plans have to pass to count; nothing if there is none.
 
     Attributes:
         built: for each of `ranked`, the variant that takes so long, and its plan.
@@ -34,8 +39,10 @@ class Trials:
         was_cut_short: whether something was left out since its simulation is long, or time was up.
     """
 
-    def __init__(self, planner: Planner, *, is_small: bool, below_seconds: float = math.inf) -> None:
-        self.planner, self.is_small, self.below_seconds = planner, is_small, below_seconds
+    def __init__(
+        self, planner: Planner, *, is_small: bool, below_seconds: float = math.inf, settle: Settle | None = None
+    ) -> None:
+        self.planner, self.is_small, self.below_seconds, self.settle = planner, is_small, below_seconds, settle
         self.best: Plan | None = None
         self.built: dict[Candidate, tuple[Candidate, Plan]] = {}
         self.ranked: dict[Candidate, float] = {}
@@ -64,8 +71,11 @@ class Trials:
                 if not any(recomputed):
                     break  # None of the others has less to do.
                 continue
-            predicted = self.planner.predict(plan, min(below, found))
-            if predicted:
+            limit = min(below, found * (_WORTH_ITS_MEMORY if variant.depth == DEEPEST else 1.0))
+            predicted = self.planner.predict(plan, limit)
+            if predicted and self.settle:
+                predicted = self.settle(self.planner, variant, predicted)
+            if predicted and predicted.predicted_seconds < limit:
                 found = predicted.predicted_seconds
                 self.best = predicted if found < self.least_seconds else self.best
                 self.built[candidate] = variant, predicted

@@ -90,7 +90,7 @@ def test_every_instruction_has_overhead() -> None:
 
 def test_more_overhead_asks_for_fewer_micro_batches() -> None:
     problem = make_problem(8, 2, 64, num_stages=2)
-    slow = replace(problem, cluster=replace(problem.cluster, overhead_seconds=0.05))
+    slow = replace(problem, cluster=replace(problem.cluster, overhead_seconds=0.3))
     assert make_plan(slow).num_micro_batches < make_plan(problem).num_micro_batches
 
 

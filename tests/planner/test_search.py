@@ -9,6 +9,7 @@ import pytest
 from autovaruna.errors import PlanError
 from autovaruna.planner import search as search_module
 from autovaruna.planner.predicting.orders import Orders
+from autovaruna.planner.records import Plan
 from autovaruna.planner.search import make_plan
 from autovaruna.profiler.records import LinkCost
 from tests.planner.brute import every_plan, small_problem
@@ -54,6 +55,22 @@ def test_fewer_ranks_are_used_where_that_is_faster() -> None:
     problem = make_problem(2, 2, 2, link=LinkCost(10.0, 1e3), max_micro_batches=1)
     plan = make_plan(problem)
     assert sorted({rank for stage in plan.stages for rank in stage.ranks}) == [0]
+
+
+def test_on_slow_links_more_is_in_flight_than_hides_messages_of_a_stage_in_length() -> None:
+    link = LinkCost(0.05, 1e9)
+    plan = make_plan(make_problem(4, 2, 8, link=link, num_stages=2, num_micro_batches=8, schedule="1f1b"))
+    assert plan.stages[0].in_flight == 8
+
+
+@pytest.mark.parametrize(("seed", "less"), [(18, 0.03), (26, 0.1), (27, 0.15), (31, 0.06)])
+def test_fewer_are_in_flight_where_recompute_takes_longer(seed: int, less: float) -> None:
+    def best(memory_bytes: float, recompute: str) -> Plan:
+        fixed = {"num_stages": 3, "num_micro_batches": 9, "schedule": "1f1b", "recompute": recompute}
+        return make_plan(make_problem(6, 3, 9, seed, memory_bytes=memory_bytes, **fixed))
+
+    limit = max(stage.memory_bytes for stage in best(1e12, "none").stages) * (1 - less)
+    assert best(limit, "auto").predicted_seconds <= best(limit, "none").predicted_seconds
 
 
 def test_slower_ranks_get_less() -> None:

@@ -14,7 +14,8 @@ from autovaruna.planner.sized import Sized
 class Option(NamedTuple):
     """A stage while its recompute and depths are still open.
 
-    The in-flight depth goes down to `least_in_flight`, what is deferred to 1 if it is not 0.
+    The in-flight depth goes down to `least_in_flight`, what is deferred to 1 if it is not 0. With `spares_recompute`
+    no stage recomputes if smaller depths are enough.
     """
 
     held: Holdings[float]
@@ -23,6 +24,7 @@ class Option(NamedTuple):
     least_in_flight: int
     needs_recompute: bool
     deferred: int = 0
+    spares_recompute: bool = False
 
 
 def fit(sized: Sized, options: Sequence[Option], limits: Sequence[float]) -> list[Option] | None:
@@ -56,7 +58,7 @@ def _tightest(options: Sequence[Option], limits: Sequence[float]) -> dict[tuple[
 
 def peak_of(sized: Sized, option: Option) -> Peak:
     """Returns the peak of a stage on one replica."""
-    held, ranks, in_flight, _, needs_recompute, deferred = option
+    held, ranks, in_flight, _, needs_recompute, deferred, _ = option
     return sized.peaks.of(held, needs_recompute, deferred, in_flight, len(ranks))
 
 
@@ -67,6 +69,10 @@ def _fit_rank(sized: Sized, options: list[Option], limit: float) -> list[Option]
     most = max(option.deferred for option in options)
     less = bisect_left(range(most - 1), True, key=lambda less: _total(sized, _deferring(options, less)) <= limit)
     options = _deferring(options, less)
+    if any(option.spares_recompute for option in options):
+        shallow = _with_less_in_flight(sized, options, limit)
+        if shallow is not None:
+            return shallow
     while _total(sized, options) > limit:
         savings = [_recompute_saving(sized, option) for option in options]
         most = max(range(len(options)), key=savings.__getitem__)
