@@ -12,13 +12,12 @@ from pathlib import Path
 
 from autovaruna.checkpoint.claim import read_claim
 from autovaruna.checkpoint.folder import Saved, saved_in
-from autovaruna.checkpoint.manifest import MANIFEST, OtherFormatError, read_manifest
+from autovaruna.checkpoint.manifest import MANIFEST, OtherFormatError, UnreadableError, read_manifest
 from autovaruna.checkpoint.numbers import is_whole
+from autovaruna.checkpoint.place import ask_differently, place_of
 from autovaruna.checkpoint.source import Source, open_source
 from autovaruna.checkpoint.together import on_first, together
 from autovaruna.errors import CheckpointError
-from autovaruna.kinds import at_home
-from autovaruna.runtime.worlds.differences import differences
 from autovaruna.runtime.worlds.on_all import gather_on_all
 from autovaruna.runtime.worlds.world import World
 
@@ -37,11 +36,10 @@ def choose(world: World, root: str | os.PathLike[str], step: int | str, claims: 
     Raises:
         CheckpointError: there is none, and what is damaged, and how; or the ranks ask for different ones.
     """
-    path = Path(at_home(root))
+    path = Path(place_of(root))
     step = int(step) if is_whole(step) else step
-    asked = world.gather_objects({"step": repr(step)}, "looking for checkpoints")
-    if found := differences(asked):
-        raise CheckpointError(f"The ranks load different checkpoints: {found}. Expected the same step on every rank.")
+    if found := ask_differently(world, str(path), {"step": repr(step)}, "looking for checkpoints"):
+        raise CheckpointError(f"The ranks load different checkpoints: {found}. Expected the same on every rank.")
     known: dict[Path, list[str]] = {}
     while True:
         chosen = on_first(world, lambda: _next_best(path, step, known, claims), "looking for checkpoints")
@@ -90,7 +88,10 @@ def _candidates(path: Path, step: int | str) -> list[Saved] | None:
         if step not in ("latest", own.step):
             raise CheckpointError(f"{path} is of step {own.step}; got a request for step {step}.")
         return [own]
-    every = saved_in(path) if path.is_dir() else []
+    try:
+        every = saved_in(path) if path.is_dir() else []
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}. Expected a folder of checkpoints.") from error
     if step == "latest":
         return every or None
     wanted = [saved for saved in every if saved.step == step]
@@ -103,7 +104,7 @@ def _candidates(path: Path, step: int | str) -> list[Saved] | None:
 def _damages(path: Path, world: World) -> list[str]:
     try:
         return read_manifest(path).damages(path, world.rank, world.num_ranks)
-    except OtherFormatError:
+    except (OtherFormatError, UnreadableError):
         raise  # an earlier one would do instead, and those that follow would in time take its place
     except CheckpointError as error:
         return [str(error).rstrip(".")]

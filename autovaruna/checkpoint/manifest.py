@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import zlib
@@ -20,10 +21,25 @@ from autovaruna.json_text import parse
 
 MANIFEST = "manifest.json"
 FORMAT_VERSION = 2
+_DAMAGES = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.EIO, errno.ENXIO, None}
+"""What a file system says of a file that is lost or broken."""
 
 
 class OtherFormatError(CheckpointError):
     """Says that a checkpoint, which may well be intact, is of another version of the library."""
+
+
+class UnreadableError(CheckpointError):
+    """Says that a checkpoint, which may well be intact, cannot be read now, or not by this user."""
+
+
+def refuse_unless_damaged(path: Path, error: Exception) -> None:
+    """Raises `UnreadableError` for a file that is there, but cannot be opened: an earlier one is no answer to that."""
+    if isinstance(error, OSError) and error.errno not in _DAMAGES:
+        raise UnreadableError(
+            f"{path} cannot be read: {error.strerror}. Nothing says that it is damaged; make it readable, or load "
+            "another step by its number."
+        ) from error
 
 
 @dataclass(frozen=True)
@@ -59,6 +75,7 @@ class Manifest:
             try:
                 size = (folder / name).stat().st_size
             except OSError as error:
+                refuse_unless_damaged(folder / name, error)
                 found.append(f"{folder / name} cannot be read ({error.strerror})")
                 continue
             if size != record.size:
@@ -75,6 +92,7 @@ class Manifest:
         try:
             got = checksums_of_file(folder / name, chunks)
         except (OSError, ValueError) as error:
+            refuse_unless_damaged(folder / name, error)
             return [f"{folder / name} cannot be read ({error})"]
         return [
             f"{folder / name} is damaged between byte {chunk * CHUNK_BYTES} and "
@@ -90,6 +108,7 @@ def read_manifest(folder: Path) -> Manifest:
 
     Raises:
         OtherFormatError: it is intact, and of another format.
+        UnreadableError: it cannot be read now.
         CheckpointError: it is missing or damaged.
     """
     path = folder / MANIFEST
@@ -101,7 +120,10 @@ def read_manifest(folder: Path) -> Manifest:
             manifest = Manifest(content["step"], {name: _record(name, each) for name, each in content["files"].items()})
             if manifest.to_json().encode() == text:
                 return manifest
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except OSError as error:
+        refuse_unless_damaged(path, error)
+        raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {error}.") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {error}.") from error
     if content.pop("checksum", None) == _own_checksum(content) and version != (FORMAT_VERSION, CHUNK_BYTES):
         raise OtherFormatError(

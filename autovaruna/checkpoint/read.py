@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,8 +27,10 @@ def read_all(pairs: Sequence[tuple[Entry, Tensor]]) -> None:
     """
     pieces = [(entry, tensor, start) for entry, tensor in pairs for start in range(0, entry.num_bytes, PIECE_BYTES)]
     pieces.sort(key=lambda piece: -min(PIECE_BYTES, piece[0].num_bytes - piece[2]))  # so that threads have equal shares
-    descriptors = {path: os.open(path, os.O_RDONLY) for path in {entry.path for entry, _ in pairs}}
+    descriptors: dict[Path, int] = {}
     try:
+        for path in {entry.path for entry, _ in pairs}:
+            descriptors[path] = os.open(path, os.O_RDONLY)
         in_threads(lambda piece: _read_piece(descriptors[piece[0].path], *piece), pieces)
     except OSError as error:
         raise CheckpointError(f"a checkpoint cannot be read: {error}") from error

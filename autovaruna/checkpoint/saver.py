@@ -21,13 +21,13 @@ from autovaruna.checkpoint.gaps import Gaps
 from autovaruna.checkpoint.optimizer_state import STATE_PREFIX
 from autovaruna.checkpoint.pace import Pace
 from autovaruna.checkpoint.part import METADATA, Part, Report, cannot_write, report_of, write_part
+from autovaruna.checkpoint.place import ask_differently, place_of
 from autovaruna.checkpoint.snapshot import Snapshot
 from autovaruna.checkpoint.stream import write_snapshot
 from autovaruna.checkpoint.subject import Subject
 from autovaruna.checkpoint.together import on_first, together
 from autovaruna.errors import CheckpointError
 from autovaruna.kinds import at_home
-from autovaruna.runtime.worlds.differences import differences
 from autovaruna.runtime.worlds.world import World
 
 logger = logging.getLogger(__name__)
@@ -79,13 +79,14 @@ class Saver:
             CheckpointError: it cannot be saved; the same on every rank. What was there before is as it was.
         """
         self.wait()
-        self._compare(content, way)
+        place = place_of(root)
+        self._compare(place, content, way)
         tempdir = way.tempdir and os.path.abspath(at_home(way.tempdir))  # the script may go to another folder
         way = replace(way, tempdir=tempdir)
         part = together(self._world, lambda: compose(subject, content, way.is_shared), "composing a checkpoint")
         extra_files, partial = on_first(
             self._world,
-            lambda: (config_files(subject.model), self._begin(Path(at_home(root)), content.step)),
+            lambda: (config_files(subject.model), self._begin(Path(place), content.step)),
             "beginning a checkpoint",
         )
         try:
@@ -110,10 +111,11 @@ class Saver:
         except OSError as error:
             raise cannot_write(root, error) from error
 
-    def _compare(self, content: Content, way: Way) -> None:
+    def _compare(self, place: str, content: Content, way: Way) -> None:
         """Makes sure that the ranks save the same. Collective."""
         own = {"step": str(content.step), "background": str(way.in_background), "shard": str(way.is_shared)}
-        if found := differences(self._world.gather_objects(own, "saving a checkpoint")):
+        own["keep"] = str(way.keep)
+        if found := ask_differently(self._world, place, own, "saving a checkpoint"):
             raise CheckpointError(f"The ranks save different checkpoints: {found}. Expected the same on every rank.")
 
     def poll(self) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from autovaruna.checkpoint.commit import INDEX, STATE, STATE_VERSION
 from autovaruna.checkpoint.manifest import MANIFEST, read_manifest
+from autovaruna.checkpoint.state_shape import check_state
 from autovaruna.checkpoint.tensor_file import Entry, read_header
 from autovaruna.errors import CheckpointError
 from autovaruna.json_text import parse
@@ -89,6 +90,7 @@ def _from_index(path: Path) -> Source:
     others: dict[str, Entry] = {}
     for name in fnmatch.filter(known, OTHERS):
         others |= read_header(path / name)[0]
+    check_state(path / STATE, state, others)
     return Source(path, source.weights, others, state["ties"], state)
 
 

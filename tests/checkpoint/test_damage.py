@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import builtins
+import errno
+import io
 import json
 import logging
+import os
 import random
 from pathlib import Path
 from typing import Any
@@ -15,7 +19,9 @@ from torch import nn
 from autovaruna import AutoVaruna, CheckpointError, load_checkpoint
 from autovaruna.checkpoint.checksum import CHUNK_BYTES, checksum, checksums
 from autovaruna.checkpoint.commit import INDEX, STATE
-from autovaruna.checkpoint.manifest import MANIFEST, _own_checksum
+from autovaruna.checkpoint.load import Loading
+from autovaruna.checkpoint.manifest import MANIFEST, FileRecord, Manifest, _own_checksum, read_manifest
+from autovaruna.errors import InputError
 from tests.checkpoint.runs import files_of
 
 
@@ -92,6 +98,104 @@ def test_a_file_of_another_size_is_found(how: str, two: tuple[Path, list[torch.T
             file.write_bytes({"cut off": data[:-1], "longer": data + b" ", "empty": b""}[how])
         assert trained().load_checkpoint(root).step == 1
         file.write_bytes(data)
+
+
+@pytest.mark.parametrize("name", [MANIFEST, "model-00001.safetensors"])
+def test_what_cannot_be_read_now_is_not_passed_over(
+    name: str, two: tuple[Path, list[torch.Tensor]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An earlier checkpoint would be taken silently, and the run would go on from there."""
+    root, _ = two
+    newest = root / "step-00000002"
+    locked = newest / name if name == MANIFEST else next(newest.glob("model*.safetensors"))
+    for errno_of, words in ((errno.EMFILE, "Too many open files"), (errno.EACCES, "Permission denied")):
+        with monkeypatch.context() as patch:
+            _forbid(patch, locked, errno_of)
+            with pytest.raises(CheckpointError, match=f"{locked.name} cannot be read: {words}"):
+                trained(3).load_checkpoint(root)
+    assert trained(3).load_checkpoint(root).step == 2
+
+
+def test_a_file_that_cannot_be_opened_any_more_is_told(
+    two: tuple[Path, list[torch.Tensor]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the look at its checksums and the reading."""
+    root, _ = two
+    weights = next((root / "step-00000002").glob("model*.safetensors"))
+    real = Loading.check
+
+    def check(self: Loading, *args: Any, **parts: Any) -> None:
+        real(self, *args, **parts)
+        _forbid(monkeypatch, weights, errno.EMFILE)
+
+    monkeypatch.setattr(Loading, "check", check)
+    with pytest.raises(CheckpointError, match=r"a checkpoint cannot be read: .*Too many open files"):
+        trained(3).load_checkpoint(root)
+
+
+def _forbid(patch: pytest.MonkeyPatch, path: Path, errno_of: int) -> None:
+    """Has a file not be opened."""
+
+    def refuse(opened: Any) -> None:
+        if os.fspath(opened) == os.fspath(path):
+            raise OSError(errno_of, os.strerror(errno_of), os.fspath(path))
+
+    for module, attribute in ((os, "open"), (io, "open"), (builtins, "open")):
+        real = getattr(module, attribute)
+
+        def instead(opened: Any, *args: Any, real: Any = real, **options: Any) -> Any:
+            refuse(opened)
+            return real(opened, *args, **options)
+
+        patch.setattr(module, attribute, instead)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("ties", None, "it lacks 'ties'"),
+        ("ties", [], "ties is"),
+        ("optimizer", {"param_groups": []}, "it lacks 'class'"),
+        ("optimizer", {"class": "Adam"}, "it lacks 'param_groups'"),
+        ("optimizer_state", {"0.weight": 3}, "optimizer_state has"),
+        ("extra", {"$tensor": "nowhere"}, "a tensor 'nowhere', which no file has"),
+        ("extra", {"$magic": 1}, "it lacks '.magic'"),
+        ("extra", {"$float": "x"}, "could not convert"),
+        ("data_position", {"$tuple": 5}, "not iterable"),
+        ("num_calls", "many", "num_calls is 'many'"),
+        ("generators", {"0": {"cpu": {"$tensor": "x"}}}, "a tensor 'x'"),
+    ],
+)
+def test_a_state_that_was_edited_and_signed_again_is_told(
+    key: str, value: Any, words: str, two: tuple[Path, list[torch.Tensor]]
+) -> None:
+    root, _ = two
+    folder = root / "step-00000002"
+    state = json.loads((folder / STATE).read_text())
+    state = {name: content for name, content in {**state, key: value}.items() if content is not None}
+    sign(folder, STATE, json.dumps(state).encode())
+    model = trained(3)
+    before = snapshot(model)
+    with pytest.raises(CheckpointError, match=f"{STATE} is not as it was written: .*{words}"):
+        model.load_checkpoint(root)
+    assert is_same(model, before)
+
+
+def sign(folder: Path, name: str, data: bytes) -> None:
+    """Writes a file of a checkpoint, and a manifest that tells of it."""
+    known = read_manifest(folder)
+    (folder / name).write_bytes(data)
+    files = {**known.files, name: FileRecord(len(data), tuple(checksums(data)))}
+    (folder / MANIFEST).write_text(Manifest(known.step, files).to_json())
+
+
+def test_a_folder_that_cannot_be_is_named() -> None:
+    model = trained()
+    for given in ("", "a\0b", None, 5):
+        with pytest.raises(InputError, match="The folder of checkpoints is"):
+            model.save_checkpoint(given, step=1)  # type: ignore[arg-type]
+        with pytest.raises(InputError, match="The folder of checkpoints is"):
+            model.load_checkpoint(given)  # type: ignore[arg-type]
 
 
 def test_without_an_intact_one_every_damage_is_told(two: tuple[Path, list[torch.Tensor]]) -> None:
