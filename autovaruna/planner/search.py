@@ -203,6 +203,7 @@ class _Search:
         positions = zoomed_positions(self.problem, cuts, self.tables.num_segments)
         tables = RangeTables(self.problem.graph, positions)
         fine = self._new_trials(Planner(self.problem, tables))
+        fine.is_deep = trials.is_deep
         starts = tuple(int(np.searchsorted(tables.positions, cut)) for cut in cuts)
         variant, start = trials.built[candidate][0], replace(candidate, starts=starts)
         fine.best, fine.ranked = trials.best, {start: trials.best.predicted_seconds}

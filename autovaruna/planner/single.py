@@ -44,10 +44,12 @@ class SingleSearch:
         """Tries plans, if any has one stage a rank."""
         groups = self.problem.constraints.stage_ranks
         if groups and self._num_cuts() <= _SMALL:
+            self.trials.go_deep()
             self._try_all(self._all_cuts(), "trying all cuts")
         elif groups or self.max_stages <= self.problem.cluster.num_ranks:
             self._try_promising()
             climb_best(self.trials, _STARTS, _CLIMB_SECONDS, self.recut, self.progress)
+            self._try_deeper()
             if self.trials.is_small:
                 self._try_rest()
 
@@ -102,6 +104,15 @@ class SingleSearch:
                 break
             is_small = self.problem.cluster.num_ranks <= MAX_UNITS
             self.trials.attempt(candidate, self.trials.least_seconds * (_NEAR_OF_FEW_RANKS if is_small else _NEAR))
+
+    def _try_deeper(self) -> None:
+        """Tries the best plans with more in flight, and what is near them if that helps."""
+        trials, before = self.trials, self.trials.least_seconds
+        trials.go_deep()
+        for candidate in trials.best_few(_STARTS):
+            trials.attempt(candidate, trials.ranked[candidate])
+        if trials.least_seconds < before:
+            climb_best(trials, _STARTS, _CLIMB_SECONDS, self.recut, self.progress)
 
     def _num_cuts(self) -> int:
         return comb(self.tables.num_segments - 1, self.forced_stages - 1) * len(self.counts)

@@ -36,6 +36,7 @@ class Trials:
     Attributes:
         built: for each of `ranked`, the variant that takes so long, and its plan.
         ranked: the least seconds of each candidate that was faster than it had to be.
+        is_deep: whether plans with as much in flight as there is memory for are tried, too.
         was_cut_short: whether something was left out since its simulation is long, or time was up.
     """
 
@@ -47,7 +48,7 @@ class Trials:
         self.built: dict[Candidate, tuple[Candidate, Plan]] = {}
         self.ranked: dict[Candidate, float] = {}
         self.seen: dict[Candidate, float] = {}
-        self.was_cut_short = False
+        self.was_cut_short = self.is_deep = False
 
     @property
     def least_seconds(self) -> float:
@@ -84,6 +85,11 @@ class Trials:
             self.ranked[candidate] = found
         return found
 
+    def go_deep(self) -> None:
+        """Has whatever is tried from now on tried at the greatest depths, too."""
+        self.is_deep = True
+        self.seen.clear()
+
     def put(self, candidate: Candidate, variant: Candidate, plan: Plan) -> None:
         """Notes a plan of a candidate that was built otherwise, if it is faster than what is known of it."""
         if plan.predicted_seconds < self.ranked[candidate]:
@@ -101,6 +107,8 @@ class Trials:
         is_free = self.planner.problem.constraints.schedule == "auto" and not self.is_small
         built: dict[tuple[str, bool], Plan | None] = {}
         for depth, schedule in variants(self.planner.problem, len(candidate.starts), candidate.is_interleaved):
+            if depth == DEEPEST and not self.is_deep:
+                continue
             key, variant = (depth, schedule == "gpipe"), replace(candidate, depth=depth, schedule=schedule)
             if key not in built:
                 built[key] = self.planner.build(variant)

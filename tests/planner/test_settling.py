@@ -46,8 +46,8 @@ def test_a_plan_that_needs_more_than_it_seemed_gives_way_to_another(monkeypatch:
 
     monkeypatch.setattr(search, "first_that_fits", first)
     other = make_plan(problem)
-    assert other.predicted_seconds < plan.predicted_seconds
-    assert max(other.rank_bytes()) > problem.cluster.memory_bytes[0]
+    assert other.predicted_seconds <= plan.predicted_seconds
+    assert max(other.rank_bytes()) > problem.cluster.memory_bytes[0] >= max(plan.rank_bytes())
 
 
 def test_stages_do_not_save_memory_that_their_rank_has_at_every_instruction(monkeypatch: pytest.MonkeyPatch) -> None:
