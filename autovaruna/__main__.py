@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from autovaruna.commands import config, measure, plan, show, trace
+from autovaruna.commands.printing import hush
 from autovaruna.errors import AutoVarunaError
 
 _COMMANDS = {"config": config, "show": show, "measure": measure, "plan": plan, "trace": trace}
@@ -52,6 +53,7 @@ def _main_of_process() -> int:
         status = main()
     finally:
         gc.freeze()
+        _print_what_is_left()
     if "mpi4py.MPI" not in sys.modules:  # which has to be finalised
         _end(status)
     return status
@@ -60,9 +62,19 @@ def _main_of_process() -> int:
 def _end(status: int) -> NoReturn:
     """Ends the process at once: to free the objects of a trace one by one takes as long as to save a plan."""
     atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    _print_what_is_left()
+    if sys.stderr is not None:
+        sys.stderr.flush()
     os._exit(status)
+
+
+def _print_what_is_left() -> None:
+    """Prints what waits to be printed, as the help does, unless nobody listens any more."""
+    try:
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except OSError:
+        hush()
 
 
 if __name__ == "__main__":

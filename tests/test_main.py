@@ -1,5 +1,8 @@
 """Holds the command line."""
 
+import subprocess
+import sys
+
 import pytest
 
 from autovaruna.__main__ import main
@@ -62,3 +65,15 @@ def test_without_a_command_the_usage_is_printed(capsys):
     with pytest.raises(SystemExit):
         main([])
     assert "usage" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("output", "status"), [(">&-", 0), ("| true", 0), ("> /dev/full", 1)])
+@pytest.mark.parametrize("command", ["config", "config --help"])
+def test_where_nobody_listens_there_is_no_traceback(command, output, status, conf):
+    """The first process of a pipe says how the command ended."""
+    line = f"{sys.executable} -m autovaruna {command} {output}; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=60)
+    assert "Traceback" not in done.stderr and "Exception" not in done.stderr
+    if command == "config":
+        assert done.returncode == status
+        assert ("Standard output cannot be written to: No space left" in done.stderr) == bool(status)

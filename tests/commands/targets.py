@@ -36,4 +36,9 @@ def returns_other_things() -> tuple[int, int, int]:
     return 1, 2, 3
 
 
+def returns_no_samples() -> tuple[nn.Module, tuple[Tensor, ...], dict[str, Any]]:
+    """Returns an empty batch."""
+    return Mlp(2), (torch.zeros(0, WIDTH),), {}
+
+
 not_a_function = 5

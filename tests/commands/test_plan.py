@@ -116,6 +116,7 @@ def test_a_run_loads_the_plan_that_was_made_without_it(tmp_path: Path, device: s
         (f"{HERE}:fails", "RuntimeError: no data here at"),
         (f"{HERE}:returns_a_model_alone", "returned (Mlp)"),
         (f"{HERE}:returns_other_things", "returned (int, int, int)"),
+        (f"{HERE}:returns_no_samples", "a call of no samples"),
     ],
 )
 def test_what_cannot_be_planned_says_why(target: str, said: str, capsys: Any) -> None:
