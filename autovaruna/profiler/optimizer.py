@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from autovaruna.profiler.memory import meter_of
+from autovaruna.profiler.optimizer_copy import CannotCopyError, copy_for, nested
 from autovaruna.profiler.records import OptimizerCost
 from autovaruna.profiler.timing import wait_for
 
@@ -99,7 +100,7 @@ def _state_factor_of(
     trial = _trial(_shrunk(shape), dtype, torch.device("cpu"))
     copy = _copy(optimizer, options, [trial])
     _step(copy)
-    return sum(map(_num_bytes, pytree.tree_leaves(copy.state.get(trial, {})))) / trial.nbytes
+    return sum(each.nbytes for each in _state_of(copy, trial)) / trial.nbytes
 
 
 def _work_factors_of(
@@ -123,7 +124,7 @@ def _work_bytes(
     trials = [_trial(_shrunk(shape), dtype, device) for _ in range(count)]
     copy = _copy(optimizer, options, trials)
     _step(copy)
-    state = [value for each in copy.state.values() for value in each.values() if isinstance(value, Tensor)]
+    state = [each for trial in trials for each in _state_of(copy, trial)]
     gradients = [trial.grad for trial in trials if trial.grad is not None]
     with meter_of(device, [*trials, *gradients, *state]) as meter:
         _step(copy)
@@ -169,9 +170,31 @@ def _step(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _copy(optimizer: torch.optim.Optimizer, options: Options, trials: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """Returns an optimizer of the same class and options with other parameters."""
-    needed = {"lr": optimizer.defaults["lr"]} if "lr" in optimizer.defaults else {}  # some classes require it
-    return type(optimizer)([{"params": trials, **options}], **needed)
+    """Returns an optimizer of the same class and options with other parameters, and no state.
+
+    One that asks for more than parameters (another optimizer that it wraps, the number of steps) is copied.
+    """
+    try:
+        needed = {"lr": optimizer.defaults["lr"]} if "lr" in optimizer.defaults else {}  # some classes require it
+        return type(optimizer)([{"params": trials, **options}], **needed)
+    except Exception as error:
+        try:
+            copies = copy_for(optimizer, {})
+        except CannotCopyError:
+            raise error from None
+    for each in copies:
+        own = options if each is copies[0] else _options(each.param_groups[0])
+        each.param_groups[:] = [{**own, "params": trials}]
+        each.state.clear()
+    return copies[0]
+
+
+def _state_of(optimizer: torch.optim.Optimizer, parameter: Tensor) -> list[Tensor]:
+    """Returns the tensors that an optimizer, and those that it wraps, keep of a parameter."""
+    tables = {id(each.state): each.state for each in nested(optimizer)}.values()
+    return [
+        each for table in tables for each in pytree.tree_leaves(table.get(parameter, {})) if isinstance(each, Tensor)
+    ]
 
 
 def _options(group: dict[str, Any]) -> Options:
@@ -182,7 +205,3 @@ def _trial(shape: Iterable[int], dtype: torch.dtype, device: torch.device) -> nn
     trial = nn.Parameter(torch.full(tuple(shape), 0.5, dtype=dtype, device=device))
     trial.grad = torch.full_like(trial, 1e-3)
     return trial
-
-
-def _num_bytes(value: object) -> int:
-    return value.nbytes if isinstance(value, Tensor) else 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -17,12 +18,16 @@ from tests.profiler.models import CPU
 
 def kept_factor(optimizer: torch.optim.Optimizer) -> float:
     """Returns the bytes of state after a real step for each byte of parameters."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    for parameter in parameters:
+    for parameter in parameters_of(optimizer):
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
     state = [value for each in optimizer.state.values() for value in each.values() if isinstance(value, Tensor)]
-    return float(sum(value.nbytes for value in state) / sum(parameter.nbytes for parameter in parameters))
+    return float(sum(value.nbytes for value in state) / sum(parameter.nbytes for parameter in parameters_of(optimizer)))
+
+
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    """Returns those of all groups."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def two_groups(model: nn.Module) -> list[dict[str, Any]]:
@@ -47,6 +52,29 @@ def test_state_is_what_a_real_step_keeps(name: str) -> None:
     model = nn.Sequential(nn.Linear(96, 200), nn.Linear(200, 8))
     found = state_factor(MAKERS[name](model))
     assert found == pytest.approx(kept_factor(MAKERS[name](model)), abs=1e-9)
+
+
+class Following(torch.optim.Optimizer):
+    """Asks for another optimizer, and keeps slow weights in a state of its own, as Lookahead does."""
+
+    def __init__(self, base: torch.optim.Optimizer, num_steps: int) -> None:
+        self.base, self.param_groups, self.num_steps = base, base.param_groups, num_steps
+        self.defaults, self.state = base.defaults, defaultdict(dict)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.base.step()
+        for each in parameters_of(self):
+            self.state[each].setdefault("slow", each.detach().clone())
+
+
+def test_one_that_asks_for_more_than_parameters_is_tried_out() -> None:
+    """What both keep counts. Once, the user had to say how much that is."""
+    model = nn.Sequential(nn.Linear(96, 200), nn.Linear(200, 8))
+    momentum = MAKERS["momentum"](model)
+    made = Following(momentum, 3)
+    assert state_factor(made) == pytest.approx(2.0)
+    assert measure_step(made, CPU).seconds_per_parameter > 0.0
+    assert not made.state and not momentum.state and len(parameters_of(momentum)) == 4
 
 
 def test_the_users_optimizer_is_not_touched() -> None:
