@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from autovaruna.errors import RankError
+from autovaruna.planner.memory.lent import MAX_BYTES
 from autovaruna.runtime.layout import Layout
 from autovaruna.runtime.worlds.in_process import InProcessWorld, run_ranks
 from autovaruna.runtime.worlds.rings import opening
-from autovaruna.runtime.worlds.rings.memory import HEADER_BYTES, MAX_BYTES, NUM_BYTES, NUM_SLOTS, SLOT_BYTES
+from autovaruna.runtime.worlds.rings.memory import HEADER_BYTES, NUM_BYTES, NUM_SLOTS, SLOT_BYTES
 from autovaruna.runtime.worlds.rings.opening import open_rings
 from autovaruna.runtime.worlds.rings.receiver import Arrival, RingReceiver
 from autovaruna.runtime.worlds.rings.sender import RingSender

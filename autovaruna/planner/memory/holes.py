@@ -8,6 +8,7 @@ from autovaruna.graph.records import Graph
 from autovaruna.planner.costs import Costs
 from autovaruna.planner.memory.heap import Heap
 from autovaruna.planner.memory.holdings import Holdings
+from autovaruna.planner.memory.lent import SharedBytes, shared_bytes
 from autovaruna.planner.memory.rank_heap import RankHeap
 from autovaruna.planner.memory.stage_memory import MemoryModel
 from autovaruna.planner.memory.stage_tensors import StageTensors, tensors_of_stage
@@ -46,15 +47,19 @@ def finder_of_holes(
     if not share or not plan.needs_gradient or num_blocks > _MOST_BLOCKS:
         return None
     tensors = [tensors_of_stage(graph, costs, stage.blocks) for stage in plan.stages]
+    is_one_host = not plan.host_of
+    shared = shared_bytes(graph, plan, tensors) if is_one_host else [SharedBytes()] * plan.num_stages
 
     def find(
         program: Sequence[Instruction], stages: Collection[int], own_micro_batches: Collection[int], peak: float
     ) -> float:
         own = {stage: tensors[stage] for stage in stages}
-        heap = heap_of_steps(program, own, factor, model.work_of_largest, own_micro_batches)
+        heap = heap_of_steps(program, own, factor, model.work_of_largest, own_micro_batches, is_one_host)
         lasting = model.process_bytes + sum(held[stage].parameters + held[stage].buffers for stage in stages)
-        # Of several stages, the messages of each are in `peak`, but are not there together.
-        peak = (min if len(stages) > 1 else max)(peak, lasting + heap.peak_bytes)
+        sent = sum(shared[stage].sent for stage in stages)
+        whole = lasting + heap.peak_bytes + sent + sum(shared[stage].received for stage in stages)
+        # Of several stages, the messages of each are in `peak`, but are not there together; it knows of none twice.
+        peak = min(peak + sent, whole) if len(stages) > 1 else max(peak, whole)
         return peak + share / _MODEL_SHARE * heap.hole_bytes + _CHANCE * heap.peak_bytes
 
     return find
@@ -66,6 +71,7 @@ def heap_of_steps(
     state_factor: float,
     work_of_largest: float,
     own_micro_batches: Collection[int] = (),
+    shares: bool = False,
 ) -> Heap:
     """Returns the heap of a rank after some steps.
 
@@ -75,8 +81,10 @@ def heap_of_steps(
         state_factor: bytes of optimizer state for each byte of a trained parameter.
         work_of_largest: bytes that the optimizer's step needs while it is at a parameter, for each of its bytes.
         own_micro_batches: those whose inputs are slices of the rank's own mini-batch.
+        shares: whether messages come in memory that ranks share.
     """
-    rank = RankHeap(stages, {each.stage for each in program if each.kind is Kind.RECOMPUTE}, own_micro_batches)
+    recomputing = {each.stage for each in program if each.kind is Kind.RECOMPUTE}
+    rank = RankHeap(stages, recomputing, own_micro_batches, shares)
     for step in range(_NUM_STEPS):
         rank.run(program)
         rank.update(state_factor if step == 0 else 0.0, work_of_largest)

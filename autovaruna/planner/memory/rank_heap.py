@@ -6,11 +6,12 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from autovaruna.planner.memory.heap import Heap
+from autovaruna.planner.memory.lent import MAX_BYTES, is_lent
 from autovaruna.planner.memory.stage_tensors import BlockTensors, StageTensors
 from autovaruna.schedule import Instruction, Kind
 
 _AHEAD = 4
-"""Receives are posted for this instruction and the next few."""
+"""Receives are posted for this instruction and the next few, unless messages come by themselves."""
 _LEAST_BYTES = 1 << 6
 _BEFORE: tuple[tuple[int, bool], ...] = ((16, False), (16, True), (16, False), (176, True), (96, False))
 _AFTER: tuple[tuple[int, bool], ...] = ((16, False), (16, True), (480, False), (96, True), (16, False))
@@ -38,16 +39,28 @@ class _Kept:
 
 
 class RankHeap:
-    """The heap of one rank while it runs instructions."""
+    """The heap of one rank while it runs instructions.
+
+    Args:
+        stages: The tensors of its stages.
+        recomputing: Those that recompute.
+        own_micro_batches: Those whose inputs are slices of the rank's own mini-batch.
+        shares: Whether messages come in memory that ranks share (see `lent`).
+    """
 
     def __init__(
-        self, stages: Mapping[int, StageTensors], recomputing: Collection[int], own_micro_batches: Collection[int]
+        self,
+        stages: Mapping[int, StageTensors],
+        recomputing: Collection[int],
+        own_micro_batches: Collection[int],
+        shares: bool = False,
     ) -> None:
         self.heap = Heap()
         self._stages = stages
         self._recomputing = recomputing
         self._own_micro_batches = own_micro_batches
-        self._posted: dict[Key, dict[int, int]] = {}
+        self._shares = shares
+        self._posted: dict[Key, dict[int, list[int]]] = {}
         self._leaving: list[int] = []
         self._received: dict[tuple[int, int], list[int]] = {}
         self._kept: dict[tuple[int, int], list[_Kept]] = {}
@@ -57,8 +70,8 @@ class RankHeap:
     def run(self, program: Sequence[Instruction]) -> None:
         """Runs the instructions of a step."""
         for place, instruction in enumerate(program):
-            for following in program[place : place + _AHEAD]:
-                self._post(following)
+            for ahead, following in enumerate(program[place : place + _AHEAD]):
+                self._post(following, is_now=not ahead)
             sent, self._leaving = self._leaving, []
             self._run(instruction)
             self._give(sent)
@@ -75,7 +88,7 @@ class RankHeap:
             self._give(gradients)
         self._weights.clear()
 
-    def _post(self, instruction: Instruction) -> None:
+    def _post(self, instruction: Instruction, *, is_now: bool) -> None:
         is_forward = instruction.kind is Kind.FORWARD
         key = instruction.stage, instruction.micro_batch, is_forward
         if key in self._posted or instruction.kind not in (Kind.FORWARD, Kind.BACKWARD):
@@ -84,12 +97,17 @@ class RankHeap:
         awaited = stage.received if is_forward else stage.gradients_received
         if instruction.micro_batch in self._own_micro_batches:
             awaited = {v: num_bytes for v, num_bytes in awaited.items() if v >= 0}
-        self._posted[key] = {v: place for v, each in awaited.items() for place in self._take(each)}
+        if self._shares and not is_now and all(num_bytes <= MAX_BYTES for num_bytes in awaited.values()):
+            return
+        self._posted[key] = {v: [] if self._lies_outside(v, each) else self._take(each) for v, each in awaited.items()}
+
+    def _lies_outside(self, v: int, num_bytes: float) -> bool:
+        return self._shares and v >= 0 and is_lent(num_bytes)
 
     def _run(self, instruction: Instruction) -> None:
         stage, key = self._stages[instruction.stage], (instruction.stage, instruction.micro_batch)
         if instruction.kind is Kind.FORWARD:
-            self._received[key] = list(self._posted.pop((*key, True)).values())
+            self._received[key] = [place for places in self._posted.pop((*key, True)).values() for place in places]
         if instruction.kind in (Kind.FORWARD, Kind.RECOMPUTE):
             kept = self._forward(stage)
             if instruction.kind is Kind.FORWARD and instruction.stage in self._recomputing:
@@ -130,8 +148,8 @@ class RankHeap:
             places[v], taken[number - 1] = taken[number - 1], []
         return places, taken
 
-    def _backward(self, stage: int, arrived: Mapping[int, int], kept: list[_Kept]) -> None:
-        gradients = {v: [place] for v, place in arrived.items()}
+    def _backward(self, stage: int, arrived: Mapping[int, list[int]], kept: list[_Kept]) -> None:
+        gradients = dict(arrived)
         blocks = self._stages[stage].blocks
         for k in reversed(range(len(blocks))):
             self._backward_of_block((stage, k), blocks[k], kept[k], gradients)

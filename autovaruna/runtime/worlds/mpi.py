@@ -19,10 +19,11 @@ import torch
 from torch import Tensor
 
 from autovaruna.errors import RankError
+from autovaruna.planner.memory.lent import MAX_BYTES
 from autovaruna.runtime.worlds.connected import CHANNELS, TENSOR_CHANNEL, ConnectedWorld
 from autovaruna.runtime.worlds.hub import Answer, Hub, Notice, decoded, encoded
 from autovaruna.runtime.worlds.message import SMALL_BYTES
-from autovaruna.runtime.worlds.rings.memory import MAX_BYTES, SLOT_BYTES
+from autovaruna.runtime.worlds.rings.memory import SLOT_BYTES
 from autovaruna.runtime.worlds.rings.opening import Pair, open_rings
 from autovaruna.runtime.worlds.rings.receiver import RingReceiver
 from autovaruna.runtime.worlds.rings.ring_message import RingMessage

@@ -30,17 +30,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from autovaruna.planner.memory.lent import COPIED_BYTES, LENT_BYTES, MAX_BYTES
 from autovaruna.runtime.worlds.world import Blank
 
 NUMBER_BYTES = 8
 HEADER_BYTES = 64
 """Of a slot or a block: a line of a cache, so that neither rank waits for what the other does beside it."""
 NUM_SLOTS = 8
-SLOT_BYTES = 64 << 10
+SLOT_BYTES = COPIED_BYTES
 """A message that fits into a slot is copied twice, which takes less time than to lend memory."""
-MAX_BYTES = 8 << 20
-"""Larger messages take another way: for them, one copy is time enough for MPI to make it."""
-_LENT_BYTES, _PASSING_BYTES = 16 << 20, MAX_BYTES + HEADER_BYTES
+_PASSING_BYTES = MAX_BYTES + HEADER_BYTES
 IS_FULL, KEY, SIZE, BLOCK = range(4)
 """Where the numbers of a slot's header are, from its start on; block 0: the message follows them."""
 _SLOTS = [slot * (HEADER_BYTES + SLOT_BYTES) // NUMBER_BYTES for slot in range(NUM_SLOTS)]
@@ -48,7 +47,7 @@ FIRST_SLOT = _SLOTS[0]
 NEXT_SLOT = dict(zip(_SLOTS, [*_SLOTS[1:], FIRST_SLOT], strict=True))
 """The slot after each; a slot is named by the number that it starts with."""
 LENT_START = NUM_SLOTS * (HEADER_BYTES + SLOT_BYTES)
-PASSING_START = LENT_START + _LENT_BYTES
+PASSING_START = LENT_START + LENT_BYTES
 NUM_BYTES = PASSING_START + _PASSING_BYTES
 
 

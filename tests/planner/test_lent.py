@@ -1,0 +1,56 @@
+"""Memory that ranks of a host share: in no rank's heap, and resident in both processes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from autovaruna.planner.memory.holes import heap_of_steps
+from autovaruna.planner.memory.lent import COPIED_BYTES, LENT_BYTES, MAX_BYTES, SharedBytes, is_lent, shared_bytes
+from autovaruna.planner.memory.stage_tensors import StageTensors, tensors_of_stage
+from autovaruna.planner.search import make_plan
+from tests.planner.cases import make_problem
+from tests.planner.test_heap_model import ALTERNATING, program_of
+
+MIB = float(1 << 20)
+
+
+def test_only_middling_tensors_are_lent() -> None:
+    assert [is_lent(size) for size in (0, COPIED_BYTES, COPIED_BYTES + 1, MAX_BYTES, MAX_BYTES + 1)] == [
+        *(False, False, True, True, False)
+    ]
+
+
+@pytest.mark.parametrize(("num_bytes", "most"), [(MIB, 0), (float(COPIED_BYTES), 2), (float(MAX_BYTES + 64), 3)])
+def test_what_comes_through_shared_memory_is_not_posted_ahead(num_bytes: float, most: int) -> None:
+    """Two micro-batches are in flight at most; a receive that is posted for the next ones is a third."""
+    stage = {0: StageTensors((), {0: num_bytes}, {})}
+    program = program_of("F0 B0 F1 B1 F2 F3 B2 B3")
+    posted, shared = (heap_of_steps(program, stage, 0.0, 0.0, (), shares) for shares in (False, True))
+    assert (posted.peak_bytes, shared.peak_bytes) == (3 * num_bytes, most * num_bytes)
+    assert posted.live_bytes == shared.live_bytes == 0.0
+
+
+def test_inputs_of_the_model_lie_in_the_heap() -> None:
+    """They are no messages of a cut."""
+    inputs = {0: StageTensors((), {-1: MIB}, {})}
+    assert heap_of_steps(ALTERNATING, inputs, 0.0, 0.0, (), True).peak_bytes == 2 * MIB
+
+
+def test_both_ranks_share_what_is_in_flight() -> None:
+    problem = make_problem(6, num_stages=2, schedule="1f1b")
+    plan = make_plan(problem)
+    costs = problem.cost_table.at(plan.micro_batch_size)
+    tensors = [tensors_of_stage(problem.graph, costs, stage.blocks) for stage in plan.stages]
+    (v,) = (v for v in tensors[1].received if v >= 0)
+    assert problem.graph.values[v].needs_gradient
+
+    def shared(num_bytes: float, in_flight: int) -> list[SharedBytes]:
+        last = replace(tensors[1], received={v: num_bytes})
+        deep = replace(plan, stages=(plan.stages[0], replace(plan.stages[1], in_flight=in_flight)))
+        return shared_bytes(problem.graph, replace(deep, num_micro_batches=8), [tensors[0], last])
+
+    assert shared(MIB, 2) == [SharedBytes(3 * MIB, 2 * MIB), SharedBytes(2 * MIB, 3 * MIB)]
+    assert shared(4 * MIB, 7) == [SharedBytes(LENT_BYTES, 8 * MIB), SharedBytes(8 * MIB, LENT_BYTES)]
+    assert shared(100.0, 2) == [SharedBytes(), SharedBytes()]
