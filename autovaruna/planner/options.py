@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from autovaruna.planner.candidate import DEEPEST
 from autovaruna.planner.costs import Array
 from autovaruna.planner.cuts import resolve_cuts
 from autovaruna.planner.marks import marked_blocks
@@ -121,7 +122,7 @@ def variants(problem: Problem, num_stages: int, is_interleaved: bool = False) ->
     if constraints.schedule != "auto":
         policy_of(constraints.schedule)
         is_full = constraints.schedule == "gpipe"
-        depths += ["deepest"] if len(depths) > 1 else []
+        depths += [DEEPEST] if len(depths) > 1 else []
         return [(depth, constraints.schedule) for depth in (depths[:1] if is_full else depths)]
     if is_interleaved:
         return [(depth, schedule) for depth in reversed(depths) for schedule in _OF_SHARED_RANKS]
@@ -129,5 +130,5 @@ def variants(problem: Problem, num_stages: int, is_interleaved: bool = False) ->
     if problem.needs_gradient and (num_stages > 1 or constraints.recompute != "none"):
         pairs += [(depth, "varuna") for depth in depths]
     if num_stages > 1 and not constraints.in_flight:
-        pairs += [("textbook", "gpipe"), ("deepest", "1f1b"), ("deepest", "varuna")]
+        pairs += [("textbook", "gpipe"), (DEEPEST, "1f1b"), (DEEPEST, "varuna")]
     return pairs
