@@ -15,6 +15,7 @@ import torch
 from autovaruna.runtime.channels.links import measure_links
 from autovaruna.runtime.channels.sum_speed import measure_sums
 from autovaruna.runtime.layout import Layout
+from autovaruna.runtime.mail import Kind, Mail, Route
 from autovaruna.runtime.worlds.environment import get_world
 from autovaruna.runtime.worlds.mpi import MpiWorld
 from autovaruna.runtime.worlds.world import World
@@ -56,6 +57,38 @@ def lent_tensors(num_tensors: int) -> tuple[bool, int]:
         num_lent = sum(not each.untyped_storage().resizable() for each in taken)
     world.flush()
     return True, num_lent
+
+
+def mixed_lists() -> bool:
+    """Sends rank 1 lists of tensors in turn that fit into rings, and that do not; says whether they came as sent.
+
+    Those that do not are posted ahead; then a message is looked for that has come before them.
+    """
+    world = get_world()
+    assert isinstance(world, MpiWorld)
+    world.open_rings([(0, 1), (1, 0)], True)
+    mail = Mail(world, torch.device("cpu"))
+    sizes = {Kind("graph", Route(0, 1, 0), size): size for size in (2, 3)}
+    came = []
+    for is_known in (False, True):
+        if world.rank == 1 and is_known:
+            for kind in sizes:
+                mail.expect(kind)
+        lists = [[torch.full((size * 3 << 18,), float(size)), torch.full((size,), size + 0.5)] for size in (2, 3)]
+        if world.rank == 0:
+            for kind, tensors in zip(sizes, lists, strict=True):
+                mail.send(tensors, kind)
+            world.barrier("sent")
+            world.flush()
+        else:
+            world.barrier("sent")
+            world.progress()
+            came += [
+                torch.equal(a, b)
+                for kind, tensors in zip(sizes, lists, strict=True)
+                for a, b in zip(mail.take(kind), tensors, strict=True)
+            ]
+    return all(came)
 
 
 def ping_seconds(num_bytes: int, num_times: int) -> float:

@@ -14,24 +14,20 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import NoReturn
 
-import mpi4py
 import torch
 from torch import Tensor
 
 from autovaruna.errors import RankError
 from autovaruna.planner.memory.lent import MAX_BYTES
-from autovaruna.runtime.worlds.connected import CHANNELS, TENSOR_CHANNEL, ConnectedWorld
+from autovaruna.runtime.worlds.connected import CHANNELS, TENSOR_CHANNEL, ConnectedWorld, split
 from autovaruna.runtime.worlds.hub import Answer, Hub, Notice, decoded, encoded
-from autovaruna.runtime.worlds.message import SMALL_BYTES
+from autovaruna.runtime.worlds.mpi_part import MPI, Part, memory_of
 from autovaruna.runtime.worlds.rings.memory import SLOT_BYTES
 from autovaruna.runtime.worlds.rings.opening import Pair, open_rings
 from autovaruna.runtime.worlds.rings.receiver import RingReceiver
 from autovaruna.runtime.worlds.rings.ring_message import RingMessage
 from autovaruna.runtime.worlds.rings.sender import RingSender
 from autovaruna.runtime.worlds.world import DONE, Blank, Pending, status_after
-
-mpi4py.rc.initialize = False
-from mpi4py import MPI  # noqa: E402
 
 SPIN_SECONDS = 1e-3
 YIELD_SECONDS = 3e-3
@@ -40,34 +36,6 @@ _RING_BYTES = {channel: MAX_BYTES if channel == TENSOR_CHANNEL else SLOT_BYTES f
 """The largest messages that go through a ring; of sums a rank copies what comes anyway."""
 SECOND_HAND_SECONDS = 0.7
 LATER_RANK_SECONDS = 0.3
-
-
-class Part(Pending):
-    """One MPI request, and the memory it works on."""
-
-    __slots__ = ("_memory", "_request", "_status", "needs_calls")
-
-    def __init__(self, request: MPI.Request, memory: Tensor, status: MPI.Status | None) -> None:
-        self._request = request
-        self._memory = memory
-        self._status = status
-        self.needs_calls = memory.nbytes > SMALL_BYTES
-
-    def is_done(self) -> bool:
-        """Says whether the request has finished; a receive checks the number of bytes."""
-        try:
-            is_done = self._request.Test(self._status)
-        except MPI.Exception as error:
-            raise RankError(f"a message did not fit its buffer of {self._memory.nbytes} bytes: {error}") from error
-        if is_done and self._status is not None and (got := self._status.Get_count(MPI.BYTE)) != self._memory.nbytes:
-            source = self._status.Get_source()
-            raise RankError(f"rank {source} sent {got} bytes where {self._memory.nbytes} were expected")
-        return is_done
-
-    def wait(self) -> None:
-        """Blocks until it has finished; messages wait for all their parts together instead, and watch the others."""
-        while not self.is_done():
-            time.sleep(0)
 
 
 class MpiWorld(ConnectedWorld):
@@ -131,16 +99,33 @@ class MpiWorld(ConnectedWorld):
         ring = self._rings_to.get(destination)
         if ring is not None and tensor.nbytes <= _RING_BYTES[channel]:
             return ring.send(tensor, channel << _TAG_BITS | tag)
-        request = self._channels[channel].Isend(memory_of(tensor), destination, tag)
-        return DONE if request.Test() else Part(request, tensor, None)  # a small one has left by now
+        return self._send_by_mpi(tensor, destination, channel, tag)
 
     def post_receive(self, tensor: Tensor, source: int, channel: int, tag: int) -> Pending:
         """Starts to receive into the memory of a dense host tensor."""
         ring = self._rings_from.get(source)
         if ring is not None and tensor.nbytes <= _RING_BYTES[channel]:
             return ring.post(tensor, channel << _TAG_BITS | tag)
-        request = self._channels[channel].Irecv(memory_of(tensor), source, tag)
-        return Part(request, tensor, self._status)
+        return self._receive_by_mpi(tensor, source, channel, tag)
+
+    def send_parts(self, tensors: Sequence[Tensor], destination: int, channel: int, tag: int) -> list[Pending]:
+        """Starts to send host tensors; those beside one that is too large for a ring go its way."""
+        if not is_mixed(tensors, channel):
+            return super().send_parts(tensors, destination, channel, tag)
+        return [self._send_by_mpi(part, destination, channel, tag) for each in tensors for part in split(each)]
+
+    def receive_parts(self, tensors: Sequence[Tensor], source: int, channel: int, tag: int) -> list[Pending]:
+        """Posts the receives of the same parts."""
+        if not is_mixed(tensors, channel):
+            return super().receive_parts(tensors, source, channel, tag)
+        return [self._receive_by_mpi(part, source, channel, tag) for each in tensors for part in split(each)]
+
+    def _send_by_mpi(self, tensor: Tensor, destination: int, channel: int, tag: int) -> Pending:
+        request = self._channels[channel].Isend(memory_of(tensor), destination, tag)
+        return DONE if request.Test() else Part(request, tensor, None)  # a small one has left by now
+
+    def _receive_by_mpi(self, tensor: Tensor, source: int, channel: int, tag: int) -> Pending:
+        return Part(self._channels[channel].Irecv(memory_of(tensor), source, tag), tensor, self._status)
 
     def brings(self, source: int, blanks: Sequence[Blank]) -> bool:
         """Says whether tensors of `source` come through a ring."""
@@ -236,12 +221,16 @@ class MpiWorld(ConnectedWorld):
             MPI.Finalize()
 
 
+def is_mixed(tensors: Sequence[Tensor], channel: int) -> bool:
+    """Says whether tensors cannot all go through a ring; then none does.
+
+    A rank posts the receive of such a list ahead, past lists that are brought: a part of it in the ring could not be
+    told from theirs, which have the same key and come first.
+    """
+    return channel == TENSOR_CHANNEL and len(tensors) > 1 and any(each.nbytes > MAX_BYTES for each in tensors)
+
+
 def is_cuda_aware() -> bool:
     """Says whether this MPI reads and writes the memory of GPUs; Open MPI and MPICH say so by an extension."""
     query = getattr(ctypes.CDLL(MPI.__file__), "MPIX_Query_cuda_support", None)
     return query is not None and torch.cuda.is_available() and bool(query())
-
-
-def memory_of(tensor: Tensor) -> tuple[MPI.memory, MPI.Datatype]:
-    """Returns the memory of a dense host tensor as MPI sees it, with no copy."""
-    return MPI.memory.fromaddress(tensor.data_ptr(), tensor.nbytes), MPI.BYTE
