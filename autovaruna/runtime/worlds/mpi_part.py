@@ -15,7 +15,7 @@ from autovaruna.runtime.worlds.message import SMALL_BYTES
 from autovaruna.runtime.worlds.world import Pending
 
 mpi4py.rc.initialize = False
-from mpi4py import MPI  # noqa: E402
+from mpi4py import MPI as MPI  # noqa: E402
 
 
 class Part(Pending):
