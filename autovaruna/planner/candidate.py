@@ -225,14 +225,14 @@ class Planner:
         """Returns the all-reduce seconds of each stage: of its own parameters, and of those it shares with others."""
         if not self.problem.needs_gradient:
             return [0.0] * len(options)
-        seconds = [sized.rings.seconds(o.ranks, o.held.trained) if o.held.trained else 0.0 for o in options]
+        seconds = [sized.all_reduces.seconds(o.ranks, o.held.trained) if o.held.trained else 0.0 for o in options]
         firsts = self.tables.positions[list(candidate.starts)]
         for parameter in self.tied:
             stages = {int(s) for s in np.searchsorted(firsts, parameter.blocks, side="right") - 1}
             ranks = {rank for stage in stages for rank in options[stage].ranks}
             if len(stages) > 1:
                 for stage in stages:
-                    seconds[stage] += sized.rings.seconds(tuple(ranks), parameter.num_bytes)
+                    seconds[stage] += sized.all_reduces.seconds(tuple(ranks), parameter.num_bytes)
         return seconds
 
 

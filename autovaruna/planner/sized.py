@@ -15,7 +15,7 @@ from autovaruna.planner.memory.holdings import Holdings, HoldingsByRange, holdin
 from autovaruna.planner.memory.peaks import Peaks
 from autovaruna.planner.memory.stage_bytes import StageBytes
 from autovaruna.planner.memory.stage_memory import MemoryModel
-from autovaruna.planner.predicting.rings import Rings
+from autovaruna.planner.predicting.all_reduces import AllReduces
 from autovaruna.planner.problem import Problem
 from autovaruna.planner.ranges import RangeTables
 from autovaruna.planner.records import StagePlan
@@ -149,15 +149,15 @@ class Sized:
         return {}
 
     @cached_property
-    def rings(self) -> Rings:
+    def all_reduces(self) -> AllReduces:
         """What all-reduces take."""
-        return Rings(self.problem.cluster)
+        return AllReduces(self.problem.cluster)
 
     def reduce_seconds(self, num_replicas: int, trained_bytes: Array, *, is_local: bool) -> Array:
         """Returns the all-reduce seconds of ranges with so many bytes to train and so many replicas."""
         if not self.problem.needs_gradient:
             return np.zeros_like(trained_bytes)
-        latency, seconds_per_byte = self.rings.cost(num_replicas, is_local=is_local)
+        latency, seconds_per_byte = self.all_reduces.cost(num_replicas, is_local=is_local)
         return np.where(trained_bytes > 0, latency + seconds_per_byte * trained_bytes, 0.0)
 
     @cached_property

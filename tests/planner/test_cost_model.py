@@ -12,8 +12,8 @@ from autovaruna.planner.candidate import Candidate, Planner
 from autovaruna.planner.deployments.deployment import deployment_of, plan_from
 from autovaruna.planner.deployments.deployment_file import load, save
 from autovaruna.planner.deployments.fingerprint import Fingerprint
+from autovaruna.planner.predicting.all_reduces import AllReduces
 from autovaruna.planner.predicting.pipeline import pipeline_of, policy_of
-from autovaruna.planner.predicting.rings import Rings
 from autovaruna.planner.problem import Problem
 from autovaruna.planner.ranges import RangeTables
 from autovaruna.planner.records import Plan
@@ -36,16 +36,16 @@ def plan_of(problem: Problem, ranks: tuple[tuple[int, ...], ...], count: int = 4
 
 
 def test_a_ring_sends_nearly_twice_the_bytes_and_pays_latency_for_each_rank() -> None:
-    rings = Rings(replace(make_cluster(4), all_reduce_bytes_per_second=1e9, all_reduce_latency_seconds=1e-3))
-    assert rings.seconds((0,), 1e9) == 0
-    assert rings.seconds((0, 1), 1e9) == pytest.approx(2e-3 + 1.0)
-    assert rings.seconds((0, 1, 2, 3), 1e9) == pytest.approx(4e-3 + 1.5)
+    all_reduces = AllReduces(replace(make_cluster(4), all_reduce_bytes_per_second=1e9, all_reduce_latency_seconds=1e-3))
+    assert all_reduces.seconds((0,), 1e9) == 0
+    assert all_reduces.seconds((0, 1), 1e9) == pytest.approx(2e-3 + 1.0)
+    assert all_reduces.seconds((0, 1, 2, 3), 1e9) == pytest.approx(4e-3 + 1.5)
 
 
 def test_a_ring_within_a_host_is_faster_by_the_ratio_of_the_links() -> None:
     cluster = replace(make_cluster(4), hosts=HOSTS, remote_link=LinkCost(1e-4, 1e9), all_reduce_bytes_per_second=1e9)
-    rings = Rings(cluster)
-    assert rings.seconds((0, 2), 1e9) == pytest.approx(10 * rings.seconds((0, 1), 1e9))
+    all_reduces = AllReduces(cluster)
+    assert all_reduces.seconds((0, 2), 1e9) == pytest.approx(10 * all_reduces.seconds((0, 1), 1e9))
 
 
 def test_all_reduce_overlaps_with_the_backwards_of_earlier_stages_only() -> None:

@@ -112,7 +112,7 @@ class StepBound:
             return True
         sized, count, waits = self.sized, self.num_micro_batches, self.ranges.waits
         ends = np.append(0.0, np.cumsum(sized.urgent_seconds))[sized.tables.positions] / self.ranges.speeds[0]
-        seconds_per_byte = sized.rings.cost(2, is_local=True)[1] if sized.problem.needs_gradient else 0.0
+        seconds_per_byte = sized.all_reduces.cost(2, is_local=True)[1] if sized.problem.needs_gradient else 0.0
         best = np.zeros(len(ends))
         for last in range(len(ends) - 1, 0, -_ROWS):
             rows = slice(max(last - _ROWS, 0), last)

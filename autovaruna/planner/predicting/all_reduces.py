@@ -7,7 +7,7 @@ from collections.abc import Collection
 from autovaruna.profiler.records import Cluster
 
 
-class Rings:
+class AllReduces:
     """All-reduces on a cluster.
 
     `all_reduce_bytes_per_second` was measured over all ranks, so over the slowest link there is. A ring that stays
