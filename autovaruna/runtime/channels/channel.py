@@ -22,7 +22,7 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 
 from autovaruna.runtime.channels.staging import flat
 from autovaruna.runtime.channels.transfer import Nothing, Sum, Transfer
-from autovaruna.runtime.worlds.connected import HEADER_CHANNEL, ConnectedWorld
+from autovaruna.runtime.worlds.posting import HEADER_CHANNEL, PostingWorld
 from autovaruna.runtime.worlds.world import Pending
 
 _TIMEOUT = timedelta(days=7)  # the hub of the world finds waits that cannot end
@@ -42,7 +42,7 @@ class TorchChannel:
         device: Where this rank's tensors are.
     """
 
-    def __init__(self, world: ConnectedWorld, backend: str, device: torch.device) -> None:
+    def __init__(self, world: PostingWorld, backend: str, device: torch.device) -> None:
         self.is_on_host = backend == "gloo"
         self.world = world
         self._backend = backend

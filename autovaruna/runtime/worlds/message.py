@@ -9,7 +9,7 @@ from autovaruna.runtime.worlds.hub import Event, Need
 from autovaruna.runtime.worlds.world import Pending
 
 if TYPE_CHECKING:
-    from autovaruna.runtime.worlds.connected import ConnectedWorld
+    from autovaruna.runtime.worlds.posting import PostingWorld
 
 
 SMALL_BYTES = 4 << 10
@@ -31,7 +31,7 @@ class Message(Pending):
 
     def __init__(
         self,
-        world: ConnectedWorld,
+        world: PostingWorld,
         parts: list[Pending],
         event: Event,
         count: int,

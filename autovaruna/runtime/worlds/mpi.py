@@ -19,9 +19,10 @@ from torch import Tensor
 
 from autovaruna.errors import RankError
 from autovaruna.planner.memory.lent import MAX_BYTES
-from autovaruna.runtime.worlds.connected import CHANNELS, TENSOR_CHANNEL, ConnectedWorld, split
+from autovaruna.runtime.worlds.connected import ConnectedWorld
 from autovaruna.runtime.worlds.hub import Answer, Hub, Notice, decoded, encoded
 from autovaruna.runtime.worlds.mpi_part import MPI, Part, memory_of
+from autovaruna.runtime.worlds.posting import CHANNELS, TENSOR_CHANNEL, split
 from autovaruna.runtime.worlds.rings.memory import SLOT_BYTES
 from autovaruna.runtime.worlds.rings.opening import Pair, open_rings
 from autovaruna.runtime.worlds.rings.receiver import RingReceiver

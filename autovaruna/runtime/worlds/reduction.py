@@ -26,7 +26,7 @@ from autovaruna.runtime.worlds.hub import Event, Need
 from autovaruna.runtime.worlds.world import Pending
 
 if TYPE_CHECKING:
-    from autovaruna.runtime.worlds.connected import ConnectedWorld
+    from autovaruna.runtime.worlds.posting import PostingWorld
 
 GROUP_CHANNEL = 2
 SMALL_BYTES = 16 << 10
@@ -43,7 +43,7 @@ def group_tag(ranks: tuple[int, ...]) -> int:
 class Group:
     """The reductions of one tuple of ranks: their pieces go in the order started, a few at once."""
 
-    def __init__(self, world: ConnectedWorld, ranks: tuple[int, ...]) -> None:
+    def __init__(self, world: PostingWorld, ranks: tuple[int, ...]) -> None:
         self.world = world
         self.ranks = ranks
         self.tag = group_tag(ranks)

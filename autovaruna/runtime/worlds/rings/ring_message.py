@@ -13,7 +13,7 @@ from autovaruna.runtime.worlds.rings.receiver import RingReceiver
 from autovaruna.runtime.worlds.world import Blank, Brought
 
 if TYPE_CHECKING:
-    from autovaruna.runtime.worlds.connected import ConnectedWorld
+    from autovaruna.runtime.worlds.posting import PostingWorld
 
 
 class RingMessage(Message, Brought):
@@ -32,7 +32,7 @@ class RingMessage(Message, Brought):
 
     def __init__(
         self,
-        world: ConnectedWorld,
+        world: PostingWorld,
         ring: RingReceiver,
         key: int,
         blanks: Sequence[Blank],
