@@ -24,7 +24,7 @@ from autovaruna.errors import TraceError
 from autovaruna.graph import flops
 from autovaruna.graph.call import CallSpec
 from autovaruna.graph.explain import reason_of
-from autovaruna.graph.exporting.export import Exported
+from autovaruna.graph.exporting.exported import Exported
 from autovaruna.graph.exporting.fake import fake_like
 from autovaruna.graph.exporting.program import example_inputs
 from autovaruna.graph.layout import storage_of

@@ -9,7 +9,7 @@ from threading import Lock
 
 import sympy
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 
@@ -21,9 +21,9 @@ from autovaruna.graph.build import Builder
 from autovaruna.graph.call import CallSpec
 from autovaruna.graph.candidates import crossing_sizes, merge_free_blocks
 from autovaruna.graph.cutpoint import locate
-from autovaruna.graph.exporting.export import Exported, export
-from autovaruna.graph.exporting.tidy import PREFIX
-from autovaruna.graph.facts import Fact, learn
+from autovaruna.graph.exporting.export import export
+from autovaruna.graph.exporting.exported import Exported
+from autovaruna.graph.facts import Fact
 from autovaruna.graph.grouping import Grouping, group
 from autovaruna.graph.kept_whole.function_joins import learn_joins
 from autovaruna.graph.outputs import classify
@@ -32,6 +32,7 @@ from autovaruna.graph.said import warn_once
 from autovaruna.graph.sizes import Sizes
 from autovaruna.graph.traced import TracedModel
 from autovaruna.graph.tree import Opaque
+from autovaruna.graph.written import changed_state, learn_written
 
 logger = logging.getLogger(__name__)
 ONE_AT_A_TIME = Lock()  # torch.export keeps state of its own that threads share
@@ -84,10 +85,7 @@ def _trace(
     batch_size = _hint(model, call) if is_dynamic else micro_batch_size
     exported = export(model, call, batch_size, is_dynamic, device)
     sizes = _sizes(exported, call, batch_size)
-    facts = learn(exported, model, call, batch_size, device)
-    _refuse_writing(exported, facts, model)
-    if _copy_what_is_written(exported, facts, model):
-        facts = learn(exported, model, call, batch_size, device)
+    facts = learn_written(exported, model, call, batch_size, device)
     module = exported.module
     placeholders = module.graph.find_nodes(op="placeholder")
     batch = frozenset(node.name for node, spec in zip(placeholders, call.inputs, strict=True) if spec.is_batch)
@@ -96,17 +94,12 @@ def _trace(
     learn_joins(module.graph, facts, batch, device)
     name = type(model).__qualname__
     joining = refuse_mixing(name, module.graph, facts, sizes, batch) if is_parted else []
-    if not any(node.op == "call_function" for node in module.graph.nodes):
-        hiding = sorted({leaf.type_name for leaf in exported.output_tree.leaves if isinstance(leaf, Opaque)})
-        raise TraceError(
-            f"{name} computes nothing: got {_what_hides(hiding)}. Expected a model with something to split over ranks; "
-            f"{'return the tensors that it is made of' if hiding else 'call it without AutoVaruna'}."
-        )
+    _check_computes(exported, name)
     grouping = group(module.graph, facts, sizes.is_given, sizes.depends_on_data, parameters)
     buffers = _first_names(dict(model.named_buffers(remove_duplicate=False)))
     graph = _build(exported, facts, sizes, grouping, parameters, buffers)
     state = parameters | buffers
-    changed = _changed(module, facts, state)
+    changed = changed_state(module, facts, state)
     steady = frozenset(state[name] for name in steady_state(module, facts, batch, parameters, changed))
     if is_parted:
         _say_what_follows_samples({state[name] for name in changed} - steady, model)
@@ -175,40 +168,18 @@ def _sizes(exported: Exported, call: CallSpec, batch_size: int) -> Sizes:
     return Sizes(symbol, batch_size)
 
 
-def _refuse_writing(exported: Exported, facts: dict[str, Fact], model: nn.Module) -> None:
-    """Refuses a forward that writes into a tensor of its own that is no buffer: ranks would not share what it holds."""
-    written = {storage for fact in facts.values() for storage in fact.writes}
-    for node in exported.module.graph.find_nodes(op="get_attr"):
-        name = str(node.target)
-        if name in exported.constants and facts[node.name].makes & written:
-            raise TraceError(
-                f"forward changes the tensor {name.removeprefix(PREFIX)} of {type(model).__qualname__} in place, which "
-                "is neither a parameter nor a buffer: ranks would each change their own. Expected a forward that "
-                "changes buffers alone; make it one with register_buffer()."
-            )
-
-
-def _copy_what_is_written(exported: Exported, facts: dict[str, Fact], model: nn.Module) -> bool:
-    """Has a graph change copies of its arguments, not those that it is given, which stages share, and run again with.
-
-    Returns:
-        Whether it changes any.
-    """
-    graph = exported.module.graph
-    written = {storage for fact in facts.values() for storage in fact.writes}
-    changed = [node for node in graph.find_nodes(op="placeholder") if facts[node.name].makes & written]
-    for node in changed:
-        with graph.inserting_after(graph.find_nodes(op="placeholder")[-1]):
-            copy = graph.call_function(torch.ops.aten.clone.default, (node,))
-        copy.meta = dict(node.meta)
-        node.replace_all_uses_with(copy, lambda user, copy=copy: user is not copy)
-    if changed:
-        text = (
-            f"forward changes its arguments {', '.join(map(str, changed))} in place. What goes through the model is "
-            "right, but the caller's tensors stay as they were; return what the script is to see of the change."
-        )
-        warn_once(logger, model, text)
-    return bool(changed)
+def _check_computes(exported: Exported, name: str) -> None:
+    """Refuses a graph without operations."""
+    if any(node.op == "call_function" for node in exported.module.graph.nodes):
+        return
+    hiding = sorted({leaf.type_name for leaf in exported.output_tree.leaves if isinstance(leaf, Opaque)})
+    got = "a forward without operations"
+    if hiding:
+        got = f"a forward that returns nothing but {', '.join(hiding)}, which hides its tensors"
+    raise TraceError(
+        f"{name} computes nothing: got {got}. Expected a model with something to split over ranks; "
+        f"{'return the tensors that it is made of' if hiding else 'call it without AutoVaruna'}."
+    )
 
 
 def _say_what_follows_samples(names: Collection[str], model: nn.Module) -> None:
@@ -223,21 +194,6 @@ def _say_what_follows_samples(names: Collection[str], model: nn.Module) -> None:
         warn_once(logger, model, text)
 
 
-def _what_hides(kinds: list[str]) -> str:
-    if not kinds:
-        return "a forward without operations"
-    return f"a forward that returns nothing but {', '.join(kinds)}, which hides its tensors"
-
-
 def _first_names(named: dict[str, Tensor]) -> dict[str, str]:
     first: dict[int, str] = {}
     return {name: first.setdefault(id(tensor), name) for name, tensor in named.items()}
-
-
-def _changed(module: fx.GraphModule, facts: dict[str, Fact], state: dict[str, str]) -> frozenset[str]:
-    """Returns the attributes that are parameters and buffers, and that forward changes."""
-    written = {storage for fact in facts.values() for storage in fact.writes}
-    attributes = module.graph.find_nodes(op="get_attr")
-    return frozenset(
-        str(node.target) for node in attributes if str(node.target) in state and facts[node.name].makes & written
-    )

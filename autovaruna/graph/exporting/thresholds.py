@@ -18,16 +18,16 @@ _ROUNDS = 4
 _MANY, _FAR = 2**16, 2**24
 """Above the first, one look is enough, at the second: libraries then ask for each tensor whether it is too large for a
 kernel, a size for each; above the second there is no micro-batch."""
-Attempt = Callable[[int, int], tuple[fx.GraphModule, int | None]]
+Again = Callable[[int, int], tuple[fx.GraphModule, int | None]]
 
 
-def find_threshold(module: fx.GraphModule, greatest: int | None, attempt: Attempt) -> int | None:
+def find_threshold(module: fx.GraphModule, greatest: int | None, again: Again) -> int | None:
     """Returns the greatest batch size for which a graph holds; None: it holds for all.
 
     Args:
         module: The graph.
         greatest: The batch size up to which the trace has taken this way; None: there is no such size.
-        attempt: Traces again, for batch sizes from its first argument on, the second standing for them; returns as this
+        again: Traces again, for batch sizes from its first argument on, the second standing for them; returns as this
             function is given.
     """
     for _ in range(_ROUNDS):
@@ -35,7 +35,7 @@ def find_threshold(module: fx.GraphModule, greatest: int | None, attempt: Attemp
             return None
         least = greatest + 1 if greatest < _MANY else _FAR
         try:
-            larger, next_greatest = attempt(least, int(sympy.nextprime(least + 5)))
+            larger, next_greatest = again(least, int(sympy.nextprime(least + 5)))
         except TraceError:
             return greatest
         if any(a != b for a, b in itertools.zip_longest(_lines(larger), _lines(module))):
