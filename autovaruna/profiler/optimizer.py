@@ -67,21 +67,22 @@ def measure_step(optimizer: torch.optim.Optimizer, device: torch.device) -> Opti
 def work_factors(optimizer: torch.optim.Optimizer, device: torch.device) -> tuple[float, float]:
     """Returns the bytes that a step needs on top, for each byte of all trained parameters, and of the largest one.
 
-    Each shape of each group is tried out one, two and three times: what three need more than two grows with all.
+    Each shape of each group is tried out one, two and three times: what three need more than two grows with all. What
+    two need more than that is what a loop still holds of one tensor when it comes to the next.
     """
     total = of_all = largest = of_largest = 0.0
     for group in optimizer.param_groups:
-        factors: dict[tuple[torch.Size, torch.dtype], tuple[float, float]] = {}
+        left = 0.0
+        factors: dict[tuple[torch.Size, torch.dtype], tuple[float, float, float]] = {}
         for parameter in group["params"]:
             if parameter.requires_grad and parameter.numel():
                 key = parameter.shape, parameter.dtype
                 if key not in factors:
                     factors[key] = _work_factors_of(optimizer, _options(group), *key, device)
-                total, of_all = total + parameter.nbytes, of_all + factors[key][0] * parameter.nbytes
-                largest, of_largest = (
-                    max(largest, parameter.nbytes),
-                    max(of_largest, factors[key][1] * parameter.nbytes),
-                )
+                each, own, kept = (factor * parameter.nbytes for factor in factors[key])
+                total, of_all = total + parameter.nbytes, of_all + each
+                largest, of_largest = max(largest, parameter.nbytes), max(of_largest, left + own)
+                left = kept
     return (of_all / total, of_largest / largest) if total else (0.0, 0.0)
 
 
@@ -105,11 +106,12 @@ def _state_factor_of(
 
 def _work_factors_of(
     optimizer: torch.optim.Optimizer, options: Options, shape: torch.Size, dtype: torch.dtype, device: torch.device
-) -> tuple[float, float]:
+) -> tuple[float, float, float]:
+    """Returns the bytes that a step needs for each byte of a tensor: with all, while at it, and while at the next."""
     one, two, three = (_work_bytes(optimizer, options, shape, dtype, device, count) for count in (1, 2, 3))
     num_bytes = math.prod(_shrunk(shape)) * dtype.itemsize
-    each = max(0.0, three - two)  # a loop may still hold what it needed for one tensor when it comes to the next
-    return each / num_bytes, max(0.0, one - each) / num_bytes
+    each = max(0.0, three - two)
+    return each / num_bytes, max(0.0, one - each) / num_bytes, max(0.0, two - one - each) / num_bytes
 
 
 def _work_bytes(
