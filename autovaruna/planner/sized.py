@@ -136,6 +136,7 @@ class Sized:
             cluster.heap_share,
             problem.optimizer_cost.work_of_all,
             problem.optimizer_cost.work_of_largest,
+            problem.min_micro_batches_for_inputs > 1,
         )
 
     @cached_property

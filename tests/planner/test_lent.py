@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from autovaruna.planner.memory.handed_out import HandedOut, handed_out
 from autovaruna.planner.memory.holes import heap_of_steps
 from autovaruna.planner.memory.lent import COPIED_BYTES, LENT_BYTES, MAX_BYTES, SharedBytes, is_lent, shared_bytes
 from autovaruna.planner.memory.stage_tensors import StageTensors, tensors_of_stage
@@ -54,3 +55,26 @@ def test_both_ranks_share_what_is_in_flight() -> None:
     assert shared(MIB, 2) == [SharedBytes(3 * MIB, 2 * MIB), SharedBytes(2 * MIB, 3 * MIB)]
     assert shared(4 * MIB, 7) == [SharedBytes(LENT_BYTES, 8 * MIB), SharedBytes(8 * MIB, LENT_BYTES)]
     assert shared(100.0, 2) == [SharedBytes(), SharedBytes()]
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "lent", "copied"), [(MIB, 4, 0), (5 * MIB, 3, 1), (100.0, 0, 0), (9 * MIB, 0, 0)]
+)
+def test_samples_of_others_are_there_when_a_step_begins(num_bytes: float, lent: int, copied: int) -> None:
+    """Those of the first rank's four micro-batches come to the last stage at once, as far as they are lent first."""
+    plan = replace(make_plan(make_problem(6, num_stages=2, schedule="1f1b")), num_micro_batches=8)
+    tensors = [StageTensors((), {}, {}), StageTensors((), {-1: num_bytes}, {})]
+    (first,), (last,) = (stage.ranks for stage in plan.stages)
+    there, here = handed_out(plan, tensors, last), handed_out(plan, tensors, first)
+    assert (len(there.lent), len(there.copied)) == (lent, copied) and not here.lent | here.copied.keys()
+    assert there.shared_bytes == here.shared_bytes == (lent + copied) * num_bytes
+
+
+def test_a_copy_of_an_input_waits_in_the_heap() -> None:
+    """The second micro-batch's is there while the first one runs; what is lent is in nobody's heap."""
+    inputs = {0: StageTensors((), {-1: MIB}, {})}
+    program = program_of("F0 B0 F1 B1")
+    copied = HandedOut(copied={(0, 0, -1): MIB, (0, 1, -1): MIB})
+    lent = HandedOut(lent={(0, 0, -1), (0, 1, -1)})
+    peaks = [heap_of_steps(program, inputs, 0.0, 0.0, (), True, each).peak_bytes for each in (None, copied, lent)]
+    assert peaks == [MIB, 3 * MIB, 0.0]

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 from autovaruna.graph.records import Graph
 from autovaruna.planner.costs import Costs
+from autovaruna.planner.memory.handed_out import HandedOut, handed_out
 from autovaruna.planner.memory.heap import Heap
 from autovaruna.planner.memory.holdings import Holdings
 from autovaruna.planner.memory.lent import SharedBytes, shared_bytes
@@ -25,7 +26,7 @@ _CHANCE = 0.04
 """What nothing knows, over what tensors hold at most: messages come when they come, and small pieces lie where they
 lie. Less would be as often too little as too much."""
 
-Holes = Callable[[Sequence[Instruction], Collection[int], Collection[int], float], float]
+Holes = Callable[[Sequence[Instruction], Collection[int], range, float], float]
 """Returns the bytes of a rank, from its instructions, its stages, the micro-batches whose inputs are slices of its own
 mini-batch, and what it would hold without holes."""
 
@@ -50,13 +51,13 @@ def finder_of_holes(
     is_one_host = not plan.host_of
     shared = shared_bytes(graph, plan, tensors) if is_one_host else [SharedBytes()] * plan.num_stages
 
-    def find(
-        program: Sequence[Instruction], stages: Collection[int], own_micro_batches: Collection[int], peak: float
-    ) -> float:
+    def find(program: Sequence[Instruction], stages: Collection[int], own_micro_batches: range, peak: float) -> float:
         own = {stage: tensors[stage] for stage in stages}
-        heap = heap_of_steps(program, own, factor, model.work_of_largest, own_micro_batches, is_one_host)
+        is_rank = is_one_host and own_micro_batches.step == plan.num_ranks  # else it stands for several, or has all
+        inputs = handed_out(plan, tensors, own_micro_batches.start) if is_rank else HandedOut()
+        heap = heap_of_steps(program, own, factor, model.work_of_largest, own_micro_batches, is_one_host, inputs)
         lasting = model.process_bytes + sum(held[stage].parameters + held[stage].buffers for stage in stages)
-        sent = sum(shared[stage].sent for stage in stages)
+        sent = sum(shared[stage].sent for stage in stages) + inputs.shared_bytes
         whole = lasting + heap.peak_bytes + sent + sum(shared[stage].received for stage in stages)
         # Of several stages, the messages of each are in `peak`, but are not there together; it knows of none twice.
         peak = min(peak + sent, whole) if len(stages) > 1 else max(peak, whole)
@@ -72,6 +73,7 @@ def heap_of_steps(
     work_of_largest: float,
     own_micro_batches: Collection[int] = (),
     shares: bool = False,
+    inputs: HandedOut | None = None,
 ) -> Heap:
     """Returns the heap of a rank after some steps.
 
@@ -82,9 +84,10 @@ def heap_of_steps(
         work_of_largest: bytes that the optimizer's step needs while it is at a parameter, for each of its bytes.
         own_micro_batches: those whose inputs are slices of the rank's own mini-batch.
         shares: whether messages come in memory that ranks share.
+        inputs: where those of other micro-batches lie.
     """
     recomputing = {each.stage for each in program if each.kind is Kind.RECOMPUTE}
-    rank = RankHeap(stages, recomputing, own_micro_batches, shares)
+    rank = RankHeap(stages, recomputing, own_micro_batches, shares, inputs)
     for step in range(_NUM_STEPS):
         rank.run(program)
         rank.update(state_factor if step == 0 else 0.0, work_of_largest)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from autovaruna.planner.memory.handed_out import HandedOut, InputKey
 from autovaruna.planner.memory.heap import Heap
 from autovaruna.planner.memory.lent import MAX_BYTES, is_lent
 from autovaruna.planner.memory.stage_tensors import BlockTensors, StageTensors
@@ -46,6 +47,7 @@ class RankHeap:
         recomputing: Those that recompute.
         own_micro_batches: Those whose inputs are slices of the rank's own mini-batch.
         shares: Whether messages come in memory that ranks share (see `lent`).
+        inputs: Where the inputs of other micro-batches lie, if they come like that, too.
     """
 
     def __init__(
@@ -54,21 +56,21 @@ class RankHeap:
         recomputing: Collection[int],
         own_micro_batches: Collection[int],
         shares: bool = False,
+        inputs: HandedOut | None = None,
     ) -> None:
         self.heap = Heap()
-        self._stages = stages
-        self._recomputing = recomputing
-        self._own_micro_batches = own_micro_batches
-        self._shares = shares
+        self._stages, self._recomputing = stages, recomputing
+        self._own_micro_batches, self._shares = own_micro_batches, shares
+        self._inputs, self._copied = inputs or HandedOut(), dict[InputKey, list[int]]()
         self._posted: dict[Key, dict[int, list[int]]] = {}
         self._leaving: list[int] = []
-        self._received: dict[tuple[int, int], list[int]] = {}
-        self._kept: dict[tuple[int, int], list[_Kept]] = {}
+        self._received, self._kept = dict[tuple[int, int], list[int]](), dict[tuple[int, int], list[_Kept]]()
         self._weights: dict[tuple[int, int], list[int]] = {}
         self._shared: list[int] = []
 
     def run(self, program: Sequence[Instruction]) -> None:
         """Runs the instructions of a step."""
+        self._copied = {key: self._take(num_bytes) for key, num_bytes in self._inputs.copied.items()}
         for place, instruction in enumerate(program):
             for ahead, following in enumerate(program[place : place + _AHEAD]):
                 self._post(following, is_now=not ahead)
@@ -99,10 +101,15 @@ class RankHeap:
             awaited = {v: num_bytes for v, num_bytes in awaited.items() if v >= 0}
         if self._shares and not is_now and all(num_bytes <= MAX_BYTES for num_bytes in awaited.values()):
             return
-        self._posted[key] = {v: [] if self._lies_outside(v, each) else self._take(each) for v, each in awaited.items()}
+        self._posted[key] = {v: self._received_at(key, v, num_bytes) for v, num_bytes in awaited.items()}
 
-    def _lies_outside(self, v: int, num_bytes: float) -> bool:
-        return self._shares and v >= 0 and is_lent(num_bytes)
+    def _received_at(self, key: Key, v: int, num_bytes: float) -> list[int]:
+        """Returns where a message lies; a copy that has waited is gone then."""
+        if (key[0], key[1], v) in self._inputs.lent or (self._shares and v >= 0 and is_lent(num_bytes)):
+            return []
+        places = self._take(num_bytes)
+        self._give(self._copied.pop((key[0], key[1], v), []))
+        return places
 
     def _run(self, instruction: Instruction) -> None:
         stage, key = self._stages[instruction.stage], (instruction.stage, instruction.micro_batch)

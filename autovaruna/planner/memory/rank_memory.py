@@ -47,7 +47,7 @@ def bytes_of_ranks(
         model = replace(model, heap_share=0.0)
     pairs = zip(held, plan.stages, strict=True)
     stages = [model.of_stage(each, stage.needs_recompute, stage.deferred) for each, stage in pairs]
-    peaks = peaks_of_ranks(plan, stages, model.process_bytes, pipeline, schedule, holes_of)
+    peaks = peaks_of_ranks(plan, stages, model.process_bytes, pipeline, schedule, holes_of, model.has_own_inputs)
     own = zip(peaks, own_process_bytes or [model.process_bytes] * plan.num_ranks, strict=True)
     return tuple(peak + process_bytes - model.process_bytes if peak else 0.0 for peak, process_bytes in own)
 
@@ -59,6 +59,7 @@ def peaks_of_ranks(
     pipeline: Pipeline,
     schedule: Schedule,
     holes_of: Holes | None = None,
+    has_own_inputs: bool = True,
 ) -> tuple[float, ...]:
     """Returns the most that each rank holds in a step, in bytes; 0 for a rank without a stage.
 
@@ -69,6 +70,7 @@ def peaks_of_ranks(
         pipeline: the plan as it was simulated: with all replicas, or with one for every so many.
         schedule: the instructions of the pipeline's ranks.
         holes_of: says what a rank holds with the holes of its heap.
+        has_own_inputs: whether each rank passes samples of its own; else all pass the same ones.
     """
     simulated: dict[int, int] = {}
     held: dict[int, dict[int, StageBytes[float]]] = {}
@@ -82,7 +84,8 @@ def peaks_of_ranks(
         alike = {frozenset(own): rank for rank, own in reversed(held.items())}
         holes = {}
         for own, rank in alike.items():
-            inputs = range(rank, pipeline.num_micro_batches, pipeline.num_ranks)
+            first, step = (rank, pipeline.num_ranks) if has_own_inputs else (0, 1)
+            inputs = range(first, pipeline.num_micro_batches, step)
             holes[own] = holes_of(schedule[rank], own, inputs, peaks[rank]) - peaks[rank]
         peaks = {rank: peak + holes[frozenset(held[rank])] for rank, peak in peaks.items()}
     return tuple(peaks[simulated[rank]] if rank in simulated else 0.0 for rank in range(plan.num_ranks))

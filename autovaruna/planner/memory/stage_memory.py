@@ -25,6 +25,7 @@ class MemoryModel:
             step, parameters and the optimizer's state, lies without holes.
         work_of_all, work_of_largest: bytes that the optimizer's step needs on top, for each byte of all trained
             parameters and of the largest of them.
+        has_own_inputs: whether each rank passes samples of its own; else all pass the same ones.
     """
 
     optimizer_bytes_factor: float
@@ -33,6 +34,7 @@ class MemoryModel:
     heap_share: float = 0.0
     work_of_all: float = 0.0
     work_of_largest: float = 0.0
+    has_own_inputs: bool = True
 
     def fixed(self, held: Holdings[Bytes]) -> Bytes:
         """Returns the bytes that are there whether or not micro-batches run: what lasts, and gradients."""
