@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Iterable, Sequence
-from time import perf_counter
 from typing import Any
 
 import torch
@@ -14,8 +13,8 @@ from torch.utils import _pytree as pytree
 
 from autovaruna.profiler.memory import meter_of
 from autovaruna.profiler.optimizer_copy import CannotCopyError, copy_for, nested
+from autovaruna.profiler.own_clock import own_clock
 from autovaruna.profiler.records import OptimizerCost
-from autovaruna.profiler.timing import wait_for
 
 _SMALL, _NUM_SMALL = (16, 16), 8
 _LARGE_BYTES = 32 << 20
@@ -149,10 +148,10 @@ def _step_seconds(optimizer: torch.optim.Optimizer, options: Options, trials: li
 
 
 def _seconds(optimizer: torch.optim.Optimizer, device: torch.device) -> float:
-    started = perf_counter()
+    now = own_clock(device)
+    started = now()
     _step(optimizer)
-    wait_for(device)()
-    return perf_counter() - started
+    return now() - started
 
 
 def _step(optimizer: torch.optim.Optimizer) -> None:

@@ -15,6 +15,7 @@ from time import perf_counter
 
 import torch
 
+from autovaruna.profiler.own_clock import own_clock
 from autovaruna.profiler.work import Work, empty_work, smallest_split
 
 _SAMPLE_SECONDS = 200e-6
@@ -58,18 +59,16 @@ def call_seconds(num_values: int, device: torch.device) -> Seconds:
 
 def time_weights(work: Work, iterations: int, allowance_seconds: float, device: torch.device) -> float:
     """Times the weight gradients that a split backward leaves for later; arguments are those of `time_work`."""
-    wait, started = wait_for(device), perf_counter()
+    now, started = own_clock(device), perf_counter()
     deferred = [work.run_split(work.arguments) for _ in range(_IN_FLIGHT)]
     samples: list[float] = []
     repeats = 1
     while not samples or (len(samples) < iterations and perf_counter() - started < allowance_seconds):
-        wait()
-        begin = perf_counter()
+        begin = now()
         for _ in range(repeats):
             for each in deferred:
                 each.compute(work.weights, is_last=False)
-        wait()
-        seconds = (perf_counter() - begin) / repeats / len(deferred)
+        seconds = (now() - begin) / repeats / len(deferred)
         enough = math.ceil(_SAMPLE_SECONDS / max(seconds, 1e-7) / len(deferred))
         if repeats < min(enough, _MOST_REPEATS):
             repeats = min(enough, _MOST_REPEATS)
@@ -87,11 +86,11 @@ def time_splitting(
     `time_work`; both ways are sampled in turn.
     """
     in_flight = _IN_FLIGHT if kept_bytes * _IN_FLIGHT <= _MOST_CACHED_BYTES else 1
-    wait, started = wait_for(device), perf_counter()
+    now, started = own_clock(device), perf_counter()
     added: list[float] = []
     while not added or (len(added) < iterations and perf_counter() - started < allowance_seconds):
-        together = sum(_sample(work, in_flight, wait))
-        begin = perf_counter()
+        together = sum(_sample(work, in_flight, now))
+        begin = now()
         runs = deque(work.split_forward(work.arguments) for _ in range(in_flight))
         left = []
         while runs:
@@ -101,8 +100,7 @@ def time_splitting(
             del outputs
         for deferred in left:
             deferred.compute(work.weights)
-        wait()
-        added.append((perf_counter() - begin) / in_flight - together)
+        added.append((now() - begin) / in_flight - together)
     return max(0.0, median_low(added))
 
 
@@ -114,34 +112,25 @@ def split_seconds(device: torch.device) -> float:
 
 
 def _samples(work: Work, iterations: int, allowance_seconds: float, device: torch.device, in_flight: int) -> Seconds:
-    wait = wait_for(device)
-    started = perf_counter()
-    first = _sample(work, 1, wait)
+    now, started = own_clock(device), perf_counter()
+    first = _sample(work, 1, now)
     repeats = min(_MOST_REPEATS, max(math.ceil(_SAMPLE_SECONDS / max(first[0], 1e-7)), in_flight))
     samples = [first] if repeats == in_flight and perf_counter() - started > allowance_seconds else []
     while not samples or (len(samples) < iterations and perf_counter() - started < allowance_seconds):
-        samples.append(_sample(work, repeats, wait))
+        samples.append(_sample(work, repeats, now))
     forwards, backwards = zip(*samples, strict=True)
     return median_low(forwards), median_low(backwards)
 
 
-def _sample(work: Work, repeats: int, wait: Callable[[], None]) -> Seconds:
+def _sample(work: Work, repeats: int, now: Callable[[], float]) -> Seconds:
     """Returns the seconds of one forward and one backward out of `repeats`."""
-    wait()
-    started = perf_counter()
+    started = now()
     runs = deque(work.forward() for _ in range(repeats))
-    wait()
-    middle = perf_counter()
+    middle = now()
     if work.needs_gradient:
         while runs:
             work.backward(runs.popleft())
-        wait()
-    return (middle - started) / repeats, (perf_counter() - middle) / repeats
-
-
-def wait_for(device: torch.device) -> Callable[[], None]:
-    """Returns what waits until a device has done all that it was given; a host has, when a call returns."""
-    return (lambda: torch.cuda.synchronize(device)) if device.type == "cuda" else lambda: None
+    return (middle - started) / repeats, (now() - middle) / repeats
 
 
 def _without(seconds: float, call: float) -> float:

@@ -53,7 +53,8 @@ def work_clock(*modules: ModuleType) -> Iterator[WorkClock]:
     """Lets modules read a clock of work for the time of the context; nothing that they measured before counts."""
     with pytest.MonkeyPatch.context() as patch, WorkClock() as clock:
         for module in modules:
-            patch.setattr(module, "perf_counter", clock)
+            patch.setattr(module, "perf_counter", clock, raising=False)
+            patch.setattr(module, "own_clock", lambda device: clock)
         for measured in (timing.call_seconds, timing.split_seconds):
             patch.setattr(timing, measured.__name__, lru_cache(measured.__wrapped__))
         yield clock

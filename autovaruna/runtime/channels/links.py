@@ -11,8 +11,8 @@ from statistics import median
 
 import torch
 
+from autovaruna.profiler.own_clock import wait_for
 from autovaruna.profiler.records import LinkCost
-from autovaruna.profiler.timing import wait_for
 from autovaruna.runtime.layout import Layout
 from autovaruna.runtime.worlds.world import World
 
