@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import platform
@@ -272,8 +273,18 @@ def test_there_are_no_rings_where_memory_cannot_be_shared(monkeypatch: pytest.Mo
         patch.setattr(platform, "machine", lambda: "aarch64")
         assert rings_between(2, pairs, lambda rank: True) == none
     with monkeypatch.context() as patch:
+        patch.delattr(os, "memfd_create")
+        patch.setattr(ctypes, "CDLL", lambda *_, **__: object())
+        assert rings_between(2, pairs, lambda rank: True) == none
+    with monkeypatch.context() as patch:
         patch.setattr(os, "ftruncate", lambda *_: (_ for _ in ()).throw(OSError("no space")))
         assert rings_between(2, pairs, lambda rank: True) == none
+
+
+def test_there_are_rings_where_python_was_built_for_an_older_system(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those of conda are: its `os` has no files in memory, and a first call failed."""
+    monkeypatch.delattr(os, "memfd_create")
+    assert rings_between(2, [(0, 1)], lambda rank: True) == ["to [1] from []", "to [] from [0]"]
 
 
 def test_slots_and_blocks_do_not_overlap() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
 import sys
@@ -19,6 +20,7 @@ Pair = tuple[int, int]
 """The rank that sends, and the one that receives."""
 _TOKEN_BYTES = 16
 _WHAT = "opening rings"
+_CLOSED_ON_EXEC = 1
 _ORDERED = ("x86_64", "AMD64")
 """Processors whose cores see each other's writes in the order in which they were made."""
 
@@ -73,7 +75,7 @@ def _memory() -> _Memory | None:
         return None
     file = -1
     try:
-        file = os.memfd_create("autovaruna")
+        file = _file_in_memory()
         os.ftruncate(file, NUM_BYTES + _TOKEN_BYTES)
         memory = mmap(file, NUM_BYTES + _TOKEN_BYTES)
     except OSError:
@@ -83,6 +85,21 @@ def _memory() -> _Memory | None:
     token = token_bytes(_TOKEN_BYTES)
     memory[NUM_BYTES:] = token
     return _Memory(memory, _Offer(_path(file), token), file)
+
+
+def _file_in_memory() -> int:
+    """Opens a new file without a name that lies in memory.
+
+    Raises:
+        OSError: the system has none, or no more.
+    """
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("autovaruna")
+    make = getattr(ctypes.CDLL(None, use_errno=True), "memfd_create", None)  # Python was built for an older system
+    file = -1 if make is None else int(make(b"autovaruna", _CLOSED_ON_EXEC))
+    if file < 0:
+        raise OSError(ctypes.get_errno(), "there are no files in memory")
+    return file
 
 
 def _path(file: int) -> str:
