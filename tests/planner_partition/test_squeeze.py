@@ -10,56 +10,26 @@ import numpy as np
 import pytest
 
 from autovaruna.planner.partition import partition
-from autovaruna.planner.partition.blocks import BlockGraph, bits, build_blocks, turn
+from autovaruna.planner.partition.blocks import bits, build_blocks, turn
 from autovaruna.planner.partition.bounds import Bounds, chain_load
 from autovaruna.planner.partition.cheap import CheapCuts
 from autovaruna.planner.partition.cut_limits import CutLimits
 from autovaruna.planner.partition.cuts import Cuts
+from autovaruna.planner.partition.few_cuts import FewCuts
 from autovaruna.planner.partition.lattice import list_downsets
 from autovaruna.planner.partition.loose import drop_blocks, loose_blocks
 from autovaruna.planner.partition.problem import Border
 from autovaruna.planner.partition.reach import Answer
 from autovaruna.planner.partition.resources import resources_of
 from autovaruna.planner.partition.shares import Shares
-from autovaruna.planner.partition.squeeze import FewCuts, squeeze
+from autovaruna.planner.partition.squeeze import squeeze
 from autovaruna.planner.partition.words import unpack
 from tests.planner_partition.brute_force import greatest_load, optimum, random_problem, splits
+from tests.planner_partition.cut_cases import downsets, is_within, random_limits
 from tests.planner_partition.graphs import branches, forward_problem, grid, training_problem
 
 _BORDERS: tuple[Border, ...] = ("added", "overlapped")
 _MANY = 100_000
-
-
-def _downsets(graph: BlockGraph) -> list[int]:
-    return [mask for mask in range(1 << len(graph)) if all(mask >> a & 1 or not mask >> b & 1 for a, b in graph.edges)]
-
-
-def _random_limits(graph: BlockGraph, totals: np.ndarray, draw: np.random.Generator) -> CutLimits:
-    prices = draw.uniform(0, 2, len(graph.nets)) * draw.integers(0, 2, len(graph.nets))
-    return CutLimits(
-        prices=prices,
-        shares=draw.uniform(-1, 1, len(graph.nets)),
-        most_price=draw.uniform(0, 1) * prices.sum(),
-        before=draw.uniform(0.3, 1.2) * totals,
-        after=draw.uniform(0.3, 1.2) * totals,
-        most_before=draw.uniform(0.5, 1.2) * totals,
-        most_after=draw.uniform(0.5, 1.2) * totals,
-    )
-
-
-def _is_within(graph: BlockGraph, use: np.ndarray, crossing: np.ndarray, limits: CutLimits, mask: int) -> bool:
-    """Says what `CutLimits` says, straight from its words."""
-    is_open = np.array([bool(net & mask and net & ~mask) for net, _ in graph.nets], dtype=bool)
-    price, share = float(limits.prices[is_open].sum()), float(limits.shares[is_open].sum())
-    used = use[:, list(bits(mask))].sum(axis=1)
-    rest = use.sum(axis=1) - used
-    return bool(
-        price <= limits.most_price
-        and (used <= limits.most_before).all()
-        and (rest <= limits.most_after).all()
-        and (used + crossing * share <= limits.before).all()
-        and (rest + crossing * (price - share) <= limits.after).all()
-    )
 
 
 @pytest.mark.parametrize("border", _BORDERS)
@@ -69,17 +39,17 @@ def test_exactly_the_downsets_within_limits_are_listed(border: Border) -> None:
         problem = random_problem(seed, border, most_nodes=8)[0]
         graph = build_blocks(problem)
         resources = resources_of(graph, border, problem.limit_bytes)
-        limits = _random_limits(graph, resources.use.sum(axis=1) + 1e-3, draw)
+        limits = random_limits(graph, resources.use.sum(axis=1) + 1e-3, draw)
         listed = CheapCuts(graph, resources).within(limits, _MANY)
         assert listed is not None
         masks = [unpack(row) for row in listed.downsets]
-        wanted = [m for m in _downsets(graph) if _is_within(graph, resources.use, resources.crossing, limits, m)]
+        wanted = [m for m in downsets(graph) if is_within(graph, resources.use, resources.crossing, limits, m)]
         assert sorted(masks) == wanted, seed
         num_listed += len(masks)
     assert num_listed > 150
 
 
-def test_listed_figures_are_those_of_the_downsets() -> None:
+def test_listed_figures_are_those_of_thedownsets() -> None:
     graph = build_blocks(training_problem(*grid(2, 4), seed=1))
     resources = resources_of(graph, "added", None)
     nets = np.ones(len(graph.nets))
@@ -104,10 +74,10 @@ def test_a_listing_that_grows_too_much_is_given_up_or_thinned() -> None:
     assert cheap.within(limits, 1000, deadline=0.0) is None
     cuts, is_complete = cheap.cheapest(limits, 50)
     assert len(cuts) == 50 and not is_complete
-    assert {unpack(row) for row in cuts.downsets} <= set(_downsets(graph))
+    assert {unpack(row) for row in cuts.downsets} <= set(downsets(graph))
 
 
-def test_cuts_of_a_list_are_those_of_all_downsets() -> None:
+def test_cuts_of_a_list_are_those_of_alldownsets() -> None:
     for seed in range(5200, 5230):
         problem = random_problem(seed, most_nodes=7)[0]
         graph = build_blocks(problem)
@@ -197,12 +167,12 @@ def test_chains_are_found_from_either_end(is_wide_first: bool) -> None:
     answer = few.decide(best.objective)
     assert answer.chain is not None and answer.chain[-1] == (1 << 20) - 1
     assert chain_load(graph, answer.chain, "added") <= best.objective * (1 + 1e-9)
-    assert set(answer.chain) <= set(_downsets(graph))
+    assert set(answer.chain) <= set(downsets(graph))
 
 
 def test_downsets_turned_round_are_complements() -> None:
     graph = build_blocks(forward_problem(*grid(2, 4)))
-    assert sorted(255 & ~mask for mask in _downsets(graph)) == _downsets(turn(graph))
+    assert sorted(255 & ~mask for mask in downsets(graph)) == downsets(turn(graph))
 
 
 @pytest.mark.parametrize("border", _BORDERS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -11,11 +12,44 @@ from autovaruna.planner.partition.blocks import BlockGraph, bits
 from autovaruna.planner.partition.contract import closures
 from autovaruna.planner.partition.cut_limits import CutLimits, CutList
 from autovaruna.planner.partition.listing import Listing, States
+from autovaruna.planner.partition.merging import Merger
+from autovaruna.planner.partition.narrow import narrow_order
 from autovaruna.planner.partition.resources import Resources
-from autovaruna.planner.partition.words import pack
+from autovaruna.planner.partition.words import Floats, pack
 
 _ROUNDING = 1e-9
 _ROWS_AT_ONCE = 1 << 15
+_FINEST, _COARSEST = 1 / 256, 1 / 8
+
+
+@dataclass(frozen=True, slots=True)
+class Least:
+    """Bounds from below on all downsets within limits but for those dropped; infinite if there are none.
+
+    Attributes:
+        price: of each.
+        before, after: what either side needs of each resource, with its share of the nets, shape (resources,).
+        cuts: cheap downsets within the limits, or nearly.
+        dropped: a price that no downset that was dropped is below.
+    """
+
+    price: float
+    before: Floats
+    after: Floats
+    cuts: CutList
+    dropped: float = math.inf
+
+    @staticmethod
+    def of(states: States, resources: Resources, cuts: CutList, dropped: float) -> Least:
+        """Takes states in which all blocks are decided."""
+        crossing = resources.crossing[:, None]
+        return Least(
+            price=float(states.price.min(initial=math.inf)),
+            before=(states.used + crossing * states.share).min(axis=1, initial=math.inf),
+            after=(states.left_out + crossing * states.rest).min(axis=1, initial=math.inf),
+            cuts=cuts,
+            dropped=dropped,
+        )
 
 
 class CheapCuts:
@@ -24,7 +58,7 @@ class CheapCuts:
     def __init__(self, graph: BlockGraph, resources: Resources) -> None:
         ancestors, descendants = closures(graph)
         self._size, self._nets = len(graph), [net for net, _ in graph.nets]
-        self._resources = resources
+        self._resources, self._order = resources, narrow_order(graph)
         self._upto = [mask | 1 << block for block, mask in enumerate(ancestors)]
         self._from = [mask | 1 << block for block, mask in enumerate(descendants)]
         self._use_upto, self._use_from = (
@@ -60,7 +94,7 @@ class CheapCuts:
         inside, outside = self.settled(limits)
         if inside & outside:
             return self.nothing(), True
-        listing = Listing(self._nets, self._from, self._resources, limits, inside, outside)
+        listing = Listing(self._nets, self._from, self._order, self._resources, limits, inside, outside)
         states, is_complete = listing.start(), True
         for position in range(len(listing.free)):
             states = listing.decide(states, position)
@@ -72,6 +106,34 @@ class CheapCuts:
             if not len(states):
                 break
         return self._finish(states, listing.free, inside), is_complete
+
+    def least(self, limits: CutLimits, most: int, deadline: float = math.inf) -> Least | None:
+        """Bounds the figures of all downsets within limits.
+
+        Args:
+            limits: on the downsets.
+            most: states under way at once.
+            deadline: when to give up, on ``time.monotonic``'s clock.
+
+        Returns:
+            The bounds; ``None`` if time is over.
+        """
+        inside, outside = self.settled(limits)
+        if inside & outside:
+            nowhere = np.full(len(self._resources.use), math.inf)
+            return Least(math.inf, nowhere, nowhere, self.nothing())
+        listing = Listing(self._nets, self._from, self._order, self._resources, limits, inside, outside)
+        span = float(self._resources.use[0].sum())
+        slack = max(float(limits.most_before[0] + limits.most_after[0]) - span, 0.0)
+        merger = Merger(listing, most, _FINEST * slack, _COARSEST * slack)
+        states = listing.start()
+        for position in range(len(listing.free)):
+            states = merger.merge(listing.decide(states, position), position + 1)
+            if time.monotonic() > deadline:
+                return None
+            if not len(states):
+                break
+        return Least.of(states, self._resources, self._finish(states, listing.free, inside), merger.dropped)
 
     def nothing(self) -> CutList:
         """Returns a list without downsets."""

@@ -30,6 +30,11 @@ class _Net:
     price: float
     share: float
 
+    @property
+    def rest(self) -> float:
+        """The price without the share."""
+        return self.price - self.share
+
 
 class States:
     """Downsets decided up to some block, one a column.
@@ -39,16 +44,17 @@ class States:
         used: by the blocks inside, shape (resources, states).
         left_out: by the blocks outside, shape (resources, states).
         price, share: of the nets that are open for sure, shape (states,).
+        rest: price without share, shape (states,).
     """
 
-    __slots__ = ("inside", "left_out", "outside", "price", "share", "used")
+    __slots__ = ("inside", "left_out", "outside", "price", "rest", "share", "used")
 
     def __init__(
-        self, inside: Words, outside: Words, used: Floats, left_out: Floats, price: Floats, share: Floats
+        self, inside: Words, outside: Words, used: Floats, left_out: Floats, price: Floats, share: Floats, rest: Floats
     ) -> None:
         self.inside, self.outside = inside, outside
         self.used, self.left_out = used, left_out
-        self.price, self.share = price, share
+        self.price, self.share, self.rest = price, share, rest
 
     def __len__(self) -> int:
         return len(self.price)
@@ -62,6 +68,7 @@ class States:
             self.left_out[:, index],
             self.price[index],
             self.share[index],
+            self.rest[index],
         )
 
     def open(self, net: _Net, is_new: Bools) -> None:
@@ -70,13 +77,15 @@ class States:
             self.price += net.price * is_new
         if net.share:
             self.share += net.share * is_new
+        if net.rest:
+            self.rest += net.rest * is_new
 
     @staticmethod
     def join(parts: list[States]) -> States:
         """Puts states side by side."""
         columns = [
             np.concatenate([getattr(part, name) for part in parts], axis=-1)
-            for name in ("inside", "outside", "used", "left_out", "price", "share")
+            for name in ("inside", "outside", "used", "left_out", "price", "share", "rest")
         ]
         return States(*columns)
 
@@ -87,6 +96,7 @@ class Listing:
     Args:
         nets: The blocks of each net.
         follow: Each block, with those that follow it.
+        order: The order in which blocks are decided, a topological one.
         resources: What the blocks need.
         limits: Of the downsets.
         inside: Blocks that every such downset has.
@@ -97,6 +107,7 @@ class Listing:
         self,
         nets: list[int],
         follow: list[int],
+        order: list[int],
         resources: Resources,
         limits: CutLimits,
         inside: int,
@@ -104,7 +115,7 @@ class Listing:
     ) -> None:
         self._resources, self._limits, self._inside, self._outside = resources, limits, inside, outside
         settled = inside | outside
-        self.free = [block for block in range(len(follow)) if not settled >> block & 1]
+        self.free = [block for block in order if not settled >> block & 1]
         self._place = {block: position for position, block in enumerate(self.free)}
         self._use = resources.use
         self._open_price = self._open_share = 0.0
@@ -116,7 +127,7 @@ class Listing:
         self._follow = [self._shrink(follow[block]) for block in self.free]
         self._nets_in, self._nets_out = self._nets_to_watch()
         self._low_before = self._lows([net.share for net in self._nets])
-        self._low_after = self._lows([net.price - net.share for net in self._nets])
+        self._low_after = self._lows([net.rest for net in self._nets])
 
     def _add_net(self, mask: int, price: float, share: float) -> None:
         is_inside, is_outside = bool(mask & self._inside), bool(mask & self._outside)
@@ -157,7 +168,8 @@ class Listing:
         words = max(1, -(-len(self.free) // 64))
         used, left_out = (self._use[:, list(bits(mask))].sum(axis=1)[:, None] for mask in (self._inside, self._outside))
         nothing = np.zeros((words, 1), dtype=np.uint64)
-        state = States(nothing, nothing, used, left_out, np.array([self._open_price]), np.array([self._open_share]))
+        price, share = np.array([self._open_price]), np.array([self._open_share])
+        state = States(nothing, nothing, used, left_out, price, share, price - share)
         return state.pick(np.flatnonzero(self._keeps(state, 0)))
 
     def decide(self, states: States, position: int) -> States:
@@ -171,6 +183,29 @@ class Listing:
             self._leave_out(states.pick(free), position),
         ]
         return States.join([part.pick(np.flatnonzero(self._keeps(part, position + 1))) for part in parts])
+
+    def what_matters(self, states: States, position: int) -> Words:
+        """Returns what may happen to states depends on, their blocks before `position` being decided, one a column."""
+        ahead = pack([(1 << len(self.free)) - (1 << position)], len(self.free))[0]
+        rows = [states.outside[word] & part for word, part in enumerate(ahead) if part]
+        flags = [
+            _hits(side, net.mask)
+            for net in self._nets
+            if net.free >> position
+            for side, is_known in ((states.inside, net.is_inside), (states.outside, net.is_outside))
+            if not is_known
+        ]
+        for begin in range(0, len(flags), 64):
+            row = np.zeros(len(states), dtype=np.uint64)
+            for bit, flag in enumerate(flags[begin : begin + 64]):
+                row |= flag.astype(np.uint64) << np.uint64(bit)
+            rows.append(row)
+        return np.array(rows, dtype=np.uint64).reshape(len(rows), len(states))
+
+    def decided_seconds(self, states: States) -> Floats:
+        """Returns the compute seconds of all blocks inside and outside of states."""
+        settled = float(self._use[0, list(bits(self._inside | self._outside))].sum())
+        return settled + weigh((states.inside | states.outside).T, self._sums[0])
 
     def _put_in(self, states: States, position: int) -> States:
         for net in self._nets_in[position]:
@@ -198,7 +233,7 @@ class Listing:
     def _keeps(self, states: States, position: int) -> Bools:
         """Tells which states may still become a downset within the limits."""
         before = states.share + self._low_before[position]
-        after = states.price - states.share + self._low_after[position]
+        after = states.rest + self._low_after[position]
         return self._limits.may_keep(states.used, states.left_out, states.price, before, after, self._resources)
 
 

@@ -59,6 +59,8 @@ class Shares:
 
     def learn(self, boundary: int, cuts: CutList, most: int) -> None:
         """Keeps the cheapest of some cuts of a boundary."""
+        if not len(cuts):
+            return
         cheapest = np.argsort(cuts.price)[:most]
         is_open = np.array([is_open_at(cuts.downsets[cheapest], net) for net in self._nets]).T
         known = np.concatenate([self._known[boundary], is_open.reshape(len(cheapest), len(self._nets))])
