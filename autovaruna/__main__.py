@@ -17,16 +17,20 @@ from autovaruna.errors import AutoVarunaError
 _COMMANDS = {"config": config, "show": show, "measure": measure, "plan": plan, "trace": trace}
 
 _RARELY = 10_000_000, 50, 100
+_INTERRUPTED = 128 + 2
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a command and returns its exit status, 1 after an error that the user can put right."""
+    """Runs a command and returns its exit status: 1 after an error that the user can put right, 130 after Ctrl-C."""
     options = _parser().parse_args(arguments)
     try:
         _COMMANDS[options.command].run(options)
     except AutoVarunaError as error:
         sys.stderr.write(f"autovaruna: {error}\n")
         return 1
+    except KeyboardInterrupt:
+        sys.stderr.write("autovaruna: interrupted\n")
+        return _INTERRUPTED
     return 0
 
 

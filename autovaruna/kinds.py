@@ -95,8 +95,10 @@ def _boolean(value: object) -> bool:
 
 def _bytes(value: object) -> int:
     if isinstance(value, str):
-        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", value)
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?(?:[eE]\+?\d{1,2})?)\s*([a-zA-Z]*)\s*", value)
         return int(float(match[1]) * _UNITS[match[2].upper()]) if match else _refuse()
+    if isinstance(value, float) and value.is_integer():  # TOML's 2e9
+        value = int(value)
     return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else _refuse()
 
 

@@ -6,7 +6,7 @@ import argparse
 
 from autovaruna.commands.setting_options import add_settings
 from autovaruna.errors import ConfigError
-from autovaruna.kinds import at_home
+from autovaruna.kinds import BYTES, REFUSALS, at_home
 
 HELP = "plan a model for any number of ranks, none of which has to be there"
 _SETTINGS = (
@@ -61,9 +61,26 @@ def run(options: argparse.Namespace) -> None:
             f"--ranks is {options.ranks}, --ranks-per-host {options.ranks_per_host}, --batch-size "
             f"{options.batch_size}; expected 1 or more ranks, and no negative number"
         )
+    if options.memory:
+        options.memory = num_bytes(options.memory)
     from autovaruna.commands.planning import Planning  # imports torch
     from autovaruna.commands.report import report
     from autovaruna.parallel.machine import keep_freed_memory
 
     keep_freed_memory()  # the planner makes and frees matrices of megabytes by the thousand
     report(Planning(options), options)
+
+
+def num_bytes(text: str) -> object:
+    """Returns the memory of a rank.
+
+    Raises:
+        ConfigError: it is no number of bytes, or 0.
+    """
+    try:
+        value = BYTES.read(text)
+    except REFUSALS:
+        value = 0
+    if not value:
+        raise ConfigError(f"--memory is {text!r}; expected {BYTES.expected}, and more than 0")
+    return value

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from autovaruna.errors import ConfigError
@@ -20,10 +21,17 @@ _NAMES = {
 _REDUCE = "#b279a2"
 
 
-def check_plot() -> None:
-    """Raises `ConfigError` if nothing can be drawn."""
+def check_plot(path: str) -> None:
+    """Raises `ConfigError` if nothing can be drawn there: before what takes long."""
     if importlib.util.find_spec("matplotlib") is None:
         raise ConfigError("--plot needs matplotlib, which is not installed: pip install 'autovaruna[plot]'")
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    known, ending = FigureCanvasBase.get_supported_filetypes(), Path(path).suffix.removeprefix(".").lower()
+    if ending and ending not in known:
+        raise ConfigError(f"--plot is {path}, which ends in .{ending}; expected one of .{', .'.join(sorted(known))}")
+    if not Path(path).absolute().parent.is_dir():
+        raise ConfigError(f"--plot is {path}: there is no folder {Path(path).parent}; expected one that is there")
 
 
 def plot(simulation: Simulation, ranks: Sequence[int], path: str) -> None:

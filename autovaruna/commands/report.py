@@ -31,7 +31,7 @@ def report(planning: Planning, options: argparse.Namespace) -> None:
         AutoVarunaError: there is no plan, or a file cannot be written.
     """
     if options.plot:
-        check_plot()
+        check_plot(options.plot)
     if options.table:
         show(choices_table(planning.choices))
     graph, plan = planning.traced.graph, planning.plan
@@ -46,12 +46,12 @@ def report(planning: Planning, options: argparse.Namespace) -> None:
     show("\n" + timeline(render(simulation), rows, plan.num_ranks, _names(plan, pipeline)))
     for assumption in planning.assumptions:
         show(f"note: {assumption}")
-    if options.plot:
-        plot(simulation, rows, options.plot)
-        show(f"drew {options.plot}")
     if options.output:
         save(options.output, planning.deployment)
         show(f"saved {options.output}")
+    if options.plot:
+        plot(simulation, rows, options.plot)
+        show(f"drew {options.plot}")
 
 
 def choices_table(choices: Sequence[Choice]) -> Table:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
+import sysconfig
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,6 +26,9 @@ from autovaruna.settings import Settings
 _EXPECTED = (
     "Expected MODULE:FUNCTION or FILE.py:FUNCTION, a function without arguments that returns (model, args, kwargs)"
 )
+
+
+_LIBRARIES = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
 
 
 @dataclass(frozen=True)
@@ -90,7 +94,7 @@ def _of_module(name: str, place: str) -> ModuleType:
         sys.path.insert(0, str(Path.cwd()))
     try:
         return importlib.import_module(place)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise InputError(f"The module of {name} cannot be imported: {_said(error)}. {_EXPECTED}.") from error
 
 
@@ -106,7 +110,7 @@ def _of_file(name: str, path: Path) -> ModuleType:
     sys.modules[path.stem] = module
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise InputError(f"The file of {name} cannot be run: {_said(error)}. {_EXPECTED}.") from error
     return module
 
@@ -114,7 +118,7 @@ def _of_file(name: str, path: Path) -> ModuleType:
 def _call(name: str, function: Callable[[], Any]) -> Any:
     try:
         return function()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise InputError(f"{name} failed: {_said(error)}. {_EXPECTED}.") from error
 
 
@@ -132,10 +136,15 @@ def _kinds(parts: Sequence[Any]) -> str:
     return "(" + ", ".join(type(part).__name__ for part in parts) + ")"
 
 
-def _said(error: Exception) -> str:
-    """Returns what an error of the user's code says, and the line that raised it."""
+def _said(error: BaseException) -> str:
+    """Returns what an error of the user's code says, and the last line of that code, not of a library's."""
     text = (str(error).strip() or "no message").splitlines()[0]
     frames = traceback.extract_tb(error.__traceback__)
-    users = [frame for frame in frames if "importlib" not in frame.filename and __file__ != frame.filename]
+    known = [frame for frame in frames if "importlib" not in frame.filename and __file__ != frame.filename]
+    users = [frame for frame in known if not _is_of_library(frame.filename)] or known
     where = f" at {users[-1].filename}:{users[-1].lineno}" if users else ""
     return f"{type(error).__name__}: {text}{where}"
+
+
+def _is_of_library(file: str) -> bool:
+    return file.startswith("<") or any(Path(file).is_relative_to(path) for path in _LIBRARIES)

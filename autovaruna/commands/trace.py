@@ -52,7 +52,7 @@ def run(options: argparse.Namespace) -> None:
         ConfigError: the file is no trace, or has no such step.
     """
     if options.plot:
-        check_plot()
+        check_plot(options.plot)
     bars = read_bars(Path(options.file))
     steps = sorted({bar.step for bar in bars})
     predicted = (bar.step for bar in bars if _PROCESSES[bar.process] == "predicted")

@@ -118,7 +118,8 @@ class _Reader:
             for key in self.table(table):
                 if key not in known:
                     nearest = difflib.get_close_matches(key, known, 1)
-                    raise self.error(table, key, "is unknown" + (f"; did you mean {nearest[0]}?" if nearest else ""))
+                    meant = f"did you mean {nearest[0]}?" if nearest else f"expected one of {', '.join(sorted(known))}"
+                    raise self.error(table, key, f"is unknown; {meant}")
 
     def error(self, table: str, key: str, complaint: str) -> ConfigError:
         return ConfigError(f"{self.path}: {f'{table}.' if table else ''}{key} {complaint}")

@@ -16,6 +16,7 @@ from autovaruna.__main__ import main
 from autovaruna.commands.planning import make_optimizer
 from autovaruna.commands.report import timeline
 from autovaruna.planner.deployments.deployment_file import load
+from autovaruna.profiler.device_file import read_device
 from autovaruna.profiler.profile_file import load_profile
 from tests.commands import targets
 
@@ -133,14 +134,15 @@ def test_what_cannot_be_planned_says_why(target: str, said: str, capsys: Any) ->
         (["--ranks", "2", "--device", "h10"], "did you mean h100?"),
         (["--ranks", "2", "--num-stages", "two"], "--num-stages is 'two'; expected a whole number"),
         (["--ranks", "2", "--recompute", "some"], "expected one of"),
-        (["--ranks", "2", "--memory", "much"], "expected a number of bytes"),
+        (["--ranks", "2", "--memory", "much"], "--memory is 'much'; expected a number of bytes"),
+        (["--ranks", "2", "--memory", "0"], "--memory is '0'; expected a number of bytes"),
         (["--ranks", "2", "--optimizer", "magic"], "expected none, "),
         (["--ranks", "2", "--optimizer", "sgd:speed=1"], "cannot be made"),
         (["--ranks", "2", "--profile", "/no/such/file"], "cannot be read"),
         (["--ranks", "2", "--num-stages", "3", "--max-stages-per-rank", "1", "--device", "h100"], "3 ranks are needed"),
         (["--ranks", "2", "--memory", "1KB", "--device", "h100"], "no plan fits into memory"),
         (["--ranks", "2", "--device", "h100", "-o", "/proc/no/plan.json"], "cannot be written"),
-        (["--ranks", "2", "--device", "h100", "--plot", "step.nothing"], "cannot draw"),
+        (["--ranks", "2", "--device", "h100", "--plot", "step.nothing"], "ends in .nothing"),
     ],
 )
 def test_an_option_that_cannot_be_used_says_why(arguments: list[str], said: str, capsys: Any) -> None:
@@ -185,6 +187,9 @@ def test_a_device_file_with_a_mistake_names_it(tmp_path: Path, device: str, caps
     for old, new, said in (
         ("float32 = 5e10", "float32 = -1", "compute.float32 is -1"),
         ("float32 = 5e10", "float31 = 5e10", "compute.float31 is unknown; did you mean float32?"),
+        ('kind = "cpu"', 'kind = "cpu"\nzzz = 1', "zzz is unknown; expected one of all_reduce, compute"),
+        ('memory = "8GiB"', "memory = 2.5", "memory is 2.5"),
+        ('memory = "8GiB"', "memory = nan", "memory is nan"),
         ('memory = "8GiB"', 'memory = "much"', "memory is 'much'"),
         ('memory = "8GiB"', "", "does not say its memory"),
         ("[local_link]", "[local_links]", "local_links is unknown"),
@@ -197,6 +202,39 @@ def test_a_device_file_with_a_mistake_names_it(tmp_path: Path, device: str, caps
         assert plan(f"{HERE}:mlp", "--ranks", "2", "--device", device) == 1
         error = capsys.readouterr().err
         assert said in error and device in error
+
+
+@pytest.mark.parametrize("text", ["2e9", "2_000_000_000", '"2e9"', '"2GB"'])
+def test_bytes_of_a_device_may_be_written_as_a_power_of_ten(device: str, text: str) -> None:
+    Path(device).write_text(CPU_FILE.replace('"8GiB"', text))
+    assert read_device(device).memory_bytes == 2_000_000_000
+
+
+def test_an_error_of_the_users_function_names_a_line_of_theirs(tmp_path: Path, capsys: Any, device: str) -> None:
+    """Not one of a library, which raised it; and a script that ends itself is told like one that fails."""
+    script = tmp_path / "their_build.py"
+    script.write_text("import json, sys\ndef raises():\n    json.loads('{')\ndef ends():\n    sys.exit(3)\n")
+    for name, said in (("raises", "JSONDecodeError"), ("ends", "SystemExit: 3")):
+        assert plan(f"{script}:{name}", "--ranks", "2", "--device", device) == 1
+        error = capsys.readouterr().err
+        assert said in error and f"{script}:{3 if name == 'raises' else 5}" in error
+
+
+def test_an_interrupt_is_told_in_one_line(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    def stops(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(targets, "mlp", stops)
+    assert plan(f"{HERE}:mlp", "--ranks", "2", "--device", "h100") == 130
+    assert capsys.readouterr().err == "autovaruna: interrupted\n"
+
+
+@pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="draws")
+@pytest.mark.parametrize(("path", "said"), [("step.xyz", "ends in .xyz"), ("nowhere/step.png", "no folder nowhere")])
+def test_a_picture_that_cannot_be_drawn_is_told_before_planning(path: str, said: str, capsys: Any, device: str) -> None:
+    assert plan(f"{HERE}:mlp", "--ranks", "2", "--device", device, "--plot", path) == 1
+    printed = capsys.readouterr()
+    assert said in printed.err and not printed.out
 
 
 @pytest.mark.parametrize("text", ["adamw", "SGD:momentum=0.9,nesterov=true", "Adafactor", "rmsprop"])
