@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from autovaruna.planner.partition import partition
+from autovaruna.planner.partition import partition, solve
 from autovaruna.planner.partition.blocks import bits, build_blocks, turn
 from autovaruna.planner.partition.bounds import Bounds, chain_load
 from autovaruna.planner.partition.cheap import CheapCuts
@@ -205,3 +205,16 @@ def test_few_cuts_prove_what_all_downsets_prove(seed: int) -> None:
     assert full.gap == few.gap == 0.0
     assert few.objective == pytest.approx(full.objective, rel=1e-9)
     assert "all cuts that leave room" in few.proof
+
+
+@pytest.mark.parametrize("is_training", [False, True])
+def test_few_cuts_come_first_only_while_blocks_are_loose(is_training: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = forward_problem(*grid(4, 5), crossing=0.5)
+    if is_training:
+        loose = tuple(replace(node, name=node.name + "b", is_backward=True) for node in problem.nodes)
+        edges = problem.edges + tuple((node.name, node.name + "b") for node in problem.nodes)
+        problem = replace(problem, nodes=problem.nodes + loose, edges=edges)
+    efforts: list[int] = []
+    monkeypatch.setattr(solve, "squeeze", lambda graph, bounds, proof, most_states, *rest: efforts.append(most_states))
+    partition(problem, 3, max_downsets=20)
+    assert len(efforts) == 1 + is_training and efforts == sorted(efforts)

@@ -84,19 +84,27 @@ def _search(graph: BlockGraph, bounds: Bounds, max_downsets: int) -> None:
 
 
 def _search_wide(graph: BlockGraph, bounds: Bounds) -> None:
-    """Searches the cuts at which little crosses, few and then more of them, and around the best plan."""
+    """Searches around the best plan, and the cuts at which little crosses.
+
+    While there are loose blocks, few cuts first: most of them need not come back.
+    """
     smaller, groups = without_loose(graph, bounds.problem.border)
     is_whole = len(groups) <= _FEW_LOOSE
     proof = "all cuts that leave room for what crosses at the others were searched"
-    for most_states, share in _EFFORTS:
-        now = time.monotonic()
-        squeeze(smaller, bounds, proof, most_states, groups, now + share * (bounds.deadline - now))
+    refine(graph, bounds, _SMALL, _share_of_rest(bounds, _SHARE_TO_REFINE))
+    for most_states, share in _EFFORTS if groups else _EFFORTS[-1:]:
+        squeeze(smaller, bounds, proof, most_states, groups, _share_of_rest(bounds, share))
         if is_whole:
             smaller, groups = graph, []
         if bounds.is_closed or bounds.is_late:
             return
-        now = time.monotonic()
-        refine(graph, bounds, _SMALL, now + _SHARE_TO_REFINE * (bounds.deadline - now))
+        refine(graph, bounds, _SMALL, _share_of_rest(bounds, _SHARE_TO_REFINE))
+
+
+def _share_of_rest(bounds: Bounds, share: float) -> float:
+    """Returns when a share of the time that is left will be over."""
+    now = time.monotonic()
+    return now + share * (bounds.deadline - now)
 
 
 def _search_without_loose(graph: BlockGraph, bounds: Bounds, max_downsets: int) -> bool:
