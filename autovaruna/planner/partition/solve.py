@@ -6,6 +6,7 @@ import math
 import time
 
 from autovaruna.errors import PlanError
+from autovaruna.planner.partition.anneal import anneal
 from autovaruna.planner.partition.blocks import BlockGraph, build_blocks
 from autovaruna.planner.partition.bounds import Bounds
 from autovaruna.planner.partition.chains import best_chain
@@ -22,7 +23,7 @@ from autovaruna.planner.partition.squeeze import squeeze
 
 _SMALL, _LARGE = 20_000, 200_000
 _EFFORTS = ((20_000, 0.3), (1_500_000, 0.9))
-_SHARE_TO_REFINE = 0.2
+_SHARE_TO_ANNEAL, _SHARE_TO_REFINE = 0.1, 0.2
 _NEGLIGIBLE = 1e-6
 _FEW_LOOSE = 4
 _MOST_BACK = 2
@@ -91,6 +92,7 @@ def _search_wide(graph: BlockGraph, bounds: Bounds) -> None:
     smaller, groups = without_loose(graph, bounds.problem.border)
     is_whole = len(groups) <= _FEW_LOOSE
     proof = "all cuts that leave room for what crosses at the others were searched"
+    anneal(graph, bounds, _share_of_rest(bounds, _SHARE_TO_ANNEAL))
     refine(graph, bounds, _SMALL, _share_of_rest(bounds, _SHARE_TO_REFINE))
     for most_states, share in _EFFORTS if groups else _EFFORTS[-1:]:
         squeeze(smaller, bounds, proof, most_states, groups, _share_of_rest(bounds, share))
