@@ -88,6 +88,7 @@ class Planning:
             remote_link=remote,
             all_reduce_bytes_per_second=all_reduce,
             all_reduce_latency_seconds=latency,
+            memory_margin=self.settings.memory_margin,
         )
 
     @cached_property

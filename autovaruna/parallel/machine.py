@@ -120,6 +120,7 @@ def describe_cluster(
         process_bytes=process_bytes,
         heap_share=_heap_share() if is_host else 0.0,
         own_process_bytes=() if settings.memory_limit_bytes else own_process_bytes,
+        memory_margin=settings.memory_margin,
     )
 
 

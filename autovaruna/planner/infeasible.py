@@ -17,6 +17,8 @@ from autovaruna.planner.sized import Sized
 
 _FEW_RANKS = 16
 _FEW_BLOCKS = 1000
+_ROUNDED_UP = 1.006
+"""Three digits of a number with this on top are no less than the number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +131,10 @@ def _largest_block(sized: Sized) -> str:
 def _advice(problem: Problem, sized: Sized, worst: _Shortage) -> Iterator[str]:
     constraints, limits = problem.constraints, problem.cluster.memory_bytes
     whose = "each rank" if len(set(limits)) == 1 else f"rank {worst.rank}"
-    yield f"give {whose} {readable(worst.needed_bytes)} or more (memory_limit_bytes, memory_margin)"
+    margin = problem.cluster.memory_margin
+    left = f", of which {margin:.0%} are left free: memory_margin" if margin else ""
+    enough = worst.needed_bytes / (1.0 - margin) * _ROUNDED_UP
+    yield f"give {whose} {readable(enough)} or more (memory_limit_bytes{left})"
     fits_alone = float(_bytes_of_segments(sized).max()) <= max(limits)
     if not fits_alone:
         yield "make its largest block smaller, since more ranks do not help a block that one rank must hold"

@@ -107,6 +107,7 @@ class Cluster:
         process_bytes: what a rank holds beside its stages, over a process that has not traced a model.
         own_process_bytes: the same of each rank, whose mean that is; empty where it is not known.
         heap_share: what the allocator needs on top of each byte that a step makes and frees.
+        memory_margin: the share of what the user has said, or the machine has, that the limits leave free.
     """
 
     hosts: tuple[str, ...]
@@ -120,6 +121,7 @@ class Cluster:
     process_bytes: float = 0.0
     heap_share: float = 0.0
     own_process_bytes: tuple[float, ...] = ()
+    memory_margin: float = 0.0
     format_version: int = FORMAT_VERSION
 
     @property

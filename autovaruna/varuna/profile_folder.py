@@ -111,7 +111,7 @@ def _plain(value: Any) -> Any:
     return "inf" if isinstance(value, float) and math.isinf(value) else value
 
 
-_SINCE = frozenset({"own_process_bytes"})
+_SINCE = frozenset({"own_process_bytes", "memory_margin"})
 """Fields that files of an older library lack."""
 
 

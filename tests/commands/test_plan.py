@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -148,6 +149,16 @@ def test_what_cannot_be_planned_says_why(target: str, said: str, capsys: Any) ->
 def test_an_option_that_cannot_be_used_says_why(arguments: list[str], said: str, capsys: Any) -> None:
     assert plan(f"{HERE}:mlp", *arguments) == 1
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("more", [[], ["--num-stages", "2", "--schedule", "gpipe"], ["--memory-margin", "0.3"]])
+def test_the_memory_that_is_said_to_be_enough_is(more: list[str], capsys: Any) -> None:
+    """As the user says it: the part that is left free is on top, and no digit was rounded down."""
+    arguments = [f"{HERE}:mlp", "--ranks", "2", "--device", "h100", *more]
+    assert plan(*arguments, "--memory", "1KB") == 1
+    found = re.search(r"give each rank ([0-9.]+ \w+) or more", capsys.readouterr().err)
+    assert found is not None
+    assert plan(*arguments, "--memory", found[1].removesuffix(" bytes")) == 0
 
 
 def test_a_wrong_usage_ends_with_status_2() -> None:
