@@ -25,6 +25,8 @@ from autovaruna.schedule import Pipeline, latency_depth, simulate, textbook_dept
 _ACTS_OF_A_CANDIDATE, _ACTS_OF_A_STAGE = 100, 5
 _ACTS_OF_A_FIT = 30
 """What it takes to fit a stage that shares its ranks with others into their memory."""
+_ACTS_OF_A_PEAK, _ACTS_OF_AN_INSTRUCTION = 100, 40
+"""What it takes to follow the memory of ranks, instruction by instruction."""
 DEPTHS = {"textbook": textbook_depth, "latency": latency_depth}
 DEEPEST = "deepest"
 """As deep as memory allows without recompute, or with it where that is needed at any depth."""
@@ -77,6 +79,11 @@ class Planner:
         """Counts a stage that is laid down and no more, and returns `spent_seconds`."""
         self.predictor.num_acts += _ACTS_OF_A_STAGE
         return self.spent_seconds
+
+    def count_peaks(self, plan: Plan) -> None:
+        """Counts that the memory of ranks is followed, instruction by instruction."""
+        acts = policy_of(plan.schedule).num_instructions(self.pipeline(plan))
+        self.predictor.num_acts += _ACTS_OF_A_PEAK + acts * _ACTS_OF_AN_INSTRUCTION
 
     def step_costs(self, candidate: Candidate) -> float:
         """Returns what the simulation of a candidate takes at least, counted as `spent_seconds` is."""
@@ -169,17 +176,17 @@ class Planner:
         options = []
         for s, ranks in enumerate(candidate.ranks):
             held, depth = sized.held_by(*_range(candidate, s, self.tables)), self._depth(candidate, s, counts)
-            deferred = self._most_deferred(sized, candidate, s, counts)
+            deferred = self.most_deferred(candidate, s, counts)
             least = depth if is_fixed else 1
             options.append(Option(held, ranks, depth, least, first_choice, deferred, candidate.depth == DEEPEST))
         return options
 
-    def _most_deferred(self, sized: Sized, candidate: Candidate, stage: int, counts: Sequence[int]) -> int:
+    def most_deferred(self, candidate: Candidate, stage: int, counts: Sequence[int]) -> int:
         """Returns how many backwards of a stage may leave weight gradients for later; 0: they are not split."""
         if candidate.schedule != SPLIT_SCHEDULE or len(counts) == 1:
             return 0
         i, j = (int(self.tables.positions[each]) for each in _range(candidate, stage, self.tables))
-        if not sized.costs.weight_seconds[i:j].any():
+        if not self.sized(candidate.num_micro_batches).costs.weight_seconds[i:j].any():
             return 0
         return min(_DEFERRED_EACH_STAGE * len(counts), -(-candidate.num_micro_batches // counts[stage]))
 

@@ -125,7 +125,8 @@ def variants(problem: Problem, num_stages: int, is_interleaved: bool = False) ->
         depths += [DEEPEST] if len(depths) > 1 else []
         return [(depth, constraints.schedule) for depth in (depths[:1] if is_full else depths)]
     if is_interleaved:
-        return [(depth, schedule) for depth in reversed(depths) for schedule in _OF_SHARED_RANKS]
+        depths = [*reversed(depths), DEEPEST] if len(depths) > 1 else depths
+        return [(depth, schedule) for depth in depths for schedule in _OF_SHARED_RANKS]
     pairs = [(depth, "1f1b") for depth in depths]
     if problem.needs_gradient and (num_stages > 1 or constraints.recompute != "none"):
         pairs += [(depth, "varuna") for depth in depths]

@@ -32,11 +32,12 @@ from autovaruna.planner.rounds import EVERY
 from autovaruna.planner.settling import Found, explain_excess, first_that_fits, loosen_best, that_fits
 from autovaruna.planner.single import SingleSearch
 from autovaruna.planner.trials import Progress, Trials
+from autovaruna.planner.tuning import NEAR, is_shared, tuned
 
 _log = logging.getLogger(__name__)
 
 _SHAPES_SECONDS, _MORE_ROUNDS_SECONDS, _SHAPES_CLIMB_SECONDS, _PATTERNS_SECONDS = 1.5, 0.75, 1.0, 1.0
-_FINE_SECONDS = 2.0
+_FINE_SECONDS, _TUNING_SECONDS = 2.0, 0.5
 """What simulations may take, by the count of `Planner.spent_seconds`, so that a search ends alike on every machine."""
 _SHAPES_STARTS = 2
 _WORSE = 1.01
@@ -98,6 +99,8 @@ class _Search:
         self.trials = self._new_trials(self.planner, below_seconds)
         self.proof = Proof(self.planner, self.counts, self.most_each)
         self.single = SingleSearch(self.trials, self.counts, self.proof, progress)
+        self.others: Trials | None = None
+        """Those of plans with several stages a rank, if there may be better ones."""
         self.excess: Plan | None = None
         """The fastest plan, if all that were found need more memory than they seemed to."""
 
@@ -135,7 +138,7 @@ class _Search:
             return None
         self.progress("proving how good the plan is", 1.0)
         plan = self.planner.with_block_bytes(settled)
-        if chosen is trials:
+        if not is_shared(plan):
             single = plan
         return self.proof.put_into(plan, single, was_cut_short=trials.was_cut_short or chosen.was_cut_short)
 
@@ -153,6 +156,7 @@ class _Search:
         """Returns the trials of plans with several stages a rank if one of them is better, else those with one."""
         self.progress("interleaving stages", 0.0)
         known, trials = self.trials, self._new_trials(self.planner)
+        self.others = trials
         order = rank_orders(self.problem)[0]
         for more_than, most, seconds in ((1, EVERY, _SHAPES_SECONDS), (EVERY, self.most_each, _MORE_ROUNDS_SECONDS)):
             most_each = min(most, self.most_each)
@@ -163,6 +167,8 @@ class _Search:
         climb_best(trials, _SHAPES_STARTS, _SHAPES_CLIMB_SECONDS, self.single.recut, self.progress)
         if self.is_small:
             self._try_all_patterns(trials)
+            trials.go_deep(that_fits)
+            self._try_all_patterns(trials)
         loosen_best(trials, _SHAPES_STARTS)
         return trials if trials.least_seconds < known.least_seconds * WORTH else known
 
@@ -172,25 +178,26 @@ class _Search:
         def limit() -> float:
             return min(self.trials.least_seconds * WORTH, trials.least_seconds * PROVEN)
 
-        self.proof.is_all_complete = True
+        is_complete = True
         for count in sorted(self.counts, key=self.proof.of_all):
             if self.proof.of_all(count) >= limit():
                 break
             groups = self.proof.groups.get(count) or GroupSearch(self.planner.sized(count), self.forced_stages)
             search = PatternSearch(groups, self.most_each, limit, lambda: self.planner.count_step() < end)
             for candidate in search.candidates():
-                trials.attempt(candidate, limit())
-            self.proof.is_all_complete &= search.is_complete
+                trials.attempt(candidate, limit() * NEAR, limit())
+            is_complete &= search.is_complete
+        self.proof.is_all_complete |= is_complete
 
     # The best of all.
 
     def _fastest_first(self, chosen: Trials) -> list[Found]:
         """Returns all plans that were faster than they had to be, those with finer cuts among them."""
         found: dict[int, Found] = {}
-        for trials in (self._zoomed(chosen), chosen, self.trials):
+        for trials in (self._zoomed(chosen), chosen, self.trials, self.others or chosen):
             for variant, plan in trials.built.values():
                 found.setdefault(id(plan), (trials.planner, variant, plan))
-        return sorted(found.values(), key=lambda each: each[2].predicted_seconds)
+        return tuned(list(found.values()), _TUNING_SECONDS)
 
     def _zoomed(self, trials: Trials) -> Trials:
         """Lets the cuts of the best plan move between the segments of a large graph."""

@@ -40,7 +40,7 @@ def first_that_fits(found: Iterable[Found]) -> Plan | None:
         if best and plan.predicted_seconds >= best.predicted_seconds:
             break
         whole = planner.predict_whole(plan)
-        if _fits(planner, whole):
+        if is_within(planner, whole):
             return _faster(best, loosened(planner, candidate, whole))
         best = _faster(best, _built_again(planner, candidate, whole))
     return best
@@ -49,7 +49,7 @@ def first_that_fits(found: Iterable[Found]) -> Plan | None:
 def that_fits(planner: Planner, candidate: Candidate, plan: Plan) -> Plan | None:
     """Returns the plan with the memory of its ranks, or one built again that fits; None if there is none."""
     whole = planner.predict_whole(plan)
-    return whole if _fits(planner, whole) else _built_again(planner, candidate, whole)
+    return whole if is_within(planner, whole) else _built_again(planner, candidate, whole)
 
 
 def loosened(planner: Planner, candidate: Candidate, plan: Plan, predict: Predict | None = None) -> Plan:
@@ -73,7 +73,7 @@ def loosen_best(trials: Trials, most: int) -> None:
         if _is_squeezed(trials.planner, variant, plan):
             predict = trials.planner.predict_part
             known = predict(plan)
-            if _fits(trials.planner, known):
+            if is_within(trials.planner, known):
                 trials.put(candidate, variant, loosened(trials.planner, variant, known, predict))
 
 
@@ -104,7 +104,7 @@ def _built_again(planner: Planner, candidate: Candidate, plan: Plan, predict: Pr
         if other is None or _choices(other) == _choices(plan):
             break
         plan = (predict or planner.predict_whole)(other)
-        best = _faster(best, plan) if _fits(planner, plan) else best
+        best = _faster(best, plan) if is_within(planner, plan) else best
     return best
 
 
@@ -125,7 +125,8 @@ def _choices(plan: Plan) -> list[tuple[bool, int, int]]:
     return [(stage.needs_recompute, stage.in_flight, stage.deferred) for stage in plan.stages]
 
 
-def _fits(planner: Planner, plan: Plan) -> bool:
+def is_within(planner: Planner, plan: Plan) -> bool:
+    """Returns whether a plan with the memory of its ranks fits."""
     limits = planner.problem.cluster.memory_bytes
     return all(needed <= limit for needed, limit in zip(plan.rank_bytes(), limits, strict=True))
 

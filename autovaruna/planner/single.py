@@ -17,7 +17,7 @@ from autovaruna.planner.splits import Splitter
 from autovaruna.planner.trials import Progress, Trials, is_long, varied
 
 _SMALL = 3000
-_SPLIT_SECONDS, _CLIMB_SECONDS, _REST_SECONDS = 2.0, 2.0, 2.0
+_SPLIT_SECONDS, _CLIMB_SECONDS, _REST_SECONDS = 2.0, 2.0, 4.0
 """What simulations may take, by the count of `Planner.spent_seconds`, so that a search ends alike on every machine."""
 _STARTS = 4
 _NEAR, _NEAR_OF_FEW_RANKS = 1.03, 1.1
@@ -126,6 +126,8 @@ class SingleSearch:
         """Tries all plans whose bound leaves room for something better, the least bound first."""
         groups = {count: GroupSearch(self.planner.sized(count), self.forced_stages) for count in self.counts}
         self.proof.groups = groups
+        # To settle a plan takes long: only what is better is worth that. Others may become better by tuning.
+        near = PROVEN if self.trials.settle else _NEAR
         limit, first = self.planner.spent_seconds + _REST_SECONDS, self.trials.least_seconds
         open_counts = [each for each in groups.values() if each.least_seconds < first * PROVEN]
         for seconds, candidate in merge(*(each.in_order() for each in open_counts), key=lambda pair: pair[0]):
@@ -135,7 +137,8 @@ class SingleSearch:
             if spent > limit:
                 return
             self.progress("trying all other plans", 1.0 - (limit - spent) / _REST_SECONDS)
-            self.trials.attempt(candidate, self.trials.least_seconds * PROVEN)
+            least = self.trials.least_seconds
+            self.trials.attempt(candidate, least * near, least * PROVEN)
         self.proof.is_complete = True
 
     def _splitter(self, planner: Planner) -> Splitter:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
@@ -91,9 +91,7 @@ class Sized:
     @cached_property
     def held(self) -> Holdings[Array]:
         """What each range holds."""
-        held = holdings_of_ranges(self.tables, self.greatest_costs)
-        held.deferred[0, -1] = 0.0  # The only stage of a plan is never split.
-        return held
+        return holdings_of_ranges(self.tables, self.greatest_costs)
 
     @cached_property
     def fixed_bytes(self) -> Array:
@@ -121,8 +119,7 @@ class Sized:
     def held_by(self, i: int, j: int) -> Holdings[float]:
         """Returns what the range of the segments i .. j-1 holds; the search asks for the same ones again and again."""
         if (i, j) not in self._held_by:
-            held, is_whole = self._by_range.of(i, j), j - i == self.tables.num_segments
-            self._held_by[i, j] = replace(held, deferred=0.0) if is_whole else held  # The only stage is never split.
+            self._held_by[i, j] = self._by_range.of(i, j)
         return self._held_by[i, j]
 
     @cached_property
@@ -207,13 +204,13 @@ class Sized:
 
     @cached_property
     def plain_bytes(self) -> StageBytes[Array]:
-        """Bytes of each range without recompute."""
-        return self.model.of_stage(self.held, needs_recompute=False, deferred=int(self.is_split))
+        """Bytes of each range without recompute; none are of weight gradients that are computed apart."""
+        return self.model.of_stage(self.held, needs_recompute=False)
 
     @cached_property
     def recomputed_bytes(self) -> StageBytes[Array]:
         """The same with recompute."""
-        return self.model.of_stage(self.held, needs_recompute=True, deferred=int(self.is_split))
+        return self.model.of_stage(self.held, needs_recompute=True)
 
     @property
     def recompute_choices(self) -> tuple[bool, ...]:

@@ -36,6 +36,8 @@ class Trials:
     Attributes:
         built: for each of `ranked`, the variant that takes so long, and its plan.
         ranked: the least seconds of each candidate that was faster than it had to be.
+        hope: what plans of ranks with several stages have to pass that need more memory by their depths than there is:
+            such stages seldom reach their depths together. None: such plans are not tried.
         is_deep: whether plans with as much in flight as there is memory for are tried, too.
         was_cut_short: whether something was left out since its simulation is long, or time was up.
     """
@@ -44,6 +46,7 @@ class Trials:
         self, planner: Planner, *, is_small: bool, below_seconds: float = math.inf, settle: Settle | None = None
     ) -> None:
         self.planner, self.is_small, self.below_seconds, self.settle = planner, is_small, below_seconds, settle
+        self.hope: Settle | None = None
         self.best: Plan | None = None
         self.built: dict[Candidate, tuple[Candidate, Plan]] = {}
         self.ranked: dict[Candidate, float] = {}
@@ -55,27 +58,34 @@ class Trials:
         """The seconds that a plan has to beat: those of the best one, if there is one."""
         return self.best.predicted_seconds if self.best else self.below_seconds
 
-    def attempt(self, candidate: Candidate, below: float) -> float:
-        """Simulates a candidate in every variant; returns its least seconds, infinite if they are not below `below`."""
+    def attempt(self, candidate: Candidate, below: float, worth: float = math.inf) -> float:
+        """Simulates a candidate in every variant; returns its least seconds, infinite if they are not below `below`.
+
+        Args:
+            candidate: what to try.
+            below: plans that take as long or longer are of no use.
+            worth: nor are those that no depths and no schedule let take less than that.
+        """
         if candidate in self.seen:
             return self.seen[candidate]
         found, bounds = float("inf"), dict[tuple[bool, ...], float]()
         most = self._most_variants(candidate)
-        for tried, (variant, plan) in enumerate(self._plans(candidate)):
+        for tried, (variant, plan, settle) in enumerate(self._plans(candidate)):
             if tried >= most and found < float("inf"):
                 self.was_cut_short = True
                 break
             recomputed = tuple(stage.needs_recompute for stage in plan.stages)
             if recomputed not in bounds:
                 bounds[recomputed] = self.planner.bound(plan)  # It knows nothing of depths and schedules.
-            if bounds[recomputed] >= min(below, found * _REACHED):
+            if bounds[recomputed] >= min(below, worth, found * _REACHED):
                 if not any(recomputed):
                     break  # None of the others has less to do.
                 continue
             limit = min(below, found * (_WORTH_ITS_MEMORY if variant.depth == DEEPEST else 1.0))
             predicted = self.planner.predict(plan, limit)
-            if predicted and self.settle:
-                predicted = self.settle(self.planner, variant, predicted)
+            if predicted and settle:
+                self.planner.count_peaks(predicted)
+                predicted = settle(self.planner, variant, predicted)
             if predicted and predicted.predicted_seconds < limit:
                 found = predicted.predicted_seconds
                 self.best = predicted if found < self.least_seconds else self.best
@@ -85,9 +95,9 @@ class Trials:
             self.ranked[candidate] = found
         return found
 
-    def go_deep(self) -> None:
-        """Has whatever is tried from now on tried at the greatest depths, too."""
-        self.is_deep = True
+    def go_deep(self, hope: Settle | None = None) -> None:
+        """Has whatever is tried from now on tried at the greatest depths, too, and with hope that it fits."""
+        self.is_deep, self.hope = True, hope
         self.seen.clear()
 
     def put(self, candidate: Candidate, variant: Candidate, plan: Plan) -> None:
@@ -102,20 +112,28 @@ class Trials:
             return math.inf
         return _LONG_INTERLEAVED_VARIANTS if candidate.is_interleaved else 1
 
-    def _plans(self, candidate: Candidate) -> Iterator[tuple[Candidate, Plan]]:
-        """Yields the variants of a candidate that are worth a simulation, with their plans, if they fit into memory."""
+    def _plans(self, candidate: Candidate) -> Iterator[tuple[Candidate, Plan, Settle | None]]:
+        """Yields the variants of a candidate that are worth a simulation, with plans, and what these have to pass."""
         is_free = self.planner.problem.constraints.schedule == "auto" and not self.is_small
-        built: dict[tuple[str, bool], Plan | None] = {}
+        built: dict[tuple[str, bool], list[tuple[Plan, Settle | None]]] = {}
         for depth, schedule in variants(self.planner.problem, len(candidate.starts), candidate.is_interleaved):
             if depth == DEEPEST and not self.is_deep:
                 continue
             key, variant = (depth, schedule == "gpipe"), replace(candidate, depth=depth, schedule=schedule)
             if key not in built:
-                built[key] = self.planner.build(variant)
-            plan = built[key]
-            is_like_1f1b = is_free and schedule == "varuna" and plan and not any(s.needs_recompute for s in plan.stages)
-            if plan and not is_like_1f1b:
-                yield variant, replace(plan, schedule=schedule)
+                built[key] = self._built(variant)
+            for plan, settle in built[key]:
+                is_like_1f1b = is_free and schedule == "varuna" and not any(s.needs_recompute for s in plan.stages)
+                if not is_like_1f1b:
+                    yield variant, replace(plan, schedule=schedule), settle
+
+    def _built(self, variant: Candidate) -> list[tuple[Plan, Settle | None]]:
+        """Returns the plan of a variant that fits into memory, and before it one that may fit."""
+        plan, free = self.planner.build(variant), None
+        if self.hope and variant.is_interleaved:
+            free = self.planner.build(variant, (math.inf,) * self.planner.problem.cluster.num_ranks)
+        plans = [(free, self.hope)] if free and free != plan else []
+        return [*plans, (plan, self.settle)] if plan else plans
 
     def few_if_long(self, candidates: list[Candidate]) -> list[Candidate]:
         """Returns the candidates, or, if their simulations are long, the one whose stages have the least bound."""

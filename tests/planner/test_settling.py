@@ -57,6 +57,10 @@ def test_stages_do_not_save_memory_that_their_rank_has_at_every_instruction(monk
     problem = tight(3, 0.9)
     plan = make_plan(problem)
     monkeypatch.setattr(search, "loosen_best", lambda trials, most: None)
+    monkeypatch.setattr(search, "that_fits", lambda planner, candidate, plan: None)
+    monkeypatch.setattr(
+        search, "tuned", lambda found, most_seconds: sorted(found, key=lambda x: x[2].predicted_seconds)
+    )
     monkeypatch.setattr("autovaruna.planner.settling.loosened", lambda planner, candidate, plan: plan)
     assert plan.predicted_seconds < 0.95 * make_plan(problem).predicted_seconds
 
@@ -73,7 +77,7 @@ def test_what_was_chosen_by_its_instructions_is_not_refused_when_it_is_loaded() 
 
 
 def test_where_no_plan_fits_by_its_instructions_it_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("autovaruna.planner.settling._fits", lambda planner, plan: False)
+    monkeypatch.setattr("autovaruna.planner.settling.is_within", lambda planner, plan: False)
     with pytest.raises(PlanError, match=r"need .* on rank [01], which has .* give it that much"):
         make_plan(make_problem(6, 2, 4))
 

@@ -14,7 +14,7 @@ from autovaruna.planner.sized import Sized
 class Option(NamedTuple):
     """A stage while its recompute and depths are still open.
 
-    The in-flight depth goes down to `least_in_flight`, what is deferred to 1 if it is not 0. With `spares_recompute`
+    The in-flight depth goes down to `least_in_flight`, what is deferred to 0. With `spares_recompute`
     no stage recomputes if smaller depths are enough.
     """
 
@@ -37,6 +37,12 @@ def fit(sized: Sized, options: Sequence[Option], limits: Sequence[float]) -> lis
         for stage, option in zip(shared, found, strict=True):
             fitted[stage] = option
     return fitted
+
+
+def fits(sized: Sized, options: Sequence[Option], limits: Sequence[float]) -> bool:
+    """Returns whether the stages fit into the memory of their ranks as they are."""
+    tightest = _tightest(options, limits)
+    return all(_total(sized, [options[stage] for stage in shared]) <= limit for shared, limit in tightest.items())
 
 
 def _tightest(options: Sequence[Option], limits: Sequence[float]) -> dict[tuple[int, ...], float]:
@@ -67,7 +73,7 @@ def _fit_rank(sized: Sized, options: list[Option], limit: float) -> list[Option]
     if _total(sized, options) <= limit:
         return options
     most = max(option.deferred for option in options)
-    less = bisect_left(range(most - 1), True, key=lambda less: _total(sized, _deferring(options, less)) <= limit)
+    less = bisect_left(range(most), True, key=lambda less: _total(sized, _deferring(options, less)) <= limit)
     options = _deferring(options, less)
     if any(option.spares_recompute for option in options):
         shallow = _with_less_in_flight(sized, options, limit)
@@ -105,8 +111,8 @@ def _with_less_in_flight(sized: Sized, options: list[Option], limit: float) -> l
 
 
 def _deferring(options: Sequence[Option], less: int) -> list[Option]:
-    """Returns the options with so much less deferred, as far as they stay split."""
-    return [o._replace(deferred=max(o.deferred - less, 1)) if less and o.deferred else o for o in options]
+    """Returns the options with so much less deferred; with nothing left, backward is not split."""
+    return [o._replace(deferred=max(o.deferred - less, 0)) if less else o for o in options]
 
 
 def _lowered(options: Iterable[Option], depth: int) -> list[Option]:
