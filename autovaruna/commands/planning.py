@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -48,9 +48,11 @@ class Planning:
         self.device = read_device(options.device) if options.device else None
         saved = load_profile(options.profile) if options.profile else None
         is_simulated = self.device is not None or saved is not None
-        self.optimizer_bytes_factor = optimizer_factor(make_optimizer(options.optimizer), self.settings)
+        make_optimizer(options.optimizer)  # a mistake is told before the model is traced
         self.target = load_target(options.target, self.settings, _CPU if is_simulated else None)
         self.traced = self.target.traced
+        optimizer = make_optimizer(options.optimizer, [*self.target.model.parameters()])
+        self.optimizer_bytes_factor = optimizer_factor(optimizer, self.settings)
         self.profile = saved or self._new_profile()
 
     @cached_property
@@ -166,11 +168,12 @@ class Planning:
             return predict(self.traced, self.target.model, sizes, self.device, advance)
 
 
-def make_optimizer(text: str) -> torch.optim.Optimizer | None:
-    """Returns an optimizer of one small parameter.
+def make_optimizer(text: str, parameters: Sequence[nn.Parameter] = ()) -> torch.optim.Optimizer | None:
+    """Returns an optimizer, as a run has it.
 
     Args:
         text: A name of torch.optim in any case, with options behind a colon: ``sgd:momentum=0.9``; ``none``: none.
+        parameters: What it is for; one small parameter if there are none, or if it is not for all of them.
 
     Raises:
         ConfigError: there is no such optimizer, or it takes no such options.
@@ -183,10 +186,14 @@ def make_optimizer(text: str) -> torch.optim.Optimizer | None:
         raise ConfigError(f"--optimizer is {text!r}; expected none, {', '.join(sorted(known))}")
     try:
         options = {key: _number(value) for key, value in (pair.split("=") for pair in listed.split(",") if pair)}
-        made: torch.optim.Optimizer = known[name.lower()]([nn.Parameter(torch.zeros(2, 2))], **{"lr": 0.1, **options})
+        make = partial(known[name.lower()], **{"lr": 0.1, **options})
+        made: torch.optim.Optimizer = make([nn.Parameter(torch.zeros(2, 2))])
     except (TypeError, ValueError) as error:
         raise ConfigError(f"--optimizer is {text!r}, which cannot be made: {error}; as sgd:momentum=0.9") from error
-    return made
+    try:
+        return make(parameters) if parameters else made
+    except ValueError:  # Muon is for matrices alone
+        return made
 
 
 def _optimizers() -> Mapping[str, Any]:

@@ -18,6 +18,7 @@ from autovaruna.commands.planning import make_optimizer
 from autovaruna.commands.report import timeline
 from autovaruna.planner.deployments.deployment_file import load
 from autovaruna.profiler.device_file import read_device
+from autovaruna.profiler.optimizer import state_factor
 from autovaruna.profiler.profile_file import load_profile
 from tests.commands import targets
 
@@ -253,6 +254,15 @@ def test_optimizers_go_by_their_names(text: str) -> None:
     made = make_optimizer(text)
     assert made is not None and type(made).__name__.lower() == text.partition(":")[0].lower()
     assert make_optimizer("none") is None
+
+
+def test_state_of_an_optimizer_counts_as_in_a_run() -> None:
+    """To the bit, for a plan is valid for it: AdamW counts steps of each tensor, which are few bytes of a large one."""
+    model, *_ = targets.mlp()
+    own = make_optimizer("adamw", [*model.parameters()])
+    assert own is not None
+    assert state_factor(own) == state_factor(torch.optim.AdamW(model.parameters()))
+    assert make_optimizer("muon", [*model.parameters()]) is not None
 
 
 def test_the_table_lists_choices_fastest_first(capsys: Any, device: str) -> None:
