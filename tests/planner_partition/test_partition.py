@@ -10,7 +10,9 @@ from dataclasses import replace
 import pytest
 
 from autovaruna.errors import PlanError
-from autovaruna.planner.partition import Partition, PartitionNode, PartitionProblem, partition
+from autovaruna.planner.partition import Partition, PartitionNode, PartitionProblem, partition, solve
+from autovaruna.planner.partition.blocks import build_blocks
+from autovaruna.planner.partition.bounds import Bounds
 from tests.planner_partition.brute_force import greatest_load, is_valid
 from tests.planner_partition.graphs import branches, chain_problem, forward_problem, grid, training_problem
 
@@ -210,3 +212,15 @@ def test_nodes_without_edges_are_packed(monkeypatch: pytest.MonkeyPatch) -> None
     found = partition(problem, 4, max_seconds=2.0)
     _assert_valid(problem, found)
     assert found.gap < 0.01
+
+
+def test_a_wide_graph_that_hardly_fits_is_split_by_its_bytes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = forward_problem(*grid(3, 5), seed=1)
+    nodes = tuple(PartitionNode(node.name, float(node.num_bytes)) for node in problem.nodes)
+    least = partition(PartitionProblem(nodes, problem.edges), 4).objective
+    tight = replace(problem, limit_bytes=int(least))
+    for search in ("anneal", "refine", "squeeze"):
+        monkeypatch.setattr(solve, search, lambda *_: None)
+    bounds = Bounds(tight, 4, 1e-9, time.monotonic() + 20.0)
+    solve._search_wide(build_blocks(tight), bounds)
+    assert bounds.devices is not None and is_valid(tight, bounds.devices)

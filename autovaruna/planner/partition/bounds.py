@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from autovaruna.planner.partition.blocks import BlockGraph
 from autovaruna.planner.partition.load import device_loads
 from autovaruna.planner.partition.loose import fits, place_loose
-from autovaruna.planner.partition.problem import PartitionProblem
+from autovaruna.planner.partition.problem import Partition, PartitionProblem
 from autovaruna.planner.partition.reach import Chain
 
 
@@ -91,6 +91,11 @@ class Bounds:
             for position in group:
                 devices[position] = device
         return self._offer(devices, loose)
+
+    def offer_split(self, split: Partition) -> bool:
+        """Notes a plan for the same nodes, made with other costs."""
+        devices = split.assignment
+        return self._offer([devices[node.name] for node in self.problem.nodes], ())
 
     def _offer(self, devices: list[int], loose: Sequence[Sequence[int]]) -> bool:
         if loose:

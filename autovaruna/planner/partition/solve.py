@@ -23,6 +23,7 @@ from autovaruna.planner.partition.squeeze import squeeze
 
 _SMALL, _LARGE = 20_000, 200_000
 _EFFORTS = ((20_000, 0.3), (1_500_000, 0.9))
+_SHARE_FOR_BYTES = 0.25
 _SHARE_TO_ANNEAL, _SHARE_TO_REFINE = 0.1, 0.2
 _NEGLIGIBLE = 1e-6
 _FEW_LOOSE = 4
@@ -92,6 +93,8 @@ def _search_wide(graph: BlockGraph, bounds: Bounds) -> None:
     smaller, groups = without_loose(graph, bounds.problem.border)
     is_whole = len(groups) <= _FEW_LOOSE
     proof = "all cuts that leave room for what crosses at the others were searched"
+    if bounds.devices is None and bounds.problem.limit_bytes is not None:
+        bounds.offer_split(_split_bytes(bounds, _SHARE_FOR_BYTES * (bounds.deadline - time.monotonic())))
     anneal(graph, bounds, _share_of_rest(bounds, _SHARE_TO_ANNEAL))
     refine(graph, bounds, _SMALL, _share_of_rest(bounds, _SHARE_TO_REFINE))
     for most_states, share in _EFFORTS if groups else _EFFORTS[-1:]:
@@ -167,13 +170,8 @@ def _result(bounds: Bounds) -> Partition:
 
 
 def _what_would_fit(bounds: Bounds) -> str:
-    """Says which memory limit would do, by splitting the bytes as if they were seconds."""
-    problem = bounds.problem
-    nodes = tuple(
-        PartitionNode(node.name, float(node.num_bytes), is_backward=node.is_backward, group=node.group)
-        for node in problem.nodes
-    )
-    best = partition(PartitionProblem(nodes, problem.edges), bounds.num_devices, max_seconds=10.0)
+    """Says which memory limit would do."""
+    problem, best = bounds.problem, _split_bytes(bounds, 10.0)
     device = max(range(len(best.loads)), key=lambda index: best.loads[index])
     verdict = "no split fits" if bounds.is_impossible else "no split that fits was found in time"
     return (
@@ -181,3 +179,12 @@ def _what_would_fit(bounds: Bounds) -> str:
         f"{best.objective:.0f} bytes on device {device}, where {best.objective - (problem.limit_bytes or 0):.0f} are "
         f"missing; raise the limit to {best.objective:.0f} bytes or use more devices"
     )
+
+
+def _split_bytes(bounds: Bounds, max_seconds: float) -> Partition:
+    """Splits the bytes of a problem as if they were seconds."""
+    nodes = tuple(
+        PartitionNode(node.name, float(node.num_bytes), is_backward=node.is_backward, group=node.group)
+        for node in bounds.problem.nodes
+    )
+    return partition(PartitionProblem(nodes, bounds.problem.edges), bounds.num_devices, max_seconds=max_seconds)
