@@ -11,6 +11,7 @@ import pytest
 
 from autovaruna import AutoVaruna
 from autovaruna.errors import PlanError
+from autovaruna.planner import search
 from autovaruna.runtime.worlds.in_process import run_ranks
 from autovaruna.runtime.worlds.world import World
 from autovaruna.stage.module import StageModule
@@ -38,8 +39,11 @@ def measured(name: str, schedule: str, **settings: Any) -> tuple[Any, list[AutoV
     return merge(records), list(wrapped_models)
 
 
-def test_a_measured_plan_runs_as_it_was_predicted_and_keeps_the_bits(tmp_path: Path) -> None:
+def test_a_measured_plan_runs_as_it_was_predicted_and_keeps_the_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Every stage defers, every weight gradient is an instruction of the trace, and of the predicted rows beside it."""
+    monkeypatch.setattr(search, "_TUNING_SECONDS", 0.0)  # which may find that a stage had better be whole
     path = tmp_path / "events.json"
     found, (model, _) = measured("chain", SPLIT, trace_events=True, trace_events_file=str(path))
     expected, _ = measured("chain", "1f1b")
@@ -62,7 +66,8 @@ def test_replicas_and_several_stages_a_rank_sum_as_with_whole_backwards(name: st
         bit_equal(train(CASES[name], replace(setup, schedule=SPLIT), batches), train(CASES[name], setup, batches))
 
 
-def test_every_stage_has_something_left_for_later(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("whole", [(), (1,), (0, 2), (0, 1, 2)])
+def test_every_stage_has_something_left_for_later(whole: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """Without this, equal bits would prove nothing; a weight gradient comes only when its instruction does."""
     counts: list[int] = []
     compute = StageModule.compute_weights
@@ -72,8 +77,10 @@ def test_every_stage_has_something_left_for_later(monkeypatch: pytest.MonkeyPatc
         compute(self, deferred)
 
     monkeypatch.setattr(StageModule, "compute_weights", counted)
-    train(CASES["chain"], pipeline(3, schedule=SPLIT), [CASES["chain"].batch(7, 0)])
-    assert len(counts) == 3 * 3 and all(counts)
+    batches = [CASES["chain"].batch(7, 0)]
+    found = train(CASES["chain"], pipeline(3, schedule=SPLIT, whole=whole), batches)
+    assert len(counts) == 3 * (3 - len(whole)) and all(counts)
+    bit_equal(found, train(CASES["chain"], pipeline(3), batches))
 
 
 def test_clipping_accumulation_and_evaluation_are_as_ever() -> None:
