@@ -8,7 +8,16 @@ import pytest
 
 from autovaruna.planner.memory.handed_out import HandedOut, handed_out
 from autovaruna.planner.memory.holes import heap_of_steps
-from autovaruna.planner.memory.lent import COPIED_BYTES, LENT_BYTES, MAX_BYTES, SharedBytes, is_lent, shared_bytes
+from autovaruna.planner.memory.lent import (
+    COPIED_BYTES,
+    LENT_BYTES,
+    MAX_BYTES,
+    Lent,
+    SharedBytes,
+    is_lent,
+    lent_of_stages,
+    shared_bytes,
+)
 from autovaruna.planner.memory.stage_tensors import StageTensors, tensors_of_stage
 from autovaruna.planner.search import make_plan
 from tests.planner.cases import make_problem
@@ -52,9 +61,12 @@ def test_both_ranks_share_what_is_in_flight() -> None:
         deep = replace(plan, stages=(plan.stages[0], replace(plan.stages[1], in_flight=in_flight)))
         return shared_bytes(problem.graph, replace(deep, num_micro_batches=8), [tensors[0], last])
 
-    assert shared(MIB, 2) == [SharedBytes(3 * MIB, 2 * MIB), SharedBytes(2 * MIB, 3 * MIB)]
-    assert shared(4 * MIB, 7) == [SharedBytes(LENT_BYTES, 8 * MIB), SharedBytes(8 * MIB, LENT_BYTES)]
+    forward, back = Lent(2 * MIB, MIB, 0), Lent(0, 0, 2 * MIB)
+    assert shared(MIB, 2) == [SharedBytes(forward, back), SharedBytes(back, forward)]
+    forward, back = Lent(LENT_BYTES, 0, 0), Lent(0, 0, 8 * MIB)
+    assert shared(4 * MIB, 7) == [SharedBytes(forward, back), SharedBytes(back, forward)]
     assert shared(100.0, 2) == [SharedBytes(), SharedBytes()]
+    assert lent_of_stages([Lent(2, 1, 2)]) == 5 and lent_of_stages([Lent(2, 1, 2), Lent(3, 2, 1)]) == 9
 
 
 @pytest.mark.parametrize(

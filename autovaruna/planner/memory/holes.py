@@ -9,7 +9,7 @@ from autovaruna.planner.costs import Costs
 from autovaruna.planner.memory.handed_out import HandedOut, handed_out
 from autovaruna.planner.memory.heap import Heap
 from autovaruna.planner.memory.holdings import Holdings
-from autovaruna.planner.memory.lent import SharedBytes, shared_bytes
+from autovaruna.planner.memory.lent import SharedBytes, lent_of_stages, shared_bytes
 from autovaruna.planner.memory.rank_heap import RankHeap
 from autovaruna.planner.memory.stage_memory import MemoryModel
 from autovaruna.planner.memory.stage_tensors import StageTensors, tensors_of_stage
@@ -57,8 +57,9 @@ def finder_of_holes(
         inputs = handed_out(plan, tensors, own_micro_batches.start) if is_rank else HandedOut()
         heap = heap_of_steps(program, own, factor, model.work_of_largest, own_micro_batches, is_one_host, inputs)
         lasting = model.process_bytes + sum(held[stage].parameters + held[stage].buffers for stage in stages)
-        sent = sum(shared[stage].sent for stage in stages) + inputs.shared_bytes
-        whole = lasting + heap.peak_bytes + sent + sum(shared[stage].received for stage in stages)
+        sent = lent_of_stages([shared[stage].sent for stage in stages]) + inputs.shared_bytes
+        received = lent_of_stages([shared[stage].received for stage in stages])
+        whole = lasting + heap.peak_bytes + sent + received
         # Of several stages, the messages of each are in `peak`, but are not there together; it knows of none twice.
         peak = min(peak + sent, whole) if len(stages) > 1 else max(peak, whole)
         return peak + share / _MODEL_SHARE * heap.hole_bytes + _CHANCE * heap.peak_bytes

@@ -7,7 +7,7 @@ are received into the heap.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from autovaruna.graph.records import Graph
 from autovaruna.planner.memory.stage_tensors import StageTensors
@@ -29,11 +29,31 @@ def is_lent(num_bytes: float) -> bool:
 
 
 @dataclass(slots=True)
+class Lent:
+    """What lies in memory that two ranks share, of one stage and in one direction.
+
+    Attributes:
+        in_flight: activations of the micro-batches that are in flight.
+        ahead: those that have come meanwhile.
+        gradients: those of a backward, and those that have come meanwhile.
+    """
+
+    in_flight: float = 0.0
+    ahead: float = 0.0
+    gradients: float = 0.0
+
+
+@dataclass(slots=True)
 class SharedBytes:
     """What a rank shares with others for one stage: what it has sent, and what it has received."""
 
-    sent: float = 0.0
-    received: float = 0.0
+    sent: Lent = field(default_factory=Lent)
+    received: Lent = field(default_factory=Lent)
+
+
+def lent_of_stages(each: Sequence[Lent]) -> float:
+    """Returns what is there for all stages of a rank: it waits for one forward or one backward at a time."""
+    return sum(o.in_flight for o in each) + max(o.ahead for o in each) + max(o.gradients for o in each)
 
 
 def shared_bytes(graph: Graph, plan: Plan, tensors: Sequence[StageTensors]) -> list[SharedBytes]:
@@ -51,15 +71,16 @@ def shared_bytes(graph: Graph, plan: Plan, tensors: Sequence[StageTensors]) -> l
         for v, num_bytes in own.received.items():
             if v >= 0 and is_lent(num_bytes):
                 come.setdefault(stage_of[graph.values[v].producer], {})[v] = num_bytes
-        deepest = min(plan.stages[stage].in_flight + 1, plan.num_micro_batches)
+        most = plan.stages[stage].in_flight
         for source, forward in come.items():
             if set(plan.stages[source].ranks) != set(plan.stages[stage].ranks):
                 back = {v: num_bytes for v, num_bytes in forward.items() if graph.values[v].needs_gradient}
-                there, here = _at_once(forward, deepest), _at_once(back, _GRADIENTS)
-                shared[source].sent += there
-                shared[source].received += here
-                shared[stage].sent += here
-                shared[stage].received += there
+                held, deepest = _at_once(forward, most), _at_once(forward, min(most + 1, plan.num_micro_batches))
+                for one in (shared[source].sent, shared[stage].received):
+                    one.in_flight += held
+                    one.ahead += max(deepest - held, 0.0)
+                for one in (shared[source].received, shared[stage].sent):
+                    one.gradients += _at_once(back, _GRADIENTS)
     return shared
 
 
