@@ -17,7 +17,7 @@ from autovaruna.planner.splits import Splitter
 from autovaruna.planner.trials import Progress, Trials, is_long, varied
 
 _SMALL = 3000
-_SPLIT_SECONDS, _CLIMB_SECONDS, _REST_SECONDS = 2.0, 2.0, 4.0
+_SPLIT_SECONDS, _CLIMB_SECONDS, _REST_SECONDS = 4.0, 2.0, 4.0
 """What simulations may take, by the count of `Planner.spent_seconds`, so that a search ends alike on every machine."""
 _STARTS = 4
 _NEAR, _NEAR_OF_FEW_RANKS = 1.03, 1.1
