@@ -90,18 +90,12 @@ class PostingWorld(WatchedWorld):
         """Starts to send host tensors, each in parts of at most 1 GiB."""
         if channel == CARRIER_CHANNEL and self._carrier is not None:
             return [self._carrier.post_send(part, destination, tag) for each in tensors for part in split(each)]
-        if len(tensors) == 1 and tensors[0].nbytes <= MAX_PART_BYTES:
-            check_dense(tensors[0])
-            return [self.post_send(tensors[0], destination, channel, tag)]
         return [self.post_send(part, destination, channel, tag) for each in tensors for part in split(each)]
 
     def receive_parts(self, tensors: Sequence[Tensor], source: int, channel: int, tag: int) -> list[Pending]:
         """Posts the receives of the same parts."""
         if channel == CARRIER_CHANNEL and self._carrier is not None:
             return [self._carrier.post_receive(part, source, tag) for each in tensors for part in split(each)]
-        if len(tensors) == 1 and tensors[0].nbytes <= MAX_PART_BYTES:
-            check_dense(tensors[0])
-            return [self.post_receive(tensors[0], source, channel, tag)]
         return [self.post_receive(part, source, channel, tag) for each in tensors for part in split(each)]
 
     def keep(self, pending: Pending) -> None:
