@@ -13,6 +13,7 @@ from autovaruna.planner.partition.blocks import BlockGraph, bits, build_blocks
 from autovaruna.planner.partition.bounds import chain_load
 from autovaruna.planner.partition.chains import best_chain
 from autovaruna.planner.partition.cheap import CheapCuts
+from autovaruna.planner.partition.contract import closures
 from autovaruna.planner.partition.few_cuts import FewCuts
 from autovaruna.planner.partition.narrow import narrow_order
 from autovaruna.planner.partition.problem import Border
@@ -52,14 +53,14 @@ def _most_open(graph: BlockGraph, order: list[int]) -> int:
 def test_a_narrow_order_keeps_the_edges() -> None:
     for seed in range(5600, 5650):
         graph = build_blocks(random_problem(seed)[0])
-        order = narrow_order(graph)
+        order = narrow_order(graph, closures(graph)[0])
         assert sorted(order) == list(range(len(graph)))
         assert all(order.index(a) < order.index(b) for a, b in graph.edges), seed
 
 
 def test_a_narrow_order_ends_one_head_before_the_next() -> None:
     graph = build_blocks(training_problem(*_heads(2, 6)))
-    assert _most_open(graph, narrow_order(graph)) <= 9
+    assert _most_open(graph, narrow_order(graph, closures(graph)[0])) <= 9
     assert _most_open(graph, list(range(len(graph)))) > 12
 
 

@@ -58,7 +58,7 @@ class CheapCuts:
     def __init__(self, graph: BlockGraph, resources: Resources) -> None:
         ancestors, descendants = closures(graph)
         self._size, self._nets = len(graph), [net for net, _ in graph.nets]
-        self._resources, self._order = resources, narrow_order(graph)
+        self._resources, self._order = resources, narrow_order(graph, ancestors)
         self._upto = [mask | 1 << block for block, mask in enumerate(ancestors)]
         self._from = [mask | 1 << block for block, mask in enumerate(descendants)]
         self._use_upto, self._use_from = (

@@ -6,21 +6,26 @@ blocks with very many followers, are left out: they tell little about single blo
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from autovaruna.planner.partition.blocks import BlockGraph, bits
-from autovaruna.planner.partition.contract import closures
 
 _WIDEST = 12
 _MOST_AT_ONCE = 8
 _STEPS_AHEAD = 4
 
 
-def narrow_order(graph: BlockGraph) -> list[int]:
+def narrow_order(graph: BlockGraph, ancestors: Sequence[int]) -> list[int]:
     """Returns a topological order of the blocks.
 
     Takes again and again, of the blocks a few steps ahead, one that can be reached with the fewest more blocks that
     matter, most blocks at once, and all that precede it.
+
+    Args:
+        graph: the blocks.
+        ancestors: of each block, as sets.
     """
-    walk = _Walk(graph)
+    walk = _Walk(graph, ancestors)
     while walk.ready:
         walk.place(min(walk.candidates(), key=walk.rank))
     return walk.order
@@ -34,12 +39,12 @@ class _Walk:
         ready: the blocks whose predecessors are all placed, as a set.
     """
 
-    def __init__(self, graph: BlockGraph) -> None:
+    def __init__(self, graph: BlockGraph, ancestors: Sequence[int]) -> None:
         self._before, self._after = [0] * len(graph), [0] * len(graph)
         for a, b in graph.edges:
             self._before[b] |= 1 << a
             self._after[a] |= 1 << b
-        self._ancestors = closures(graph)[0]
+        self._ancestors = ancestors
         self._near = self._neighbours(graph)
         self._placed = self._mattering = 0
         self.order: list[int] = []
