@@ -19,10 +19,15 @@ _FINE_SECONDS = 20e-6
 
 def own_clock(device: torch.device) -> Callable[[], float]:
     """Returns a clock, in seconds; to read it waits until the device has done all that it was given."""
-    if device.type == "cuda":
-        wait = wait_for(device)
-        return lambda: (wait(), perf_counter())[1]
-    return thread_time if torch.get_num_threads() == 1 and _is_fine() else perf_counter
+    if device.type != "cuda":
+        return thread_time if torch.get_num_threads() == 1 and _is_fine() else perf_counter
+    wait = wait_for(device)
+
+    def read() -> float:
+        wait()
+        return perf_counter()
+
+    return read
 
 
 def wait_for(device: torch.device) -> Callable[[], None]:
