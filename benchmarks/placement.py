@@ -16,17 +16,18 @@ import random
 import sys
 import time
 from collections import defaultdict
+from fractions import Fraction
 from pathlib import Path
-from typing import Any
 
 import networkx as nx
+from placement_file import Workload, read
 
 from autovaruna.errors import PlanError
 from autovaruna.planner.partition import Partition, PartitionNode, PartitionProblem, partition
 
-Workload = dict[str, Any]
 Devices = dict[str, int]
 _TOLERANCE = 1e-6
+_MOST_BYTES = 2**53
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -42,7 +43,7 @@ def main(arguments: list[str] | None = None) -> int:
         try:
             workload = read(Path(path)) if path else _branches(4, 12)
             num_devices = num_devices or int(workload["maxFPGAs"])
-            found = partition(_problem(workload), num_devices, max_seconds=options.seconds)
+            found = _partition(workload, num_devices, options.seconds)
         except PlanError as error:
             print(f"{name:<32} {num_devices:>3} {error}", flush=True)
             all_valid = False
@@ -53,52 +54,17 @@ def main(arguments: list[str] | None = None) -> int:
         all_valid = all_valid and not faults
         print(_line(name, num_devices, found, seconds, faults), flush=True)
     if options.output:
-        Path(options.output).write_text(json.dumps(splits, indent=1) + "\n")
+        all_valid = _write(options.output, splits) and all_valid
     return 0 if all_valid else 1
 
 
-def read(path: Path) -> Workload:
-    """Reads a workload.
-
-    Raises:
-        PlanError: the file cannot be read, lacks something, or has forward edges that lead in a circle.
-    """
+def _write(output: str, splits: dict[str, Devices]) -> bool:
     try:
-        workload = json.loads(path.read_text())
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise PlanError(f"{path} cannot be read as JSON: {error}; give the file of a workload") from error
-    _check_keys(
-        path, "the workload", workload, {"maxFPGAs": int, "maxSizePerFPGA": float, "nodes": list, "edges": list}
-    )
-    for node in workload["nodes"]:
-        _check_keys(path, "a node", node, {"id": object, "fpgaLatency": float, "size": float})
-    for edge in workload["edges"]:
-        _check_keys(path, "an edge", edge, {"sourceId": object, "destId": object, "cost": float})
-    _check_order(path, workload)
-    return dict(workload)
-
-
-def _check_keys(path: Path, what: str, record: Any, kinds: dict[str, type]) -> None:
-    if not isinstance(record, dict):
-        raise PlanError(f"{path}: {what} is {str(record)[:80]!r}; expected an object with {', '.join(kinds)}")
-    for key, kind in kinds.items():
-        if key not in record:
-            raise PlanError(f"{path}: {what} has no {key!r}: {str(record)[:80]}; expected {', '.join(kinds)}")
-        expected = (int, float) if kind in (int, float) else kind
-        if not isinstance(record[key], expected) or (kind is float and not math.isfinite(record[key])):
-            raise PlanError(f"{path}: {what} has {key}={str(record[key])[:80]!r}; expected a finite {kind.__name__}")
-
-
-def _check_order(path: Path, workload: Workload) -> None:
-    is_backward = {str(node["id"]): bool(node.get("isBackwardNode", False)) for node in workload["nodes"]}
-    pairs = [(str(edge["sourceId"]), str(edge["destId"])) for edge in workload["edges"]]
-    unknown = [pair for pair in pairs if not set(pair) <= is_backward.keys()]
-    if unknown:
-        raise PlanError(f"{path}: edge {unknown[0]} ends at an id that no node has; add the node or drop the edge")
-    order = nx.DiGraph([pair for pair in pairs if not any(is_backward[name] for name in pair)])
-    if not nx.is_directed_acyclic_graph(order):
-        circle = " -> ".join(source for source, _ in nx.find_cycle(order))
-        raise PlanError(f"{path}: forward edges lead in a circle: {circle}; drop one of them")
+        Path(output).write_text(json.dumps(splits, indent=1) + "\n")
+    except OSError as error:
+        print(f"--output cannot be written: {error}; give a file in a folder that is there", file=sys.stderr)
+        return False
+    return True
 
 
 def check(workload: Workload, devices: Devices, num_devices: int, objective: float) -> list[str]:
@@ -124,11 +90,12 @@ def _parted_classes(nodes: Workload, devices: Devices) -> list[str]:
 
 
 def _full_devices(workload: Workload, nodes: Workload, devices: Devices) -> list[str]:
-    size: dict[int, float] = defaultdict(float)
+    size: dict[int, Fraction] = defaultdict(Fraction)
     for name, node in nodes.items():
-        size[devices[name]] += node["size"]
+        size[devices[name]] += Fraction(str(node["size"]))
     limit = workload["maxSizePerFPGA"]
-    return [f"device {device} holds {used} of {limit} bytes" for device, used in size.items() if used > limit]
+    full = {device: used for device, used in size.items() if used > Fraction(str(limit))}
+    return [f"device {device} holds {float(used)} of {limit} bytes" for device, used in full.items()]
 
 
 def _is_contiguous(workload: Workload, nodes: Workload, devices: Devices) -> bool:
@@ -145,7 +112,7 @@ def _is_contiguous(workload: Workload, nodes: Workload, devices: Devices) -> boo
 def _load(workload: Workload, nodes: Workload, devices: Devices, device: int) -> float:
     costs = _costs(workload)
     crossing = {
-        edge["sourceId"]
+        str(edge["sourceId"])
         for edge in workload["edges"]
         if (devices[str(edge["sourceId"])] == device) != (devices[str(edge["destId"])] == device)
     }
@@ -153,29 +120,50 @@ def _load(workload: Workload, nodes: Workload, devices: Devices, device: int) ->
     return compute + sum(costs[source] for source in crossing)
 
 
-def _costs(workload: Workload) -> dict[object, float]:
+def _costs(workload: Workload) -> dict[str, float]:
     """Returns the cost of each node's output: that of its edges, the greatest if a file has others."""
-    costs: dict[object, float] = {}
+    costs: dict[str, float] = {}
     for edge in workload["edges"]:
-        costs[edge["sourceId"]] = max(float(edge["cost"]), costs.get(edge["sourceId"], 0.0))
+        source = str(edge["sourceId"])
+        costs[source] = max(float(edge["cost"]), costs.get(source, 0.0))
     return costs
 
 
-def _problem(workload: Workload) -> PartitionProblem:
+def _partition(workload: Workload, num_devices: int, max_seconds: float) -> Partition:
+    parts = _parts_of_a_byte(workload)
+    try:
+        return partition(_problem(workload, parts), num_devices, max_seconds=max_seconds)
+    except PlanError as error:
+        raise PlanError(f"{error} (each byte of the file counts as {parts})" if parts > 1 else str(error)) from error
+
+
+def _parts_of_a_byte(workload: Workload) -> int:
+    """Returns how many times all sizes have to be taken so that they are whole, or nearly so if their digits are many.
+
+    A workload may count in megabytes.
+    """
+    sizes = [Fraction(str(node["size"])) for node in workload["nodes"]]
+    parts = math.lcm(*(size.denominator for size in sizes))
+    most = int(_MOST_BYTES / max(sum(sizes), 1))
+    return parts if parts <= most else max(1, most)
+
+
+def _problem(workload: Workload, parts: int) -> PartitionProblem:
     crossing = _costs(workload)
     nodes = tuple(
         PartitionNode(
             name=str(node["id"]),
             seconds=float(node["fpgaLatency"]),
-            crossing_seconds=crossing.get(node["id"], 0.0),
-            num_bytes=-int(-node["size"] // 1),
-            is_backward=bool(node.get("isBackwardNode", False)),
+            crossing_seconds=crossing.get(str(node["id"]), 0.0),
+            num_bytes=math.ceil(Fraction(str(node["size"])) * parts),
+            is_backward=bool(node.get("isBackwardNode")),
             group=None if node.get("colorClass") is None else str(node["colorClass"]),
         )
         for node in workload["nodes"]
     )
     edges = tuple((str(edge["sourceId"]), str(edge["destId"])) for edge in workload["edges"])
-    return PartitionProblem(nodes, edges, limit_bytes=int(workload["maxSizePerFPGA"]))
+    limit = math.floor(Fraction(str(workload["maxSizePerFPGA"])) * parts)
+    return PartitionProblem(nodes, edges, limit_bytes=limit)
 
 
 def _line(name: str, num_devices: int, found: Partition, seconds: float, faults: list[str]) -> str:
@@ -208,7 +196,13 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--devices", type=int, metavar="k", help="number of devices (default: the workload's maxFPGAs)")
     parser.add_argument("--seconds", type=float, default=50.0, help="time for each workload (default: 50)")
     parser.add_argument("--output", metavar="FILE", help="write {workload: {node id: device}} as JSON")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if options.devices is not None and options.devices < 1:
+        parser.error(f"--devices is {options.devices}; expected 1 or more")
+    names = [Path(file).stem for file in options.files]
+    if options.output and len(set(names)) < len(names):
+        parser.error(f"two of {', '.join(names)} have one name, by which --output tells files apart; give them others")
+    return options
 
 
 if __name__ == "__main__":

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,12 +16,14 @@ _SCRIPT = Path(__file__).parents[2] / "benchmarks" / "placement.py"
 
 
 @pytest.fixture(scope="module")
-def placement() -> ModuleType:
+def placement() -> Iterator[ModuleType]:
+    sys.path.insert(0, str(_SCRIPT.parent))
     spec = importlib.util.spec_from_file_location("placement", _SCRIPT)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return module
+    yield module
+    sys.path.remove(str(_SCRIPT.parent))
 
 
 @pytest.fixture
@@ -61,19 +65,32 @@ def test_devices_option_and_what_does_not_fit(
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
-        ({"nodes": None}, "has nodes='None'; expected a finite list"),
-        ({"maxFPGAs": "six"}, "has maxFPGAs='six'; expected a finite int"),
+        ({"nodes": None}, "has nodes='None'; expected a list"),
+        ({"maxFPGAs": "six"}, "has maxFPGAs='six'; expected a whole number"),
         ({"nodes": [{"id": 1, "size": 4.0}]}, "a node has no 'fpgaLatency'"),
         (
             {"nodes": [{"id": 1, "fpgaLatency": float("nan"), "size": 4.0}]},
-            "fpgaLatency='nan'; expected a finite float",
+            "fpgaLatency='nan'; expected a finite number",
         ),
-        ({"nodes": [{"id": 1, "fpgaLatency": -1.0, "size": 4.0}], "edges": []}, "seconds=-1.0"),
+        ({"nodes": [{"id": 1, "fpgaLatency": -1.0, "size": 4.0}], "edges": []}, "fpgaLatency='-1.0'; expected a fin"),
         ({"edges": [[1, 2]]}, "an edge is '[1, 2]'; expected an object"),
         ({"edges": [{"sourceId": 1, "destId": 99, "cost": 0.5}]}, "('1', '99') ends at an id that no node has"),
         ({"edges": [{"sourceId": a, "destId": b, "cost": 0.5} for a, b in ((1, 2), (2, 3), (3, 1))]}, "in a circle: "),
         ({"maxSizePerFPGA": 7.0}, "take 8 bytes and a device holds 7: 1 bytes are missing"),
         ({"maxFPGAs": 0}, "num_devices=0; expected at least 1"),
+        ({"maxFPGAs": 2.5}, "maxFPGAs='2.5'; expected a whole number"),
+        ({"maxSizePerFPGA": -1}, "maxSizePerFPGA='-1'; expected a finite number of 0 or more"),
+        ({"nodes": [], "edges": []}, "has no nodes"),
+        ({"nodes": [{"id": [1], "fpgaLatency": 1, "size": 1}], "edges": []}, "id='[1]'; expected a number or a text"),
+        ({"edges": [{"sourceId": 1, "destId": 2, "cost": -1}]}, "cost='-1'; expected a finite number of 0 or more"),
+        (
+            {"nodes": [{"id": 1, "fpgaLatency": 1, "size": 30}, {"id": 2, "fpgaLatency": 1, "size": 30}], "edges": []},
+            "take 30 bytes and a device holds 20: 10 bytes are missing; part them",
+        ),
+        (
+            {"nodes": [{"id": i, "fpgaLatency": 1e308, "size": 1} for i in range(2)], "edges": []},
+            "the seconds of all nodes together are no finite number",
+        ),
     ],
 )
 def test_damaged_workloads_are_named_and_the_others_go_on(
@@ -111,6 +128,40 @@ def test_more_devices_than_nodes_and_the_same_split_each_time(
         assert placement.main([str(file), "--devices", "50", "--output", str(output)]) == 0
         written.append(output.read_text())
     assert written[0] == written[1]
+
+
+def test_sizes_may_be_parts_of_a_byte_and_ids_texts_in_one_place_and_numbers_in_another(
+    placement: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Three nodes of a tenth fit in 0.3, though 0.1 + 0.1 + 0.1 is more than that in floating point."""
+    nodes = [{"id": i, "fpgaLatency": 1.0, "size": 0.1} for i in range(6)]
+    edges = [{"sourceId": str(i), "destId": str(i + 1), "cost": 0.25} for i in range(5)]
+    file = tmp_path / "tenths.json"
+    file.write_text(json.dumps({"maxFPGAs": 2, "maxSizePerFPGA": 0.3, "nodes": nodes, "edges": edges}))
+    assert placement.main([str(file)]) == 0
+    assert capsys.readouterr().out.splitlines()[1].split()[2:4] == ["3.25", "3.25"]
+    file.write_text(json.dumps({"maxFPGAs": 2, "maxSizePerFPGA": 0.25, "nodes": nodes, "edges": edges}))
+    assert placement.main([str(file)]) == 1
+    assert "(each byte of the file counts as 10)" in capsys.readouterr().out
+
+
+def test_where_nothing_can_be_written_that_is_told(
+    placement: ModuleType, workload: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "three.json"
+    file.write_text(json.dumps(workload))
+    assert placement.main([str(file), "--output", str(tmp_path / "none" / "out.json")]) == 1
+    assert "--output cannot be written: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["a.json", "--devices", "0"], ["a.json", "b/a.json", "--output", "c"]],
+    ids=["devices", "names"],
+)
+def test_options_that_mean_nothing_are_refused(placement: ModuleType, arguments: list[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        placement.main(arguments)
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,7 @@ class PartitionProblem:
         limit_bytes: memory of a device; ``None`` for no limit.
 
     Raises:
-        PlanError: a name appears twice, an edge ends at no node, or a time or size is negative or not finite.
+        PlanError: a name appears twice, an edge ends at no node, or a time, size or limit is negative or not finite.
     """
 
     nodes: tuple[PartitionNode, ...]
@@ -63,6 +63,10 @@ class PartitionProblem:
             raise PlanError(f"got {len(self.nodes)} nodes with {len(names)} names; give each node its own name")
         for node in self.nodes:
             _check_node(node)
+        if not math.isfinite(sum(node.seconds + node.crossing_seconds for node in self.nodes)):
+            raise PlanError("the seconds of all nodes together are no finite number; give them in a larger unit")
+        if self.limit_bytes is not None and self.limit_bytes < 0:
+            raise PlanError(f"got limit_bytes={self.limit_bytes}; expected 0 or more")
         for edge in self.edges:
             _check_edge(edge, names)
         if self.border not in ("added", "overlapped"):

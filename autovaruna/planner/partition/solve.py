@@ -138,18 +138,18 @@ def _check_bytes(graph: BlockGraph, bounds: Bounds) -> None:
     limit, nodes = bounds.problem.limit_bytes, bounds.problem.nodes
     if limit is None:
         return
-    total, room = bounds.problem.total_bytes(), limit * bounds.num_devices
-    if total > room:
-        raise PlanError(
-            f"the nodes take {total} bytes and {bounds.num_devices} devices of {limit} bytes hold {room}: "
-            f"{total - room} bytes are missing; use {-(-total // max(limit, 1))} devices or more"
-        )
     for members, size in zip(graph.members, graph.num_bytes, strict=True):
         if size > limit:
             raise PlanError(
                 f"{len(members)} nodes that stay together, among them {nodes[members[0]].name!r}, take {size} bytes "
                 f"and a device holds {limit}: {size - limit} bytes are missing; part them, or raise the limit"
             )
+    total, room = bounds.problem.total_bytes(), limit * bounds.num_devices
+    if total > room:
+        raise PlanError(
+            f"the nodes take {total} bytes and {bounds.num_devices} devices of {limit} bytes hold {room}: "
+            f"{total - room} bytes are missing; use {-(-total // limit)} devices or more"
+        )
 
 
 def _result(bounds: Bounds) -> Partition:
