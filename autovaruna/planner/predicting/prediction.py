@@ -9,7 +9,7 @@ from autovaruna.planner.predicting.cycles import cycle_seconds, is_plain
 from autovaruna.planner.predicting.folding import acts_of_an_act, unlike_parts
 from autovaruna.schedule import Pipeline, Policy, lower_bound, step_seconds
 
-_ACTS_OF_A_BOUND = 50
+_ACTS_OF_A_BOUND = 8
 """What a bound costs, for each stage, counted in acts of the simulator."""
 _ACTS_OF_A_CYCLE, _ACTS_OF_A_PLAIN_STEP = 10, 40_000
 _ACTS_OF_A_SHORT_STEP = 20_000
