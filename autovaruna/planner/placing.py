@@ -29,6 +29,8 @@ def classes_of(cluster: Cluster) -> tuple[int, ...]:
 def rank_orders(problem: Problem, most: int = 0) -> list[list[int]]:
     """Returns orders in which stages may get the ranks: host by host, and by speed and memory where they differ.
 
+    Where hosts have unequal numbers of ranks, those of one order that are not left over are of the largest hosts.
+
     Args:
         problem: with the ranks.
         most: if there are no more orders than that, counting ranks of one class as equal, all of them.
@@ -40,7 +42,8 @@ def rank_orders(problem: Problem, most: int = 0) -> list[list[int]]:
         return list(_arrangements(classes))
     first = {host: k for k, host in reversed(list(enumerate(cluster.hosts)))}
     by_host = sorted(range(cluster.num_ranks), key=lambda rank: first[cluster.hosts[rank]])
-    orders = [by_host]
+    held, side = Counter(cluster.hosts), -1 if _is_uniform(cluster) else 1
+    orders = [by_host, sorted(by_host, key=lambda rank: side * held[cluster.hosts[rank]])]
     for amounts in (cluster.speeds, cluster.memory_bytes):
         if len(set(amounts)) > 1:
             rising = sorted(by_host, key=lambda rank: amounts[rank])
@@ -49,6 +52,13 @@ def rank_orders(problem: Problem, most: int = 0) -> list[list[int]]:
             by_rising_host = sorted(rising, key=lambda rank: (hosts[cluster.hosts[rank]], first[cluster.hosts[rank]]))
             orders += [rising, falling, by_rising_host, by_rising_host[::-1]]
     return [order for k, order in enumerate(orders) if order not in orders[:k]]
+
+
+def order_of(problem: Problem, ranks: Ranks) -> list[int]:
+    """Returns the order in which these stages have got their ranks, with the others where ranks are left over."""
+    used = list(dict.fromkeys(rank for stage in ranks for rank in stage))
+    others = [rank for rank in rank_orders(problem)[0] if rank not in set(used)]
+    return used + others if _is_uniform(problem.cluster) else others + used
 
 
 def _arrangements(classes: Sequence[int]) -> Iterator[list[int]]:

@@ -24,7 +24,7 @@ from autovaruna.planner.options import (
     stages_per_rank,
     zoomed_positions,
 )
-from autovaruna.planner.placing import rank_orders
+from autovaruna.planner.placing import order_of
 from autovaruna.planner.problem import Problem, check_problem, forced_stages
 from autovaruna.planner.ranges import RangeTables, TablesOfGraph
 from autovaruna.planner.records import Plan
@@ -157,7 +157,7 @@ class _Search:
         self.progress("interleaving stages", 0.0)
         known, trials = self.trials, self._new_trials(self.planner)
         self.others = trials
-        order = rank_orders(self.problem)[0]
+        order = order_of(self.problem, known.best_few(1)[0].ranks if known.ranked else ())
         for more_than, most, seconds in ((1, EVERY, _SHAPES_SECONDS), (EVERY, self.most_each, _MORE_ROUNDS_SECONDS)):
             most_each = min(most, self.most_each)
             if most_each > more_than:

@@ -9,7 +9,7 @@ import pytest
 
 from autovaruna.errors import PlanError
 from autovaruna.planner.candidate import Planner
-from autovaruna.planner.placing import classes_of, layouts, rank_orders
+from autovaruna.planner.placing import classes_of, layouts, order_of, rank_orders
 from autovaruna.planner.problem import Problem
 from autovaruna.planner.ranges import RangeTables
 from autovaruna.planner.records import Plan
@@ -84,6 +84,23 @@ def test_hosts_hold_groups_of_replicas_of_neighbouring_stages() -> None:
     assert ((0, 1, 6, 7), (2, 3, 8, 9), (4, 5, 10, 11)) in placed
     assert ((0, 1, 2, 3), (4, 5, 6, 7), (8, 9, 10, 11)) in placed
     assert ((0, 3, 6, 9), (1, 4, 7, 10), (2, 5, 8, 11)) in placed
+
+
+@pytest.mark.parametrize("most_each", [1, 2])
+def test_a_plan_of_few_ranks_stays_on_the_host_that_has_them(most_each: int) -> None:
+    """The hosts before it have a rank each, and what leaves a host takes longer than all work."""
+    problem = make_problem(32, 4, 16, num_micro_batches=5, max_stages_per_rank=most_each, recompute="none")
+    far = replace(problem.cluster, hosts=tuple("abbc"), remote_link=LinkCost(3.0, 1e5), all_reduce_bytes_per_second=1e4)
+    assert {rank for stage in make_plan(replace(problem, cluster=far)).stages for rank in stage.ranks} == {1, 2}
+
+
+def test_orders_begin_or_end_with_the_ranks_of_the_largest_hosts_and_of_a_plan() -> None:
+    """Ranks that are left over are the last of an order, and the first where ranks differ in speed."""
+    alike = on_hosts(make_problem(4, 5, 8), "abbcc")
+    faster = replace(alike, cluster=replace(alike.cluster, speeds=(1.0, 1.0, 1.0, 1.0, 2.0)))
+    assert rank_orders(alike) == [[0, 1, 2, 3, 4], [1, 2, 3, 4, 0]]
+    assert order_of(alike, ((3,), (1, 4))) == [3, 1, 4, 0, 2]
+    assert order_of(faster, ((3,), (1, 4))) == [0, 2, 3, 1, 4]
 
 
 def test_all_orders_of_few_kinds_of_ranks() -> None:
