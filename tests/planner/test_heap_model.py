@@ -81,6 +81,16 @@ def test_a_small_piece_keeps_a_tensor_out_of_a_hole() -> None:
     assert heap.take(8000) == first
 
 
+def test_a_small_piece_is_cut_from_what_the_last_one_has_left() -> None:
+    """Even where a smaller hole has room for it: so glibc has it, if nothing else has become free meanwhile."""
+    heap = Heap()
+    large, _, little, _ = heap.take(8192), heap.take_small(24), heap.take_small(800), heap.take_small(24)
+    heap.give(large)
+    heap.give(little)
+    first = heap.take_small(900)
+    assert first < little and heap.take_small(500) == first + 912
+
+
 def stage_of(num_blocks: int, num_bytes: float) -> StageTensors:
     """A stage each of whose blocks keeps what it makes, and makes a gradient for what it reads."""
     reads = [{k - 1: num_bytes} if k else {} for k in range(num_blocks)]

@@ -5,6 +5,10 @@ the smallest free one that it fits into, else from the end of the heap; free nei
 to 64 as torch's are: for that glibc looks for 112 bytes more than the piece, and gives back what it has not used before
 and behind. Where a tensor of n bytes lay between others, n + 112 are free if n is a multiple of 64, and it asks for
 n + 128. So no tensor fits where one of its size has been, unless what lay beside it is free as well.
+
+Two more rules decide which holes small pieces spoil, and with that a tenth of some heaps. What becomes free waits until
+something is asked for that is not there in just its size. If nothing waits but what the last small piece has left of
+its hole, the next one is cut from that, however large it is, and not from the smallest.
 """
 
 from __future__ import annotations
@@ -16,6 +20,8 @@ MAPPED_BYTES = 32 << 20
 """Tensors of this and more lie outside the heap, and go back to the system at once; the most that glibc allows."""
 _ALIGNMENT, _HEADER, _LEAST = 64, 16, 32
 _TO_ALIGN = _ALIGNMENT + _LEAST + 16
+_SMALL = 1024
+"""Pieces of less are used again in just their size, oldest first."""
 
 
 class Heap:
@@ -31,9 +37,11 @@ class Heap:
         self.num_bytes = self.live_bytes = self.peak_bytes = self.mapped_bytes = 0
         self._end = self._live_mapped = self._num_mapped = 0
         self._used: dict[int, tuple[int, int, int]] = {}
-        self._free: list[tuple[int, int]] = []
         self._begins: dict[int, int] = {}
         self._ends: dict[int, int] = {}
+        self._waiting: dict[int, int] = {}
+        self._sorted = Sorted()
+        self._left_over = -1
 
     @property
     def hole_bytes(self) -> int:
@@ -88,14 +96,32 @@ class Heap:
         self._used[-self._num_mapped] = 0, 0, num_bytes
         return -self._num_mapped
 
-    def _find(self, least: int) -> tuple[int, float]:
+    def _find(self, size: int) -> tuple[int, float]:
         """Returns begin and end of what is taken from: the smallest free piece that is large enough, else the end."""
-        place = bisect_left(self._free, (least, 0))
-        if place == len(self._free):
+        is_small = size < _SMALL
+        begin = self._sorted.pop_exactly(size) if is_small else None
+        if begin is None:
+            begin = self._find_waiting(size, is_small)
+        if begin is None:
+            begin = self._sorted.pop(size)
+        if begin is None:
             return self._end, math.inf
-        size, begin = self._free[place]
-        self._remove(begin, size)
-        return begin, begin + size
+        end = begin + self._begins.pop(begin)
+        del self._ends[end]
+        if is_small and end - begin - size >= _LEAST:
+            self._left_over = begin + size
+        return begin, end
+
+    def _find_waiting(self, size: int, is_small: bool) -> int | None:
+        """Returns what waits and is to be used; sorts what it has looked at."""
+        while self._waiting:
+            begin = next(iter(self._waiting))
+            is_alone = is_small and len(self._waiting) == 1 and begin == self._left_over
+            waiting = self._waiting.pop(begin)
+            if waiting == size or (is_alone and waiting > size + _LEAST):
+                return begin
+            self._sorted.add(waiting, begin)
+        return None
 
     def _cut(self, begin: int, size: int, end: float, num_bytes: int) -> int:
         """Uses the beginning of what ends there; gives back the rest, unless it is too small for a piece."""
@@ -110,12 +136,55 @@ class Heap:
         return begin + _HEADER
 
     def _add(self, begin: int, size: int) -> None:
-        insort(self._free, (size, begin))
+        self._waiting[begin] = size
         self._begins[begin], self._ends[begin + size] = size, begin
 
     def _remove(self, begin: int, size: int) -> None:
-        del self._free[bisect_left(self._free, (size, begin))]
+        if self._waiting.pop(begin, None) is None:
+            self._sorted.remove(size, begin)
         del self._begins[begin], self._ends[begin + size]
+
+
+class Sorted:
+    """Free pieces by their size: of small ones of a size the oldest is used first, of others the newest."""
+
+    def __init__(self) -> None:
+        self._sizes: list[int] = []
+        self._begins: dict[int, list[int]] = {}
+
+    def add(self, size: int, begin: int) -> None:
+        """Adds a piece; of large ones the first of its size stays to the last."""
+        of_size = self._begins.get(size)
+        if of_size is None:
+            insort(self._sizes, size)
+            self._begins[size] = [begin]
+        else:
+            of_size.insert(0 if size < _SMALL else 1, begin)
+
+    def remove(self, size: int, begin: int) -> None:
+        """Removes a piece."""
+        of_size = self._begins[size]
+        of_size.remove(begin)
+        if not of_size:
+            del self._begins[size], self._sizes[bisect_left(self._sizes, size)]
+
+    def pop_exactly(self, size: int) -> int | None:
+        """Removes and returns a small piece of just this size, if there is one."""
+        of_size = self._begins.get(size)
+        return self._pop(size, of_size[-1]) if of_size else None
+
+    def pop(self, least: int) -> int | None:
+        """Removes and returns one of the smallest that are large enough, if there is one."""
+        place = bisect_left(self._sizes, least)
+        if place == len(self._sizes):
+            return None
+        size = self._sizes[place]
+        of_size = self._begins[size]
+        return self._pop(size, of_size[-1] if size < _SMALL else of_size[min(1, len(of_size) - 1)])
+
+    def _pop(self, size: int, begin: int) -> int:
+        self.remove(size, begin)
+        return begin
 
 
 def _size(num_bytes: int) -> int:
