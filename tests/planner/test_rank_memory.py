@@ -75,6 +75,25 @@ def test_changes_of_a_stage_are_changes_of_every_part() -> None:
     assert all(getattr(doubled, part.name) == 2 * getattr(held, part.name) for part in fields(held))
 
 
+def test_what_is_deferred_counts_from_backward_to_weight_gradients() -> None:
+    """Not with all that is in flight: a micro-batch is no longer when it waits for its weight gradients."""
+    stage = StageBytes(once=5.0, each=10.0, least=1.0, first=5.0, running=2.0, gradients=1.0)
+    program = [Instruction(0, Kind(kind), int(m)) for kind, m in ("F0", "F1", "B0", "W0", "B1", "W1")]
+    late = [program[place] for place in (0, 1, 2, 4, 3, 5)]
+    held = [
+        peak_of_instructions(each, {0: stage}, 0.0, [deferred]) for each in (program, late) for deferred in (4.0, 24.0)
+    ]
+    assert held == [25.0, 39.0, 25.0, 53.0]
+
+
+def test_a_rank_without_a_stage_holds_its_process() -> None:
+    problem = make_problem(4, 2, 4, num_stages=1, num_replicas=1)
+    known = replace(problem, cluster=replace(problem.cluster, process_bytes=PROCESS, own_process_bytes=(2.0, 4.0)))
+    plan = make_plan(known)
+    ((used,),) = (stage.ranks for stage in plan.stages)
+    assert plan.rank_bytes()[1 - used] == known.cluster.own_process_bytes[1 - used] < plan.rank_bytes()[used]
+
+
 def rank_zero(plan: Plan) -> float:
     """The sum of what each stage of rank 0 would take by itself."""
     return sum(stage.memory_bytes for stage in plan.stages if 0 in stage.ranks)

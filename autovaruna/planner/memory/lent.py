@@ -52,8 +52,9 @@ class SharedBytes:
 
 
 def lent_of_stages(each: Sequence[Lent]) -> float:
-    """Returns what is there for all stages of a rank: it waits for one forward or one backward at a time."""
-    return sum(o.in_flight for o in each) + max(o.ahead for o in each) + max(o.gradients for o in each)
+    """Returns what is there for the stages of a rank, if any: it waits for one forward or one backward at a time."""
+    ahead, gradients = (max(found, default=0.0) for found in ([o.ahead for o in each], [o.gradients for o in each]))
+    return sum(o.in_flight for o in each) + ahead + gradients
 
 
 def shared_bytes(graph: Graph, plan: Plan, tensors: Sequence[StageTensors]) -> list[SharedBytes]:

@@ -17,7 +17,7 @@ from autovaruna.planner.memory.stage_memory import MemoryModel
 from autovaruna.planner.ranges import gradient_bytes
 from autovaruna.planner.records import Plan
 from autovaruna.schedule import Instruction, Pipeline, Schedule
-from autovaruna.schedule.instruction import BACKWARD, FORWARD
+from autovaruna.schedule.instruction import BACKWARD, FORWARD, WEIGHT
 
 
 def bytes_of_ranks(
@@ -29,7 +29,7 @@ def bytes_of_ranks(
     schedule: Schedule,
     own_process_bytes: Sequence[float] = (),
 ) -> tuple[float, ...]:
-    """Returns the most that each rank of a plan holds in a step, in bytes; 0 for a rank without a stage.
+    """Returns the most that each rank of a plan holds in a step, in bytes: without a stage, its process and its inputs.
 
     Args:
         graph: what was planned.
@@ -46,10 +46,12 @@ def bytes_of_ranks(
     if holes_of is not None:
         model = replace(model, heap_share=0.0)
     pairs = zip(held, plan.stages, strict=True)
-    stages = [model.of_stage(each, stage.needs_recompute, stage.deferred) for each, stage in pairs]
-    peaks = peaks_of_ranks(plan, stages, model.process_bytes, pipeline, schedule, holes_of, model.has_own_inputs)
+    stages = [model.of_stage(each, stage.needs_recompute) for each, stage in pairs]
+    deferred = [each.deferred * (1.0 + model.heap_share) for each in held]
+    own_inputs = model.has_own_inputs
+    peaks = peaks_of_ranks(plan, stages, model.process_bytes, pipeline, schedule, holes_of, own_inputs, deferred)
     own = zip(peaks, own_process_bytes or [model.process_bytes] * plan.num_ranks, strict=True)
-    return tuple(peak + process_bytes - model.process_bytes if peak else 0.0 for peak, process_bytes in own)
+    return tuple(peak + process_bytes - model.process_bytes for peak, process_bytes in own)
 
 
 def peaks_of_ranks(
@@ -60,8 +62,9 @@ def peaks_of_ranks(
     schedule: Schedule,
     holes_of: Holes | None = None,
     has_own_inputs: bool = True,
+    deferred: Sequence[float] = (),
 ) -> tuple[float, ...]:
-    """Returns the most that each rank holds in a step, in bytes; 0 for a rank without a stage.
+    """Returns the most that each rank holds in a step, in bytes: without a stage, its process and its inputs.
 
     Args:
         plan: the plan.
@@ -71,6 +74,7 @@ def peaks_of_ranks(
         schedule: the instructions of the pipeline's ranks.
         holes_of: says what a rank holds with the holes of its heap.
         has_own_inputs: whether each rank passes samples of its own; else all pass the same ones.
+        deferred: what each stage keeps of a micro-batch, if its backward is split, for its weight gradients.
     """
     simulated: dict[int, int] = {}
     held: dict[int, dict[int, StageBytes[float]]] = {}
@@ -79,7 +83,7 @@ def peaks_of_ranks(
         for place, rank in enumerate(stage.ranks):
             simulated[rank] = times.ranks[place // together]
             held.setdefault(simulated[rank], {})[s] = stages[s]
-    peaks = {rank: peak_of_instructions(schedule[rank], own, process_bytes) for rank, own in held.items()}
+    peaks = {rank: peak_of_instructions(schedule[rank], own, process_bytes, deferred) for rank, own in held.items()}
     if holes_of is not None:
         alike = {frozenset(own): rank for rank, own in reversed(held.items())}
         holes = {}
@@ -88,11 +92,19 @@ def peaks_of_ranks(
             inputs = range(first, pipeline.num_micro_batches, step)
             holes[own] = holes_of(schedule[rank], own, inputs, peaks[rank]) - peaks[rank]
         peaks = {rank: peak + holes[frozenset(held[rank])] for rank, peak in peaks.items()}
-    return tuple(peaks[simulated[rank]] if rank in simulated else 0.0 for rank in range(plan.num_ranks))
+
+    def idle(rank: int) -> float:
+        inputs = range(rank, plan.num_micro_batches, plan.num_ranks)
+        return process_bytes if holes_of is None else holes_of((), (), inputs, process_bytes)
+
+    return tuple(peaks[simulated[rank]] if rank in simulated else idle(rank) for rank in range(plan.num_ranks))
 
 
 def peak_of_instructions(
-    instructions: Iterable[Instruction], stages: Mapping[int, StageBytes[float]], process_bytes: float
+    instructions: Iterable[Instruction],
+    stages: Mapping[int, StageBytes[float]],
+    process_bytes: float,
+    deferred: Sequence[float] = (),
 ) -> float:
     """Returns the most that a rank holds in a step, in bytes.
 
@@ -100,9 +112,11 @@ def peak_of_instructions(
         instructions: of the rank, in order.
         stages: those of the rank; each counts the process as its own.
         process_bytes: of the process.
+        deferred: what each stage of the plan keeps of a micro-batch from its backward to its weight gradients.
     """
     peak = sum(stage.least for stage in stages.values())
-    begun: set[int] = set()
+    instructions = list(instructions)
+    deferring, begun = {each.stage for each in instructions if each.kind is WEIGHT}, set[int]()
     idle = sum(stage.waiting for stage in stages.values())
     for instruction in instructions:
         stage = stages[instruction.stage]
@@ -116,4 +130,8 @@ def peak_of_instructions(
             peak = max(peak, idle + stage.running)
         if instruction.kind is BACKWARD:
             idle -= stage.each
+        if instruction.stage in deferring and instruction.kind in (BACKWARD, WEIGHT):
+            kept = deferred[instruction.stage]
+            idle += kept if instruction.kind is BACKWARD else -kept
+            peak = max(peak, idle)
     return peak - (len(stages) - 1) * process_bytes
