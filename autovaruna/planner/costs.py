@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import zip_longest
 
 import numpy as np
 from numpy.typing import NDArray
@@ -64,7 +65,8 @@ class CostTable:
         rows = [row[block] for row in self._sequences]
         if len(rows) == 1:
             share = micro_batch_size / self._sizes[0]
-            return _between(Sequences(_none(rows[0].forward), _none(rows[0].backward)), rows[0], share)
+            nothing = replace(rows[0], forward=_none(rows[0].forward), backward=_none(rows[0].backward), spans=())
+            return _between(nothing, rows[0], share)
         right, share = _place(self._sizes, micro_batch_size)
         return _between(rows[right - 1], rows[right], share)
 
@@ -109,7 +111,7 @@ def _none(steps: tuple[int, ...]) -> tuple[int, ...]:
 
 def _between(first: Sequences, second: Sequences, share: float) -> Sequences:
     """Returns the sequences so far between two; the nearer ones if these differ in more than bytes."""
-    is_same = all(
+    is_same = first.read == second.read and all(
         len(a) == len(b) and all(x == y or min(x, y) >= 0 for x, y in zip(a, b, strict=True))
         for a, b in ((first.forward, second.forward), (first.backward, second.backward))
     )
@@ -119,4 +121,5 @@ def _between(first: Sequences, second: Sequences, share: float) -> Sequences:
         tuple(x if x < 0 else max(round(x + share * (y - x)), 1) for x, y in zip(a, b, strict=True))
         for a, b in ((first.forward, second.forward), (first.backward, second.backward))
     )
-    return Sequences(forward, backward)
+    spans = tuple(round(x + share * (y - x)) for x, y in zip_longest(first.spans, second.spans, fillvalue=0))
+    return Sequences(forward, backward, second.read, spans)

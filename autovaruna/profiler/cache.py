@@ -14,7 +14,7 @@ import math
 import os
 import tempfile
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +108,7 @@ def _cost(content: Mapping[str, Any]) -> PartCost:
             ),
             forward_work=_whole(counted["forward_work"]),
             work=_whole(counted["work"]),
-            sequences=Sequences(*(tuple(map(_step, counted["sequences"][way])) for way in ("forward", "backward"))),
+            sequences=Sequences(*(tuple(map(_step, counted["sequences"][each.name])) for each in fields(Sequences))),
         ),
         _amount(content["weight_seconds"]),
         _amount(content["split_seconds"]),

@@ -110,12 +110,20 @@ def _sequences_in_words(sequences: Sequence[Sequences]) -> dict[str, Any]:
 
 
 def _sequences(words: Mapping[str, Any]) -> list[Sequences]:
-    distinct = [Sequences(*(_steps(each[way]) for way in ("forward", "backward"))) for each in words["distinct"]]
+    distinct = [
+        Sequences(
+            *(_steps(each[way]) for way in ("forward", "backward")),
+            *(_places(each.get(what, ())) for what in ("read", "spans")),  # an older library has not written them
+        )
+        for each in words["distinct"]
+    ]
     places = words["of_blocks"]
     if not all(isinstance(place, int) and 0 <= place < len(distinct) for place in places):
         raise ValueError(f"sequences names others than the {len(distinct)} that it has")
     for each in distinct:
         num_taken = sum(step > 0 for step in each.forward + each.backward)
+        if max(each.read, default=0) > num_taken or len(each.read) != len(each.spans):
+            raise ValueError(f"sequences has a gradient in none of the {num_taken} pieces that it takes, or no span")
         if min((*each.forward, *each.backward), default=0) < -num_taken:
             raise ValueError(f"sequences has one that gives back more than the {num_taken} pieces that it takes")
     return [distinct[place] for place in places]
@@ -124,6 +132,12 @@ def _sequences(words: Mapping[str, Any]) -> list[Sequences]:
 def _steps(words: Sequence[Any]) -> tuple[int, ...]:
     if not all(isinstance(step, int) and not isinstance(step, bool) and step for step in words):
         raise ValueError("sequences has a step that is no whole number other than 0")
+    return tuple(words)
+
+
+def _places(words: Sequence[Any]) -> tuple[int, ...]:
+    if not all(isinstance(place, int) and not isinstance(place, bool) for place in words):
+        raise ValueError("sequences has a place that is no whole number")
     return tuple(words)
 
 

@@ -13,10 +13,18 @@ class Sequences:
 
     They are counted from 1 in forward, and on from there in backward, which gives back what forward has left. Nothing
     where that is not known.
+
+    Attributes:
+        forward, backward: the steps.
+        read: for each value that the block reads and that has a gradient, in the order of the graph, where that lies:
+            in the i-th that was taken (i), in the gradient of the i-th value that the block makes (-i), unknown (0).
+        spans: for each of these the bytes from the gradient's first element to its last, if it has holes, else 0.
     """
 
     forward: tuple[int, ...] = ()
     backward: tuple[int, ...] = ()
+    read: tuple[int, ...] = ()
+    spans: tuple[int, ...] = ()
 
 
 NOT_RECORDED = Sequences()

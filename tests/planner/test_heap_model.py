@@ -176,6 +176,37 @@ def test_a_gradient_that_no_step_takes_is_that_of_what_was_made() -> None:
     assert heap_of_steps(program_of("F0 B0"), stages, 0.0, 0.0).peak_bytes == 2e6
 
 
+def test_slices_of_a_gradient_take_nothing_and_keep_all_of_it() -> None:
+    """Of two values that are joined: both slices lie in the gradient that comes, until the last of them is gone."""
+    joined = steps_of_block(Sequences((2_000_000,), (), (-1, -1), (1_900_000,) * 2), {2: 2e6}, {0: 1e6, 1: 1e6}, [])
+    last = BlockTensors({2: 2e6}, frozenset({2}), (), 0.0, {0: 1e6, 1: 1e6}, (), 0.0, (), 0.0, joined)
+    first, second = (BlockTensors({v: 1e6}, frozenset({v}), (), 0.0, {}, (), 0.0, ()) for v in (0, 1))
+    stages = {0: StageTensors((first, second, last), {}, {2: 2e6})}
+    heap = heap_of_steps(program_of("F0 B0"), stages, 0.0, 0.0)
+    assert (heap.peak_bytes, heap.live_bytes) == (2e6 + 2e6 + 2e6, 0)
+
+
+def test_a_gradient_with_holes_is_not_added_to() -> None:
+    """What is added to it makes a third, without holes, even where nothing shares its memory."""
+    stage = stage_of(1, 1e6)
+    more = BlockTensors({}, frozenset(), (), 0.0, {0: 1e6}, (), 0.0, ())
+    plain = StageTensors((*stage.blocks, more), {}, {0: 1e6})
+    held = [
+        heap_of_steps(program_of("F0 B0"), {0: replace(plain, gradient_spans=spans)}, 0.0, 0.0).peak_bytes
+        for spans in ({}, {0: 1.5e6})
+    ]
+    assert held == [3e6, 4.5e6]
+
+
+def test_what_waits_for_weight_gradients_is_there_until_they_are_computed() -> None:
+    stage = stage_of(1, 1e6)
+    split = {0: replace(stage, blocks=(replace(stage.blocks[0], deferred=3e6),))}
+    waits = [Instruction(0, Kind.WEIGHT, m) for m in (0, 1)]
+    one, two = program_of("F0 B0"), program_of("F1 B1")
+    at_once, later = [*one, waits[0], *two, waits[1]], [*one, *two, *waits]
+    assert [heap_of_steps(each, split, 0.0, 0.0).peak_bytes for each in (one, at_once, later)] == [2e6, 3e6 + 1e6, 6e6]
+
+
 def test_a_gradient_that_two_share_is_not_added_to() -> None:
     """Of x + f(x) + y: f's gradient meets the shared one, and neither may change, so that their sum is a third."""
     made, all_three = {1: 1e6}, {0: 1e6, 2: 1e6, 3: 1e6}

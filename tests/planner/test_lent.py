@@ -42,6 +42,12 @@ def test_what_comes_through_shared_memory_is_not_posted_ahead(num_bytes: float, 
     assert posted.live_bytes == shared.live_bytes == 0.0
 
 
+def test_a_gradient_with_holes_is_copied_out_of_shared_memory() -> None:
+    """It lies there without them, and is computed with as the sender had it."""
+    stage = {0: StageTensors((), {}, {0: MIB}, {0: 1.75 * MIB})}
+    assert heap_of_steps(program_of("F0 B0"), stage, 0.0, 0.0, (), True).peak_bytes == 1.75 * MIB
+
+
 def test_inputs_of_the_model_lie_in_the_heap() -> None:
     """They are no messages of a cut."""
     inputs = {0: StageTensors((), {-1: MIB}, {})}

@@ -107,6 +107,35 @@ def test_a_step_gives_back_what_was_recorded(name: str) -> None:
     assert heap.peak_bytes >= 0.9 * costs.saved_bytes.sum()
 
 
+class Joined(nn.Module):
+    """Joins what two layers make, as networks with skips do: each gets a slice of the gradient, which has holes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.last = nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        one = self.first(x)
+        return self.last(torch.cat([self.second(torch.relu(one)), one], 1)).square().mean()
+
+
+def test_slices_of_a_gradient_are_seen_to_lie_in_it_with_holes() -> None:
+    model, x = Joined(), torch.randn(SIZE, WIDTH)
+    graph = traced(model, x)
+    found = profile(graph, model, [2, SIZE], CPU, iterations=1, budget_seconds=0.0)
+    (joining,) = (block.index for block in graph.graph.blocks if any("cat" in name for name in block.nodes))
+    span = (SIZE - 1) * 2 * ACTIVATION // SIZE + ACTIVATION // SIZE
+    assert found.costs[1][joining].sequences.read == (-1, -1)
+    assert found.costs[1][joining].sequences.spans == (span, span)
+    (skipping,) = (v for v, value in enumerate(graph.graph.values) if len(value.consumers) == 2)
+    costs = CostTable(found).at(SIZE)
+    (inner,) = (v for v, each in enumerate(graph.graph.values) if each.consumers == (joining,))
+    front = tensors_of_stage(graph.graph, costs, range(joining))
+    assert front.gradients_received.keys() == {skipping, inner}
+    assert front.gradient_spans == {skipping: span, inner: span}
+
+
 def test_a_file_has_each_sequence_once(tmp_path: Path) -> None:
     found, _, _ = convolutions()
     save_profile(tmp_path / "profile.json", found)
@@ -116,13 +145,19 @@ def test_a_file_has_each_sequence_once(tmp_path: Path) -> None:
         assert len(table["sequences"]["distinct"]) == len(distinct) < len(costs)
 
 
-@pytest.mark.parametrize("forward", [[0], [1.5], [8, -2], ["many"]])
-def test_a_file_with_other_steps_is_refused(forward: list[object], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("forward", "more"),
+    [
+        *(([0], {}), ([1.5], {}), ([8, -2], {}), (["many"], {})),
+        *(([8], {"read": [2], "spans": [0]}), ([8], {"read": [1]}), ([8], {"read": ["1"], "spans": [0]})),
+    ],
+)
+def test_a_file_with_other_steps_is_refused(forward: list[object], more: dict[str, object], tmp_path: Path) -> None:
     found, _, _ = convolutions()
     save_profile(tmp_path / "profile.json", found)
     content = json.loads((tmp_path / "profile.json").read_text())
     del content["checksum"]
-    content["costs"][0]["sequences"]["distinct"][0] = {"forward": forward, "backward": []}
+    content["costs"][0]["sequences"]["distinct"][0] = {"forward": forward, "backward": [], **more}
     (tmp_path / "profile.json").write_text(json.dumps(content))
     with pytest.raises(MeasureError, match="sequences"):
         load_profile(tmp_path / "profile.json")

@@ -7,7 +7,7 @@ same size.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from autovaruna.profiler.records import Sequences
 
@@ -19,7 +19,9 @@ class BlockSteps:
     Attributes:
         forward, backward: the steps.
         made: the number of each value that forward makes; one that is not there lies in what is left, or in no other.
-        read: the number of each gradient of a value that it reads.
+        read: the number of what each gradient of a value that it reads lies in; several may lie in one.
+        passed: values whose gradients lie in that of a value that it makes, and which one that is.
+        spans: bytes from the first to the last element of gradients that have holes.
         weights: the numbers of the gradients of its parameters.
     """
 
@@ -28,6 +30,8 @@ class BlockSteps:
     made: dict[int, int]
     read: dict[int, int]
     weights: tuple[int, ...]
+    passed: dict[int, int] = field(default_factory=dict)
+    spans: dict[int, float] = field(default_factory=dict)
 
 
 def steps_of_block(
@@ -46,9 +50,16 @@ def steps_of_block(
     left = _left(sequences.forward, {})
     num_taken = sum(step > 0 for step in sequences.forward)
     after = {number: size for number, size in _left(sequences.backward, left, num_taken).items() if number > num_taken}
+    known = dict(zip(read, sequences.read, strict=False))
+    own = {v: number for v, number in known.items() if number > 0}
+    passed = {v: list(made)[-1 - number] for v, number in known.items() if number < 0}
+    for number in own.values():
+        after.pop(number, None)
     trained = _match(dict(enumerate(weights)), after)
+    others = _match({v: num_bytes for v, num_bytes in read.items() if not known.get(v)}, after)
+    spans = {v: float(span) for v, span in zip(read, sequences.spans, strict=False) if span}
     return BlockSteps(
-        sequences.forward, sequences.backward, _match(made, left), _match(read, after), tuple(trained.values())
+        sequences.forward, sequences.backward, _match(made, left), own | others, tuple(trained.values()), passed, spans
     )
 
 

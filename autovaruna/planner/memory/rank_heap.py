@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from autovaruna.planner.memory.handed_out import HandedOut, InputKey
 from autovaruna.planner.memory.heap import Heap
 from autovaruna.planner.memory.lent import MAX_BYTES, is_lent
+from autovaruna.planner.memory.places import Places
 from autovaruna.planner.memory.stage_tensors import BlockTensors, StageTensors
 from autovaruna.schedule import Instruction, Kind
 
 _AHEAD = 4
 """Receives are posted for this instruction and the next few, unless messages come by themselves."""
-_LEAST_BYTES = 1 << 6
 _BEFORE: tuple[tuple[int, bool], ...] = ((16, False), (16, True), (16, False), (176, True), (96, False))
 _AFTER: tuple[tuple[int, bool], ...] = ((16, False), (16, True), (480, False), (96, True), (16, False))
 """Bytes of small pieces that a block makes before and after its tensors, and whether they stay until its backward.
@@ -59,6 +59,7 @@ class RankHeap:
         inputs: HandedOut | None = None,
     ) -> None:
         self.heap = Heap()
+        self._places = Places(self.heap)
         self._stages, self._recomputing = stages, recomputing
         self._own_micro_batches, self._shares = own_micro_batches, shares
         self._inputs, self._copied = inputs or HandedOut(), dict[InputKey, list[int]]()
@@ -66,28 +67,29 @@ class RankHeap:
         self._leaving: list[int] = []
         self._received, self._kept = dict[tuple[int, int], list[int]](), dict[tuple[int, int], list[_Kept]]()
         self._weights: dict[tuple[int, int], list[int]] = {}
-        self._shared: list[int] = []
+        self._with_holes: set[int] = set()
 
     def run(self, program: Sequence[Instruction]) -> None:
         """Runs the instructions of a step."""
-        self._copied = {key: self._take(num_bytes) for key, num_bytes in self._inputs.copied.items()}
+        self._deferred = {(each.stage, each.micro_batch): list[int]() for each in program if each.kind is Kind.WEIGHT}
+        self._copied = {key: self._places.take(num_bytes) for key, num_bytes in self._inputs.copied.items()}
         for place, instruction in enumerate(program):
             for ahead, following in enumerate(program[place : place + _AHEAD]):
                 self._post(following, is_now=not ahead)
             sent, self._leaving = self._leaving, []
             self._run(instruction)
-            self._give(sent)
-        self._give(self._leaving)
+            self._places.give(sent)
+        self._places.give(self._leaving)
         self._leaving = []
 
     def update(self, state_factor: float, work_of_largest: float) -> None:
         """Runs the optimizer's step, which makes its state if there is none yet, and lets go of the gradients."""
         for stage, k in self._weights:
             for num_bytes in self._stages[stage].blocks[k].stepped:
-                self._take_alike(num_bytes, state_factor)
-                self._give(self._take_alike(num_bytes, work_of_largest))
+                self._places.take_alike(num_bytes, state_factor)
+                self._places.give(self._places.take_alike(num_bytes, work_of_largest))
         for gradients in self._weights.values():
-            self._give(gradients)
+            self._places.give(gradients)
         self._weights.clear()
 
     def _post(self, instruction: Instruction, *, is_now: bool) -> None:
@@ -101,14 +103,17 @@ class RankHeap:
             awaited = {v: num_bytes for v, num_bytes in awaited.items() if v >= 0}
         if self._shares and not is_now and all(num_bytes <= MAX_BYTES for num_bytes in awaited.values()):
             return
-        self._posted[key] = {v: self._received_at(key, v, num_bytes) for v, num_bytes in awaited.items()}
+        spans = {} if is_forward else stage.gradient_spans
+        self._posted[key] = {v: self._received_at(key, v, num_bytes, spans.get(v)) for v, num_bytes in awaited.items()}
 
-    def _received_at(self, key: Key, v: int, num_bytes: float) -> list[int]:
-        """Returns where a message lies; a copy that has waited is gone then."""
+    def _received_at(self, key: Key, v: int, num_bytes: float, span: float | None = None) -> list[int]:
+        """Returns where a message lies; a copy that has waited is gone then. One with holes is copied out of it."""
+        if span is not None:
+            return self._places.take(span)
         if (key[0], key[1], v) in self._inputs.lent or (self._shares and v >= 0 and is_lent(num_bytes)):
             return []
-        places = self._take(num_bytes)
-        self._give(self._copied.pop((key[0], key[1], v), []))
+        places = self._places.take(num_bytes)
+        self._places.give(self._copied.pop((key[0], key[1], v), []))
         return places
 
     def _run(self, instruction: Instruction) -> None:
@@ -119,48 +124,59 @@ class RankHeap:
             kept = self._forward(stage)
             if instruction.kind is Kind.FORWARD and instruction.stage in self._recomputing:
                 for each in kept:
-                    self._give(each.all_places)
+                    self._places.give(each.all_places)
             else:
                 self._kept[key] = kept
         if instruction.kind is Kind.BACKWARD:
-            self._backward(instruction.stage, self._posted.pop((*key, False)), self._kept.pop(key))
-            self._give(self._received.pop(key))
+            deferred = self._deferred.get(key)
+            self._backward(instruction.stage, self._posted.pop((*key, False)), self._kept.pop(key), deferred)
+            self._places.give(self._received.pop(key))
+        if instruction.kind is Kind.WEIGHT:
+            self._places.give(self._deferred.pop(key))
 
     def _forward(self, stage: StageTensors) -> list[_Kept]:
         """Returns where lies what each block keeps."""
         passing: dict[int, list[int]] = {}
         kept = []
         for block in stage.blocks:
-            small = self._take_small(_BEFORE)
+            small = self._places.take_small(_BEFORE)
             places, rest = self._make(block)
-            small += self._take_small(_AFTER)
+            small += self._places.take_small(_AFTER)
             kept.append(_Kept([place for v in block.kept for place in places[v]] + small, rest))
             passing |= {v: places[v] for v in places.keys() - block.kept}
             for v in block.unused:
-                self._give(passing.pop(v, []))
+                self._places.give(passing.pop(v, []))
         return kept
 
     def _make(self, block: BlockTensors) -> tuple[dict[int, list[int]], list[list[int]]]:
         """Runs a block forward; returns where lie the values that it makes, and what else it keeps, by number."""
         if block.steps is None:
-            work = self._take(block.forward_work)
-            places = {v: self._take(num_bytes) for v, num_bytes in block.made.items()}
-            rest = self._take(block.rest)
-            self._give(work)
+            work = self._places.take(block.forward_work)
+            places = {v: self._places.take(num_bytes) for v, num_bytes in block.made.items()}
+            rest = self._places.take(block.rest)
+            self._places.give(work)
             return places, [rest]
         taken: list[list[int]] = []
-        self._follow(block.steps.forward, taken)
+        self._places.follow(block.steps.forward, taken)
         places = {v: [] for v in block.made}
         for v, number in block.steps.made.items():
             places[v], taken[number - 1] = taken[number - 1], []
         return places, taken
 
-    def _backward(self, stage: int, arrived: Mapping[int, list[int]], kept: list[_Kept]) -> None:
+    def _backward(
+        self, stage: int, arrived: Mapping[int, list[int]], kept: list[_Kept], deferred: list[int] | None
+    ) -> None:
+        """Runs a stage backward; adds to `deferred`, if it is split, what stays until weight gradients are computed."""
         gradients = dict(arrived)
         blocks = self._stages[stage].blocks
+        self._with_holes = set(self._stages[stage].gradient_spans)
         for k in reversed(range(len(blocks))):
             self._backward_of_block((stage, k), blocks[k], kept[k], gradients)
-            self._give(kept[k].all_places)
+            self._places.give(kept[k].all_places)
+            if deferred is not None:
+                deferred += self._places.take_alike(
+                    blocks[k].deferred / 2, 2
+                )  # what went in, and the gradient that came back
         self._leaving += [place for places in gradients.values() for place in places]
 
     def _backward_of_block(
@@ -168,83 +184,52 @@ class RankHeap:
     ) -> None:
         """Makes the gradients of what a block has read, and lets go of those of what it made."""
         fresh, weights = self._make_gradients(block, kept, gradients)
+        spans = block.steps.spans if block.steps else {}
         for v, places in fresh.items():
-            gradients[v] = self._added_up(gradients[v], places, block.read[v]) if v in gradients else places
+            if v in gradients:
+                gradients[v] = self._places.added_up(gradients[v], places, block.read[v], v in self._with_holes)
+                self._with_holes.discard(v)
+            else:
+                gradients[v] = places
+                self._with_holes |= spans.keys() & {v}
         if key in self._weights:
-            self._give(weights)
+            self._places.give(weights)
         else:
             self._weights[key] = weights
         for v in block.made:
-            self._give(gradients.pop(v, []))
+            self._places.give(gradients.pop(v, []))
+            self._with_holes.discard(v)
 
     def _make_gradients(
         self, block: BlockTensors, kept: _Kept, gradients: dict[int, list[int]]
     ) -> tuple[dict[int, list[int]], list[int]]:
         """Runs a block backward; returns where lie the gradients of what it has read, and of its parameters."""
         if block.steps is None:
-            work = self._take(block.work)
-            fresh = {v: self._take(num_bytes) for v, num_bytes in block.read.items()}
-            weights = [place for num_bytes in block.weights for place in self._take(num_bytes)]
-            self._give(work)
+            work = self._places.take(block.work)
+            fresh = {v: self._places.take(num_bytes) for v, num_bytes in block.read.items()}
+            weights = [place for num_bytes in block.weights for place in self._places.take(num_bytes)]
+            self._places.give(work)
             return fresh, weights
         taken = kept.rest
-        self._follow(block.steps.backward, taken)
+        self._places.follow(block.steps.backward, taken)
         fresh = {}
-        for v, number in block.steps.read.items():
-            fresh[v], taken[number - 1] = taken[number - 1], []
+        numbers = list(block.steps.read.values())
+        for place, (v, number) in enumerate(block.steps.read.items()):
+            lies = taken[number - 1]
+            fresh[v] = self._places.share(lies) if number in numbers[:place] else lies
         weights = []
         for number in block.steps.weights:
             weights += taken[number - 1]
+        for number in {*numbers, *block.steps.weights}:
             taken[number - 1] = []
         for v in block.read.keys() - fresh.keys():
-            fresh[v] = self._passed_on(block, block.read[v], gradients)
+            fresh[v] = self._passed_on(block, v, gradients)
         return fresh, weights
 
-    def _passed_on(self, block: BlockTensors, num_bytes: float, gradients: dict[int, list[int]]) -> list[int]:
+    def _passed_on(self, block: BlockTensors, v: int, gradients: dict[int, list[int]]) -> list[int]:
         """Returns where a gradient lies that is none of its own: it is that of what the block has made, shared."""
-        for v, made in block.made.items():
-            if made == num_bytes and v in gradients:
-                self._shared += gradients[v]
-                return list(gradients[v])
-        return self._take(num_bytes)
-
-    def _added_up(self, first: list[int], second: list[int], num_bytes: float) -> list[int]:
-        """Returns where the sum of two gradients lies: where the first one does, unless another shares that."""
-        is_shared = any(place in self._shared for place in first)
-        total = self._take(num_bytes) if is_shared else first
-        self._give(second)
-        if is_shared:
-            self._give(first)
-        return total
-
-    def _follow(self, steps: Iterable[int], taken: list[list[int]]) -> None:
-        """Takes and gives back as recorded; `taken` are the places by number."""
-        for step in steps:
-            if step > 0:
-                taken.append(self._take(step))
-            else:
-                self._give(taken[-step - 1])
-                taken[-step - 1] = []
-
-    def _take_small(self, pieces: Sequence[tuple[int, bool]]) -> list[int]:
-        """Returns where small pieces lie that stay; others are gone."""
-        places = [(self.heap.take_small(num_bytes), stays) for num_bytes, stays in pieces]
-        self._give(place for place, stays in places if not stays)
-        return [place for place, stays in places if stays]
-
-    def _take_alike(self, num_bytes: float, count: float) -> list[int]:
-        """Takes so many tensors of one size, the last one as small as the count says."""
-        whole = int(count)
-        sizes = [num_bytes] * whole + [num_bytes * (count - whole)]
-        return [place for size in sizes for place in self._take(size)]
-
-    def _take(self, num_bytes: float) -> list[int]:
-        """Returns where it is put; nowhere if it is next to nothing."""
-        return [self.heap.take(int(num_bytes))] if num_bytes >= _LEAST_BYTES else []
-
-    def _give(self, places: Iterable[int]) -> None:
-        for place in places:
-            if place in self._shared:
-                self._shared.remove(place)
-            else:
-                self.heap.give(place)
+        known = block.steps.passed.get(v) if block.steps else None
+        for w, made in block.made.items():
+            if w in gradients and (made == block.read[v] if known is None else w == known):
+                return self._places.share(gradients[w])
+        return self._places.take(block.read[v])

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Collection, Set
+from dataclasses import dataclass, field
 
 from autovaruna.graph.records import Graph
 from autovaruna.planner.costs import Costs
@@ -22,6 +22,7 @@ class BlockTensors:
         read: values that it reads and whose gradients it makes.
         weights: gradients of its parameters; `stepped` those that no earlier block of the stage uses.
         work: what its backward needs besides; `forward_work` the same of its forward.
+        deferred: what it keeps, if its backward is split, until its weight gradients are computed.
         steps: what it takes and gives back, one after the other; in place of `rest` and both works, if it is known.
     """
 
@@ -35,6 +36,7 @@ class BlockTensors:
     stepped: tuple[float, ...]
     forward_work: float = 0.0
     steps: BlockSteps | None = None
+    deferred: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +44,13 @@ class StageTensors:
     """The tensors of a stage: of its blocks in order, and what it receives, forward and back, by value.
 
     The inputs of the model that it uses are received as well, unless they are the rank's own; keys are below zero.
+    Gradients with holes, slices of one that was joined, take `gradient_spans` where they are received.
     """
 
     blocks: tuple[BlockTensors, ...]
     received: dict[int, float]
     gradients_received: dict[int, float]
+    gradient_spans: dict[int, float] = field(default_factory=dict)
 
 
 def tensors_of_stage(graph: Graph, costs: Costs, blocks: Collection[int]) -> StageTensors:
@@ -96,10 +100,25 @@ def tensors_of_stage(graph: Graph, costs: Costs, blocks: Collection[int]) -> Sta
         own, sizes = {v: num_bytes[v] for v in made[k]}, tuple(weights[k])
         then, needed = tuple(stepped[k]), float(costs.forward_work_bytes[k])
         steps = steps_of_block(costs.sequences_of(k), own, back, sizes)
-        return BlockTensors(own, frozenset(kept), tuple(last[k]), left, back, sizes, work, then, needed, steps)
+        later = float(costs.deferred_bytes[k])
+        return BlockTensors(own, frozenset(kept), tuple(last[k]), left, back, sizes, work, then, needed, steps, later)
 
     back = {v: size for v, size in sent.items() if values[v].needs_gradient}
-    return StageTensors(tuple(tensors(k) for k in sorted(inside)), received, back)
+    return StageTensors(tuple(tensors(k) for k in sorted(inside)), received, back, _spans(graph, costs, inside, back))
+
+
+def _spans(graph: Graph, costs: Costs, inside: Set[int], sent: Collection[int]) -> dict[int, float]:
+    """Returns the spans of gradients with holes of what a stage sends: where one block reads it, none are added up."""
+    readers = {v: set(graph.values[v].consumers) - inside for v in sent}
+    lone = {v: next(iter(blocks)) for v, blocks in readers.items() if len(blocks) == 1}
+    spans = {k: iter(costs.sequences_of(k).spans) for k in set(lone.values())}
+    found: dict[int, float] = {}
+    for v, value in enumerate(graph.values if spans else ()):
+        for k in value.consumers if value.needs_gradient else ():
+            span = next(spans[k], 0) if k in spans else 0
+            if span and lone.get(v) == k:
+                found[v] = float(span)
+    return found
 
 
 _NEARLY = 1.02
