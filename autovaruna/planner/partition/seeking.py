@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 
 import numpy as np
 
 from autovaruna.planner.partition.blocks import BlockGraph
-from autovaruna.planner.partition.cheap import CheapCuts
+from autovaruna.planner.partition.cheap import CheapCuts, Least
+from autovaruna.planner.partition.cut_limits import CutLimits
 from autovaruna.planner.partition.room import Room, Side
 from autovaruna.planner.partition.shares import Shares
 
@@ -77,20 +79,13 @@ class Seeker:
         if (most := side.most - side.least) < 0:
             return math.inf
         guess = self._side_guesses.get((boundary, side.is_before), 0.0)
-        proven, extra = 0.0, max(_FIRST_PRICE * most, _ABOVE_GUESS * guess)
-        while True:
-            extra = min(extra, most)
-            found = self._cheap.least(side.limits_with(extra), self._most_states, deadline)
-            if found is None:
-                return side.least + proven
-            if len(found.cuts) or found.dropped < math.inf:
-                least = float((found.before if side.is_before else found.after)[side.row])
-                least = max(side.least + proven, min(least, side.least + found.dropped))
-                self._side_guesses[boundary, side.is_before] = least - side.least
-                return least
-            if extra >= most:
-                return math.inf
-            proven, extra = extra, extra * _GROWTH
+        proven, found = self._widened(side.limits_with, most, guess, deadline)
+        if found is None:
+            return side.least + proven
+        least = float((found.before if side.is_before else found.after)[side.row])
+        least = max(side.least + proven, min(least, side.least + found.dropped))
+        self._side_guesses[boundary, side.is_before] = least - side.least
+        return least
 
     def _learn_from_full_prices(self, room: Room, deadline: float) -> None:
         """Learns the cheapest cuts of each boundary as if no other one had a share."""
@@ -114,17 +109,31 @@ class Seeker:
 
     def _seek(self, room: Room, boundary: int, deadline: float) -> float:
         """Returns a price below which a boundary has no cut, learning its cheapest cuts."""
-        most, proven = room.most_price(boundary), 0.0
-        price = max(_FIRST_PRICE * most, _ABOVE_GUESS * self._guesses[boundary])
+        most, guess = room.most_price(boundary), self._guesses[boundary]
+        proven, found = self._widened(lambda price: room.limits(boundary, price), most, guess, deadline)
+        if found is None:
+            return proven
+        self.shares.learn(boundary, found.cuts, _MOST_LEARNT)
+        self._guesses[boundary] = max(proven, min(found.price, found.dropped))
+        return self._guesses[boundary]
+
+    def _widened(
+        self, limits_at: Callable[[float], CutLimits], most: float, guess: float, deadline: float
+    ) -> tuple[float, Least | None]:
+        """Raises a price until there are cuts; returns one below which there are none, and the cuts if time sufficed.
+
+        Args:
+            limits_at: says what cuts at a price may hold.
+            most: the greatest price; the one returned is infinite if even that has no cuts.
+            guess: about what the least price is.
+            deadline: when to give up, on ``time.monotonic``'s clock.
+        """
+        proven, price = 0.0, max(_FIRST_PRICE * most, _ABOVE_GUESS * guess)
         while True:
             price = min(price, most)
-            found = self._cheap.least(room.limits(boundary, price), self._most_states, deadline)
-            if found is None:
-                return proven
-            if len(found.cuts) or found.dropped < math.inf:
-                self.shares.learn(boundary, found.cuts, _MOST_LEARNT)
-                self._guesses[boundary] = max(proven, min(found.price, found.dropped))
-                return self._guesses[boundary]
+            found = self._cheap.least(limits_at(price), self._most_states, deadline)
+            if found is None or len(found.cuts) or found.dropped < math.inf:
+                return proven, found
             if price >= most:
-                return math.inf
+                return math.inf, None
             proven, price = price, price * _GROWTH
