@@ -25,6 +25,8 @@ from autovaruna.profiler.records import LinkCost
 from autovaruna.schedule import POLICIES
 
 FORMAT_VERSION = 1
+_KEYS = ("format_version", "num_micro_batches", "schedule", "stages", "predicted", "valid_for")
+_KEYS_OF_STAGE = ("cut", "ranks", "recompute", "in_flight", "deferred", "predicted")
 
 
 def save(path: str | os.PathLike[str], deployment: Deployment) -> None:
@@ -130,6 +132,7 @@ def _from_json(fields: Fields) -> Deployment:
     if version != FORMAT_VERSION:
         complaint = f"is {version}, this library reads {FORMAT_VERSION}: delete the file to plan again"
         raise fields.error("format_version", complaint)
+    fields.check_keys(_KEYS)
     valid_for, predicted = fields.inside("valid_for"), fields.inside("predicted")
     stages = fields.each("stages")
     if not stages:
@@ -160,6 +163,7 @@ def _from_json(fields: Fields) -> Deployment:
 
 
 def _stage_from_json(fields: Fields, num_ranks: int) -> StagePlan:
+    fields.check_keys(_KEYS_OF_STAGE)
     ranks = fields.numbers("ranks")
     if not ranks or len(set(ranks)) < len(ranks) or not all(0 <= rank < num_ranks for rank in ranks):
         raise fields.error("ranks", f"is {list(ranks)}, expected one or more different ranks from 0 to {num_ranks - 1}")

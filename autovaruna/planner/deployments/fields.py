@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import difflib
+from collections.abc import Collection, Sequence
 from typing import Any, TypeVar
 
 from autovaruna.errors import DeploymentError
@@ -42,6 +43,14 @@ class Fields:
         """Returns an error about a key."""
         name = ".".join(part for part in (self.path, key) if part) or "the content"
         return DeploymentError(f"the deployment {self.file} is damaged: {name} {complaint}")
+
+    def check_keys(self, known: Collection[str]) -> None:
+        """Refuses a key that means nothing here: what a person has written would be ignored."""
+        for key in self.content:
+            if key not in known:
+                nearest = difflib.get_close_matches(key, known, 1)
+                meant = f"did you mean {nearest[0]}?" if nearest else f"expected one of {', '.join(known)}"
+                raise self.error(key, f"means nothing; {meant}")
 
     def get(self, key: str, kind: type[T]) -> T:
         """Returns a value of that type."""
