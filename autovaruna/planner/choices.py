@@ -6,6 +6,7 @@ micro-batches are powers of two, unless they are given.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -15,6 +16,8 @@ from autovaruna.errors import PlanError
 from autovaruna.planner.problem import Problem
 from autovaruna.planner.records import Plan
 from autovaruna.planner.search import make_plan
+
+_log = logging.getLogger(__name__)
 
 _MOST_GRIDS = 24
 
@@ -59,6 +62,7 @@ def plan_choices(
     grids = [(s, r, size) for s, r in _grids(problem) for size in micro_batch_sizes or _sizes(problem)]
     for done, (num_stages, num_replicas, size) in enumerate(grids):
         if found and perf_counter() > ends:
+            _log.warning("%d of %d choices were planned: time was up, better ones may be left", done, len(grids))
             break
         if progress is not None:
             progress("planning choices", done / len(grids))
@@ -93,17 +97,18 @@ def _grids(problem: Problem) -> list[tuple[int, int]]:
     num_ranks, constraints = problem.cluster.num_ranks, problem.constraints
     most = min(num_ranks, len(problem.graph.blocks))
     forced = constraints.num_stages or (len(constraints.cuts) + 1 if constraints.cuts else 0)
-    stages = [forced] if forced else _spread(most)
+    stages = [forced] if forced else _spread(most, num_ranks)
     pairs = [(s, constraints.num_replicas or num_ranks // s) for s in stages]
     possible = [(s, r) for s, r in pairs if r and s * r <= num_ranks]
     return sorted(possible, key=lambda pair: (-pair[0] * pair[1], pair[0]))
 
 
-def _spread(most: int) -> list[int]:
-    """Returns all numbers of stages, or of many those that are evenly spaced in ratio."""
+def _spread(most: int, num_ranks: int) -> list[int]:
+    """Returns all numbers of stages, or of many those that leave no rank over and others, evenly spaced in ratio."""
     if most <= _MOST_GRIDS:
         return list(range(1, most + 1))
-    return sorted({round(most ** (k / (_MOST_GRIDS - 1))) for k in range(_MOST_GRIDS)})
+    spread = {round(most ** (k / (_MOST_GRIDS - 1))) for k in range(_MOST_GRIDS)}
+    return sorted(spread | {count for count in range(1, most + 1) if num_ranks % count == 0})
 
 
 def _sizes(problem: Problem) -> list[int]:

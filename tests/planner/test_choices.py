@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 
 from autovaruna.errors import PlanError
-from autovaruna.planner.choices import plan_choices
+from autovaruna.planner.choices import _grids, plan_choices
 from autovaruna.planner.search import make_plan
 from tests.planner.cases import make_problem
 
@@ -45,3 +47,16 @@ def test_choices_that_do_not_fit_are_left_out_and_none_is_an_error() -> None:
 
 def test_a_spent_budget_leaves_what_was_found() -> None:
     assert len(plan_choices(make_problem(6, 4, 8), budget_seconds=0.0)) == 1
+
+
+def test_where_time_is_up_that_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "autovaruna"):
+        choices = plan_choices(make_problem(6, 4, 8), budget_seconds=0.0)
+    assert len(choices) == 1 and "1 of 16 choices were planned: time was up" in caplog.text
+
+
+def test_of_many_ranks_all_grids_that_leave_none_over_are_choices() -> None:
+    """96 ranks: the 24 that are spread evenly in ratio have no 16, and no 48."""
+    grids = _grids(make_problem(60, 96, 96))
+    assert {stages for stages, _ in grids} >= {stages for stages in range(1, 61) if 96 % stages == 0}
+    assert len(grids) < 35
