@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from typing import NoReturn
 
@@ -33,13 +34,18 @@ def show(content: Table | str) -> None:
         if isinstance(content, str):
             sys.stdout.write(content + "\n")
         else:
-            _Console(width=None if sys.stdout.isatty() else 160).print(content)
+            _Console(width=columns()).print(content)
         sys.stdout.flush()
     except BrokenPipeError:
         hush()
     except OSError as error:
         hush()
         raise InputError(f"Standard output cannot be written to: {error.strerror}. Expected a place for it.") from error
+
+
+def columns() -> int:
+    """Returns the width of the terminal; 160 where there is none."""
+    return shutil.get_terminal_size().columns if sys.stdout is not None and sys.stdout.isatty() else 160
 
 
 def hush() -> None:

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from autovaruna.commands.planning import Planning
 from autovaruna.commands.plot import check_plot, plot
-from autovaruna.commands.printing import show
+from autovaruna.commands.printing import columns, show
 from autovaruna.planner import explain, pipeline_of, plan_table, policy_of
 from autovaruna.planner.choices import Choice
 from autovaruna.planner.deployments.deployment_file import save
@@ -43,7 +43,9 @@ def report(planning: Planning, options: argparse.Namespace) -> None:
     pipeline = short_enough(pipeline_of(plan, graph))
     simulation = simulate(pipeline, policy_of(plan.schedule))
     rows = shown_ranks(pipeline)
-    show("\n" + timeline(render(simulation), rows, plan.num_ranks, _names(plan, pipeline)))
+    longer = len(str(plan.num_ranks)) - len(str(pipeline.num_ranks))
+    drawing = render(simulation, columns=columns() - longer)
+    show("\n" + timeline(drawing, rows, plan.num_ranks, _names(plan, pipeline)))
     for assumption in planning.assumptions:
         show(f"note: {assumption}")
     if options.output:

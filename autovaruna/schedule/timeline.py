@@ -19,18 +19,28 @@ def draw(simulation: Simulation, slot_seconds: float) -> str:
     return "\n".join(f"rank {rank} | {row}".rstrip() for rank, row in enumerate(rows))
 
 
-def render(simulation: Simulation, width: int = 100) -> str:
+_NARROWEST, _WIDEST = 50, 100
+"""Characters for a step where lines have to fit."""
+
+
+def render(simulation: Simulation, width: int = 100, *, columns: int = 0) -> str:
     """Returns a timeline: one row a rank, time to the right, and what share of the step the rank lost to what.
 
     Args:
         simulation: the step.
         width: characters for the whole step.
+        columns: characters for a line, in place of `width`; where they are few the shares are left out.
     """
-    rows = _rows(simulation, width)
-    margin = len(f"rank {len(rows) - 1}")
+    shares = [f" {_shares(lost, simulation.step_seconds)}" for lost in simulation.lost]
+    margin = len(f"rank {len(shares) - 1}")
+    if columns:
+        room = columns - margin - len(" ||")
+        width = min(room - max(map(len, shares)), _WIDEST)
+        if width < _NARROWEST:
+            width, shares = max(min(room, _WIDEST), 1), [""] * len(shares)
     lines = [
-        f"{f'rank {rank}':<{margin}} |{''.join(row)}| {_shares(lost, simulation.step_seconds)}"
-        for rank, (row, lost) in enumerate(zip(rows, simulation.lost, strict=True))
+        f"{f'rank {rank}':<{margin}} |{''.join(row)}|{share}"
+        for rank, (row, share) in enumerate(zip(_rows(simulation, width), shares, strict=True))
     ]
     return "\n".join([*lines, f"step {simulation.step_seconds:.6g} s    {_legend(simulation)}"])
 

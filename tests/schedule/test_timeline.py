@@ -27,6 +27,17 @@ def test_every_row_has_the_width() -> None:
         assert {line.rindex("|") - line.index("|") for line in lines[:-1]} == {65}
 
 
+def test_lines_fit_into_a_terminal_the_shares_left_out_where_it_is_narrow() -> None:
+    for seed in range(6):
+        simulation = simulate(random_pipeline(seed), POLICIES["varuna"])
+        for columns in (60, 80, 120, 160):
+            lines = render(simulation, columns=columns).splitlines()[:-1]
+            assert max(map(len, lines)) <= columns
+            assert {line.rindex("|") - line.index("|") - 1 for line in lines} <= {*range(50, 101)}
+            assert columns < 160 or all("%" in line for line in lines)
+    assert "%" not in render(simulation, columns=60)
+
+
 def test_many_instructions_leave_no_room_for_labels() -> None:
     row = render(simulate(chain(1, 1000), POLICIES["1f1b"]), 40).splitlines()[0]
     assert set(row.split("|")[1]) <= {">", "<", "."}
