@@ -188,6 +188,15 @@ def test_a_message_comes_past_others_that_nobody_takes() -> None:
     assert all(bool((brought(receiver, key=1) == turn).all()) for turn in range(30))
 
 
+def test_what_two_micro_batches_send_over_a_cut_with_skips_leaves_at_once() -> None:
+    """It waited for room until the receiver had ended what it computed: a U-Net took an eighth longer for a step."""
+    sender, receiver = make_ring()
+    skips = [torch.zeros(num_bytes, dtype=torch.uint8) for num_bytes in (MAX_BYTES, 4 << 20, 2 << 20, 1 << 20)]
+    sent = [sender.send(each, 0) for each in (*skips, *skips)]
+    assert all(each.is_done() for each in sent)
+    assert all(lies_in(brought(receiver, layout_of(each.numel())), receiver) for each in skips)
+
+
 def test_a_sender_waits_for_room_without_blocking() -> None:
     sender, receiver = make_ring()
     sent = [torch.full((10,), k) for k in range(NUM_SLOTS + 3)]

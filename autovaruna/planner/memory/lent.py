@@ -17,7 +17,7 @@ COPIED_BYTES = 64 << 10
 """Tensors of so many bytes are copied into the receiver's own memory when it takes them."""
 MAX_BYTES = 8 << 20
 """Larger tensors go another way, and are received into memory that was posted for them."""
-LENT_BYTES = 16 << 20
+LENT_BYTES = 32 << 20
 """So much one rank lends another at once."""
 _GRADIENTS = 2
 """Gradients of a cut that are there at once: one in a backward, one that has come meanwhile."""
