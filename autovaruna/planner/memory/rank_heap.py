@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from autovaruna.planner.memory.handed_out import HandedOut, InputKey
 from autovaruna.planner.memory.heap import Heap
-from autovaruna.planner.memory.lent import MAX_BYTES, is_lent
+from autovaruna.planner.memory.lent import LENT_BYTES, MAX_BYTES, is_lent
 from autovaruna.planner.memory.places import Places
 from autovaruna.planner.memory.stage_tensors import BlockTensors, StageTensors
 from autovaruna.schedule import Instruction, Kind
@@ -67,7 +67,7 @@ class RankHeap:
         self._leaving: list[int] = []
         self._received, self._kept = dict[tuple[int, int], list[int]](), dict[tuple[int, int], list[_Kept]]()
         self._weights: dict[tuple[int, int], list[int]] = {}
-        self._with_holes: set[int] = set()
+        self._with_holes, self._lent = set[int](), dict[Key, float]()
 
     def run(self, program: Sequence[Instruction]) -> None:
         """Runs the instructions of a step."""
@@ -110,11 +110,19 @@ class RankHeap:
         """Returns where a message lies; a copy that has waited is gone then. One with holes is copied out of it."""
         if span is not None:
             return self._places.take(span)
-        if (key[0], key[1], v) in self._inputs.lent or (self._shares and v >= 0 and is_lent(num_bytes)):
+        if (key[0], key[1], v) in self._inputs.lent or (v >= 0 and self._is_lent(key, num_bytes)):
             return []
         places = self._places.take(num_bytes)
         self._places.give(self._copied.pop((key[0], key[1], v), []))
         return places
+
+    def _is_lent(self, key: Key, num_bytes: float) -> bool:
+        """Returns whether a message lies in shared memory until its backward: whether it finds room there."""
+        there = sum(each for (stage, _, way), each in self._lent.items() if (stage, way) == (key[0], key[2]))
+        if not self._shares or not is_lent(num_bytes) or there + num_bytes > LENT_BYTES:
+            return False
+        self._lent[key] = self._lent.get(key, 0.0) + num_bytes
+        return True
 
     def _run(self, instruction: Instruction) -> None:
         stage, key = self._stages[instruction.stage], (instruction.stage, instruction.micro_batch)
@@ -131,6 +139,8 @@ class RankHeap:
             deferred = self._deferred.get(key)
             self._backward(instruction.stage, self._posted.pop((*key, False)), self._kept.pop(key), deferred)
             self._places.give(self._received.pop(key))
+            for way in (True, False):
+                self._lent.pop((*key, way), None)
         if instruction.kind is Kind.WEIGHT:
             self._places.give(self._deferred.pop(key))
 
