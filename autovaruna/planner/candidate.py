@@ -11,6 +11,7 @@ import numpy as np
 
 from autovaruna.planner.costs import Array, Costs
 from autovaruna.planner.memory.fitting import Option, fit, peak_of
+from autovaruna.planner.memory.known_heaps import KnownHeaps
 from autovaruna.planner.memory.rank_memory import bytes_of_ranks
 from autovaruna.planner.predicting.edges import Edges
 from autovaruna.planner.predicting.folding import fold, telling
@@ -55,7 +56,7 @@ class Planner:
 
     def __init__(self, problem: Problem, tables: RangeTables) -> None:
         self.problem, self.tables = problem, tables
-        self.predictor, self.edges = Predictor(), Edges(problem.graph)
+        self.predictor, self.edges, self.heaps = Predictor(), Edges(problem.graph), KnownHeaps()
         self._last: tuple[Plan | None, Pipeline | None] = None, None
         hosts = problem.cluster.hosts
         numbers = {host: number for number, host in enumerate(dict.fromkeys(hosts))}
@@ -153,7 +154,8 @@ class Planner:
         simulation = simulate(pipeline, policy_of(plan.schedule))
         model, costs = self.sized(plan.num_micro_batches).model, self._greatest_costs(plan)
         own = self.problem.cluster.own_process_bytes
-        needed = bytes_of_ranks(self.problem.graph, plan, costs, model, pipeline, simulation.schedule, own)
+        graph, schedule = self.problem.graph, simulation.schedule
+        needed = bytes_of_ranks(graph, plan, costs, model, pipeline, schedule, own, self.heaps)
         return replace(plan, predicted_seconds=simulation.step_seconds, rank_memory_bytes=needed)
 
     def _greatest_costs(self, plan: Plan) -> Costs:

@@ -69,11 +69,14 @@ class Trials:
         if candidate in self.seen:
             return self.seen[candidate]
         found, bounds = float("inf"), dict[tuple[bool, ...], float]()
-        most = self._most_variants(candidate)
+        most, known = self._most_variants(candidate), list[tuple[Plan, Settle | None]]()
         for tried, (variant, plan, settle) in enumerate(self._plans(candidate)):
             if tried >= most and found < float("inf"):
                 self.was_cut_short = True
                 break
+            if (plan, settle) in known:
+                continue  # With few micro-batches, or little memory, variants are alike.
+            known.append((plan, settle))
             recomputed = tuple(stage.needs_recompute for stage in plan.stages)
             if recomputed not in bounds:
                 bounds[recomputed] = self.planner.bound(plan)  # It knows nothing of depths and schedules.

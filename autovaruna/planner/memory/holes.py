@@ -9,6 +9,7 @@ from autovaruna.planner.costs import Costs
 from autovaruna.planner.memory.handed_out import HandedOut, handed_out
 from autovaruna.planner.memory.heap import Heap
 from autovaruna.planner.memory.holdings import Holdings
+from autovaruna.planner.memory.known_heaps import KnownHeaps
 from autovaruna.planner.memory.lent import SharedBytes, lent_of_stages, shared_bytes
 from autovaruna.planner.memory.rank_heap import RankHeap
 from autovaruna.planner.memory.stage_memory import MemoryModel
@@ -32,7 +33,12 @@ mini-batch, and what it would hold without holes."""
 
 
 def finder_of_holes(
-    graph: Graph, plan: Plan, costs: Costs, model: MemoryModel, held: Sequence[Holdings[float]]
+    graph: Graph,
+    plan: Plan,
+    costs: Costs,
+    model: MemoryModel,
+    held: Sequence[Holdings[float]],
+    known: KnownHeaps | None = None,
 ) -> Holes | None:
     """Returns what finds the holes in the heap of a rank of a plan; None where there is no heap, or a step is long.
 
@@ -42,7 +48,9 @@ def finder_of_holes(
         costs: of the blocks, at the size of the greatest micro-batch.
         model: the rules of memory.
         held: what its stages hold.
+        known: the heaps that other plans of the same problem have asked for.
     """
+    known = known or KnownHeaps()
     share, factor = model.heap_share, model.optimizer_bytes_factor
     num_blocks = 2 * plan.num_micro_batches * sum(len(stage.blocks) for stage in plan.stages)
     if not share or not plan.needs_gradient or num_blocks > _MOST_BLOCKS:
@@ -55,7 +63,11 @@ def finder_of_holes(
         own = {stage: tensors[stage] for stage in stages}
         is_rank = is_one_host and own_micro_batches.step == plan.num_ranks  # else it stands for several, or has all
         inputs = handed_out(plan, tensors, own_micro_batches.start) if is_rank else HandedOut()
-        heap = heap_of_steps(program, own, factor, model.work_of_largest, own_micro_batches, is_one_host, inputs)
+
+        def make() -> Heap:
+            return heap_of_steps(program, own, factor, model.work_of_largest, own_micro_batches, is_one_host, inputs)
+
+        heap = known.of(plan, program, stages, own_micro_batches, inputs, make)
         lasting = model.process_bytes + sum(held[stage].parameters + held[stage].buffers for stage in stages)
         sent = lent_of_stages([shared[stage].sent for stage in stages]) + inputs.shared_bytes
         received = lent_of_stages([shared[stage].received for stage in stages])

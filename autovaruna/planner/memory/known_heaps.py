@@ -1,0 +1,58 @@
+"""Defines `KnownHeaps`: a search asks for the heap of a rank again and again, in plans that differ elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from typing import NamedTuple
+
+from autovaruna.planner.memory.handed_out import HandedOut
+from autovaruna.planner.memory.heap import Heap
+from autovaruna.planner.records import Plan
+from autovaruna.schedule import Instruction
+
+
+class HeapBytes(NamedTuple):
+    """What a heap takes: its greatest extent, and the holes in it."""
+
+    peak_bytes: float
+    hole_bytes: float
+
+
+class KnownHeaps:
+    """The heaps of ranks of one problem, by all that they follow from."""
+
+    def __init__(self) -> None:
+        self._known: dict[object, HeapBytes] = {}
+
+    def of(
+        self,
+        plan: Plan,
+        program: Sequence[Instruction],
+        stages: Collection[int],
+        own_micro_batches: range,
+        inputs: HandedOut,
+        make: Callable[[], Heap],
+    ) -> HeapBytes:
+        """Returns what the heap of a rank takes; makes it if it is not known.
+
+        Args:
+            plan: the plan; its number of micro-batches says the size of the greatest one.
+            program: the instructions of the rank, in order.
+            stages: its stages.
+            own_micro_batches: those whose inputs are slices of the rank's own mini-batch.
+            inputs: where those of other micro-batches lie.
+            make: makes the heap.
+        """
+        key = (
+            plan.num_micro_batches,
+            tuple((stage, plan.stages[stage].blocks) for stage in sorted(stages)),
+            tuple(program),
+            frozenset(own_micro_batches).intersection(each.micro_batch for each in program),
+            frozenset(inputs.lent),
+            frozenset(inputs.copied.items()),
+            bool(plan.host_of),
+        )
+        if key not in self._known:
+            heap = make()
+            self._known[key] = HeapBytes(heap.peak_bytes, heap.hole_bytes)
+        return self._known[key]
