@@ -14,6 +14,7 @@ from autovaruna.planner.candidate import Planner
 from autovaruna.planner.climb import climb_best
 from autovaruna.planner.either_way import plan_either_way
 from autovaruna.planner.groups import GroupSearch, is_small
+from autovaruna.planner.hopes import tuned_hopes
 from autovaruna.planner.infeasible import explain_infeasible
 from autovaruna.planner.interleaving import Interleaving
 from autovaruna.planner.marks import plan_with_marks
@@ -32,7 +33,7 @@ from autovaruna.planner.rounds import EVERY
 from autovaruna.planner.settling import Found, explain_excess, first_that_fits, loosen_best, that_fits
 from autovaruna.planner.single import SingleSearch
 from autovaruna.planner.trials import Progress, Trials
-from autovaruna.planner.tuning import NEAR, is_shared, tuned
+from autovaruna.planner.tuning import NEAR, is_shared, seconds_of, tuned
 
 _log = logging.getLogger(__name__)
 
@@ -124,16 +125,16 @@ class _Search:
         single, chosen = trials.best, trials
         if self.most_each > 1 and self.proof.leaves_room(single):
             chosen = self._try_interleaved()
-        if chosen.best is None:
-            return None
         settled = first_that_fits(self._fastest_first(chosen))
         worst = chosen.least_seconds * (1 / PROVEN if self.is_small else _WORSE)
-        if not self.settle and (settled is None or settled.predicted_seconds > worst):
+        if chosen.best and not self.settle and (settled is None or settled.predicted_seconds > worst):
             self.proof.is_complete = False
             careful = self._carefully(settled).find()
             if careful is not None:
                 return careful
-        if settled is None:
+        else:
+            settled = self._of_hopes(settled) or settled
+        if settled is None or settled.predicted_seconds >= self.below_seconds:
             self.excess = chosen.best
             return None
         self.progress("proving how good the plan is", 1.0)
@@ -141,6 +142,12 @@ class _Search:
         if not is_shared(plan):
             single = plan
         return self.proof.put_into(plan, single, was_cut_short=trials.was_cut_short or chosen.was_cut_short)
+
+    def _of_hopes(self, settled: Plan | None) -> Plan | None:
+        """Returns a plan that is better than the best one and comes of what no rule for depths made good."""
+        every = [self.trials] if self.others is None else [self.trials, self.others]
+        hopeful = [(bound, (t.planner, variant, plan)) for t in every for bound, variant, plan in t.hopeful.values()]
+        return tuned_hopes(hopeful, seconds_of(settled) if settled else self.below_seconds)
 
     def _carefully(self, settled: Plan | None) -> _Search:
         """Returns a careful search of something faster: what seemed best needs more memory than it seemed to."""
@@ -201,9 +208,8 @@ class _Search:
 
     def _zoomed(self, trials: Trials) -> Trials:
         """Lets the cuts of the best plan move between the segments of a large graph."""
-        assert trials.best is not None
         is_whole = self.tables.num_segments == len(self.problem.graph.blocks)
-        if is_whole or self.problem.constraints.has_fixed_places:
+        if trials.best is None or is_whole or self.problem.constraints.has_fixed_places:
             return trials
         candidate = trials.best_few(1)[0]
         cuts = [int(self.tables.positions[start]) for start in candidate.starts]

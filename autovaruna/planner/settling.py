@@ -127,8 +127,13 @@ def _choices(plan: Plan) -> list[tuple[bool, int, int]]:
 
 def is_within(planner: Planner, plan: Plan) -> bool:
     """Returns whether a plan with the memory of its ranks fits."""
+    return not excess_bytes(planner, plan)
+
+
+def excess_bytes(planner: Planner, plan: Plan) -> float:
+    """Returns what the ranks of a plan need beyond their limits, together."""
     limits = planner.problem.cluster.memory_bytes
-    return all(needed <= limit for needed, limit in zip(plan.rank_bytes(), limits, strict=True))
+    return sum(max(needed - limit, 0.0) for needed, limit in zip(plan.rank_bytes(), limits, strict=True))
 
 
 def _faster(one: Plan | None, other: Plan | None) -> Plan | None:

@@ -20,6 +20,8 @@ _WORTH_ITS_MEMORY = 0.995
 
 Settle = Callable[[Planner, Candidate, Plan], Plan | None]
 """Returns a plan, or one like it that holds what the first may not; None if there is none."""
+Hope = tuple[float, Candidate, Plan]
+"""What no depths and no schedule let a plan beat, the variant, and the plan."""
 Progress = Callable[[str, float], None]
 """Is told what is being done and the share of it that is done (0 to 1)."""
 
@@ -36,6 +38,8 @@ class Trials:
     Attributes:
         built: for each of `ranked`, the variant that takes so long, and its plan.
         ranked: the least seconds of each candidate that was faster than it had to be.
+        hopeful: of small problems, the candidates that take longer than their stages alone would let them, with depths
+            by any rule, or fit with none.
         hope: what plans of ranks with several stages have to pass that need more memory by their depths than there is:
             such stages seldom reach their depths together. None: such plans are not tried.
         is_deep: whether plans with as much in flight as there is memory for are tried, too.
@@ -51,6 +55,7 @@ class Trials:
         self.built: dict[Candidate, tuple[Candidate, Plan]] = {}
         self.ranked: dict[Candidate, float] = {}
         self.seen: dict[Candidate, float] = {}
+        self.hopeful: dict[Candidate, Hope] = {}
         self.was_cut_short = self.is_deep = False
 
     @property
@@ -68,7 +73,7 @@ class Trials:
         """
         if candidate in self.seen:
             return self.seen[candidate]
-        found, bounds = float("inf"), dict[tuple[bool, ...], float]()
+        found, bounds, hopes = float("inf"), dict[tuple[bool, ...], float](), list[Hope]()
         most, known = self._most_variants(candidate), list[tuple[Plan, Settle | None]]()
         for tried, (variant, plan, settle) in enumerate(self._plans(candidate)):
             if tried >= most and found < float("inf"):
@@ -80,6 +85,7 @@ class Trials:
             recomputed = tuple(stage.needs_recompute for stage in plan.stages)
             if recomputed not in bounds:
                 bounds[recomputed] = self.planner.bound(plan)  # It knows nothing of depths and schedules.
+            hopes.append((bounds[recomputed], variant, plan))
             if bounds[recomputed] >= min(below, worth, found * _REACHED):
                 if not any(recomputed):
                     break  # None of the others has less to do.
@@ -94,9 +100,19 @@ class Trials:
                 self.best = predicted if found < self.least_seconds else self.best
                 self.built[candidate] = variant, predicted
         self.seen[candidate] = found
+        if self.is_small and hopes:
+            self._hope(candidate, hopes, found)
         if found < float("inf"):
             self.ranked[candidate] = found
         return found
+
+    def _hope(self, candidate: Candidate, hopes: list[Hope], found: float) -> None:
+        """Notes a candidate that takes more than its stages alone would let it take: it may be tuned."""
+        best = min(reversed(hopes), key=lambda hope: hope[0])  # Of equal ones the deepest.
+        if best[0] < found * _REACHED:
+            self.hopeful[candidate] = best
+        else:
+            self.hopeful.pop(candidate, None)
 
     def go_deep(self, hope: Settle | None = None) -> None:
         """Has whatever is tried from now on tried at the greatest depths, too, and with hope that it fits."""

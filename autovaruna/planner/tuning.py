@@ -18,7 +18,7 @@ from autovaruna.planner.candidate import Candidate, Planner
 from autovaruna.planner.memory.fitting import Option, fit, fits
 from autovaruna.planner.options import spread, variants
 from autovaruna.planner.records import Plan
-from autovaruna.planner.settling import Found, is_within, that_fits
+from autovaruna.planner.settling import Found, excess_bytes, that_fits
 from autovaruna.schedule import latency_depth, textbook_depth
 
 NEAR, _MOST_PLANS = 1.05, 12
@@ -47,7 +47,7 @@ def tuned(found: Sequence[Found], most_seconds: float) -> list[Found]:
             break
         if planner.step_costs(candidate) * plan.num_stages > most_seconds * _SHARE_OF_A_ROUND:
             continue
-        best = _Tuning(planner, candidate, plan, ends[id(planner)]).run()
+        best = Tuning(planner, candidate, plan, ends[id(planner)]).run()
         if best is not None:
             better.append((planner, candidate, best))
             least = min(least, best.predicted_seconds)
@@ -60,12 +60,16 @@ def is_shared(plan: Plan) -> bool:
     return len(set(ranks)) < len(ranks)
 
 
-def _seconds(found: Found) -> float:
+def seconds_of(plan: Plan) -> float:
     """Returns the seconds by which plans are ordered: several stages a rank have to be worth it."""
-    return found[2].predicted_seconds / (WORTH if is_shared(found[2]) else 1.0)
+    return plan.predicted_seconds / (WORTH if is_shared(plan) else 1.0)
 
 
-class _Tuning:
+def _seconds(found: Found) -> float:
+    return seconds_of(found[2])
+
+
+class Tuning:
     """Makes one plan faster.
 
     Args:
@@ -73,15 +77,17 @@ class _Tuning:
         candidate: that it was built from.
         plan: the plan.
         end: when to stop, by the planner's count.
+        below: as long as nothing fits, plans that take as long or longer are of no use.
     """
 
-    def __init__(self, planner: Planner, candidate: Candidate, plan: Plan, end: float) -> None:
+    def __init__(self, planner: Planner, candidate: Candidate, plan: Plan, end: float, below: float = math.inf) -> None:
         self.planner, self.problem, self.candidate, self.end = planner, planner.problem, candidate, end
         planner.count_peaks(plan)
-        settled = that_fits(planner, candidate, plan)
-        self.least_seconds = settled.predicted_seconds if settled else math.inf
+        self.settled = that_fits(planner, candidate, plan)
+        self.least_seconds = self.settled.predicted_seconds if self.settled else below
+        self.excess = 0.0 if self.settled else excess_bytes(planner, planner.predict_whole(plan))
         self.best: Plan | None = None
-        plan, self.sized = settled or plan, planner.sized(plan.num_micro_batches)
+        plan, self.sized = self.settled or plan, planner.sized(plan.num_micro_batches)
         self.cost, self.limits = planner.step_costs(candidate), self.problem.cluster.memory_bytes
         self.counts = [len(stage.ranks) for stage in plan.stages]
         self.shares = [-(-plan.num_micro_batches // count) for count in self.counts]
@@ -91,14 +97,14 @@ class _Tuning:
     def run(self) -> Plan | None:
         """Returns a faster plan, None if there is none; any that fits, if the plan itself does not."""
         while True:
-            before = self.least_seconds
+            before = self.least_seconds, self.excess
             for schedule, options in self._changes():
                 self._try(schedule, options)
-            if self.least_seconds == before:
+            if (self.least_seconds, self.excess) == before:
                 return self.best
 
     def _try(self, schedule: str, options: Options) -> None:
-        """Takes other options if the plan is faster with them."""
+        """Takes other options if the plan is faster with them, or, while it does not fit, lacks less memory."""
         key = schedule, _choices(options)
         if key in self.tried or self.planner.count_candidate() + self.cost > self.end:
             return
@@ -106,14 +112,21 @@ class _Tuning:
         if self.candidate.is_interleaved or fits(self.sized, options, self.limits):
             plan = self.planner.put_together(replace(self.candidate, schedule=schedule), options)
             predicted = self.planner.predict(plan, self.least_seconds * _BETTER)
-            if predicted is not None and self._is_within(predicted):
-                self.best, self.least_seconds = predicted, predicted.predicted_seconds
+            if predicted is not None and self._lacks_less(predicted):
                 self.options, self.schedule = list(options), schedule
 
-    def _is_within(self, plan: Plan) -> bool:
-        """Returns whether a plan fits by its instructions: stages of one rank seldom reach their depths together."""
+    def _lacks_less(self, plan: Plan) -> bool:
+        """Returns whether a plan fits by its instructions, or nothing did yet and it lacks less memory.
+
+        By depths alone it may not fit: stages of one rank seldom reach their depths together.
+        """
         self.planner.count_peaks(plan)
-        return is_within(self.planner, self.planner.predict_whole(plan))
+        excess = excess_bytes(self.planner, self.planner.predict_whole(plan))
+        if not excess:
+            self.best, self.least_seconds = plan, plan.predicted_seconds
+        is_less = not excess or excess < self.excess
+        self.excess = min(self.excess, excess)
+        return is_less
 
     def _changes(self) -> Iterator[tuple[str, Options]]:
         """Yields the plan with single stages changed, with all of them changed, and in other orders."""
@@ -169,8 +182,10 @@ class _Tuning:
     def _schedules(self) -> list[str]:
         """Returns the schedules that these options may run by."""
         pairs = variants(self.problem, len(self.shares), self.candidate.is_interleaved)
-        is_whole = all(option.in_flight >= share for option, share in zip(self.options, self.shares, strict=True))
-        return [each for each in dict.fromkeys(schedule for _, schedule in pairs) if is_whole or each != "gpipe"]
+        schedules = dict.fromkeys(schedule for _, schedule in pairs)
+        if all(option.in_flight >= share for option, share in zip(self.options, self.shares, strict=True)):
+            return [*schedules, *(["gpipe"] if self.problem.constraints.schedule == "auto" else [])]
+        return [each for each in schedules if each != "gpipe"]
 
 
 def _options_of(planner: Planner, candidate: Candidate, plan: Plan) -> list[Option]:

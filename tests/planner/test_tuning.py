@@ -28,6 +28,7 @@ def test_stages_defer_as_much_as_suits_each_of_them(seed: int, monkeypatch: pyte
     problem = draw(seed, "zero_bubble")
     plan = make_plan(problem)
     monkeypatch.setattr(search, "tuned", leave)
+    monkeypatch.setattr(search, "tuned_hopes", lambda hopeful, least_seconds: None)
     assert plan.bound_seconds <= plan.predicted_seconds < 0.97 * make_plan(problem).predicted_seconds
 
 
@@ -39,6 +40,7 @@ def test_stages_of_a_rank_that_never_reach_their_depths_together_fit(
     plan = make_plan(problem)
     assert all(used <= limit for used, limit in zip(plan.rank_bytes(), problem.cluster.memory_bytes, strict=True))
     monkeypatch.setattr(search, "tuned", leave)
+    monkeypatch.setattr(search, "tuned_hopes", lambda hopeful, least_seconds: None)
     monkeypatch.setattr(search, "that_fits", lambda planner, candidate, plan: None)
     assert plan.predicted_seconds < 0.97 * make_plan(problem).predicted_seconds
 

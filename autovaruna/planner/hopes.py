@@ -1,0 +1,58 @@
+"""Tunes those plans of a small problem that no rule for depths made good, but whose stages leave room for better ones.
+
+The rules give every stage a depth and recompute by what is behind it. Where ranks differ, or memory is short, what is
+best for some cuts and ranks may be a mixture that no rule comes near. By any rule these take so long, then, that they
+are not among the best; or they do not fit. What their stages take alone says whether they can be better.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+from autovaruna.planner.bounds.proof import PROVEN
+from autovaruna.planner.records import Plan
+from autovaruna.planner.settling import Found, excess_bytes
+from autovaruna.planner.tuning import Tuning, seconds_of
+
+Hopeful = tuple[float, Found]
+"""What no depths and no schedule let a plan beat, and the plan."""
+
+_MOST_SECONDS, _MOST_SECONDS_FOR_ANY = 1.5, 4.0
+"""What simulations may take, by the count of each planner: more where nothing else fits."""
+_BETTER = 0.9995
+
+
+def tuned_hopes(hopeful: Sequence[Hopeful], least_seconds: float) -> Plan | None:
+    """Returns the best plan that comes of some that may be better than what is known; None if none does.
+
+    Where nothing is known that fits, what lacks least memory comes first, else what may be fastest.
+
+    Args:
+        hopeful: plans.
+        least_seconds: of the best plan that is known; infinite if there is none.
+    """
+    best, most_seconds, key = None, _MOST_SECONDS, _least_seconds
+    if least_seconds == math.inf:
+        most_seconds, key = _MOST_SECONDS_FOR_ANY, _excess_bytes
+    ends = {id(planner): planner.spent_seconds + most_seconds for _, (planner, _, _) in hopeful}
+    for hope in sorted(hopeful, key=key):
+        planner, candidate, plan = hope[1]
+        if _least_seconds(hope) >= least_seconds * PROVEN or planner.spent_seconds > ends[id(planner)]:
+            continue
+        tuning = Tuning(planner, candidate, plan, ends[id(planner)], least_seconds)
+        found = tuning.run() or tuning.settled
+        if found is not None and seconds_of(found) < least_seconds * _BETTER:
+            best, least_seconds = planner.predict_whole(found), seconds_of(found)
+    return best
+
+
+def _least_seconds(hope: Hopeful) -> float:
+    return seconds_of(replace(hope[1][2], predicted_seconds=hope[0]))
+
+
+def _excess_bytes(hope: Hopeful) -> float:
+    planner, _, plan = hope[1]
+    planner.count_peaks(plan)
+    return excess_bytes(planner, planner.predict_whole(plan))

@@ -1,0 +1,66 @@
+"""Plans of small problems that no rule for depths makes good, or makes fit, are tuned if their stages may be better."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import replace
+
+import pytest
+
+from autovaruna.errors import PlanError
+from autovaruna.planner import search
+from autovaruna.planner.problem import Problem
+from autovaruna.planner.search import make_plan
+from tests.planner.cases import make_problem
+from tests.planner.draws import draw, with_memory
+
+
+def tight(seed: int, share: float) -> Problem:
+    """Three stages on two ranks with heaps, which have a share of what the best plan would take."""
+    dice = random.Random(seed)
+    num_blocks, count, depth = dice.randint(3, 5), dice.randint(1, 2), dice.choice([0, 2])
+    problem = make_problem(
+        num_blocks, 2, 2, seed, max_stages_per_rank=2, num_stages=3, num_micro_batches=count, in_flight=depth, skips=1
+    )
+    problem = replace(problem, cluster=replace(problem.cluster, heap_share=0.2))
+    return with_memory(problem, share * max(make_plan(problem).rank_bytes()))
+
+
+def forget(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(search, "tuned_hopes", lambda hopeful, least_seconds: None)
+
+
+def test_a_mixture_of_depths_and_recompute_makes_other_cuts_and_ranks_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = draw(12, "1f1b", 2)
+    plan = make_plan(problem)
+    forget(monkeypatch)
+    assert plan.bound_seconds <= plan.predicted_seconds < 0.97 * make_plan(problem).predicted_seconds
+
+
+def within_limits(problem: Problem) -> float:
+    """The seconds of the plan, infinite if none fits."""
+    try:
+        plan = make_plan(problem)
+    except PlanError:
+        return math.inf
+    assert all(used <= limit for used, limit in zip(plan.rank_bytes(), problem.cluster.memory_bytes, strict=True))
+    return plan.predicted_seconds
+
+
+def test_what_fits_by_no_rule_may_fit_stage_by_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+    problems = [tight(seed, 0.95) for seed in (46, 54, 108, 125, 150, 178, 190, 213)]
+    tuned = [within_limits(problem) for problem in problems]
+    forget(monkeypatch)
+    by_rule = [within_limits(problem) for problem in problems]
+    assert all(one <= other for one, other in zip(tuned, by_rule, strict=True))
+    assert sum(map(math.isinf, by_rule)) >= sum(map(math.isinf, tuned)) + 3
+
+
+def test_what_is_faster_and_lacks_memory_at_first_is_made_to_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    problems = [tight(seed, 0.95) for seed in (84, 133, 227, 376)]
+    tuned = [within_limits(problem) for problem in problems]
+    forget(monkeypatch)
+    by_rule = [within_limits(problem) for problem in problems]
+    assert all(one <= other for one, other in zip(tuned, by_rule, strict=True))
+    assert any(one < 0.95 * other < math.inf for one, other in zip(tuned, by_rule, strict=True))
