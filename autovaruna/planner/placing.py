@@ -26,6 +26,11 @@ def classes_of(cluster: Cluster) -> tuple[int, ...]:
     return tuple(numbers[kind] for kind in kinds)
 
 
+def is_uniform(cluster: Cluster) -> bool:
+    """Returns whether ranks differ in nothing but their hosts: those that are left over are the last of an order."""
+    return len(set(cluster.speeds)) == 1 and len(set(cluster.memory_bytes)) == 1
+
+
 def rank_orders(problem: Problem, most: int = 0) -> list[list[int]]:
     """Returns orders in which stages may get the ranks: host by host, and by speed and memory where they differ.
 
@@ -42,7 +47,7 @@ def rank_orders(problem: Problem, most: int = 0) -> list[list[int]]:
         return list(_arrangements(classes))
     first = {host: k for k, host in reversed(list(enumerate(cluster.hosts)))}
     by_host = sorted(range(cluster.num_ranks), key=lambda rank: first[cluster.hosts[rank]])
-    held, side = Counter(cluster.hosts), -1 if _is_uniform(cluster) else 1
+    held, side = Counter(cluster.hosts), -1 if is_uniform(cluster) else 1
     orders = [by_host, sorted(by_host, key=lambda rank: side * held[cluster.hosts[rank]])]
     for amounts in (cluster.speeds, cluster.memory_bytes):
         if len(set(amounts)) > 1:
@@ -55,10 +60,15 @@ def rank_orders(problem: Problem, most: int = 0) -> list[list[int]]:
 
 
 def order_of(problem: Problem, ranks: Ranks) -> list[int]:
-    """Returns the order in which these stages have got their ranks, with the others where ranks are left over."""
+    """Returns the order in which these stages have got their ranks, with the others where ranks are left over.
+
+    Of many ranks it is the first of all orders: stages that lie side by side on many hosts have none of their own.
+    """
+    if problem.cluster.num_ranks > _FEW_RANKS:
+        return rank_orders(problem)[0]
     used = list(dict.fromkeys(rank for stage in ranks for rank in stage))
     others = [rank for rank in rank_orders(problem)[0] if rank not in set(used)]
-    return used + others if _is_uniform(problem.cluster) else others + used
+    return used + others if is_uniform(problem.cluster) else others + used
 
 
 def _arrangements(classes: Sequence[int]) -> Iterator[list[int]]:
@@ -101,11 +111,7 @@ def in_a_row(problem: Problem, order: Sequence[int], replicas: Sequence[int]) ->
 
 def _used(cluster: Cluster, order: Sequence[int], count: int) -> list[int]:
     """Returns the ranks that are not left over."""
-    return list(order[:count]) if _is_uniform(cluster) else list(order[len(order) - count :])
-
-
-def _is_uniform(cluster: Cluster) -> bool:
-    return len(set(cluster.speeds)) == 1 and len(set(cluster.memory_bytes)) == 1
+    return list(order[:count]) if is_uniform(cluster) else list(order[len(order) - count :])
 
 
 def _groups(cluster: Cluster, num_replicas: int) -> list[int]:

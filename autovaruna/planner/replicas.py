@@ -18,11 +18,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autovaruna.planner.bounds.waits import waits_of
+from autovaruna.planner.bounds.waits import fastest_link, waits_of
 from autovaruna.planner.bounds.ways import ROUNDING
 from autovaruna.planner.costs import Array
 from autovaruna.planner.memory.allowed import Ways, WaysWithin
+from autovaruna.planner.placing import is_uniform
 from autovaruna.planner.sized import Sized
+
+Near = tuple[bool, bool]
+"""Whether the stages before and behind are on the same host."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,12 +69,14 @@ class ReplicaSearch:
         self.speeds = np.array([cluster.speeds[rank] for rank in order])
         self.limits = np.array([cluster.memory_bytes[rank] for rank in order])
         self.before, self.after = (waits[:n, None] for waits in fills_at(sized))
-        self.messages, self.optimizer = self._windows(_message_seconds(sized)), self._windows(sized.optimizer_seconds)
+        self._waited_for = _message_seconds_within(sized)
+        self.optimizer = self._windows(sized.optimizer_seconds)
         self.trained_bytes = self._windows(sized.tables.trained_bytes)
         self.hosts = [cluster.hosts[rank] for rank in order]
+        self._is_uniform, self._has_neighbours = is_uniform(cluster), len(set(cluster.hosts)) < len(cluster.hosts)
         self.ways = Ways(tuple((self._windows(work), num_bytes.map(self._windows)) for work, num_bytes in ways))
-        self.costs: dict[tuple[int, int, float, float, float, bool], Array] = {}
-        self._head = self.before + 2 * self.messages
+        self.costs: dict[tuple[int, int, float, float, float, bool, Near], Array] = {}
+        self._messages: dict[Near, tuple[Array, Array]] = {}
         self._tails: dict[tuple[int, float, bool], Array] = {}
         self._within: dict[tuple[float, int], WaysWithin] = {}
 
@@ -139,10 +145,17 @@ class ReplicaSearch:
         load = max(share_of(self.sized.num_micro_batches, replicas, k) / speed for k, speed in enumerate(speeds))
         limit = float(self.limits[first : first + replicas].min())
         is_local = len(set(self.hosts[first : first + replicas])) == 1
-        key = (replicas, self._depth(used, replicas), float(load), float(speeds[-1]), limit, is_local)
+        near = self._is_near(first, replicas), self._is_near(first + replicas, replicas)
+        key = (replicas, self._depth(used, replicas), float(load), float(speeds[-1]), limit, is_local, near)
         if key not in self.costs:
             self.costs[key] = self._build(*key)
         return self.costs[key]
+
+    def _is_near(self, place: int, replicas: int) -> bool:
+        """Returns whether a rank of the order and the one before it are on one host, or may be in some layout."""
+        if replicas > 1 or self._is_uniform:
+            return self._has_neighbours
+        return place in (0, len(self.hosts)) or self.hosts[place - 1] == self.hosts[place]
 
     def _depth(self, used: int, replicas: int) -> int:
         constraints, share = self.sized.problem.constraints, -(-self.sized.num_micro_batches // replicas)
@@ -150,16 +163,35 @@ class ReplicaSearch:
             return share
         return min(constraints.in_flight or -(-used // replicas), share)
 
-    def _build(self, replicas: int, depth: int, load: float, slowest: float, limit: float, is_local: bool) -> Array:
+    def _build(
+        self, replicas: int, depth: int, load: float, slowest: float, limit: float, is_local: bool, near: Near
+    ) -> Array:
         """Returns the seconds of every range; `load` is the micro-batches of a replica over its speed, at most."""
         share, width = -(-self.sized.num_micro_batches // replicas), min(self.width, self._widest(replicas))
+        each, first = self._message_seconds(near)
         seconds = self._allowed(limit, share, width).allowed_work(depth)
         seconds *= load
         seconds += share * self.sized.overhead_seconds
-        np.maximum(seconds, share * self.messages[:, :width], out=seconds)
-        seconds += self._head[:, :width]
+        np.maximum(seconds, share * each[:, :width], out=seconds)
+        seconds += self.before
+        seconds += first[:, :width]
         seconds += self._tail(replicas, slowest, width, is_local=is_local)
         return seconds
+
+    def _message_seconds(self, near: Near) -> tuple[Array, Array]:
+        """Returns what the messages of every range take: of each micro-batch, and of the first there and the last back.
+
+        Of these two only what is not among its waits. `near` says whether the stages before and behind are on its host.
+        """
+        if near not in self._messages:
+            cluster, held = self.sized.problem.cluster, self.sized.held
+            before, behind = (cluster.local_link if is_near else cluster.remote_link for is_near in near)
+            forward, backward = (each / before.bytes_per_second for each in (held.received, held.gradients_sent))
+            each = np.maximum(forward, held.gradients_received / behind.bytes_per_second)
+            once = forward + backward + 2 * before.latency_seconds - self._waited_for[:, None]
+            once = np.where(held.received > 0, np.maximum(once, 0.0), 0.0)
+            self._messages[near] = self._windows(each), self._windows(once)
+        return self._messages[near]
 
     def _allowed(self, limit: float, share: int, width: int) -> WaysWithin:
         """Returns how every range may run within a limit; no more than depths depend on it."""
@@ -199,9 +231,9 @@ def fills_at(sized: Sized) -> tuple[Array, Array]:
     return waits.before[starts], waits.after[starts]
 
 
-def _message_seconds(sized: Sized) -> Array:
-    """Returns the seconds of the greater message that a range gets, its activations or its gradients."""
-    cluster, held = sized.problem.cluster, sized.held
-    slowest = min(cluster.local_link.bytes_per_second, cluster.remote_link.bytes_per_second)
-    link = slowest if len(set(cluster.hosts)) > 1 else cluster.local_link.bytes_per_second
-    return np.asarray(np.maximum(held.received, held.gradients_received) / link, dtype=np.float64)
+def _message_seconds_within(sized: Sized) -> Array:
+    """Returns what messages take of the waits before and after a stage that starts at each position."""
+    waits, starts, link = waits_of(sized), sized.tables.positions, fastest_link(sized.problem.cluster)
+    forward = np.where(waits.before > 0, link.latency_seconds + waits.activation, 0.0)
+    backward = np.where(waits.after > 0, link.latency_seconds + waits.gradient, 0.0)
+    return np.asarray((forward + backward)[starts], dtype=np.float64)
