@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 
-from autovaruna.planner.memory import holes, rank_heap
+from autovaruna.planner.memory import holes
 from autovaruna.planner.memory.block_steps import BlockSteps, steps_of_block
 from autovaruna.planner.memory.heap import MAPPED_BYTES, Heap
 from autovaruna.planner.memory.holdings import holdings_of_stage
 from autovaruna.planner.memory.holes import heap_of_steps
+from autovaruna.planner.memory.small_pieces import PATTERNS, Pieces
 from autovaruna.planner.memory.stage_memory import MemoryModel
 from autovaruna.planner.memory.stage_tensors import BlockTensors, StageTensors, tensors_of_stage
 from autovaruna.planner.predicting.orders import Orders
@@ -127,12 +129,25 @@ def test_tensors_that_are_mapped_leave_none() -> None:
     assert heap.num_bytes == heap.hole_bytes < MAPPED_BYTES
 
 
-def test_small_pieces_of_blocks_that_wait_make_holes_greater(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_pieces_of_blocks_that_wait_make_holes_greater() -> None:
     stage = {0: stage_of(6, 1e6)}
-    with_pieces = heap_of_steps(ALTERNATING, stage, 0.0, 0.0)
-    monkeypatch.setattr(rank_heap, "_BEFORE", ())
-    monkeypatch.setattr(rank_heap, "_AFTER", ())
-    assert heap_of_steps(ALTERNATING, stage, 0.0, 0.0).hole_bytes < with_pieces.hole_bytes
+    without = heap_of_steps(ALTERNATING, stage, 0.0, 0.0, pieces=((), ()))
+    for pieces in PATTERNS:
+        assert without.hole_bytes < heap_of_steps(ALTERNATING, stage, 0.0, 0.0, pieces=pieces).hole_bytes
+
+
+def test_holes_are_the_median_of_those_of_some_orders_of_small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = make_problem(6, 2, 8, num_stages=2, num_micro_batches=4)
+    problem = replace(problem, cluster=replace(problem.cluster, heap_share=1 / 3))
+
+    def needed(patterns: Sequence[tuple[Pieces, Pieces]]) -> tuple[float, ...]:
+        monkeypatch.setattr(holes, "PATTERNS", patterns)
+        return make_plan(problem).rank_bytes()
+
+    few, many = ((), ()), (((4096, True),) * 100, ())
+    usual, most = needed([few]), needed([many])
+    assert usual < most
+    assert needed([many, few, few]) == needed([few, few, many]) == usual
 
 
 def test_what_forward_needs_while_it_runs_lies_between_tensors() -> None:

@@ -12,6 +12,7 @@ from autovaruna.planner.memory.holdings import Holdings
 from autovaruna.planner.memory.known_heaps import KnownHeaps
 from autovaruna.planner.memory.lent import SharedBytes, lent_of_stages, shared_bytes
 from autovaruna.planner.memory.rank_heap import RankHeap
+from autovaruna.planner.memory.small_pieces import PATTERNS, Pieces
 from autovaruna.planner.memory.stage_memory import MemoryModel
 from autovaruna.planner.memory.stage_tensors import StageTensors, tensors_of_stage
 from autovaruna.planner.records import Plan
@@ -65,7 +66,9 @@ def finder_of_holes(
         inputs = handed_out(plan, tensors, own_micro_batches.start) if is_rank else HandedOut()
 
         def make() -> Heap:
-            return heap_of_steps(program, own, factor, model.work_of_largest, own_micro_batches, is_one_host, inputs)
+            rest = program, own, factor, model.work_of_largest, own_micro_batches, is_one_host, inputs
+            heaps = [heap_of_steps(*rest, pieces) for pieces in PATTERNS]
+            return sorted(heaps, key=lambda heap: heap.hole_bytes)[len(heaps) // 2]
 
         heap = known.of(plan, program, stages, own_micro_batches, inputs, make)
         lasting = model.process_bytes + sum(held[stage].parameters + held[stage].buffers for stage in stages)
@@ -87,6 +90,7 @@ def heap_of_steps(
     own_micro_batches: Collection[int] = (),
     shares: bool = False,
     inputs: HandedOut | None = None,
+    pieces: tuple[Pieces, Pieces] = PATTERNS[0],
 ) -> Heap:
     """Returns the heap of a rank after some steps.
 
@@ -98,9 +102,10 @@ def heap_of_steps(
         own_micro_batches: those whose inputs are slices of the rank's own mini-batch.
         shares: whether messages come in memory that ranks share.
         inputs: where those of other micro-batches lie.
+        pieces: the small ones that each block makes before and after its tensors.
     """
     recomputing = {each.stage for each in program if each.kind is Kind.RECOMPUTE}
-    rank = RankHeap(stages, recomputing, own_micro_batches, shares, inputs)
+    rank = RankHeap(stages, recomputing, own_micro_batches, shares, inputs, pieces)
     for step in range(_NUM_STEPS):
         rank.run(program)
         rank.update(state_factor if step == 0 else 0.0, work_of_largest)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from autovaruna.planner.memory.heap import Heap
+from autovaruna.planner.memory.small_pieces import Pieces
 
 _LEAST_BYTES = 1 << 6
 
@@ -43,7 +44,7 @@ class Places:
                 self.give(taken[-step - 1])
                 taken[-step - 1] = []
 
-    def take_small(self, pieces: Sequence[tuple[int, bool]]) -> list[int]:
+    def take_small(self, pieces: Pieces) -> list[int]:
         """Returns where small pieces lie that stay; others are gone."""
         places = [(self.heap.take_small(num_bytes), stays) for num_bytes, stays in pieces]
         self.give(place for place, stays in places if not stays)

@@ -9,19 +9,12 @@ from autovaruna.planner.memory.handed_out import HandedOut, InputKey
 from autovaruna.planner.memory.heap import Heap
 from autovaruna.planner.memory.lent import LENT_BYTES, MAX_BYTES, is_lent
 from autovaruna.planner.memory.places import Places
+from autovaruna.planner.memory.small_pieces import PATTERNS, Pieces
 from autovaruna.planner.memory.stage_tensors import BlockTensors, StageTensors
 from autovaruna.schedule import Instruction, Kind
 
 _AHEAD = 4
 """Receives are posted for this instruction and the next few, unless messages come by themselves."""
-_BEFORE: tuple[tuple[int, bool], ...] = ((16, False), (16, True), (16, False), (176, True), (96, False))
-_AFTER: tuple[tuple[int, bool], ...] = ((16, False), (16, True), (480, False), (96, True), (16, False))
-"""Bytes of small pieces that a block makes before and after its tensors, and whether they stay until its backward.
-
-A node of autograd, with what describes its tensors, is some 15 pieces of 16 to 500 bytes in any model, half of them of
-16 to 24. Those that stay keep tensors out of the holes that they lie in; those that go leave room for the next ones.
-"""
-
 Key = tuple[int, int, bool]
 """A stage, a micro-batch, and whether it goes forward."""
 
@@ -48,6 +41,7 @@ class RankHeap:
         own_micro_batches: Those whose inputs are slices of the rank's own mini-batch.
         shares: Whether messages come in memory that ranks share (see `lent`).
         inputs: Where the inputs of other micro-batches lie, if they come like that, too.
+        pieces: The small ones that each block makes.
     """
 
     def __init__(
@@ -57,8 +51,10 @@ class RankHeap:
         own_micro_batches: Collection[int],
         shares: bool = False,
         inputs: HandedOut | None = None,
+        pieces: tuple[Pieces, Pieces] = PATTERNS[0],
     ) -> None:
         self.heap = Heap()
+        self._before, self._after = pieces
         self._places = Places(self.heap)
         self._stages, self._recomputing = stages, recomputing
         self._own_micro_batches, self._shares = own_micro_batches, shares
@@ -149,9 +145,9 @@ class RankHeap:
         passing: dict[int, list[int]] = {}
         kept = []
         for block in stage.blocks:
-            small = self._places.take_small(_BEFORE)
+            small = self._places.take_small(self._before)
             places, rest = self._make(block)
-            small += self._places.take_small(_AFTER)
+            small += self._places.take_small(self._after)
             kept.append(_Kept([place for v in block.kept for place in places[v]] + small, rest))
             passing |= {v: places[v] for v in places.keys() - block.kept}
             for v in block.unused:
@@ -184,9 +180,8 @@ class RankHeap:
             self._backward_of_block((stage, k), blocks[k], kept[k], gradients)
             self._places.give(kept[k].all_places)
             if deferred is not None:
-                deferred += self._places.take_alike(
-                    blocks[k].deferred / 2, 2
-                )  # what went in, and the gradient that came back
+                half = blocks[k].deferred / 2  # what went in, and the gradient that came back
+                deferred += self._places.take_alike(half, 2)
         self._leaving += [place for places in gradients.values() for place in places]
 
     def _backward_of_block(
