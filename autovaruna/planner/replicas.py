@@ -6,8 +6,9 @@ Minimises, exactly over all cuts and all allowed replica counts, the greatest ov
         + the longer of its all-reduce with its optimizer step and the wait after its last backward
 
 under the memory limit, with the in-flight depth that the ranks behind a stage ask for. Dynamic programming from the
-last stage to the first over (stages, ranks, first segment); the sum is a lower bound on the step of any such plan but
-for what messages add.
+last stage to the first over (stages, ranks, first segment). Messages take what they take on the link between two
+ranks that are neighbours in the order, or on that of one host where a layout may put them there; so what comes out is
+a lower bound on the step of any such plan.
 """
 
 from __future__ import annotations
