@@ -15,6 +15,7 @@ PROVEN = 0.998
 """No plan with one stage a rank that a finished search left out takes less than this share of the best seconds."""
 WORTH = 0.995
 """A plan with several stages a rank is chosen if it takes less than this share of the best seconds with one."""
+_BY_RULE = "with depths and recompute by the rules of the search, and tuned where that seemed worth it"
 
 
 class Proof:
@@ -95,13 +96,19 @@ class Proof:
 
     def _end(self, was_cut_short: bool) -> str:
         if self.is_complete and self.most_each == 1:
-            return f"; and every plan that these leave was simulated: none takes less than {PROVEN:.1%} of this one"
+            return (
+                f"; and every plan that these leave was simulated, {_BY_RULE}: none takes less than {PROVEN:.1%} of "
+                "this one"
+            )
         if self.is_complete and self.is_all_complete:
             return (
-                "; and every plan that these leave was simulated: with one stage a rank none takes less than "
-                f"{PROVEN:.1%} of this one, with several none less than {WORTH:.1%}"
+                f"; and every plan that these leave was simulated, {_BY_RULE}: with one stage a rank none takes less "
+                f"than {PROVEN:.1%} of this one, with several none less than {WORTH:.1%}"
             )
         if self.is_complete:
-            return "; every plan with one stage a rank that these leave was simulated, not every one with several"
+            return (
+                f"; every plan with one stage a rank that these leave was simulated, {_BY_RULE}, not every one with "
+                "several"
+            )
         ended = "; the search ended early, by its limit of simulations, so that better plans may be left"
         return ended if was_cut_short else ""
