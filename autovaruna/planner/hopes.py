@@ -14,14 +14,13 @@ from dataclasses import replace
 from autovaruna.planner.bounds.proof import PROVEN
 from autovaruna.planner.records import Plan
 from autovaruna.planner.settling import Found, excess_bytes
-from autovaruna.planner.tuning import Tuning, seconds_of
+from autovaruna.planner.tuning import BETTER, Tuning, seconds_of
 
 Hopeful = tuple[float, Found]
 """What no depths and no schedule let a plan beat, and the plan."""
 
 _MOST_SECONDS, _MOST_SECONDS_FOR_ANY = 1.5, 4.0
 """What simulations may take, by the count of each planner: more where nothing else fits."""
-_BETTER = 0.9995
 
 
 def tuned_hopes(hopeful: Sequence[Hopeful], least_seconds: float) -> Plan | None:
@@ -43,7 +42,7 @@ def tuned_hopes(hopeful: Sequence[Hopeful], least_seconds: float) -> Plan | None
             continue
         tuning = Tuning(planner, candidate, plan, ends[id(planner)], least_seconds)
         found = tuning.run() or tuning.settled
-        if found is not None and seconds_of(found) < least_seconds * _BETTER:
+        if found is not None and seconds_of(found) < least_seconds * BETTER:
             best, least_seconds = planner.predict_whole(found), seconds_of(found)
     return best
 

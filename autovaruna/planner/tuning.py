@@ -22,7 +22,7 @@ from autovaruna.planner.settling import Found, excess_bytes, that_fits
 from autovaruna.schedule import latency_depth, textbook_depth
 
 NEAR, _MOST_PLANS = 1.05, 12
-_BETTER = 0.9995
+BETTER = 0.9995
 """What a change has to save: a plan by rule is easier to understand than one that is hardly faster."""
 _SHARE_OF_A_ROUND = 0.1
 """Plans are left as they are if it takes a greater share of the time to simulate one change of each stage."""
@@ -111,7 +111,7 @@ class Tuning:
         self.tried.add(key)
         if self.candidate.is_interleaved or fits(self.sized, options, self.limits):
             plan = self.planner.put_together(replace(self.candidate, schedule=schedule), options)
-            predicted = self.planner.predict(plan, self.least_seconds * _BETTER)
+            predicted = self.planner.predict(plan, self.least_seconds * BETTER)
             if predicted is not None and self._lacks_less(predicted):
                 self.options, self.schedule = list(options), schedule
 
