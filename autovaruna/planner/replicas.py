@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autovaruna.planner.bounds.waits import fastest_link, waits_of
+from autovaruna.planner.bounds.waits import waits_of
 from autovaruna.planner.bounds.ways import ROUNDING
 from autovaruna.planner.costs import Array
 from autovaruna.planner.memory.allowed import Ways, WaysWithin
@@ -69,8 +69,9 @@ class ReplicaSearch:
         self.width = min(width or n, max(map(self._widest, self.choices)))
         self.speeds = np.array([cluster.speeds[rank] for rank in order])
         self.limits = np.array([cluster.memory_bytes[rank] for rank in order])
-        self.before, self.after = (waits[:n, None] for waits in fills_at(sized))
-        self._waited_for = _message_seconds_within(sized)
+        waits, starts = waits_of(sized), sized.tables.positions
+        self.before, self.after = (each[starts[:n], None] for each in (waits.before, waits.after))
+        self._waited_for = waits.messages[starts, None]
         self.optimizer = self._windows(sized.optimizer_seconds)
         self.trained_bytes = self._windows(sized.tables.trained_bytes)
         self.hosts = [cluster.hosts[rank] for rank in order]
@@ -189,7 +190,7 @@ class ReplicaSearch:
             before, behind = (cluster.local_link if is_near else cluster.remote_link for is_near in near)
             forward, backward = (each / before.bytes_per_second for each in (held.received, held.gradients_sent))
             each = np.maximum(forward, held.gradients_received / behind.bytes_per_second)
-            once = forward + backward + 2 * before.latency_seconds - self._waited_for[:, None]
+            once = forward + backward + 2 * before.latency_seconds - self._waited_for
             once = np.where(held.received > 0, np.maximum(once, 0.0), 0.0)
             self._messages[near] = self._windows(each), self._windows(once)
         return self._messages[near]
@@ -224,17 +225,3 @@ class ReplicaSearch:
 def share_of(num_micro_batches: int, num_replicas: int, replica: int) -> int:
     """Returns how many of M micro-batches a replica of a stage runs."""
     return len(range(replica, num_micro_batches, num_replicas))
-
-
-def fills_at(sized: Sized) -> tuple[Array, Array]:
-    """Returns the least waits before and after a stage that starts at each position (0 at the end)."""
-    waits, starts = waits_of(sized), sized.tables.positions
-    return waits.before[starts], waits.after[starts]
-
-
-def _message_seconds_within(sized: Sized) -> Array:
-    """Returns what messages take of the waits before and after a stage that starts at each position."""
-    waits, starts, link = waits_of(sized), sized.tables.positions, fastest_link(sized.problem.cluster)
-    forward = np.where(waits.before > 0, link.latency_seconds + waits.activation, 0.0)
-    backward = np.where(waits.after > 0, link.latency_seconds + waits.gradient, 0.0)
-    return np.asarray((forward + backward)[starts], dtype=np.float64)

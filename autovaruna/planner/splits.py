@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-import numpy as np
-
+from autovaruna.planner.bounds.waits import waits_of
 from autovaruna.planner.candidate import Candidate, Planner
 from autovaruna.planner.chain import partition_chain
 from autovaruna.planner.groups import is_small
 from autovaruna.planner.options import MAX_UNITS, spread
 from autovaruna.planner.placing import Ranks, layouts, rank_orders
-from autovaruna.planner.replicas import ReplicaSearch, fills_at, share_of
+from autovaruna.planner.replicas import ReplicaSearch, share_of
 from autovaruna.schedule import textbook_depth
 
 Split = tuple[float, Candidate]
@@ -108,7 +107,8 @@ class Splitter:
         """Yields the best split for some ranks; a rank with several stages gives each its share of time and memory."""
         sized, cluster = self.planner.sized(count), self.problem.cluster
         counts = [len(ranks) for ranks in stage_ranks]
-        waits = np.add(*fills_at(sized))[:, None]
+        each = waits_of(sized)
+        waits = (each.before + each.after)[sized.tables.positions, None]
         costs = []
         for stage, ranks in enumerate(stage_ranks):
             shared = max(sum(rank in others for others in stage_ranks) for rank in ranks)

@@ -24,12 +24,14 @@ class Waits:
         before: of a stage that starts at p, before its first forward.
         after: of a stage that starts at p, after its last backward, until the step ends.
         trip: of a stage that ends before p, between a forward and its backward.
+        messages: what of `before` and `after` together is messages to and from the stage that starts at p.
         activation, gradient: of the line between the stages that meet at p, for each of their messages.
     """
 
     before: Array
     after: Array
     trip: Array
+    messages: Array
     activation: Array
     gradient: Array
 
@@ -43,10 +45,12 @@ def waits_of(sized: Sized) -> Waits:
     gradient = back.neighbour_bytes(sized.micro_batch_size) / link.bytes_per_second
     before = np.append(flow.fill_seconds(costs.forward_seconds / speed), 0.0)
     after = np.append(back.fill_seconds(sized.backward_seconds / speed), 0.0)
+    there, back_again = link.latency_seconds + activation, link.latency_seconds + gradient
     return Waits(
         before=np.where(before > 0, before + link.latency_seconds + activation + each, 0.0),
         after=np.where(after > 0, after + link.latency_seconds + gradient + each, 0.0),
         trip=_trips(back, sized.urgent_seconds / speed, 2 * (link.latency_seconds + each) + activation + gradient),
+        messages=np.where(before > 0, there, 0.0) + np.where(after > 0, back_again, 0.0),
         activation=activation,
         gradient=gradient,
     )
