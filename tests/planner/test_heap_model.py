@@ -130,7 +130,7 @@ def test_tensors_that_are_mapped_leave_none() -> None:
 
 
 def test_small_pieces_of_blocks_that_wait_make_holes_greater() -> None:
-    stage = {0: stage_of(6, 1e6)}
+    stage = {0: stage_of(6, 1.1e6)}
     without = heap_of_steps(ALTERNATING, stage, 0.0, 0.0, pieces=((), ()))
     for pieces in PATTERNS:
         assert without.hole_bytes < heap_of_steps(ALTERNATING, stage, 0.0, 0.0, pieces=pieces).hole_bytes
@@ -201,16 +201,21 @@ def test_slices_of_a_gradient_take_nothing_and_keep_all_of_it() -> None:
     assert (heap.peak_bytes, heap.live_bytes) == (2e6 + 2e6 + 2e6, 0)
 
 
-def test_a_gradient_with_holes_is_not_added_to() -> None:
-    """What is added to it makes a third, without holes, even where nothing shares its memory."""
+@pytest.mark.parametrize(("spans", "shares", "peak"), [({}, False, 4e6), ({0: 1.5e6}, False, 4.5e6), ({}, True, 3e6)])
+def test_a_gradient_that_has_come_is_not_added_to(spans: dict[int, float], shares: bool, peak: float) -> None:
+    """It is the message's: what is added to it makes a third, wherever it lies."""
     stage = stage_of(1, 1e6)
     more = BlockTensors({}, frozenset(), (), 0.0, {0: 1e6}, (), 0.0, ())
-    plain = StageTensors((*stage.blocks, more), {}, {0: 1e6})
-    held = [
-        heap_of_steps(program_of("F0 B0"), {0: replace(plain, gradient_spans=spans)}, 0.0, 0.0).peak_bytes
-        for spans in ({}, {0: 1.5e6})
-    ]
-    assert held == [3e6, 4.5e6]
+    stages = {0: StageTensors((*stage.blocks, more), {}, {0: 1e6}, spans)}
+    assert heap_of_steps(program_of("F0 B0"), stages, 0.0, 0.0, shares=shares).peak_bytes == peak
+
+
+def test_what_backward_starts_from_is_there_until_it_ends() -> None:
+    """What a stage has sent, and the gradient that has come for it, while its first block needs most."""
+    stage = stage_of(2, 1e6)
+    needy = replace(stage.blocks[0], work=3e6)
+    heap = heap_of_steps(program_of("F0 B0"), {0: replace(stage, blocks=(needy, stage.blocks[1]))}, 0.0, 0.0)
+    assert (heap.peak_bytes, heap.live_bytes) == (2e6 + 2e6 + 3e6, 0)
 
 
 def test_what_waits_for_weight_gradients_is_there_until_they_are_computed() -> None:
@@ -230,7 +235,7 @@ def test_a_gradient_that_two_share_is_not_added_to() -> None:
     first = BlockTensors({0: 1e6, 3: 1e6}, frozenset({0, 3}), (), 0.0, {}, (), 0.0, ())
     stages = {0: StageTensors((first, middle, last), {}, {1: 1e6})}
     heap = heap_of_steps(program_of("F0 B0"), stages, 0.0, 0.0)
-    assert (heap.peak_bytes, heap.live_bytes) == (3e6 + 3e6, 0)
+    assert (heap.peak_bytes, heap.live_bytes) == (4e6 + 3e6, 0)
 
 
 def recorded_steps(made: dict[int, float], read: dict[int, float]) -> BlockSteps | None:

@@ -26,9 +26,9 @@ class Places:
         self._shared += places
         return list(places)
 
-    def added_up(self, first: list[int], second: list[int], num_bytes: float, has_holes: bool) -> list[int]:
-        """Returns where the sum of two gradients lies: where the first one does, unless another shares that."""
-        is_apart = has_holes or any(place in self._shared for place in first)
+    def added_up(self, first: list[int], second: list[int], num_bytes: float, is_apart: bool) -> list[int]:
+        """Returns where the sum of two gradients lies: where the first one does, unless `is_apart` or it is shared."""
+        is_apart = is_apart or any(place in self._shared for place in first)
         total = self.take(num_bytes) if is_apart else first
         self.give(second)
         if is_apart:

@@ -63,7 +63,7 @@ class RankHeap:
         self._leaving: list[int] = []
         self._received, self._kept = dict[tuple[int, int], list[int]](), dict[tuple[int, int], list[_Kept]]()
         self._weights: dict[tuple[int, int], list[int]] = {}
-        self._with_holes, self._lent = set[int](), dict[Key, float]()
+        self._apart, self._lent = set[int](), dict[Key, float]()
 
     def run(self, program: Sequence[Instruction]) -> None:
         """Runs the instructions of a step."""
@@ -141,18 +141,19 @@ class RankHeap:
             self._places.give(self._deferred.pop(key))
 
     def _forward(self, stage: StageTensors) -> list[_Kept]:
-        """Returns where lies what each block keeps."""
+        """Returns where lies what each block keeps, and then what it sends, which is held until its backward ends."""
         passing: dict[int, list[int]] = {}
-        kept = []
+        kept, sent, sends = [], list[int](), stage.gradients_received.keys()
         for block in stage.blocks:
             small = self._places.take_small(self._before)
             places, rest = self._make(block)
             small += self._places.take_small(self._after)
             kept.append(_Kept([place for v in block.kept for place in places[v]] + small, rest))
+            sent += self._places.share([place for v in places.keys() & sends for place in places[v]])
             passing |= {v: places[v] for v in places.keys() - block.kept}
             for v in block.unused:
                 self._places.give(passing.pop(v, []))
-        return kept
+        return [*kept, _Kept(sent, [])]
 
     def _make(self, block: BlockTensors) -> tuple[dict[int, list[int]], list[list[int]]]:
         """Runs a block forward; returns where lie the values that it makes, and what else it keeps, by number."""
@@ -172,16 +173,25 @@ class RankHeap:
     def _backward(
         self, stage: int, arrived: Mapping[int, list[int]], kept: list[_Kept], deferred: list[int] | None
     ) -> None:
-        """Runs a stage backward; adds to `deferred`, if it is split, what stays until weight gradients are computed."""
+        """Runs a stage backward; adds to `deferred`, if it is split, what stays until weight gradients are computed.
+
+        What has arrived, and what it is the gradient of, is held until the end: nothing is added into it. Of a split
+        one, `deferred` has that, too.
+        """
         gradients = dict(arrived)
         blocks = self._stages[stage].blocks
-        self._with_holes = set(self._stages[stage].gradient_spans)
+        held = kept.pop().places + self._places.share([place for places in arrived.values() for place in places])
+        self._apart = set(arrived)
+        if deferred is not None:
+            self._places.give(held)
+            held = []
         for k in reversed(range(len(blocks))):
             self._backward_of_block((stage, k), blocks[k], kept[k], gradients)
             self._places.give(kept[k].all_places)
             if deferred is not None:
                 half = blocks[k].deferred / 2  # what went in, and the gradient that came back
                 deferred += self._places.take_alike(half, 2)
+        self._places.give(held)
         self._leaving += [place for places in gradients.values() for place in places]
 
     def _backward_of_block(
@@ -192,18 +202,18 @@ class RankHeap:
         spans = block.steps.spans if block.steps else {}
         for v, places in fresh.items():
             if v in gradients:
-                gradients[v] = self._places.added_up(gradients[v], places, block.read[v], v in self._with_holes)
-                self._with_holes.discard(v)
+                gradients[v] = self._places.added_up(gradients[v], places, block.read[v], v in self._apart)
+                self._apart.discard(v)
             else:
                 gradients[v] = places
-                self._with_holes |= spans.keys() & {v}
+                self._apart |= spans.keys() & {v}
         if key in self._weights:
             self._places.give(weights)
         else:
             self._weights[key] = weights
         for v in block.made:
             self._places.give(gradients.pop(v, []))
-            self._with_holes.discard(v)
+            self._apart.discard(v)
 
     def _make_gradients(
         self, block: BlockTensors, kept: _Kept, gradients: dict[int, list[int]]
