@@ -11,6 +11,7 @@ from autovaruna.errors import PlanError
 from autovaruna.graph.records import Graph
 from autovaruna.planner import ranges
 from autovaruna.planner.bounds.bound import StepBound
+from autovaruna.planner.candidate import Candidate, Planner
 from autovaruna.planner.deployments.deployment import deployment_of, plan_from
 from autovaruna.planner.deployments.deployment_file import load, save
 from autovaruna.planner.deployments.fingerprint import Fingerprint
@@ -109,6 +110,17 @@ def test_what_is_deferred_is_within_the_memory_of_every_rank() -> None:
         assert all(stage.memory_bytes <= limit * share for stage in tight.stages)
         assert sum(stage.deferred for stage in tight.stages) < sum(stage.deferred for stage in free.stages)
         assert tight.predicted_seconds >= free.predicted_seconds
+
+
+def test_what_recompute_leaves_free_is_for_deferring() -> None:
+    free = make_plan(asking(pipelined(0.5, in_flight=4), "zero_bubble"))
+    limit = 0.7 * max(stage.memory_bytes for stage in free.stages)
+    problem = asking(pipelined(0.5, in_flight=4, memory_bytes=limit), "zero_bubble")
+    starts = tuple(stage.blocks[0] for stage in free.stages)
+    candidate = Candidate(starts, tuple(stage.ranks for stage in free.stages), 8, schedule="zero_bubble")
+    plan = Planner(problem, RangeTables(problem.graph, range(9))).build(candidate)
+    assert plan and max(plan.rank_bytes()) <= limit
+    assert [stage.deferred for stage in plan.stages if stage.needs_recompute] == [2]
 
 
 def test_forced_on_compiled_stages_it_says_what_to_do() -> None:

@@ -69,12 +69,26 @@ def peak_of(sized: Sized, option: Option) -> Peak:
 
 
 def _fit_rank(sized: Sized, options: list[Option], limit: float) -> list[Option] | None:
-    """Fits the stages of one rank: they defer less, those recompute that save most by it, then depths are lowered."""
-    if _total(sized, options) <= limit:
-        return options
+    """Fits the stages of one rank: they defer less; if that is not enough, they hold less, and defer what is left."""
+    fitted = _with_less_deferred(sized, options, limit)
+    if _total(sized, fitted) <= limit:
+        return fitted
+    smaller = _holding_less(sized, fitted, limit)
+    if smaller is None:
+        return None
+    again = [each._replace(deferred=option.deferred) for each, option in zip(smaller, options, strict=True)]
+    return _with_less_deferred(sized, again, limit)
+
+
+def _with_less_deferred(sized: Sized, options: Sequence[Option], limit: float) -> list[Option]:
+    """Returns the options with as much deferred as there is memory for, at most as much as they have."""
     most = max(option.deferred for option in options)
     less = bisect_left(range(most), True, key=lambda less: _total(sized, _deferring(options, less)) <= limit)
-    options = _deferring(options, less)
+    return _deferring(options, less)
+
+
+def _holding_less(sized: Sized, options: list[Option], limit: float) -> list[Option] | None:
+    """Has those stages recompute that save most by it, then lowers depths; the latter alone if recompute is spared."""
     if any(option.spares_recompute for option in options):
         shallow = _with_less_in_flight(sized, options, limit)
         if shallow is not None:
