@@ -12,6 +12,9 @@ from autovaruna.planner.problem import Problem
 from autovaruna.planner.trials import Progress, Trials
 
 _STEPS = (8, 4, 2, 1)
+_RANKS, _ANYWHERE = len(_STEPS), len(_STEPS) + 1
+_MOST_PLACES = 256
+"""If cuts may be at no more places than this, all together, each is tried at all of them."""
 
 Recut = Callable[[Planner, Candidate], Iterator[Candidate]]
 """Yields a candidate with cuts that suit its ranks."""
@@ -29,7 +32,8 @@ def climb_best(trials: Trials, most: int, most_seconds: float, recut: Recut, pro
 def climb(trials: Trials, start: Candidate, most_seconds: float, recut: Recut) -> bool:
     """Changes a candidate until no small change makes it better, or simulations took so many seconds.
 
-    Cuts move by ever fewer segments; then ranks change places, and after each change that helps cuts move again.
+    Cuts move by ever fewer segments; then ranks change places, and after each change that helps cuts move again. At
+    last each cut is put anywhere: what crosses may be much less at a place that is far away.
 
     Returns:
         False if not even one simulation fits into the seconds.
@@ -41,11 +45,13 @@ def climb(trials: Trials, start: Candidate, most_seconds: float, recut: Recut) -
         trials.was_cut_short = True
         return False
     level = 0
-    while level <= len(_STEPS):
-        if level < len(_STEPS):
-            near = _moved_cuts(problem, num_segments, start, _STEPS[level])
-        else:
+    while level <= _ANYWHERE:
+        if level == _RANKS:
             near = _moved_ranks(planner, start, recut)
+        elif level == _ANYWHERE:
+            near = _cuts_anywhere(num_segments, start)
+        else:
+            near = _moved_cuts(problem, num_segments, start, _STEPS[level])
         better = None
         for other in near:
             if planner.spent_seconds > limit:
@@ -58,7 +64,7 @@ def climb(trials: Trials, start: Candidate, most_seconds: float, recut: Recut) -
         if better is None:
             level += 1
         else:
-            start, level = better, min(level, len(_STEPS) - 2)
+            start, level = better, min(level, _RANKS - 2)
     return True
 
 
@@ -83,3 +89,14 @@ def _moved_cuts(problem: Problem, num_segments: int, start: Candidate, step: int
     if step in (_STEPS[0], _STEPS[-1]):
         for count in nearby_counts(problem, start.num_micro_batches):
             yield replace(start, num_micro_batches=count)
+
+
+def _cuts_anywhere(num_segments: int, start: Candidate) -> Iterator[Candidate]:
+    """Yields candidates with one cut at every place between its neighbours, the nearest first, if these are few."""
+    starts = start.starts
+    bounds = [*starts, num_segments]
+    if sum(bounds[s + 1] - bounds[s - 1] for s in range(1, len(starts))) > _MOST_PLACES:
+        return
+    for s in range(1, len(starts)):
+        for place in sorted(range(bounds[s - 1] + 1, bounds[s + 1]), key=lambda place: abs(place - starts[s])):
+            yield replace(start, starts=(*starts[:s], place, *starts[s + 1 :]))
