@@ -13,7 +13,7 @@ from autovaruna.planner.trials import Progress, Trials
 
 _STEPS = (8, 4, 2, 1)
 _RANKS, _ANYWHERE = len(_STEPS), len(_STEPS) + 1
-_MOST_PLACES = 256
+_MOST_PLACES = 128
 """If cuts may be at no more places than this, all together, each is tried at all of them."""
 
 Recut = Callable[[Planner, Candidate], Iterator[Candidate]]
