@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, product
 
 import pytest
 
@@ -14,6 +14,7 @@ from autovaruna.planner.memory.block_steps import BlockSteps, steps_of_block
 from autovaruna.planner.memory.heap import MAPPED_BYTES, Heap
 from autovaruna.planner.memory.holdings import holdings_of_stage
 from autovaruna.planner.memory.holes import heap_of_steps
+from autovaruna.planner.memory.micro_batch_sizes import sizes_of_micro_batches
 from autovaruna.planner.memory.small_pieces import PATTERNS, Pieces
 from autovaruna.planner.memory.stage_memory import MemoryModel
 from autovaruna.planner.memory.stage_tensors import BlockTensors, StageTensors, tensors_of_stage
@@ -22,6 +23,7 @@ from autovaruna.planner.problem import Problem
 from autovaruna.planner.records import Plan
 from autovaruna.planner.search import make_plan
 from autovaruna.profiler.records import Sequences
+from autovaruna.runtime.batch import cut_batch
 from autovaruna.schedule import Instruction, Kind
 from tests.planner.cases import make_problem
 
@@ -216,6 +218,31 @@ def test_what_backward_starts_from_is_there_until_it_ends() -> None:
     needy = replace(stage.blocks[0], work=3e6)
     heap = heap_of_steps(program_of("F0 B0"), {0: replace(stage, blocks=(needy, stage.blocks[1]))}, 0.0, 0.0)
     assert (heap.peak_bytes, heap.live_bytes) == (2e6 + 2e6 + 3e6, 0)
+
+
+def test_micro_batches_have_the_sizes_that_a_call_cuts() -> None:
+    for num_groups, samples, each in product((1, 2, 3), (4, 7, 8), (1, 2, 3, 5)):
+        num_micro_batches = num_groups + each - 1
+        groups = tuple((rank,) for rank in range(num_groups))
+        made = cut_batch((samples,) * num_groups, num_micro_batches, groups).micro_batches
+        sizes = sizes_of_micro_batches(samples * num_groups, num_micro_batches, num_groups)
+        assert {m: size for m, size in enumerate(sizes) if size} == {m: part.size for m, part in made.items()}
+
+
+def test_each_micro_batch_takes_as_much_as_it_is_large() -> None:
+    stage, large = stage_of(2, 1e6), stage_of(2, 2e6)
+    heap = heap_of_steps(program_of("F0 F1 B0 B1"), {0: stage}, 0.0, 0.0, sized={1: [large]})
+    assert (heap.peak_bytes, heap.live_bytes) == (2e6 + 3 * 2 * 2e6 - 2 * 2e6, 0)
+
+
+def test_the_last_stage_holds_the_greatest_of_uneven_micro_batches() -> None:
+    """Of three, that of the rank that passes one is twice as large as those of the rank that passes two."""
+    problem = make_problem(6, 2, 12, num_stages=2, num_micro_batches=3)
+    problem = replace(problem, cluster=replace(problem.cluster, heap_share=1 / 3))
+    even, uneven = (make_plan(replace(problem, min_micro_batches_for_inputs=count)) for count in (1, 2))
+    assert even.stages == uneven.stages
+    last = even.stages[-1].ranks[0]
+    assert uneven.rank_bytes()[last] > even.rank_bytes()[last]
 
 
 def test_what_waits_for_weight_gradients_is_there_until_they_are_computed() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import cache
 
 from autovaruna.graph.records import Graph
 from autovaruna.planner.costs import Costs
@@ -11,6 +12,7 @@ from autovaruna.planner.memory.heap import Heap
 from autovaruna.planner.memory.holdings import Holdings
 from autovaruna.planner.memory.known_heaps import KnownHeaps
 from autovaruna.planner.memory.lent import SharedBytes, lent_of_stages, shared_bytes
+from autovaruna.planner.memory.micro_batch_sizes import sizes_of_micro_batches
 from autovaruna.planner.memory.rank_heap import RankHeap
 from autovaruna.planner.memory.small_pieces import PATTERNS, Pieces
 from autovaruna.planner.memory.stage_memory import MemoryModel
@@ -57,6 +59,9 @@ def finder_of_holes(
     if not share or not plan.needs_gradient or num_blocks > _MOST_BLOCKS:
         return None
     tensors = [tensors_of_stage(graph, costs, stage.blocks) for stage in plan.stages]
+    num_groups = plan.num_ranks if model.has_own_inputs else 1
+    sizes = _uneven_sizes(plan, num_groups) if costs.table else []
+    of_sizes = cache(lambda: _tensors_by_size(graph, plan, costs, sizes))
     is_one_host = not plan.host_of
     shared = shared_bytes(graph, plan, tensors) if is_one_host else [SharedBytes()] * plan.num_stages
 
@@ -67,7 +72,7 @@ def finder_of_holes(
 
         def make() -> Heap:
             rest = program, own, factor, model.work_of_largest, own_micro_batches, is_one_host, inputs
-            heaps = [heap_of_steps(*rest, pieces) for pieces in PATTERNS]
+            heaps = [heap_of_steps(*rest, pieces, of_sizes()) for pieces in PATTERNS]
             return sorted(heaps, key=lambda heap: heap.hole_bytes)[len(heaps) // 2]
 
         heap = known.of(plan, program, stages, own_micro_batches, inputs, make)
@@ -76,10 +81,27 @@ def finder_of_holes(
         received = lent_of_stages([shared[stage].received for stage in stages])
         whole = lasting + heap.peak_bytes + sent + received
         # Of several stages, the messages of each are in `peak`, but are not there together; it knows of none twice.
-        peak = min(peak + sent, whole) if len(stages) > 1 else max(peak, whole)
-        return peak + share / _MODEL_SHARE * heap.hole_bytes + _CHANCE * heap.peak_bytes
+        # Where micro-batches differ in size, it takes all for the mean.
+        if not sizes:
+            whole = min(peak + sent, whole) if len(stages) > 1 else max(peak, whole)
+        return whole + share / _MODEL_SHARE * heap.hole_bytes + _CHANCE * heap.peak_bytes
 
     return find
+
+
+def _uneven_sizes(plan: Plan, num_groups: int) -> list[int]:
+    """Returns the samples of each micro-batch, if ranks that pass fewer of them have larger ones."""
+    num_micro_batches = plan.num_micro_batches
+    if not num_micro_batches % num_groups or num_micro_batches < num_groups:
+        return []
+    return sizes_of_micro_batches(round(plan.micro_batch_size * num_micro_batches), num_micro_batches, num_groups)
+
+
+def _tensors_by_size(graph: Graph, plan: Plan, costs: Costs, sizes: Sequence[int]) -> dict[int, list[StageTensors]]:
+    """Returns the tensors of the stages for each micro-batch."""
+    at = {size: costs.table.at(size) for size in set(sizes)} if costs.table else {}
+    tensors = {size: [tensors_of_stage(graph, at[size], stage.blocks) for stage in plan.stages] for size in at}
+    return {m: tensors[size] for m, size in enumerate(sizes)}
 
 
 def heap_of_steps(
@@ -91,6 +113,7 @@ def heap_of_steps(
     shares: bool = False,
     inputs: HandedOut | None = None,
     pieces: tuple[Pieces, Pieces] = PATTERNS[0],
+    sized: Mapping[int, Sequence[StageTensors]] | None = None,
 ) -> Heap:
     """Returns the heap of a rank after some steps.
 
@@ -103,9 +126,10 @@ def heap_of_steps(
         shares: whether messages come in memory that ranks share.
         inputs: where those of other micro-batches lie.
         pieces: the small ones that each block makes before and after its tensors.
+        sized: the same as `stages` for micro-batches of other sizes.
     """
     recomputing = {each.stage for each in program if each.kind is Kind.RECOMPUTE}
-    rank = RankHeap(stages, recomputing, own_micro_batches, shares, inputs, pieces)
+    rank = RankHeap(stages, recomputing, own_micro_batches, shares, inputs, pieces, sized)
     for step in range(_NUM_STEPS):
         rank.run(program)
         rank.update(state_factor if step == 0 else 0.0, work_of_largest)

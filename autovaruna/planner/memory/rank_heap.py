@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 
 from autovaruna.planner.memory.handed_out import HandedOut, InputKey
 from autovaruna.planner.memory.heap import Heap
+from autovaruna.planner.memory.kept import Kept
 from autovaruna.planner.memory.lent import LENT_BYTES, MAX_BYTES, is_lent
 from autovaruna.planner.memory.places import Places
 from autovaruna.planner.memory.small_pieces import PATTERNS, Pieces
@@ -19,19 +19,6 @@ Key = tuple[int, int, bool]
 """A stage, a micro-batch, and whether it goes forward."""
 
 
-@dataclass(frozen=True)
-class _Kept:
-    """Where lies what a block keeps until its backward: values and small pieces, and what else it has taken."""
-
-    places: list[int]
-    rest: list[list[int]]
-
-    @property
-    def all_places(self) -> list[int]:
-        """All of it."""
-        return self.places + [place for each in self.rest for place in each]
-
-
 class RankHeap:
     """The heap of one rank while it runs instructions.
 
@@ -42,6 +29,7 @@ class RankHeap:
         shares: Whether messages come in memory that ranks share (see `lent`).
         inputs: Where the inputs of other micro-batches lie, if they come like that, too.
         pieces: The small ones that each block makes.
+        sized: The same as `stages` for micro-batches of other sizes.
     """
 
     def __init__(
@@ -52,16 +40,17 @@ class RankHeap:
         shares: bool = False,
         inputs: HandedOut | None = None,
         pieces: tuple[Pieces, Pieces] = PATTERNS[0],
+        sized: Mapping[int, Sequence[StageTensors]] | None = None,
     ) -> None:
         self.heap = Heap()
         self._before, self._after = pieces
         self._places = Places(self.heap)
-        self._stages, self._recomputing = stages, recomputing
+        self._stages, self._sized, self._recomputing = stages, sized or {}, recomputing
         self._own_micro_batches, self._shares = own_micro_batches, shares
         self._inputs, self._copied = inputs or HandedOut(), dict[InputKey, list[int]]()
         self._posted: dict[Key, dict[int, list[int]]] = {}
         self._leaving: list[int] = []
-        self._received, self._kept = dict[tuple[int, int], list[int]](), dict[tuple[int, int], list[_Kept]]()
+        self._received, self._kept = dict[tuple[int, int], list[int]](), dict[tuple[int, int], list[Kept]]()
         self._weights: dict[tuple[int, int], list[int]] = {}
         self._apart, self._lent = set[int](), dict[Key, float]()
 
@@ -88,12 +77,16 @@ class RankHeap:
             self._places.give(gradients)
         self._weights.clear()
 
+    def _tensors(self, instruction: Instruction) -> StageTensors:
+        sized = self._sized.get(instruction.micro_batch)
+        return sized[instruction.stage] if sized else self._stages[instruction.stage]
+
     def _post(self, instruction: Instruction, *, is_now: bool) -> None:
         is_forward = instruction.kind is Kind.FORWARD
         key = instruction.stage, instruction.micro_batch, is_forward
         if key in self._posted or instruction.kind not in (Kind.FORWARD, Kind.BACKWARD):
             return
-        stage = self._stages[instruction.stage]
+        stage = self._tensors(instruction)
         awaited = stage.received if is_forward else stage.gradients_received
         if instruction.micro_batch in self._own_micro_batches:
             awaited = {v: num_bytes for v, num_bytes in awaited.items() if v >= 0}
@@ -121,7 +114,7 @@ class RankHeap:
         return True
 
     def _run(self, instruction: Instruction) -> None:
-        stage, key = self._stages[instruction.stage], (instruction.stage, instruction.micro_batch)
+        stage, key = self._tensors(instruction), (instruction.stage, instruction.micro_batch)
         if instruction.kind is Kind.FORWARD:
             self._received[key] = [place for places in self._posted.pop((*key, True)).values() for place in places]
         if instruction.kind in (Kind.FORWARD, Kind.RECOMPUTE):
@@ -133,14 +126,14 @@ class RankHeap:
                 self._kept[key] = kept
         if instruction.kind is Kind.BACKWARD:
             deferred = self._deferred.get(key)
-            self._backward(instruction.stage, self._posted.pop((*key, False)), self._kept.pop(key), deferred)
+            self._backward(instruction.stage, stage, self._posted.pop((*key, False)), self._kept.pop(key), deferred)
             self._places.give(self._received.pop(key))
             for way in (True, False):
                 self._lent.pop((*key, way), None)
         if instruction.kind is Kind.WEIGHT:
             self._places.give(self._deferred.pop(key))
 
-    def _forward(self, stage: StageTensors) -> list[_Kept]:
+    def _forward(self, stage: StageTensors) -> list[Kept]:
         """Returns where lies what each block keeps, and then what it sends, which is held until its backward ends."""
         passing: dict[int, list[int]] = {}
         kept, sent, sends = [], list[int](), stage.gradients_received.keys()
@@ -148,12 +141,12 @@ class RankHeap:
             small = self._places.take_small(self._before)
             places, rest = self._make(block)
             small += self._places.take_small(self._after)
-            kept.append(_Kept([place for v in block.kept for place in places[v]] + small, rest))
+            kept.append(Kept([place for v in block.kept for place in places[v]] + small, rest))
             sent += self._places.share([place for v in places.keys() & sends for place in places[v]])
             passing |= {v: places[v] for v in places.keys() - block.kept}
             for v in block.unused:
                 self._places.give(passing.pop(v, []))
-        return [*kept, _Kept(sent, [])]
+        return [*kept, Kept(sent, [])]
 
     def _make(self, block: BlockTensors) -> tuple[dict[int, list[int]], list[list[int]]]:
         """Runs a block forward; returns where lie the values that it makes, and what else it keeps, by number."""
@@ -171,15 +164,19 @@ class RankHeap:
         return places, taken
 
     def _backward(
-        self, stage: int, arrived: Mapping[int, list[int]], kept: list[_Kept], deferred: list[int] | None
+        self,
+        stage: int,
+        tensors: StageTensors,
+        arrived: Mapping[int, list[int]],
+        kept: list[Kept],
+        deferred: list[int] | None,
     ) -> None:
         """Runs a stage backward; adds to `deferred`, if it is split, what stays until weight gradients are computed.
 
         What has arrived, and what it is the gradient of, is held until the end: nothing is added into it. Of a split
         one, `deferred` has that, too.
         """
-        gradients = dict(arrived)
-        blocks = self._stages[stage].blocks
+        gradients, blocks = dict(arrived), tensors.blocks
         held = kept.pop().places + self._places.share([place for places in arrived.values() for place in places])
         self._apart = set(arrived)
         if deferred is not None:
@@ -195,7 +192,7 @@ class RankHeap:
         self._leaving += [place for places in gradients.values() for place in places]
 
     def _backward_of_block(
-        self, key: tuple[int, int], block: BlockTensors, kept: _Kept, gradients: dict[int, list[int]]
+        self, key: tuple[int, int], block: BlockTensors, kept: Kept, gradients: dict[int, list[int]]
     ) -> None:
         """Makes the gradients of what a block has read, and lets go of those of what it made."""
         fresh, weights = self._make_gradients(block, kept, gradients)
@@ -216,7 +213,7 @@ class RankHeap:
             self._apart.discard(v)
 
     def _make_gradients(
-        self, block: BlockTensors, kept: _Kept, gradients: dict[int, list[int]]
+        self, block: BlockTensors, kept: Kept, gradients: dict[int, list[int]]
     ) -> tuple[dict[int, list[int]], list[int]]:
         """Runs a block backward; returns where lie the gradients of what it has read, and of its parameters."""
         if block.steps is None:
