@@ -27,6 +27,7 @@ ROOMS = [
 ROOM_OF_FILE = {
     "run_varuna": "varuna",
     "conf_files": "log",
+    "files": "config",
     "json_text": "log",
     "kinds": "config",
     "settings": "config",

@@ -7,6 +7,7 @@ import argparse
 from autovaruna.commands.printing import show
 from autovaruna.commands.setting_options import add_settings, settings_of
 from autovaruna.errors import ConfigError
+from autovaruna.files import check_writable
 
 HELP = "measure a model on this machine, block by block, and save the profile"
 
@@ -25,6 +26,7 @@ def run(options: argparse.Namespace) -> None:
     from autovaruna.commands.target import load_target
     from autovaruna.profiler.profile_file import save_profile
 
+    check_writable("--output", options.output)
     settings = settings_of(options)
     sizes = read_sizes(options.micro_batch_sizes)
     target = load_target(options.target, settings)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 
+from autovaruna.commands.plot import checked_plot
 from autovaruna.commands.setting_options import add_settings
 from autovaruna.errors import ConfigError
+from autovaruna.files import check_writable
 from autovaruna.kinds import BYTES, REFUSALS, at_home
 
 HELP = "plan a model for any number of ranks, none of which has to be there"
@@ -63,6 +65,10 @@ def run(options: argparse.Namespace) -> None:
         )
     if options.memory:
         options.memory = num_bytes(options.memory)
+    if options.output:
+        check_writable("--output", options.output)
+    if options.plot:
+        options.plot = checked_plot(options.plot)
     from autovaruna.commands.planning import Planning  # imports torch
     from autovaruna.commands.report import report
     from autovaruna.parallel.machine import keep_freed_memory

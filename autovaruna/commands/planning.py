@@ -48,6 +48,7 @@ class Planning:
         self.device = read_device(options.device) if options.device else None
         saved = load_profile(options.profile) if options.profile else None
         is_simulated = self.device is not None or saved is not None
+        self.memory_bytes = self._find_memory()
         make_optimizer(options.optimizer)  # a mistake is told before the model is traced
         self.target = load_target(options.target, self.settings, _CPU if is_simulated else None)
         self.traced = self.target.traced
@@ -84,7 +85,7 @@ class Planning:
             latency = device.all_reduce_latency_seconds
         return Cluster(
             hosts=tuple(f"host{rank // per_host}" for rank in range(num_ranks)),
-            memory_bytes=(self._memory_bytes,) * num_ranks,
+            memory_bytes=(self.memory_bytes,) * num_ranks,
             speeds=(1.0,) * num_ranks,
             local_link=local,
             remote_link=remote,
@@ -150,8 +151,8 @@ class Planning:
             )
         return told
 
-    @property
-    def _memory_bytes(self) -> float:
+    def _find_memory(self) -> float:
+        """Returns what each rank may use."""
         total = float(self.settings.memory_limit_bytes)
         if not total and self.device is not None:
             total = float(self.device.memory_bytes)

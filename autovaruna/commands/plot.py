@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from autovaruna.errors import ConfigError
+from autovaruna.files import check_writable
 from autovaruna.schedule import Simulation
 from autovaruna.schedule.instruction import Kind
 
@@ -21,8 +22,12 @@ _NAMES = {
 _REDUCE = "#b279a2"
 
 
-def check_plot(path: str) -> None:
-    """Raises `ConfigError` if nothing can be drawn there: before what takes long."""
+def checked_plot(path: str) -> str:
+    """Returns the file of a picture, a PNG if its name has no ending; looks at it before what takes long.
+
+    Raises:
+        ConfigError: nothing can be drawn there.
+    """
     if importlib.util.find_spec("matplotlib") is None:
         raise ConfigError("--plot needs matplotlib, which is not installed: pip install 'autovaruna[plot]'")
     from matplotlib.backend_bases import FigureCanvasBase
@@ -30,8 +35,11 @@ def check_plot(path: str) -> None:
     known, ending = FigureCanvasBase.get_supported_filetypes(), Path(path).suffix.removeprefix(".").lower()
     if ending and ending not in known:
         raise ConfigError(f"--plot is {path}, which ends in .{ending}; expected one of .{', .'.join(sorted(known))}")
-    if not Path(path).absolute().parent.is_dir():
+    drawn = path if ending else f"{path}.png"
+    if not Path(drawn).absolute().parent.is_dir():
         raise ConfigError(f"--plot is {path}: there is no folder {Path(path).parent}; expected one that is there")
+    check_writable("--plot", drawn)
+    return drawn
 
 
 def plot(simulation: Simulation, ranks: Sequence[int], path: str) -> None:

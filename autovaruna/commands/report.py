@@ -9,7 +9,7 @@ from rich import box
 from rich.table import Table
 
 from autovaruna.commands.planning import Planning
-from autovaruna.commands.plot import check_plot, plot
+from autovaruna.commands.plot import plot
 from autovaruna.commands.printing import columns, show
 from autovaruna.planner import explain, pipeline_of, plan_table, policy_of
 from autovaruna.planner.choices import Choice
@@ -30,8 +30,6 @@ def report(planning: Planning, options: argparse.Namespace) -> None:
     Raises:
         AutoVarunaError: there is no plan, or a file cannot be written.
     """
-    if options.plot:
-        check_plot(options.plot)
     if options.table:
         show(choices_table(planning.choices))
     graph, plan = planning.traced.graph, planning.plan

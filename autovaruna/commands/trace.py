@@ -12,7 +12,7 @@ from typing import Any
 
 from rich.table import Table
 
-from autovaruna.commands.plot import check_plot
+from autovaruna.commands.plot import checked_plot
 from autovaruna.commands.printing import show
 from autovaruna.errors import ConfigError
 from autovaruna.kinds import at_home
@@ -52,7 +52,7 @@ def run(options: argparse.Namespace) -> None:
         ConfigError: the file is no trace, or has no such step.
     """
     if options.plot:
-        check_plot(options.plot)
+        options.plot = checked_plot(options.plot)
     bars = read_bars(Path(options.file))
     steps = sorted({bar.step for bar in bars})
     predicted = (bar.step for bar in bars if _PROCESSES[bar.process] == "predicted")

@@ -15,7 +15,7 @@ import torch
 from rich.console import Console
 from torch import nn
 
-from autovaruna.errors import ConfigError
+from autovaruna.errors import ConfigError, DeploymentError
 from autovaruna.graph.traced import TracedModel
 from autovaruna.parallel.calls import SharedCall
 from autovaruna.parallel.machine import optimizer_factor, rank_memory
@@ -177,9 +177,13 @@ class Preparation:
         return self.plan
 
     def _save_on_first(self) -> None:
-        if self._world.rank == 0:
-            save(self._settings.deployment_file, deployment_of(self.plan, self._traced.graph, self._fingerprint))
+        if self._world.rank > 0:
+            return
+        try:
+            self.save(self._settings.deployment_file)
             logger.info("saved the deployment to %s", self._settings.deployment_file)
+        except DeploymentError as error:  # to plan again next time is better than to give up what was planned
+            logger.warning("the plan is not kept: %s", error)
 
     def _measured_problem(self) -> Problem:
         """Measures model, machine and optimizer. Collective."""

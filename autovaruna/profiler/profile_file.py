@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from autovaruna.errors import MeasureError
+from autovaruna.files import write_whole
 from autovaruna.json_text import parse
 from autovaruna.kinds import at_home
 from autovaruna.profiler.checked import check, with_checksum
@@ -40,9 +41,7 @@ def save_profile(path: str | os.PathLike[str], profile: Profile) -> None:
         ],
     }
     try:
-        target = Path(at_home(path))
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(json.dumps(with_checksum(content)) + "\n", encoding="utf-8")
+        write_whole(path, json.dumps(with_checksum(content)) + "\n")
     except OSError as error:
         raise MeasureError(f"the profile cannot be written to {path}: {error.strerror or error}") from error
 

@@ -152,6 +152,30 @@ def test_an_option_that_cannot_be_used_says_why(arguments: list[str], said: str,
     assert said in capsys.readouterr().err
 
 
+def test_what_would_end_a_plan_late_is_told_before_the_model_is_built(tmp_path: Path, capsys: Any, device: str) -> None:
+    """The function fails, but is never called."""
+    without_memory = tmp_path / "small.toml"
+    without_memory.write_text(Path(device).read_text().replace("memory = ", "# "))
+    some = ["plan", f"{HERE}:fails", "--ranks", "2"]
+    for arguments, said in (
+        ([*some, "-o", str(tmp_path)], "--output is"),
+        ([*some, "-o", "/proc/plan.json"], "cannot be written"),
+        ([*some, "--plot", "/proc/step.png"], "cannot be written"),
+        ([*some, "--plot", str(tmp_path / "none" / "step.png")], "no folder"),
+        ([*some, "--device", str(without_memory)], "does not say its memory"),
+        (["measure", f"{HERE}:fails", "-o", str(tmp_path)], "--output is"),
+    ):
+        assert main(arguments) == 1
+        assert said in capsys.readouterr().err
+
+
+def test_a_picture_without_an_ending_is_a_png(tmp_path: Path, capsys: Any, device: str) -> None:
+    """Once the file that was named was not the one that was drawn."""
+    (tmp_path / "step").mkdir()
+    assert plan(f"{HERE}:mlp", "--ranks", "2", "--device", device, "--plot", str(tmp_path / "step")) == 0
+    assert f"drew {tmp_path}/step.png\n" in capsys.readouterr().out and (tmp_path / "step.png").is_file()
+
+
 @pytest.mark.parametrize("more", [[], ["--num-stages", "2", "--schedule", "gpipe"], ["--memory-margin", "0.3"]])
 def test_the_memory_that_is_said_to_be_enough_is(more: list[str], capsys: Any) -> None:
     """As the user says it: the part that is left free is on top, and no digit was rounded down."""

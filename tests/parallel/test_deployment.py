@@ -158,6 +158,12 @@ def test_one_that_must_be_used_must_be_there(tmp_path: Path) -> None:
         start(load_deployment=True, deployment_file=str(tmp_path / "nothing.json"))
 
 
+def test_a_run_goes_on_where_none_can_be_saved(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """What was planned was once given up for a folder that nobody may write to."""
+    assert start(deployment_file=str(tmp_path)).num_ranks == 2
+    assert f"the plan is not kept: the deployment cannot be written to {tmp_path}: " in caplog.text
+
+
 def test_false_never_reads_it(file: Path, lines: Callable[[], list[str]]) -> None:
     file.write_text("no JSON")
     start(load_deployment=False, save_deployment=False)
@@ -204,12 +210,18 @@ def test_a_broken_one_is_planned_again_and_a_copy_is_kept(
     start(load_deployment=True)
 
 
-def test_what_cannot_be_read_or_copied_is_named(file: Path) -> None:
+def test_what_cannot_be_read_or_copied_is_named(file: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Once, keeping a copy failed with a bare ``IsADirectoryError``."""
     file.unlink()
     file.mkdir()
-    with pytest.raises(DeploymentError, match=f"{file}.*irectory"):
+    with caplog.at_level("INFO"):
         start()
+    told = [
+        f"{file} cannot be read: ",
+        "no copy of it can be kept: ",
+        f"the plan is not kept: the deployment cannot be written to {file}",
+    ]
+    assert all(any(said in line for line in caplog.messages) for said in told)
 
 
 @pytest.mark.parametrize("act", ["trace", "measure", "make_plan", "save"])

@@ -9,12 +9,12 @@ from __future__ import annotations
 import json
 import math
 import os
-import tempfile
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from autovaruna.errors import DeploymentError
+from autovaruna.files import write_whole
 from autovaruna.json_text import parse
 from autovaruna.kinds import at_home
 from autovaruna.planner.deployments.deployment import Deployment
@@ -35,23 +35,10 @@ def save(path: str | os.PathLike[str], deployment: Deployment) -> None:
     Raises:
         DeploymentError: if it cannot be written.
     """
-    target = Path(at_home(path))
-    text = json.dumps(_to_json(deployment), indent=2) + "\n"
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-            os.chmod(name, 0o644)
-            os.replace(name, target)
-        except BaseException:
-            Path(name).unlink(missing_ok=True)
-            raise
+        write_whole(path, json.dumps(_to_json(deployment), indent=2) + "\n")
     except OSError as error:
-        raise DeploymentError(f"the deployment cannot be written to {target}: {error.strerror or error}") from error
+        raise DeploymentError(f"the deployment cannot be written to {path}: {error.strerror or error}") from error
 
 
 def load(path: str | os.PathLike[str]) -> Deployment:

@@ -1,0 +1,42 @@
+"""Files are written whole, and what is no file stays what it is."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from autovaruna.errors import ConfigError
+from autovaruna.files import check_writable, write_whole
+
+
+def test_what_is_no_file_is_written_to_and_stays(tmp_path: Path) -> None:
+    """A deployment that root saved to /dev/null once took its place."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    end = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    check_writable("--output", pipe)
+    write_whole(pipe, "text")
+    assert pipe.is_fifo() and os.read(end, 10) == b"text"
+    os.close(end)
+
+
+def test_a_link_to_a_file_stays_one(tmp_path: Path) -> None:
+    target, link = tmp_path / "file", tmp_path / "link"
+    link.symlink_to(target)
+    write_whole(link, "text")
+    assert link.is_symlink() and target.read_text() == "text"
+
+
+def test_to_look_leaves_nothing_behind(tmp_path: Path) -> None:
+    check_writable("--output", tmp_path / "new" / "folder" / "file")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_places_that_cannot_be_written_are_named(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+    for path in (tmp_path, file / "below", Path("/proc/none.json")):
+        with pytest.raises(ConfigError, match=f"--output is {path}, which cannot be written: "):
+            check_writable("--output", path)
