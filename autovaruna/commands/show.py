@@ -13,7 +13,8 @@ from autovaruna.planner.deployments.deployment import Deployment
 from autovaruna.planner.deployments.deployment_file import load
 from autovaruna.planner.infeasible import readable
 from autovaruna.planner.records import StagePlan
-from autovaruna.planner.table import ranks_text, seconds
+from autovaruna.planner.table import seconds
+from autovaruna.planner.words import ranks_text
 
 HELP = "print a saved deployment as a table"
 _COLUMNS = (

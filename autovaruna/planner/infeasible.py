@@ -2,40 +2,55 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import cycle, islice
 
 import numpy as np
 
 from autovaruna.errors import PlanError
+from autovaruna.planner.candidate import Candidate
 from autovaruna.planner.chain import partition_chain
 from autovaruna.planner.costs import Array
+from autovaruna.planner.placing import Ranks
 from autovaruna.planner.problem import Problem
 from autovaruna.planner.ranges import RangeTables
 from autovaruna.planner.sized import Sized
+from autovaruna.planner.words import ranks_text
+from autovaruna.profiler.records import Cluster
 
 _FEW_RANKS = 16
 _FEW_BLOCKS = 1000
+_FEW_AMOUNTS = 8
 _ROUNDED_UP = 1.006
 """Three digits of a number with this on top are no less than the number."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Shortage:
-    """The rank that lacks most, in the split that lacks least: its stages, what they need and what it has."""
+    """The split that lacks least: of the rank that lacks most its stages, their blocks, what they need, what it has.
 
-    num_stages: int
+    `needed_by` says what each rank needs that has less.
+    """
+
+    ranks: Ranks
+    starts: tuple[int, ...]
     rank: int
     blocks: tuple[tuple[int, int], ...]
     stages: tuple[int, ...]
     needed_bytes: float
     limit_bytes: float
+    needed_by: Mapping[int, float]
 
     @property
-    def ratio(self) -> float:
-        """What is needed over what is there."""
-        return self.needed_bytes / self.limit_bytes
+    def num_stages(self) -> int:
+        """Of the split."""
+        return len(self.ranks)
+
+    @property
+    def missing_bytes(self) -> float:
+        """What the rank lacks."""
+        return max(self.needed_bytes - self.limit_bytes, 0.0)
 
 
 def explain_infeasible(problem: Problem, tables: RangeTables, counts: Sequence[int]) -> PlanError:
@@ -49,19 +64,28 @@ def explain_infeasible(problem: Problem, tables: RangeTables, counts: Sequence[i
         return PlanError(
             f"no plan: the model cannot be split into {stages} stages, it has {tables.num_segments} places to cut"
         )
-    worst = min(found, key=lambda shortage: shortage.ratio)
-    missing = readable(max(worst.needed_bytes - worst.limit_bytes, 0.0))
+    found.sort(key=lambda shortage: (shortage.missing_bytes, sum(shortage.needed_by.values())))
+    worst = next((each for each in found if _would_do(problem, tables, counts, each)), found[0])
     error = PlanError(
         f"no plan fits into memory: the best split into {worst.num_stages} stages of {max(counts)} micro-batches needs "
         f"{readable(worst.needed_bytes)} for {_places(worst, problem)}, rank {worst.rank} has "
-        f"{readable(worst.limit_bytes)}: {missing} are missing. {_largest_block(by_block)}. "
+        f"{readable(worst.limit_bytes)}: {readable(worst.missing_bytes)} are missing. {_largest_block(by_block)}. "
         f"To make it fit: {'; or '.join(_advice(problem, by_block, worst))}"
     )
     error.lacks_memory = True
     return error
 
 
-def _rank_choices(problem: Problem, tables: RangeTables) -> Iterator[tuple[tuple[int, ...], ...]]:
+def splits_that_fit(problem: Problem, tables: RangeTables, counts: Sequence[int]) -> Iterator[Candidate]:
+    """Yields splits that fit, of as many micro-batches as may be: for a search that found none on ranks of its own."""
+    sized = Sized(problem, tables, max(counts))
+    for ranks in _rank_choices(problem, tables):
+        found = _shortage(sized, ranks)
+        if found and not found.needed_by:
+            yield Candidate(found.starts, found.ranks, sized.num_micro_batches)
+
+
+def _rank_choices(problem: Problem, tables: RangeTables) -> Iterator[Ranks]:
     """Yields ranks for the stages: the forced ones, or the ranks with most memory in a few orders."""
     constraints, cluster = problem.constraints, problem.cluster
     if constraints.stage_ranks:
@@ -78,20 +102,37 @@ def _rank_choices(problem: Problem, tables: RangeTables) -> Iterator[tuple[tuple
             yield tuple(tuple(islice(in_turn, replicas)) for _ in range(stages))
 
 
-def _shortage(sized: Sized, ranks: tuple[tuple[int, ...], ...]) -> _Shortage | None:
+def _shortage(sized: Sized, ranks: Ranks) -> _Shortage | None:
     """Returns what the best split over some ranks lacks, None if the model cannot be split so often."""
     limits, tables = sized.problem.cluster.memory_bytes, sized.tables
-    costs = [_least_bytes(sized, len(each)) for each in ranks]
-    split = partition_chain([c / min(limits[rank] for rank in each) for c, each in zip(costs, ranks, strict=True)])
+    held = {rank: tuple(s for s, each in enumerate(ranks) if rank in each) for each in ranks for rank in each}
+    costs = {count: _least_bytes(sized, count) for count in set(map(len, ranks))}
+    shares = [(len(each), min(limits[rank] / len(held[rank]) for rank in each)) for each in ranks]
+    most = max(share for _, share in shares)  # on top of all, since costs are no less than 0
+    missing = {each: costs[each[0]] - each[1] + most for each in set(shares)}
+    split = partition_chain([missing[each] for each in shares])
     if split is None:
         return None
     ends = [*split.starts[1:], tables.num_segments]
-    loads = [float(c[i, j]) for c, i, j in zip(costs, split.starts, ends, strict=True)]
-    held = {rank: tuple(s for s, each in enumerate(ranks) if rank in each) for each in ranks for rank in each}
-    rank = max(held, key=lambda rank: sum(loads[s] for s in held[rank]) / limits[rank])
-    stages = held[rank]
-    blocks = tuple((int(tables.positions[split.starts[s]]), int(tables.positions[ends[s]]) - 1) for s in stages)
-    return _Shortage(len(ranks), rank, blocks, stages, sum(loads[s] for s in stages), limits[rank])
+    loads = [float(costs[len(each)][i, j]) for each, i, j in zip(ranks, split.starts, ends, strict=True)]
+    needed = {rank: sum(loads[s] for s in stages) for rank, stages in held.items()}
+    rank = max(held, key=lambda rank: needed[rank] - limits[rank])
+    blocks = tuple((int(tables.positions[split.starts[s]]), int(tables.positions[ends[s]]) - 1) for s in held[rank])
+    short = {rank: num_bytes for rank, num_bytes in needed.items() if num_bytes > limits[rank]}
+    return _Shortage(ranks, split.starts, rank, blocks, held[rank], needed[rank], limits[rank], short)
+
+
+def _would_do(problem: Problem, tables: RangeTables, counts: Sequence[int], shortage: _Shortage) -> bool:
+    """Returns whether a split is found when ranks have what it asks for: which ranks are tried hangs on what they have.
+
+    Those that are alike all get as much, and are tried as they are.
+    """
+    cluster = problem.cluster
+    if len(set(cluster.memory_bytes)) == 1:
+        return True
+    limits = tuple(max(has, shortage.needed_by.get(rank, 0.0)) for rank, has in enumerate(cluster.memory_bytes))
+    wider = replace(problem, cluster=replace(cluster, memory_bytes=limits))
+    return any(True for _ in splits_that_fit(wider, tables, counts))
 
 
 def _places(shortage: _Shortage, problem: Problem) -> str:
@@ -111,8 +152,13 @@ def _least_bytes(sized: Sized, num_replicas: int) -> Array:
 
 
 def _bytes_of_segments(sized: Sized) -> Array:
+    """Returns the least bytes of a stage that holds each segment: its neighbours may save it messages."""
     least = _least_bytes(sized, max(sized.problem.constraints.num_replicas, 1))
-    return np.array([least[i, i + 1] for i in range(sized.tables.num_segments)])
+    n = sized.tables.num_segments
+    least = np.where(np.arange(n + 1)[:, None] < np.arange(n + 1), least, np.inf)
+    from_any = np.minimum.accumulate(least, axis=0)
+    to_any = np.minimum.accumulate(from_any[:, ::-1], axis=1)[:, ::-1]
+    return np.asarray(to_any.diagonal(1))
 
 
 def _largest_block(sized: Sized) -> str:
@@ -130,11 +176,7 @@ def _largest_block(sized: Sized) -> str:
 
 def _advice(problem: Problem, sized: Sized, worst: _Shortage) -> Iterator[str]:
     constraints, limits = problem.constraints, problem.cluster.memory_bytes
-    whose = "each rank" if len(set(limits)) == 1 else f"rank {worst.rank}"
-    margin = problem.cluster.memory_margin
-    left = f", of which {margin:.0%} are left free: memory_margin" if margin else ""
-    enough = worst.needed_bytes / (1.0 - margin) * _ROUNDED_UP
-    yield f"give {whose} {readable(enough)} or more (memory_limit_bytes{left})"
+    yield to_give(problem.cluster, worst.needed_by or {worst.rank: worst.needed_bytes})
     fits_alone = float(_bytes_of_segments(sized).max()) <= max(limits)
     if not fits_alone:
         yield "make its largest block smaller, since more ranks do not help a block that one rank must hold"
@@ -153,6 +195,25 @@ def _advice(problem: Problem, sized: Sized, worst: _Shortage) -> Iterator[str]:
         yield "use another schedule, since gpipe holds all its micro-batches"
     if sized.micro_batch_size > 1 and sized.num_micro_batches < problem.global_batch_size:
         yield "allow more, smaller micro-batches (num_micro_batches, max_micro_batches)"
+
+
+def to_give(cluster: Cluster, needed: Mapping[int, float]) -> str:
+    """Returns what to give to ranks that lack memory, each its own where ranks differ, so that a plan fits.
+
+    Args:
+        cluster: with the limits.
+        needed: by rank, bytes that are needed, more than there are.
+    """
+    margin = cluster.memory_margin
+    whose: dict[str, list[int]] = {}
+    for rank, num_bytes in sorted(needed.items(), key=lambda each: -each[1]):
+        whose.setdefault(readable(num_bytes / (1.0 - margin) * _ROUNDED_UP), []).append(rank)
+    if len(set(cluster.memory_bytes)) == 1 or len(whose) > _FEW_AMOUNTS:
+        words = [f"each rank {next(iter(whose))}"]
+    else:
+        words = [f"rank{'s' * (len(ranks) > 1)} {ranks_text(sorted(ranks))} {text}" for text, ranks in whose.items()]
+    left = f", of which {margin:.0%} are left free: memory_margin" if margin else ""
+    return f"give {', '.join(words)} or more (memory_limit_bytes{left})"
 
 
 def readable(num_bytes: float) -> str:

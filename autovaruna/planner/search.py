@@ -15,7 +15,7 @@ from autovaruna.planner.climb import climb_best
 from autovaruna.planner.either_way import plan_either_way
 from autovaruna.planner.groups import GroupSearch, is_small
 from autovaruna.planner.hopes import tuned_hopes
-from autovaruna.planner.infeasible import explain_infeasible
+from autovaruna.planner.infeasible import explain_infeasible, splits_that_fit
 from autovaruna.planner.interleaving import Interleaving
 from autovaruna.planner.marks import plan_with_marks
 from autovaruna.planner.more_micro_batches import plan_with_more
@@ -122,6 +122,8 @@ class _Search:
         """Returns the best plan, or None if none fits and is as fast as it has to be."""
         trials = self.trials
         self.single.run()
+        if trials.best is None and self.below_seconds == math.inf:
+            self._try_what_fits()
         single, chosen = trials.best, trials
         if self.most_each > 1 and self.proof.leaves_room(single):
             chosen = self._try_interleaved()
@@ -142,6 +144,12 @@ class _Search:
         if not is_shared(plan):
             single = plan
         return self.proof.put_into(plan, single, was_cut_short=trials.was_cut_short or chosen.was_cut_short)
+
+    def _try_what_fits(self) -> None:
+        """Tries splits that fit by their bytes alone: which ranks a stage gets may leave but a few."""
+        for candidate in splits_that_fit(self.problem, self.tables, self.counts):
+            self.trials.attempt(candidate, math.inf)
+        climb_best(self.trials, _SHAPES_STARTS, _SHAPES_CLIMB_SECONDS, self.single.recut, self.progress)
 
     def _of_hopes(self, settled: Plan | None) -> Plan | None:
         """Returns a plan that is better than the best one and comes of what no rule for depths made good."""

@@ -14,7 +14,7 @@ from itertools import islice
 
 from autovaruna.errors import PlanError
 from autovaruna.planner.candidate import Candidate, Planner
-from autovaruna.planner.infeasible import readable
+from autovaruna.planner.infeasible import readable, to_give
 from autovaruna.planner.records import Plan
 from autovaruna.planner.trials import Trials
 
@@ -86,10 +86,11 @@ def explain_excess(planner: Planner, plan: Plan) -> PlanError:
     """
     limits, needed = planner.problem.cluster.memory_bytes, planner.predict_whole(plan).rank_bytes()
     rank = max(range(len(limits)), key=lambda each: needed[each] - limits[each])
+    short = {rank: num_bytes for rank, num_bytes in enumerate(needed) if num_bytes > limits[rank]}
     error = PlanError(
         f"no plan fits into memory: the instructions of the best one, with {plan.num_stages} stages and "
         f"{plan.num_micro_batches} micro-batches, need {readable(needed[rank])} on rank {rank}, which has "
-        f"{readable(limits[rank])}. To make it fit: give it that much (memory_limit_bytes, memory_margin); or use more "
+        f"{readable(limits[rank])}. To make it fit: {to_give(planner.problem.cluster, short)}; or use more "
         "ranks; or allow more, smaller micro-batches (num_micro_batches, max_micro_batches)"
     )
     error.lacks_memory = True

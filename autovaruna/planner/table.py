@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 
 from rich import box
 from rich.table import Table
@@ -13,9 +12,9 @@ from autovaruna.planner.infeasible import readable
 from autovaruna.planner.predicting.folding import fold, telling
 from autovaruna.planner.predicting.pipeline import pipeline_of, policy_of
 from autovaruna.planner.records import Plan, StagePlan
+from autovaruna.planner.words import ranks_text
 from autovaruna.schedule import LostTime, lower_bound, simulate
 
-_FEWEST_BY = 3
 _COLUMNS = (
     ("stage", "right"),
     ("ranks", "left"),
@@ -86,20 +85,6 @@ def seconds(value: float) -> str:
     if value >= 1:
         return f"{value:.4g} s"
     return f"{value * 1e3:.4g} ms" if value >= 1e-3 else f"{value * 1e6:.4g} us"
-
-
-def ranks_text(ranks: Sequence[int]) -> str:
-    """Returns ranks in short: ``0-3, 6``, and ``0-96 by 32`` for those that lie apart evenly."""
-    steps = {other - rank for rank, other in pairwise(ranks)}
-    if len(ranks) > _FEWEST_BY and len(steps) == 1 and min(steps) > 1:
-        return f"{ranks[0]}-{ranks[-1]} by {steps.pop()}"
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
 
 
 def _cells(stage: StagePlan, graph: Graph) -> list[str]:

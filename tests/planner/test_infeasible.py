@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 import re
+import warnings
 from dataclasses import replace
 from typing import Any
 
@@ -76,3 +78,45 @@ def test_the_rank_with_too_little_is_named() -> None:
     message = complaint(replace(problem, cluster=replace(problem.cluster, memory_bytes=(2e6, 1e4, 2e6))))
     assert "rank 1 has 9.77 KiB" in message
     assert "give rank 1" in message
+
+
+def uneven(seed: int) -> Problem:
+    """A problem of ranks with too little memory, some much less than others, one none at all."""
+    rng = random.Random(seed)
+    num_ranks = rng.choice([3, 4, 6, 16])
+    problem = make_problem(rng.choice([4, 6, 10]), num_ranks, 16, seed, num_stages=rng.choice([0, 0, 3]))
+    limits = [1e5 * rng.choice([0.1, 0.3, 1.0, 1.0, 2.0]) for _ in range(num_ranks)]
+    limits[rng.randrange(num_ranks)] = 0.0
+    return replace(problem, cluster=replace(problem.cluster, memory_bytes=tuple(limits)))
+
+
+def given(problem: Problem, message: str) -> Problem:
+    """The problem with what its complaint asks for."""
+    limits = list(problem.cluster.memory_bytes)
+    asked = re.search(r"To make it fit: give (.*?) or more", message)
+    assert asked
+    for listed, number, unit in re.findall(r"ranks? ([\d, -]+) ([\d.]+) (bytes|KiB|MiB)", asked[1]):
+        for first, last in re.findall(r"(\d+)(?:-(\d+))?", listed):
+            for rank in range(int(first), int(last or first) + 1):
+                limits[rank] = max(limits[rank], float(number) * UNITS[unit])
+    if every := re.search(r"each rank ([\d.]+) (bytes|KiB|MiB)", asked[1]):
+        limits = [max(has, float(every[1]) * UNITS[every[2]]) for has in limits]
+    return replace(problem, cluster=replace(problem.cluster, memory_bytes=tuple(limits)))
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_what_each_rank_lacks_is_said_at_once(seed: int) -> None:
+    """One rank after the other was once named, and a rank without memory was divided by."""
+    problem = uneven(seed)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        message = complaint(problem)
+    make_plan(given(problem, message))
+
+
+def test_a_split_that_fits_is_found_whatever_ranks_it_needs() -> None:
+    """No plan was once said to fit, and 0 bytes to be missing."""
+    few, enough, much = 3e4, 3e5, 6e5
+    limits = (9e4, 9e4, 9e4, few, enough, enough, much, 0.0, *[enough] * 4, few, few, much, 0.0)
+    problem = make_problem(4, 16, 16, 1033)
+    make_plan(replace(problem, cluster=replace(problem.cluster, memory_bytes=limits)))

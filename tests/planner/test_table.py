@@ -9,7 +9,8 @@ from autovaruna.planner.infeasible import readable
 from autovaruna.planner.predicting.pipeline import pipeline_of
 from autovaruna.planner.records import Plan
 from autovaruna.planner.search import make_plan
-from autovaruna.planner.table import explain, module_range, plan_table, ranks_text, seconds
+from autovaruna.planner.table import explain, module_range, plan_table, seconds
+from autovaruna.planner.words import ranks_text
 from autovaruna.schedule import lower_bound
 from tests.planner.cases import make_graph, make_problem
 
