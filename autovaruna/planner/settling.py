@@ -86,7 +86,7 @@ def explain_excess(planner: Planner, plan: Plan) -> PlanError:
     """
     limits, needed = planner.problem.cluster.memory_bytes, planner.predict_whole(plan).rank_bytes()
     rank = max(range(len(limits)), key=lambda each: needed[each] - limits[each])
-    short = {rank: num_bytes for rank, num_bytes in enumerate(needed) if num_bytes > limits[rank]}
+    short = {each: needed[each] for each in range(len(limits)) if each == rank or needed[each] > limits[each]}
     error = PlanError(
         f"no plan fits into memory: the instructions of the best one, with {plan.num_stages} stages and "
         f"{plan.num_micro_batches} micro-batches, need {readable(needed[rank])} on rank {rank}, which has "

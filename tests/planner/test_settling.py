@@ -79,7 +79,7 @@ def test_what_was_chosen_by_its_instructions_is_not_refused_when_it_is_loaded() 
 def test_where_no_plan_fits_by_its_instructions_it_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("settling", "tuning", "hopes"):
         monkeypatch.setattr(f"autovaruna.planner.{module}.excess_bytes", lambda planner, plan: 1.0)
-    with pytest.raises(PlanError, match=r"need .* on rank [01], which has .* give it that much"):
+    with pytest.raises(PlanError, match=r"need .* on rank [01], which has .* give each rank .* or more"):
         make_plan(make_problem(6, 2, 4))
 
 
