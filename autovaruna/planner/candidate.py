@@ -26,8 +26,8 @@ from autovaruna.schedule import Pipeline, latency_depth, simulate, textbook_dept
 _ACTS_OF_A_CANDIDATE, _ACTS_OF_A_STAGE = 100, 5
 _ACTS_OF_A_FIT = 30
 """What it takes to fit a stage that shares its ranks with others into their memory."""
-_ACTS_OF_A_PEAK, _ACTS_OF_AN_INSTRUCTION = 100, 40
-"""What it takes to follow the memory of ranks, instruction by instruction."""
+_ACTS_OF_A_PEAK, _ACTS_OF_AN_INSTRUCTION, _ACTS_IN_A_HEAP = 90, 2, 120
+"""What it takes to follow the memory of ranks: for a plan, for each instruction, and for each in a heap not known."""
 DEPTHS = {"textbook": textbook_depth, "latency": latency_depth}
 DEEPEST = "deepest"
 """As deep as memory allows without recompute, or with it where that is needed at any depth."""
@@ -80,11 +80,6 @@ class Planner:
         """Counts a stage that is laid down and no more, and returns `spent_seconds`."""
         self.predictor.num_acts += _ACTS_OF_A_STAGE
         return self.spent_seconds
-
-    def count_peaks(self, plan: Plan) -> None:
-        """Counts that the memory of ranks is followed, instruction by instruction."""
-        acts = policy_of(plan.schedule).num_instructions(self.pipeline(plan))
-        self.predictor.num_acts += _ACTS_OF_A_PEAK + acts * _ACTS_OF_AN_INSTRUCTION
 
     def step_costs(self, candidate: Candidate) -> float:
         """Returns what the simulation of a candidate takes at least, counted as `spent_seconds` is."""
@@ -154,8 +149,10 @@ class Planner:
         simulation = simulate(pipeline, policy_of(plan.schedule))
         model, costs = self.sized(plan.num_micro_batches).model, self._greatest_costs(plan)
         own = self.problem.cluster.own_process_bytes
-        graph, schedule = self.problem.graph, simulation.schedule
+        graph, schedule, known = self.problem.graph, simulation.schedule, self.heaps.num_followed
         needed = bytes_of_ranks(graph, plan, costs, model, pipeline, schedule, own, self.heaps)
+        self.predictor.num_acts += _ACTS_OF_A_PEAK + sum(map(len, schedule)) * _ACTS_OF_AN_INSTRUCTION
+        self.predictor.num_acts += (self.heaps.num_followed - known) * _ACTS_IN_A_HEAP
         return replace(plan, predicted_seconds=simulation.step_seconds, rank_memory_bytes=needed)
 
     def _greatest_costs(self, plan: Plan) -> Costs:

@@ -53,5 +53,4 @@ def _least_seconds(hope: Hopeful) -> float:
 
 def _excess_bytes(hope: Hopeful) -> float:
     planner, _, plan = hope[1]
-    planner.count_peaks(plan)
     return excess_bytes(planner, planner.predict_whole(plan))

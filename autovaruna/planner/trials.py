@@ -93,7 +93,6 @@ class Trials:
             limit = min(below, found * (_WORTH_ITS_MEMORY if variant.depth == DEEPEST else 1.0))
             predicted = self.planner.predict(plan, limit)
             if predicted and settle:
-                self.planner.count_peaks(predicted)
                 predicted = settle(self.planner, variant, predicted)
             if predicted and predicted.predicted_seconds < limit:
                 found = predicted.predicted_seconds

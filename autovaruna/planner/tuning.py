@@ -82,7 +82,6 @@ class Tuning:
 
     def __init__(self, planner: Planner, candidate: Candidate, plan: Plan, end: float, below: float = math.inf) -> None:
         self.planner, self.problem, self.candidate, self.end = planner, planner.problem, candidate, end
-        planner.count_peaks(plan)
         self.settled = that_fits(planner, candidate, plan)
         self.least_seconds = self.settled.predicted_seconds if self.settled else below
         self.excess = 0.0 if self.settled else excess_bytes(planner, planner.predict_whole(plan))
@@ -120,7 +119,6 @@ class Tuning:
 
         By depths alone it may not fit: stages of one rank seldom reach their depths together.
         """
-        self.planner.count_peaks(plan)
         excess = excess_bytes(self.planner, self.planner.predict_whole(plan))
         if not excess:
             self.best, self.least_seconds = plan, plan.predicted_seconds

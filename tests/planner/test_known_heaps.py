@@ -57,3 +57,13 @@ def test_no_heap_is_followed_twice(monkeypatch: pytest.MonkeyPatch) -> None:
         planner.predict_whole(plan)
     assert max(followed.values()) == 1
     assert len(followed) < 0.8 * len(PATTERNS) * sum(len(stage.ranks) for plan in plans for stage in plan.stages)
+
+
+def test_a_heap_that_is_known_hardly_counts() -> None:
+    problem = drawn(0)
+    planner, plan = planner_of(problem), some_plans(problem)[-1]
+    spent = [planner.spent_seconds]
+    for _ in range(2):
+        planner.predict_whole(plan)
+        spent.append(planner.spent_seconds)
+    assert spent[1] - spent[0] > 3 * (spent[2] - spent[1]) > 0

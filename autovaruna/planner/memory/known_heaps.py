@@ -12,17 +12,22 @@ from autovaruna.schedule import Instruction
 
 
 class HeapBytes(NamedTuple):
-    """What a heap takes: its greatest extent, and the holes in it."""
+    """What a heap takes: the most that lies in it at a time, and the holes in it."""
 
     peak_bytes: float
     hole_bytes: float
 
 
 class KnownHeaps:
-    """The heaps of ranks of one problem, by all that they follow from."""
+    """The heaps of ranks of one problem, by all that they follow from.
+
+    Attributes:
+        num_followed: the instructions that heaps were made of so far.
+    """
 
     def __init__(self) -> None:
         self._known: dict[object, HeapBytes] = {}
+        self.num_followed = 0
 
     def of(
         self,
@@ -54,5 +59,6 @@ class KnownHeaps:
         )
         if key not in self._known:
             heap = make()
+            self.num_followed += len(program)
             self._known[key] = HeapBytes(heap.peak_bytes, heap.hole_bytes)
         return self._known[key]
