@@ -26,7 +26,7 @@ from autovaruna.schedule import Pipeline, latency_depth, simulate, textbook_dept
 _ACTS_OF_A_CANDIDATE, _ACTS_OF_A_STAGE = 100, 5
 _ACTS_OF_A_FIT = 30
 """What it takes to fit a stage that shares its ranks with others into their memory."""
-_ACTS_OF_A_PEAK, _ACTS_OF_AN_INSTRUCTION, _ACTS_IN_A_HEAP = 90, 2, 120
+_ACTS_OF_A_PEAK, _ACTS_OF_AN_INSTRUCTION, _ACTS_IN_A_HEAP = 120, 4, 160
 """What it takes to follow the memory of ranks: for a plan, for each instruction, and for each in a heap not known."""
 DEPTHS = {"textbook": textbook_depth, "latency": latency_depth}
 DEEPEST = "deepest"

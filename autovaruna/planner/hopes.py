@@ -19,7 +19,7 @@ from autovaruna.planner.tuning import BETTER, Tuning, seconds_of
 Hopeful = tuple[float, Found]
 """What no depths and no schedule let a plan beat, and the plan."""
 
-_MOST_SECONDS, _MOST_SECONDS_FOR_ANY = 1.5, 4.0
+_MOST_SECONDS, _MOST_SECONDS_FOR_ANY = 1.0, 2.5
 """What simulations may take, by the count of each planner: more where nothing else fits."""
 
 

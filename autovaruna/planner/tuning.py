@@ -131,10 +131,9 @@ class Tuning:
         for stage in range(len(self.shares)):
             for option in self._ways(stage):
                 yield self.schedule, [*self.options[:stage], option, *self.options[stage + 1 :]]
-        for options in self._all_changed():
-            yield self.schedule, options
-        for schedule in self._schedules():
-            yield schedule, self.options
+        for options in (*self._all_changed(), self.options):
+            for schedule in self._schedules(options):
+                yield schedule, options
 
     def _ways(self, stage: int) -> Iterator[Option]:
         """Yields a stage with other recompute, depths and deferral."""
@@ -177,11 +176,11 @@ class Tuning:
     def _has_fixed_depths(self) -> bool:
         return bool(self.problem.constraints.in_flight) or self.schedule == "gpipe"
 
-    def _schedules(self) -> list[str]:
-        """Returns the schedules that these options may run by."""
+    def _schedules(self, options: Options) -> list[str]:
+        """Returns the schedules that options may run by."""
         pairs = variants(self.problem, len(self.shares), self.candidate.is_interleaved)
         schedules = dict.fromkeys(schedule for _, schedule in pairs)
-        if all(option.in_flight >= share for option, share in zip(self.options, self.shares, strict=True)):
+        if all(option.in_flight >= share for option, share in zip(options, self.shares, strict=True)):
             return [*schedules, *(["gpipe"] if self.problem.constraints.schedule == "auto" else [])]
         return [each for each in schedules if each != "gpipe"]
 
