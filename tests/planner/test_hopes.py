@@ -64,3 +64,7 @@ def test_what_is_faster_and_lacks_memory_at_first_is_made_to_fit(monkeypatch: py
     by_rule = [within_limits(problem) for problem in problems]
     assert all(one <= other for one, other in zip(tuned, by_rule, strict=True))
     assert any(one < 0.95 * other < math.inf for one, other in zip(tuned, by_rule, strict=True))
+
+
+def test_other_depths_may_fit_in_another_order_alone() -> None:
+    assert sum(math.isfinite(within_limits(tight(seed, 0.95))) for seed in (15, 25, 183, 217, 348, 449)) >= 3
