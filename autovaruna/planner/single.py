@@ -13,11 +13,11 @@ from autovaruna.planner.climb import climb_best
 from autovaruna.planner.groups import GroupSearch
 from autovaruna.planner.options import MAX_UNITS, stage_limit
 from autovaruna.planner.problem import forced_stages
-from autovaruna.planner.splits import Splitter
-from autovaruna.planner.trials import Progress, Trials, is_long, varied
+from autovaruna.planner.splits import Even, Splitter, varied
+from autovaruna.planner.trials import Progress, Trials, is_long
 
 _SMALL = 3000
-_SPLIT_SECONDS, _CLIMB_SECONDS, _REST_SECONDS = 4.0, 2.0, 4.0
+_SPLIT_SECONDS, _FEWER_SECONDS, _CLIMB_SECONDS, _REST_SECONDS = 4.0, 1.0, 2.0, 4.0
 """What simulations may take, by the count of `Planner.spent_seconds`, so that a search ends alike on every machine."""
 _STARTS = 4
 _NEAR, _NEAR_OF_FEW_RANKS = 1.03, 1.1
@@ -50,6 +50,7 @@ class SingleSearch:
             self._try_promising()
             climb_best(self.trials, _STARTS, _CLIMB_SECONDS, self.recut, self.progress)
             self._try_deeper()
+            self._try_fewer()
             if self.trials.is_small:
                 self._try_rest()
 
@@ -79,22 +80,32 @@ class SingleSearch:
 
     def _try_many(self, splitter: Splitter) -> None:
         """Goes through (stages, micro-batches) in the order of what even splits take, till none can be better."""
-        pairs = splitter.even_splits(self.counts)
-        if is_long(*pairs[0][1:], splitter.replicas(pairs[0][1])):
-            pairs = varied(pairs)
-        trials = self.trials
-        for k, (seconds, num_stages, count) in enumerate(pairs):
-            self.progress("splitting the model", k / len(pairs))
-            if trials.is_over(seconds, _SPLIT_SECONDS):
-                if seconds >= trials.least_seconds:
-                    continue  # The order may be another than that of the seconds.
-                break
-            splits = splitter.equal_replicas(num_stages, count, trials.least_seconds * _NEAR_OF_FEW_RANKS)
-            for candidate in trials.few_if_long([each for _, each in splits]):
-                trials.attempt(candidate, trials.least_seconds * _NEAR)
+        evens, trials = splitter.even_splits(self.counts), self.trials
+        self._try_evens(splitter, varied(evens) if is_long(*evens[0][1:]) else evens, _SPLIT_SECONDS)
         for count in sorted({candidate.num_micro_batches for candidate in trials.best_few(_STARTS)}):
             splits = splitter.unequal_replicas(count, trials.least_seconds * _NEAR_OF_FEW_RANKS)
             self._try_best_first(splits, "trying unequal replicas")
+
+    def _try_fewer(self) -> None:
+        """Tries fewer replicas than many ranks allow, and what is near them if that helps."""
+        splitter, before = self._splitter(self.planner), self.trials.least_seconds
+        if splitter.has_many_ranks and not self.problem.constraints.stage_ranks:
+            fewer = splitter.smaller_splits(self.counts)
+            self._try_evens(splitter, fewer, self.planner.spent_seconds + _FEWER_SECONDS)
+        if self.trials.least_seconds < before:
+            climb_best(self.trials, _STARTS, _CLIMB_SECONDS, self.recut, self.progress)
+
+    def _try_evens(self, splitter: Splitter, evens: list[Even], limit_seconds: float) -> None:
+        trials = self.trials
+        for k, even in enumerate(evens):
+            self.progress("splitting the model", k / len(evens))
+            if trials.is_over(even.seconds, limit_seconds):
+                if even.seconds >= trials.least_seconds:
+                    continue  # The order may be another than that of the seconds.
+                break
+            splits = splitter.equal_replicas(even, trials.least_seconds * _NEAR_OF_FEW_RANKS)
+            for candidate in trials.few_if_long([each for _, each in splits]):
+                trials.attempt(candidate, trials.least_seconds * _NEAR)
 
     def _try_best_first(self, promising: Iterable[tuple[float, Candidate]], what: str) -> None:
         ordered = sorted(promising, key=lambda pair: pair[0])

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
 
 from autovaruna.planner.bounds.waits import waits_of
 from autovaruna.planner.candidate import Candidate, Planner
 from autovaruna.planner.chain import partition_chain
+from autovaruna.planner.costs import Array
 from autovaruna.planner.groups import is_small
 from autovaruna.planner.options import MAX_UNITS, spread
 from autovaruna.planner.placing import Ranks, layouts, rank_orders
@@ -17,7 +23,19 @@ from autovaruna.schedule import textbook_depth
 Split = tuple[float, Candidate]
 """A candidate with the seconds that the formula gives it."""
 
+
+class Even(NamedTuple):
+    """A split into even parts with equally many replicas, and seconds that hardly a real one takes less than."""
+
+    seconds: float
+    num_stages: int
+    num_micro_batches: int
+    num_replicas: int
+
+
 _WIDEST = 4.0
+_WORTH_LEAVING_OUT = 0.95
+"""What fewer replicas have to save of a step before these are tried, by what all-reduces of even parts take."""
 _CELLS = 10**8
 """With few enough cells of the dynamic program every order of the ranks is tried, unless all plans are tried later."""
 
@@ -53,22 +71,59 @@ class Splitter:
         if self.problem.constraints.num_replicas:
             return iter(())
         unit = math.ceil(self.num_ranks / MAX_UNITS)
-        return self._search(count, range(unit, self.num_ranks + 1, unit), below)
+        choices = {min(choice, count) for choice in range(unit, self.num_ranks + 1, unit)}
+        return self._search(count, sorted(choices), below)
 
-    def even_splits(self, counts: Sequence[int]) -> list[tuple[float, int, int]]:
-        """Returns (seconds, stages, M) of splits into even parts, best first; hardly a real one takes less."""
+    def even_splits(self, counts: Sequence[int]) -> list[Even]:
+        """Returns splits into even parts, best first, on all ranks that have something to do."""
+        return sorted(even for even, _ in self._evens(counts))
+
+    def smaller_splits(self, counts: Sequence[int]) -> list[Even]:
+        """Returns splits into even parts with fewer replicas, best first, where all-reduces of all take too long."""
+        if self.problem.constraints.num_replicas or not self.problem.needs_gradient:
+            return []
+        found = (self._with_fewer(even, part_seconds) for even, part_seconds in self._evens(counts))
+        return [even for _, even in sorted(each for each in found if each)]
+
+    def _evens(self, counts: Sequence[int]) -> Iterator[tuple[Even, float]]:
+        """Yields splits into even parts, with what a part takes for a micro-batch."""
         stage_counts = [self.forced_stages] if self.forced_stages else self._stage_counts()
-        found = []
+        fastest = max(self.problem.cluster.speeds)
         for count in counts:
             sized = self.planner.sized(count)
             work, greatest = float(sized.step_seconds.sum()), float(sized.step_seconds.max())
             urgent = float(sized.urgent_seconds.sum()) / work if work else 1.0
             for stages in stage_counts:
-                share = -(-count // self.replicas(stages))
                 part = max(work / stages, greatest)
-                found.append((share * part + (work - part) * urgent, stages, count))
-        fastest = max(self.problem.cluster.speeds)
-        return sorted((even / fastest, stages, count) for even, stages, count in found)
+                replicas = self.problem.constraints.num_replicas or min(self.num_ranks // stages, count)
+                seconds = -(-count // replicas) * part + (work - part) * urgent
+                yield Even(seconds / fastest, stages, count, replicas), part / fastest
+
+    def _with_fewer(self, even: Even, part_seconds: float) -> tuple[float, Even] | None:
+        """Returns a split with the best fewer replicas, and before it its seconds with an all-reduce; None: no gain."""
+        _, num_stages, count, most = even
+        tables = self.planner.tables
+        tried, latency, seconds_per_byte = self._rings
+        trained = float(tables.trained_bytes[0, tables.num_segments]) / num_stages
+        seconds = -(-count // tried) * part_seconds + latency + seconds_per_byte * trained
+        best = int(np.where(tried <= most, seconds, math.inf).argmin())
+        last = int(np.searchsorted(tried, most, side="right")) - 1
+        if seconds[best] >= _WORTH_LEAVING_OUT * seconds[last]:
+            return None
+        replicas = int(tried[best])
+        more = (-(-count // replicas) + count // -most) * part_seconds
+        return float(seconds[best]), Even(even.seconds + more, num_stages, count, replicas)
+
+    @cached_property
+    def _rings(self) -> tuple[Array, Array, Array]:
+        """Numbers of replicas, and what an all-reduce takes on as many ranks: once, and for each byte."""
+        cluster, all_reduces = self.problem.cluster, self.planner.sized(1).all_reduces
+        largest = max(Counter(cluster.hosts).values())
+        on_a_host = [count for count in range(1, largest + 1) if largest % count == 0]
+        tried = sorted({*spread(1, self.num_ranks), *on_a_host})
+        costs = [all_reduces.cost(count, is_local=largest % count == 0) for count in tried]
+        latency, seconds_per_byte = zip(*costs, strict=True)
+        return np.array(tried), np.array(latency), np.array(seconds_per_byte)
 
     def _stage_counts(self) -> list[int]:
         """Returns few and many stages, and all that give each stage equally many replicas with few ranks left over."""
@@ -76,20 +131,17 @@ class Splitter:
         counts |= {count for count in range(1, self.num_ranks + 1) if self.num_ranks % count == 0}
         return sorted(count for count in counts if count <= self.max_stages)
 
-    def replicas(self, num_stages: int) -> int:
-        """Returns the replicas of each stage if all have equally many."""
-        return self.problem.constraints.num_replicas or self.num_ranks // num_stages
-
-    def equal_replicas(self, num_stages: int, count: int, below: float) -> Iterator[Split]:
+    def equal_replicas(self, even: Even, below: float) -> Iterator[Split]:
         """Yields the best split into so many stages with equally many replicas each, if it may take less."""
+        num_stages, count = even.num_stages, even.num_micro_batches
         sized, segments = self.planner.sized(count), self.planner.tables.num_segments
         state = sized.model.fixed(sized.held_by(0, segments))
         if state / num_stages > max(self.problem.cluster.memory_bytes):
             return
         width = 0 if num_stages <= _WIDEST else math.ceil(segments * _WIDEST / num_stages)
-        replicas = self.replicas(num_stages)
         for order in self.orders:
-            for chain in ReplicaSearch(sized, order, [replicas], num_stages, width, below).chains():
+            search = ReplicaSearch(sized, order, [even.num_replicas], num_stages, width, below)
+            for chain in search.chains():
                 if len(chain.starts) == num_stages:
                     for ranks in layouts(self.problem, order, chain.replicas):
                         yield chain.seconds, Candidate(chain.starts, ranks, count)
@@ -121,3 +173,14 @@ class Splitter:
         split = partition_chain(costs) or partition_chain([sized.work] * len(counts))
         if split:
             yield split.objective, Candidate(split.starts, stage_ranks, count)
+
+
+def varied(evens: Sequence[Even]) -> list[Even]:
+    """Returns the splits so that each number of stages and replicas comes once before any comes twice."""
+    turns = Counter[tuple[int, int]]()
+    keyed = []
+    for even in sorted(evens):
+        kind = even.num_stages, even.num_replicas
+        keyed.append((turns[kind], even))
+        turns[kind] += 1
+    return [even for _, even in sorted(keyed)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from autovaruna.planner.candidate import DEEPEST, Candidate, Planner
@@ -194,13 +194,3 @@ class Trials:
 def is_long(num_stages: int, num_micro_batches: int, num_replicas: int, limit: float = _LONG_SECONDS) -> bool:
     """Returns whether the simulation of one replica of each stage takes long."""
     return 2 * num_micro_batches / num_replicas * num_stages * SECONDS_OF_AN_ACT > limit
-
-
-def varied(pairs: Iterable[tuple[float, int, int]]) -> list[tuple[float, int, int]]:
-    """Returns (seconds, stages, M) so that each number of stages comes once before any comes twice."""
-    turns: dict[int, int] = {}
-    keyed = []
-    for pair in sorted(pairs):
-        turns[pair[1]] = turns.get(pair[1], -1) + 1
-        keyed.append((turns[pair[1]], pair))
-    return [pair for _, pair in sorted(keyed)]

@@ -15,6 +15,8 @@ has its forwards and backwards without weight gradients before its tail, and all
 
 from __future__ import annotations
 
+import math
+from itertools import cycle, islice
 from typing import NamedTuple
 
 from autovaruna.schedule.costs import distinct_replicas, work_seconds
@@ -131,14 +133,10 @@ def _message_seconds(pipeline: Pipeline) -> dict[tuple[int, int], tuple[float, f
     """Returns, for each edge, the least seconds of its message and of its gradient (None if there is none)."""
 
     def least(sender: int, receiver: int, num_bytes: float) -> float:
-        senders, receivers = pipeline.stages[sender].ranks, pipeline.stages[receiver].ranks
-        if len(senders) == len(receivers) == 1:
-            ends = senders[0], receivers[0]
-            return 0.0 if ends[0] == ends[1] else sum(seconds_of(pipeline.links(*ends), num_bytes))
-        if not set(senders).isdisjoint(receivers):
+        pairs = _pairs(pipeline, sender, receiver)
+        if any(a == b for a, b in pairs):
             return 0.0
-        links = {pipeline.links(a, b) for a in senders for b in receivers}
-        return min(sum(seconds_of(link, num_bytes)) for link in links)
+        return min(sum(seconds_of(link, num_bytes)) for link in {pipeline.links(a, b) for a, b in pairs})
 
     costs: dict[tuple[int, int], tuple[float, float | None]] = {}
     for edge in pipeline.edges:
@@ -146,6 +144,13 @@ def _message_seconds(pipeline: Pipeline) -> dict[tuple[int, int], tuple[float, f
         has_gradient = pipeline.needs_gradients and edge.needs_gradient
         costs[s, t] = least(s, t, edge.forward_bytes), least(t, s, edge.backward_bytes) if has_gradient else None
     return costs
+
+
+def _pairs(pipeline: Pipeline, sender: int, receiver: int) -> list[tuple[int, int]]:
+    """Returns the ranks between which the micro-batches of two stages go."""
+    senders, receivers = pipeline.stages[sender].ranks, pipeline.stages[receiver].ranks
+    count = min(math.lcm(len(senders), len(receivers)), pipeline.num_micro_batches)
+    return list(islice(zip(cycle(senders), cycle(receivers), strict=False), count))
 
 
 def _rank_bound(pipeline: Pipeline, paths: _Paths, mine: list[tuple[int, int]]) -> float:

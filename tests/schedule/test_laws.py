@@ -8,6 +8,7 @@ import math
 
 import pytest
 
+from autovaruna.profiler.records import LinkCost
 from autovaruna.schedule import POLICIES, Kind, Pipeline, Simulation, check, lower_bound, replay, simulate, step_seconds
 from tests.schedule.pipelines import chain, deepened, placed, random_pipeline
 
@@ -51,6 +52,17 @@ def test_a_step_that_takes_too_long_is_given_up(name: str) -> None:
 def test_random_pipelines(name: str) -> None:
     for seed in range(NUM_RANDOM):
         assert_laws(random_pipeline(seed), name)
+
+
+def test_a_bound_knows_which_ranks_talk_to_each_other() -> None:
+    """Micro-batches go from rank 0 to 2 and from 1 to 3; only from 0 to 3 would they be quick."""
+    pipeline = placed(chain(2, 2, 1.0, 2.0, 0.5), [(0, 1), (2, 3)], 4)
+
+    def links(source: int, destination: int) -> LinkCost:
+        return LinkCost(0.0 if {source, destination} == {0, 3} else 5.0, math.inf)
+
+    far = dataclasses.replace(pipeline, links=links)
+    assert lower_bound(far) == pytest.approx(16.0) == pytest.approx(simulate(far, POLICIES["1f1b"]).step_seconds)
 
 
 @pytest.mark.parametrize("name", POLICIES)
