@@ -85,7 +85,7 @@ def _moved_cuts(problem: Problem, num_segments: int, start: Candidate, step: int
     for s in range(1, len(starts)):
         for moved in (starts[s] - step, starts[s] + step):
             if bounds[s - 1] < moved < bounds[s + 1]:
-                yield replace(start, starts=(*starts[:s], moved, *starts[s + 1 :]))
+                yield _with_cut(start, s, moved)
     if step in (_STEPS[0], _STEPS[-1]):
         for count in nearby_counts(problem, start.num_micro_batches):
             yield replace(start, num_micro_batches=count)
@@ -99,4 +99,9 @@ def _cuts_anywhere(num_segments: int, start: Candidate) -> Iterator[Candidate]:
         return
     for s in range(1, len(starts)):
         for place in sorted(range(bounds[s - 1] + 1, bounds[s + 1]), key=lambda place: abs(place - starts[s])):
-            yield replace(start, starts=(*starts[:s], place, *starts[s + 1 :]))
+            yield _with_cut(start, s, place)
+
+
+def _with_cut(start: Candidate, stage: int, place: int) -> Candidate:
+    """Returns the candidate with a stage that starts elsewhere."""
+    return replace(start, starts=(*start.starts[:stage], place, *start.starts[stage + 1 :]))

@@ -88,10 +88,11 @@ class SingleSearch:
 
     def _try_fewer(self) -> None:
         """Tries fewer replicas than many ranks allow, and what is near them if that helps."""
+        if self.problem.cluster.num_ranks <= MAX_UNITS or self.problem.constraints.stage_ranks:
+            return
         splitter, before = self._splitter(self.planner), self.trials.least_seconds
-        if splitter.has_many_ranks and not self.problem.constraints.stage_ranks:
-            fewer = splitter.smaller_splits(self.counts)
-            self._try_evens(splitter, fewer, self.planner.spent_seconds + _FEWER_SECONDS)
+        fewer = splitter.smaller_splits(self.counts)
+        self._try_evens(splitter, fewer, self.planner.spent_seconds + _FEWER_SECONDS)
         if self.trials.least_seconds < before:
             climb_best(self.trials, _STARTS, _CLIMB_SECONDS, self.recut, self.progress)
 

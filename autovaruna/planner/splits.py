@@ -111,7 +111,7 @@ class Splitter:
         if seconds[best] >= _WORTH_LEAVING_OUT * seconds[last]:
             return None
         replicas = int(tried[best])
-        more = (-(-count // replicas) + count // -most) * part_seconds
+        more = (math.ceil(count / replicas) - math.ceil(count / most)) * part_seconds
         return float(seconds[best]), Even(even.seconds + more, num_stages, count, replicas)
 
     @cached_property

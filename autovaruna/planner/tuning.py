@@ -91,6 +91,8 @@ class Tuning:
         self.counts = [len(stage.ranks) for stage in plan.stages]
         self.shares = [-(-plan.num_micro_batches // count) for count in self.counts]
         self.options, self.schedule = _options_of(planner, candidate, plan), plan.schedule
+        pairs = variants(self.problem, len(self.counts), candidate.is_interleaved)
+        self.all_schedules = list(dict.fromkeys(schedule for _, schedule in pairs))
         self.tried = {(plan.schedule, _choices(self.options))}
 
     def run(self) -> Plan | None:
@@ -178,11 +180,9 @@ class Tuning:
 
     def _schedules(self, options: Options) -> list[str]:
         """Returns the schedules that options may run by."""
-        pairs = variants(self.problem, len(self.shares), self.candidate.is_interleaved)
-        schedules = dict.fromkeys(schedule for _, schedule in pairs)
         if all(option.in_flight >= share for option, share in zip(options, self.shares, strict=True)):
-            return [*schedules, *(["gpipe"] if self.problem.constraints.schedule == "auto" else [])]
-        return [each for each in schedules if each != "gpipe"]
+            return [*self.all_schedules, *(["gpipe"] if self.problem.constraints.schedule == "auto" else [])]
+        return [each for each in self.all_schedules if each != "gpipe"]
 
 
 def _options_of(planner: Planner, candidate: Candidate, plan: Plan) -> list[Option]:
