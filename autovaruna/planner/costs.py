@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import zip_longest
 
 import numpy as np
@@ -11,6 +12,8 @@ from numpy.typing import NDArray
 from autovaruna.profiler.records import NOT_RECORDED, Profile, Sequences
 
 Array = NDArray[np.float64]
+_MOST_KNOWN = 16
+"""Sizes whose costs are kept: a search asks for the same few again and again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +57,13 @@ class CostTable:
         self._sizes = sizes[order]
         self._sequences = [[cost.sequences for cost in profile.costs[row]] for row in order]
         self._fields = [np.maximum.accumulate(_field(profile, name)[order], axis=0) for name in _FIELDS]
+        self._last = lru_cache(maxsize=_MOST_KNOWN)(self._read)
 
     def at(self, micro_batch_size: float) -> Costs:
         """Interpolates linearly between the measured sizes, and extrapolates from the two nearest."""
+        return self._last(micro_batch_size)
+
+    def _read(self, micro_batch_size: float) -> Costs:
         arrays = (_interpolate(rows, self._sizes, micro_batch_size) for rows in self._fields)
         return Costs(micro_batch_size, self, *arrays)
 

@@ -16,7 +16,7 @@ from autovaruna.planner.memory.micro_batch_sizes import sizes_of_micro_batches
 from autovaruna.planner.memory.rank_heap import RankHeap
 from autovaruna.planner.memory.small_pieces import PATTERNS, Pieces
 from autovaruna.planner.memory.stage_memory import MemoryModel
-from autovaruna.planner.memory.stage_tensors import StageTensors, tensors_of_stage
+from autovaruna.planner.memory.stage_tensors import StageTensors
 from autovaruna.planner.records import Plan
 from autovaruna.schedule import Instruction, Kind
 
@@ -58,10 +58,10 @@ def finder_of_holes(
     num_blocks = 2 * plan.num_micro_batches * sum(len(stage.blocks) for stage in plan.stages)
     if not share or not plan.needs_gradient or num_blocks > _MOST_BLOCKS:
         return None
-    tensors = [tensors_of_stage(graph, costs, stage.blocks) for stage in plan.stages]
+    tensors = [known.tensors_of(graph, costs, stage.blocks) for stage in plan.stages]
     num_groups = plan.num_ranks if model.has_own_inputs else 1
     sizes = _uneven_sizes(plan, num_groups) if costs.table else []
-    of_sizes = cache(lambda: _tensors_by_size(graph, plan, costs, sizes))
+    of_sizes = cache(lambda: _tensors_by_size(graph, plan, costs, sizes, known))
     is_one_host = not plan.host_of
     shared = shared_bytes(graph, plan, tensors) if is_one_host else [SharedBytes()] * plan.num_stages
 
@@ -97,10 +97,12 @@ def _uneven_sizes(plan: Plan, num_groups: int) -> list[int]:
     return sizes_of_micro_batches(round(plan.micro_batch_size * num_micro_batches), num_micro_batches, num_groups)
 
 
-def _tensors_by_size(graph: Graph, plan: Plan, costs: Costs, sizes: Sequence[int]) -> dict[int, list[StageTensors]]:
+def _tensors_by_size(
+    graph: Graph, plan: Plan, costs: Costs, sizes: Sequence[int], known: KnownHeaps
+) -> dict[int, list[StageTensors]]:
     """Returns the tensors of the stages for each micro-batch."""
     at = {size: costs.table.at(size) for size in set(sizes)} if costs.table else {}
-    tensors = {size: [tensors_of_stage(graph, at[size], stage.blocks) for stage in plan.stages] for size in at}
+    tensors = {size: [known.tensors_of(graph, at[size], stage.blocks) for stage in plan.stages] for size in at}
     return {m: tensors[size] for m, size in enumerate(sizes)}
 
 

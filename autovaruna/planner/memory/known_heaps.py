@@ -1,12 +1,20 @@
-"""Defines `KnownHeaps`: a search asks for the heap of a rank again and again, in plans that differ elsewhere."""
+"""Defines `KnownHeaps`: a search asks for the heap of a rank again and again, in plans that differ elsewhere.
+
+Likewise for what is in a stage.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
+from autovaruna.graph.records import Graph
+from autovaruna.planner.costs import Costs
 from autovaruna.planner.memory.handed_out import HandedOut
 from autovaruna.planner.memory.heap import Heap
+from autovaruna.planner.memory.holdings import Holdings, holdings_of_stage
+from autovaruna.planner.memory.stage_tensors import StageTensors, tensors_of_stage
+from autovaruna.planner.ranges import gradient_bytes
 from autovaruna.planner.records import Plan
 from autovaruna.schedule import Instruction
 
@@ -19,7 +27,7 @@ class HeapBytes(NamedTuple):
 
 
 class KnownHeaps:
-    """The heaps of ranks of one problem, by all that they follow from.
+    """The heaps of ranks and the stages of one problem, by all that they follow from.
 
     Attributes:
         num_followed: the instructions that heaps were made of so far.
@@ -27,7 +35,23 @@ class KnownHeaps:
 
     def __init__(self) -> None:
         self._known: dict[object, HeapBytes] = {}
+        self._held: dict[tuple[float, tuple[int, ...]], Holdings[float]] = {}
+        self._tensors: dict[tuple[float, tuple[int, ...]], StageTensors] = {}
         self.num_followed = 0
+
+    def held_by(self, graph: Graph, costs: Costs, blocks: tuple[int, ...]) -> Holdings[float]:
+        """Returns what a stage holds at the micro-batch size of `costs`."""
+        key = costs.micro_batch_size, blocks
+        if key not in self._held:
+            self._held[key] = holdings_of_stage(graph, costs, blocks, gradient_bytes(graph))
+        return self._held[key]
+
+    def tensors_of(self, graph: Graph, costs: Costs, blocks: tuple[int, ...]) -> StageTensors:
+        """Returns the tensors of a stage at the micro-batch size of `costs`."""
+        key = costs.micro_batch_size, blocks
+        if key not in self._tensors:
+            self._tensors[key] = tensors_of_stage(graph, costs, blocks)
+        return self._tensors[key]
 
     def of(
         self,

@@ -10,12 +10,10 @@ from dataclasses import replace
 
 from autovaruna.graph.records import Graph
 from autovaruna.planner.costs import Costs
-from autovaruna.planner.memory.holdings import holdings_of_stage
 from autovaruna.planner.memory.holes import Holes, finder_of_holes
 from autovaruna.planner.memory.known_heaps import KnownHeaps
 from autovaruna.planner.memory.stage_bytes import StageBytes
 from autovaruna.planner.memory.stage_memory import MemoryModel
-from autovaruna.planner.ranges import gradient_bytes
 from autovaruna.planner.records import Plan
 from autovaruna.schedule import Instruction, Pipeline, Schedule
 from autovaruna.schedule.instruction import BACKWARD, FORWARD, WEIGHT
@@ -41,10 +39,10 @@ def bytes_of_ranks(
         pipeline: the plan as it was simulated: with all replicas, or with one for every so many.
         schedule: the instructions of the pipeline's ranks.
         own_process_bytes: of each rank's process, where that is known; `model` has one for all.
-        known: the heaps that other plans of the same problem have asked for.
+        known: the heaps and stages that other plans of the same problem have asked for.
     """
-    made = gradient_bytes(graph)
-    held = [holdings_of_stage(graph, costs, stage.blocks, made) for stage in plan.stages]
+    known = known or KnownHeaps()
+    held = [known.held_by(graph, costs, stage.blocks) for stage in plan.stages]
     holes_of = finder_of_holes(graph, plan, costs, model, held, known)
     if holes_of is not None:
         model = replace(model, heap_share=0.0)
