@@ -96,7 +96,7 @@ class Planner:
         sized = self.sized(candidate.num_micro_batches)
         if candidate.is_interleaved:
             self.predictor.num_acts += _ACTS_OF_A_FIT * len(candidate.starts)
-        options = fit(sized, self._options(sized, candidate), limits or self.problem.cluster.memory_bytes)
+        options = fit(sized, self.options(sized, candidate), limits or self.problem.cluster.memory_bytes)
         return None if options is None else self.put_together(candidate, options)
 
     def put_together(self, candidate: Candidate, options: Sequence[Option]) -> Plan:
@@ -168,7 +168,8 @@ class Planner:
         deferred = tuple(costs.deferred_bytes.tolist()) if plan.schedule == SPLIT_SCHEDULE else ()
         return replace(plan, block_bytes=BlockBytes(int(costs.micro_batch_size), saved, work, *rules, deferred))
 
-    def _options(self, sized: Sized, candidate: Candidate) -> list[Option]:
+    def options(self, sized: Sized, candidate: Candidate) -> list[Option]:
+        """Returns the stages of a candidate as they are before they are fitted into memory."""
         counts = [len(ranks) for ranks in candidate.ranks]
         first_choice = sized.recompute_choices[0]
         is_fixed = self.problem.constraints.in_flight or candidate.schedule == "gpipe"

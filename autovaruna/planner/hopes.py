@@ -11,6 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
+from autovaruna.planner.bounds.deepest import deepest
 from autovaruna.planner.bounds.proof import PROVEN
 from autovaruna.planner.records import Plan
 from autovaruna.planner.settling import Found, excess_bytes
@@ -32,19 +33,41 @@ def tuned_hopes(hopeful: Sequence[Hopeful], least_seconds: float) -> Plan | None
         hopeful: plans.
         least_seconds: of the best plan that is known; infinite if there is none.
     """
-    best, most_seconds, key = None, _MOST_SECONDS, _least_seconds
+    ends = {id(planner): planner.spent_seconds for _, (planner, _, _) in hopeful}
     if least_seconds == math.inf:
-        most_seconds, key = _MOST_SECONDS_FOR_ANY, _excess_bytes
-    ends = {id(planner): planner.spent_seconds + most_seconds for _, (planner, _, _) in hopeful}
-    for hope in sorted(hopeful, key=key):
+        most_seconds, ordered = _MOST_SECONDS_FOR_ANY, sorted(hopeful, key=_excess_bytes)
+    else:
+        most_seconds, ordered = _MOST_SECONDS, _within_memory(hopeful, least_seconds)
+    best: Plan | None = None
+    for hope in ordered:
         planner, candidate, plan = hope[1]
-        if _least_seconds(hope) >= least_seconds * PROVEN or planner.spent_seconds > ends[id(planner)]:
+        end = ends[id(planner)] + most_seconds
+        if _least_seconds(hope) >= least_seconds * PROVEN or planner.spent_seconds > end:
             continue
-        tuning = Tuning(planner, candidate, plan, ends[id(planner)], least_seconds)
+        tuning = Tuning(planner, candidate, plan, end, least_seconds)
         found = tuning.run() or tuning.settled
         if found is not None and seconds_of(found) < least_seconds * BETTER:
             best, least_seconds = planner.predict_whole(found), seconds_of(found)
     return best
+
+
+def _within_memory(hopeful: Sequence[Hopeful], least_seconds: float) -> list[Hopeful]:
+    """Returns those that may be faster within the memory that there is, what may be fastest first.
+
+    What ranks that hold several stages have room for depends on when they run: it is not asked.
+    """
+    found: list[Hopeful] = []
+    for hope in hopeful:
+        bound, (planner, candidate, _) = hope
+        if _least_seconds(hope) >= least_seconds * PROVEN:
+            continue
+        if candidate.is_interleaved:
+            found.append(hope)
+            continue
+        deep = deepest(planner, candidate, bound)
+        if deep is not None and deep[0] < least_seconds * PROVEN:
+            found.append((deep[0], (planner, *deep[1:])))
+    return sorted(found, key=_least_seconds)
 
 
 def _least_seconds(hope: Hopeful) -> float:

@@ -77,14 +77,19 @@ class Tuning:
         candidate: that it was built from.
         plan: the plan.
         end: when to stop, by the planner's count.
-        below: as long as nothing fits, plans that take as long or longer are of no use.
+        below: plans that take as long or longer are of no use; whether they fit by their instructions is not asked.
     """
 
     def __init__(self, planner: Planner, candidate: Candidate, plan: Plan, end: float, below: float = math.inf) -> None:
         self.planner, self.problem, self.candidate, self.end = planner, planner.problem, candidate, end
-        self.settled = that_fits(planner, candidate, plan)
-        self.least_seconds = self.settled.predicted_seconds if self.settled else below
-        self.excess = 0.0 if self.settled else excess_bytes(planner, planner.predict_whole(plan))
+        self.below, self.settled, self.excess = below, None, 0.0
+        predicted = planner.predict(plan)
+        assert predicted is not None, "nothing is asked of the plan"
+        self.least_seconds = predicted.predicted_seconds
+        if candidate.is_interleaved or self.least_seconds < below:
+            self.settled = that_fits(planner, candidate, plan)
+            self.least_seconds = self.settled.predicted_seconds if self.settled else below
+            self.excess = 0.0 if self.settled else excess_bytes(planner, planner.predict_whole(plan))
         self.best: Plan | None = None
         plan, self.sized = self.settled or plan, planner.sized(plan.num_micro_batches)
         self.cost, self.limits = planner.step_costs(candidate), self.problem.cluster.memory_bytes
@@ -121,6 +126,9 @@ class Tuning:
 
         By depths alone it may not fit: stages of one rank seldom reach their depths together.
         """
+        if plan.predicted_seconds >= self.below and not self.candidate.is_interleaved:
+            self.least_seconds = plan.predicted_seconds
+            return True
         excess = excess_bytes(self.planner, self.planner.predict_whole(plan))
         if not excess:
             self.best, self.least_seconds = plan, plan.predicted_seconds

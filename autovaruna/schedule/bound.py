@@ -36,6 +36,22 @@ def lower_bound(pipeline: Pipeline) -> float:
     return max(*ranks, *stages)
 
 
+def bound_at_depths(pipeline: Pipeline) -> float:
+    """Returns seconds that no schedule of this pipeline can beat with its in-flight depths.
+
+    With d in flight, the k-th forward of a replica starts a whole trip of a micro-batch, down and up, after the
+    (k - d)-th one did, whatever the order: so many backwards must have ended, and one of them began no sooner.
+    """
+    bound = lower_bound(pipeline)
+    if not pipeline.needs_gradients:
+        return bound
+    paths = _Paths(pipeline)
+    for stage, times in enumerate(pipeline.stages):
+        for replica in range(times.num_replicas):
+            bound = max(bound, _depth_bound(pipeline, paths, stage, replica))
+    return bound
+
+
 def least_tails(pipeline: Pipeline) -> list[float]:
     """Returns, for each rank, seconds that any schedule takes at least from its last instruction to the end."""
     paths, tails = _Paths(pipeline), [float("inf")] * pipeline.num_ranks
@@ -79,7 +95,11 @@ class _Paths:
         ]
         self.forward = [min(each.forward for each in some) for some in self.work]
         self.backward = [min(each.backward for each in some) for some in self.work]
-        self.heads, self.round_trips = [0.0] * num_stages, [0.0] * num_stages
+        self.heads = [0.0] * num_stages
+        self.round_trips = [
+            min(each.recompute for each in some) if _has_to_recompute(pipeline, s) else 0.0
+            for s, some in enumerate(self.work)
+        ]
         self.finishes = [0.0] * num_stages
         self.tails = [0.0] * num_stages
         if pipeline.needs_gradients:
@@ -109,6 +129,11 @@ class _Paths:
             up = costs[s, t][1]
             if up is not None:
                 self.tails[t] = max(self.tails[t], up + self.backward[s] + self.tails[s])
+
+
+def _has_to_recompute(pipeline: Pipeline, stage: int) -> bool:
+    """Returns whether a stage recomputes each micro-batch between its forward and its backward."""
+    return pipeline.recomputes(stage) and not pipeline.is_last(stage)
 
 
 def _work(pipeline: Pipeline, stage: int, replica: int) -> _Work:
@@ -177,7 +202,7 @@ def _replica_work(pipeline: Pipeline, paths: _Paths, stage: int, replica: int) -
     """Returns the least seconds of a micro-batch till its gradients leave, and in all; the last need not recompute."""
     work = paths.on(stage, replica)
     one = work.forward
-    if pipeline.recomputes(stage) and not pipeline.is_last(stage):
+    if _has_to_recompute(pipeline, stage):
         one += work.recompute
     return (one + work.backward, one + work.whole) if pipeline.needs_gradients else (one, one)
 
@@ -190,3 +215,14 @@ def _stage_bound(pipeline: Pipeline, paths: _Paths, stage: int) -> float:
     others = (pipeline.share(stage, 0) - 1) * max(first.forward, first.backward)
     trip = paths.heads[stage] + first.forward + paths.round_trips[stage] + first.backward
     return trip + others + paths.tails[stage]
+
+
+def _depth_bound(pipeline: Pipeline, paths: _Paths, stage: int, replica: int) -> float:
+    """Returns the bound of a replica that has but so many micro-batches in flight."""
+    share, work = pipeline.share(stage, replica), paths.on(stage, replica)
+    depth = min(pipeline.stages[stage].in_flight, share)
+    if not share:
+        return 0.0
+    trip = work.forward + paths.round_trips[stage] + work.backward
+    trips, before = divmod(share - 1, depth)
+    return paths.heads[stage] + before * work.forward + (trips + 1) * trip + paths.tails[stage]

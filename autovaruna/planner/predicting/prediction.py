@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from autovaruna.planner.predicting.cycles import cycle_seconds, is_plain
 from autovaruna.planner.predicting.folding import acts_of_an_act, unlike_parts
-from autovaruna.schedule import Pipeline, Policy, lower_bound, step_seconds
+from autovaruna.schedule import Pipeline, Policy, bound_at_depths, lower_bound, step_seconds
 
 _ACTS_OF_A_BOUND = 8
 """What a bound costs, for each stage, counted in acts of the simulator."""
@@ -33,6 +33,11 @@ class Predictor:
     def bound(self, pipeline: Pipeline) -> float:
         """Returns seconds that a pipeline cannot beat with any depths and any schedule."""
         return self._parts(pipeline)[0][0]
+
+    def bound_at_depths(self, pipeline: Pipeline) -> float:
+        """Returns seconds that a pipeline cannot beat with its depths and any schedule."""
+        self.num_acts += _ACTS_OF_A_BOUND * pipeline.num_stages
+        return bound_at_depths(pipeline)
 
     def step_seconds(self, pipeline: Pipeline, policy: Policy, below: float = math.inf) -> float:
         """Simulates a step; of a long one two shorter ones that end alike, since its middle repeats itself.
