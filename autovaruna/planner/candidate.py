@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
 
-from autovaruna.planner.costs import Array, Costs
+from autovaruna.planner.costs import Array
 from autovaruna.planner.memory.fitting import Option, fit, peak_of
 from autovaruna.planner.memory.known_heaps import KnownHeaps
 from autovaruna.planner.memory.rank_memory import bytes_of_ranks
@@ -137,33 +136,33 @@ class Planner:
         seconds = self.predictor.step_seconds(self.pipeline(plan), policy_of(plan.schedule), below)
         return replace(plan, predicted_seconds=seconds) if seconds < below else None
 
-    def predict_whole(self, plan: Plan) -> Plan:
-        """Returns the plan with its predicted seconds and memory, from all ranks if parts differ and are not many."""
-        return self._predict_bytes(plan, telling(self.pipeline(plan)))
+    def predict_whole(self, plan: Plan, limits: Sequence[float] = ()) -> Plan:
+        """Returns the plan with its predicted seconds and memory, from all ranks if parts differ and are not many.
+
+        Where a rank needs more than its limit, what others need may come out as too little.
+        """
+        return self._predict_bytes(plan, telling(self.pipeline(plan)), limits)
 
     def predict_part(self, plan: Plan) -> Plan:
         """Returns the same from the part of the ranks that takes longest, as `predict` does: quicker for many ranks."""
         return self._predict_bytes(plan, fold(self.pipeline(plan)))
 
-    def _predict_bytes(self, plan: Plan, pipeline: Pipeline) -> Plan:
+    def _predict_bytes(self, plan: Plan, pipeline: Pipeline, limits: Sequence[float] = ()) -> Plan:
         simulation = simulate(pipeline, policy_of(plan.schedule))
-        model, costs = self.sized(plan.num_micro_batches).model, self._greatest_costs(plan)
+        sized = self.sized(plan.num_micro_batches)
+        model, costs = sized.model, sized.greatest_costs
         own = self.problem.cluster.own_process_bytes
         graph, schedule, known = self.problem.graph, simulation.schedule, self.heaps.num_followed
-        needed = bytes_of_ranks(graph, plan, costs, model, pipeline, schedule, own, self.heaps)
+        needed = bytes_of_ranks(graph, plan, costs, model, pipeline, schedule, own, self.heaps, limits)
         self.predictor.num_acts += _ACTS_OF_A_PEAK + sum(map(len, schedule)) * _ACTS_OF_AN_INSTRUCTION
         self.predictor.num_acts += (self.heaps.num_followed - known) * _ACTS_IN_A_HEAP
         return replace(plan, predicted_seconds=simulation.step_seconds, rank_memory_bytes=needed)
 
-    def _greatest_costs(self, plan: Plan) -> Costs:
-        """Returns the cost of each block for the greatest micro-batch."""
-        return self.problem.cost_table.at(math.ceil(plan.micro_batch_size - 1e-9))
-
     def with_block_bytes(self, plan: Plan) -> Plan:
         """Returns the plan with the bytes of each block that its memory was predicted from."""
-        costs = self._greatest_costs(plan)
+        sized = self.sized(plan.num_micro_batches)
+        model, costs = sized.model, sized.greatest_costs
         saved, work = tuple(costs.saved_bytes.tolist()), tuple(costs.work_bytes.tolist())
-        model = self.sized(plan.num_micro_batches).model
         rules = (model.process_bytes, model.heap_share, model.work_of_all, model.work_of_largest)
         deferred = tuple(costs.deferred_bytes.tolist()) if plan.schedule == SPLIT_SCHEDULE else ()
         return replace(plan, block_bytes=BlockBytes(int(costs.micro_batch_size), saved, work, *rules, deferred))

@@ -8,7 +8,7 @@ are not among the best; or they do not fit. What their stages take alone says wh
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from autovaruna.planner.bounds.deepest import deepest
@@ -22,12 +22,15 @@ Hopeful = tuple[float, Found]
 
 _MOST_SECONDS, _MOST_SECONDS_FOR_ANY = 1.0, 2.5
 """What simulations may take, by the count of each planner: more where nothing else fits."""
+_SHARE_OF_A_LOOK = 0.4
+"""Of that, to see which plans are better as they are."""
 
 
 def tuned_hopes(hopeful: Sequence[Hopeful], least_seconds: float) -> Plan | None:
     """Returns the best plan that comes of some that may be better than what is known; None if none does.
 
-    Where nothing is known that fits, what lacks least memory comes first, else what may be fastest.
+    Where nothing is known that fits, what lacks least memory comes first, else what is better as it is, and then what
+    may be fastest.
 
     Args:
         hopeful: plans.
@@ -37,7 +40,9 @@ def tuned_hopes(hopeful: Sequence[Hopeful], least_seconds: float) -> Plan | None
     if least_seconds == math.inf:
         most_seconds, ordered = _MOST_SECONDS_FOR_ANY, sorted(hopeful, key=_excess_bytes)
     else:
-        most_seconds, ordered = _MOST_SECONDS, _within_memory(hopeful, least_seconds)
+        most_seconds, within = _MOST_SECONDS, _within_memory(hopeful, least_seconds)
+        looks = {key: end + _SHARE_OF_A_LOOK * most_seconds for key, end in ends.items()}
+        ordered = _better_first(within, least_seconds, looks)
     best: Plan | None = None
     for hope in ordered:
         planner, candidate, plan = hope[1]
@@ -68,6 +73,19 @@ def _within_memory(hopeful: Sequence[Hopeful], least_seconds: float) -> list[Hop
         if deep is not None and deep[0] < least_seconds * PROVEN:
             found.append((deep[0], (planner, *deep[1:])))
     return sorted(found, key=_least_seconds)
+
+
+def _better_first(hopes: Sequence[Hopeful], least_seconds: float, ends: Mapping[int, float]) -> list[Hopeful]:
+    """Returns the hopes in their order, but those first that are better than what is known before they are tuned."""
+
+    def is_better(hope: Hopeful) -> bool:
+        planner, candidate, plan = hope[1]
+        if candidate.is_interleaved or planner.spent_seconds > ends[id(planner)]:
+            return False
+        limits, predicted = planner.problem.cluster.memory_bytes, planner.predict(plan, least_seconds)
+        return predicted is not None and not excess_bytes(planner, planner.predict_whole(predicted, limits))
+
+    return sorted(hopes, key=lambda hope: not is_better(hope))
 
 
 def _least_seconds(hope: Hopeful) -> float:

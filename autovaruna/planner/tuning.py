@@ -129,7 +129,8 @@ class Tuning:
         if plan.predicted_seconds >= self.below and not self.candidate.is_interleaved:
             self.least_seconds = plan.predicted_seconds
             return True
-        excess = excess_bytes(self.planner, self.planner.predict_whole(plan))
+        enough = () if self.excess else self.limits  # Else how much is missing tells nothing.
+        excess = excess_bytes(self.planner, self.planner.predict_whole(plan, enough))
         if not excess:
             self.best, self.least_seconds = plan, plan.predicted_seconds
         is_less = not excess or excess < self.excess

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 
 from autovaruna.errors import PlanError
 from autovaruna.planner import search
+from autovaruna.planner.candidate import Candidate, Planner
 from autovaruna.planner.problem import Problem
+from autovaruna.planner.ranges import RangeTables
+from autovaruna.planner.records import Plan
 from autovaruna.planner.search import make_plan
 from tests.planner.cases import make_problem
 from tests.planner.draws import draw, with_memory
@@ -68,3 +72,27 @@ def test_what_is_faster_and_lacks_memory_at_first_is_made_to_fit(monkeypatch: py
 
 def test_other_depths_may_fit_in_another_order_alone() -> None:
     assert sum(math.isfinite(within_limits(tight(seed, 0.95))) for seed in (15, 25, 183, 217, 348, 449)) >= 3
+
+
+def test_that_a_plan_does_not_fit_is_known_from_the_first_rank_that_lacks_memory() -> None:
+    for seed in range(6):
+        problem = tight(seed, 0.95)
+        tables = RangeTables(problem.graph, range(len(problem.graph.blocks) + 1))
+        candidate = Candidate((0, 1), ((0,), (1,)), problem.constraints.num_micro_batches)
+        planners = [Planner(problem, tables) for _ in range(2)]
+        plan = planners[0].build(candidate, (math.inf, math.inf))
+        assert plan is not None
+        needed = planners[0].predict_whole(plan).rank_bytes()
+        assert planners[0].predict_whole(plan, needed).rank_bytes() == needed
+        for limits in ((needed[0] * 0.99, math.inf), (math.inf, needed[1] * 0.99), (0.0, 0.0)):
+            found = planners[1].predict_whole(plan, limits).rank_bytes()
+            assert any(used > limit for used, limit in zip(found, limits, strict=True))
+            assert all(used <= more * (1 + 1e-9) for used, more in zip(found, needed, strict=True))
+    assert _followed(problem, plan, (0.0, 0.0)) < _followed(problem, plan, ())
+
+
+def _followed(problem: Problem, plan: Plan, limits: Sequence[float]) -> int:
+    """How many instructions are followed to know the memory of a plan."""
+    planner = Planner(problem, RangeTables(problem.graph, range(len(problem.graph.blocks) + 1)))
+    planner.predict_whole(plan, limits)
+    return planner.heaps.num_followed

@@ -5,6 +5,7 @@ The in-flight depths of stages bound what each of them holds, but stages of one 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
@@ -28,6 +29,7 @@ def bytes_of_ranks(
     schedule: Schedule,
     own_process_bytes: Sequence[float] = (),
     known: KnownHeaps | None = None,
+    limits: Sequence[float] = (),
 ) -> tuple[float, ...]:
     """Returns the most that each rank of a plan holds in a step, in bytes: without a stage, its process and its inputs.
 
@@ -40,6 +42,7 @@ def bytes_of_ranks(
         schedule: the instructions of the pipeline's ranks.
         own_process_bytes: of each rank's process, where that is known; `model` has one for all.
         known: the heaps and stages that other plans of the same problem have asked for.
+        limits: of each rank: where one needs more, the holes of others need not be found.
     """
     known = known or KnownHeaps()
     held = [known.held_by(graph, costs, stage.blocks) for stage in plan.stages]
@@ -50,9 +53,11 @@ def bytes_of_ranks(
     stages = [model.of_stage(each, stage.needs_recompute) for each, stage in pairs]
     deferred = [each.deferred * (1.0 + model.heap_share) for each in held]
     own_inputs = model.has_own_inputs
-    peaks = peaks_of_ranks(plan, stages, model.process_bytes, pipeline, schedule, holes_of, own_inputs, deferred)
-    own = zip(peaks, own_process_bytes or [model.process_bytes] * plan.num_ranks, strict=True)
-    return tuple(peak + process_bytes - model.process_bytes for peak, process_bytes in own)
+    more = [own - model.process_bytes for own in own_process_bytes] or [0.0] * plan.num_ranks
+    limits = [limit - each for limit, each in zip(limits or [math.inf] * plan.num_ranks, more, strict=True)]
+    rest = own_inputs, deferred, limits
+    peaks = peaks_of_ranks(plan, stages, model.process_bytes, pipeline, schedule, holes_of, *rest)
+    return tuple(peak + each for peak, each in zip(peaks, more, strict=True))
 
 
 def peaks_of_ranks(
@@ -64,6 +69,7 @@ def peaks_of_ranks(
     holes_of: Holes | None = None,
     has_own_inputs: bool = True,
     deferred: Sequence[float] = (),
+    limits: Sequence[float] = (),
 ) -> tuple[float, ...]:
     """Returns the most that each rank holds in a step, in bytes: without a stage, its process and its inputs.
 
@@ -76,6 +82,7 @@ def peaks_of_ranks(
         holes_of: says what a rank holds with the holes of its heap.
         has_own_inputs: whether each rank passes samples of its own; else all pass the same ones.
         deferred: what each stage keeps of a micro-batch, if its backward is split, for its weight gradients.
+        limits: of each rank: where one needs more, the holes of others need not be found.
     """
     simulated: dict[int, int] = {}
     held: dict[int, dict[int, StageBytes[float]]] = {}
@@ -87,11 +94,14 @@ def peaks_of_ranks(
     peaks = {rank: peak_of_instructions(schedule[rank], own, process_bytes, deferred) for rank, own in held.items()}
     if holes_of is not None:
         alike = {frozenset(own): rank for rank, own in reversed(held.items())}
-        holes = {}
-        for own, rank in alike.items():
+        room = _room(peaks, held, simulated, limits)
+        holes = dict.fromkeys(alike, 0.0)
+        for own, rank in sorted(alike.items(), key=lambda each: room[each[0]]):
             first, step = (rank, pipeline.num_ranks) if has_own_inputs else (0, 1)
             inputs = range(first, pipeline.num_micro_batches, step)
             holes[own] = holes_of(schedule[rank], own, inputs, peaks[rank]) - peaks[rank]
+            if holes[own] > room[own]:
+                break
         peaks = {rank: peak + holes[frozenset(held[rank])] for rank, peak in peaks.items()}
 
     def idle(rank: int) -> float:
@@ -99,6 +109,21 @@ def peaks_of_ranks(
         return process_bytes if holes_of is None else holes_of((), (), inputs, process_bytes)
 
     return tuple(peaks[simulated[rank]] if rank in simulated else idle(rank) for rank in range(plan.num_ranks))
+
+
+def _room(
+    peaks: Mapping[int, float],
+    held: Mapping[int, Mapping[int, object]],
+    simulated: Mapping[int, int],
+    limits: Sequence[float],
+) -> dict[frozenset[int], float]:
+    """Returns the least bytes that ranks with the same stages have for holes."""
+    room = {frozenset(own): math.inf for own in held.values()}
+    for rank, limit in enumerate(limits):
+        if rank in simulated:
+            own = frozenset(held[simulated[rank]])
+            room[own] = min(room[own], limit - peaks[simulated[rank]])
+    return room
 
 
 def peak_of_instructions(
