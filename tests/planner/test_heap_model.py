@@ -11,11 +11,11 @@ import pytest
 
 from autovaruna.planner.memory import holes
 from autovaruna.planner.memory.block_steps import BlockSteps, steps_of_block
+from autovaruna.planner.memory.chances import CHANCES, Chance
 from autovaruna.planner.memory.heap import MAPPED_BYTES, Heap
 from autovaruna.planner.memory.holdings import holdings_of_stage
 from autovaruna.planner.memory.holes import heap_of_steps
 from autovaruna.planner.memory.micro_batch_sizes import sizes_of_micro_batches
-from autovaruna.planner.memory.small_pieces import PATTERNS, Pieces
 from autovaruna.planner.memory.stage_memory import MemoryModel
 from autovaruna.planner.memory.stage_tensors import BlockTensors, StageTensors, tensors_of_stage
 from autovaruna.planner.predicting.orders import Orders
@@ -95,6 +95,20 @@ def test_a_small_piece_is_cut_from_what_the_last_one_has_left() -> None:
     assert first < little and heap.take_small(500) == first + 912
 
 
+def test_what_is_free_at_first_is_used_before_the_heap_grows_and_counts_as_far_as_it_was_used() -> None:
+    heap = Heap([10_000, 100_000])
+    assert heap.num_bytes == 0
+    large, small = heap.take(50_000), heap.take(5_000)
+    assert 55_000 < heap.num_bytes < 56_000
+    end = heap.take(80_000)
+    assert end < min(large, small) and 135_000 < heap.num_bytes < 136_000
+    for each in (large, small, end):
+        heap.give(each)
+    before = heap.num_bytes
+    assert (heap.take(49_000), heap.take(4_000), heap.take(79_000)) == (large, small, end)
+    assert heap.num_bytes == before and heap.peak_bytes == 135_000
+
+
 def stage_of(num_blocks: int, num_bytes: float) -> StageTensors:
     """A stage each of whose blocks keeps what it makes, and makes a gradient for what it reads."""
     reads = [{k - 1: num_bytes} if k else {} for k in range(num_blocks)]
@@ -133,20 +147,21 @@ def test_tensors_that_are_mapped_leave_none() -> None:
 
 def test_small_pieces_of_blocks_that_wait_make_holes_greater() -> None:
     stage = {0: stage_of(6, 1.1e6)}
-    without = heap_of_steps(ALTERNATING, stage, 0.0, 0.0, pieces=((), ()))
-    for pieces in PATTERNS:
-        assert without.hole_bytes < heap_of_steps(ALTERNATING, stage, 0.0, 0.0, pieces=pieces).hole_bytes
+    without = heap_of_steps(ALTERNATING, stage, 0.0, 0.0, chance=Chance((), ()))
+    for each in CHANCES:
+        chance = replace(each, free_bytes=())
+        assert without.hole_bytes < heap_of_steps(ALTERNATING, stage, 0.0, 0.0, chance=chance).hole_bytes
 
 
-def test_holes_are_the_median_of_those_of_some_orders_of_small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_holes_are_the_median_of_those_of_some_chances(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = make_problem(6, 2, 8, num_stages=2, num_micro_batches=4)
     problem = replace(problem, cluster=replace(problem.cluster, heap_share=1 / 3))
 
-    def needed(patterns: Sequence[tuple[Pieces, Pieces]]) -> tuple[float, ...]:
-        monkeypatch.setattr(holes, "PATTERNS", patterns)
+    def needed(chances: Sequence[Chance]) -> tuple[float, ...]:
+        monkeypatch.setattr(holes, "CHANCES", chances)
         return make_plan(problem).rank_bytes()
 
-    few, many = ((), ()), (((4096, True),) * 100, ())
+    few, many = Chance((), ()), Chance(((4096, True),) * 100, ())
     usual, most = needed([few]), needed([many])
     assert usual < most
     assert needed([many, few, few]) == needed([few, few, many]) == usual

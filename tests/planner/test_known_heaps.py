@@ -10,8 +10,8 @@ import pytest
 
 from autovaruna.planner.candidate import Candidate, Planner
 from autovaruna.planner.memory import holes
+from autovaruna.planner.memory.chances import CHANCES
 from autovaruna.planner.memory.heap import Heap
-from autovaruna.planner.memory.small_pieces import PATTERNS
 from autovaruna.planner.problem import Problem
 from autovaruna.planner.ranges import RangeTables
 from autovaruna.planner.records import Plan
@@ -56,7 +56,7 @@ def test_no_heap_is_followed_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     for plan in plans:
         planner.predict_whole(plan)
     assert max(followed.values()) == 1
-    assert len(followed) < 0.8 * len(PATTERNS) * sum(len(stage.ranks) for plan in plans for stage in plan.stages)
+    assert len(followed) < 0.8 * len(CHANCES) * sum(len(stage.ranks) for plan in plans for stage in plan.stages)
 
 
 def test_a_heap_that_is_known_hardly_counts() -> None:

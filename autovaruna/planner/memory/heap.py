@@ -15,11 +15,14 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, insort
+from collections.abc import Iterable
 
 MAPPED_BYTES = 32 << 20
 """Tensors of this and more lie outside the heap, and go back to the system at once; the most that glibc allows."""
 _ALIGNMENT, _HEADER, _LEAST = 64, 16, 32
 _TO_ALIGN = _ALIGNMENT + _LEAST + 16
+_AREA_BITS = 60
+"""What was free at the beginning lies so far from what is taken later, and from one another, that they never meet."""
 _SMALL = 1024
 """Pieces of less are used again in just their size, oldest first."""
 
@@ -27,13 +30,16 @@ _SMALL = 1024
 class Heap:
     """Puts a tensor or a small piece into the smallest free piece that it fits into, else grows.
 
+    Args:
+        free_bytes: of areas that are free from the beginning, each between what stays.
+
     Attributes:
-        num_bytes: what it has taken from the system, and never gives back.
+        num_bytes: what has been used, which the system never gets back; of areas, up to the last byte that was used.
         live_bytes: tensors in use, mapped ones too; `peak_bytes` at most.
         mapped_bytes: the most of mapped ones.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, free_bytes: Iterable[int] = ()) -> None:
         self.num_bytes = self.live_bytes = self.peak_bytes = self.mapped_bytes = 0
         self._end = self._live_mapped = self._num_mapped = 0
         self._used: dict[int, tuple[int, int, int]] = {}
@@ -42,6 +48,10 @@ class Heap:
         self._waiting: dict[int, int] = {}
         self._sorted = Sorted()
         self._left_over = -1
+        self._tops = {0: 0}
+        for area, num_bytes in enumerate(free_bytes, 1):
+            self._tops[area] = area << _AREA_BITS
+            self._add(area << _AREA_BITS, num_bytes & -16)
 
     @property
     def hole_bytes(self) -> int:
@@ -127,12 +137,15 @@ class Heap:
         """Uses the beginning of what ends there; gives back the rest, unless it is too small for a piece."""
         if end == math.inf:
             self._end = begin + size
-            self.num_bytes = max(self.num_bytes, self._end)
         elif end - begin - size < _LEAST:
             size = int(end) - begin
         else:
             self._add(begin + size, int(end) - begin - size)
         self._used[begin + _HEADER] = begin, size, num_bytes
+        area = begin >> _AREA_BITS
+        if begin + size > self._tops[area]:
+            self.num_bytes += begin + size - self._tops[area]
+            self._tops[area] = begin + size
         return begin + _HEADER
 
     def _add(self, begin: int, size: int) -> None:
@@ -148,7 +161,7 @@ class Heap:
 class Sorted:
     """Free pieces by their size: of small ones of a size the oldest is used first, of others the newest."""
 
-    def __init__(self) -> None:
+    def __init__(self, free_bytes: Iterable[int] = ()) -> None:
         self._sizes: list[int] = []
         self._begins: dict[int, list[int]] = {}
 

@@ -7,6 +7,7 @@ from functools import cache
 
 from autovaruna.graph.records import Graph
 from autovaruna.planner.costs import Costs
+from autovaruna.planner.memory.chances import CHANCES, Chance
 from autovaruna.planner.memory.handed_out import HandedOut, handed_out
 from autovaruna.planner.memory.heap import Heap
 from autovaruna.planner.memory.holdings import Holdings
@@ -14,7 +15,6 @@ from autovaruna.planner.memory.known_heaps import KnownHeaps
 from autovaruna.planner.memory.lent import SharedBytes, lent_of_stages, shared_bytes
 from autovaruna.planner.memory.micro_batch_sizes import sizes_of_micro_batches
 from autovaruna.planner.memory.rank_heap import RankHeap
-from autovaruna.planner.memory.small_pieces import PATTERNS, Pieces
 from autovaruna.planner.memory.stage_memory import MemoryModel
 from autovaruna.planner.memory.stage_tensors import StageTensors
 from autovaruna.planner.records import Plan
@@ -26,7 +26,7 @@ _MODEL_SHARE = 1 / 3
 """The ``heap_share`` of heaps that are as the model says; the holes of others are greater as that is."""
 _MOST_BLOCKS = 20_000
 """Blocks that run forward or backward in a step; with more, to find the holes would take longer than to plan."""
-_CHANCE = 0.04
+_CHANCE = 0.03
 """What nothing knows, over what tensors hold at most: messages come when they come, and small pieces lie where they
 lie. Less would be as often too little as too much."""
 
@@ -72,7 +72,7 @@ def finder_of_holes(
 
         def make() -> Heap:
             rest = program, own, factor, model.work_of_largest, own_micro_batches, is_one_host, inputs
-            heaps = [heap_of_steps(*rest, pieces, of_sizes()) for pieces in PATTERNS]
+            heaps = [heap_of_steps(*rest, chance, of_sizes()) for chance in CHANCES]
             return sorted(heaps, key=lambda heap: heap.hole_bytes)[len(heaps) // 2]
 
         heap = known.of(plan, program, stages, own_micro_batches, inputs, make)
@@ -114,7 +114,7 @@ def heap_of_steps(
     own_micro_batches: Collection[int] = (),
     shares: bool = False,
     inputs: HandedOut | None = None,
-    pieces: tuple[Pieces, Pieces] = PATTERNS[0],
+    chance: Chance | None = None,
     sized: Mapping[int, Sequence[StageTensors]] | None = None,
 ) -> Heap:
     """Returns the heap of a rank after some steps.
@@ -127,11 +127,11 @@ def heap_of_steps(
         own_micro_batches: those whose inputs are slices of the rank's own mini-batch.
         shares: whether messages come in memory that ranks share.
         inputs: where those of other micro-batches lie.
-        pieces: the small ones that each block makes before and after its tensors.
+        chance: what small pieces each block makes, and what is free at the beginning.
         sized: the same as `stages` for micro-batches of other sizes.
     """
     recomputing = {each.stage for each in program if each.kind is Kind.RECOMPUTE}
-    rank = RankHeap(stages, recomputing, own_micro_batches, shares, inputs, pieces, sized)
+    rank = RankHeap(stages, recomputing, own_micro_batches, shares, inputs, chance, sized)
     for step in range(_NUM_STEPS):
         rank.run(program)
         rank.update(state_factor if step == 0 else 0.0, work_of_largest)

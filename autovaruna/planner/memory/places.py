@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from autovaruna.planner.memory.chances import Pieces
 from autovaruna.planner.memory.heap import Heap
-from autovaruna.planner.memory.small_pieces import Pieces
 
 _LEAST_BYTES = 1 << 6
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
+from autovaruna.planner.memory.chances import Chance
 from autovaruna.planner.memory.handed_out import HandedOut, InputKey
 from autovaruna.planner.memory.heap import Heap
 from autovaruna.planner.memory.kept import Kept
 from autovaruna.planner.memory.lent import LENT_BYTES, MAX_BYTES, is_lent
 from autovaruna.planner.memory.places import Places
-from autovaruna.planner.memory.small_pieces import PATTERNS, Pieces
 from autovaruna.planner.memory.stage_tensors import BlockTensors, StageTensors
 from autovaruna.schedule import Instruction, Kind
 
@@ -28,7 +28,7 @@ class RankHeap:
         own_micro_batches: Those whose inputs are slices of the rank's own mini-batch.
         shares: Whether messages come in memory that ranks share (see `lent`).
         inputs: Where the inputs of other micro-batches lie, if they come like that, too.
-        pieces: The small ones that each block makes.
+        chance: What small pieces each block makes, and what is free at the beginning.
         sized: The same as `stages` for micro-batches of other sizes.
     """
 
@@ -39,11 +39,11 @@ class RankHeap:
         own_micro_batches: Collection[int],
         shares: bool = False,
         inputs: HandedOut | None = None,
-        pieces: tuple[Pieces, Pieces] = PATTERNS[0],
+        chance: Chance | None = None,
         sized: Mapping[int, Sequence[StageTensors]] | None = None,
     ) -> None:
-        self.heap = Heap()
-        self._before, self._after = pieces
+        self._chance = chance or Chance()
+        self.heap = Heap(self._chance.free_bytes)
         self._places = Places(self.heap)
         self._stages, self._sized, self._recomputing = stages, sized or {}, recomputing
         self._own_micro_batches, self._shares = own_micro_batches, shares
@@ -138,9 +138,9 @@ class RankHeap:
         passing: dict[int, list[int]] = {}
         kept, sent, sends = [], list[int](), stage.gradients_received.keys()
         for block in stage.blocks:
-            small = self._places.take_small(self._before)
+            small = self._places.take_small(self._chance.before)
             places, rest = self._make(block)
-            small += self._places.take_small(self._after)
+            small += self._places.take_small(self._chance.after)
             kept.append(Kept([place for v in block.kept for place in places[v]] + small, rest))
             sent += self._places.share([place for v in places.keys() & sends for place in places[v]])
             passing |= {v: places[v] for v in places.keys() - block.kept}
