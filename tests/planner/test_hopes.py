@@ -10,12 +10,15 @@ from dataclasses import replace
 import pytest
 
 from autovaruna.errors import PlanError
-from autovaruna.planner import search
+from autovaruna.planner import hopes, search
+from autovaruna.planner.bounds.proof import PROVEN
 from autovaruna.planner.candidate import Candidate, Planner
 from autovaruna.planner.problem import Problem
 from autovaruna.planner.ranges import RangeTables
 from autovaruna.planner.records import Plan
 from autovaruna.planner.search import make_plan
+from autovaruna.planner.settling import excess_bytes
+from autovaruna.planner.tuning import Tuning
 from tests.planner.cases import make_problem
 from tests.planner.draws import draw, with_memory
 
@@ -96,3 +99,53 @@ def _followed(problem: Problem, plan: Plan, limits: Sequence[float]) -> int:
     planner = Planner(problem, RangeTables(problem.graph, range(len(problem.graph.blocks) + 1)))
     planner.predict_whole(plan, limits)
     return planner.heaps.num_followed
+
+
+Heard = list[tuple[list[hopes.Hopeful], float]]
+
+
+@pytest.fixture
+def heard(monkeypatch: pytest.MonkeyPatch) -> Heard:
+    """All hopes that there were, and the seconds that they had to beat."""
+    calls: Heard = []
+
+    def hear(hopeful: Sequence[hopes.Hopeful], least_seconds: float) -> None:
+        calls.append((list(hopeful), least_seconds))
+
+    monkeypatch.setattr(search, "tuned_hopes", hear)
+    return calls
+
+
+def test_hopes_that_memory_keeps_from_being_better_never_become_better(heard: Heard) -> None:
+    make_plan(draw(68, "1f1b"))
+    hopeful, least = heard[-1]
+    least *= 1.2
+    left = [_place(hope) for hope in hopes._within_memory(hopeful, least)]
+    loose = [hope for hope in hopeful if hopes._least_seconds(hope) < least * PROVEN]
+    out = [hope[1] for hope in loose if _place(hope) not in left]
+    assert out
+    for planner, candidate, plan in out:
+        tuning = Tuning(planner, candidate, plan, planner.spent_seconds + 10.0, least)
+        found = tuning.run() or tuning.settled
+        assert found is None or found.predicted_seconds >= least * PROVEN
+
+
+def _place(hope: hopes.Hopeful) -> object:
+    candidate = hope[1][1]
+    return candidate.starts, candidate.ranks, candidate.num_micro_batches
+
+
+def test_what_is_better_as_it_is_comes_first(heard: Heard) -> None:
+    make_plan(draw(9, "1f1b"))
+    hopeful, least = heard[-1]
+    least *= 1.2
+    some = hopes._within_memory(hopeful, least)
+    ordered = hopes._better_first(some, least, {id(found[0]): math.inf for _, found in some})
+    is_better = []
+    for _, (planner, _, plan) in ordered:
+        whole = planner.predict_whole(plan)
+        is_better.append(whole.predicted_seconds < least and not excess_bytes(planner, whole))
+    assert any(is_better)
+    assert not all(is_better)
+    assert is_better == sorted(is_better, reverse=True)
+    assert [hopes._least_seconds(hope) for hope in some] == sorted(map(hopes._least_seconds, ordered))
