@@ -38,7 +38,7 @@ def test_what_is_shown_of_a_rank_is_within_its_limit(seed: int, share: float) ->
 
 
 def test_a_plan_that_needs_more_than_it_seemed_gives_way_to_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    problem = make_uneven(small_problem(101), random.Random(101))
+    problem = make_uneven(small_problem(16), random.Random(16))
     problem = replace(problem, cluster=replace(problem.cluster, heap_share=0.2))
     plan, limits = make_plan(problem), problem.cluster.memory_bytes
 
