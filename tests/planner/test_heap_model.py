@@ -343,9 +343,9 @@ def test_stages_of_one_rank_do_not_hold_their_messages_together() -> None:
 
 def finder(plan: Plan, problem: Problem) -> holes.Holes:
     """Returns what finds the holes of a plan's ranks."""
-    costs = problem.cost_table.at(plan.micro_batch_size)
+    costs, schedule = problem.cost_table.at(plan.micro_batch_size), Orders(plan, problem.graph).planned
     held = [holdings_of_stage(problem.graph, costs, stage.blocks) for stage in plan.stages]
-    found = holes.finder_of_holes(problem.graph, plan, costs, MemoryModel(2.0, heap_share=1 / 3), held)
+    found = holes.finder_of_holes(problem.graph, plan, costs, MemoryModel(2.0, heap_share=1 / 3), held, schedule)
     assert found is not None
     return found
 

@@ -75,12 +75,23 @@ def test_both_ranks_share_what_is_in_flight() -> None:
         deep = replace(plan, stages=(plan.stages[0], replace(plan.stages[1], in_flight=in_flight)))
         return shared_bytes(problem.graph, replace(deep, num_micro_batches=8), [tensors[0], last])
 
-    forward, back = Lent(2 * MIB, MIB, 0), Lent(0, 0, 2 * MIB)
+    forward, back = Lent(2 * MIB, MIB, 0, {0: MIB}), Lent(0, 0, 2 * MIB)
     assert shared(MIB, 2) == [SharedBytes(forward, back), SharedBytes(back, forward)]
-    forward, back = Lent(LENT_BYTES, 0, 0), Lent(0, 0, 8 * MIB)
+    forward, back = Lent(LENT_BYTES, 0, 0, {0: 4 * MIB}), Lent(0, 0, 8 * MIB)
     assert shared(4 * MIB, 8) == [SharedBytes(forward, back), SharedBytes(back, forward)]
     assert shared(100.0, 2) == [SharedBytes(), SharedBytes()]
-    assert lent_of_stages([Lent(2, 1, 2)]) == 5 and lent_of_stages([Lent(2, 1, 2), Lent(3, 2, 1)]) == 9
+
+
+def test_a_rank_shares_no_more_than_lies_there_at_once() -> None:
+    """What the senders of both have in flight together, which the first two have not both at their most."""
+    one, two = Lent(2, 1, 2, {0: 1}), Lent(3, 2, 1, {2: 1})
+    both = program_of("F0 F1 F2"), [replace(each, stage=2) for each in program_of("F0 F1 F2 B0 B1 B2")]
+    deep = {0: program_of("F0 F1 F2 F3"), 2: program_of("F0") + both[1][:3] * 2}
+    assert lent_of_stages([one], deep) == 2 + 1 + 2
+    assert lent_of_stages([one, two], deep) == 4 + 3 + 2
+    assert lent_of_stages([one, two], dict.fromkeys((0, 2), both[0] + both[1])) == 6 + 2
+    alternating = [each for pair in zip(program_of("F0 B0 F1"), both[1][:3], strict=True) for each in pair]
+    assert lent_of_stages([one, two], dict.fromkeys((0, 2), alternating)) == 4 + 2
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from autovaruna.planner.memory.rank_heap import RankHeap
 from autovaruna.planner.memory.stage_memory import MemoryModel
 from autovaruna.planner.memory.stage_tensors import StageTensors
 from autovaruna.planner.records import Plan
-from autovaruna.schedule import Instruction, Kind
+from autovaruna.schedule import Instruction, Kind, Schedule
 
 _NUM_STEPS = 3
 """The first step leaves the optimizer's state in the heap, between holes; then a step is like the one before it."""
@@ -41,6 +41,7 @@ def finder_of_holes(
     costs: Costs,
     model: MemoryModel,
     held: Sequence[Holdings[float]],
+    schedule: Schedule,
     known: KnownHeaps | None = None,
 ) -> Holes | None:
     """Returns what finds the holes in the heap of a rank of a plan; None where there is no heap, or a step is long.
@@ -51,6 +52,7 @@ def finder_of_holes(
         costs: of the blocks, at the size of the greatest micro-batch.
         model: the rules of memory.
         held: what its stages hold.
+        schedule: the instructions of all ranks.
         known: the heaps that other plans of the same problem have asked for.
     """
     known = known or KnownHeaps()
@@ -65,6 +67,8 @@ def finder_of_holes(
     is_one_host = not plan.host_of
     shared = shared_bytes(graph, plan, tensors) if is_one_host else [SharedBytes()] * plan.num_stages
 
+    program_of = {instruction.stage: program for program in schedule for instruction in program}
+
     def find(program: Sequence[Instruction], stages: Collection[int], own_micro_batches: range, peak: float) -> float:
         own = {stage: tensors[stage] for stage in stages}
         is_rank = is_one_host and own_micro_batches.step == plan.num_ranks  # else it stands for several, or has all
@@ -77,8 +81,11 @@ def finder_of_holes(
 
         heap = known.of(plan, program, stages, own_micro_batches, inputs, make)
         lasting = model.process_bytes + sum(held[stage].parameters + held[stage].buffers for stage in stages)
-        sent = lent_of_stages([shared[stage].sent for stage in stages]) + inputs.shared_bytes
-        received = lent_of_stages([shared[stage].received for stage in stages])
+        sent = (
+            lent_of_stages([shared[stage].sent for stage in stages], dict.fromkeys(stages, program))
+            + inputs.shared_bytes
+        )
+        received = lent_of_stages([shared[stage].received for stage in stages], program_of)
         whole = lasting + heap.peak_bytes + sent + received
         # Of several stages, the messages of each are in `peak`, but are not there together; it knows of none twice.
         # Where micro-batches differ in size, it takes all for the mean.

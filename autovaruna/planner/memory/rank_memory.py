@@ -46,7 +46,7 @@ def bytes_of_ranks(
     """
     known = known or KnownHeaps()
     held = [known.held_by(graph, costs, stage.blocks) for stage in plan.stages]
-    holes_of = finder_of_holes(graph, plan, costs, model, held, known)
+    holes_of = finder_of_holes(graph, plan, costs, model, held, schedule, known)
     if holes_of is not None:
         model = replace(model, heap_share=0.0)
     pairs = zip(held, plan.stages, strict=True)
