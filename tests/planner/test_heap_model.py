@@ -9,7 +9,7 @@ from itertools import pairwise, product
 
 import pytest
 
-from autovaruna.planner.memory import holes
+from autovaruna.planner.memory import holes, rank_heap
 from autovaruna.planner.memory.block_steps import BlockSteps, steps_of_block
 from autovaruna.planner.memory.chances import CHANCES, Chance
 from autovaruna.planner.memory.heap import MAPPED_BYTES, Heap
@@ -151,6 +151,29 @@ def test_small_pieces_of_blocks_that_wait_make_holes_greater() -> None:
     for each in CHANCES:
         chance = replace(each, free_bytes=())
         assert without.hole_bytes < heap_of_steps(ALTERNATING, stage, 0.0, 0.0, chance=chance).hole_bytes
+
+
+def test_what_a_backward_lists_keeps_large_tensors_out_of_what_the_last_one_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The first blocks make the largest tensors: their backward, the last, needs room where small ones have been."""
+    sizes = [6e6, 6e6, 3e6, 3e6, 1.5e6, 1.5e6, 0.7e6, 0.7e6]
+    reads = [{}, *({k: size} for k, size in enumerate(sizes[:-1]))]
+    blocks = [
+        BlockTensors({k: size}, frozenset({k}), (), 0.0, reads[k], (), 2 * size, ()) for k, size in enumerate(sizes)
+    ]
+    stage = {0: StageTensors(tuple(blocks), {}, {7: sizes[-1]})}
+
+    chances = [replace(each, free_bytes=()) for each in CHANCES]
+
+    def hole_bytes() -> list[int]:
+        heaps = [heap_of_steps(program_of("F0 B0 F1 B1"), stage, 0.0, 0.0, chance=chance) for chance in chances]
+        assert all(not heap.live_bytes for heap in heaps)
+        return sorted(heap.hole_bytes for heap in heaps)
+
+    listed = hole_bytes()
+    monkeypatch.setattr(rank_heap, "LISTED", ())
+    assert hole_bytes()[1] < listed[1]
 
 
 def test_holes_are_the_median_of_those_of_some_chances(monkeypatch: pytest.MonkeyPatch) -> None:

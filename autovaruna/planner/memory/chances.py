@@ -4,6 +4,10 @@ A node of autograd, with what describes its tensors, is some 15 pieces of 16 to 
 16 to 24. Those that stay keep tensors out of the holes that they lie in; those that go leave room for the next ones.
 Their order decides by chance which holes that are, and with that up to a tenth of the heap.
 
+Before a backward starts, autograd's engine lists all the nodes that it will go through, a piece of 16 bytes each, which
+stays until the last of them has run. They are taken where the heap is fullest, and part what then becomes free. Whether
+there are two for a block or eight is the same.
+
 When steps begin, the heap is not empty, either. What tracing and measuring have freed lies in three to eight areas of
 half a MiB to some 50, whose pages the system has taken back; between them is what stays. Tensors go there first.
 
@@ -19,6 +23,8 @@ Pieces = tuple[tuple[int, bool], ...]
 
 _BEFORE: Pieces = ((16, False), (16, True), (16, False), (176, True), (96, False))
 _AFTER: Pieces = ((16, False), (16, True), (480, False), (96, True), (16, False))
+LISTED: Pieces = ((16, True),) * 4
+"""Pieces that a backward takes for each block before it starts."""
 
 
 @dataclass(frozen=True)

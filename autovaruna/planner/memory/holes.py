@@ -66,7 +66,6 @@ def finder_of_holes(
     of_sizes = cache(lambda: _tensors_by_size(graph, plan, costs, sizes, known))
     is_one_host = not plan.host_of
     shared = shared_bytes(graph, plan, tensors) if is_one_host else [SharedBytes()] * plan.num_stages
-
     program_of = {instruction.stage: program for program in schedule for instruction in program}
 
     def find(program: Sequence[Instruction], stages: Collection[int], own_micro_batches: range, peak: float) -> float:
@@ -81,10 +80,8 @@ def finder_of_holes(
 
         heap = known.of(plan, program, stages, own_micro_batches, inputs, make)
         lasting = model.process_bytes + sum(held[stage].parameters + held[stage].buffers for stage in stages)
-        sent = (
-            lent_of_stages([shared[stage].sent for stage in stages], dict.fromkeys(stages, program))
-            + inputs.shared_bytes
-        )
+        own_program = dict.fromkeys(stages, program)
+        sent = lent_of_stages([shared[stage].sent for stage in stages], own_program) + inputs.shared_bytes
         received = lent_of_stages([shared[stage].received for stage in stages], program_of)
         whole = lasting + heap.peak_bytes + sent + received
         # Of several stages, the messages of each are in `peak`, but are not there together; it knows of none twice.

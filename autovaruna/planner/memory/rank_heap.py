@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
-from autovaruna.planner.memory.chances import Chance
+from autovaruna.planner.memory.chances import LISTED, Chance
 from autovaruna.planner.memory.handed_out import HandedOut, InputKey
 from autovaruna.planner.memory.heap import Heap
 from autovaruna.planner.memory.kept import Kept
@@ -177,6 +177,7 @@ class RankHeap:
         one, `deferred` has that, too.
         """
         gradients, blocks = dict(arrived), tensors.blocks
+        listed = self._places.take_small(LISTED * len(blocks))
         held = kept.pop().places + self._places.share([place for places in arrived.values() for place in places])
         self._apart = set(arrived)
         if deferred is not None:
@@ -188,7 +189,7 @@ class RankHeap:
             if deferred is not None:
                 half = blocks[k].deferred / 2  # what went in, and the gradient that came back
                 deferred += self._places.take_alike(half, 2)
-        self._places.give(held)
+        self._places.give(held + listed)
         self._leaving += [place for places in gradients.values() for place in places]
 
     def _backward_of_block(
