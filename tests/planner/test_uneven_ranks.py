@@ -45,7 +45,7 @@ def test_near_the_best_of_all_assignments_on_uneven_ranks(start: int) -> None:
         assert_near_the_best(make_uneven(small_problem(seed), dice, dice.randint(1, 3)))
 
 
-@pytest.mark.parametrize("seed", [16, 18, 41, 101])
+@pytest.mark.parametrize("seed", [16, 41, 103, 151])
 def test_where_the_fastest_plans_need_more_memory_than_they_seem_to_others_are_tried(seed: int) -> None:
     """A heap with holes takes more than the share that the search reckons with."""
     problem = make_uneven(small_problem(seed), random.Random(seed))
@@ -53,6 +53,7 @@ def test_where_the_fastest_plans_need_more_memory_than_they_seem_to_others_are_t
     planner = Planner(problem, RangeTables(problem.graph, range(len(problem.graph.blocks) + 1)))
     every = sorted(every_plan(problem, is_ordered=False), key=lambda plan: plan.predicted_seconds)
     best = next(plan for plan in every if _fits(problem, planner.predict_whole(plan)))
+    assert best.predicted_seconds > 1.1 * every[0].predicted_seconds
     plan = make_plan(problem)
     assert plan.predicted_seconds <= best.predicted_seconds * 1.01 and _fits(problem, plan)
     assert plan.bound_seconds <= best.predicted_seconds
