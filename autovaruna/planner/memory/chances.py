@@ -46,8 +46,8 @@ def _areas(*mib: float) -> tuple[int, ...]:
 
 
 CHANCES = (
-    Chance(_BEFORE, _AFTER, _areas(1, 4, 8)),
-    Chance(_BEFORE[::-1], _AFTER[::-1], _areas(0.5, 3, 20)),
-    Chance(_AFTER, _BEFORE, _areas(0.7, 2, 6, 14)),
+    Chance(_BEFORE, _AFTER, _areas(0.5, 1, 1, 5, 10)),
+    Chance(_BEFORE[::-1], _AFTER[::-1], _areas(1, 3, 30)),
+    Chance(_AFTER, _BEFORE, _areas(1, 4, 8)),
 )
 """Areas like those that eight processes had."""

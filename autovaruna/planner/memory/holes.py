@@ -26,7 +26,7 @@ _MODEL_SHARE = 1 / 3
 """The ``heap_share`` of heaps that are as the model says; the holes of others are greater as that is."""
 _MOST_BLOCKS = 20_000
 """Blocks that run forward or backward in a step; with more, to find the holes would take longer than to plan."""
-_CHANCE = 0.03
+_CHANCE = 0.02
 """What nothing knows, over what tensors hold at most: messages come when they come, and small pieces lie where they
 lie. Less would be as often too little as too much."""
 
