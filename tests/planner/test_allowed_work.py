@@ -22,7 +22,7 @@ def _ways(rng: np.random.Generator) -> Ways:
 
     work, times = drawn(4), (1.0, 0.4)
     none = np.zeros(SHAPE)
-    held = (StageBytes(drawn(9) * f, drawn(3) * f, drawn(6) * f, drawn(9) * f, none, none) for f in times)
+    held = (StageBytes(drawn(9) * f, drawn(3) * f, drawn(6) * f, drawn(9) * f, none, none, none) for f in times)
     return Ways(tuple(zip((work, work + drawn(2)), held, strict=True)))
 
 
@@ -44,7 +44,7 @@ def test_a_range_fits_down_from_its_greatest_depth(share: int) -> None:
     """Whole numbers, so that many peaks are just the limit, and some take nothing for a micro-batch."""
     rng = np.random.default_rng(share)
     for limit in range(1, 40):
-        held = StageBytes(*(rng.integers(0, most, (5, 5)).astype(float) for most in (20, 4, 20, 20, 3, 3)))
+        held = StageBytes(*(rng.integers(0, most, (5, 5)).astype(float) for most in (20, 4, 20, 20, 3, 3, 3)))
         deepest = held.depth_within(limit, share)
         for depth in range(1, share + 1):
             assert np.array_equal(held.at(depth, share) <= limit, deepest >= depth)

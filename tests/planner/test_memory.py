@@ -164,7 +164,8 @@ def test_the_peak_is_that_of_a_step_done_by_hand(seed: int) -> None:
 def test_no_depth_that_fits_is_deeper_than_the_deepest(seed: int) -> None:
     rng = random.Random(seed)
     once, each, least = (np.array([float(rng.randint(0, 20)) for _ in range(8)]) for _ in range(3))
-    held = StageBytes(once, each, least, np.maximum(once - rng.randint(0, 15), 0.0), once * 0.0, once * 0.0)
+    none = once * 0.0
+    held = StageBytes(once, each, least, np.maximum(once - rng.randint(0, 15), 0.0), none, none, none)
     limit, least_share = float(rng.randint(0, 90)), rng.randint(1, 4)
     found = deepest(held, limit, least_share)
     for share in range(least_share, 7):

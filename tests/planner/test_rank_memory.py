@@ -22,10 +22,11 @@ PROCESS = 3.0
 
 def drawn_stage(chance: random.Random) -> StageBytes[float]:
     """A stage as the memory model makes them: what runs and gradients are parts of all, the process is in each."""
-    running, gradients, each, rest = (float(chance.randint(0, 9)) for _ in range(4))
+    running, gradients, each, rest, each_deferred = (float(chance.randint(0, 9)) for _ in range(5))
     once = rest + running + gradients + PROCESS
     first = once - min(gradients, chance.randint(0, 9))
-    return StageBytes(once, each, rest + gradients + PROCESS + chance.randint(0, 9), first, running, gradients)
+    least = rest + gradients + PROCESS + chance.randint(0, 9)
+    return StageBytes(once, each, least, first, running, gradients, each_deferred)
 
 
 def by_hand(row: tuple[Instruction, ...], stages: dict[int, StageBytes[float]]) -> float:
@@ -69,6 +70,25 @@ def test_it_is_the_most_of_any_moment_and_never_above_what_the_depths_allow(seed
         assert found <= together(peaks)
 
 
+@pytest.mark.parametrize("seed", range(40))
+def test_with_what_is_deferred_it_is_never_above_what_depths_and_deferral_allow(seed: int) -> None:
+    """Of a few micro-batches those that are deferred are in flight no longer: the two never add up to more."""
+    chance, is_reached = random.Random(seed), False
+    num_stages, count = chance.randint(2, 4), chance.randint(1, 6)
+    pipeline = chain(num_stages, count, depth=lambda n, s: chance.randint(1, count), weight=0.5)
+    for deferred in range(1, count + 1):
+        stages = tuple(replace(stage, deferred=deferred) for stage in pipeline.stages)
+        schedule = simulate(replace(pipeline, stages=stages), POLICIES["zero_bubble"]).schedule
+        for s, stage in enumerate(stages):
+            held = drawn_stage(chance)
+            allowed = held.at(stage.in_flight, count, deferred)
+            assert peak_of_instructions(schedule[s], {s: held}, PROCESS) <= allowed
+            both = held.once + held.each * stage.in_flight + held.each_deferred * deferred
+            assert allowed <= max(both, held.least)
+            is_reached |= allowed < both
+    assert is_reached or count == 1
+
+
 def test_changes_of_a_stage_are_changes_of_every_part() -> None:
     held = drawn_stage(random.Random(0))
     doubled = held.map(lambda part: 2 * part)
@@ -77,12 +97,10 @@ def test_changes_of_a_stage_are_changes_of_every_part() -> None:
 
 def test_what_is_deferred_counts_from_backward_to_weight_gradients() -> None:
     """Not with all that is in flight: a micro-batch is no longer when it waits for its weight gradients."""
-    stage = StageBytes(once=5.0, each=10.0, least=1.0, first=5.0, running=2.0, gradients=1.0)
+    stages = [StageBytes(5.0, 10.0, 1.0, 5.0, 2.0, 1.0, each_deferred) for each_deferred in (4.0, 24.0)]
     program = [Instruction(0, Kind(kind), int(m)) for kind, m in ("F0", "F1", "B0", "W0", "B1", "W1")]
     late = [program[place] for place in (0, 1, 2, 4, 3, 5)]
-    held = [
-        peak_of_instructions(each, {0: stage}, 0.0, [deferred]) for each in (program, late) for deferred in (4.0, 24.0)
-    ]
+    held = [peak_of_instructions(each, {0: stage}, 0.0) for each in (program, late) for stage in stages]
     assert held == [25.0, 39.0, 25.0, 53.0]
 
 

@@ -61,8 +61,8 @@ def _by_depths(plan: Plan, graph: Graph, costs: Costs, model: MemoryModel) -> Se
     for stage in plan.stages:
         held = holdings_of_stage(graph, costs, stage.blocks)
         share = -(-plan.num_micro_batches // len(stage.ranks))
-        num_bytes = model.of_stage(held, stage.needs_recompute, stage.deferred)
-        peak = num_bytes.peak(stage.in_flight, share, model.process_bytes)
+        num_bytes = model.of_stage(held, stage.needs_recompute)
+        peak = num_bytes.peak(stage.in_flight, share, model.process_bytes, stage.deferred)
         stages.append(replace(stage, memory_bytes=peak.num_bytes, shared_bytes=peak.shared_bytes))
     return replace(plan, stages=tuple(stages), rank_memory_bytes=()).rank_bytes()
 

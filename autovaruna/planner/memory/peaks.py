@@ -18,7 +18,7 @@ class Peaks:
 
     def __init__(self, model: MemoryModel, num_micro_batches: int) -> None:
         self.model, self.num_micro_batches = model, num_micro_batches
-        self._of_stages: dict[tuple[int, bool, int], tuple[Holdings[float], StageBytes[float]]] = {}
+        self._of_stages: dict[tuple[int, bool], tuple[Holdings[float], StageBytes[float]]] = {}
         self._known: dict[tuple[int, bool, int, int, int], Peak] = {}
 
     def of(
@@ -34,13 +34,13 @@ class Peaks:
         key = id(held), needs_recompute, deferred, in_flight, num_replicas
         peak = self._known.get(key)
         if peak is None:
-            share, stage = -(-self.num_micro_batches // num_replicas), self._of_stage(held, needs_recompute, deferred)
-            peak = self._known[key] = stage.peak(in_flight, share, self.model.process_bytes)
+            share, stage = -(-self.num_micro_batches // num_replicas), self._of_stage(held, needs_recompute)
+            peak = self._known[key] = stage.peak(in_flight, share, self.model.process_bytes, deferred)
         return peak
 
-    def _of_stage(self, held: Holdings[float], needs_recompute: bool, deferred: int) -> StageBytes[float]:
+    def _of_stage(self, held: Holdings[float], needs_recompute: bool) -> StageBytes[float]:
         """Returns the peak of a stage for any number of forwards not yet backwarded."""
-        key = id(held), needs_recompute, deferred
+        key = id(held), needs_recompute
         if key not in self._of_stages:
-            self._of_stages[key] = held, self.model.of_stage(held, needs_recompute, deferred)
+            self._of_stages[key] = held, self.model.of_stage(held, needs_recompute)
         return self._of_stages[key][1]

@@ -51,12 +51,10 @@ def bytes_of_ranks(
         model = replace(model, heap_share=0.0)
     pairs = zip(held, plan.stages, strict=True)
     stages = [model.of_stage(each, stage.needs_recompute) for each, stage in pairs]
-    deferred = [each.deferred * (1.0 + model.heap_share) for each in held]
     own_inputs = model.has_own_inputs
     more = [own - model.process_bytes for own in own_process_bytes] or [0.0] * plan.num_ranks
     limits = [limit - each for limit, each in zip(limits or [math.inf] * plan.num_ranks, more, strict=True)]
-    rest = own_inputs, deferred, limits
-    peaks = peaks_of_ranks(plan, stages, model.process_bytes, pipeline, schedule, holes_of, *rest)
+    peaks = peaks_of_ranks(plan, stages, model.process_bytes, pipeline, schedule, holes_of, own_inputs, limits)
     return tuple(peak + each for peak, each in zip(peaks, more, strict=True))
 
 
@@ -68,7 +66,6 @@ def peaks_of_ranks(
     schedule: Schedule,
     holes_of: Holes | None = None,
     has_own_inputs: bool = True,
-    deferred: Sequence[float] = (),
     limits: Sequence[float] = (),
 ) -> tuple[float, ...]:
     """Returns the most that each rank holds in a step, in bytes: without a stage, its process and its inputs.
@@ -81,7 +78,6 @@ def peaks_of_ranks(
         schedule: the instructions of the pipeline's ranks.
         holes_of: says what a rank holds with the holes of its heap.
         has_own_inputs: whether each rank passes samples of its own; else all pass the same ones.
-        deferred: what each stage keeps of a micro-batch, if its backward is split, for its weight gradients.
         limits: of each rank: where one needs more, the holes of others need not be found.
     """
     simulated: dict[int, int] = {}
@@ -91,7 +87,7 @@ def peaks_of_ranks(
         for place, rank in enumerate(stage.ranks):
             simulated[rank] = times.ranks[place // together]
             held.setdefault(simulated[rank], {})[s] = stages[s]
-    peaks = {rank: peak_of_instructions(schedule[rank], own, process_bytes, deferred) for rank, own in held.items()}
+    peaks = {rank: peak_of_instructions(schedule[rank], own, process_bytes) for rank, own in held.items()}
     if holes_of is not None:
         alike = {frozenset(own): rank for rank, own in reversed(held.items())}
         room = _room(peaks, held, simulated, limits)
@@ -127,10 +123,7 @@ def _room(
 
 
 def peak_of_instructions(
-    instructions: Iterable[Instruction],
-    stages: Mapping[int, StageBytes[float]],
-    process_bytes: float,
-    deferred: Sequence[float] = (),
+    instructions: Iterable[Instruction], stages: Mapping[int, StageBytes[float]], process_bytes: float
 ) -> float:
     """Returns the most that a rank holds in a step, in bytes.
 
@@ -138,7 +131,6 @@ def peak_of_instructions(
         instructions: of the rank, in order.
         stages: those of the rank; each counts the process as its own.
         process_bytes: of the process.
-        deferred: what each stage of the plan keeps of a micro-batch from its backward to its weight gradients.
     """
     peak = sum(stage.least for stage in stages.values())
     instructions = list(instructions)
@@ -157,7 +149,6 @@ def peak_of_instructions(
         if instruction.kind is BACKWARD:
             idle -= stage.each
         if instruction.stage in deferring and instruction.kind in (BACKWARD, WEIGHT):
-            kept = deferred[instruction.stage]
-            idle += kept if instruction.kind is BACKWARD else -kept
+            idle += stage.each_deferred if instruction.kind is BACKWARD else -stage.each_deferred
             peak = max(peak, idle)
     return peak - (len(stages) - 1) * process_bytes

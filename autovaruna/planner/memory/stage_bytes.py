@@ -18,7 +18,7 @@ Bytes = TypeVar("Bytes", float, Array)
 
 @dataclass(frozen=True, slots=True)
 class StageBytes(Generic[Bytes]):
-    """The peak of a stage as its in-flight depth asks for it.
+    """The peak of a stage as its in-flight depth asks for it, and what it defers.
 
     Attributes:
         once: there as long as micro-batches run, at any depth.
@@ -27,6 +27,7 @@ class StageBytes(Generic[Bytes]):
         first: in place of `once` in the first backward of a step, which gradients come with.
         running: the part of `once` that is there while the stage runs alone.
         gradients: the part of `once` that comes with the first backward.
+        each_deferred: on top for each micro-batch whose weight gradients are deferred.
     """
 
     once: Bytes
@@ -35,21 +36,23 @@ class StageBytes(Generic[Bytes]):
     first: Bytes
     running: Bytes
     gradients: Bytes
+    each_deferred: Bytes
 
     @property
     def waiting(self) -> Bytes:
         """The part of `once` that is there before the first backward, while others run."""
         return self.once - self.running - self.gradients
 
-    def at(self, in_flight: float, share: float = math.inf) -> Bytes:
+    def at(self, in_flight: float, share: float = math.inf, deferred: float = 0) -> Bytes:
         """Returns the peak over the whole step.
 
         Args:
             in_flight: forwards not yet backwarded, at most.
             share: micro-batches of the replica. If all of them are in flight before the first backward, one less is
                 there when all gradients are.
+            deferred: backwards whose weight gradients are not yet computed, at most; none before the first backward.
         """
-        first, later = self._peaks(in_flight, share)
+        first, later = self._peaks(in_flight, share, deferred)
         return _greatest(first, later, self.least)
 
     def depth_within(self: StageBytes[Array], limit: float, share: float) -> Array:
@@ -67,24 +70,39 @@ class StageBytes(Generic[Bytes]):
         depth.put(left, np.where(is_whole, share, np.floor(np.minimum(first, later))))
         return depth
 
-    def _peaks(self, in_flight: float, share: float) -> tuple[Bytes, Bytes]:
+    def _peaks(self, in_flight: float, share: float, deferred: float) -> tuple[Bytes, Bytes]:
         """Returns the peak of the first backward, and that of all others."""
-        each = self.each * in_flight
+        first = self.first + self.each * in_flight
         if in_flight < share:
-            return self.first + each, self.once + each
-        return self.first + each, self.once + self.each * (in_flight - 1) if in_flight > 1 else self.least
+            return first, self.once + self._held(in_flight, share, deferred)
+        if in_flight > 1 or deferred:
+            return first, self.once + self._held(in_flight - 1, share, deferred)
+        return first, self.least
 
-    def beside_others(self, in_flight: float, share: float = math.inf) -> Bytes:
+    def _held(self, in_flight: float, share: float, deferred: float) -> Bytes:
+        """Returns the most that micro-batches hold: those that are deferred are in flight no longer."""
+        if not deferred:
+            return self.each * in_flight
+        most_deferred, rest = min(deferred, share), max(share - in_flight, 0.0)
+        return _greatest(
+            self.each * in_flight + self.each_deferred * min(deferred, rest),
+            self.each * min(in_flight, share - most_deferred) + self.each_deferred * most_deferred,
+        )
+
+    def beside_others(self, in_flight: float, share: float = math.inf, deferred: float = 0) -> Bytes:
         """Returns the peak while other stages of the rank run, in the optimizer's step at the latest."""
-        idle = self.once - self.running + self.each * in_flight
+        idle = self.once - self.running
         if in_flight >= share:
-            return _greatest(idle - self.gradients, idle - self.each, self.least)
-        return _greatest(idle, self.least)
+            later = idle + self._held(in_flight - 1, share, deferred)
+            return _greatest(idle + self.each * in_flight - self.gradients, later, self.least)
+        return _greatest(idle + self._held(in_flight, share, deferred), self.least)
 
-    def peak(self: StageBytes[float], in_flight: float, share: float, process_bytes: float) -> Peak:
+    def peak(
+        self: StageBytes[float], in_flight: float, share: float, process_bytes: float, deferred: float = 0
+    ) -> Peak:
         """Returns the peak over the whole step, with what other stages of the rank use as well: the process, too."""
-        peak = float(self.at(in_flight, share))
-        return Peak(peak, peak - float(self.beside_others(in_flight, share)) + process_bytes)
+        peak = float(self.at(in_flight, share, deferred))
+        return Peak(peak, peak - float(self.beside_others(in_flight, share, deferred)) + process_bytes)
 
     def on_top_of(self, lasting: Bytes) -> StageBytes[Bytes]:
         """Returns the same with something that is always there."""

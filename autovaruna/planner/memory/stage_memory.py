@@ -84,18 +84,18 @@ class MemoryModel:
         more: Bytes = np.minimum(held.work_of_first - held.work - self.gradients(held), 0.0)
         return more
 
-    def of_stage(self, held: Holdings[Bytes], needs_recompute: bool, deferred: int = 0) -> StageBytes[Bytes]:
+    def of_stage(self, held: Holdings[Bytes], needs_recompute: bool) -> StageBytes[Bytes]:
         """Returns the peak on one replica, for any number of forwards not yet backwarded.
 
         Args:
             held: what the stage holds.
             needs_recompute: whether it recomputes.
-            deferred: backwards whose weight gradients are not yet computed.
         """
         each, lasting, gradients = self.per_micro_batch(held, needs_recompute), self.lasting(held), self.gradients(held)
         running = self.running(held, needs_recompute)
-        work = gradients + self.messages(held) + running + held.deferred * deferred
+        work = gradients + self.messages(held) + running
         first = work + self.before_gradients(held)
-        made = StageBytes(work, each, gradients + self.updating(held), first, running, gradients)
+        least = gradients + self.updating(held)
+        made = StageBytes(work, each, least, first, running, gradients, held.deferred)
         whole = made.map(lambda part: part * (1.0 + self.heap_share)) if self.heap_share else made
         return whole.on_top_of(lasting)
