@@ -17,6 +17,7 @@ from autovaruna.planner.bounds.proof import WORTH
 from autovaruna.planner.candidate import Candidate, Planner
 from autovaruna.planner.memory.fitting import Option, fit, fits
 from autovaruna.planner.options import spread, variants
+from autovaruna.planner.problem import SPLIT_SCHEDULE
 from autovaruna.planner.records import Plan
 from autovaruna.planner.settling import Found, excess_bytes, that_fits
 from autovaruna.schedule import latency_depth, textbook_depth
@@ -27,7 +28,9 @@ BETTER = 0.9995
 _SHARE_OF_A_ROUND = 0.1
 """Plans are left as they are if it takes a greater share of the time to simulate one change of each stage."""
 _RATIO = 1.5
-"""Of many depths each that is tried is greater than the one before by this."""
+"""Of many depths, or of much that may be deferred, each that is tried is greater than the one before by this."""
+_MOST_TOGETHER = 512
+"""Ways of all stages together of which all are tried."""
 
 Options = Sequence[Option]
 
@@ -86,7 +89,9 @@ class Tuning:
         predicted = planner.predict(plan)
         assert predicted is not None, "nothing is asked of the plan"
         self.least_seconds = predicted.predicted_seconds
-        if candidate.is_interleaved or self.least_seconds < below:
+        self.is_loose = candidate.is_interleaved or candidate.schedule == SPLIT_SCHEDULE
+        """Whether stages may fit together that would not if each held at once all that it may."""
+        if self.is_loose or self.least_seconds < below:
             self.settled = that_fits(planner, candidate, plan)
             self.least_seconds = self.settled.predicted_seconds if self.settled else below
             self.excess = 0.0 if self.settled else excess_bytes(planner, planner.predict_whole(plan))
@@ -115,7 +120,7 @@ class Tuning:
         if key in self.tried or self.planner.count_candidate() + self.cost > self.end:
             return
         self.tried.add(key)
-        if self.candidate.is_interleaved or fits(self.sized, options, self.limits):
+        if self.is_loose or fits(self.sized, options, self.limits):
             plan = self.planner.put_together(replace(self.candidate, schedule=schedule), options)
             predicted = self.planner.predict(plan, self.least_seconds * BETTER)
             if predicted is not None and self._lacks_less(predicted):
@@ -124,9 +129,10 @@ class Tuning:
     def _lacks_less(self, plan: Plan) -> bool:
         """Returns whether a plan fits by its instructions, or nothing did yet and it lacks less memory.
 
-        By depths alone it may not fit: stages of one rank seldom reach their depths together.
+        By depths alone it may not fit: stages of one rank seldom reach their depths together, nor does a stage hold
+        and defer as much as it may at the same time.
         """
-        if plan.predicted_seconds >= self.below and not self.candidate.is_interleaved:
+        if plan.predicted_seconds >= self.below and not self.is_loose:
             self.least_seconds = plan.predicted_seconds
             return True
         enough = () if self.excess else self.limits  # Else how much is missing tells nothing.
@@ -138,9 +144,20 @@ class Tuning:
         return is_less
 
     def _changes(self) -> Iterator[tuple[str, Options]]:
-        """Yields the plan with single stages changed, with all of them changed, and in other orders."""
-        for stage in range(len(self.shares)):
-            for option in self._ways(stage):
+        """Yields the plan with single stages changed, with all of them changed, and in other orders.
+
+        What is best may have two stages changed of which neither is of use alone: if they are few, all ways of all
+        stages come first, at least those that leave recompute as it is.
+        """
+        ways = [list(self._ways(stage)) for stage in range(len(self.shares))]
+        pairs = list(zip(ways, self.options, strict=True))
+        alike = [[way for way in own if way.needs_recompute == now.needs_recompute] for own, now in pairs]
+        for some in (alike, ways):
+            if math.prod(map(len, some)) <= _MOST_TOGETHER:
+                for together in product(*some):
+                    yield self.schedule, together
+        for stage, own in enumerate(ways):
+            for option in own:
                 yield self.schedule, [*self.options[:stage], option, *self.options[stage + 1 :]]
         for options in (*self._all_changed(), self.options):
             for schedule in self._schedules(options):
@@ -157,7 +174,7 @@ class Tuning:
     def _deferrals(self, stage: int) -> list[int]:
         """Returns how many backwards of a stage may leave weight gradients for later; 0 if it is not split."""
         most = self.planner.most_deferred(self.candidate, stage, self.counts)
-        return sorted({0, 1, most // 2, most, self.shares[stage]}) if most else [0]
+        return [0, *spread(1, max(most, self.shares[stage]), _RATIO)] if most else [0]
 
     def _all_changed(self) -> Iterator[Options]:
         """Yields the plan with depths by a rule, as far as there is memory, and recompute of one stage as it is not."""

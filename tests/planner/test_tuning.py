@@ -8,7 +8,7 @@ from math import ceil
 import pytest
 
 from autovaruna.errors import PlanError
-from autovaruna.planner import search
+from autovaruna.planner import search, tuning
 from autovaruna.planner.predicting.pipeline import pipeline_of, policy_of
 from autovaruna.planner.problem import Problem
 from autovaruna.planner.records import Plan
@@ -30,6 +30,13 @@ def test_stages_defer_as_much_as_suits_each_of_them(seed: int, monkeypatch: pyte
     monkeypatch.setattr(search, "tuned", leave)
     monkeypatch.setattr(search, "tuned_hopes", lambda hopeful, least_seconds: None)
     assert plan.bound_seconds <= plan.predicted_seconds < 0.97 * make_plan(problem).predicted_seconds
+
+
+def test_two_stages_change_together_where_neither_change_is_of_use_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = draw(157, "deepest_first", 2)
+    plan = make_plan(problem)
+    monkeypatch.setattr(tuning, "_MOST_TOGETHER", 0)
+    assert plan.bound_seconds <= plan.predicted_seconds < 0.985 * make_plan(problem).predicted_seconds
 
 
 @pytest.mark.parametrize("seed", [5, 76])
