@@ -148,3 +148,16 @@ def test_a_rank_that_only_holds_up_the_others_stays_idle() -> None:
     problem = make_problem(6, 3, 8)
     plan = make_plan(replace(problem, cluster=replace(problem.cluster, speeds=(1.0, 0.01, 1.0))))
     assert {rank for stage in plan.stages for rank in stage.ranks} == {0, 2}
+
+
+@pytest.mark.parametrize("count", [3, 5])
+@pytest.mark.parametrize("recompute", ["none", "auto"])
+def test_a_replica_with_one_micro_batch_less_needs_memory_for_fewer(count: int, recompute: str) -> None:
+    """Ranks have hardly more than they need, and rank 1 needs less."""
+    problem = make_problem(2, 2, count, num_stages=1, num_micro_batches=count, schedule="gpipe", recompute=recompute)
+    free = make_plan(problem)
+    limits = tuple(1.001 * needed for needed in free.rank_bytes())
+    assert limits[1] < free.rank_bytes()[0]
+    plan = make_plan(replace(problem, cluster=replace(problem.cluster, memory_bytes=limits)))
+    assert plan.stages[0].ranks == free.stages[0].ranks == (0, 1)
+    assert plan.bound_seconds <= plan.predicted_seconds == free.predicted_seconds

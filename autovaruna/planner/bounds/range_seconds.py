@@ -54,10 +54,11 @@ class RangeSeconds:
         self.num_ranks = self.cluster.num_ranks
         self.num_micro_batches = sized.num_micro_batches
         self.is_exact = is_exact(sized)
-        limit = min if ranks else max
+        # Replicas with most micro-batches may be on the ranks that have most memory; others need less.
+        num_full = self.num_micro_batches % len(ranks) or len(ranks) if ranks else 1
         ranks = ranks or range(self.num_ranks)
         self.speeds = sorted((self.cluster.speeds[rank] for rank in ranks), reverse=True)
-        self.limit_bytes = limit(self.cluster.memory_bytes[rank] for rank in ranks)
+        self.limit_bytes = sorted((self.cluster.memory_bytes[rank] for rank in ranks), reverse=True)[num_full - 1]
         self.hosts = Counter(self.cluster.hosts[rank] for rank in ranks)
         self.waits = waits or range_waits_of([sized], is_exact=self.is_exact)[0]
         self._rows, self._columns = sized.tables.ranges

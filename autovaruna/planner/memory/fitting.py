@@ -15,7 +15,7 @@ class Option(NamedTuple):
     """A stage while its recompute and depths are still open.
 
     The in-flight depth goes down to `least_in_flight`, what is deferred to 0. With `spares_recompute`
-    no stage recomputes if smaller depths are enough.
+    no stage recomputes if smaller depths are enough. A replica is short if it has one micro-batch less than others.
     """
 
     held: Holdings[float]
@@ -25,47 +25,68 @@ class Option(NamedTuple):
     needs_recompute: bool
     deferred: int = 0
     spares_recompute: bool = False
+    is_short: bool = False
+
+
+Share = tuple[int, bool]
+"""A stage of a rank, and whether the rank is a short replica of it."""
 
 
 def fit(sized: Sized, options: Sequence[Option], limits: Sequence[float]) -> list[Option] | None:
     """Saves memory where a rank has less than its limit asks for; returns None if there is no way."""
     fitted = list(options)
-    for shared, limit in _tightest(options, limits).items():
-        found = _fit_rank(sized, [fitted[stage] for stage in shared], limit)
+    for shared, limit in _tightest(sized, options, limits).items():
+        found = _fit_rank(sized, _of_rank(fitted, shared), limit)
         if found is None:
             return None
-        for stage, option in zip(shared, found, strict=True):
-            fitted[stage] = option
+        for (stage, _), option in zip(shared, found, strict=True):
+            fitted[stage] = option._replace(is_short=False)
     return fitted
 
 
 def fits(sized: Sized, options: Sequence[Option], limits: Sequence[float]) -> bool:
     """Returns whether the stages fit into the memory of their ranks as they are."""
-    tightest = _tightest(options, limits)
-    return all(_total(sized, [options[stage] for stage in shared]) <= limit for shared, limit in tightest.items())
+    tightest = _tightest(sized, options, limits)
+    return all(_total(sized, _of_rank(options, shared)) <= limit for shared, limit in tightest.items())
 
 
-def _tightest(options: Sequence[Option], limits: Sequence[float]) -> dict[tuple[int, ...], float]:
-    """Returns the least limit of the ranks that hold the same stages, by these stages."""
+def _of_rank(options: Sequence[Option], shared: Sequence[Share]) -> list[Option]:
+    return [options[stage]._replace(is_short=True) if is_short else options[stage] for stage, is_short in shared]
+
+
+def _tightest(sized: Sized, options: Sequence[Option], limits: Sequence[float]) -> dict[tuple[Share, ...], float]:
+    """Returns the least limit of the ranks that hold the same stages, with as many micro-batches, by these stages."""
     groups: dict[tuple[int, ...], list[int]] = {}
     for stage, option in enumerate(options):
         groups.setdefault(option.ranks, []).append(stage)
+    tightest: dict[tuple[Share, ...], float] = {}
     if len(set().union(*groups)) == sum(map(len, groups)):  # stages share all their ranks, or none
-        return {tuple(stages): min(map(limits.__getitem__, ranks)) for ranks, stages in groups.items()}
-    held: dict[int, list[int]] = {}
+        for ranks, stages in groups.items():
+            full = _num_full(sized, len(ranks))
+            limit = tightest[tuple((stage, False) for stage in stages)] = min(map(limits.__getitem__, ranks[:full]))
+            short_limit = min(map(limits.__getitem__, ranks[full:]), default=limit)
+            if short_limit < limit:
+                tightest[tuple((stage, True) for stage in stages)] = short_limit
+        return tightest
+    held: dict[int, list[Share]] = {}
     for stage, option in enumerate(options):
-        for rank in option.ranks:
-            held.setdefault(rank, []).append(stage)
-    tightest: dict[tuple[int, ...], float] = {}
-    for rank, stages in held.items():
-        tightest[tuple(stages)] = min(tightest.get(tuple(stages), limits[rank]), limits[rank])
+        full = _num_full(sized, len(option.ranks))
+        for place, rank in enumerate(option.ranks):
+            held.setdefault(rank, []).append((stage, place >= full))
+    for rank, shared in held.items():
+        tightest[tuple(shared)] = min(tightest.get(tuple(shared), limits[rank]), limits[rank])
     return tightest
+
+
+def _num_full(sized: Sized, num_replicas: int) -> int:
+    """Returns how many replicas have the most micro-batches; they come first."""
+    return sized.num_micro_batches % num_replicas or num_replicas
 
 
 def peak_of(sized: Sized, option: Option) -> Peak:
     """Returns the peak of a stage on one replica."""
-    held, ranks, in_flight, _, needs_recompute, deferred, _ = option
-    return sized.peaks.of(held, needs_recompute, deferred, in_flight, len(ranks))
+    held, ranks, in_flight, _, needs_recompute, deferred, _, is_short = option
+    return sized.peaks.of(held, needs_recompute, deferred, in_flight, len(ranks), is_short=is_short)
 
 
 def _fit_rank(sized: Sized, options: list[Option], limit: float) -> list[Option] | None:

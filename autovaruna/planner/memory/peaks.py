@@ -19,10 +19,17 @@ class Peaks:
     def __init__(self, model: MemoryModel, num_micro_batches: int) -> None:
         self.model, self.num_micro_batches = model, num_micro_batches
         self._of_stages: dict[tuple[int, bool], tuple[Holdings[float], StageBytes[float]]] = {}
-        self._known: dict[tuple[int, bool, int, int, int], Peak] = {}
+        self._known: dict[tuple[int, bool, int, int, int, bool], Peak] = {}
 
     def of(
-        self, held: Holdings[float], needs_recompute: bool, deferred: int, in_flight: int, num_replicas: int
+        self,
+        held: Holdings[float],
+        needs_recompute: bool,
+        deferred: int,
+        in_flight: int,
+        num_replicas: int,
+        *,
+        is_short: bool = False,
     ) -> Peak:
         """Returns the peak of a stage.
 
@@ -30,12 +37,15 @@ class Peaks:
             held: what it holds; it is known by its identity, and kept.
             needs_recompute, deferred, in_flight: as in `StagePlan`.
             num_replicas: how many share its micro-batches.
+            is_short: whether the replica has one micro-batch less than others.
         """
-        key = id(held), needs_recompute, deferred, in_flight, num_replicas
+        key = id(held), needs_recompute, deferred, in_flight, num_replicas, is_short
         peak = self._known.get(key)
         if peak is None:
-            share, stage = -(-self.num_micro_batches // num_replicas), self._of_stage(held, needs_recompute)
-            peak = self._known[key] = stage.peak(in_flight, share, self.model.process_bytes, deferred)
+            share = max(-(-self.num_micro_batches // num_replicas) - is_short, 1)
+            stage, most = self._of_stage(held, needs_recompute), share if is_short else in_flight
+            peak = stage.peak(min(in_flight, most), share, self.model.process_bytes, deferred)
+            self._known[key] = peak
         return peak
 
     def _of_stage(self, held: Holdings[float], needs_recompute: bool) -> StageBytes[float]:
