@@ -1,0 +1,232 @@
+"""Lists plans of small problems with all depths, recompute, deferral and schedules, and simulates what may be faster.
+
+python -m tests.planner.every_depth single 0 300    # draws problems, and shows where the search has missed a plan
+python -m tests.planner.every_depth split 0 100     # backwards are split
+python -m tests.planner.every_depth shared 0 100    # ranks may hold two stages
+
+The order of a search has no part in it: only its building blocks are used, which have tests of their own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import combinations, islice, product
+from math import inf
+
+from autovaruna.errors import PlanError
+from autovaruna.planner.bounds.proof import WORTH
+from autovaruna.planner.candidate import Candidate, Planner
+from autovaruna.planner.memory.fitting import Option
+from autovaruna.planner.options import micro_batch_counts
+from autovaruna.planner.problem import SPLIT_SCHEDULE, Problem
+from autovaruna.planner.ranges import RangeTables
+from autovaruna.planner.records import Plan
+from autovaruna.planner.search import make_plan
+from autovaruna.planner.settling import excess_bytes
+from autovaruna.planner.tuning import seconds_of
+from autovaruna.profiler.records import LinkCost
+from tests.planner.brute import INTERLEAVED, orders, patterns
+from tests.planner.cases import make_problem, make_split, make_uneven
+from tests.planner.draws import with_memory
+
+BETTER = 0.99
+SCHEDULES = {
+    "single": ("auto", "auto", "auto", "1f1b", "varuna", "gpipe"),
+    "split": (SPLIT_SCHEDULE,),
+    "shared": ("auto", "auto", "1f1b", "varuna", "interleaved", "deepest_first", "gpipe"),
+}
+_LINKS = LinkCost(1e-5, 1e10), LinkCost(2e-3, 1e6), LinkCost(1e-4, 1e7)
+Options = tuple[Option, ...]
+
+
+def any_problem(kind: str, seed: int) -> Problem:
+    """A few blocks on uneven ranks with heaps or without, memory that may be short, and some settings forced."""
+    dice = random.Random(seed * 9973 + 11)
+    sizes = dice.randint(2, 6 if kind != "shared" else 5), dice.randint(2, 4 if kind == "single" else 3)
+    batch = dice.randint(3, 7)
+    if kind == "split":
+        sizes = dice.randint(2, 5), dice.randint(2, 4)
+    elif kind == "shared":
+        sizes, batch = (dice.randint(3, 5), dice.randint(2, 3)), dice.randint(2, 5)
+    shape = {"skips": dice.randint(0, 3), "tied": dice.randint(0, 1), "loose": dice.random() < 0.3}
+    problem = make_problem(*sizes, batch, seed, **shape, link=dice.choice(_LINKS))
+    if dice.random() < 0.7:
+        problem = make_uneven(problem, dice, dice.randint(1, 3))
+    if kind == "split":
+        problem = make_split(problem, dice)
+    settings = _some_settings(kind, *sizes, batch, dice)
+    problem = replace(problem, constraints=replace(problem.constraints, **settings))  # type: ignore[arg-type]
+    heap_share = dice.choice([0.0, 0.0, 0.2])
+    problem = with_memory(replace(problem, cluster=replace(problem.cluster, heap_share=heap_share)), 1e12)
+    share = dice.choice([1e3, 0.97, 0.9, dice.uniform(0.5, 1), dice.uniform(0.5, 1)])
+    full = max(make_plan(problem).rank_bytes())
+    limits = tuple(full * share * dice.choice([1, 1, 1, 0.85]) for _ in range(problem.cluster.num_ranks))
+    return replace(problem, cluster=replace(problem.cluster, memory_bytes=limits))
+
+
+def _some_settings(kind: str, num_blocks: int, num_ranks: int, batch: int, dice: random.Random) -> dict[str, object]:
+    is_shared = kind == "shared"
+    settings: dict[str, object] = {
+        "schedule": dice.choice(SCHEDULES[kind]),
+        "max_stages_per_rank": 2 if is_shared else 1,
+    }
+    if dice.random() < 0.15:
+        settings["recompute"] = dice.choice(["none", "all"])
+    if dice.random() < 0.1:
+        settings["in_flight"] = dice.choice([1, 2])
+    if dice.random() < 0.15:
+        settings["num_micro_batches"] = dice.randint(1, batch)
+    if dice.random() < 0.1 and not is_shared:
+        settings["num_stages"] = dice.randint(1, min(num_blocks, num_ranks))
+    if dice.random() < 0.15 and is_shared:
+        settings["num_stages"] = dice.randint(min(num_blocks, num_ranks + 1), num_blocks)
+    return settings
+
+
+class EveryDepth:
+    """All plans of a small problem.
+
+    Args:
+        problem: what to plan.
+        most_plans: of which no more are looked at than these; those with the least bounds come first.
+    """
+
+    def __init__(self, problem: Problem, most_plans: int = sys.maxsize) -> None:
+        self.problem, self.num_blocks, self.left = problem, len(problem.graph.blocks), most_plans
+        self.planner = Planner(problem, RangeTables(problem.graph, range(self.num_blocks + 1)))
+
+    def better_than(self, seconds: float) -> Plan | None:
+        """Returns the best plan that fits and takes less than that, None if there is none."""
+        best = None
+        for bound, candidate, recompute in self._open_candidates(seconds):
+            if bound >= seconds or not self.left:
+                break
+            for plan in self._plans(candidate, recompute, seconds):
+                predicted = self.planner.predict(plan)
+                assert predicted is not None
+                if seconds_of(predicted) < seconds:
+                    whole = self.planner.predict_whole(predicted)
+                    if not excess_bytes(self.planner, whole):
+                        best, seconds = whole, seconds_of(whole)
+        return best
+
+    def _open_candidates(self, seconds: float) -> list[tuple[float, Candidate, tuple[bool, ...]]]:
+        """Returns candidates and recompute that may take less than some seconds, by their bounds, the least first."""
+        found = []
+        for candidate in self._candidates():
+            sized = self.planner.sized(candidate.num_micro_batches)
+            for recompute in product(sized.recompute_choices, repeat=len(candidate.starts)):
+                variant = replace(candidate, schedule=self._schedules(candidate)[0])
+                plan = self.planner.put_together(variant, next(self._options(variant, recompute)))
+                bound = self.planner.bound(plan) / self._worth(candidate)
+                if bound < seconds:
+                    found.append((bound, candidate, recompute))
+        return sorted(found, key=lambda each: each[0])
+
+    def _plans(self, candidate: Candidate, recompute: tuple[bool, ...], seconds: float) -> Iterator[Plan]:
+        """Yields plans with all depths and schedules, but for those that depths alone make slower."""
+        limit = seconds * self._worth(candidate)
+        for schedule in self._schedules(candidate):
+            variant = replace(candidate, schedule=schedule)
+            for deepest in self._options(variant, recompute):
+                plan = self.planner.put_together(variant, deepest)
+                self.left = max(self.left - 1, 0)
+                pipeline = self.planner.pipeline(plan)
+                if candidate.is_interleaved or self.planner.predictor.bound_at_depths(pipeline) < limit:
+                    for options in islice(self._deferring(variant, deepest), self.left):
+                        self.left -= 1
+                        yield self.planner.put_together(variant, options)
+
+    def _options(self, variant: Candidate, recompute: tuple[bool, ...]) -> Iterator[Options]:
+        """Yields stages with all depths, the greatest first, that defer as much as they can."""
+        options = self.planner.options(self.planner.sized(variant.num_micro_batches), variant)
+        shares = [-(-variant.num_micro_batches // len(ranks)) for ranks in variant.ranks]
+        forced, is_full = self.problem.constraints.in_flight, variant.schedule == "gpipe"
+        for depths in product(*[range(share, 0, -1) for share in shares]):
+            whole = shares if is_full else [min(forced, share) for share in shares]
+            if (is_full or forced) and list(depths) != whole:
+                continue
+            stages = zip(options, recompute, depths, shares, strict=True)
+            yield tuple(
+                option._replace(needs_recompute=again, in_flight=depth, deferred=share if option.deferred else 0)
+                for option, again, depth, share in stages
+            )
+
+    def _deferring(self, variant: Candidate, options: Options) -> Iterator[Options]:
+        """Yields the stages with all that they may defer."""
+        for deferrals in product(*[range(option.deferred + 1) for option in options]):
+            yield tuple(o._replace(deferred=deferred) for o, deferred in zip(options, deferrals, strict=True))
+
+    def _worth(self, candidate: Candidate) -> float:
+        return WORTH if candidate.is_interleaved else 1.0
+
+    def _schedules(self, candidate: Candidate) -> list[str]:
+        forced = self.problem.constraints.schedule
+        every = INTERLEAVED if candidate.is_interleaved else ("1f1b", "varuna", "gpipe")
+        free = [each for each in every if each != "gpipe" or not self.problem.constraints.in_flight]
+        return free if forced == "auto" else [forced]
+
+    def _candidates(self) -> Iterator[Candidate]:
+        for count in micro_batch_counts(self.problem):
+            for ranks in self._rank_orders():
+                if self.problem.constraints.num_stages in (0, len(ranks)):
+                    for inner in combinations(range(1, self.num_blocks), len(ranks) - 1):
+                        yield Candidate((0, *inner), ranks, count)
+
+    def _rank_orders(self) -> Iterator[tuple[tuple[int, ...], ...]]:
+        """Yields the ranks of stages, in any order: one stage a rank, then, if that is allowed, two on some."""
+        num_ranks = self.problem.cluster.num_ranks
+        for num_stages in range(1, min(self.num_blocks, num_ranks) + 1):
+            yield from orders(self.problem, num_stages, is_ordered=False)
+        for num_groups in range(2, num_ranks + 1) if self.problem.constraints.max_stages_per_rank > 1 else ():
+            for groups in orders(self.problem, num_groups, is_ordered=False):
+                for pattern in patterns(num_groups, self.num_blocks):
+                    yield tuple(groups[group] for group in pattern)
+
+
+def compare(kind: str, seed: int, most_plans: int) -> tuple[float, Plan | None, EveryDepth]:
+    """Returns the seconds of the search's plan, infinite if it finds none, and one that is better.
+
+    By 1 % or more, that is, or by so little as its bound rules out.
+    """
+    problem = any_problem(kind, seed)
+    every = EveryDepth(problem, most_plans)
+    try:
+        plan = make_plan(problem)
+    except PlanError:
+        return inf, every.better_than(inf), every
+    seconds = seconds_of(plan)
+    return seconds, every.better_than(max(seconds * BETTER, plan.bound_seconds * (1 - 1e-9))), every
+
+
+def main() -> None:
+    """Compares a range of draws."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("kind", choices=SCHEDULES)
+    parser.add_argument("first", type=int)
+    parser.add_argument("end", type=int)
+    parser.add_argument("--plans", type=int, default=50_000, help="look at so many plans of each draw")
+    arguments = parser.parse_args()
+    num_cut = num_better = num_without = 0
+    for seed in range(arguments.first, arguments.end):
+        try:
+            seconds, better, every = compare(arguments.kind, seed, arguments.plans)
+        except PlanError:  # even with all memory, since settings contradict each other
+            num_without += 1
+            continue
+        num_cut += not every.left
+        num_better += better is not None
+        if better is not None:
+            stages = [(s.ranks, len(s.blocks), s.needs_recompute, s.in_flight, s.deferred) for s in better.stages]
+            print(f"{arguments.kind} {seed}: {seconds / seconds_of(better) - 1:.4f} slower than {stages}", flush=True)
+            print(f"    {better.schedule}, {better.num_micro_batches} micro-batches, {seconds_of(better):.6g} s")
+    num_draws = arguments.end - arguments.first - num_without
+    print(f"{arguments.kind}: {num_better} of {num_draws} draws have a better plan; {num_cut} are not looked through")
+
+
+if __name__ == "__main__":
+    main()
