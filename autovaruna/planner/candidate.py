@@ -51,10 +51,16 @@ class Candidate:
 
 
 class Planner:
-    """Builds and predicts the plans of one problem; counts what that costs."""
+    """Builds and predicts the plans of one problem; counts what that costs.
 
-    def __init__(self, problem: Problem, tables: RangeTables) -> None:
-        self.problem, self.tables = problem, tables
+    Args:
+        problem: what to plan; its limits are those that plans have to keep by their depths.
+        tables: of its graph.
+        limits: those that ranks have to keep by their instructions, in bytes; the problem's if there are none.
+    """
+
+    def __init__(self, problem: Problem, tables: RangeTables, limits: Sequence[float] = ()) -> None:
+        self.problem, self.tables, self.limits = problem, tables, limits or problem.cluster.memory_bytes
         self.predictor, self.edges, self.heaps = Predictor(), Edges(problem.graph), KnownHeaps()
         self._last: tuple[Plan | None, Pipeline | None] = None, None
         hosts = problem.cluster.hosts

@@ -15,15 +15,15 @@ from autovaruna.planner.bounds.deepest import deepest
 from autovaruna.planner.bounds.proof import PROVEN
 from autovaruna.planner.records import Plan
 from autovaruna.planner.settling import Found, excess_bytes
-from autovaruna.planner.tuning import BETTER, Tuning, seconds_of
+from autovaruna.planner.tuning import BETTER, Tuning, changed_in_pairs, seconds_of
 
 Hopeful = tuple[float, Found]
 """What no depths and no schedule let a plan beat, and the plan."""
 
-_MOST_SECONDS, _MOST_SECONDS_FOR_ANY = 1.0, 2.5
+_MOST_SECONDS, _MOST_SECONDS_FOR_ANY = 2.0, 2.5
 """What simulations may take, by the count of each planner: more where nothing else fits."""
-_SHARE_OF_A_LOOK = 0.4
-"""Of that, to see which plans are better as they are."""
+_SHARE_OF_A_LOOK, _SHARE_OF_A_HOPE = 0.4, 0.25
+"""Of that, to see which plans are better as they are, and to tune one of them."""
 
 
 def tuned_hopes(hopeful: Sequence[Hopeful], least_seconds: float) -> Plan | None:
@@ -43,17 +43,21 @@ def tuned_hopes(hopeful: Sequence[Hopeful], least_seconds: float) -> Plan | None
         most_seconds, within = _MOST_SECONDS, _within_memory(hopeful, least_seconds)
         looks = {key: end + _SHARE_OF_A_LOOK * most_seconds for key, end in ends.items()}
         ordered = _better_first(within, least_seconds, looks)
-    best: Plan | None = None
+    best: Found | None = None
     for hope in ordered:
         planner, candidate, plan = hope[1]
         end = ends[id(planner)] + most_seconds
         if _least_seconds(hope) >= least_seconds * PROVEN or planner.spent_seconds > end:
             continue
+        end = min(end, planner.spent_seconds + _SHARE_OF_A_HOPE * most_seconds)
         tuning = Tuning(planner, candidate, plan, end, least_seconds)
         found = tuning.run() or tuning.settled
         if found is not None and seconds_of(found) < least_seconds * BETTER:
-            best, least_seconds = planner.predict_whole(found), seconds_of(found)
-    return best
+            best, least_seconds = (planner, candidate, found), seconds_of(found)
+    if best is None:
+        return None
+    planner, _, plan = (*changed_in_pairs(best), best)[0]
+    return planner.predict_whole(plan)
 
 
 def _within_memory(hopeful: Sequence[Hopeful], least_seconds: float) -> list[Hopeful]:
@@ -82,7 +86,7 @@ def _better_first(hopes: Sequence[Hopeful], least_seconds: float, ends: Mapping[
         planner, candidate, plan = hope[1]
         if candidate.is_interleaved or planner.spent_seconds > ends[id(planner)]:
             return False
-        limits, predicted = planner.problem.cluster.memory_bytes, planner.predict(plan, least_seconds)
+        limits, predicted = planner.limits, planner.predict(plan, least_seconds)
         return predicted is not None and not excess_bytes(planner, planner.predict_whole(predicted, limits))
 
     return sorted(hopes, key=lambda hope: not is_better(hope))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -41,6 +42,8 @@ _SHAPES_SECONDS, _MORE_ROUNDS_SECONDS, _SHAPES_CLIMB_SECONDS, _PATTERNS_SECONDS 
 _FINE_SECONDS, _TUNING_SECONDS = 2.0, 0.5
 """What simulations may take, by the count of `Planner.spent_seconds`, so that a search ends alike on every machine."""
 _SHAPES_STARTS = 2
+_LOOSE = 1.2
+"""By its depths, a plan that fits by its instructions may need so many times its limits; seldom more."""
 _WORSE = 1.01
 """A plan that is slower than what seemed best by so much is worth another search, of large problems."""
 
@@ -79,6 +82,13 @@ class _Search:
     """One search: first with one stage a rank, then, if that may be better, with several.
 
     A careful one lets no plan count that needs more memory, by the instructions of its ranks, than there is.
+
+    Args:
+        problem: what to plan.
+        progress: is told how far the search is.
+        tables: of the graph, for any cuts.
+        below_seconds: plans that take as long or longer are of no use.
+        limits: makes it careful: what ranks have by their instructions; the problem says what they have by depths.
     """
 
     def __init__(
@@ -87,16 +97,18 @@ class _Search:
         progress: Progress,
         tables: TablesOfGraph,
         below_seconds: float = math.inf,
-        *,
-        is_careful: bool = False,
+        limits: Sequence[float] = (),
     ) -> None:
         self.problem, self.progress, self.below_seconds = problem, progress, below_seconds
         self.counts = micro_batch_counts(problem)
         self.all_tables, self.tables = tables, tables.at(cut_positions(problem))
-        self.planner = Planner(problem, self.tables)
+        self.planner = Planner(problem, self.tables, limits)
         self.forced_stages, self.most_each = forced_stages(problem), stages_per_rank(problem)
         self.is_small = is_small(problem, self.tables.num_segments)
-        self.settle = that_fits if is_careful else None
+        self.settle = that_fits if limits else None
+        self.is_first = self.is_small and not limits and self._is_memory_short()
+        """Whether there is another one with looser limits, which is careful."""
+        self.was_cut_short = False
         self.trials = self._new_trials(self.planner, below_seconds)
         self.proof = Proof(self.planner, self.counts, self.most_each)
         self.single = SingleSearch(self.trials, self.counts, self.proof, progress)
@@ -120,30 +132,49 @@ class _Search:
 
     def find(self) -> Plan | None:
         """Returns the best plan, or None if none fits and is as fast as it has to be."""
+        settled, last = self._find(), self
+        if self.is_first:
+            last = self._loosely(settled)
+            settled = last._find() or settled
+        if settled is None:
+            return None
+        self.progress("proving how good the plan is", 1.0)
+        plan = self.planner.with_block_bytes(settled)
+        single = (last.trials.best or self.trials.best) if is_shared(plan) else plan
+        return last.proof.put_into(plan, single, was_cut_short=last.was_cut_short)
+
+    def _find(self) -> Plan | None:
+        """Returns the best plan without proof."""
         trials = self.trials
         self.single.run()
         if trials.best is None and self.below_seconds == math.inf:
             self._try_what_fits()
-        single, chosen = trials.best, trials
-        if self.most_each > 1 and self.proof.leaves_room(single):
+        chosen = trials
+        if self.most_each > 1 and self.proof.leaves_room(trials.best):
             chosen = self._try_interleaved()
         settled = first_that_fits(self._fastest_first(chosen))
         worst = chosen.least_seconds * (1 / PROVEN if self.is_small else _WORSE)
-        if chosen.best and not self.settle and (settled is None or settled.predicted_seconds > worst):
-            self.proof.is_complete = False
-            careful = self._carefully(settled).find()
-            if careful is not None:
-                return careful
-        else:
-            settled = self._of_hopes(settled) or settled
+        if not self.is_first:
+            if chosen.best and not self.settle and (settled is None or settled.predicted_seconds > worst):
+                self.proof.is_complete = False
+                settled = self._carefully(settled)._find() or settled
+            else:
+                settled = self._of_hopes(settled) or settled
+        self.was_cut_short = trials.was_cut_short or chosen.was_cut_short
         if settled is None or settled.predicted_seconds >= self.below_seconds:
             self.excess = chosen.best
             return None
-        self.progress("proving how good the plan is", 1.0)
-        plan = self.planner.with_block_bytes(settled)
-        if not is_shared(plan):
-            single = plan
-        return self.proof.put_into(plan, single, was_cut_short=trials.was_cut_short or chosen.was_cut_short)
+        return settled
+
+    def _is_memory_short(self) -> bool:
+        """Returns whether memory may make a difference: whether a rank may lack it for twice all blocks."""
+        limit = min(self.problem.cluster.memory_bytes) / 2
+        for count in self.counts:
+            sized = self.planner.sized(count)
+            held = sized.held_by(0, self.tables.num_segments)
+            if sized.peaks.of(held, False, sized.num_micro_batches, 0, 1).num_bytes > limit:
+                return True
+        return False
 
     def _try_what_fits(self) -> None:
         """Tries splits that fit by their bytes alone: which ranks a stage gets may leave but a few."""
@@ -160,7 +191,14 @@ class _Search:
     def _carefully(self, settled: Plan | None) -> _Search:
         """Returns a careful search of something faster: what seemed best needs more memory than it seemed to."""
         below = settled.predicted_seconds if settled else self.below_seconds
-        return _Search(self.problem, self.progress, self.all_tables, below, is_careful=True)
+        return _Search(self.problem, self.progress, self.all_tables, below, self.planner.limits)
+
+    def _loosely(self, settled: Plan | None) -> _Search:
+        """Returns a careful search of what is faster and fits by its instructions, by depths or not."""
+        cluster, below = self.problem.cluster, settled.predicted_seconds if settled else self.below_seconds
+        loose = replace(cluster, memory_bytes=tuple(_LOOSE * limit for limit in cluster.memory_bytes))
+        problem = replace(self.problem, cluster=loose)
+        return _Search(problem, self.progress, self.all_tables, below, cluster.memory_bytes)
 
     def _new_trials(self, planner: Planner, below_seconds: float = math.inf) -> Trials:
         return Trials(planner, is_small=self.is_small, below_seconds=below_seconds, settle=self.settle)

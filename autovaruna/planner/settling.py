@@ -84,7 +84,7 @@ def explain_excess(planner: Planner, plan: Plan) -> PlanError:
         planner: of the problem.
         plan: the fastest one.
     """
-    limits, needed = planner.problem.cluster.memory_bytes, planner.predict_whole(plan).rank_bytes()
+    limits, needed = planner.limits, planner.predict_whole(plan).rank_bytes()
     rank = max(range(len(limits)), key=lambda each: needed[each] - limits[each])
     short = {each: needed[each] for each in range(len(limits)) if each == rank or needed[each] > limits[each]}
     error = PlanError(
@@ -112,7 +112,7 @@ def _built_again(planner: Planner, candidate: Candidate, plan: Plan, predict: Pr
 def _limits(planner: Planner, plan: Plan) -> tuple[float, ...]:
     """Returns the limits of ranks, less what their instructions need beyond what their depths do."""
     by_depths, needed = replace(plan, rank_memory_bytes=()).rank_bytes(), plan.rank_bytes()
-    rows = zip(planner.problem.cluster.memory_bytes, by_depths, needed, strict=True)
+    rows = zip(planner.limits, by_depths, needed, strict=True)
     return tuple(limit + bounded - most for limit, bounded, most in rows)
 
 
@@ -133,7 +133,7 @@ def is_within(planner: Planner, plan: Plan) -> bool:
 
 def excess_bytes(planner: Planner, plan: Plan) -> float:
     """Returns what the ranks of a plan need beyond their limits, together."""
-    limits = planner.problem.cluster.memory_bytes
+    limits = planner.limits
     return sum(max(needed - limit, 0.0) for needed, limit in zip(plan.rank_bytes(), limits, strict=True))
 
 

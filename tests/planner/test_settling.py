@@ -13,6 +13,7 @@ from autovaruna.planner import search
 from autovaruna.planner.deployments.edited import memory_complaint
 from autovaruna.planner.deployments.fingerprint import Fingerprint
 from autovaruna.planner.problem import Problem
+from autovaruna.planner.records import Plan
 from autovaruna.planner.search import make_plan
 from autovaruna.planner.settling import Found
 from tests.planner.brute import small_problem
@@ -42,9 +43,8 @@ def test_a_plan_that_needs_more_than_it_seemed_gives_way_to_another(monkeypatch:
     problem = replace(problem, cluster=replace(problem.cluster, heap_share=0.2))
     plan, limits = make_plan(problem), problem.cluster.memory_bytes
 
-    def first(found: Iterable[Found]) -> object:
-        planner, _, fastest = next(iter(found))
-        return planner.predict_whole(fastest)
+    def first(found: Iterable[Found]) -> Plan | None:
+        return next((planner.predict_whole(fastest) for planner, _, fastest in found), None)
 
     monkeypatch.setattr(search, "first_that_fits", first)
     other = make_plan(problem)

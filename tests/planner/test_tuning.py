@@ -8,7 +8,7 @@ from math import ceil
 import pytest
 
 from autovaruna.errors import PlanError
-from autovaruna.planner import search, tuning
+from autovaruna.planner import search
 from autovaruna.planner.predicting.pipeline import pipeline_of, policy_of
 from autovaruna.planner.problem import Problem
 from autovaruna.planner.records import Plan
@@ -17,6 +17,7 @@ from autovaruna.planner.settling import Found
 from autovaruna.schedule import Instruction, simulate
 from autovaruna.schedule.instruction import BACKWARD, FORWARD
 from tests.planner.draws import draw
+from tests.planner.every_depth import any_problem
 
 
 def leave(found: Sequence[Found], most_seconds: float) -> list[Found]:
@@ -32,11 +33,21 @@ def test_stages_defer_as_much_as_suits_each_of_them(seed: int, monkeypatch: pyte
     assert plan.bound_seconds <= plan.predicted_seconds < 0.97 * make_plan(problem).predicted_seconds
 
 
-def test_two_stages_change_together_where_neither_change_is_of_use_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    problem = draw(157, "deepest_first", 2)
+@pytest.mark.parametrize(
+    ("kind", "seed", "without"),
+    [
+        ("split", 80024, "autovaruna.planner.changes._MOST_TOGETHER"),
+        ("split", 80046, "autovaruna.planner.tuning._SHARE_OF_PAIRS"),
+        ("shared", 70085, "autovaruna.planner.tuning._SHARE_OF_PAIRS"),
+    ],
+)
+def test_stages_change_together_where_no_change_is_of_use_alone(
+    kind: str, seed: int, without: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problem = any_problem(kind, seed)
     plan = make_plan(problem)
-    monkeypatch.setattr(tuning, "_MOST_TOGETHER", 0)
-    assert plan.bound_seconds <= plan.predicted_seconds < 0.985 * make_plan(problem).predicted_seconds
+    monkeypatch.setattr(without, 0)
+    assert plan.bound_seconds <= plan.predicted_seconds < 0.99 * make_plan(problem).predicted_seconds
 
 
 @pytest.mark.parametrize("seed", [5, 76])

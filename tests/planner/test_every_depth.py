@@ -1,0 +1,35 @@
+"""Plans of small problems, each against others with every depth, recompute, deferral and schedule."""
+
+from __future__ import annotations
+
+import pytest
+
+from autovaruna.planner.search import make_plan
+from autovaruna.planner.tuning import seconds_of
+from tests.planner.every_depth import BETTER, any_problem, compare
+
+_MISSED_ONCE = [
+    *[("single", seed) for seed in (90022, 90200, 100006)],
+    *[("split", seed) for seed in (80046, 80132, 90035)],
+    ("shared", 80078),
+]
+_OTHERS = [(kind, seed) for kind in ("single", "split", "shared") for seed in range(110_000, 110_004)]
+
+
+@pytest.mark.parametrize(("kind", "seed"), [*_MISSED_ONCE, *_OTHERS])
+def test_no_plan_is_better_by_1_percent_nor_than_the_bound(kind: str, seed: int) -> None:
+    _, better, _ = compare(kind, seed, 1_500)
+    assert better is None, better
+
+
+@pytest.mark.parametrize(
+    ("kind", "seed", "least_seconds"),
+    [
+        ("single", 80114, 0.2824040689483809),
+        ("split", 80024, 0.5076225813272686),
+        ("shared", 70085, 0.18918617088229212),
+        ("shared", 81018, 0.16309236763489063),
+    ],
+)
+def test_what_only_many_plans_show_is_found(kind: str, seed: int, least_seconds: float) -> None:
+    assert seconds_of(make_plan(any_problem(kind, seed))) * BETTER < least_seconds
