@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
 from autovaruna.graph.records import Graph
-from autovaruna.planner.costs import Costs
+from autovaruna.planner.costs import Array, Costs
 from autovaruna.planner.memory.handed_out import HandedOut
 from autovaruna.planner.memory.heap import Heap
 from autovaruna.planner.memory.holdings import Holdings, holdings_of_stage
@@ -37,13 +37,16 @@ class KnownHeaps:
         self._known: dict[object, HeapBytes] = {}
         self._held: dict[tuple[float, tuple[int, ...]], Holdings[float]] = {}
         self._tensors: dict[tuple[float, tuple[int, ...]], StageTensors] = {}
+        self._gradients: Array | None = None
         self.num_followed = 0
 
     def held_by(self, graph: Graph, costs: Costs, blocks: tuple[int, ...]) -> Holdings[float]:
         """Returns what a stage holds at the micro-batch size of `costs`."""
         key = costs.micro_batch_size, blocks
+        if self._gradients is None:
+            self._gradients = gradient_bytes(graph)
         if key not in self._held:
-            self._held[key] = holdings_of_stage(graph, costs, blocks, gradient_bytes(graph))
+            self._held[key] = holdings_of_stage(graph, costs, blocks, self._gradients)
         return self._held[key]
 
     def tensors_of(self, graph: Graph, costs: Costs, blocks: tuple[int, ...]) -> StageTensors:
