@@ -16,9 +16,11 @@ has its forwards and backwards without weight gradients before its tail, and all
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Sequence
 from itertools import cycle, islice
 from typing import NamedTuple
 
+from autovaruna.profiler.records import LinkCost
 from autovaruna.schedule.costs import distinct_replicas, work_seconds
 from autovaruna.schedule.instruction import BACKWARD, FORWARD, RECOMPUTE, WEIGHT
 from autovaruna.schedule.messages import exact, seconds_of
@@ -156,26 +158,32 @@ def _finish_seconds(pipeline: Pipeline, stage: int) -> float:
 
 def _message_seconds(pipeline: Pipeline) -> dict[tuple[int, int], tuple[float, float | None]]:
     """Returns, for each edge, the least seconds of its message and of its gradient (None if there is none)."""
-
-    def least(sender: int, receiver: int, num_bytes: float) -> float:
-        pairs = _pairs(pipeline, sender, receiver)
-        if any(a == b for a, b in pairs):
-            return 0.0
-        return min(sum(seconds_of(link, num_bytes)) for link in {pipeline.links(a, b) for a, b in pairs})
-
     costs: dict[tuple[int, int], tuple[float, float | None]] = {}
     for edge in pipeline.edges:
         s, t = edge.source, edge.destination
         has_gradient = pipeline.needs_gradients and edge.needs_gradient
-        costs[s, t] = least(s, t, edge.forward_bytes), least(t, s, edge.backward_bytes) if has_gradient else None
+        up = _least_seconds(pipeline, t, s, edge.backward_bytes) if has_gradient else None
+        costs[s, t] = _least_seconds(pipeline, s, t, edge.forward_bytes), up
     return costs
 
 
-def _pairs(pipeline: Pipeline, sender: int, receiver: int) -> list[tuple[int, int]]:
-    """Returns the ranks between which the micro-batches of two stages go."""
+def _least_seconds(pipeline: Pipeline, sender: int, receiver: int, num_bytes: float) -> float:
+    """Returns the least seconds of a message between the ranks that the micro-batches of two stages go between."""
     senders, receivers = pipeline.stages[sender].ranks, pipeline.stages[receiver].ranks
-    count = min(math.lcm(len(senders), len(receivers)), pipeline.num_micro_batches)
-    return list(islice(zip(cycle(senders), cycle(receivers), strict=False), count))
+    links: set[LinkCost] = set()
+    for a, b in _pairs(senders, receivers, pipeline.num_micro_batches):
+        if a == b:
+            return 0.0
+        links.add(pipeline.links(a, b))
+    return min([sum(seconds_of(link, num_bytes)) for link in links])
+
+
+def _pairs(senders: Sequence[int], receivers: Sequence[int], num_micro_batches: int) -> Iterable[tuple[int, int]]:
+    """Returns the ranks between which micro-batches go."""
+    if len(senders) == len(receivers) <= num_micro_batches:
+        return zip(senders, receivers, strict=True)
+    count = min(math.lcm(len(senders), len(receivers)), num_micro_batches)
+    return islice(zip(cycle(senders), cycle(receivers), strict=False), count)
 
 
 def _rank_bound(pipeline: Pipeline, paths: _Paths, mine: list[tuple[int, int]]) -> float:
