@@ -49,11 +49,13 @@ def build_bert(num_layers: int):
 
 def run_one(kind: str, num_layers: int, num_ranks: int) -> dict[str, object]:
     """Plans one model in this process, and returns what that took."""
-    import autovaruna.commands.planning as planning
     from autovaruna.__main__ import _parser, collect_rarely
+
+    collect_rarely()  # before torch is imported, as in the command
+
+    import autovaruna.commands.planning as planning
     from autovaruna.parallel.machine import keep_freed_memory
 
-    collect_rarely()
     keep_freed_memory()
     phases: dict[str, float] = {}
 
