@@ -10,6 +10,7 @@ from typing import NoReturn
 
 import torch
 from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from autovaruna.errors import InputError, TraceError
@@ -21,7 +22,7 @@ from autovaruna.graph.exporting.culprit import outermost
 from autovaruna.graph.exporting.deferred import compile_regions, deferred_compilation
 from autovaruna.graph.exporting.detached import traced_data
 from autovaruna.graph.exporting.exported import Exported
-from autovaruna.graph.exporting.fake import TracingMode, faked
+from autovaruna.graph.exporting.fake import faked, quickly_faked
 from autovaruna.graph.exporting.fixed_size import noted_sizes
 from autovaruna.graph.exporting.flat_call import FlatCall
 from autovaruna.graph.exporting.free_regions import open_free_regions
@@ -78,7 +79,7 @@ class Attempt:
             KeepMoreError: another attempt may do better.
             TraceError: none will.
         """
-        mode = TracingMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+        mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
         output_trees: list[Tree] = []
         reads: set[str] = set()
         changes = Changes()
@@ -113,7 +114,7 @@ class Attempt:
         )
 
     @contextmanager
-    def _noted(self, mode: TracingMode) -> Iterator[_Notes]:
+    def _noted(self, mode: FakeTensorMode) -> Iterator[_Notes]:
         """Has the model run on fake tensors, and all that it does otherwise be noted."""
         model, kept = self.model, self.kept
         with (
@@ -122,6 +123,7 @@ class Attempt:
             shells(model) as scripts,
             kept_or_packed(model, outermost([*kept.modules, *scripts]), kept.operations, self.device) as keeper,
             faked(model, mode, self.device),
+            quickly_faked(),
             named_cut_points(model),
             watched(kept.functions, kept.num_gradients or 0) as function_calls,
             noted_sizes() as (fixing, lone),
@@ -153,7 +155,7 @@ class Attempt:
         check_operations(graph_module)
         return graph_module
 
-    def _stop(self, error: Exception, flat: FlatCall, mode: TracingMode, notes: _Notes) -> NoReturn:
+    def _stop(self, error: Exception, flat: FlatCall, mode: FakeTensorMode, notes: _Notes) -> NoReturn:
         """Asks for another attempt if one may do better than this one, which an error has stopped; else explains it."""
         kept = self.kept
         if notes.integers and kept.can_grow:
