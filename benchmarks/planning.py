@@ -10,6 +10,7 @@ H100's figures, plans, and proves the bound. Seconds are those of the processor,
 from __future__ import annotations
 
 import argparse
+import compileall
 import json
 import os
 import resource
@@ -103,6 +104,7 @@ def main() -> None:
         kind, layers, ranks = options.one
         print(json.dumps(run_one(kind, int(layers), int(ranks))))
         return
+    compileall.compile_dir(ROOT / "autovaruna", quiet=2)  # as when it is installed
     print("model layers  ranks | trace s  predict s  plan s  whole s | peak GiB | stages   gap")
     environ = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     for kind, layers, ranks in FULL if options.full else QUICK:
