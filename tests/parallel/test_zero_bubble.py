@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 from autovaruna import AutoVaruna
 from autovaruna.errors import PlanError
 from autovaruna.planner import search
+from autovaruna.planner.settling import Found
 from autovaruna.runtime.worlds.in_process import run_ranks
 from autovaruna.runtime.worlds.world import World
 from autovaruna.stage.module import StageModule
@@ -39,11 +41,15 @@ def measured(name: str, schedule: str, **settings: Any) -> tuple[Any, list[AutoV
     return merge(records), list(wrapped_models)
 
 
+def leave(found: Sequence[Found], most_seconds: float) -> list[Found]:
+    return sorted(found, key=lambda each: each[2].predicted_seconds)
+
+
 def test_a_measured_plan_runs_as_it_was_predicted_and_keeps_the_bits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every stage defers, every weight gradient is an instruction of the trace, and of the predicted rows beside it."""
-    monkeypatch.setattr(search, "_TUNING_SECONDS", 0.0)  # which may find that a stage had better be whole
+    monkeypatch.setattr(search, "tuned", leave)  # which may find that a stage had better be whole
     monkeypatch.setattr(search, "tuned_hopes", lambda *rest: None)  # as this may
     path = tmp_path / "events.json"
     found, (model, _) = measured("chain", SPLIT, trace_events=True, trace_events_file=str(path))
