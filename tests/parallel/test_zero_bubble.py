@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,13 +11,12 @@ import pytest
 
 from autovaruna import AutoVaruna
 from autovaruna.errors import PlanError
-from autovaruna.planner import search
-from autovaruna.planner.settling import Found
 from autovaruna.runtime.worlds.in_process import run_ranks
 from autovaruna.runtime.worlds.world import World
 from autovaruna.stage.module import StageModule
 from tests.catalogue import CASES
 from tests.parallel.training import QUIET, Setup, merge, pipeline, train, train_rank
+from tests.planner.by_rules import leave_found, leave_hopes
 from tests.reference import bit_equal, sgd
 
 SPLIT = "zero_bubble"
@@ -41,16 +39,12 @@ def measured(name: str, schedule: str, **settings: Any) -> tuple[Any, list[AutoV
     return merge(records), list(wrapped_models)
 
 
-def leave(found: Sequence[Found], most_seconds: float) -> list[Found]:
-    return sorted(found, key=lambda each: each[2].predicted_seconds)
-
-
 def test_a_measured_plan_runs_as_it_was_predicted_and_keeps_the_bits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every stage defers, every weight gradient is an instruction of the trace, and of the predicted rows beside it."""
-    monkeypatch.setattr(search, "tuned", leave)  # which may find that a stage had better be whole
-    monkeypatch.setattr(search, "tuned_hopes", lambda *rest: None)  # as this may
+    leave_found(monkeypatch)  # tuning may find that a stage had better be whole
+    leave_hopes(monkeypatch)  # as may changing these
     path = tmp_path / "events.json"
     found, (model, _) = measured("chain", SPLIT, trace_events=True, trace_events_file=str(path))
     expected, _ = measured("chain", "1f1b")

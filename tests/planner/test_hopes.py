@@ -19,6 +19,7 @@ from autovaruna.planner.records import Plan
 from autovaruna.planner.search import make_plan
 from autovaruna.planner.settling import excess_bytes
 from autovaruna.planner.tuning import Tuning
+from tests.planner.by_rules import leave_hopes
 from tests.planner.cases import make_problem
 from tests.planner.draws import draw, with_memory
 
@@ -34,14 +35,10 @@ def tight(seed: int, share: float) -> Problem:
     return with_memory(problem, share * max(make_plan(problem).rank_bytes()))
 
 
-def forget(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(search, "tuned_hopes", lambda hopeful, least_seconds: None)
-
-
 def test_a_mixture_of_depths_and_recompute_makes_other_cuts_and_ranks_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = draw(12, "1f1b", 2)
     plan = make_plan(problem)
-    forget(monkeypatch)
+    leave_hopes(monkeypatch)
     assert plan.bound_seconds <= plan.predicted_seconds < 0.97 * make_plan(problem).predicted_seconds
 
 
@@ -58,7 +55,7 @@ def within_limits(problem: Problem) -> float:
 def test_what_fits_by_no_rule_may_fit_stage_by_stage(monkeypatch: pytest.MonkeyPatch) -> None:
     problems = [tight(seed, 0.95) for seed in (46, 54, 108, 125, 150, 178, 190, 213)]
     tuned = [within_limits(problem) for problem in problems]
-    forget(monkeypatch)
+    leave_hopes(monkeypatch)
     by_rule = [within_limits(problem) for problem in problems]
     assert all(one <= other for one, other in zip(tuned, by_rule, strict=True))
     assert sum(map(math.isinf, by_rule)) >= sum(map(math.isinf, tuned)) + 3
@@ -67,7 +64,7 @@ def test_what_fits_by_no_rule_may_fit_stage_by_stage(monkeypatch: pytest.MonkeyP
 def test_what_is_faster_and_lacks_memory_at_first_is_made_to_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     problems = [tight(seed, 0.95) for seed in (84, 133, 227, 376)]
     tuned = [within_limits(problem) for problem in problems]
-    forget(monkeypatch)
+    leave_hopes(monkeypatch)
     by_rule = [within_limits(problem) for problem in problems]
     assert all(one <= other for one, other in zip(tuned, by_rule, strict=True))
     assert any(one < 0.95 * other < math.inf for one, other in zip(tuned, by_rule, strict=True))

@@ -17,6 +17,7 @@ from autovaruna.planner.records import Plan
 from autovaruna.planner.search import make_plan
 from autovaruna.planner.settling import Found
 from tests.planner.brute import small_problem
+from tests.planner.by_rules import leave_found
 from tests.planner.cases import make_problem, make_uneven
 
 
@@ -58,9 +59,7 @@ def test_stages_do_not_save_memory_that_their_rank_has_at_every_instruction(monk
     plan = make_plan(problem)
     monkeypatch.setattr(search, "loosen_best", lambda trials, most: None)
     monkeypatch.setattr(search, "that_fits", lambda planner, candidate, plan: None)
-    monkeypatch.setattr(
-        search, "tuned", lambda found, most_seconds: sorted(found, key=lambda x: x[2].predicted_seconds)
-    )
+    leave_found(monkeypatch)
     monkeypatch.setattr("autovaruna.planner.settling.loosened", lambda planner, candidate, plan: plan)
     assert plan.predicted_seconds < 0.95 * make_plan(problem).predicted_seconds
 

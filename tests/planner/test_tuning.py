@@ -13,23 +13,19 @@ from autovaruna.planner.predicting.pipeline import pipeline_of, policy_of
 from autovaruna.planner.problem import Problem
 from autovaruna.planner.records import Plan
 from autovaruna.planner.search import make_plan
-from autovaruna.planner.settling import Found
 from autovaruna.schedule import Instruction, simulate
 from autovaruna.schedule.instruction import BACKWARD, FORWARD
+from tests.planner.by_rules import leave_found, leave_hopes
 from tests.planner.draws import draw
 from tests.planner.every_depth import any_problem
-
-
-def leave(found: Sequence[Found], most_seconds: float) -> list[Found]:
-    return sorted(found, key=lambda each: each[2].predicted_seconds)
 
 
 @pytest.mark.parametrize("seed", [8, 45, 77])
 def test_stages_defer_as_much_as_suits_each_of_them(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     problem = draw(seed, "zero_bubble")
     plan = make_plan(problem)
-    monkeypatch.setattr(search, "tuned", leave)
-    monkeypatch.setattr(search, "tuned_hopes", lambda hopeful, least_seconds: None)
+    leave_found(monkeypatch)
+    leave_hopes(monkeypatch)
     assert plan.bound_seconds <= plan.predicted_seconds < 0.97 * make_plan(problem).predicted_seconds
 
 
@@ -57,8 +53,8 @@ def test_stages_of_a_rank_that_never_reach_their_depths_together_fit(
     problem = draw(seed, most_each=2)
     plan = make_plan(problem)
     assert all(used <= limit for used, limit in zip(plan.rank_bytes(), problem.cluster.memory_bytes, strict=True))
-    monkeypatch.setattr(search, "tuned", leave)
-    monkeypatch.setattr(search, "tuned_hopes", lambda hopeful, least_seconds: None)
+    leave_found(monkeypatch)
+    leave_hopes(monkeypatch)
     monkeypatch.setattr(search, "that_fits", lambda planner, candidate, plan: None)
     assert plan.predicted_seconds < 0.97 * make_plan(problem).predicted_seconds
 

@@ -1,0 +1,24 @@
+"""Planning without the changes of single plans that follow the search, to tell what these are worth."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from autovaruna.planner import search
+from autovaruna.planner.settling import Found
+
+
+def leave_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans that fit keep the depths, the recompute and the deferral that the search gave them."""
+    monkeypatch.setattr(search, "tuned", _ordered)
+
+
+def leave_hopes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What does not fit by the rules of the search is not changed until it does."""
+    monkeypatch.setattr(search, "tuned_hopes", lambda hopeful, least_seconds: None)
+
+
+def _ordered(found: Sequence[Found], most_seconds: float) -> list[Found]:
+    return sorted(found, key=lambda each: each[2].predicted_seconds)
