@@ -26,6 +26,8 @@ from autovaruna.schedule.instruction import BACKWARD, FORWARD, RECOMPUTE, WEIGHT
 from autovaruna.schedule.messages import exact, seconds_of
 from autovaruna.schedule.pipeline import Pipeline
 
+Ranks = tuple[int, ...]
+
 
 def lower_bound(pipeline: Pipeline) -> float:
     """Returns seconds that no schedule of this pipeline can beat (in-flight depths set aside)."""
@@ -159,23 +161,41 @@ def _finish_seconds(pipeline: Pipeline, stage: int) -> float:
 def _message_seconds(pipeline: Pipeline) -> dict[tuple[int, int], tuple[float, float | None]]:
     """Returns, for each edge, the least seconds of its message and of its gradient (None if there is none)."""
     costs: dict[tuple[int, int], tuple[float, float | None]] = {}
+    known: dict[tuple[Ranks, Ranks], set[LinkCost]] = {}
     for edge in pipeline.edges:
         s, t = edge.source, edge.destination
         has_gradient = pipeline.needs_gradients and edge.needs_gradient
-        up = _least_seconds(pipeline, t, s, edge.backward_bytes) if has_gradient else None
-        costs[s, t] = _least_seconds(pipeline, s, t, edge.forward_bytes), up
+        up = _least_seconds(pipeline, t, s, edge.backward_bytes, known) if has_gradient else None
+        costs[s, t] = _least_seconds(pipeline, s, t, edge.forward_bytes, known), up
     return costs
 
 
-def _least_seconds(pipeline: Pipeline, sender: int, receiver: int, num_bytes: float) -> float:
-    """Returns the least seconds of a message between the ranks that the micro-batches of two stages go between."""
-    senders, receivers = pipeline.stages[sender].ranks, pipeline.stages[receiver].ranks
+def _least_seconds(
+    pipeline: Pipeline, sender: int, receiver: int, num_bytes: float, known: dict[tuple[Ranks, Ranks], set[LinkCost]]
+) -> float:
+    """Returns the least seconds of a message between the ranks that the micro-batches of two stages go between.
+
+    Args:
+        pipeline: of both.
+        sender, receiver: the stages.
+        num_bytes: of the message.
+        known: gathers the links between ranks; ranks with several stages send over the same ones again.
+    """
+    ranks = pipeline.stages[sender].ranks, pipeline.stages[receiver].ranks
+    links = known.get(ranks)
+    if links is None:
+        links = known[ranks] = _links(pipeline, *ranks)
+    return min([sum(seconds_of(link, num_bytes)) for link in links], default=0.0)
+
+
+def _links(pipeline: Pipeline, senders: Ranks, receivers: Ranks) -> set[LinkCost]:
+    """Returns the links that micro-batches take from some ranks to others; none if one of them stays on its rank."""
     links: set[LinkCost] = set()
     for a, b in _pairs(senders, receivers, pipeline.num_micro_batches):
         if a == b:
-            return 0.0
+            return set()
         links.add(pipeline.links(a, b))
-    return min([sum(seconds_of(link, num_bytes)) for link in links])
+    return links
 
 
 def _pairs(senders: Sequence[int], receivers: Sequence[int], num_micro_batches: int) -> Iterable[tuple[int, int]]:
