@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from functools import cache, partial
 from itertools import cycle, islice
 from typing import NamedTuple
 
@@ -25,8 +26,6 @@ from autovaruna.schedule.costs import distinct_replicas, work_seconds
 from autovaruna.schedule.instruction import BACKWARD, FORWARD, RECOMPUTE, WEIGHT
 from autovaruna.schedule.messages import exact, seconds_of
 from autovaruna.schedule.pipeline import Pipeline
-
-Ranks = tuple[int, ...]
 
 
 def lower_bound(pipeline: Pipeline) -> float:
@@ -161,34 +160,21 @@ def _finish_seconds(pipeline: Pipeline, stage: int) -> float:
 def _message_seconds(pipeline: Pipeline) -> dict[tuple[int, int], tuple[float, float | None]]:
     """Returns, for each edge, the least seconds of its message and of its gradient (None if there is none)."""
     costs: dict[tuple[int, int], tuple[float, float | None]] = {}
-    known: dict[tuple[Ranks, Ranks], set[LinkCost]] = {}
+    links = cache(partial(_links, pipeline))  # ranks with several stages send over the same ones again
     for edge in pipeline.edges:
-        s, t = edge.source, edge.destination
+        senders, receivers = pipeline.stages[edge.source].ranks, pipeline.stages[edge.destination].ranks
         has_gradient = pipeline.needs_gradients and edge.needs_gradient
-        up = _least_seconds(pipeline, t, s, edge.backward_bytes, known) if has_gradient else None
-        costs[s, t] = _least_seconds(pipeline, s, t, edge.forward_bytes, known), up
+        up = _least_seconds(links(receivers, senders), edge.backward_bytes) if has_gradient else None
+        costs[edge.source, edge.destination] = _least_seconds(links(senders, receivers), edge.forward_bytes), up
     return costs
 
 
-def _least_seconds(
-    pipeline: Pipeline, sender: int, receiver: int, num_bytes: float, known: dict[tuple[Ranks, Ranks], set[LinkCost]]
-) -> float:
-    """Returns the least seconds of a message between the ranks that the micro-batches of two stages go between.
-
-    Args:
-        pipeline: of both.
-        sender, receiver: the stages.
-        num_bytes: of the message.
-        known: gathers the links between ranks; ranks with several stages send over the same ones again.
-    """
-    ranks = pipeline.stages[sender].ranks, pipeline.stages[receiver].ranks
-    links = known.get(ranks)
-    if links is None:
-        links = known[ranks] = _links(pipeline, *ranks)
+def _least_seconds(links: Iterable[LinkCost], num_bytes: float) -> float:
+    """Returns the least seconds of a message over one of some links; without any it stays on its rank."""
     return min([sum(seconds_of(link, num_bytes)) for link in links], default=0.0)
 
 
-def _links(pipeline: Pipeline, senders: Ranks, receivers: Ranks) -> set[LinkCost]:
+def _links(pipeline: Pipeline, senders: tuple[int, ...], receivers: tuple[int, ...]) -> set[LinkCost]:
     """Returns the links that micro-batches take from some ranks to others; none if one of them stays on its rank."""
     links: set[LinkCost] = set()
     for a, b in _pairs(senders, receivers, pipeline.num_micro_batches):
