@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 
 from autovaruna.errors import InputError
+from autovaruna.schedule.slices import slices
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,27 +82,23 @@ def cut_batch(
     Raises:
         InputError: no rank passed a sample, or there are fewer micro-batches than groups that passed some.
     """
-    counts = [len(range(group, num_micro_batches, len(groups))) for group in range(len(groups))]
     sizes = [mini_batch_sizes[ranks[0]] for ranks in groups]
     total = sum(sizes)
     if total == 0:
         raise InputError("Every rank passed an empty batch; expected at least one sample on one rank.")
-    parts: dict[int, MicroBatch] = {}
-    for group, (count, size) in enumerate(zip(counts, sizes, strict=True)):
-        if size and not count:
+    for ranks, size in zip(groups[num_micro_batches:], sizes[num_micro_batches:], strict=True):
+        if size:
             raise InputError(
-                f"num_micro_batches is {num_micro_batches}, but rank {groups[group][0]} of {len(mini_batch_sizes)} "
+                f"num_micro_batches is {num_micro_batches}, but rank {ranks[0]} of {len(mini_batch_sizes)} "
                 f"passes {size} samples of its own: expected at least {len(groups)} micro-batches, or "
                 "inputs='replicated'."
             )
-        start = 0
-        for place in range(count):
-            length = size // count + (place < size % count)
-            index = group + place * len(groups)
-            if length:
-                parts[index] = MicroBatch(index, groups[group][0], start, length, length / total)
-            start += length
-    return GlobalBatch(dict(sorted(parts.items())), groups)
+    parts = {
+        m: MicroBatch(m, groups[m % len(groups)][0], start, size, size / total)
+        for m, (start, size) in enumerate(slices(sizes, num_micro_batches))
+        if size
+    }
+    return GlobalBatch(parts, groups)
 
 
 @lru_cache(maxsize=64)

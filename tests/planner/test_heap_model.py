@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise, product
+from itertools import pairwise
 
 import pytest
 
@@ -15,7 +15,6 @@ from autovaruna.planner.memory.chances import CHANCES, Chance
 from autovaruna.planner.memory.heap import MAPPED_BYTES, Heap
 from autovaruna.planner.memory.holdings import holdings_of_stage
 from autovaruna.planner.memory.holes import heap_of_steps
-from autovaruna.planner.memory.micro_batch_sizes import sizes_of_micro_batches
 from autovaruna.planner.memory.stage_memory import MemoryModel
 from autovaruna.planner.memory.stage_tensors import BlockTensors, StageTensors, tensors_of_stage
 from autovaruna.planner.predicting.orders import Orders
@@ -23,7 +22,6 @@ from autovaruna.planner.problem import Problem
 from autovaruna.planner.records import Plan
 from autovaruna.planner.search import make_plan
 from autovaruna.profiler.records import Sequences
-from autovaruna.runtime.batch import cut_batch
 from autovaruna.schedule import Instruction, Kind
 from tests.planner.cases import make_problem
 
@@ -256,15 +254,6 @@ def test_what_backward_starts_from_is_there_until_it_ends() -> None:
     needy = replace(stage.blocks[0], work=3e6)
     heap = heap_of_steps(program_of("F0 B0"), {0: replace(stage, blocks=(needy, stage.blocks[1]))}, 0.0, 0.0)
     assert (heap.peak_bytes, heap.live_bytes) == (2e6 + 2e6 + 3e6, 0)
-
-
-def test_micro_batches_have_the_sizes_that_a_call_cuts() -> None:
-    for num_groups, samples, each in product((1, 2, 3), (4, 7, 8), (1, 2, 3, 5)):
-        num_micro_batches = num_groups + each - 1
-        groups = tuple((rank,) for rank in range(num_groups))
-        made = cut_batch((samples,) * num_groups, num_micro_batches, groups).micro_batches
-        sizes = sizes_of_micro_batches(samples * num_groups, num_micro_batches, num_groups)
-        assert {m: size for m, size in enumerate(sizes) if size} == {m: part.size for m, part in made.items()}
 
 
 def test_each_micro_batch_takes_as_much_as_it_is_large() -> None:

@@ -13,12 +13,12 @@ from autovaruna.planner.memory.heap import Heap
 from autovaruna.planner.memory.holdings import Holdings
 from autovaruna.planner.memory.known_heaps import KnownHeaps
 from autovaruna.planner.memory.lent import SharedBytes, lent_of_stages, shared_bytes
-from autovaruna.planner.memory.micro_batch_sizes import sizes_of_micro_batches
 from autovaruna.planner.memory.rank_heap import RankHeap
 from autovaruna.planner.memory.stage_memory import MemoryModel
 from autovaruna.planner.memory.stage_tensors import StageTensors
 from autovaruna.planner.records import Plan
 from autovaruna.schedule import Instruction, Kind, Schedule
+from autovaruna.schedule.slices import even_sizes, slices
 
 _NUM_STEPS = 3
 """The first step leaves the optimizer's state in the heap, between holes; then a step is like the one before it."""
@@ -98,7 +98,8 @@ def _uneven_sizes(plan: Plan, num_groups: int) -> list[int]:
     num_micro_batches = plan.num_micro_batches
     if not num_micro_batches % num_groups or num_micro_batches < num_groups:
         return []
-    return sizes_of_micro_batches(round(plan.micro_batch_size * num_micro_batches), num_micro_batches, num_groups)
+    samples = round(plan.micro_batch_size * num_micro_batches)
+    return [size for _, size in slices(even_sizes(samples, num_groups), num_micro_batches)]
 
 
 def _tensors_by_size(
