@@ -1,6 +1,6 @@
 """Schedules: instructions as data, policies that order them, rules, and the simulator."""
 
-from autovaruna.schedule.bound import bound_at_depths, lower_bound
+from autovaruna.schedule.bound import Bounds, lower_bound
 from autovaruna.schedule.check import check
 from autovaruna.schedule.depth import deepest_in_flight, latency_depth, textbook_depth
 from autovaruna.schedule.instruction import Instruction, Kind, Schedule
@@ -13,6 +13,7 @@ from autovaruna.schedule.timeline import draw, render
 
 __all__ = [
     "POLICIES",
+    "Bounds",
     "Edge",
     "Event",
     "Instruction",
@@ -25,7 +26,6 @@ __all__ = [
     "Schedule",
     "Simulation",
     "StageTimes",
-    "bound_at_depths",
     "check",
     "deepest_in_flight",
     "draw",

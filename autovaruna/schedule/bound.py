@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from functools import cache, partial
+from functools import cached_property
 from itertools import cycle, islice
 from typing import NamedTuple
 
@@ -25,44 +25,56 @@ from autovaruna.profiler.records import LinkCost
 from autovaruna.schedule.costs import distinct_replicas, work_seconds
 from autovaruna.schedule.instruction import BACKWARD, FORWARD, RECOMPUTE, WEIGHT
 from autovaruna.schedule.messages import exact, seconds_of
-from autovaruna.schedule.pipeline import Pipeline
+from autovaruna.schedule.pipeline import Pipeline, StageTimes
 
 
 def lower_bound(pipeline: Pipeline) -> float:
     """Returns seconds that no schedule of this pipeline can beat (in-flight depths set aside)."""
-    paths, held = _Paths(pipeline), dict[int, list[tuple[int, int]]]()
-    for stage, times in enumerate(pipeline.stages):
-        for replica, rank in enumerate(times.ranks):
-            held.setdefault(rank, []).append((stage, replica))
-    ranks = (_rank_bound(pipeline, paths, mine) for mine in held.values())
-    stages = (_stage_bound(pipeline, paths, stage) for stage in range(pipeline.num_stages))
-    return max(*ranks, *stages)
+    return Bounds(pipeline).lower
 
 
-def bound_at_depths(pipeline: Pipeline) -> float:
-    """Returns seconds that no schedule of this pipeline can beat with its in-flight depths.
+class Bounds:
+    """The bounds of one pipeline; the paths that all of them go by are found once.
 
-    With d in flight, the k-th forward of a replica starts a whole trip of a micro-batch, down and up, after the
-    (k - d)-th one did, whatever the order: so many backwards must have ended, and one of them began no sooner.
+    Args:
+        pipeline: the pipeline.
     """
-    bound = lower_bound(pipeline)
-    if not pipeline.needs_gradients:
-        return bound
-    paths = _Paths(pipeline)
-    for stage, times in enumerate(pipeline.stages):
-        for replica in range(times.num_replicas):
-            bound = max(bound, _depth_bound(pipeline, paths, stage, replica))
-    return bound
 
+    def __init__(self, pipeline: Pipeline) -> None:
+        self.pipeline, self._paths = pipeline, _Paths(pipeline)
 
-def least_tails(pipeline: Pipeline) -> list[float]:
-    """Returns, for each rank, seconds that any schedule takes at least from its last instruction to the end."""
-    paths, tails = _Paths(pipeline), [float("inf")] * pipeline.num_ranks
-    for stage, times in enumerate(pipeline.stages):
-        tail = (paths.finishes if times.deferred else paths.tails)[stage]  # weight gradients may come last
-        for rank in times.ranks:
-            tails[rank] = min(tails[rank], tail)
-    return [tail if tail < float("inf") else 0.0 for tail in tails]
+    @cached_property
+    def lower(self) -> float:
+        """Seconds that no schedule can beat, in-flight depths set aside."""
+        pipeline, held = self.pipeline, dict[int, list[tuple[int, int]]]()
+        for stage, times in enumerate(pipeline.stages):
+            for replica, rank in enumerate(times.ranks):
+                held.setdefault(rank, []).append((stage, replica))
+        ranks = (_rank_bound(pipeline, self._paths, mine) for mine in held.values())
+        stages = (_stage_bound(pipeline, self._paths, stage) for stage in range(pipeline.num_stages))
+        return max(*ranks, *stages)
+
+    @property
+    def at_depths(self) -> float:
+        """Seconds that no schedule can beat with the pipeline's in-flight depths.
+
+        With d in flight, the k-th forward of a replica starts a whole trip of a micro-batch, down and up, after the
+        (k - d)-th one did, whatever the order: so many backwards must have ended, and one of them began no sooner.
+        """
+        if not self.pipeline.needs_gradients:
+            return self.lower
+        replicas = ((s, i) for s, times in enumerate(self.pipeline.stages) for i in range(times.num_replicas))
+        return max(self.lower, *(_depth_bound(self.pipeline, self._paths, *replica) for replica in replicas))
+
+    @cached_property
+    def tails(self) -> list[float]:
+        """For each rank, seconds that any schedule takes at least from its last instruction to the end."""
+        paths, tails = self._paths, [math.inf] * self.pipeline.num_ranks
+        for stage, times in enumerate(self.pipeline.stages):
+            tail = (paths.finishes if times.deferred else paths.tails)[stage]  # weight gradients may come last
+            for rank in times.ranks:
+                tails[rank] = min(tails[rank], tail)
+        return [tail if tail < math.inf else 0.0 for tail in tails]
 
 
 class _Work(NamedTuple):
@@ -106,7 +118,8 @@ class _Paths:
         self.finishes = [0.0] * num_stages
         self.tails = [0.0] * num_stages
         if pipeline.needs_gradients:
-            self.finishes = [_finish_seconds(pipeline, s) for s in range(num_stages)]
+            optimizers = [exact(seconds) for seconds in pipeline.optimizer_seconds]
+            self.finishes = [_finish_seconds(times, optimizers) for times in pipeline.stages]
             apart = (min(each.whole - each.backward for each in some) for some in self.work)
             self.tails = [each + finish for each, finish in zip(apart, self.finishes, strict=True)]
         self._find(pipeline)
@@ -148,24 +161,30 @@ def _work(pipeline: Pipeline, stage: int, replica: int) -> _Work:
     return _Work(seconds[FORWARD], seconds[RECOMPUTE], backward, whole)
 
 
-def _finish_seconds(pipeline: Pipeline, stage: int) -> float:
+def _finish_seconds(times: StageTimes, optimizers: Sequence[float]) -> float:
     """Returns the least seconds after a stage's last gradients: the all-reduce, which joins its ranks; optimizer."""
-    reduce = exact(pipeline.stages[stage].reduce_seconds)
-    optimizers = [
-        exact(pipeline.optimizer_seconds[rank]) for rank in pipeline.stages[stage].ranks if pipeline.optimizer_seconds
-    ]
-    return reduce + (max if reduce > 0 else min)(optimizers, default=0.0)
+    reduce = exact(times.reduce_seconds)
+    if not optimizers:
+        return reduce
+    return reduce + (max if reduce > 0 else min)([optimizers[rank] for rank in times.ranks])
 
 
 def _message_seconds(pipeline: Pipeline) -> dict[tuple[int, int], tuple[float, float | None]]:
     """Returns, for each edge, the least seconds of its message and of its gradient (None if there is none)."""
     costs: dict[tuple[int, int], tuple[float, float | None]] = {}
-    links = cache(partial(_links, pipeline))  # ranks with several stages send over the same ones again
+    known: dict[tuple[tuple[int, ...], tuple[int, ...]], set[LinkCost]] = {}
+
+    def least(senders: tuple[int, ...], receivers: tuple[int, ...], num_bytes: float) -> float:
+        links = known.get((senders, receivers))
+        if links is None:  # ranks with several stages send over the same ones again
+            links = known[senders, receivers] = _links(pipeline, senders, receivers)
+        return _least_seconds(links, num_bytes)
+
     for edge in pipeline.edges:
         senders, receivers = pipeline.stages[edge.source].ranks, pipeline.stages[edge.destination].ranks
         has_gradient = pipeline.needs_gradients and edge.needs_gradient
-        up = _least_seconds(links(receivers, senders), edge.backward_bytes) if has_gradient else None
-        costs[edge.source, edge.destination] = _least_seconds(links(senders, receivers), edge.forward_bytes), up
+        up = least(receivers, senders, edge.backward_bytes) if has_gradient else None
+        costs[edge.source, edge.destination] = least(senders, receivers, edge.forward_bytes), up
     return costs
 
 

@@ -22,12 +22,20 @@ class Network:
     """
 
     def __init__(self, pipeline: Pipeline, policy: Policy) -> None:
-        self.stages = [_replicas(pipeline, policy, stage) for stage in range(pipeline.num_stages)]
+        activations = Counter([edge.destination for edge in pipeline.edges])
+        gradients = Counter([edge.source for edge in pipeline.edges if edge.needs_gradient])
+        self.stages = [
+            [
+                _replica(pipeline, policy, stage, index, activations[stage], gradients[stage])
+                for index in range(times.num_replicas)
+            ]
+            for stage, times in enumerate(pipeline.stages)
+        ]
         self.by_rank: list[list[Replica]] = [[] for _ in range(pipeline.num_ranks)]
-        for replica in self.replicas():
-            self.by_rank[replica.rank].insert(0, replica)
+        for stage in reversed(self.stages):
+            for replica in stage:
+                self.by_rank[replica.rank].append(replica)
         self.routes: dict[Kind, list[list[Route]]] = {kind: [[] for _ in self.stages] for kind in Kind}
-        self._make_inboxes(pipeline)
         lines = Lines(Line)
         for edge in pipeline.edges:
             self._join(edge, pipeline, lines)
@@ -37,13 +45,6 @@ class Network:
     def replicas(self) -> list[Replica]:
         """Returns all replicas, by stage."""
         return [replica for stage in self.stages for replica in stage]
-
-    def _make_inboxes(self, pipeline: Pipeline) -> None:
-        activations = Counter(edge.destination for edge in pipeline.edges)
-        gradients = Counter(edge.source for edge in pipeline.edges if edge.needs_gradient)
-        for replica in self.replicas():
-            replica.activations = Inbox(replica.num_micro_batches, activations[replica.stage])
-            replica.gradients = Inbox(replica.num_micro_batches, gradients[replica.stage])
 
     def _join(self, edge: Edge, pipeline: Pipeline, lines: Lines) -> None:
         inboxes = [replica.activations for replica in self.stages[edge.destination]]
@@ -60,13 +61,13 @@ class Network:
         self.routes[kind][sender].append(route)
 
 
-def _replicas(pipeline: Pipeline, policy: Policy, stage: int) -> list[Replica]:
-    return [_replica(pipeline, policy, stage, index) for index in range(pipeline.stages[stage].num_replicas)]
-
-
-def _replica(pipeline: Pipeline, policy: Policy, stage: int, index: int) -> Replica:
-    ranks = pipeline.stages[stage].ranks
-    replica = Replica(ranks[index], stage, index, len(ranks), pipeline.share(stage, index))
+def _replica(
+    pipeline: Pipeline, policy: Policy, stage: int, index: int, num_activations: int, num_gradients: int
+) -> Replica:
+    """Returns a replica that waits for so many messages before a forward, and so many before a backward."""
+    ranks, share = pipeline.stages[stage].ranks, pipeline.share(stage, index)
+    inboxes = Inbox(share, num_activations), Inbox(share, num_gradients)
+    replica = Replica(ranks[index], stage, index, len(ranks), share, *inboxes)
     replica.needs_gradients = pipeline.needs_gradients
     replica.num_later = pipeline.num_stages - 1 - stage
     if pipeline.needs_gradients:

@@ -57,7 +57,16 @@ class Replica:
         "peak", "rank", "recomputes", "seconds", "stage", "stride", "weights",
     )  # fmt: skip
 
-    def __init__(self, rank: int, stage: int, index: int, stride: int, num_micro_batches: int) -> None:
+    def __init__(
+        self,
+        rank: int,
+        stage: int,
+        index: int,
+        stride: int,
+        num_micro_batches: int,
+        activations: Inbox,
+        gradients: Inbox,
+    ) -> None:
         self.rank, self.stage, self.index, self.stride = rank, stage, index, stride
         self.num_micro_batches = num_micro_batches
         self.num_later = 0
@@ -66,8 +75,7 @@ class Replica:
         self.needs_recompute = self.is_split = False
         self.most_deferred = 0
         self.seconds: Mapping[Kind, float] = {}
-        self.activations = Inbox(num_micro_batches, 0)
-        self.gradients = Inbox(num_micro_batches, 0)
+        self.activations, self.gradients = activations, gradients
         self.forwards = self.recomputes = self.backwards = self.weights = self.peak = 0
         self.can_forward = self.can_recompute = self.can_backward = self.can_weight = self.can_start = False
         self.has_gradient = self.is_full = self.is_recomputed = self.is_blocked = False

@@ -11,7 +11,7 @@ import math
 from heapq import heappop, heappush
 
 from autovaruna.errors import ScheduleError
-from autovaruna.schedule.bound import least_tails
+from autovaruna.schedule.bound import Bounds
 from autovaruna.schedule.fixed import FixedOrder
 from autovaruna.schedule.instruction import Schedule
 from autovaruna.schedule.messages import TICKS_PER_SECOND, exact
@@ -31,14 +31,22 @@ def simulate(pipeline: Pipeline, policy: Policy) -> Simulation:
     return _Simulator(pipeline, policy).run()
 
 
-def step_seconds(pipeline: Pipeline, policy: Policy, below: float = math.inf) -> float:
+def step_seconds(pipeline: Pipeline, policy: Policy, below: float = math.inf, bounds: Bounds | None = None) -> float:
     """Returns the seconds of one step, infinite as soon as it is certain that they are not below `below`.
+
+    Args:
+        pipeline: what to simulate.
+        policy: the order of its instructions.
+        below: steps that take as long or longer are of no use.
+        bounds: of the pipeline, if they are at hand.
 
     Raises:
         ScheduleError: as `simulate` does, if it comes that far.
     """
+    if below < math.inf:
+        bounds = bounds or Bounds(pipeline)
     try:
-        return _Simulator(pipeline, policy, below).run().step_seconds
+        return _Simulator(pipeline, policy, below, bounds).run().step_seconds
     except _TooLongError:
         return math.inf
 
@@ -62,10 +70,12 @@ class _Simulator:
     The queue holds (seconds, rank): the end of the rank's instruction, or, for an idle rank, the arrival of a message.
     """
 
-    def __init__(self, pipeline: Pipeline, policy: Policy, below: float = math.inf) -> None:
+    def __init__(
+        self, pipeline: Pipeline, policy: Policy, below: float = math.inf, bounds: Bounds | None = None
+    ) -> None:
         self.pipeline, self.policy = pipeline, policy
         self.network = Network(pipeline, policy)
-        self.latest = self._latest_starts(below)
+        self.latest = self._latest_starts(below, bounds) if bounds else [below] * pipeline.num_ranks
         self.running: list[Act | None] = [None] * pipeline.num_ranks
         self.acts: tuple[list[Act], ...] = tuple([] for _ in range(pipeline.num_ranks))
         self.queue = [(0.0, rank) for rank, replicas in enumerate(self.network.by_rank) if replicas]
@@ -81,16 +91,13 @@ class _Simulator:
             raise ScheduleError(self.policy.explain(self.network.by_rank))
         return self._result()
 
-    def _latest_starts(self, below: float) -> list[float]:
+    def _latest_starts(self, below: float, bounds: Bounds) -> list[float]:
         """Returns when each rank has to start its next instruction, should the step take less than `below`.
 
-        What is left of its work comes after that, and then what no schedule beats (`least_tails`).
+        What is left of its work comes after that, and then what no schedule beats.
         """
-        if below == math.inf:
-            return [below] * self.pipeline.num_ranks
-        tails = least_tails(self.pipeline)
         work = [sum(replica.work_seconds for replica in replicas) for replicas in self.network.by_rank]
-        return [below - each - tail + 1.0 / TICKS_PER_SECOND for each, tail in zip(work, tails, strict=True)]
+        return [below - each - tail + 1.0 / TICKS_PER_SECOND for each, tail in zip(work, bounds.tails, strict=True)]
 
     def _happen(self, now: float) -> set[int]:
         """Ends what ends now, and returns the ranks that may have something new to run."""

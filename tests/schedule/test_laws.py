@@ -11,10 +11,10 @@ import pytest
 from autovaruna.profiler.records import LinkCost
 from autovaruna.schedule import (
     POLICIES,
+    Bounds,
     Kind,
     Pipeline,
     Simulation,
-    bound_at_depths,
     check,
     lower_bound,
     replay,
@@ -36,7 +36,7 @@ def assert_laws(pipeline: Pipeline, name: str) -> Simulation:
     simulation = simulate(pipeline, POLICIES[name])
     check(simulation.schedule, pipeline)
     assert replay(pipeline, simulation.schedule).events == simulation.events
-    assert lower_bound(pipeline) <= bound_at_depths(pipeline) <= simulation.step_seconds
+    assert lower_bound(pipeline) <= Bounds(pipeline).at_depths <= simulation.step_seconds
     assert step_seconds(pipeline, POLICIES[name], simulation.step_seconds * 1.001) == simulation.step_seconds
     assert step_seconds(pipeline, POLICIES[name], simulation.step_seconds) >= simulation.step_seconds
     assert POLICIES[name].num_instructions(pipeline) == sum(map(len, simulation.acts))

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from autovaruna.planner.predicting.cycles import cycle_seconds, is_plain
 from autovaruna.planner.predicting.folding import acts_of_an_act, unlike_parts
-from autovaruna.schedule import Pipeline, Policy, bound_at_depths, lower_bound, step_seconds
+from autovaruna.schedule import Bounds, Pipeline, Policy, step_seconds
 
 _ACTS_OF_A_BOUND = 8
 """What a bound costs, for each stage, counted in acts of the simulator."""
@@ -23,7 +23,7 @@ class Predictor:
 
     def __init__(self) -> None:
         self.num_acts = 0
-        self._known: tuple[Pipeline | None, list[tuple[float, Pipeline]]] = None, []
+        self._known: tuple[Pipeline | None, list[Bounds]] = None, []
 
     @property
     def spent_seconds(self) -> float:
@@ -32,12 +32,12 @@ class Predictor:
 
     def bound(self, pipeline: Pipeline) -> float:
         """Returns seconds that a pipeline cannot beat with any depths and any schedule."""
-        return self._parts(pipeline)[0][0]
+        return self._parts(pipeline)[0].lower
 
     def bound_at_depths(self, pipeline: Pipeline) -> float:
         """Returns seconds that a pipeline cannot beat with its depths and any schedule."""
         self.num_acts += _ACTS_OF_A_BOUND * pipeline.num_stages
-        return bound_at_depths(pipeline)
+        return Bounds(pipeline).at_depths
 
     def step_seconds(self, pipeline: Pipeline, policy: Policy, below: float = math.inf) -> float:
         """Simulates a step; of a long one two shorter ones that end alike, since its middle repeats itself.
@@ -50,13 +50,14 @@ class Predictor:
             below: steps that take as long or longer may come out as infinite.
         """
         longest = 0.0
-        for _, part in self._parts(pipeline):
+        for part in self._parts(pipeline):
             longest = max(longest, self._seconds_of_part(part, policy, below))
             if longest >= below:
                 break
         return longest
 
-    def _seconds_of_part(self, pipeline: Pipeline, policy: Policy, below: float) -> float:
+    def _seconds_of_part(self, bounds: Bounds, policy: Policy, below: float) -> float:
+        pipeline = bounds.pipeline
         counts = [stage.num_replicas for stage in pipeline.stages]
         period, warm = math.lcm(*counts), (3 if max(counts) == 1 else 8) * sum(counts)
         repeats = (pipeline.num_micro_batches - warm) // period
@@ -65,30 +66,32 @@ class Predictor:
             if 2 * pipeline.num_micro_batches * len(counts) > _ACTS_OF_A_PLAIN_STEP and is_plain(pipeline, policy):
                 self.num_acts += _ACTS_OF_A_CYCLE * pipeline.num_micro_batches
                 return cycle_seconds(pipeline)
-            return self._simulate(pipeline, policy, below)
+            return self._simulate(pipeline, policy, below, bounds)
         short = pipeline.num_micro_batches - repeats * period
         once = self._simulate(replace(pipeline, num_micro_batches=short), policy)
         longer = replace(pipeline, num_micro_batches=short + extra * period)
         more = self._simulate(longer, policy, once + (below - once) * extra / repeats)
         return once + (more - once) * repeats / extra
 
-    def _parts(self, pipeline: Pipeline) -> list[tuple[float, Pipeline]]:
-        """Returns the parts that may take longest, with their bounds, the greatest first.
+    def _parts(self, pipeline: Pipeline) -> list[Bounds]:
+        """Returns the bounds of the parts that may take longest, the greatest first.
 
         A pipeline is bounded first and then simulated, by one schedule after the other.
         """
         known, parts = self._known
         if pipeline is not known:
-            parts = sorted(((lower_bound(part), part) for part in unlike_parts(pipeline)), key=lambda each: -each[0])
+            parts = sorted(map(Bounds, unlike_parts(pipeline)), key=lambda part: -part.lower)
             self.num_acts += _ACTS_OF_A_BOUND * pipeline.num_stages * len(parts)
             parts = parts[:_MOST_PARTS]
             self._known = pipeline, parts
         return parts
 
-    def _simulate(self, pipeline: Pipeline, policy: Policy, below: float = math.inf) -> float:
+    def _simulate(
+        self, pipeline: Pipeline, policy: Policy, below: float = math.inf, bounds: Bounds | None = None
+    ) -> float:
         """Simulates a step; one that is given up since it takes too long counts as a whole one."""
         self.num_acts += policy.num_instructions(pipeline) * acts_of_an_act(pipeline)
-        return step_seconds(pipeline, policy, below)
+        return step_seconds(pipeline, policy, below, bounds)
 
 
 def least_seconds(counts: list[int], num_micro_batches: int, *, is_shared: bool) -> float:
