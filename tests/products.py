@@ -3,9 +3,19 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
+from typing import TypeVar
 
 WHOLE = bool(os.environ.get("WHOLE_PRODUCTS"))
 """Whether all of it runs; ``make test-whole`` asks for that."""
+
+
+Each = TypeVar("Each")
+
+
+def some(cases: Sequence[Each], usual: int) -> list[Each]:
+    """Returns about `usual` of some cases that are much alike, evenly spread, or all of them."""
+    return list(cases if WHOLE else cases[:: max(len(cases) // usual, 1)])
 
 
 def drawn_seeds(usual: int) -> range:

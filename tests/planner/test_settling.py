@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import cache
 
 import pytest
 
@@ -21,21 +22,21 @@ from tests.planner.by_rules import leave_found
 from tests.planner.cases import make_problem, make_uneven
 
 
-def tight(seed: int, share: float, heap_share: float = 0.4) -> Problem:
-    """A problem with several stages a rank, whose ranks have a share of what the best plan would take."""
+@cache
+def tight(seed: int, share: float) -> tuple[Problem, Plan]:
+    """A problem with several stages a rank, whose ranks have a share of what the best plan would take; and its plan."""
     chance = random.Random(seed)
     blocks, ranks = chance.randint(6, 12), chance.randint(2, 3)
     stages = chance.choice([0, 2 * ranks])
     problem = make_problem(blocks, ranks, 12, seed=seed, num_stages=stages, max_stages_per_rank=2)
     limit = share * max(make_plan(problem).rank_bytes())
-    cluster = replace(problem.cluster, memory_bytes=(limit,) * ranks, heap_share=heap_share)
-    return replace(problem, cluster=cluster)
+    problem = replace(problem, cluster=replace(problem.cluster, memory_bytes=(limit,) * ranks, heap_share=0.4))
+    return problem, make_plan(problem)
 
 
 @pytest.mark.parametrize(("seed", "share"), [(4, 0.7), (3, 0.9), (1, 0.8)])
 def test_what_is_shown_of_a_rank_is_within_its_limit(seed: int, share: float) -> None:
-    problem = tight(seed, share)
-    plan = make_plan(problem)
+    problem, plan = tight(seed, share)
     assert max(plan.rank_bytes()) <= problem.cluster.memory_bytes[0]
 
 
@@ -55,8 +56,7 @@ def test_a_plan_that_needs_more_than_it_seemed_gives_way_to_another(monkeypatch:
 
 
 def test_stages_do_not_save_memory_that_their_rank_has_at_every_instruction(monkeypatch: pytest.MonkeyPatch) -> None:
-    problem = tight(3, 0.9)
-    plan = make_plan(problem)
+    problem, plan = tight(3, 0.9)
     monkeypatch.setattr(search, "loosen_best", lambda trials, most: None)
     monkeypatch.setattr(search, "that_fits", lambda planner, candidate, plan: None)
     leave_found(monkeypatch)
@@ -65,8 +65,8 @@ def test_stages_do_not_save_memory_that_their_rank_has_at_every_instruction(monk
 
 
 def test_what_was_chosen_by_its_instructions_is_not_refused_when_it_is_loaded() -> None:
-    problem = tight(3, 0.9)
-    plan, limits = make_plan(problem), problem.cluster.memory_bytes
+    problem, plan = tight(3, 0.9)
+    limits = problem.cluster.memory_bytes
     assert any(x > limit for x, limit in zip(replace(plan, rank_memory_bytes=()).rank_bytes(), limits, strict=True))
     told = {"optimizer_bytes_factor": problem.optimizer_bytes_factor}
     valid_for = Fingerprint(problem.graph.fingerprint, num_ranks=plan.num_ranks, memory_bytes=limits, settings=told)
