@@ -10,7 +10,7 @@ import numpy as np
 
 from autovaruna.planner.costs import Array
 from autovaruna.planner.memory.fitting import Option, fit, peak_of
-from autovaruna.planner.memory.known_heaps import KnownHeaps
+from autovaruna.planner.memory.known_memory import KnownMemory
 from autovaruna.planner.memory.rank_memory import bytes_of_ranks
 from autovaruna.planner.predicting.edges import Edges
 from autovaruna.planner.predicting.folding import fold, telling
@@ -61,7 +61,7 @@ class Planner:
 
     def __init__(self, problem: Problem, tables: RangeTables, limits: Sequence[float] = ()) -> None:
         self.problem, self.tables, self.limits = problem, tables, limits or problem.cluster.memory_bytes
-        self.predictor, self.edges, self.heaps = Predictor(), Edges(problem.graph), KnownHeaps()
+        self.predictor, self.edges, self.known = Predictor(), Edges(problem.graph), KnownMemory()
         self._last: tuple[Plan | None, Pipeline | None] = None, None
         hosts = problem.cluster.hosts
         numbers = {host: number for number, host in enumerate(dict.fromkeys(hosts))}
@@ -158,10 +158,10 @@ class Planner:
         sized = self.sized(plan.num_micro_batches)
         model, costs = sized.model, sized.greatest_costs
         own = self.problem.cluster.own_process_bytes
-        graph, schedule, known = self.problem.graph, simulation.schedule, self.heaps.num_followed
-        needed = bytes_of_ranks(graph, plan, costs, model, pipeline, schedule, own, self.heaps, limits)
+        graph, schedule, before = self.problem.graph, simulation.schedule, self.known.num_followed
+        needed = bytes_of_ranks(graph, plan, costs, model, pipeline, schedule, own, self.known, limits)
         self.predictor.num_acts += _ACTS_OF_A_PEAK + sum(map(len, schedule)) * _ACTS_OF_AN_INSTRUCTION
-        self.predictor.num_acts += (self.heaps.num_followed - known) * _ACTS_IN_A_HEAP
+        self.predictor.num_acts += (self.known.num_followed - before) * _ACTS_IN_A_HEAP
         return replace(plan, predicted_seconds=simulation.step_seconds, rank_memory_bytes=needed)
 
     def with_block_bytes(self, plan: Plan) -> Plan:

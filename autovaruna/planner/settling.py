@@ -15,7 +15,8 @@ from itertools import islice
 from autovaruna.errors import PlanError
 from autovaruna.planner.candidate import Candidate, Planner
 from autovaruna.planner.infeasible import readable, to_give
-from autovaruna.planner.records import Plan
+from autovaruna.planner.memory.fitting import Option
+from autovaruna.planner.records import Plan, StagePlan
 from autovaruna.planner.trials import Trials
 
 Found = tuple[Planner, Candidate, Plan]
@@ -102,7 +103,7 @@ def _built_again(planner: Planner, candidate: Candidate, plan: Plan, predict: Pr
     best = None
     for _ in range(_TURNS):
         other = planner.build(candidate, _limits(planner, plan))
-        if other is None or _choices(other) == _choices(plan):
+        if other is None or choices_of(other.stages) == choices_of(plan.stages):
             break
         plan = (predict or planner.predict_whole)(other)
         best = _faster(best, plan) if is_within(planner, plan) else best
@@ -119,11 +120,12 @@ def _limits(planner: Planner, plan: Plan) -> tuple[float, ...]:
 def _is_squeezed(planner: Planner, candidate: Candidate, plan: Plan) -> bool:
     """Returns whether memory has changed a plan."""
     free = planner.build(candidate, (float("inf"),) * plan.num_ranks)
-    return free is not None and _choices(free) != _choices(plan)
+    return free is not None and choices_of(free.stages) != choices_of(plan.stages)
 
 
-def _choices(plan: Plan) -> list[tuple[bool, int, int]]:
-    return [(stage.needs_recompute, stage.in_flight, stage.deferred) for stage in plan.stages]
+def choices_of(stages: Iterable[StagePlan | Option]) -> tuple[tuple[bool, int, int], ...]:
+    """Returns what memory leaves each stage to choose."""
+    return tuple([(stage.needs_recompute, stage.in_flight, stage.deferred) for stage in stages])
 
 
 def is_within(planner: Planner, plan: Plan) -> bool:

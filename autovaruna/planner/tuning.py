@@ -19,7 +19,7 @@ from autovaruna.planner.changes import Change, Changes, Options
 from autovaruna.planner.memory.fitting import Option, fits
 from autovaruna.planner.problem import SPLIT_SCHEDULE
 from autovaruna.planner.records import Plan
-from autovaruna.planner.settling import Found, excess_bytes, that_fits
+from autovaruna.planner.settling import Found, choices_of, excess_bytes, that_fits
 
 NEAR, _MOST_PLANS = 1.05, 12
 BETTER = 0.9995
@@ -111,7 +111,7 @@ class Tuning:
         self.cost, self.limits = planner.step_costs(candidate), planner.limits
         self.schedule, self.options = plan.schedule, _options_of(planner, candidate, plan)
         self.changes = Changes(planner, candidate)
-        self.tried = {(plan.schedule, _choices(self.options))}
+        self.tried = {(plan.schedule, choices_of(self.options))}
 
     def run(self) -> Plan | None:
         """Returns a faster plan, None if there is none; any that fits, if the plan itself does not."""
@@ -145,7 +145,7 @@ class Tuning:
 
     def _try(self, schedule: str, options: Options) -> None:
         """Takes other options if the plan is faster with them, or, while it does not fit, lacks less memory."""
-        key = schedule, _choices(options)
+        key = schedule, choices_of(options)
         if key in self.tried or not self.changes.may_run(schedule, options):
             return
         if self.planner.count_candidate() + self.cost > self.end:
@@ -178,7 +178,3 @@ def _options_of(planner: Planner, candidate: Candidate, plan: Plan) -> Options:
         Option(sized.held_by(i, j), s.ranks, s.in_flight, s.in_flight, s.needs_recompute, s.deferred)
         for i, j, s in zip(candidate.starts, ends, plan.stages, strict=True)
     ]
-
-
-def _choices(options: Options) -> tuple[tuple[bool, int, int], ...]:
-    return tuple((option.needs_recompute, option.in_flight, option.deferred) for option in options)

@@ -95,7 +95,7 @@ def _followed(problem: Problem, plan: Plan, limits: Sequence[float]) -> int:
     """How many instructions are followed to know the memory of a plan."""
     planner = Planner(problem, RangeTables(problem.graph, range(len(problem.graph.blocks) + 1)))
     planner.predict_whole(plan, limits)
-    return planner.heaps.num_followed
+    return planner.known.num_followed
 
 
 Heard = list[tuple[list[hopes.Hopeful], float]]

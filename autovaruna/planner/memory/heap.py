@@ -179,12 +179,12 @@ class Sorted:
         of_size = self._begins[size]
         of_size.remove(begin)
         if not of_size:
-            del self._begins[size], self._sizes[bisect_left(self._sizes, size)]
+            self._forget(size)
 
     def pop_exactly(self, size: int) -> int | None:
         """Removes and returns a small piece of just this size, if there is one."""
         of_size = self._begins.get(size)
-        return self._pop(size, of_size[-1]) if of_size else None
+        return self._pop(size, of_size, -1) if of_size else None
 
     def pop(self, least: int) -> int | None:
         """Removes and returns one of the smallest that are large enough, if there is one."""
@@ -193,11 +193,16 @@ class Sorted:
             return None
         size = self._sizes[place]
         of_size = self._begins[size]
-        return self._pop(size, of_size[-1] if size < _SMALL else of_size[min(1, len(of_size) - 1)])
+        return self._pop(size, of_size, -1 if size < _SMALL or len(of_size) == 1 else 1)
 
-    def _pop(self, size: int, begin: int) -> int:
-        self.remove(size, begin)
+    def _pop(self, size: int, of_size: list[int], place: int) -> int:
+        begin = of_size.pop(place)
+        if not of_size:
+            self._forget(size)
         return begin
+
+    def _forget(self, size: int) -> None:
+        del self._begins[size], self._sizes[bisect_left(self._sizes, size)]
 
 
 def _size(num_bytes: int) -> int:

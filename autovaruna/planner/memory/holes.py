@@ -11,7 +11,7 @@ from autovaruna.planner.memory.chances import CHANCES, Chance
 from autovaruna.planner.memory.handed_out import HandedOut, handed_out
 from autovaruna.planner.memory.heap import Heap
 from autovaruna.planner.memory.holdings import Holdings
-from autovaruna.planner.memory.known_heaps import KnownHeaps
+from autovaruna.planner.memory.known_memory import KnownMemory
 from autovaruna.planner.memory.lent import SharedBytes, lent_of_stages, shared_bytes
 from autovaruna.planner.memory.rank_heap import RankHeap
 from autovaruna.planner.memory.stage_memory import MemoryModel
@@ -42,7 +42,7 @@ def finder_of_holes(
     model: MemoryModel,
     held: Sequence[Holdings[float]],
     schedule: Schedule,
-    known: KnownHeaps | None = None,
+    known: KnownMemory | None = None,
 ) -> Holes | None:
     """Returns what finds the holes in the heap of a rank of a plan; None where there is no heap, or a step is long.
 
@@ -53,9 +53,9 @@ def finder_of_holes(
         model: the rules of memory.
         held: what its stages hold.
         schedule: the instructions of all ranks.
-        known: the heaps that other plans of the same problem have asked for.
+        known: what other plans of the same problem have asked for.
     """
-    known = known or KnownHeaps()
+    known = known or KnownMemory()
     share, factor = model.heap_share, model.optimizer_bytes_factor
     num_blocks = 2 * plan.num_micro_batches * sum(len(stage.blocks) for stage in plan.stages)
     if not share or not plan.needs_gradient or num_blocks > _MOST_BLOCKS:
@@ -78,7 +78,7 @@ def finder_of_holes(
             heaps = [heap_of_steps(*rest, chance, of_sizes()) for chance in CHANCES]
             return sorted(heaps, key=lambda heap: heap.hole_bytes)[len(heaps) // 2]
 
-        heap = known.of(plan, program, stages, own_micro_batches, inputs, make)
+        heap = known.heap_of(plan, program, stages, own_micro_batches, inputs, make)
         lasting = model.process_bytes + sum(held[stage].parameters + held[stage].buffers for stage in stages)
         own_program = dict.fromkeys(stages, program)
         sent = lent_of_stages([shared[stage].sent for stage in stages], own_program) + inputs.shared_bytes
@@ -103,7 +103,7 @@ def _uneven_sizes(plan: Plan, num_groups: int) -> list[int]:
 
 
 def _tensors_by_size(
-    graph: Graph, plan: Plan, costs: Costs, sizes: Sequence[int], known: KnownHeaps
+    graph: Graph, plan: Plan, costs: Costs, sizes: Sequence[int], known: KnownMemory
 ) -> dict[int, list[StageTensors]]:
     """Returns the tensors of the stages for each micro-batch."""
     at = {size: costs.table.at(size) for size in set(sizes)} if costs.table else {}

@@ -59,8 +59,9 @@ class RankHeap:
         self._deferred = {(each.stage, each.micro_batch): list[int]() for each in program if each.kind is Kind.WEIGHT}
         self._copied = {key: self._places.take(num_bytes) for key, num_bytes in self._inputs.copied.items()}
         for place, instruction in enumerate(program):
-            for ahead, following in enumerate(program[place : place + _AHEAD]):
-                self._post(following, is_now=not ahead)
+            self._post(instruction, is_now=True)
+            for following in program[place + (_AHEAD - 1 if place else 1) : place + _AHEAD]:  # before were the others
+                self._post(following, is_now=False)
             sent, self._leaving = self._leaving, []
             self._run(instruction)
             self._places.give(sent)

@@ -12,7 +12,7 @@ from dataclasses import replace
 from autovaruna.graph.records import Graph
 from autovaruna.planner.costs import Costs
 from autovaruna.planner.memory.holes import Holes, finder_of_holes
-from autovaruna.planner.memory.known_heaps import KnownHeaps
+from autovaruna.planner.memory.known_memory import KnownMemory
 from autovaruna.planner.memory.stage_bytes import StageBytes
 from autovaruna.planner.memory.stage_memory import MemoryModel
 from autovaruna.planner.records import Plan
@@ -28,7 +28,7 @@ def bytes_of_ranks(
     pipeline: Pipeline,
     schedule: Schedule,
     own_process_bytes: Sequence[float] = (),
-    known: KnownHeaps | None = None,
+    known: KnownMemory | None = None,
     limits: Sequence[float] = (),
 ) -> tuple[float, ...]:
     """Returns the most that each rank of a plan holds in a step, in bytes: without a stage, its process and its inputs.
@@ -44,7 +44,7 @@ def bytes_of_ranks(
         known: the heaps and stages that other plans of the same problem have asked for.
         limits: of each rank: where one needs more, the holes of others need not be found.
     """
-    known = known or KnownHeaps()
+    known = known or KnownMemory()
     held = [known.held_by(graph, costs, stage.blocks) for stage in plan.stages]
     holes_of = finder_of_holes(graph, plan, costs, model, held, schedule, known)
     if holes_of is not None:

@@ -1,7 +1,4 @@
-"""Defines `KnownHeaps`: a search asks for the heap of a rank again and again, in plans that differ elsewhere.
-
-Likewise for what is in a stage.
-"""
+"""Defines `KnownMemory`: a search asks for the same stages and heaps again, in plans that differ elsewhere."""
 
 from __future__ import annotations
 
@@ -26,8 +23,8 @@ class HeapBytes(NamedTuple):
     hole_bytes: float
 
 
-class KnownHeaps:
-    """The heaps of ranks and the stages of one problem, by all that they follow from.
+class KnownMemory:
+    """What stages hold, and the heaps of ranks that run them, in plans of one problem, by all that they follow from.
 
     Attributes:
         num_followed: the instructions that heaps were made of so far.
@@ -56,7 +53,7 @@ class KnownHeaps:
             self._tensors[key] = tensors_of_stage(graph, costs, blocks)
         return self._tensors[key]
 
-    def of(
+    def heap_of(
         self,
         plan: Plan,
         program: Sequence[Instruction],
