@@ -11,7 +11,7 @@ import numpy as np
 
 from autovaruna.planner.all_patterns import PatternSearch
 from autovaruna.planner.bounds.proof import PROVEN, WORTH, Proof
-from autovaruna.planner.candidate import Planner
+from autovaruna.planner.candidate import Candidate, Planner
 from autovaruna.planner.climb import climb_best
 from autovaruna.planner.either_way import plan_either_way
 from autovaruna.planner.groups import GroupSearch, is_small
@@ -27,6 +27,7 @@ from autovaruna.planner.options import (
     zoomed_positions,
 )
 from autovaruna.planner.placing import order_of
+from autovaruna.planner.predicting.folding import ACTS_OF_A_SHARED_ACT
 from autovaruna.planner.problem import Problem, check_problem, forced_stages
 from autovaruna.planner.ranges import RangeTables, TablesOfGraph
 from autovaruna.planner.records import Plan
@@ -258,6 +259,9 @@ class _Search:
         if trials.best is None or is_whole or self.problem.constraints.has_fixed_places:
             return trials
         candidate = trials.best_few(1)[0]
+        if not self._may_move_each_cut(candidate, _FINE_SECONDS):
+            trials.was_cut_short = True
+            return trials
         cuts = [int(self.tables.positions[start]) for start in candidate.starts]
         positions = zoomed_positions(self.problem, cuts, self.tables.num_segments)
         tables = RangeTables(self.problem.graph, positions)
@@ -270,3 +274,8 @@ class _Search:
         climb_best(fine, 1, _FINE_SECONDS, self.single.recut, self.progress)
         trials.was_cut_short = trials.was_cut_short or fine.was_cut_short
         return fine
+
+    def _may_move_each_cut(self, candidate: Candidate, most_seconds: float) -> bool:
+        """Returns whether there is time to simulate a plan with each cut moved once to either side."""
+        each = self.planner.step_costs(candidate) * (ACTS_OF_A_SHARED_ACT if candidate.is_interleaved else 1)
+        return 2 * (len(candidate.starts) - 1) * each <= most_seconds

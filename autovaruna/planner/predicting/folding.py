@@ -15,7 +15,7 @@ from autovaruna.schedule import Pipeline, Schedule, lower_bound
 from autovaruna.schedule.instruction import Instruction
 
 _ACTS_OF_A_WHOLE_STEP = 1_000_000
-_ACTS_OF_A_SHARED_ACT = 3
+ACTS_OF_A_SHARED_ACT = 3
 """A rank with several stages has more to choose from."""
 
 
@@ -36,7 +36,7 @@ def telling(pipeline: Pipeline) -> Pipeline:
 def acts_of_an_act(pipeline: Pipeline) -> int:
     """Returns what an instruction costs to simulate, in those of a rank with one stage."""
     is_shared = sum(stage.num_replicas for stage in pipeline.stages) > pipeline.num_ranks
-    return _ACTS_OF_A_SHARED_ACT if is_shared else 1
+    return ACTS_OF_A_SHARED_ACT if is_shared else 1
 
 
 def fold(pipeline: Pipeline) -> Pipeline:
