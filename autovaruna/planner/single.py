@@ -19,6 +19,8 @@ from autovaruna.planner.trials import Progress, Trials, is_long
 _SMALL = 3000
 _SPLIT_SECONDS, _FEWER_SECONDS, _CLIMB_SECONDS, _REST_SECONDS = 4.0, 1.0, 2.0, 4.0
 """What simulations may take, by the count of `Planner.spent_seconds`, so that a search ends alike on every machine."""
+_PATIENCE_SECONDS = 1.0
+"""What it may take to find the next better plan among all others: these are endless where a model has many blocks."""
 _STARTS = 4
 _NEAR, _NEAR_OF_FEW_RANKS = 1.03, 1.1
 
@@ -140,17 +142,19 @@ class SingleSearch:
         self.proof.groups = groups
         # To settle a plan takes long: only what is better is worth that. Others may become better by tuning.
         near = PROVEN if self.trials.settle else _NEAR
-        limit, first = self.planner.spent_seconds + _REST_SECONDS, self.trials.least_seconds
+        start, first = self.planner.spent_seconds, self.trials.least_seconds
+        limit, better = start + _REST_SECONDS, start
         open_counts = [each for each in groups.values() if each.least_seconds < first * PROVEN]
         for seconds, candidate in merge(*(each.in_order() for each in open_counts), key=lambda pair: pair[0]):
             if seconds >= self.trials.least_seconds * PROVEN:
                 break
             spent = self.planner.count_candidate()
-            if spent > limit:
+            if spent > min(limit, better + _PATIENCE_SECONDS):
                 return
-            self.progress("trying all other plans", 1.0 - (limit - spent) / _REST_SECONDS)
+            self.progress("trying all other plans", (spent - start) / _REST_SECONDS)
             least = self.trials.least_seconds
             self.trials.attempt(candidate, least * near, least * PROVEN)
+            better = spent if self.trials.least_seconds < least else better
         self.proof.is_complete = True
 
     def _splitter(self, planner: Planner) -> Splitter:
