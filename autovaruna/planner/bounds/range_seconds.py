@@ -174,7 +174,8 @@ class RangeSeconds:
         held = (self.sized.recomputed_bytes if needs_recompute else self.sized.plain_bytes).map(self._inner)
         least_share = -(-self.sized.num_micro_batches // self.cluster.num_ranks)
         depth = deepest(held, self.limit_bytes * (1 + ROUNDING), least_share)
-        if self.sized.problem.needs_gradient and self.constraints.in_flight:
+        is_forced = self.constraints.in_flight and self.constraints.schedule != "gpipe"  # which holds all of them
+        if self.sized.problem.needs_gradient and is_forced:
             depth = np.where(depth > 0, np.minimum(depth, self.constraints.in_flight), depth)
         return np.maximum(depth, 0.0)
 
