@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 
 import pytest
@@ -54,17 +55,17 @@ def hold(name: str, setup_name: str) -> None:
     bit_equal(got, one_stage(name, optimizer))
 
 
-PAIRS = [(case, setup) for k, case in enumerate(PLAIN) for setup in (SETUPS if WHOLE else [*SETUPS][k % 2 :: 2])]
-"""Every case, and every setup with half of the cases; or all of them."""
+def pairs(cases: Sequence[Case], setups: Sequence[str]) -> list[tuple[Case, str]]:
+    """Returns every case, and every setup with half of the cases; or all of their product."""
+    return [(case, setup) for k, case in enumerate(cases) for setup in (setups if WHOLE else setups[k % 2 :: 2])]
 
 
-@pytest.mark.parametrize(("case", "setup"), PAIRS, ids=str)
+@pytest.mark.parametrize(("case", "setup"), pairs(PLAIN, [*SETUPS]), ids=str)
 def test_the_partition_changes_no_bit(case: Case, setup: str) -> None:
     hold(case.name, setup)
 
 
-@pytest.mark.parametrize("setup", LARGE)
-@pytest.mark.parametrize("case", HUGGING_FACE, ids=str)
+@pytest.mark.parametrize(("case", "setup"), pairs(HUGGING_FACE, LARGE), ids=str)
 def test_the_partition_of_a_hugging_face_model_changes_no_bit(case: Case, setup: str) -> None:
     pytest.importorskip("transformers")
     hold(case.name, setup)
