@@ -9,7 +9,6 @@ import pytest
 from autovaruna.errors import PlanError
 from autovaruna.planner.partition import Border, partition
 from tests.planner_partition.brute_force import greatest_load, is_valid, optimum, random_problem
-from tests.products import WHOLE
 
 _SEEDS_IN_ONE = 60
 
@@ -37,7 +36,7 @@ def test_partition_is_the_best_of_all_splits(batch: int, border: Border) -> None
 @pytest.mark.parametrize("border", ["added", "overlapped"])
 def test_the_optimum_is_within_the_gap_where_downsets_are_too_many_to_list(border: Border) -> None:
     num_closed = num_searched = 0
-    for seed in range(7000, 7060 if WHOLE else 7030):
+    for seed in range(7000, 7060):
         problem, num_devices = random_problem(seed, border, most_nodes=8)
         best = optimum(problem, num_devices)
         if math.isinf(best):
@@ -47,4 +46,4 @@ def test_the_optimum_is_within_the_gap_where_downsets_are_too_many_to_list(borde
         assert found.lower_bound <= best * (1 + 1e-8) <= found.objective * (1 + 2e-8), seed
         num_closed += found.gap == 0.0
         num_searched += 1
-    assert num_closed > 0.7 * num_searched > 12
+    assert num_closed > 0.7 * num_searched > 20
