@@ -43,8 +43,7 @@ def step_seconds(pipeline: Pipeline, policy: Policy, below: float = math.inf, bo
     Raises:
         ScheduleError: as `simulate` does, if it comes that far.
     """
-    if below < math.inf:
-        bounds = bounds or Bounds(pipeline)
+    bounds = (bounds or Bounds(pipeline)) if below < math.inf else None
     try:
         return _Simulator(pipeline, policy, below, bounds).run().step_seconds
     except _TooLongError:
