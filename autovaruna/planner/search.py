@@ -33,7 +33,7 @@ from autovaruna.planner.rounds import EVERY
 from autovaruna.planner.settling import Found, loosen_best, loosened, that_fits
 from autovaruna.planner.single import SingleSearch
 from autovaruna.planner.trials import Progress, Trials
-from autovaruna.planner.tuning import NEAR, is_shared, tuned
+from autovaruna.planner.tuning import NEAR, changed_in_pairs, is_shared, seconds_of, tuned, tuned_promising
 
 _log = logging.getLogger(__name__)
 
@@ -125,6 +125,8 @@ class _Search:
         found = self._fastest_first(chosen)
         if not found:
             return None
+        better = tuned_promising(self._promising(), seconds_of(found[0][2]))
+        found = [*(pair for each in better for pair in changed_in_pairs(each)), *better, *found]
         planner, candidate, plan = found[0]
         plan = loosened(planner, candidate, planner.predict_whole(plan))
         if plan.predicted_seconds >= self.below_seconds:
@@ -133,6 +135,10 @@ class _Search:
         plan = self.planner.with_block_bytes(plan)
         was_cut_short = trials.was_cut_short or chosen.was_cut_short
         return self.proof.put_into(plan, trials.best if is_shared(plan) else plan, was_cut_short=was_cut_short)
+
+    def _promising(self) -> list[tuple[float, Found]]:
+        every = [self.trials] if self.others is None else [self.trials, self.others]
+        return [(bound, (t.planner, variant, plan)) for t in every for bound, variant, plan in t.promising.values()]
 
     def _try_what_fits(self) -> None:
         """Tries splits that fit by their bytes alone: which ranks a stage gets may leave but a few."""

@@ -20,6 +20,8 @@ _WORTH_ITS_MEMORY = 0.995
 
 Settle = Callable[[Planner, Candidate, Plan], Plan | None]
 """Returns a plan, or one like it that holds what the first may not; None if there is none."""
+Promising = tuple[float, Candidate, Plan]
+"""What no depths and no schedule let a plan beat, the variant, and the plan."""
 Progress = Callable[[str, float], None]
 """Is told what is being done and the share of it that is done (0 to 1)."""
 
@@ -35,6 +37,8 @@ class Trials:
     Attributes:
         built: for each of `ranked`, the variant that takes so long, and its plan.
         ranked: the least seconds of each candidate that was faster than it had to be.
+        promising: of small problems, the candidates that no depths and no schedule keep from being faster than they
+            are by the rules for depths.
         settle: what plans of ranks with several stages have to pass that need more memory by their depths than there
             is: such stages seldom reach their depths together. None: such plans are not tried.
         is_deep: whether plans with as much in flight as there is memory for are tried, too.
@@ -48,6 +52,7 @@ class Trials:
         self.built: dict[Candidate, tuple[Candidate, Plan]] = {}
         self.ranked: dict[Candidate, float] = {}
         self.seen: dict[Candidate, float] = {}
+        self.promising: dict[Candidate, Promising] = {}
         self.was_cut_short = self.is_deep = False
 
     @property
@@ -65,7 +70,7 @@ class Trials:
         """
         if candidate in self.seen:
             return self.seen[candidate]
-        found, bounds = float("inf"), dict[tuple[bool, ...], float]()
+        found, bounds, fitting = float("inf"), dict[tuple[bool, ...], float](), list[Promising]()
         most, known = self._most_variants(candidate), list[tuple[Plan, Settle | None]]()
         for tried, (variant, plan, settle) in enumerate(self._plans(candidate)):
             if tried >= most and found < float("inf"):
@@ -77,6 +82,8 @@ class Trials:
             recomputed = tuple(stage.needs_recompute for stage in plan.stages)
             if recomputed not in bounds:
                 bounds[recomputed] = self.planner.bound(plan)  # It knows nothing of depths and schedules.
+            if settle is None:
+                fitting.append((bounds[recomputed], variant, plan))
             if bounds[recomputed] >= min(below, worth, found * _REACHED):
                 if not any(recomputed):
                     break  # None of the others has less to do.
@@ -90,6 +97,11 @@ class Trials:
                 self.best = predicted if found < self.least_seconds else self.best
                 self.built[candidate] = variant, predicted
         self.seen[candidate] = found
+        least = min(reversed(fitting), key=lambda each: each[0], default=None)  # Of equal ones the deepest.
+        if self.is_small and least and least[0] < found * _REACHED:
+            self.promising[candidate] = least
+        else:
+            self.promising.pop(candidate, None)
         if found < float("inf"):
             self.ranked[candidate] = found
         return found

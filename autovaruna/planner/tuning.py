@@ -13,11 +13,10 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
-from autovaruna.planner.bounds.proof import WORTH
+from autovaruna.planner.bounds.proof import PROVEN, WORTH
 from autovaruna.planner.candidate import Candidate, Planner
 from autovaruna.planner.changes import Change, Changes, Options
-from autovaruna.planner.memory.fitting import Option, fits
-from autovaruna.planner.problem import SPLIT_SCHEDULE
+from autovaruna.planner.memory.fitting import Option
 from autovaruna.planner.records import Plan
 from autovaruna.planner.settling import Found, choices_of, is_within
 
@@ -26,6 +25,8 @@ BETTER = 0.9995
 """What a change has to save: a plan by rule is easier to understand than one that is hardly faster."""
 _SHARE_OF_A_ROUND = 0.1
 """Plans are left as they are if one change of each stage takes a greater share of the time."""
+_PROMISING_SECONDS, _SHARE_OF_ONE = 2.0, 0.25
+"""What it may take, by the planner's count, to change plans that are slower by any rule, and of that one of them."""
 _PAIRS_SECONDS, _SHARE_OF_PAIRS = 2.5, 0.4
 """What it may take to change two stages of the best plan, by the planner's count, and the share of it for simulations
 of all pairs: if that is not enough, none is tried.
@@ -53,6 +54,26 @@ def tuned(found: Sequence[Found], most_seconds: float) -> list[Found]:
             least = min(least, best.predicted_seconds)
     ordered = sorted([*better, *found], key=_seconds)
     return [*changed_in_pairs(ordered[0]), *ordered] if ordered else []
+
+
+def tuned_promising(promising: Sequence[tuple[float, Found]], least_seconds: float) -> list[Found]:
+    """Returns a plan that becomes better than what is known by changes of its stages, if there is one.
+
+    Args:
+        promising: plans that are slower, with what their stages do not let them beat.
+        least_seconds: of the best plan that is known.
+    """
+    ends = {id(planner): planner.spent_seconds + _PROMISING_SECONDS for _, (planner, _, _) in promising}
+    best: list[Found] = []
+    for bound, (planner, candidate, plan) in sorted(promising, key=lambda each: each[0]):
+        end = ends[id(planner)]
+        if seconds_of(replace(plan, predicted_seconds=bound)) >= least_seconds * PROVEN or planner.spent_seconds > end:
+            continue
+        end = min(end, planner.spent_seconds + _SHARE_OF_ONE * _PROMISING_SECONDS)
+        found = Tuning(planner, candidate, plan, end).run()
+        if found is not None and seconds_of(found) < least_seconds * BETTER:
+            best, least_seconds = [(planner, candidate, found)], seconds_of(found)
+    return best
 
 
 def changed_in_pairs(found: Found) -> list[Found]:
@@ -98,7 +119,6 @@ class Tuning:
     def __init__(self, planner: Planner, candidate: Candidate, plan: Plan, end: float) -> None:
         self.planner, self.candidate, self.end = planner, candidate, end
         self.least_seconds = planner.predict_whole(plan).predicted_seconds
-        self.is_bounded = not candidate.is_interleaved and candidate.schedule != SPLIT_SCHEDULE
         self.best: Plan | None = None
         self.sized = planner.sized(plan.num_micro_batches)
         self.cost = planner.step_costs(candidate)
@@ -135,12 +155,11 @@ class Tuning:
         if self.planner.count_candidate() + self.cost > self.end:
             return
         self.tried.add(key)
-        if not self.is_bounded or fits(self.sized, options, self.planner.limits):
-            plan = self.planner.put_together(replace(self.candidate, schedule=schedule), options)
-            predicted = self.planner.predict(plan, self.least_seconds * BETTER)
-            if predicted is not None and (self.is_bounded or self._fits(predicted)):
-                self.best, self.least_seconds = predicted, predicted.predicted_seconds
-                self.options, self.schedule = options, schedule
+        plan = self.planner.put_together(replace(self.candidate, schedule=schedule), options)
+        predicted = self.planner.predict(plan, self.least_seconds * BETTER)
+        if predicted is not None and self._fits(predicted):
+            self.best, self.least_seconds = predicted, predicted.predicted_seconds
+            self.options, self.schedule = options, schedule
 
     def _fits(self, plan: Plan) -> bool:
         """Returns whether a plan fits by its instructions: stages of a rank seldom reach their depths together."""

@@ -57,11 +57,6 @@ class Work:
         for value in self.values:
             value.grad = None
 
-    def gradients_of_arguments(self, outputs: Outputs) -> tuple[Tensor | None, ...]:
-        """Runs backward and returns the gradients that it makes: not added up, and not copied where they are shared."""
-        leaves = [each for each in self.arguments if isinstance(each, Tensor) and each.requires_grad]
-        return torch.autograd.grad(self._roots(outputs), leaves, self.gradients, allow_unused=True)
-
     def _roots(self, outputs: Outputs) -> list[Tensor]:
         """Returns the outputs that have a gradient; makes their gradients if there are none yet."""
         roots = [output for output in outputs if output.requires_grad]

@@ -29,6 +29,7 @@ from autovaruna.planner.search import make_plan
 from autovaruna.planner.settling import is_within
 from autovaruna.planner.tuning import seconds_of
 from autovaruna.profiler.records import LinkCost
+from autovaruna.schedule import Bounds
 from tests.planner.brute import INTERLEAVED, orders, patterns
 from tests.planner.cases import make_problem, make_split, make_uneven
 from tests.planner.draws import with_memory
@@ -136,7 +137,7 @@ class EveryDepth:
                 plan = self.planner.put_together(variant, deepest)
                 self.left = max(self.left - 1, 0)
                 pipeline = self.planner.pipeline(plan)
-                if candidate.is_interleaved or self.planner.predictor.bound_at_depths(pipeline) < limit:
+                if candidate.is_interleaved or Bounds(pipeline).at_depths < limit:
                     for options in islice(self._deferring(variant, deepest), self.left):
                         self.left -= 1
                         yield self.planner.put_together(variant, options)

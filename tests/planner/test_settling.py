@@ -9,13 +9,11 @@ from functools import cache
 import pytest
 
 from autovaruna.errors import PlanError
-from autovaruna.planner import search
 from autovaruna.planner.deployments.edited import memory_complaint
 from autovaruna.planner.deployments.fingerprint import Fingerprint
 from autovaruna.planner.problem import Problem
 from autovaruna.planner.records import Plan
 from autovaruna.planner.search import make_plan
-from tests.planner.by_rules import leave_found
 from tests.planner.cases import make_problem
 
 
@@ -35,15 +33,6 @@ def tight(seed: int, share: float) -> tuple[Problem, Plan]:
 def test_what_is_shown_of_a_rank_is_within_its_limit(seed: int, share: float) -> None:
     problem, plan = tight(seed, share)
     assert max(plan.rank_bytes()) <= problem.cluster.memory_bytes[0]
-
-
-def test_stages_do_not_save_memory_that_their_rank_has_at_every_instruction(monkeypatch: pytest.MonkeyPatch) -> None:
-    problem, plan = tight(3, 0.9)
-    monkeypatch.setattr(search, "loosen_best", lambda trials, most: None)
-    monkeypatch.setattr(search, "that_fits", lambda planner, candidate, plan: None)
-    leave_found(monkeypatch)
-    monkeypatch.setattr(search, "loosened", lambda planner, candidate, plan: plan)
-    assert plan.predicted_seconds < 0.95 * make_plan(problem).predicted_seconds
 
 
 def test_what_was_chosen_by_its_instructions_is_not_refused_when_it_is_loaded() -> None:
