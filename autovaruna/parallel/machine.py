@@ -33,7 +33,7 @@ _PROCESS_BYTES = 16 << 20
 _LATER_BYTES = 13 << 20
 """What splitting and the first steps add: graphs of stages, objects, pages of code, and memory that ranks share for
 their messages; found together with the factors below."""
-_FRAGMENTATION, _FRAGMENTATION_WITH_CACHE, _FRAGMENTATION_OF_CUDA = 1.35, 1.5, 1.08
+_FRAGMENTATION, _FRAGMENTATION_WITH_CACHE, _FRAGMENTATION_OF_CUDA = 1.35, 1.75, 1.08
 """Bytes that an allocator takes for each byte that micro-batches make and free.
 
 The first two are of the C library's heap, found from the settings of `benchmarks/prediction.py`: with
