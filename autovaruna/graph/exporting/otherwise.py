@@ -13,7 +13,7 @@ from autovaruna.graph.explain import chain_of
 from autovaruna.graph.exporting.culprit import function_to_keep, more_to_keep
 from autovaruna.graph.exporting.inner_gradients import GoesBackwardError
 from autovaruna.graph.exporting.stopped_functions import is_of_function
-from autovaruna.graph.kept_whole.functions import Function
+from autovaruna.graph.kept_whole.applied import Function
 from autovaruna.graph.refused import InModuleError
 from autovaruna.graph.said import warn_once
 

@@ -105,7 +105,7 @@ def _subclasses(function: Function) -> Iterator[Function]:
         yield from _subclasses(each)
 
 
-def _replace_new(function: Function, **options: Any) -> None:
+def _replace_new(function: Function, /, **options: Any) -> None:
     super(torch.autograd.Function, function).__init_subclass__(**options)
     _replace([function])
 
