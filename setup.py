@@ -6,9 +6,8 @@ from pathlib import Path
 from setuptools import find_packages, setup
 
 ROOT = Path(__file__).resolve().parent
-PACKAGE = (ROOT / "autovaruna/__init__.py").read_text()
-VERSION = re.search(r'__version__ = "(.+)"', PACKAGE).group(1)
-TORCH = re.search(r'_TORCH = "(.+)"', PACKAGE).group(1)
+VERSION = re.search(r'__version__ = "(.+)"', (ROOT / "autovaruna/__init__.py").read_text()).group(1)
+TORCH = re.search(r'SUPPORTED_TORCH = "(.+)"', (ROOT / "autovaruna/errors.py").read_text()).group(1)
 README = ROOT / "README.md"
 
 setup(

@@ -9,6 +9,7 @@ from importlib import import_module as _import_module
 from importlib.metadata import version as _version
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 
+from autovaruna.errors import SUPPORTED_TORCH as _SUPPORTED_TORCH
 from autovaruna.errors import (
     AutoVarunaError,
     CheckpointError,
@@ -34,9 +35,6 @@ if _TYPE_CHECKING:
     from autovaruna.varuna.varuna import Varuna
 
 __version__ = "0.1.0"
-
-_TORCH = "torch>=2.11,<2.15"
-"""The versions that the tests pass on."""
 
 __all__ = [
     "AutoConfig",
@@ -92,5 +90,5 @@ def __getattr__(name: str) -> object:
             raise
         raise ImportError(
             f"autovaruna.{name} cannot be imported: got {type(error).__name__}: {error}, with torch "
-            f"{_version('torch')}. Expected {_TORCH}."
+            f"{_version('torch')}. Expected {_SUPPORTED_TORCH}."
         ) from error

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointFunction
 
+from autovaruna._torch import pytree
 from autovaruna.errors import TraceError
 from autovaruna.graph.exporting.hidden_gradients import seen_gradients
 from autovaruna.graph.exporting.inner_gradients import inner_gradients
