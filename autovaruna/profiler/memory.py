@@ -14,11 +14,9 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from autovaruna._torch import FakeTensor, TorchDispatchMode, pytree
 from autovaruna.graph.layout import storage_of
 from autovaruna.graph.pieces.weight_gradients import Deferred
 from autovaruna.profiler.allocations import AllocationMeter, is_profiled
