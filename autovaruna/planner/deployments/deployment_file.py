@@ -109,7 +109,7 @@ _PREDICTED = (
     "memory_bytes",
     "parameter_bytes",
 )
-_RULES_OF_BYTES = ("process_bytes", "heap_share", "work_of_all", "work_of_largest")
+_RULES_OF_BYTES = ("process_bytes", "fragmentation", "work_of_all", "work_of_largest")
 _PREDICTED_SINCE = ("optimizer_seconds", "input_seconds", "weight_seconds", "shared_bytes")
 """Files of an older library lack these two kinds; then they are 0, as they were for the plan."""
 
@@ -170,7 +170,7 @@ def _stage_from_json(fields: Fields, num_ranks: int) -> StagePlan:
 
 def _block_bytes(fields: Fields) -> BlockBytes:
     saved, work = (fields.amounts(name, is_positive=False) for name in ("saved_bytes", "work_bytes"))
-    rules = {name: fields.amount(name, missing=0.0) for name in _RULES_OF_BYTES}
+    rules = {name: fields.amount(name) for name in _RULES_OF_BYTES}
     deferred = fields.amounts("deferred_bytes", is_positive=False) if "deferred_bytes" in fields.content else ()
     return BlockBytes(fields.at_least("micro_batch_size", 1), saved, work, **rules, deferred_bytes=deferred)
 
