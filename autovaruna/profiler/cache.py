@@ -14,7 +14,7 @@ import math
 import os
 import tempfile
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,6 @@ from autovaruna.json_text import parse
 from autovaruna.profiler.checked import check, with_checksum
 from autovaruna.profiler.measure import Key, PartCost
 from autovaruna.profiler.memory import Bytes, Made
-from autovaruna.profiler.records import Sequences
 
 logger = logging.getLogger(__name__)
 
@@ -108,7 +107,6 @@ def _cost(content: Mapping[str, Any]) -> PartCost:
             ),
             forward_work=_whole(counted["forward_work"]),
             work=_whole(counted["work"]),
-            sequences=Sequences(*(tuple(map(_step, counted["sequences"][each.name])) for each in fields(Sequences))),
         ),
         _amount(content["weight_seconds"]),
         _amount(content["split_seconds"]),
@@ -126,10 +124,6 @@ def _whole(value: Any) -> int:
     if not isinstance(value, int):
         raise ValueError(f"got {value!r}, expected a whole number")
     return int(_amount(value))
-
-
-def _step(value: Any) -> int:
-    return _whole(value) if value > 0 else -_whole(-value)
 
 
 def _reason(error: Exception) -> str:

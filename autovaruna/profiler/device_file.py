@@ -15,7 +15,7 @@ from autovaruna.kinds import BYTES, REFUSALS
 from autovaruna.profiler.records import LinkCost
 
 _TABLES: dict[str, set[str]] = {
-    "": {"name", "kind", "memory", "operation_seconds"},
+    "": {"name", "kind", "memory", "operation_seconds", "fragmentation"},
     "compute": {"efficiency"},
     "memory_bandwidth": {"bytes_per_second", "efficiency"},
     "local_link": {"latency_seconds", "bytes_per_second"},
@@ -39,6 +39,7 @@ class DeviceSpec:
         local_link, remote_link: messages inside a host and between hosts.
         local_all_reduce, remote_all_reduce: bytes a second that a ring sends from each rank.
         all_reduce_latency_seconds: of an all-reduce, for each rank that takes part.
+        fragmentation: bytes that its allocator takes for each byte that micro-batches make and free; 1 if not said.
     """
 
     name: str
@@ -52,6 +53,7 @@ class DeviceSpec:
     local_all_reduce: float
     remote_all_reduce: float
     all_reduce_latency_seconds: float
+    fragmentation: float = 1.0
 
     def flops_of(self, dtype: str) -> float:
         """Returns the arithmetic of a second; a dtype that the file does not name counts as float32."""
@@ -104,6 +106,7 @@ def read_device(name: str) -> DeviceSpec:
         local_all_reduce=reader.amount("all_reduce", "local_bytes_per_second"),
         remote_all_reduce=reader.amount("all_reduce", "remote_bytes_per_second"),
         all_reduce_latency_seconds=reader.optional("all_reduce", "latency_seconds"),
+        fragmentation=reader.factor("fragmentation"),
     )
 
 
@@ -152,6 +155,12 @@ class _Reader:
         value = self.amount(table, "efficiency")
         if value > 1:
             raise self.error(table, "efficiency", f"is {value!r}, expected a share: above 0, at most 1")
+        return value
+
+    def factor(self, key: str) -> float:
+        value = self.optional("", key) or 1.0
+        if value < 1:
+            raise self.error("", key, f"is {value!r}, expected 1 or more")
         return value
 
     def text(self, key: str, choices: tuple[str, ...] = ()) -> str:

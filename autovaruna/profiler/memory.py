@@ -22,7 +22,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from autovaruna.graph.layout import storage_of
 from autovaruna.graph.pieces.weight_gradients import Deferred
 from autovaruna.profiler.allocations import AllocationMeter, is_profiled
-from autovaruna.profiler.records import NOT_RECORDED, Sequences
 from autovaruna.profiler.work import Work
 
 
@@ -45,7 +44,6 @@ class Bytes:
         made: memory that goes out.
         forward_work: the most that forward needs beside what is saved and what goes out.
         work: the same of backward, gradients that come in included; what goes out and is not saved is gone by then.
-        sequences: what both take and give back, in order, where that was recorded.
     """
 
     inside: int
@@ -53,7 +51,6 @@ class Bytes:
     made: tuple[Made, ...]
     forward_work: int
     work: int
-    sequences: Sequences = NOT_RECORDED
 
 
 def count_bytes(work: Work, device: torch.device) -> Bytes:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +15,9 @@ from autovaruna.files import write_whole
 from autovaruna.json_text import parse
 from autovaruna.kinds import at_home
 from autovaruna.profiler.checked import check, with_checksum
-from autovaruna.profiler.records import FORMAT_VERSION, BlockCost, Profile, Sequences
+from autovaruna.profiler.records import FORMAT_VERSION, BlockCost, Profile
 
-_COSTS = ("forward_seconds", "backward_seconds", "saved_bytes", "work_bytes")
-_COSTS_SINCE = ("weight_seconds", "split_seconds", "deferred_bytes", "forward_work_bytes")
-"""Files of an older library lack these, or the last of them: of what they measured, no backward can be split."""
+_COSTS = tuple(each.name for each in fields(BlockCost))
 
 
 def save_profile(path: str | os.PathLike[str], profile: Profile) -> None:
@@ -34,9 +32,7 @@ def save_profile(path: str | os.PathLike[str], profile: Profile) -> None:
         "device": profile.device,
         "is_measured": profile.is_measured,
         "costs": [
-            {"micro_batch_size": size}
-            | {name: [getattr(cost, name) for cost in costs] for name in _COSTS + _COSTS_SINCE}
-            | {"sequences": _sequences_in_words([cost.sequences for cost in costs])}
+            {"micro_batch_size": size} | {name: [getattr(cost, name) for cost in costs] for name in _COSTS}
             for size, costs in zip(profile.micro_batch_sizes, profile.costs, strict=True)
         ],
     }
@@ -85,59 +81,13 @@ def _profile(content: Any) -> Profile:
 
 
 def _costs(table: Mapping[str, Any]) -> tuple[BlockCost, ...]:
-    since = [name for name in _COSTS_SINCE if _COSTS_SINCE[0] in table]
-    if since and since[-1] not in table:
-        since.pop()
-    names = (*_COSTS, *since)
-    columns = [table[name] for name in names]
-    for name, column in zip(names, columns, strict=True):
+    columns = [table[name] for name in _COSTS]
+    for name, column in zip(_COSTS, columns, strict=True):
         if not all(_is_amount(value) for value in column):
             raise ValueError(f"{name} has a value that is no number of 0 or more")
     if len(set(map(len, columns))) > 1:
-        raise ValueError(f"{', '.join(names)} differ in length")
-    found = (BlockCost(*cost) for cost in zip(*columns, strict=True))
-    if "sequences" not in table:  # an older library wrote the file
-        return tuple(found)
-    sequences = _sequences(table["sequences"])
-    return tuple(replace(cost, sequences=each) for cost, each in zip(found, sequences, strict=True))
-
-
-def _sequences_in_words(sequences: Sequence[Sequences]) -> dict[str, Any]:
-    """Returns each of the sequences once, and for each block which of them is its own."""
-    places = {each: place for place, each in enumerate(dict.fromkeys(sequences))}
-    return {"distinct": [asdict(each) for each in places], "of_blocks": [places[each] for each in sequences]}
-
-
-def _sequences(words: Mapping[str, Any]) -> list[Sequences]:
-    distinct = [
-        Sequences(
-            *(_steps(each[way]) for way in ("forward", "backward")),
-            *(_places(each.get(what, ())) for what in ("read", "spans")),  # an older library has not written them
-        )
-        for each in words["distinct"]
-    ]
-    places = words["of_blocks"]
-    if not all(isinstance(place, int) and 0 <= place < len(distinct) for place in places):
-        raise ValueError(f"sequences names others than the {len(distinct)} that it has")
-    for each in distinct:
-        num_taken = sum(step > 0 for step in each.forward + each.backward)
-        if max(each.read, default=0) > num_taken or len(each.read) != len(each.spans):
-            raise ValueError(f"sequences has a gradient in none of the {num_taken} pieces that it takes, or no span")
-        if min((*each.forward, *each.backward), default=0) < -num_taken:
-            raise ValueError(f"sequences has one that gives back more than the {num_taken} pieces that it takes")
-    return [distinct[place] for place in places]
-
-
-def _steps(words: Sequence[Any]) -> tuple[int, ...]:
-    if not all(isinstance(step, int) and not isinstance(step, bool) and step for step in words):
-        raise ValueError("sequences has a step that is no whole number other than 0")
-    return tuple(words)
-
-
-def _places(words: Sequence[Any]) -> tuple[int, ...]:
-    if not all(isinstance(place, int) and not isinstance(place, bool) for place in words):
-        raise ValueError("sequences has a place that is no whole number")
-    return tuple(words)
+        raise ValueError(f"{', '.join(_COSTS)} differ in length")
+    return tuple(BlockCost(*cost) for cost in zip(*columns, strict=True))
 
 
 def _is_amount(value: Any) -> bool:

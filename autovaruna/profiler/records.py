@@ -8,36 +8,12 @@ FORMAT_VERSION = 1
 
 
 @dataclass(frozen=True, slots=True)
-class Sequences:
-    """What a block takes and gives back of the heap, in order: n takes n bytes, -i gives back the i-th that was taken.
-
-    They are counted from 1 in forward, and on from there in backward, which gives back what forward has left. Nothing
-    where that is not known.
-
-    Attributes:
-        forward, backward: the steps.
-        read: for each value that the block reads and that has a gradient, in the order of the graph, where that lies:
-            in the i-th that was taken (i), in the gradient of the i-th value that the block makes (-i), unknown (0).
-        spans: for each of these the bytes from the gradient's first element to its last, if it has holes, else 0.
-    """
-
-    forward: tuple[int, ...] = ()
-    backward: tuple[int, ...] = ()
-    read: tuple[int, ...] = ()
-    spans: tuple[int, ...] = ()
-
-
-NOT_RECORDED = Sequences()
-
-
-@dataclass(frozen=True, slots=True)
 class BlockCost:
     """The cost of one block for one micro-batch, on one rank.
 
     `saved_bytes` is what forward keeps for backward (parameters not counted); `work_bytes` what a call needs on top
     while it runs. Of the backward, `weight_seconds` can be left for later; that adds `split_seconds`, and keeps
-    `deferred_bytes` until then. `forward_work_bytes` is what forward needs while it runs beside what it makes.
-    `sequences` are what both take one after the other, on a CPU.
+    `deferred_bytes` until then.
     """
 
     forward_seconds: float
@@ -47,8 +23,6 @@ class BlockCost:
     weight_seconds: float = 0.0
     split_seconds: float = 0.0
     deferred_bytes: float = 0.0
-    forward_work_bytes: float = 0.0
-    sequences: Sequences = NOT_RECORDED
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,8 +87,8 @@ class Cluster:
         all_reduce_latency_seconds: what an all-reduce takes for each rank that takes part, whatever its bytes.
         overhead_seconds: what the executor adds to each instruction.
         process_bytes: what a rank holds beside its stages, over a process that has not traced a model.
-        own_process_bytes: the same of each rank, whose mean that is; empty where it is not known.
-        heap_share: what the allocator needs on top of each byte that a step makes and frees.
+        own_process_bytes: the same of each rank, of which that is the most; empty where it is not known.
+        fragmentation: bytes that the allocator takes for each byte that micro-batches make and free, holes with them.
         memory_margin: the share of what the user has said, or the machine has, that the limits leave free.
     """
 
@@ -127,7 +101,7 @@ class Cluster:
     all_reduce_latency_seconds: float = 0.0
     overhead_seconds: float = 0.0
     process_bytes: float = 0.0
-    heap_share: float = 0.0
+    fragmentation: float = 1.0
     own_process_bytes: tuple[float, ...] = ()
     memory_margin: float = 0.0
     format_version: int = FORMAT_VERSION
