@@ -23,6 +23,7 @@ setup(
     package_data={"autovaruna": ["py.typed", "conf/*.toml", "conf/devices/*.toml"]},
     install_requires=[
         "mpi4py>=4.0",
+        "msgspec>=0.19",
         "networkx>=3.2",
         "numpy>=1.26",
         "rich>=13",
