@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from autovaruna import AutoVaruna
 from autovaruna.errors import AutoVarunaError
 from autovaruna.runtime.optimizers.scaler import LossScale
-from autovaruna.runtime.worlds.single import SingleWorld
+from autovaruna.runtime.worlds.in_process import single_world
 from tests.catalogue import CASES
 from tests.parallel.precision import Way, plain_in, train_in
 from tests.parallel.training import Setup, held, on_ranks, pipeline
@@ -106,6 +106,6 @@ def test_a_scaler_that_is_garbage_scales_nothing() -> None:
     gc.disable()
     try:
         del gone
-        assert LossScale(optimizer, None, SingleWorld()).before(is_half=False) == 1.0
+        assert LossScale(optimizer, None, single_world()).before(is_half=False) == 1.0
     finally:
         gc.enable()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 
-from autovaruna.runtime.worlds.hub import Answer, Failure, Farewell, Hub, Join, Leave, Need, Report, Values
+from autovaruna.runtime.deadlock import Answer, DeadlockDetector, Failure, Farewell, Join, Leave, Need, Report, Values
 
 EVENT = ("sent", 0, 0, 7)
 
@@ -15,7 +15,7 @@ class Hearing:
     def __init__(self, num_ranks: int) -> None:
         self.answers: list[Answer] = []
         self.seconds = 0.0
-        self.hub = Hub(num_ranks, self.answers.append, lambda: self.seconds)
+        self.hub = DeadlockDetector(num_ranks, self.answers.append, lambda: self.seconds)
 
     def failure(self) -> Failure | None:
         return next((answer for answer in self.answers if isinstance(answer, Failure)), None)
