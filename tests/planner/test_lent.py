@@ -8,10 +8,18 @@ import pytest
 
 from autovaruna.planner.memory.handed_out import HandedOut, handed_out
 from autovaruna.planner.memory.holes import heap_of_steps
-from autovaruna.planner.memory.lent import Lent, SharedBytes, lent_of_stages, shared_bytes
+from autovaruna.planner.memory.lent import (
+    COPIED_BYTES,
+    LENT_BYTES,
+    MAX_BYTES,
+    Lent,
+    SharedBytes,
+    is_lent,
+    lent_of_stages,
+    shared_bytes,
+)
 from autovaruna.planner.memory.stage_tensors import StageTensors, tensors_of_stage
 from autovaruna.planner.search import make_plan
-from autovaruna.ring_sizes import COPIED_BYTES, LENT_BYTES, MAX_BYTES, is_lent
 from tests.planner.cases import make_problem
 from tests.planner.test_heap_model import ALTERNATING, program_of
 

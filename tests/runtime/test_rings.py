@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from autovaruna.errors import RankError
-from autovaruna.ring_sizes import MAX_BYTES
 from autovaruna.runtime.layout import Layout
 from autovaruna.runtime.transport import rings
 from autovaruna.runtime.transport.base import DONE, Part
 from autovaruna.runtime.transport.rings import (
     HEADER_BYTES,
+    MAX_BYTES,
     NUM_BYTES,
     NUM_SLOTS,
     SLOT_BYTES,

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
+from autovaruna.planner.memory.lent import LENT_BYTES, MAX_BYTES, is_lent
 from autovaruna.planner.memory.stage_tensors import StageTensors
 from autovaruna.planner.records import Plan
-from autovaruna.ring_sizes import LENT_BYTES, MAX_BYTES, is_lent
 
 InputKey = tuple[int, int, int]
 """A stage, a micro-batch, and the key of an input in what the stage receives."""

@@ -12,11 +12,21 @@ from dataclasses import dataclass, field
 from autovaruna.graph.records import Graph
 from autovaruna.planner.memory.stage_tensors import StageTensors
 from autovaruna.planner.records import Plan
-from autovaruna.ring_sizes import LENT_BYTES, is_lent
 from autovaruna.schedule import Instruction, Kind
 
+COPIED_BYTES = 64 << 10
+"""Tensors of so many bytes are copied into the receiver's own memory when it takes them."""
+MAX_BYTES = 8 << 20
+"""Larger tensors go another way, and are received into memory that was posted for them."""
+LENT_BYTES = 32 << 20
+"""So much one rank lends another at once."""
 _GRADIENTS = 2
 """Gradients of a cut that are there at once: one in a backward, one that has come meanwhile."""
+
+
+def is_lent(num_bytes: float) -> bool:
+    """Returns whether a tensor that comes from another rank of the host lies in memory that both see."""
+    return COPIED_BYTES < num_bytes <= MAX_BYTES
 
 
 @dataclass(slots=True)

@@ -8,9 +8,9 @@ from autovaruna.planner.memory.chances import LISTED, Chance
 from autovaruna.planner.memory.handed_out import HandedOut, InputKey
 from autovaruna.planner.memory.heap import Heap
 from autovaruna.planner.memory.kept import Kept
+from autovaruna.planner.memory.lent import LENT_BYTES, MAX_BYTES, is_lent
 from autovaruna.planner.memory.places import Places
 from autovaruna.planner.memory.stage_tensors import BlockTensors, StageTensors
-from autovaruna.ring_sizes import LENT_BYTES, MAX_BYTES, is_lent
 from autovaruna.schedule import Instruction, Kind
 
 _AHEAD = 4

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from autovaruna.errors import RankError
-from autovaruna.ring_sizes import MAX_BYTES
 from autovaruna.runtime.transport.base import (
     CHANNELS,
     DONE,
@@ -34,7 +33,7 @@ from autovaruna.runtime.transport.base import (
     split,
     status_after,
 )
-from autovaruna.runtime.transport.rings import SLOT_BYTES, RingReceiver, RingSender, open_rings
+from autovaruna.runtime.transport.rings import MAX_BYTES, SLOT_BYTES, RingReceiver, RingSender, open_rings
 
 mpi4py.rc.initialize = False
 from mpi4py import MPI  # noqa: E402

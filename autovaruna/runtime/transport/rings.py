@@ -38,15 +38,18 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from autovaruna.errors import RankError
-from autovaruna.ring_sizes import COPIED_BYTES, LENT_BYTES, MAX_BYTES
 from autovaruna.runtime.transport.base import Blank, Gather, Pair, Part
 
 NUMBER_BYTES = 8
 HEADER_BYTES = 64
 """Of a slot or a block: a line of a cache, so that neither rank waits for what the other does beside it."""
 NUM_SLOTS = 8
-SLOT_BYTES = COPIED_BYTES
+SLOT_BYTES = 64 << 10
 """A message that fits into a slot is copied twice, which takes less time than to lend memory."""
+MAX_BYTES = 8 << 20
+"""Larger messages go another way, and are received into memory that was posted for them."""
+LENT_BYTES = 32 << 20
+"""So much one rank lends another at once."""
 _PASSING_BYTES = MAX_BYTES + HEADER_BYTES
 IS_FULL, KEY, SIZE, BLOCK = range(4)
 """Where the numbers of a slot's header are, from its start on; block 0: the message follows them."""
