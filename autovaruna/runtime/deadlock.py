@@ -37,6 +37,9 @@ Event = tuple[str, int, int, int]
 """What a rank counts: ("sent" or "received", the other rank, channel, tag); -1 where one has no meaning."""
 
 
+_JOINED = "joined", -1, -1, -1
+
+
 @dataclass(frozen=True, slots=True)
 class Need:
     """An act that a waiting rank needs: that `rank` has done `event` at least `count` times."""
@@ -259,7 +262,7 @@ class Watch:
         """
         self.raise_failure()
         own = pickle.dumps(value)
-        self.count(("joined", -1, -1, -1))
+        self.counts[_JOINED] += 1
         self._tell(Join(label, own))
         answer = self._await_answer(f"in {label!r}", give_up)
         if isinstance(answer, Failure):
@@ -356,7 +359,8 @@ class Watch:
             self._answers.append(answer)
 
     def _await_answer(self, words: str, give_up: Callable[[], NoReturn] | None = None) -> Answer:
-        self.wait_until(self._has_answer, lambda: (words, ()), give_up)
+        if not self._answers:
+            self.wait_until(self._has_answer, lambda: (words, ()), give_up)
         return self._answers.popleft()
 
     def _has_answer(self) -> bool:

@@ -17,8 +17,9 @@ from itertools import count
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from autovaruna.runtime.channels.staging import flat
 from autovaruna.runtime.channels.transfer import Nothing, Sum, Transfer
@@ -162,10 +163,11 @@ class TorchChannel:
     def _open_store(self) -> Store:
         """Opens a store on rank 0 that the others find through the world."""
         error: Exception | None = None
-        store: TCPStore | None = None
+        store: Any = None
+        open_store: Any = dist.TCPStore  # type: ignore[attr-defined]
         if self.world.rank == 0:
             try:
-                store = TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False)
+                store = open_store("0.0.0.0", 0, is_master=True, wait_for_workers=False)
             except Exception as caught:
                 error = caught
         self.world.agree(error, "opening a channel")
@@ -173,7 +175,7 @@ class TorchChannel:
         if store is None:
             first = self.world.hosts[0]
             host = "127.0.0.1" if first == self.world.hosts[self.world.rank] else first
-            store = TCPStore(host, port, is_master=False)
+            store = open_store(host, port, is_master=False)
         return PrefixStore(self.world.broadcast_object(_next_name(), 0, "naming a channel"), store)
 
     def _group(self, kind: str, ranks: Ranks) -> Any:
@@ -181,9 +183,7 @@ class TorchChannel:
         store = PrefixStore("-".join([kind, *map(str, ranks)]), self._store)
         place = ranks.index(self.world.rank)
         if self.is_on_host:
-            from torch.distributed import ProcessGroupGloo
-
-            return ProcessGroupGloo(store, place, len(ranks), _TIMEOUT)
+            return dist.ProcessGroupGloo(store, place, len(ranks), _TIMEOUT)
         from torch.distributed import ProcessGroupNCCL  # not there in every PyTorch
 
         options = ProcessGroupNCCL.Options()

@@ -13,11 +13,11 @@ from autovaruna.errors import ConfigError
 from autovaruna.planner.records import Plan
 from autovaruna.runtime.channels import links
 from autovaruna.runtime.channels.channel import TorchChannel
+from autovaruna.runtime.transport.base import Pair
 from autovaruna.runtime.worlds.world import World
 
 logger = logging.getLogger(__name__)
 
-Pair = tuple[int, int]
 Ranks = tuple[int, ...]
 
 

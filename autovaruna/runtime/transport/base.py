@@ -16,7 +16,7 @@ from typing import Any, NoReturn, Protocol
 import torch
 from torch import Tensor
 
-from autovaruna.runtime.channels.staging import check_dense, empty_on_host, flat, to_host
+from autovaruna.runtime.channels.staging import check_dense, flat
 
 TENSOR_CHANNEL, OBJECT_CHANNEL, GROUP_CHANNEL, HEADER_CHANNEL = CHANNELS = range(4)
 """Messages of each have an order and tags of their own: tensors, objects, sums of groups, headers of a carrier."""
@@ -110,11 +110,11 @@ class Transport(ABC):
 
     @abstractmethod
     def post_send(self, tensor: Tensor, destination: int, channel: int, tag: int) -> Part:
-        """Starts to send the memory of a dense tensor; messages of one channel and tag arrive in the order sent."""
+        """Starts to send the memory of a dense tensor of the host; each channel and tag keeps its order."""
 
     @abstractmethod
     def post_receive(self, tensor: Tensor, source: int, channel: int, tag: int) -> Part:
-        """Starts to receive into the memory of a dense tensor."""
+        """Starts to receive into the memory of a dense tensor of the host."""
 
     def post_sends(self, tensors: Sequence[Tensor], destination: int, channel: int, tag: int) -> list[Part]:
         """Starts to send tensors, each in parts of at most 1 GiB."""
@@ -123,14 +123,6 @@ class Transport(ABC):
     def post_receives(self, tensors: Sequence[Tensor], source: int, channel: int, tag: int) -> list[Part]:
         """Starts to receive the same parts."""
         return [self.post_receive(part, source, channel, tag) for each in tensors for part in split(each)]
-
-    def reachable(self, tensor: Tensor) -> Tensor:
-        """Returns a tensor where it can be sent from: itself, if it is on the host."""
-        return to_host(tensor)
-
-    def landing(self, buffer: Tensor) -> Tensor:
-        """Returns memory into which can be received what is meant for `buffer`."""
-        return buffer if buffer.is_cpu else empty_on_host(buffer)
 
     def open_rings(self, pairs: Iterable[Pair], can_share: bool, gather: Gather) -> None:  # noqa: B027 - most have none
         """Opens a shorter way between ranks of one host, as `World.open_rings`."""

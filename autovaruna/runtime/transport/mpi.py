@@ -5,7 +5,6 @@ This module imports MPI without starting it; only `environment.get_world` import
 
 from __future__ import annotations
 
-import ctypes
 import os
 import sys
 import time
@@ -15,7 +14,6 @@ from functools import partial
 from typing import NoReturn
 
 import mpi4py
-import torch
 from torch import Tensor
 
 from autovaruna.errors import RankError
@@ -87,7 +85,6 @@ class MpiTransport(Transport):
         self._rings_to: dict[int, RingSender] = {}
         self._rings_from: dict[int, RingReceiver] = {}
         self._is_crowded = True
-        self._is_cuda_aware = is_cuda_aware()
 
     def set_cores(self, num_cores: int, num_ranks: int) -> None:
         """Says that `num_ranks` ranks share `num_cores` cores, so that waiting ranks leave them to others."""
@@ -132,20 +129,6 @@ class MpiTransport(Transport):
 
     def _receive_by_mpi(self, tensor: Tensor, source: int, channel: int, tag: int) -> Part:
         return MpiPart(self._channels[channel].Irecv(memory_of(tensor), source, tag), tensor, self._status)
-
-    def reachable(self, tensor: Tensor) -> Tensor:
-        """Returns a tensor where MPI can send it from: a GPU's own memory, if this MPI reaches it."""
-        if not (tensor.is_cuda and self._is_cuda_aware):
-            return super().reachable(tensor)
-        torch.cuda.current_stream(tensor.device).synchronize()  # MPI knows no streams
-        return tensor.detach()
-
-    def landing(self, buffer: Tensor) -> Tensor:
-        """Returns memory that MPI can receive into: a GPU's own, if this MPI reaches it."""
-        if not (buffer.is_cuda and self._is_cuda_aware):
-            return super().landing(buffer)
-        torch.cuda.current_stream(buffer.device).synchronize()  # an earlier owner of the memory may still be read
-        return buffer
 
     # Rings.
 
@@ -231,9 +214,3 @@ def _is_large(tensors: Sequence[Tensor], channel: int) -> bool:
 def memory_of(tensor: Tensor) -> tuple[MPI.memory, MPI.Datatype]:
     """Returns the memory of a dense tensor as MPI sees it, with no copy."""
     return MPI.memory.fromaddress(tensor.data_ptr(), tensor.nbytes), MPI.BYTE
-
-
-def is_cuda_aware() -> bool:
-    """Says whether this MPI reads and writes the memory of GPUs; Open MPI and MPICH say so by an extension."""
-    query = getattr(ctypes.CDLL(MPI.__file__), "MPIX_Query_cuda_support", None)
-    return query is not None and torch.cuda.is_available() and bool(query())

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from autovaruna.errors import AutoVarunaError, RankError
-from autovaruna.runtime.channels.staging import check_dense, rows_on_host
+from autovaruna.runtime.channels.staging import check_dense, empty_on_host, rows_on_host, to_host
 from autovaruna.runtime.deadlock import Event, Need, Watch
 from autovaruna.runtime.transport.base import (
     CARRIER_CHANNEL,
@@ -229,9 +229,9 @@ class World:
             there = [part for each in tensors for part in split(each.detach().to(carrier.device))]
             parts = [carrier.post_send(part, destination, tag) for part in there]
             return self._sent(parts, destination, CARRIER_CHANNEL, tag)
-        if not all(each.is_cpu for each in tensors):
-            tensors = [self.transport.reachable(each) for each in tensors]
-        parts = self.transport.post_sends(tensors, destination, TENSOR_CHANNEL, tag)
+        parts = self.transport.post_sends(
+            [each if each.is_cpu else to_host(each) for each in tensors], destination, TENSOR_CHANNEL, tag
+        )
         return self._sent(parts, destination, TENSOR_CHANNEL, tag)
 
     def _send_one(self, tensor: Tensor, destination: int, tag: int) -> Pending:
@@ -273,7 +273,7 @@ class World:
             landing = [_on_device(buffer, carrier.device) for buffer in buffers]
             parts = [carrier.post_receive(part, source, tag) for each in landing for part in split(each)]
             return self._received(parts, source, CARRIER_CHANNEL, tag, _filling(buffers, landing))
-        landing = [buffer if buffer.is_cpu else self.transport.landing(buffer) for buffer in buffers]
+        landing = [buffer if buffer.is_cpu else empty_on_host(buffer) for buffer in buffers]
         parts = self.transport.post_receives(landing, source, TENSOR_CHANNEL, tag)
         return self._received(parts, source, TENSOR_CHANNEL, tag, _filling(buffers, landing))
 
