@@ -238,10 +238,13 @@ class Watch:
     Args:
         transport: Carries notices.
         advance: Lets what goes on by itself while this rank waits, such as sums, advance; never blocks.
+
+    Attributes:
+        counts: how often each act of this rank has happened.
     """
 
     def __init__(self, transport: Transport, advance: Callable[[], None]) -> None:
-        self._transport = transport
+        self.transport = transport
         self._advance = advance
         num_ranks = len(transport.hosts)
         self._detector = DeadlockDetector(num_ranks, self._answer_all) if transport.rank == 0 else None
@@ -321,7 +324,7 @@ class Watch:
                 self._tell(Report(*waiting(), dict(self.counts)))
             if give_up is not None and now - started > PATIENCE_SECONDS:
                 give_up()
-            self._transport.rest(now - started)
+            self.transport.rest(now - started)
 
     def raise_failure(self) -> None:
         """Raises what has been found, if anything."""
@@ -330,7 +333,7 @@ class Watch:
 
     def listen(self) -> None:
         """Takes the notices that have come; on rank 0, lets the detector work. Never blocks."""
-        for source, data in self._transport.take_notices():
+        for source, data in self.transport.take_notices():
             news = decoded(data)
             if self._detector is None or isinstance(news, Failure):
                 self._take_answer(news)
@@ -341,14 +344,14 @@ class Watch:
 
     def _tell(self, notice: Notice) -> None:
         if self._detector is None:
-            self._transport.send_notice(encoded(notice), 0)
+            self.transport.send_notice(encoded(notice), 0)
         else:
             self._detector.take(0, notice)
 
     def _answer_all(self, answer: Answer) -> None:
         data = encoded(answer)
-        for rank in range(1, len(self._transport.hosts)):
-            self._transport.send_notice(data, rank)
+        for rank in range(1, len(self.transport.hosts)):
+            self.transport.send_notice(data, rank)
         self._take_answer(answer)
 
     def _take_answer(self, answer: Answer) -> None:

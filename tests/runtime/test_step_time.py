@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from autovaruna.runtime.deadlock import Watch
 from autovaruna.runtime.worlds.in_process import make_worlds
 from autovaruna.runtime.worlds.world import World
 from autovaruna.schedule.instruction import Instruction, Kind
@@ -143,7 +144,7 @@ def test_a_delayed_message_comes_after_its_latency(monkeypatch: pytest.MonkeyPat
 def count_messages(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     """Returns a list that grows by each message and each exchange of objects."""
     found: list[tuple[str, int]] = []
-    send, send_object, gather = World.send, World.send_object, World.gather_objects
+    send, send_object, gather = World.send, World.send_object, Watch.gather
 
     def note_send(self: World, tensors: Any, destination: int, tag: int) -> Any:
         found.append(("message", self.rank))
@@ -153,13 +154,13 @@ def count_messages(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
         found.append(("message", self.rank))
         return send_object(self, value, destination, tag)
 
-    def note_gather(self: World, value: object, what: str) -> Any:
-        found.append((what, self.rank))
-        return gather(self, value, what)
+    def note_gather(self: Watch, value: object, label: str, *given: Any) -> Any:
+        found.append((label, self.transport.rank))
+        return gather(self, value, label, *given)
 
     monkeypatch.setattr(World, "send", note_send)
     monkeypatch.setattr(World, "send_object", note_object)
-    monkeypatch.setattr(World, "gather_objects", note_gather)
+    monkeypatch.setattr(Watch, "gather", note_gather)
     return found
 
 

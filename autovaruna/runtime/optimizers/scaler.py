@@ -43,7 +43,7 @@ class LossScale:
             raise InputError(f"scaler is a {type(scaler).__name__}; expected a torch.amp.GradScaler.")
         self._optimizer = optimizer
         self._known: ref[GradScaler] | None = None if scaler is None else ref(scaler)
-        self._looked_at: WeakSet[GradScaler] = WeakSet()
+        self._num_looked_at = 0
         self._is_ambiguous = False
         self._world = world
         self._last = 1.0
@@ -61,7 +61,8 @@ class LossScale:
         Raises:
             InputError: it matters, and several scalers may be meant.
         """
-        self._search()
+        if self._num_looked_at != _num_made:
+            self._search()
         scaler = self._scaler
         if scaler is not None:
             return float(scaler.get_scale()) or 1.0
@@ -88,12 +89,13 @@ class LossScale:
         self._last = factor
 
     def _search(self) -> None:
-        """Looks for the scaler, if there are new ones in the program."""
-        if self._scaler is not None or self._optimizer is None or self._looked_at.issuperset(_enabled()):
+        """Looks for the scaler, since the program has made new ones."""
+        self._num_looked_at = _num_made
+        if self._scaler is not None or self._optimizer is None:
             return
-        gc.collect()  # one of an earlier run may only wait for this, on one rank longer than on another
+        if _enabled():
+            gc.collect()  # one of an earlier run may only wait for this, on one rank longer than on another
         found = _enabled()
-        self._looked_at.update(found)
         self._known = ref(found[0]) if len(found) == 1 else None
         self._is_ambiguous = len(found) > 1
 
@@ -118,7 +120,8 @@ class LossScale:
 
 _scale_of: WeakKeyDictionary[Optimizer, ref[LossScale]] = WeakKeyDictionary()
 _scalers: WeakSet[GradScaler] = WeakSet()
-"""Every GradScaler that the program has made since this module was imported."""
+"""Every GradScaler that the program has made since this module was imported, and still has."""
+_num_made = 0
 
 
 def _enabled() -> list[GradScaler]:
@@ -131,8 +134,10 @@ def _watch_scalers() -> None:
 
     @wraps(initialise)
     def noted(scaler: GradScaler, *args: Any, **kwargs: Any) -> None:
+        global _num_made
         initialise(scaler, *args, **kwargs)
         _scalers.add(scaler)
+        _num_made += 1
 
     @wraps(unscale)
     def everywhere(
