@@ -98,7 +98,9 @@ class Blank(Protocol):
 
 
 class Transport(ABC):
-    """Moves tensors and notices between the ranks of a program. No method but `close` blocks.
+    """Moves tensors and notices between the ranks of a program. No method but `open_rings` and `close` blocks.
+
+    To add one, fill the abstract methods, which is all that a `World` needs, and let `environment.get_world` choose it.
 
     Attributes:
         rank: number of this rank.
