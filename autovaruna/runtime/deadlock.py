@@ -1,7 +1,7 @@
-"""Defines `Hub`: the one place that knows where every rank waits. Pure logic: no MPI, no threads.
+"""Finds waits that can never end: `DeadlockDetector` knows where every rank waits, `Watch` is what one rank waits with.
 
-Rank 0 keeps the hub. Each rank tells it what it does (`Join` a collective, `Report` a long wait, `Leave` the program),
-and the hub answers when all have come, or when they never can. It finds every wait that cannot end:
+Rank 0 keeps the detector. Each rank tells it what it does (`Join` a collective, `Report` a long wait, `Leave` the
+program), and it answers when all have come, or when they never can. It finds
 
 - ranks that joined collectives with different labels;
 - a rank that waits for one that has ended its script;
@@ -18,14 +18,26 @@ from __future__ import annotations
 
 import pickle
 import time
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
+from autovaruna.errors import RankError
+from autovaruna.runtime.transport.base import Transport
+
+EAGER_SECONDS = 3e-3
+"""So long a waiting rank looks many times before it rests; then once, and leaves its core to ranks that work."""
+REPORT_SECONDS = 0.5
+PATIENCE_SECONDS = 3.0
+"""How long a rank with an error waits for the others to hear of it; then it ends them."""
 GRACE_SECONDS = 1.0
 
 Event = tuple[str, int, int, int]
 """What a rank counts: ("sent" or "received", the other rank, channel, tag); -1 where one has no meaning."""
+
+
+_JOINED = "joined", -1, -1, -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +104,7 @@ def decoded(data: bytes | bytearray) -> Any:
 
 
 @dataclass
-class Hub:
+class DeadlockDetector:
     """Collects notices of `num_ranks` ranks; `answer_all` tells each of them the same."""
 
     num_ranks: int
@@ -215,3 +227,145 @@ class Hub:
             return
         self.failure = Failure(text, is_final=True)
         self.answer_all(self.failure)
+
+
+class Watch:
+    """Waits on behalf of one rank, such that no wait lasts for ever.
+
+    The rank counts what it does that others may wait for. If it waits for long it tells the detector for what, with
+    these counts, and hears once no rank can go on. Collectives go through the detector, too.
+
+    Args:
+        transport: Carries notices.
+        advance: Lets what goes on by itself while this rank waits, such as sums, advance; never blocks.
+
+    Attributes:
+        counts: how often each act of this rank has happened.
+    """
+
+    def __init__(self, transport: Transport, advance: Callable[[], None]) -> None:
+        self.transport = transport
+        self._advance = advance
+        num_ranks = len(transport.hosts)
+        self._detector = DeadlockDetector(num_ranks, self._answer_all) if transport.rank == 0 else None
+        self._answers: deque[Answer] = deque()
+        self._failure: Failure | None = None
+        self.counts: Counter[Event] = Counter()
+
+    def gather(self, value: object, label: str, give_up: Callable[[], NoReturn] | None = None) -> list[Any]:
+        """Returns the values that the ranks passed, by rank; those that are alike may be one object. Collective.
+
+        Args:
+            value: A small object that pickles.
+            label: What the ranks do here, the same on each.
+            give_up: Is called if the others do not come soon; None: they may take as long as they want.
+
+        Raises:
+            RankError: ranks came with different labels, or a rank ended its script.
+        """
+        self.raise_failure()
+        own = pickle.dumps(value)
+        self.counts[_JOINED] += 1
+        self._tell(Join(label, own))
+        answer = self._await_answer(f"in {label!r}", give_up)
+        if isinstance(answer, Failure):
+            raise RankError(answer.text)
+        assert isinstance(answer, Values), answer
+        known: dict[bytes, Any] = {own: value} if type(value) is tuple else {}  # what is alike need not be read
+        for item in answer.values:
+            if item not in known:
+                known[item] = pickle.loads(item)
+        return [known[item] for item in answer.values]
+
+    def leave(self) -> None:
+        """Tells the others that this rank has come to its end, and waits until all have.
+
+        Raises:
+            RankError: another rank waits for an act of this one.
+        """
+        self.raise_failure()
+        self._tell(Leave(dict(self.counts)))
+        answer = self._await_answer("for the other ranks to end")
+        assert isinstance(answer, Farewell), answer
+
+    def count(self, event: Event, num_times: int = 1) -> int:
+        """Counts an act of this rank's script, which others may wait for; returns how often it has happened.
+
+        Acts that happen by themselves while a rank waits, as the later messages of a sum, are not counted: the
+        detector takes it that a waiting rank does not act.
+        """
+        count = self.counts[event] = self.counts[event] + num_times
+        return count
+
+    def wait_until(
+        self,
+        is_done: Callable[[], bool],
+        waiting: Callable[[], tuple[str, tuple[Need, ...]]],
+        give_up: Callable[[], NoReturn] | None = None,
+    ) -> None:
+        """Blocks until `is_done()`; after a while tells the detector `waiting()`, and after a longer one gives up.
+
+        Raises:
+            RankError: it can never be done.
+        """
+        started = now = 0.0
+        has_reported, num_turns = False, 0
+        while not is_done():
+            num_turns += 1
+            if num_turns & 31 and now - started < EAGER_SECONDS:
+                continue
+            now = time.monotonic()
+            started = started or now
+            self._advance()
+            self.listen()
+            self.raise_failure()
+            if not has_reported and now - started > REPORT_SECONDS:
+                has_reported = True
+                self._tell(Report(*waiting(), dict(self.counts)))
+            if give_up is not None and now - started > PATIENCE_SECONDS:
+                give_up()
+            self.transport.rest(now - started)
+
+    def raise_failure(self) -> None:
+        """Raises what has been found, if anything."""
+        if self._failure is not None:
+            raise RankError(self._failure.text)
+
+    def listen(self) -> None:
+        """Takes the notices that have come; on rank 0, lets the detector work. Never blocks."""
+        for source, data in self.transport.take_notices():
+            news = decoded(data)
+            if self._detector is None or isinstance(news, Failure):
+                self._take_answer(news)
+            else:
+                self._detector.take(source, news)
+        if self._detector is not None:
+            self._detector.tick()
+
+    def _tell(self, notice: Notice) -> None:
+        if self._detector is None:
+            self.transport.send_notice(encoded(notice), 0)
+        else:
+            self._detector.take(0, notice)
+
+    def _answer_all(self, answer: Answer) -> None:
+        data = encoded(answer)
+        for rank in range(1, len(self.transport.hosts)):
+            self.transport.send_notice(data, rank)
+        self._take_answer(answer)
+
+    def _take_answer(self, answer: Answer) -> None:
+        """Takes the answer to this rank's notice, or that no rank can go on."""
+        if isinstance(answer, Failure) and answer.is_final:
+            self._failure = self._failure or answer
+        else:
+            self._answers.append(answer)
+
+    def _await_answer(self, words: str, give_up: Callable[[], NoReturn] | None = None) -> Answer:
+        if not self._answers:
+            self.wait_until(self._has_answer, lambda: (words, ()), give_up)
+        return self._answers.popleft()
+
+    def _has_answer(self) -> bool:
+        self.listen()
+        return bool(self._answers)

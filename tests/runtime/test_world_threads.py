@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from autovaruna.errors import RankError
+from autovaruna.runtime.transport.base import GROUP_CHANNEL, Part
 from autovaruna.runtime.worlds.environment import get_world
-from autovaruna.runtime.worlds.in_process import InProcessWorld, run_ranks
-from autovaruna.runtime.worlds.reduction import GROUP_CHANNEL
-from autovaruna.runtime.worlds.world import Pending
+from autovaruna.runtime.worlds.in_process import ThreadTransport, run_ranks
+from autovaruna.runtime.worlds.world import World
 from tests.runtime.world_laws import LAWS
 
 
@@ -19,32 +19,28 @@ def test_law(law: str, num_ranks: int) -> None:
     run_ranks(num_ranks, LAWS[law])
 
 
-class Late(Pending):
+class Late(Part):
     """A message that comes a while after it came."""
 
-    def __init__(self, pending: Pending) -> None:
+    def __init__(self, pending: Part) -> None:
         self.pending = pending
         self.due = time.monotonic() + 0.1
 
     def is_done(self) -> bool:
         return time.monotonic() > self.due and self.pending.is_done()
 
-    def wait(self) -> None:
-        while not self.is_done():
-            time.sleep(1e-3)
-
 
 def test_a_sum_is_done_when_all_its_pieces_are(monkeypatch: pytest.MonkeyPatch) -> None:
     """A tensor of 2 MiB and a bit: the bit is exchanged once, and came before the second exchange of the rest."""
-    post_receive = InProcessWorld.post_receive
+    post_receive = ThreadTransport.post_receive
 
-    def post(self: InProcessWorld, tensor: torch.Tensor, source: int, channel: int, tag: int) -> Pending:
+    def post(self: ThreadTransport, tensor: torch.Tensor, source: int, channel: int, tag: int) -> Part:
         pending = post_receive(self, tensor, source, channel, tag)
         return Late(pending) if channel == GROUP_CHANNEL and tag % 4 == 1 else pending
 
-    monkeypatch.setattr(InProcessWorld, "post_receive", post)
+    monkeypatch.setattr(ThreadTransport, "post_receive", post)
 
-    def run(world: InProcessWorld) -> bool:
+    def run(world: World) -> bool:
         tensor = torch.full(((2 << 18) + 100,), float(1 + world.rank))
         world.all_reduce(tensor, (0, 1))
         return bool((tensor == 3).all())
@@ -58,13 +54,13 @@ def test_results_come_by_rank() -> None:
 
 def test_a_thread_finds_its_own_world() -> None:
     assert run_ranks(3, lambda world: get_world() is world) == [True] * 3
-    assert not isinstance(get_world(), InProcessWorld) or get_world().num_ranks == 1
+    assert get_world() is get_world()
 
 
 def test_the_first_error_ends_the_waits_of_all() -> None:
     seen: list[str] = []
 
-    def run(world: InProcessWorld) -> None:
+    def run(world: World) -> None:
         if world.rank == 1:
             raise KeyError("broken")
         try:
@@ -79,7 +75,7 @@ def test_the_first_error_ends_the_waits_of_all() -> None:
 
 
 def test_abort_tells_the_others_where() -> None:
-    def run(world: InProcessWorld) -> None:
+    def run(world: World) -> None:
         if world.rank == 0:
             world.abort(ValueError("no"), "rank 0, stage 2, micro-batch 1")
         with pytest.raises(RankError, match="rank 0, stage 2, micro-batch 1: ValueError: no"):
@@ -89,7 +85,7 @@ def test_abort_tells_the_others_where() -> None:
         run_ranks(2, run)
 
 
-def compute_for_ever(world: InProcessWorld) -> None:
+def compute_for_ever(world: World) -> None:
     """Does nothing with other ranks, but looks now and then whether one has failed."""
     while True:
         time.sleep(0.01)
@@ -99,7 +95,7 @@ def compute_for_ever(world: InProcessWorld) -> None:
 def test_a_rank_that_only_computes_learns_of_a_failure() -> None:
     heard = []
 
-    def run(world: InProcessWorld) -> None:
+    def run(world: World) -> None:
         if world.rank == 1:
             world.abort(ValueError("no"), "rank 1, stage 0")
         with pytest.raises(RankError) as raised:
@@ -112,7 +108,7 @@ def test_a_rank_that_only_computes_learns_of_a_failure() -> None:
 
 
 def test_an_ended_rank_is_missed_in_a_collective() -> None:
-    def run(world: InProcessWorld) -> None:
+    def run(world: World) -> None:
         if world.rank == 0:
             world.barrier("step 3")
 
@@ -121,7 +117,7 @@ def test_an_ended_rank_is_missed_in_a_collective() -> None:
 
 
 def test_an_ended_rank_is_missed_by_a_receiver() -> None:
-    def run(world: InProcessWorld) -> None:
+    def run(world: World) -> None:
         if world.rank == 0:
             world.receive([torch.empty(1)], 1, 4).wait()
 
@@ -130,7 +126,7 @@ def test_an_ended_rank_is_missed_by_a_receiver() -> None:
 
 
 def test_what_an_ended_rank_has_sent_still_arrives() -> None:
-    def run(world: InProcessWorld) -> float:
+    def run(world: World) -> float:
         buffer = torch.zeros(1)
         if world.rank == 1:
             world.send([torch.ones(1)], 0, 4)
@@ -145,7 +141,7 @@ def test_what_an_ended_rank_has_sent_still_arrives() -> None:
 def test_ranks_that_wait_for_each_other_are_found() -> None:
     """Each receives before it sends; a third rank, in a collective, waits for both."""
 
-    def run(world: InProcessWorld) -> None:
+    def run(world: World) -> None:
         if world.rank == 2:
             world.barrier("step 1")
         world.receive([torch.empty(1)], 1 - world.rank, 0).wait()
@@ -157,7 +153,7 @@ def test_ranks_that_wait_for_each_other_are_found() -> None:
 
 
 def test_a_collective_against_a_message_is_found() -> None:
-    def run(world: InProcessWorld) -> None:
+    def run(world: World) -> None:
         if world.rank == 0:
             world.gather_objects(None, "state_dict")
         else:
@@ -168,7 +164,7 @@ def test_a_collective_against_a_message_is_found() -> None:
 
 
 def test_a_reduction_that_a_rank_never_starts_is_found() -> None:
-    def run(world: InProcessWorld) -> None:
+    def run(world: World) -> None:
         if world.rank < 2:
             world.all_reduce(torch.ones(10), (0, 1, 2))
 
@@ -177,7 +173,7 @@ def test_a_reduction_that_a_rank_never_starts_is_found() -> None:
 
 
 def test_slow_ranks_are_never_accused() -> None:
-    def run(world: InProcessWorld) -> None:
+    def run(world: World) -> None:
         if world.rank == 1:
             time.sleep(2.0)
             world.send([torch.ones(1)], 0, 0)
@@ -189,7 +185,7 @@ def test_slow_ranks_are_never_accused() -> None:
 
 
 def test_a_rank_that_stays_away_from_a_disagreement_is_named() -> None:
-    def run(world: InProcessWorld) -> None:
+    def run(world: World) -> None:
         if world.rank == 2:
             compute_for_ever(world)
         else:

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from autovaruna.runtime.worlds.world import Pending, World
+from autovaruna.runtime.transport.base import Pending
+from autovaruna.runtime.worlds.world import World
 
 
 class Delayed(Pending):
