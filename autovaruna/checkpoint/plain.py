@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from autovaruna.checkpoint.choose import choose
 from autovaruna.checkpoint.load import CheckpointInfo, Loading
-from autovaruna.checkpoint.subject import Subject
+from autovaruna.checkpoint.source import choose
+from autovaruna.checkpoint.state import Subject
 from autovaruna.runtime.optimizers.optimizer import CutOptimizer
 from autovaruna.runtime.weights.materialize import materialize
 from autovaruna.runtime.weights.placement import OwnedState
@@ -49,8 +49,8 @@ def load_checkpoint(
     state = OwnedState(model)
     names = {id(state.tensor(name)): name for name in state.places}
     subject = Subject(world, state, optimizer=None if optimizer is None else CutOptimizer(optimizer, names))
-    with ExitStack() as claims:
-        loading = Loading(choose(world, dir, step, claims))
+    with ExitStack() as locks:
+        loading = Loading(choose(world, dir, step, locks))
         loading.check(subject, strict, scaler, lr_scheduler)
         loading.remark(subject, scaler=scaler, lr_scheduler=lr_scheduler)
         load_all(loading, subject, torch.device("cpu"))

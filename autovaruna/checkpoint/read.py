@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from autovaruna.checkpoint.overlap import overwrite
-from autovaruna.checkpoint.tensor_file import Entry
-from autovaruna.checkpoint.threads import in_threads
+from autovaruna.checkpoint.manifest import num_threads
+from autovaruna.checkpoint.tensor_file import Entry, bytes_of
 from autovaruna.errors import CheckpointError
 
 PIECE_BYTES = 16 << 20
@@ -25,18 +25,19 @@ def read_all(pairs: Sequence[tuple[Entry, Tensor]]) -> None:
     Raises:
         CheckpointError: a file has become shorter, or cannot be read, or has several numbers for one of a tensor's.
     """
-    pieces = [(entry, tensor, start) for entry, tensor in pairs for start in range(0, entry.num_bytes, PIECE_BYTES)]
-    pieces.sort(key=lambda piece: -min(PIECE_BYTES, piece[0].num_bytes - piece[2]))  # so that threads have equal shares
-    descriptors: dict[Path, int] = {}
     try:
-        for path in {entry.path for entry, _ in pairs}:
-            descriptors[path] = os.open(path, os.O_RDONLY)
-        in_threads(lambda piece: _read_piece(descriptors[piece[0].path], *piece), pieces)
+        with ExitStack() as stack, ThreadPoolExecutor(num_threads()) as pool:
+            paths = {entry.path for entry, _ in pairs}
+            files = {path: stack.enter_context(open(path, "rb", buffering=0)).fileno() for path in paths}
+            reads = [
+                pool.submit(_read_piece, files[entry.path], entry, tensor, start)
+                for entry, tensor in pairs
+                for start in range(0, entry.num_bytes, PIECE_BYTES)
+            ]
+            for read in reads:
+                read.result()
     except OSError as error:
         raise CheckpointError(f"a checkpoint cannot be read: {error}") from error
-    finally:
-        for descriptor in descriptors.values():
-            os.close(descriptor)
     with torch.no_grad():
         torch.autograd.graph.increment_version([tensor for _, tensor in pairs if not tensor.is_inference()])
 
@@ -77,43 +78,54 @@ class Reader:
         read_all(pairs)
 
 
-def _empty(entry: Entry, like: Tensor | None) -> Tensor:
+def read_new(entry: Entry) -> Tensor:
+    """Returns a tensor on the host with what an entry says."""
+    tensor = _empty(entry)
+    read_all([(entry, tensor)])
+    return tensor
+
+
+def _empty(entry: Entry, like: Tensor | None = None) -> Tensor:
     if like is None or like.shape != entry.shape:
         return torch.empty(entry.shape, dtype=entry.dtype)
     return torch.empty_like(like, dtype=entry.dtype, device="cpu", requires_grad=False)
 
 
-def read_new(entry: Entry) -> Tensor:
-    """Returns a tensor on the host with what an entry says."""
-    tensor = torch.empty(entry.shape, dtype=entry.dtype)
-    read_all([(entry, tensor)])
-    return tensor
-
-
-def _read_piece(descriptor: int, entry: Entry, tensor: Tensor, start: int) -> None:
+def _read_piece(file: int, entry: Entry, tensor: Tensor, start: int) -> None:
     if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():  # other bytes, or not in one row: all at once
         if start == 0:
-            numbers = _read_numbers(descriptor, entry, 0, entry.num_bytes)
-            overwrite(tensor, numbers.reshape(entry.shape), entry)
+            _overwrite(tensor, _read_numbers(file, entry, 0, entry.num_bytes).reshape(entry.shape), entry)
         return
     count = min(PIECE_BYTES, entry.num_bytes - start)
     first, last = start // entry.dtype.itemsize, (start + count) // entry.dtype.itemsize
     target = tensor.detach().reshape(-1)[first:last]
     if tensor.device.type == "cpu" and tensor.dtype == entry.dtype:
-        _read_into(descriptor, entry, target.view(torch.uint8), start)
+        _read_into(file, entry, target.view(torch.uint8), start)
     else:
-        target.copy_(_read_numbers(descriptor, entry, start, count))
+        target.copy_(_read_numbers(file, entry, start, count))
 
 
-def _read_numbers(descriptor: int, entry: Entry, start: int, count: int) -> Tensor:
-    return _read_into(descriptor, entry, torch.empty(count, dtype=torch.uint8), start).view(entry.dtype)
+def _overwrite(tensor: Tensor, numbers: Tensor, entry: Entry) -> None:
+    """Overwrites a tensor in whatever order it lies; where strides are 0, as expand() makes them, several are one."""
+    first = tuple(slice(1) if stride == 0 else slice(None) for stride in tensor.stride())
+    if 0 in tensor.stride() and not bytes_of(numbers[first].expand_as(numbers)).equal(bytes_of(numbers)):
+        raise CheckpointError(
+            f"{entry.name} in {entry.path} has different numbers for what is one number in the model: got shape "
+            f"{tuple(tensor.shape)} with strides {tensor.stride()}, as expand() makes it. Expected one with memory "
+            "for each number: call .clone() where the model makes it."
+        )
+    tensor.detach()[first].copy_(numbers[first])
 
 
-def _read_into(descriptor: int, entry: Entry, target: Tensor, start: int) -> Tensor:
+def _read_numbers(file: int, entry: Entry, start: int, count: int) -> Tensor:
+    return _read_into(file, entry, torch.empty(count, dtype=torch.uint8), start).view(entry.dtype)
+
+
+def _read_into(file: int, entry: Entry, target: Tensor, start: int) -> Tensor:
     view = target.numpy().data
     place = entry.offset + start
     while view:
-        count = os.preadv(descriptor, [view], place)
+        count = os.preadv(file, [view], place)
         if count == 0:
             raise CheckpointError(f"{entry.path} ends at byte {place}; expected more. It has been cut off.")
         view, place = view[count:], place + count
