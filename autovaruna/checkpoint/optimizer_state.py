@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from autovaruna.checkpoint.document import Json, decode, encode
-from autovaruna.checkpoint.read import Reader
+from autovaruna.checkpoint.tensor_file import Reader
 from autovaruna.errors import CheckpointError
 from autovaruna.runtime.optimizers.optimizer import CutOptimizer
 from autovaruna.runtime.optimizers.own_part import own_of

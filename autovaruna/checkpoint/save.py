@@ -82,12 +82,17 @@ class Saver:
         place = place_of(root)
         self._compare(place, content, way)
         way = replace(way, tempdir=way.tempdir and os.path.abspath(at_home(way.tempdir)))  # the script may go elsewhere
-        part, copies = self._compose(subject, content, way)
+        part, needs = self._compose(subject, content, way)
+        copies = way.in_background and self._has_room(needs)
         extra_files, partial = on_first(
             self._world,
             lambda: (config_files(subject.model), self._begin(Path(place), content.step)),
             "beginning a checkpoint",
         )
+
+        def get_ready() -> Part:
+            self._mark(partial)
+            return replace(part, files=self._memory.copy(part)) if copies else part
 
         def complete(reports: Sequence[Report]) -> None:
             path = commit(partial, content.step, reports, extra_files, way.keep)
@@ -95,10 +100,17 @@ class Saver:
             logger.info("saved the checkpoint %s", path)
 
         try:
+            ready = together(self._world, get_ready, "copying a checkpoint")
             if copies:
-                self._start(part, partial, way, complete)
+                self._watch_the_end()
+                self._job = BackgroundWrite(
+                    partial, self._world, lambda: write_part(ready, partial, way.tempdir), complete
+                )
             else:
-                self._save_now(part, partial, way, complete)
+                reports = gather_on_all(
+                    self._world, lambda: write_part(ready, partial, way.tempdir), "writing a checkpoint", waits=True
+                )
+                on_first(self._world, lambda: complete(reports), "completing a checkpoint")
         except BaseException:
             if self._job is None:
                 self._abandon(partial)
@@ -111,32 +123,32 @@ class Saver:
         if found := different_requests(self._world, place, own, "saving a checkpoint"):
             raise CheckpointError(f"The ranks save different checkpoints: {found}. Expected the same on every rank.")
 
-    def _compose(self, subject: Subject, content: Content, way: Way) -> tuple[Part, bool]:
-        """Returns this rank's part, and whether a copy of it is to be written. Collective."""
+    def _compose(self, subject: Subject, content: Content, way: Way) -> tuple[Part, list[tuple[int, float]]]:
+        """Returns this rank's part, and what each rank needs and has of memory for a copy. Collective."""
         parts: list[Part] = []
 
         def act() -> tuple[int, float]:
             parts.append(compose(subject, content, way.is_shared))
             return self._memory.missing_bytes(parts[0]), available_bytes()
 
-        of_ranks = gather_on_all(self._world, act, "composing a checkpoint", waits=True)
-        if not way.in_background:
-            return parts[0], False
+        needs = gather_on_all(self._world, act, "composing a checkpoint", waits=True)
+        return parts[0], needs
+
+    def _has_room(self, needs: Sequence[tuple[int, float]]) -> bool:
+        """Says whether each host has memory for the copies of its ranks; the same on every rank."""
         missing: Counter[str] = Counter()
-        for host, (num_bytes, _) in zip(self._world.hosts, of_ranks, strict=True):
+        for host, (num_bytes, _) in zip(self._world.hosts, needs, strict=True):
             missing[host] += num_bytes
-        for host, (_, available) in zip(self._world.hosts, of_ranks, strict=True):
+        for host, (_, available) in zip(self._world.hosts, needs, strict=True):
             if missing[host] > available:
                 if self._world.rank == 0:
                     logger.warning(
                         "save_checkpoint(background=True) first copies the state to memory of the host: that takes "
                         "%.1f GB of %s, which has %.1f GB left. So training waits until the files are written",
-                        missing[host] / 1e9,
-                        host,
-                        available / 1e9,
+                        *(missing[host] / 1e9, host, available / 1e9),
                     )
-                return parts[0], False
-        return parts[0], True
+                return False
+        return True
 
     def _begin(self, root: Path, step: int) -> Path:
         try:
@@ -152,31 +164,6 @@ class Saver:
                 f"rank {self._world.rank} cannot write to {partial}, which rank 0 has made: {error.strerror}. Expected "
                 "a folder on a file system that all ranks share."
             ) from error
-
-    def _save_now(self, part: Part, partial: Path, way: Way, complete: Callable[[Sequence[Report]], None]) -> None:
-        together(self._world, lambda: self._mark(partial), "finding the folder of a checkpoint")
-        reports = gather_on_all(
-            self._world,
-            lambda: write_part(part, part.files, partial, way.tempdir),
-            "writing a checkpoint",
-            waits=True,
-        )
-        on_first(self._world, lambda: complete(reports), "completing a checkpoint")
-
-    def _start(self, part: Part, partial: Path, way: Way, complete: Callable[[Sequence[Report]], None]) -> None:
-        def act() -> Part:
-            self._mark(partial)
-            return replace(part, files=self._memory.copy(part))
-
-        copied = together(self._world, act, "copying a checkpoint")
-        self._watch_the_end()
-        self._job = BackgroundWrite(
-            partial,
-            self._world.rank,
-            self._world.num_ranks,
-            lambda: write_part(copied, copied.files, partial, way.tempdir),
-            complete,
-        )
 
     def poll(self) -> None:
         """Looks how the checkpoint in the background is doing. Collective while `is_busy`; never waits for it.
@@ -243,24 +230,18 @@ class BackgroundWrite:
 
     Args:
         folder: As above.
-        rank: This rank.
-        num_ranks: N.
+        world: The ranks; the thread does not talk to them.
         write: Writes this rank's part.
         complete: Completes the checkpoint from the reports; for rank 0.
     """
 
     def __init__(
-        self,
-        folder: Path,
-        rank: int,
-        num_ranks: int,
-        write: Callable[[], Report],
-        complete: Callable[[Sequence[Report]], None],
+        self, folder: Path, world: World, write: Callable[[], Report], complete: Callable[[Sequence[Report]], None]
     ) -> None:
         self.folder = folder
         self.error: BaseException | None = None
-        self._rank = rank
-        self._num_ranks = num_ranks
+        self._rank = world.rank
+        self._num_ranks = world.num_ranks
         self._write = write
         self._complete = complete
         self._thread = threading.Thread(target=self._run, name=f"autovaruna checkpoint {folder.name}")

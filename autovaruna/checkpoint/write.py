@@ -97,12 +97,11 @@ def _is_on_cuda(part: Part) -> bool:
     return any(row.is_cuda for rows in part.files.values() for row in rows)
 
 
-def write_part(part: Part, files: Mapping[str, Rows], partial: Path, tempdir: str | None) -> Report:
+def write_part(part: Part, partial: Path, tempdir: str | None) -> Report:
     """Writes the files of a rank to the disk.
 
     Args:
         part: What it writes.
-        files: The bytes of its files, or of a copy of them.
         partial: The folder where the checkpoint grows.
         tempdir: A local folder where files are written first; None: straight to `partial`.
 
@@ -110,7 +109,7 @@ def write_part(part: Part, files: Mapping[str, Rows], partial: Path, tempdir: st
         CheckpointError: a file cannot be written.
     """
     records = {}
-    for name, rows in files.items():
+    for name, rows in part.files.items():
         place = partial / name if tempdir is None else Path(tempdir)
         try:
             if tempdir is None:

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 
 from autovaruna.checkpoint.collective import together
-from autovaruna.checkpoint.load import CheckpointInfo, Loading
-from autovaruna.checkpoint.plain import load_all
+from autovaruna.checkpoint.load import CheckpointInfo, Loading, load_all
 from autovaruna.checkpoint.save import Saver, Way
 from autovaruna.checkpoint.source import choose
 from autovaruna.checkpoint.state import Content, Subject

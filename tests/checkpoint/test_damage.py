@@ -97,7 +97,7 @@ def test_a_file_of_another_size_is_found(how: str, two: tuple[Path, list[torch.T
         data = file.read_bytes()
         file.unlink()
         if how != "missing":
-            file.write_bytes({"cut off": data[:-1], "longer": data + b" ", "empty": b""}[how])
+            file.write_bytes({"cut off": data[:-1], "longer": data + b"x", "empty": b""}[how])
         assert trained().load_checkpoint(root).step == 1
         file.write_bytes(data)
 
