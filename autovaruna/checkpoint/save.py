@@ -9,6 +9,7 @@ waits for the reports and completes the checkpoint.
 from __future__ import annotations
 
 import atexit
+import functools
 import json
 import logging
 import os
@@ -90,31 +91,35 @@ class Saver:
             "beginning a checkpoint",
         )
 
-        def get_ready() -> Part:
-            self._mark(partial)
-            return replace(part, files=self._memory.copy(part)) if copies else part
-
         def complete(reports: Sequence[Report]) -> None:
             path = commit(partial, content.step, reports, extra_files, way.keep)
             self._locks.close()  # others may read it from now on
             logger.info("saved the checkpoint %s", path)
 
         try:
-            ready = together(self._world, get_ready, "copying a checkpoint")
-            if copies:
-                self._watch_the_end()
-                self._job = BackgroundWrite(
-                    partial, self._world, lambda: write_part(ready, partial, way.tempdir), complete
-                )
-            else:
-                reports = gather_on_all(
-                    self._world, lambda: write_part(ready, partial, way.tempdir), "writing a checkpoint", waits=True
-                )
-                on_first(self._world, lambda: complete(reports), "completing a checkpoint")
+            self._write(part, partial, way.tempdir, copies, complete)
         except BaseException:
             if self._job is None:
                 self._abandon(partial)
             raise
+
+    def _write(
+        self, part: Part, partial: Path, tempdir: str | None, copies: bool, complete: Callable[[Sequence[Report]], None]
+    ) -> None:
+        """Writes this rank's part, or has a thread write a copy; rank 0 completes the checkpoint. Collective."""
+
+        def get_ready() -> Part:
+            self._mark(partial)
+            return replace(part, files=self._memory.copy(part)) if copies else part
+
+        ready = together(self._world, get_ready, "copying a checkpoint")
+        act = functools.partial(write_part, ready, partial, tempdir)
+        if copies:
+            self._watch_the_end()
+            self._job = BackgroundWrite(partial, self._world, act, complete)
+        else:
+            reports = gather_on_all(self._world, act, "writing a checkpoint", waits=True)
+            on_first(self._world, lambda: complete(reports), "completing a checkpoint")
 
     def _compare(self, place: str, content: Content, way: Way) -> None:
         """Makes sure that the ranks save the same. Collective."""

@@ -110,20 +110,24 @@ def write_part(part: Part, partial: Path, tempdir: str | None) -> Report:
     """
     records = {}
     for name, rows in part.files.items():
-        place = partial / name if tempdir is None else Path(tempdir)
+        place = Path(tempdir or partial / name)
         try:
             if tempdir is None:
-                records[name] = write_file(partial / name, chunks_of(rows))
-                continue
-            with _local_folder(place) as local:
-                records[name] = write_file(local / name, chunks_of(rows), syncs=False)
-                place = partial / name
-                shutil.copyfile(local / name, place)
-                with open(place, "rb+") as file:
-                    os.fsync(file.fileno())
+                records[name] = write_file(place, chunks_of(rows))
+            else:
+                with _local_folder(place) as local:
+                    records[name] = write_file(local / name, chunks_of(rows), syncs=False)
+                    place = partial / name
+                    _copy_synced(local / name, place)
         except OSError as error:
             raise cannot_write(place, error) from error
     return Report(records, part.weight_map, part.num_weight_bytes, part.documents)
+
+
+def _copy_synced(source: Path, target: Path) -> None:
+    shutil.copyfile(source, target)
+    with open(target, "rb+") as file:
+        os.fsync(file.fileno())
 
 
 def write_file(path: Path, chunks: Iterable[Bytes], syncs: bool = True) -> FileRecord:

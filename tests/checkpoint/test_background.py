@@ -15,7 +15,7 @@ from autovaruna.checkpoint import save, write
 from autovaruna.checkpoint.manifest import Bytes
 from autovaruna.checkpoint.tensor_file import Rows
 from tests.catalogue import CASES
-from tests.checkpoint.test_damage import is_same, snapshot, step, trained
+from tests.checkpoint.test_damage import is_same, optimizer_of, snapshot, step, trained
 from tests.parallel.training import on_ranks, pipeline
 from tests.reference import adamw
 
@@ -45,20 +45,19 @@ def is_saved(root: Path, number: int, expected: list[torch.Tensor]) -> bool:
 def test_training_goes_on_meanwhile_whatever_changes(tmp_path: Path) -> None:
     """Steps, in-place changes, and changes that autograd does not see."""
     model = trained(width=WIDTH)
-    assert model._optimizer is not None
     for number in range(3):
-        expected = snapshot(model)
-        states = [{name: value.clone() for name, value in its.items()} for its in model._optimizer.state.values()]
+        expected, states = snapshot(model), optimizer_of(model).state
+        known = [{name: value.clone() for name, value in its.items()} for its in states.values()]
         model.save_checkpoint(tmp_path, step=number, background=True)
         step(model)
         next(iter(model.parameters())).data.mul_(0.5)
-        next(iter(model._optimizer.state.values()))["exp_avg"].numpy()[:] = 7
+        next(iter(states.values()))["exp_avg"].numpy()[:] = 7
         step(model)
         model.wait_checkpoint()
         assert is_saved(tmp_path, number, expected)
         model.load_checkpoint(tmp_path, step=number)
-        for known, now in zip(states, model._optimizer.state.values(), strict=True):
-            assert all(torch.equal(value, now[name]) for name, value in known.items())
+        for then, now in zip(known, optimizer_of(model).state.values(), strict=True):
+            assert all(torch.equal(value, now[name]) for name, value in then.items())
 
 
 def test_the_call_and_steps_wait_for_no_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

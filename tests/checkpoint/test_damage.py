@@ -38,8 +38,12 @@ def trained(seed: int = 0, width: int = 16) -> AutoVaruna:
 
 def step(model: AutoVaruna) -> None:
     model(torch.ones(2, 4)).sum().backward()
+    optimizer_of(model).step()
+
+
+def optimizer_of(model: AutoVaruna) -> torch.optim.Optimizer:
     assert model._optimizer is not None
-    model._optimizer.step()
+    return model._optimizer
 
 
 def snapshot(model: AutoVaruna) -> list[torch.Tensor]:

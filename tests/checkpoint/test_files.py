@@ -18,8 +18,8 @@ from autovaruna.checkpoint.tensor_file import NAMES, lay_out, read_header, read_
 from autovaruna.checkpoint.write import chunks_of, write_file
 from tests.catalogue import CASES
 from tests.checkpoint.runs import OPTIMIZERS, SETUPS, save_halfway
+from tests.checkpoint.test_damage import optimizer_of, trained
 from tests.checkpoint.test_damage import step as train
-from tests.checkpoint.test_damage import trained
 
 
 def saved_gpt2(root: Path, **options: Any) -> Path:
@@ -358,13 +358,12 @@ def test_dtypes_that_the_format_lacks_come_back(dtype: torch.dtype, tmp_path: Pa
 def test_state_that_is_there_is_overwritten_in_place(tmp_path: Path) -> None:
     model = trained()
     model.save_checkpoint(tmp_path, step=1)
-    assert model._optimizer is not None
-    states = list(model._optimizer.state.values())
+    states = list(optimizer_of(model).state.values())
     expected = [{name: value.clone() for name, value in state.items()} for state in states]
     places = [value.data_ptr() for state in states for value in state.values()]
     train(model)
     model.load_checkpoint(tmp_path)
-    found = list(model._optimizer.state.values())
+    found = list(optimizer_of(model).state.values())
     assert [value.data_ptr() for state in found for value in state.values()] == places
     for got, known in zip(found, expected, strict=True):
         assert all(torch.equal(got[name], known[name]) for name in known)
