@@ -107,14 +107,10 @@ class Part:
 
     Attributes:
         files: the bytes of its files, by name.
-        weight_map: the file of each of its weights.
-        num_weight_bytes: bytes of its weights.
         documents: its share of ``state.json``.
     """
 
     files: Mapping[str, Rows]
-    weight_map: Mapping[str, str]
-    num_weight_bytes: int
     documents: Mapping[str, Json]
 
 
@@ -146,14 +142,11 @@ def compose(subject: Subject, content: Content, is_shared: bool) -> Part:
         documents["module_state"] = encode(module_state, "module_state", others)
     writing = sorted(set(writer.values()) or {0})
     place = writing.index(rank) + 1 if rank in writing else 0
-    weight_file = f"model-{place:05d}-of-{len(writing):05d}.safetensors"
-    files = {weight_file: weights, f"state-{rank + 1:05d}-of-{subject.world.num_ranks:05d}.safetensors": others}
-    return Part(
-        {name: lay_out(its_tensors) for name, its_tensors in files.items() if its_tensors},
-        dict.fromkeys(weights, weight_file),
-        sum(map(num_bytes, weights.values())),
-        documents,
-    )
+    files = {
+        f"model-{place:05d}-of-{len(writing):05d}.safetensors": weights,
+        f"state-{rank + 1:05d}-of-{subject.world.num_ranks:05d}.safetensors": others,
+    }
+    return Part({name: lay_out(its_tensors) for name, its_tensors in files.items() if its_tensors}, documents)
 
 
 def writers(subject: Subject, tensors: Mapping[str, Tensor], is_shared: bool) -> dict[str, int]:
@@ -165,7 +158,7 @@ def writers(subject: Subject, tensors: Mapping[str, Tensor], is_shared: bool) ->
         is_shared: Whether the replicas of a parameter's stage divide its stage's parameters among them by bytes, or
             the first of them writes all. Buffers are always those of the first.
     """
-    saved = set(subject.saved_names(tensors).values())
+    saved = dict.fromkeys(subject.saved_names(tensors).values())
     if subject.placement is None:
         return dict.fromkeys(saved, 0)
     load = [0] * subject.world.num_ranks

@@ -24,7 +24,7 @@ from autovaruna.checkpoint.document import Json
 from autovaruna.checkpoint.manifest import CHUNK_BYTES, MANIFEST, Bytes, FileRecord, Manifest, checksum
 from autovaruna.checkpoint.source import INDEX, STATE
 from autovaruna.checkpoint.state import Part
-from autovaruna.checkpoint.tensor_file import Rows
+from autovaruna.checkpoint.tensor_file import Rows, read_header
 from autovaruna.errors import CheckpointError
 
 PER_RANK = ("optimizer_state", "generators")
@@ -32,6 +32,7 @@ PER_RANK = ("optimizer_state", "generators")
 _MARK = ".rank-"
 """What names of files begin with that ranks have in the folder of a checkpoint while they write."""
 _LOCAL = "autovaruna-checkpoint-"
+_UNIT_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -40,21 +41,16 @@ class Report:
 
     Attributes:
         files: its files.
-        weight_map: the file of each of its weights.
-        num_weight_bytes: bytes of its weights.
         documents: its share of ``state.json``.
     """
 
     files: Mapping[str, FileRecord]
-    weight_map: Mapping[str, str]
-    num_weight_bytes: int
     documents: Mapping[str, Json]
 
     @staticmethod
     def from_json(given: Mapping[str, Any]) -> Report:
         """Returns what `dataclasses.asdict` made JSON of."""
-        files = {name: FileRecord.from_json(record) for name, record in given["files"].items()}
-        return Report(files, given["weight_map"], given["num_weight_bytes"], given["documents"])
+        return Report({name: FileRecord.from_json(it) for name, it in given["files"].items()}, given["documents"])
 
 
 class HostMemory:
@@ -90,7 +86,8 @@ class HostMemory:
 
 
 def _num_bytes(part: Part) -> int:
-    return sum(len(row) for rows in part.files.values() for row in rows)
+    """Returns the memory that a copy takes, with some room for a part that grows a little from save to save."""
+    return -(-sum(len(row) for rows in part.files.values() for row in rows) // _UNIT_BYTES) * _UNIT_BYTES
 
 
 def _is_on_cuda(part: Part) -> bool:
@@ -121,7 +118,7 @@ def write_part(part: Part, partial: Path, tempdir: str | None) -> Report:
                     _copy_synced(local / name, place)
         except OSError as error:
             raise cannot_write(place, error) from error
-    return Report(records, part.weight_map, part.num_weight_bytes, part.documents)
+    return Report(records, part.documents)
 
 
 def _copy_synced(source: Path, target: Path) -> None:
@@ -188,7 +185,7 @@ def commit(
         CheckpointError: something cannot be written.
     """
     try:
-        small = {INDEX: _json(_index(reports)), STATE: _json(_state(reports)), **extra_files}
+        small = {INDEX: _json(_index(partial)), STATE: _json(_state(reports)), **extra_files}
         records = {name: write_file(partial / name, chunks_of([_row(data)])) for name, data in small.items()}
         for report in reports:
             records |= report.files
@@ -203,10 +200,12 @@ def commit(
         raise cannot_write(partial, error) from error
 
 
-def _index(reports: Sequence[Report]) -> dict[str, Any]:
-    weight_map = {name: file for report in reports for name, file in report.weight_map.items()}
+def _index(partial: Path) -> dict[str, Any]:
+    """Returns the file of each weight, as Hugging Face's tools expect it."""
+    entries = [entry for path in partial.glob("model-*") for entry in read_header(path)[0].values()]
+    weight_map = {entry.name: entry.path.name for entry in entries}
     return {
-        "metadata": {"total_size": sum(report.num_weight_bytes for report in reports)},
+        "metadata": {"total_size": sum(entry.num_bytes for entry in entries)},
         "weight_map": dict(sorted(weight_map.items())),
     }
 

@@ -107,7 +107,7 @@ def test_without_memory_for_a_copy_files_are_written_at_once_and_it_is_told(
         assert "So training waits until the files are written" in caplog.text
         barrier.wait()
         caplog.clear()
-        monkeypatch.setattr(save, "available_bytes", lambda: sizes + 1e3)
+        monkeypatch.setattr(save, "available_bytes", lambda: sizes + 2.0 * (1 << 20))
         barrier.wait()
         model.save_checkpoint(tmp_path, step=3, background=True)
         assert "So training waits" not in caplog.text
