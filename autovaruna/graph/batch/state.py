@@ -147,7 +147,7 @@ def _follow(steps: Iterable[_Step], inputs: Iterable[fx.Node], read: _Read, vari
 
 
 def _changed_by(kept: KeptModule, state: tuple[Memory, ...], varied: Collection[int]) -> Memory:
-    """Returns the memory that a kept module changes by its samples: of all its buffers, if it reads other such memory."""
+    """Returns what a kept module changes by its samples: all its buffers, if it reads other such memory."""
     buffers = range(kept.num_parameters, len(state))
     own = _NONE.union(*(state[place] for place in buffers if place not in kept.steady))
     foreign = _NONE.union(*state) & set(varied) - own
