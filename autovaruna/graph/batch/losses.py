@@ -32,23 +32,21 @@ from autovaruna.graph.traced import TracedModel
 logger = logging.getLogger(__name__)
 
 
-def refuse_nonlinear(traced: TracedModel, is_added: bool = False) -> None:
-    """Makes sure that the loss of a graph is a mean over its samples, or a sum; warns of other outputs that are none.
+def refuse_other_losses(traced: TracedModel, is_added: bool) -> None:
+    """Makes sure that losses of micro-batches make up that of the batch; warns of other outputs that do not.
 
     Args:
         traced: The graph.
         is_added: Whether losses of micro-batches are added up, rather than averaged.
 
     Raises:
-        InputError: the loss is something else; says which line makes it so, and how to go on.
+        InputError: the loss is no mean over its samples, or a sum that would be averaged, or no sum and would be added
+            up; says which line makes it so, and how to go on.
     """
-    if traced.sizes.symbol is None:
-        return
-    values = _values(traced)
+    values = Values(traced.module.graph, traced.facts, traced.sizes, traced.batch_inputs)
     means, powers = _Means(traced, values), Powers(values, traced.sizes, is_added)
-    for spec in traced.outputs:
-        if spec.kind not in (OutputKind.LOSS, OutputKind.MEAN):
-            continue
+    specs = [spec for spec in traced.outputs if spec.kind in (OutputKind.LOSS, OutputKind.MEAN)]
+    for spec in specs if traced.sizes.symbol is not None else ():
         node = traced.nodes[spec.node]
         found = means.broken_in(node) or powers.no_mean_in(node)
         if found is not None and spec.kind is OutputKind.LOSS:
@@ -65,38 +63,18 @@ def refuse_nonlinear(traced: TracedModel, is_added: bool = False) -> None:
                 "the model to have that of the whole batch.",
                 *(spec.path, _place(found)),
             )
-
-
-def refuse_other_reduction(traced: TracedModel, is_added: bool) -> None:
-    """Makes sure that the loss of a graph is no sum over the samples, or nothing else if micro-batches are added up.
-
-    Args:
-        traced: The graph.
-        is_added: Whether losses of micro-batches are added up, rather than averaged.
-
-    Raises:
-        InputError: it is something else; says where it is made, and which setting suits it.
-    """
-    powers = Powers(_values(traced), traced.sizes, is_added)
-    for spec in traced.outputs:
-        if spec.kind not in (OutputKind.LOSS, OutputKind.MEAN):
-            continue
+    for spec in specs:
         node = traced.nodes[spec.node]
         made = powers.no_sum_in(node) if is_added else powers.sum_in(node)
-        if made is None:
-            continue
-        if spec.kind is OutputKind.LOSS:
+        if made is not None and spec.kind is OutputKind.LOSS:
             raise _no_sum(made) if is_added else _sum(made)
-        given, other = ("no sum", "sum") if is_added else ("a sum", "mean")
-        logger.warning(
-            "%s is %s over the samples (%s): got the %s of what micro-batches give. Expected a %s, or the setting "
-            "reduction=%r.",
-            *(spec.path, given, _place(made), other, other, "mean" if is_added else "sum"),
-        )
-
-
-def _values(traced: TracedModel) -> Values:
-    return Values(traced.module.graph, traced.facts, traced.sizes, traced.batch_inputs)
+        if made is not None:
+            given, other = ("no sum", "sum") if is_added else ("a sum", "mean")
+            logger.warning(
+                "%s is %s over the samples (%s): got the %s of what micro-batches give. Expected a %s, or the setting "
+                "reduction=%r.",
+                *(spec.path, given, _place(made), other, other, "mean" if is_added else "sum"),
+            )
 
 
 def _place(made: fx.Node) -> str:
