@@ -123,7 +123,6 @@ def _trace(
         totals=totals,
         joins_counts=tuple(node.name for node in joining),
         asks_for_one=exported.asks_for_one,
-        goes_backward=exported.goes_backward,
     )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
-from importlib import import_module
 
 import torch
 from torch import fx, nn
@@ -57,10 +56,7 @@ def export(model: nn.Module, call: CallSpec, batch_size: int, is_dynamic: bool, 
             return found
         except KeepMoreError as stopped:
             kept = stopped.kept
-            for name in kept.imported:
-                import_module(name)
         except TraceError as error:
-            first = replace(first, integers=kept.integers, imported=kept.imported)
             is_first = kept == replace(first, functions=kept.functions, notes_draws=kept.notes_draws)
             if is_first or not is_of_keeper(error):
                 raise

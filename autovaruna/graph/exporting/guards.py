@@ -14,9 +14,6 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointFunction
 
 from autovaruna.errors import TraceError
-from autovaruna.graph.exporting.hidden_gradients import seen_gradients
-from autovaruna.graph.exporting.inner_gradients import inner_gradients
-from autovaruna.graph.exporting.seen_nodes import refuse_hook, seen_nodes
 from autovaruna.graph.kept_whole.applied import Call, Function, applied_by
 from autovaruna.graph.kept_whole.functions import keep
 from autovaruna.graph.kept_whole.held_weights import holder_of_weights
@@ -47,23 +44,19 @@ class FunctionCall:
 
 
 @contextmanager
-def watched(kept: Collection[Function], num_gradients: int) -> Iterator[list[FunctionCall]]:
-    """Notes calls of autograd functions, and refuses tensor hooks, on this thread, while the context lasts.
+def watched(kept: Collection[Function]) -> Iterator[list[FunctionCall]]:
+    """Notes calls of autograd functions on this thread while the context lasts.
 
     Args:
         kept: The functions that are kept whole where gradients are wanted.
-        num_gradients: How often forward may call ``torch.autograd.grad``.
 
     Yields:
         The other calls, to be given to `with_own_backward` after the trace.
 
     Raises:
-        TraceError: forward registers a hook, goes backward too often, or calls a function with weights of its own.
+        TraceError: forward calls a function with weights of its own.
     """
     calls: list[FunctionCall] = []
-    names = ("register_hook", "register_post_accumulate_grad_hook")
-    hooks = {name: getattr(Tensor, name) for name in names}
-    tracing = get_ident()
 
     def noting(call: Call) -> Any:
         if not call.is_forward:
@@ -71,31 +64,17 @@ def watched(kept: Collection[Function], num_gradients: int) -> Iterator[list[Fun
         function, args = call.function, call.arguments
         if call.wants_gradient and (holder := holder_of_weights(function, args)):
             raise TraceError(
-                f"The torch.autograd.Function {function.__qualname__} uses the weights of {holder}, which are not among "
-                "its tensors, so that their gradients are its own affair. Expected a function of tensors; call it in a "
-                "submodule, which is then kept whole as one operation."
+                f"The torch.autograd.Function {function.__qualname__} uses the weights of {holder}, which are not "
+                "among its tensors, so that their gradients are its own affair. Expected a function of tensors; call "
+                "it in a submodule, which is then kept whole as one operation."
             )
         if call.wants_gradient and function in kept:
             return keep(function, args)
         calls.append(FunctionCall(function, pytree.tree_map_only(Tensor, _kind, args)))
         return call.run()
 
-    def refusing(known: Callable[..., Any]) -> Callable[..., Any]:
-        def register(self: Tensor, hook: Callable[..., Any]) -> Any:
-            if get_ident() != tracing:
-                return known(self, hook)
-            raise refuse_hook("registers a hook on a tensor")
-
-        return register
-
-    for name, known in hooks.items():
-        setattr(Tensor, name, refusing(known))
-    try:
-        with plain_checkpoints(), applied_by(noting), seen_gradients(), seen_nodes(), inner_gradients(num_gradients):
-            yield calls
-    finally:
-        for name, known in hooks.items():
-            setattr(Tensor, name, known)
+    with plain_checkpoints(), applied_by(noting):
+        yield calls
 
 
 def with_own_backward(calls: list[FunctionCall]) -> set[Function]:

@@ -12,7 +12,6 @@ from functools import partial, wraps
 from types import FunctionType, MethodType
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 

@@ -10,10 +10,9 @@ import pkgutil
 import traceback
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from threading import get_ident
 from typing import Any
 
 import torch
@@ -61,7 +60,7 @@ def kept_whole(
     Yields:
         What takes the batch size of the trace.
     """
-    keeper = Keeper(device)
+    keeper = Keeper(device, functions)
     own: list[tuple[dict[str, Any], dict[str, Any]]] = []
     try:
         for path in sorted(paths):
@@ -74,10 +73,7 @@ def kept_whole(
             own.append((place, before))
             place["forward"] = keep
             place.update({name: OrderedDict() for name in HOOKS if name in before})
-        with ExitStack() as stack:
-            for name in sorted(functions):
-                stack.enter_context(_function_kept(name, keeper))
-            yield keeper
+        yield keeper
     finally:
         _calls.clear()
         for place, before in own:
@@ -100,28 +96,6 @@ class KeptFunction(nn.Module):
     def extra_repr(self) -> str:
         """Returns the function's name."""
         return self.name
-
-
-@contextmanager
-def _function_kept(path: str, keeper: Keeper) -> Iterator[None]:
-    """Keeps a function whole on this thread while the context lasts."""
-    holder_name, _, name = path.rpartition(".")
-    holder = pkgutil.resolve_name(holder_name)
-    function, tracing, is_own = getattr(holder, name), get_ident(), name in vars(holder)
-    module = KeptFunction(path, function)
-    keep = partial(keeper.call, path, module, _Spare.of(module))
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return keep(*args, **kwargs) if get_ident() == tracing else function(*args, **kwargs)
-
-    setattr(holder, name, call)
-    try:
-        yield
-    finally:
-        if is_own:
-            setattr(holder, name, function)
-        else:  # it is of a class before it
-            delattr(holder, name)
 
 
 @dataclass(frozen=True)
@@ -157,15 +131,28 @@ def spare_of(module: nn.Module) -> _Spare:
 
 
 class Keeper:
-    """Leaves nodes for the calls of modules that are kept whole, in a graph that will run on `device`."""
+    """Leaves nodes for the calls of modules and functions that are kept whole.
 
-    def __init__(self, device: torch.device) -> None:
+    Args:
+        device: Where the graph will run.
+        functions: Names of the functions.
+
+    Attributes:
+        functions: what to call in place of each.
+    """
+
+    def __init__(self, device: torch.device, functions: Collection[str] = ()) -> None:
+        self.functions = {pkgutil.resolve_name(name): partial(self._call_function, name) for name in functions}
         self._device = device
         self._batch: list[Any] = []
 
     def note_batch(self, sizes: list[Any]) -> None:
         """Takes the batch size of each batch input, a symbol or a number, when a trace begins; they will be equal."""
         self._batch = sizes
+
+    def _call_function(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        module = KeptFunction(name, pkgutil.resolve_name(name))
+        return self.call(name, module, _Spare.of(module), *args, **kwargs)
 
     def call(self, path: str, module: nn.Module, spare: _Spare, *args: Any, **kwargs: Any) -> Any:
         """Leaves a node for a call of a module.
