@@ -39,7 +39,6 @@ from autovaruna.graph.kept_whole.draws import Draws, noted_draws
 from autovaruna.graph.kept_whole.functions import take_functions
 from autovaruna.graph.kept_whole.keeping import Keeper, take_modules
 from autovaruna.graph.kept_whole.packed import kept_or_packed
-from autovaruna.graph.kept_whole.scripts import shells
 from autovaruna.graph.precision import in_precision, noted_precision, switch_in_regions
 from autovaruna.graph.random import python_generators
 from autovaruna.graph.refused import check_operations
@@ -117,8 +116,7 @@ class Attempt:
         with (
             as_before(model),
             torch.compiler.set_stance("force_eager"),  # torch.compile has nothing to compile on fake tensors
-            shells(model) as scripts,
-            kept_or_packed(model, outermost([*kept.modules, *scripts]), kept.operations, self.device) as keeper,
+            kept_or_packed(model, outermost(kept.modules), kept.operations, self.device) as keeper,
             faked(model, mode, self.device),
             quickly_faked(),
             named_cut_points(model),

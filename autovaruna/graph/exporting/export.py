@@ -19,10 +19,15 @@ from autovaruna.graph.exporting.quiet import quiet_failure
 from autovaruna.graph.exporting.thresholds import find_threshold
 from autovaruna.graph.kept_whole.keeping import is_of_keeper
 from autovaruna.graph.refused import check_layouts
+from autovaruna.graph.said import warn_once
 from autovaruna.graph.watching.hidden_state import compare_calls
 from autovaruna.graph.watching.left_tensors import say_what_is_left
 
 logger = logging.getLogger(__name__)
+_OF_HOOKS = (
+    "{} have hooks of backward, and are kept whole, never cut. Each hook runs once a micro-batch, on the gradients of "
+    "its samples alone: where it goes by all samples of a batch (a norm over them, say), pass num_micro_batches=1"
+)
 
 
 def export(model: nn.Module, call: CallSpec, batch_size: int, is_dynamic: bool, device: torch.device) -> Exported:
@@ -42,6 +47,8 @@ def export(model: nn.Module, call: CallSpec, batch_size: int, is_dynamic: bool, 
     """
     check_layouts(model)
     first = Kept(modules=hooked(model))
+    if first.modules:
+        warn_once(logger, model, _OF_HOOKS.format(", ".join(sorted(first.modules))))
     kept: Kept | None = first
     while kept is not None:
         attempt = Attempt(model, call, batch_size, is_dynamic, device, kept)

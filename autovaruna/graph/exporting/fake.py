@@ -94,9 +94,6 @@ def _fake(tensor: Tensor, mode: FakeTensorMode, device: torch.device) -> FakeTen
 
 def put(module: nn.Module, name: str, tensor: Tensor) -> None:
     """Puts another tensor in the place of a parameter or buffer, and in the list that recurrent modules keep."""
-    if isinstance(module, torch.jit.ScriptModule):
-        module._c.setattr(name, tensor)
-        return
     own: dict[str, Any] = module._parameters if name in module._parameters else module._buffers
     old = own[name]
     own[name] = tensor

@@ -115,14 +115,14 @@ def hooked(model: nn.Module) -> frozenset[str]:
     """Returns the paths of the modules with backward hooks, which a trace would drop.
 
     Raises:
-        TraceError: the model itself has one, or is a TorchScript module.
+        TraceError: the model itself has one, or holds a TorchScript module.
     """
-    if isinstance(model, torch.jit.ScriptModule):
-        raise TraceError(
-            f"The model is a TorchScript module: got {type(model).__qualname__}, which cannot be split. Expected a "
-            "torch.nn.Module; wrap the one that it was made of, or put it into a torch.nn.Module as a submodule, which "
-            "is kept whole."
-        )
+    for path, each in model.named_modules():
+        if isinstance(each, torch.jit.ScriptModule):
+            raise TraceError(
+                f"{path or 'The model'} is a TorchScript module: got {type(each).__qualname__}, which cannot be split. "
+                "Expected a torch.nn.Module; take the one that it was made of."
+            )
     paths = {path for path, each in model.named_modules() if each._backward_hooks or each._backward_pre_hooks}
     if "" in paths:
         raise TraceError(

@@ -19,12 +19,10 @@ import torch
 from torch import Tensor, fx, nn
 
 from autovaruna.errors import TraceError
-from autovaruna.graph.kept_whole.backward_hooks import Hooks, copied_hooks
 from autovaruna.graph.kept_whole.in_place import places_of
 from autovaruna.graph.kept_whole.joining import with_joins
 from autovaruna.graph.kept_whole.kept import KeptModule, run_kept
 from autovaruna.graph.kept_whole.once_a_call import changed_once
-from autovaruna.graph.kept_whole.scripts import script_of
 from autovaruna.graph.kept_whole.trial import CannotKeepError, Trial, copy_of, own_tensors, run_apart
 from autovaruna.graph.precision import current_precision
 from autovaruna.graph.tree import Constant, Opaque, flatten
@@ -68,7 +66,7 @@ def kept_whole(
             place = module.__dict__
             if any(place is known for known, _ in own):
                 continue
-            keep = partial(keeper.call, path, module, _Spare.of(script_of(module)))
+            keep = partial(keeper.call, path, module, _Spare.of(module))
             before = {name: place[name] for name in ("forward", *HOOKS) if name in place}
             own.append((place, before))
             place["forward"] = keep
@@ -100,17 +98,16 @@ class KeptFunction(nn.Module):
 
 @dataclass(frozen=True)
 class _Spare:
-    """What a module is tried out with: a copy, or why there is none, and the module's own tensors and hooks."""
+    """What a module is tried out with: a copy, or why there is none, and the module's own tensors."""
 
     found: nn.Module | CannotKeepError
     state: Sequence[Tensor]
-    hooks: Hooks = ()
 
     @classmethod
     def of(cls, module: nn.Module) -> _Spare:
         """Returns what a module is tried out with."""
         try:
-            return cls(copy_of(module), own_tensors(module), copied_hooks(module))
+            return cls(copy_of(module), own_tensors(module))
         except CannotKeepError as error:
             return cls(error, ())
 
@@ -185,10 +182,10 @@ class Keeper:
         mode = current_precision(), torch.is_grad_enabled()
         trial = Trial(spare.copy(), spare.state, call, tensors, self._batch, self._device, *mode)
         num_parameters = sum(1 for (owner, name), *_ in places if name in owner._parameters)
-        returned = run_apart(lambda: with_joins(trial, spare.hooks), self._device)
+        returned = run_apart(lambda: with_joins(trial), self._device)
         steady = run_apart(lambda: changed_once(trial, num_parameters), self._device)
         key = f"{path} {len(_calls)}"
-        _calls[key] = KeptModule(path, script_of(module), spare.copy(), call, returned, steady, num_parameters)
+        _calls[key] = KeptModule(path, module, spare.copy(), call, returned, steady, num_parameters)
         results = _module(tensors, state, self._batch[0], key)
         return returned.tree.unflatten(results)
 
