@@ -19,7 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autovaruna.graph.layout import storage_of
+from autovaruna.graph.facts import storage_of
 from autovaruna.graph.pieces.weight_gradients import Deferred
 from autovaruna.profiler.allocations import AllocationMeter, is_profiled
 from autovaruna.profiler.records import NOT_RECORDED, Sequences

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autovaruna.graph.layout import storage_of
+from autovaruna.graph.facts import storage_of
 from autovaruna.profiler.device_file import DeviceSpec
 
 logger = logging.getLogger(__name__)

@@ -86,7 +86,7 @@ class Attempt:
             inputs = example_inputs(self.call, self.batch_size, mode, self.device)
             notes.draws.start()
             try:
-                graph_module = self._graph(flat, inputs, changes)
+                graph_module = self._graph(flat, inputs)
                 notes.draws.check()
             except InputError:
                 raise
@@ -132,13 +132,13 @@ class Attempt:
         ):
             yield _Notes(keeper, draws, function_calls, Idioms(keeper.functions), fixing, lone, bounds)
 
-    def _graph(self, flat: FlatCall, inputs: list[Tensor], changes: Changes) -> fx.GraphModule:
+    def _graph(self, flat: FlatCall, inputs: list[Tensor]) -> fx.GraphModule:
         """Returns torch.export's graph, with parameters, buffers and what is kept whole as attributes."""
         dimension = torch.export.Dim("batch", min=1)
         shapes = [{0: dimension} if spec.is_batch and self.is_dynamic else None for spec in self.call.inputs]
         with warnings.catch_warnings():  # recurrent modules keep their weights twice; torch.export warns of it
             warnings.filterwarnings("ignore", message="The tensor attribute")
-            program = program_of(flat, inputs, shapes, changes, recalls=True)
+            program = program_of(flat, inputs, shapes)
         with deferred_compilation():
             graph_module = unlift(program)
             take_modules(graph_module)
