@@ -21,6 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from autovaruna.errors import TraceError
 from autovaruna.graph import flops
+from autovaruna.graph.batch.operators import changed_statistics, is_random
 from autovaruna.graph.call import CallSpec
 from autovaruna.graph.explain import reason_of
 from autovaruna.graph.exporting.exported import Exported
@@ -28,7 +29,6 @@ from autovaruna.graph.exporting.fake import fake_like
 from autovaruna.graph.exporting.program import example_inputs
 from autovaruna.graph.origin import origin
 from autovaruna.graph.precision import in_precision, precision_of, without_autocast
-from autovaruna.graph.unsaid import changed_statistics, is_random
 from autovaruna.graph.versions import Counting
 
 

@@ -14,9 +14,9 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 
 from autovaruna.errors import TraceError
-from autovaruna.graph.batch.batch_totals import NO_TOTALS, take_totals
 from autovaruna.graph.batch.mixing import refuse_mixing
-from autovaruna.graph.batch.steady import steady_state
+from autovaruna.graph.batch.state import steady_state
+from autovaruna.graph.batch.totals import NO_TOTALS, take_totals
 from autovaruna.graph.build import Builder
 from autovaruna.graph.call import CallSpec
 from autovaruna.graph.candidates import crossing_sizes, merge_free_blocks

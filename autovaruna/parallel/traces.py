@@ -9,9 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from autovaruna.errors import InputError, RankError
-from autovaruna.graph.batch.nonlinear import refuse_nonlinear
-from autovaruna.graph.batch.statistics import refuse_single_values
-from autovaruna.graph.batch.sums import refuse_other_reduction
+from autovaruna.graph.batch.losses import refuse_nonlinear, refuse_other_reduction
+from autovaruna.graph.batch.state import refuse_single_values
 from autovaruna.graph.comparisons.by_parts import Parts, warn_untried
 from autovaruna.graph.comparisons.comparing import compare
 from autovaruna.graph.refused import ChangedStateError
