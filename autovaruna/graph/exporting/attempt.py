@@ -19,9 +19,8 @@ from autovaruna.graph.cutpoint import Marker, named_cut_points, take_markers
 from autovaruna.graph.explain import explain, is_about_batch, own_error
 from autovaruna.graph.exporting.checks import take_checks
 from autovaruna.graph.exporting.culprit import outermost
-from autovaruna.graph.exporting.deferred import compile_regions, deferred_compilation
 from autovaruna.graph.exporting.exported import Exported
-from autovaruna.graph.exporting.fake import faked, quickly_faked
+from autovaruna.graph.exporting.fake import faked
 from autovaruna.graph.exporting.fixed_size import noted_sizes
 from autovaruna.graph.exporting.flat_call import FlatCall
 from autovaruna.graph.exporting.free_regions import open_free_regions
@@ -34,7 +33,6 @@ from autovaruna.graph.exporting.program import example_inputs, program_of
 from autovaruna.graph.exporting.size_guards import tried_guards
 from autovaruna.graph.exporting.stack import short_stacks
 from autovaruna.graph.exporting.tidy import PREFIX, tidy
-from autovaruna.graph.exporting.unlift import unlift
 from autovaruna.graph.kept_whole.draws import Draws, noted_draws
 from autovaruna.graph.kept_whole.functions import take_functions
 from autovaruna.graph.kept_whole.keeping import Keeper, take_modules
@@ -96,7 +94,6 @@ class Attempt:
             raise KeepMoreError(replace(self.kept, functions=self.kept.functions | found))
         assert output_trees
         constants, markers = self._tidy(graph_module)
-        compile_regions(graph_module)
         return Exported(
             module=graph_module,
             output_tree=output_trees[-1],
@@ -118,7 +115,6 @@ class Attempt:
             torch.compiler.set_stance("force_eager"),  # torch.compile has nothing to compile on fake tensors
             kept_or_packed(model, outermost(kept.modules), kept.operations, self.device) as keeper,
             faked(model, mode, self.device),
-            quickly_faked(),
             named_cut_points(model),
             watched(kept.functions) as function_calls,
             noted_sizes() as (fixing, lone),
@@ -139,10 +135,10 @@ class Attempt:
         with warnings.catch_warnings():  # recurrent modules keep their weights twice; torch.export warns of it
             warnings.filterwarnings("ignore", message="The tensor attribute")
             program = program_of(flat, inputs, shapes)
-        with deferred_compilation():
-            graph_module = unlift(program)
-            take_modules(graph_module)
-            take_checks(graph_module)
+        graph_module = program.module(check_guards=False)
+        assert isinstance(graph_module, fx.GraphModule)
+        take_modules(graph_module)
+        take_checks(graph_module)
         check_operations(graph_module)
         return graph_module
 
@@ -168,13 +164,12 @@ class Attempt:
         inputs = self.call.inputs
         parameters = {PREFIX + name for name, _ in self.model.named_parameters(remove_duplicate=False)}
         state = parameters | {PREFIX + name for name, _ in self.model.named_buffers(remove_duplicate=False)}
-        with deferred_compilation():
-            drop_idle(graph_module)
-            open_free_regions(graph_module, parameters, [spec.needs_gradient for spec in inputs])
-            switch_in_regions(graph_module)
-            take_functions(graph_module)
-            constants = tidy(graph_module, [spec.name for spec in inputs], state)
-            return constants, take_markers(graph_module)
+        drop_idle(graph_module)
+        open_free_regions(graph_module, parameters, [spec.needs_gradient for spec in inputs])
+        switch_in_regions(graph_module)
+        take_functions(graph_module)
+        constants = tidy(graph_module, [spec.name for spec in inputs], state)
+        return constants, take_markers(graph_module)
 
 
 @dataclass(frozen=True)

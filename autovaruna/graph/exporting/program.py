@@ -9,7 +9,6 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autovaruna.graph.call import CallSpec
-from autovaruna.graph.exporting.deferred import deferred_compilation
 from autovaruna.graph.exporting.flat_call import FlatCall
 from autovaruna.graph.recalling.size_arithmetic import recalled_sizes
 
@@ -22,7 +21,7 @@ def program_of(flat: FlatCall, inputs: list[Tensor], shapes: list[Any]) -> torch
         inputs: What it is called with.
         shapes: Which of their dimensions are the batch.
     """
-    with recalled_sizes(), deferred_compilation():
+    with recalled_sizes():
         return torch.export.export(flat, (inputs,), dynamic_shapes=(shapes,), strict=False)
 
 

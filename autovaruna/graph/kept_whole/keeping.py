@@ -22,7 +22,6 @@ from autovaruna.errors import TraceError
 from autovaruna.graph.kept_whole.in_place import places_of
 from autovaruna.graph.kept_whole.joining import with_joins
 from autovaruna.graph.kept_whole.kept import KeptModule, run_kept
-from autovaruna.graph.kept_whole.once_a_call import changed_once
 from autovaruna.graph.kept_whole.trial import CannotKeepError, Trial, copy_of, own_tensors, run_apart
 from autovaruna.graph.precision import current_precision
 from autovaruna.graph.tree import Constant, Opaque, flatten
@@ -183,9 +182,8 @@ class Keeper:
         trial = Trial(spare.copy(), spare.state, call, tensors, self._batch, self._device, *mode)
         num_parameters = sum(1 for (owner, name), *_ in places if name in owner._parameters)
         returned = run_apart(lambda: with_joins(trial), self._device)
-        steady = run_apart(lambda: changed_once(trial, num_parameters), self._device)
         key = f"{path} {len(_calls)}"
-        _calls[key] = KeptModule(path, module, spare.copy(), call, returned, steady, num_parameters)
+        _calls[key] = KeptModule(path, module, spare.copy(), call, returned, num_parameters)
         results = _module(tensors, state, self._batch[0], key)
         return returned.tree.unflatten(results)
 
