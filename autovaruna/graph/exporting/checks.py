@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import FakeTensor
 
+from autovaruna._torch import FakeTensor
 from autovaruna.errors import InputError
 from autovaruna.graph.exporting.known import truth_of
 from autovaruna.graph.exporting.raising import passing

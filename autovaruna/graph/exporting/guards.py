@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointFunction
 
+from autovaruna._torch import pytree
 from autovaruna.errors import TraceError
 from autovaruna.graph.kept_whole.applied import Call, Function, applied_by
 from autovaruna.graph.kept_whole.functions import keep

@@ -14,11 +14,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.distributions import Distribution
 from torch.overrides import TorchFunctionMode
 
+from autovaruna._torch import FakeTensor, FunctionalTensor, all_true, check, pack_by_lengths, top_saved_tensors_hooks
 from autovaruna.errors import TraceError
 from autovaruna.graph.exporting.checks import left_check, truth
 from autovaruna.graph.kept_whole.packed import Padded, called_on_padded, packing, refuse_lengths
@@ -107,7 +106,7 @@ def refuse_backward(name: str) -> TraceError:
 
 def _modes() -> tuple[Any, ...]:
     """Returns what a forward may set that a trace would drop: inference mode, and hooks of saved tensors."""
-    return torch.is_inference_mode_enabled(), torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return torch.is_inference_mode_enabled(), top_saved_tensors_hooks(True)
 
 
 def _refuse_modes(before: tuple[Any, ...]) -> None:
@@ -146,7 +145,7 @@ def _truth(tensor: Tensor) -> bool:
 
 
 def _all_true(tensor: Tensor) -> Any:
-    return left_check(tensor) if _is_traced(tensor) else Tensor._is_all_true(tensor)
+    return left_check(tensor) if _is_traced(tensor) else all_true(tensor)
 
 
 def _assign(target: Tensor, value: Tensor) -> None:
@@ -164,7 +163,7 @@ def _of_one_length(loss: Callable[..., Any], input: Any, target: Any, *args: Any
     if isinstance(input, Tensor) and isinstance(target, Tensor):
         for one, other in zip(input.shape, target.shape, strict=False):
             if _is_of_data(one) and _is_of_data(other):
-                torch._check(one == other)  # type: ignore[no-untyped-call]
+                check(one == other)  # type: ignore[no-untyped-call]
     return loss(input, target, *args, **kwargs)
 
 
@@ -201,11 +200,11 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     Tensor.__len__: _length,
     Tensor.__int__: _integer,
     Tensor.__bool__: _truth,
-    Tensor._is_all_true: _all_true,
+    all_true: _all_true,
     Tensor.data.__get__: Tensor.detach,  # type: ignore[attr-defined]
     Tensor.data.__set__: _assign,  # type: ignore[attr-defined]
     Tensor.to: _to,
-    torch._VF._pack_padded_sequence: refuse_lengths,  # type: ignore[attr-defined]
+    pack_by_lengths: refuse_lengths,
     Tensor.grad_fn.__get__: _refusing(refuse_hook, "takes the node of a tensor (grad_fn)"),  # type: ignore[attr-defined]
     Tensor.register_hook: _refusing(refuse_hook, "registers a hook on a tensor"),
     Tensor.register_post_accumulate_grad_hook: _refusing(refuse_hook, "registers a hook on a tensor"),

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from autovaruna.graph.exporting.culprit import function_to_keep, more_to_keep
-from autovaruna.graph.kept_whole.functions import Function
+from autovaruna.graph.kept_whole.applied import Function
 from autovaruna.graph.refused import InModuleError
 from autovaruna.graph.said import warn_once
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
+from autovaruna._torch import FakeTensorMode
 from autovaruna.graph.call import CallSpec
 from autovaruna.graph.exporting.flat_call import FlatCall
 from autovaruna.graph.recalling.size_arithmetic import recalled_sizes

@@ -14,7 +14,6 @@ from threading import Lock, local
 from typing import Any
 
 import torch
-from torch import Tensor
 
 Function = type[torch.autograd.Function]
 
@@ -41,10 +40,8 @@ class Call:
 
     @property
     def wants_gradient(self) -> bool:
-        """Whether a backward follows; without a context, whether one could."""
-        if self.context is not None:
-            return bool(self.context.next_functions)
-        return any(isinstance(each, Tensor) and each.requires_grad for each in self.arguments)
+        """Whether gradients may be on; torch turns them off for the forward, and tells by what its context has."""
+        return self.context is None or bool(self.context.next_functions) or not any(self.context.needs_input_grad)
 
 
 Handler = Callable[[Call], Any]
@@ -105,7 +102,7 @@ def _subclasses(function: Function) -> Iterator[Function]:
         yield from _subclasses(each)
 
 
-def _replace_new(function: Function, **options: Any) -> None:
+def _replace_new(function: Function, /, **options: Any) -> None:
     super(torch.autograd.Function, function).__init_subclass__(**options)
     _replace([function])
 

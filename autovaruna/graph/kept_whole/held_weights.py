@@ -13,8 +13,8 @@ from types import FunctionType, MethodType
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
+from autovaruna._torch import pytree
 from autovaruna.graph.kept_whole.applied import Call, Function, applied_by
 
 
