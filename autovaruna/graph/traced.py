@@ -44,7 +44,6 @@ class TracedModel:
         totals: its values of the whole batch.
         joins_counts: nodes that join counts of several samples.
         asks_for_one: where the model does something else for a batch of one sample; empty: nowhere.
-        goes_backward: whether its forward goes backward itself.
     """
 
     module: fx.GraphModule
@@ -65,7 +64,6 @@ class TracedModel:
     totals: BatchTotals = NO_TOTALS
     joins_counts: tuple[str, ...] = ()
     asks_for_one: str = ""
-    goes_backward: bool = False
 
     @cached_property
     def key(self) -> str:

@@ -124,7 +124,6 @@ def _trace(
         totals=totals,
         joins_counts=tuple(node.name for node in joining),
         asks_for_one=exported.asks_for_one,
-        goes_backward=exported.goes_backward,
     )
 
 
@@ -188,9 +187,10 @@ def _say_what_follows_samples(names: Collection[str], model: nn.Module) -> None:
     owners = {name: model.get_submodule(name.rpartition(".")[0]) for name in names}
     if found := sorted(name for name, owner in owners.items() if not isinstance(owner, NormBase)):
         text = (
-            f"forward changes {', '.join(found)} by the numbers of its samples: each micro-batch changes it in turn by "
-            "its own, as with a batch normalisation, where plain PyTorch does so once by the whole batch. Compute it "
-            "from outputs outside of the model, or pass num_micro_batches=1, to have that."
+            f"forward changes {', '.join(found)} by the numbers of its samples, or in a module that is kept whole: "
+            "each micro-batch changes it in turn by its own, as with a batch normalisation, where plain PyTorch does "
+            "so once by the whole batch. Compute it from outputs outside of the model, or pass num_micro_batches=1, to "
+            "have that."
         )
         warn_once(logger, model, text)
 

@@ -143,15 +143,12 @@ def _follow(steps: Iterable[_Step], inputs: Iterable[fx.Node], read: _Read, vari
     for step in steps:
         if step.is_random or step.reads & varied or is_of_batch(step.node) or not nodes.isdisjoint(step.sources):
             nodes.add(step.node)
-            varied |= step.writes if step.kept is None else _changed_by(step.kept, step.state, varied)
+            varied |= step.writes if step.kept is None else _buffers(step.kept, step.state)
 
 
-def _changed_by(kept: KeptModule, state: tuple[Memory, ...], varied: Collection[int]) -> Memory:
-    """Returns what a kept module changes by its samples: all its buffers, if it reads other such memory."""
-    buffers = range(kept.num_parameters, len(state))
-    own = _NONE.union(*(state[place] for place in buffers if place not in kept.steady))
-    foreign = _NONE.union(*state) & set(varied) - own
-    return _NONE.union(*(state[place] for place in buffers)) if foreign else own
+def _buffers(kept: KeptModule, state: tuple[Memory, ...]) -> Memory:
+    """Returns the memory of the buffers of a kept module: it may change each of them by its samples."""
+    return _NONE.union(*state[kept.num_parameters :])
 
 
 def _counters_of_samples(
