@@ -6,11 +6,10 @@ from functools import partial
 from os import PathLike
 from typing import Any
 
-from autovaruna.checkpoint.compose import Content
 from autovaruna.checkpoint.load import CheckpointInfo
-from autovaruna.checkpoint.numbers import whole_number
-from autovaruna.checkpoint.saver import Way
-from autovaruna.checkpoint.subject import Subject
+from autovaruna.checkpoint.save import Way
+from autovaruna.checkpoint.state import Content, Subject
+from autovaruna.kinds import whole_number
 from autovaruna.parallel.own_device import find_device
 from autovaruna.parallel.stateful import StatefulModule
 
@@ -44,9 +43,10 @@ class CheckpointedModule(StatefulModule):
             extra: More of the same kind.
             keep: How many checkpoints stay, this one included; None: all.
             tempdir: A local folder where files are written first.
-            background: Whether training goes on while files are written. The copy that they are written from is
-                finished before the optimizer's next step; until then nothing else may change the weights. What goes
-                wrong is raised by the next call of the model, `wait_checkpoint`, or the end of the program.
+            background: Whether training goes on while files are written, from a copy that is made first, in memory of
+                the host that is kept for the next one; where that is short, a warning says so, and training waits for
+                the files. What goes wrong is raised by the next call of the model, `wait_checkpoint`, or the end of
+                the program.
             shard: Whether the replicas of a stage share the writing; false: the first of them writes all.
             scaler: A GradScaler.
             lr_scheduler: A schedule of the learning rate.

@@ -46,7 +46,7 @@ class StatefulModule(ShownModule):
         self._cut_optimizer = None if optimizer is None else CutOptimizer(optimizer, self._names())
         self._engine: Engine | None = None
         self._num_calls = 0
-        self._persistence = Persistence(None if self._cut_optimizer is None else self._cut_optimizer.optimizer)
+        self._persistence = Persistence()
         self._acts = Acts()
         self._lent = Lent()
         if self._cut_optimizer is not None:

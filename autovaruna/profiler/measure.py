@@ -17,6 +17,7 @@ from autovaruna.graph.origin import failed_at
 from autovaruna.graph.precision import without_autocast
 from autovaruna.graph.random import untouched_generator
 from autovaruna.graph.traced import TracedModel
+from autovaruna.json_text import Amount, Whole
 from autovaruna.profiler.memory import Bytes, count_bytes, count_deferred_bytes
 from autovaruna.profiler.parts import Part, block_parts, layer_parts, repeated_part
 from autovaruna.profiler.samples import Numbers, Samples
@@ -39,12 +40,12 @@ class PartCost:
     seconds that splitting adds are measured.
     """
 
-    forward_seconds: float
-    backward_seconds: float
+    forward_seconds: Amount
+    backward_seconds: Amount
     num_bytes: Bytes
-    weight_seconds: float = 0.0
-    split_seconds: float = 0.0
-    deferred_bytes: int = 0
+    weight_seconds: Amount = 0.0
+    split_seconds: Amount = 0.0
+    deferred_bytes: Whole = 0
 
     @property
     def seconds(self) -> tuple[float, float, float, float]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from autovaruna.json_text import Amount, Count, Positive
+
 FORMAT_VERSION = 1
 
 
@@ -16,23 +18,23 @@ class BlockCost:
     `deferred_bytes` until then.
     """
 
-    forward_seconds: float
-    backward_seconds: float
-    saved_bytes: float
-    work_bytes: float
-    weight_seconds: float = 0.0
-    split_seconds: float = 0.0
-    deferred_bytes: float = 0.0
+    forward_seconds: Amount
+    backward_seconds: Amount
+    saved_bytes: Amount
+    work_bytes: Amount
+    weight_seconds: Amount = 0.0
+    split_seconds: Amount = 0.0
+    deferred_bytes: Amount = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class LinkCost:
     """A message of n bytes takes ``latency_seconds + n / bytes_per_second``."""
 
-    latency_seconds: float
-    bytes_per_second: float
+    latency_seconds: Amount
+    bytes_per_second: Positive
 
-    def seconds(self, num_bytes: float) -> float:
+    def seconds(self, num_bytes: Amount) -> float:
         """Returns the predicted seconds for a message of `num_bytes`."""
         return self.latency_seconds + num_bytes / self.bytes_per_second
 
@@ -47,12 +49,12 @@ class OptimizerCost:
         work_of_largest: the same for each byte of the largest one (one after the other).
     """
 
-    seconds_per_parameter: float = 0.0
-    seconds_per_byte: float = 0.0
-    work_of_all: float = 0.0
-    work_of_largest: float = 0.0
+    seconds_per_parameter: Amount = 0.0
+    seconds_per_byte: Amount = 0.0
+    work_of_all: Amount = 0.0
+    work_of_largest: Amount = 0.0
 
-    def seconds(self, num_parameters: float, num_bytes: float) -> float:
+    def seconds(self, num_parameters: float, num_bytes: Amount) -> float:
         """Returns the predicted seconds of a step over so many tensors of so many bytes in all."""
         return self.seconds_per_parameter * num_parameters + self.seconds_per_byte * num_bytes
 
@@ -66,7 +68,7 @@ class Profile:
 
     fingerprint: str
     device: str
-    micro_batch_sizes: tuple[int, ...]
+    micro_batch_sizes: tuple[Count, ...]
     costs: tuple[tuple[BlockCost, ...], ...]
     is_measured: bool = True
     format_version: int = FORMAT_VERSION

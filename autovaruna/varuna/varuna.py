@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from autovaruna.checkpoint.numbers import whole_number
 from autovaruna.errors import InputError, OrderError
+from autovaruna.kinds import whole_number
 from autovaruna.parallel.ahead import adopt, prepare
 from autovaruna.parallel.modes import as_in_training
 from autovaruna.parallel.wrapper import AutoVaruna

@@ -14,7 +14,7 @@ from autovaruna.profiler import timing
 from autovaruna.profiler.memory import count_deferred_bytes
 from autovaruna.profiler.parts import Part, block_parts
 from autovaruna.profiler.profile import profile
-from autovaruna.profiler.profile_file import load_profile, save_profile
+from autovaruna.profiler.profile_file import load_profile, save_measured
 from autovaruna.profiler.records import Profile
 from autovaruna.profiler.roofline import predict
 from autovaruna.profiler.samples import Samples
@@ -78,22 +78,22 @@ def test_nothing_is_left_of_what_was_counted() -> None:
 
 def test_a_file_keeps_them(tmp_path: Path) -> None:
     found = measured(Mlp(2), 4, torch.zeros(5, WIDTH))
-    save_profile(tmp_path / "profile.json", found)
+    save_measured(tmp_path / "profile.json", found)
     assert load_profile(tmp_path / "profile.json") == found
 
 
 @pytest.mark.parametrize("place", [0, -1])
 def test_a_digit_that_has_changed_is_named(place: int, tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
-    save_profile(path, measured(Mlp(2), 4, torch.zeros(5, WIDTH)))
+    save_measured(path, measured(Mlp(2), 4, torch.zeros(5, WIDTH)))
     content = json.loads(path.read_text())
-    content["costs"][0]["forward_seconds"][place] += 1e-9
+    content["costs"][0][place]["forward_seconds"] += 1e-9
     path.write_text(json.dumps(content, indent=2))
     with pytest.raises(MeasureError, match=r"is damaged: checksum is .*measure again"):
         load_profile(path)
     del content["checksum"]  # as a person does who means it
     path.write_text(json.dumps(content))
-    assert load_profile(path).costs[0][place].forward_seconds == content["costs"][0]["forward_seconds"][place]
+    assert load_profile(path).costs[0][place].forward_seconds == content["costs"][0][place]["forward_seconds"]
 
 
 @pytest.mark.parametrize(("name", "most"), [("conv_net", 1.0), ("gpt2", 1.0), ("bert", 1.25)])

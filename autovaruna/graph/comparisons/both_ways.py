@@ -13,8 +13,8 @@ from typing import Any
 import numpy
 import torch
 from torch import Tensor, fx, nn
-from torch.utils import _pytree as pytree
 
+from autovaruna._torch import pytree
 from autovaruna.graph.comparisons.alike import DrawnAlike
 from autovaruna.graph.kept_whole.kept import KeptModule, forgetting, run_kept
 from autovaruna.graph.kept_whole.rehearsal import rehearsal
@@ -124,7 +124,7 @@ class BothWays:
     @contextmanager
     def _alike(self) -> Iterator[None]:
         """Lets random numbers be the same both ways, keeps nothing for a backward, and gives generators back."""
-        keeps = nullcontext() if self._kept_paths or self.traced.goes_backward else forgetting()
+        keeps = nullcontext() if self._kept_paths else forgetting()
         with untouched_generator(self.device), python_generators(_SEED), keeps, DrawnAlike(self.device):
             yield
 
