@@ -35,14 +35,13 @@ class Trials:
         planner: of the problem.
         is_small: whether every schedule is worth a try.
         below_seconds: plans that take as long or longer are of no use.
+        settle: what plans have to pass that need more memory by their depths than there is; None: they are not tried.
 
     Attributes:
         built: for each of `ranked`, the variant that takes so long, and its plan.
         ranked: the least seconds of each candidate that was faster than it had to be.
         promising: of small problems, the candidates that no depths and no schedule keep from being faster than they
             are by the rules for depths.
-        settle: what plans of ranks with several stages have to pass that need more memory by their depths than there
-            is: such stages seldom reach their depths together. None: such plans are not tried.
         is_deep: whether plans with as much in flight as there is memory for are tried, too.
         was_cut_short: whether something was left out since its simulation is long, or time was up.
     """
