@@ -18,6 +18,7 @@ ROOMS = [
     "runtime",
     "checkpoint",
     "parallel",
+    "api",
     "varuna",
     "elastic",
     "commands",
@@ -30,6 +31,7 @@ ROOM_OF_FILE = {
     "files": "config",
     "json_text": "log",
     "kinds": "config",
+    "session": "parallel",
     "settings": "config",
 }
 PLAIN_ROOMS = {"errors", "log", "config", "schedule", "planner"}

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from autovaruna.api import AutoVaruna
 from autovaruna.errors import InputError
-from autovaruna.parallel.wrapper import AutoVaruna
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -228,8 +228,8 @@ def past_autograd(model: AutoVaruna) -> None:
 
 
 def of_the_optimizer(model: AutoVaruna) -> None:
-    assert model._optimizer is not None
-    next(iter(model._optimizer.state.values()))["exp_avg"].numpy()[:] = 7
+    assert model._wrapped.optimizer is not None
+    next(iter(model._wrapped.optimizer.optimizer.state.values()))["exp_avg"].numpy()[:] = 7
 
 
 @pytest.mark.parametrize("change", [in_place, past_autograd, of_the_optimizer])

@@ -36,8 +36,8 @@ def trained(seed: int = 0, width: int = 16) -> AutoVaruna:
 
 def step(model: AutoVaruna) -> None:
     model(torch.ones(2, 4)).sum().backward()
-    assert model._optimizer is not None
-    model._optimizer.step()
+    assert model._wrapped.optimizer is not None
+    model._wrapped.optimizer.optimizer.step()
 
 
 def snapshot(model: AutoVaruna) -> list[torch.Tensor]:

@@ -360,13 +360,14 @@ def test_dtypes_that_the_format_lacks_come_back(dtype: torch.dtype, tmp_path: Pa
 def test_state_that_is_there_is_overwritten_in_place(tmp_path: Path) -> None:
     model = trained()
     model.save_checkpoint(tmp_path, step=1)
-    assert model._optimizer is not None
-    states = list(model._optimizer.state.values())
+    assert model._wrapped.optimizer is not None
+    optimizer = model._wrapped.optimizer.optimizer
+    states = list(optimizer.state.values())
     expected = [{name: value.clone() for name, value in state.items()} for state in states]
     places = [value.data_ptr() for state in states for value in state.values()]
     train(model)
     model.load_checkpoint(tmp_path)
-    found = list(model._optimizer.state.values())
+    found = list(optimizer.state.values())
     assert [value.data_ptr() for state in found for value in state.values()] == places
     for got, known in zip(found, expected, strict=True):
         assert all(torch.equal(got[name], known[name]) for name in known)
