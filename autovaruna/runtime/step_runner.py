@@ -155,7 +155,6 @@ class StepRunner:
         """Runs the call; returns the model's outputs, None for those that are not delivered. Collective."""
         traced = self._job.split.traced
         with self._guarded():
-            self._samples.send(self._traffic.handed_out)
             outputs = self._forwards() if self._factor is None else self._whole(self._factor)
             if traced.changed_state:
                 share_state(traced.changed_state, self._rank.state, self._placement, self._world)
@@ -166,12 +165,9 @@ class StepRunner:
 
     def _whole(self, factor: float) -> list[Tensor | None]:
         """Runs forwards and backwards, from the loss times `factor`; the caller's backward gives the gradients out."""
-        program = self._traffic.program(_ALL)
-        self._mail.follow(program)
-        self._collector.expect(self._wanted)
         self._seeds = self._traffic.seeds(factor)
-        self._prepare_sums()
-        self._run(program)
+        self._collector.expect(self._wanted)
+        self._run(self._prepare(_ALL))
         self._collector.send(self._wanted)
         self._found = self._sum()
         outputs = self._collector.take(self._wanted)  # last: they have come while gradients were summed
@@ -181,9 +177,7 @@ class StepRunner:
 
     def _forwards(self) -> list[Tensor | None]:
         """Runs forwards; where gradients are wanted, the backwards run when the caller goes backward."""
-        program = self._traffic.program(_FORWARDS)
-        self._mail.follow(program)
-        self._run(program)
+        self._run(self._prepare(_FORWARDS))
         outputs = self._collector.collect(self._specs)
         if not self._job.needs_gradient:
             return list(outputs.values())
@@ -206,22 +200,25 @@ class StepRunner:
         self._rank.backwards.note_gradients(self._is_synchronising)
         with self._guarded():
             self._exchange.spread_output_gradients(gradients, zeros)
-            program = self._traffic.program(_BACKWARDS, self._exchange.origin)
-            self._mail.follow(program)
             self._keeps_graphs = is_kept
-            self._prepare_sums()
-            self._run(program)
+            self._run(self._prepare(_BACKWARDS))
             found = self._sum()
             self._book.keep(found.own)
             return self._for_sources(found.totals, found.kept, found.inputs)
 
     # prepare
 
-    def _prepare_sums(self) -> None:
-        if self._is_synchronising:
+    def _prepare(self, kinds: tuple[Kind, ...]) -> Sequence[Act]:
+        """Sends samples to where they are used, posts receives, and begins the sums; returns what is to be run."""
+        if Kind.FORWARD in kinds:
+            self._samples.send(self._traffic.handed_out)
+        program = self._traffic.program(kinds, self._exchange.origin)
+        self._mail.follow(program)
+        if Kind.BACKWARD in kinds and self._is_synchronising:
             self._book.begin(self._exchange.origin)
-        else:
+        elif Kind.BACKWARD in kinds:
             self._book.keeps_back()
+        return program
 
     # run
 

@@ -179,7 +179,7 @@ class Session:
             RankError: the ranks' optimizers have different numbers of groups.
         """
         wrapped = self._wrapped
-        cut = wrapped.adopt(optimizer)
+        cut = wrapped.joined_optimizer(optimizer)
         own_steps = OwnSteps(with_hooks(optimizer))
         self._check_steps(cut, own_steps, self.preparation)
         wrapped.optimizer, wrapped.own_steps = cut, own_steps

@@ -139,8 +139,8 @@ class Wrapped:
             self.optimizer.follow(self._names(), self.state.parameters())
         return self.optimizer
 
-    def adopt(self, optimizer: torch.optim.Optimizer) -> CutOptimizer:
-        """Takes the optimizer of a model that has been split, made from ``parameters()`` of this rank. Collective.
+    def joined_optimizer(self, optimizer: torch.optim.Optimizer) -> CutOptimizer:
+        """Returns an optimizer that was made from ``parameters()`` of this rank, with the groups of all. Collective.
 
         Args:
             optimizer: Has as many groups as on every other rank.
