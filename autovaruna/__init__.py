@@ -6,8 +6,10 @@ What needs torch is imported with its first use, so that plans can be made and s
 from __future__ import annotations
 
 from importlib import import_module as _import_module
+from importlib.metadata import version as _version
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 
+from autovaruna.errors import SUPPORTED_TORCH as _SUPPORTED_TORCH
 from autovaruna.errors import (
     AutoVarunaError,
     CheckpointError,
@@ -74,7 +76,19 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> object:
-    """Imports a public name that needs torch."""
+    """Imports a public name that needs torch.
+
+    Raises:
+        ImportError: torch lacks something that the name needs; says which torch it is.
+    """
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(_import_module(_HOMES[name]), name)
+    try:
+        return getattr(_import_module(_HOMES[name]), name)
+    except (AttributeError, ImportError) as error:
+        if isinstance(error, ImportError) and not (error.name or "").startswith("torch."):
+            raise
+        raise ImportError(
+            f"autovaruna.{name} cannot be imported: got {type(error).__name__}: {error}, with torch "
+            f"{_version('torch')}. Expected {_SUPPORTED_TORCH}."
+        ) from error

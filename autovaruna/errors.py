@@ -17,6 +17,9 @@ A message says what was got, what was expected and what to do.
 
 from __future__ import annotations
 
+SUPPORTED_TORCH = "torch>=2.11,<2.15"
+"""The versions of torch that the tests pass on, which errors about torch name; setup.py asks for them."""
+
 
 class AutoVarunaError(Exception):
     """Is the base of every error that a user can cause.

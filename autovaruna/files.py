@@ -10,10 +10,11 @@ from autovaruna.errors import ConfigError
 from autovaruna.kinds import at_home
 
 
-def write_whole(path: str | os.PathLike[str], text: str) -> None:
+def write_whole(path: str | os.PathLike[str], text: str, *, is_synced: bool = True) -> None:
     """Writes a text, and makes the folder if need be: the file is the old one or the new one, never half of it.
 
-    What is no file, as a pipe or ``/dev/null``, is written to and stays what it is.
+    What is no file, as a pipe or ``/dev/null``, is written to and stays what it is. Unless it is synced, the file may
+    be lost with the machine's power.
 
     Raises:
         OSError: it cannot be written.
@@ -27,8 +28,9 @@ def write_whole(path: str | os.PathLike[str], text: str) -> None:
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
             file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
+            if is_synced:
+                file.flush()
+                os.fsync(file.fileno())
         os.chmod(name, 0o644)
         os.replace(name, target)
     except BaseException:

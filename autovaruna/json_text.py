@@ -1,9 +1,38 @@
-"""Reads texts that should be JSON, however they are damaged."""
+"""Reads and writes JSON: a text, however it is damaged, and records, whose annotations are the schema."""
 
 from __future__ import annotations
 
+import difflib
 import json
-from typing import Any
+import os
+import re
+import zlib
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+
+from autovaruna.files import write_whole
+from autovaruna.kinds import at_home
+
+Record = TypeVar("Record")
+Amount = Annotated[float, msgspec.Meta(ge=0, lt=1e18)]
+Positive = Annotated[float, msgspec.Meta(gt=0)]
+Count = Annotated[int, msgspec.Meta(ge=1)]
+Whole = Annotated[int, msgspec.Meta(ge=0)]
+
+_CHECKSUM = "checksum"
+_WORDS = {
+    "int": "a whole number",
+    "float": "a number",
+    "str": "text",
+    "bool": "true or false",
+    "array": "a list",
+    "object": "an object",
+    "null": "null",
+}
 
 
 def parse(text: str | bytes) -> Any:
@@ -18,3 +47,104 @@ def parse(text: str | bytes) -> Any:
         raise
     except (RecursionError, ValueError) as error:  # too many lists in lists, too many digits, no UTF-8
         raise json.JSONDecodeError(str(error), "", 0) from error
+
+
+def read_record(content: Any, kind: type[Record]) -> Record:
+    """Returns the record (a dataclass or a `msgspec.Struct`) that parsed JSON holds.
+
+    Raises:
+        ValueError: something is missing, unknown or of another kind; names the key, what was got and what is expected.
+    """
+    try:
+        return msgspec.convert(content, kind)
+    except msgspec.ValidationError as error:
+        raise ValueError(_complaint(str(error), content, kind)) from error
+
+
+def write_record(path: str | os.PathLike[str], record: Any, *, is_synced: bool = True) -> None:
+    """Writes a dataclass with a checksum, which no order of keys and no blanks change.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    content = asdict(record)
+    text = json.dumps({**content, _CHECKSUM: _checksum(content)}, indent=1)
+    write_whole(path, text + "\n", is_synced=is_synced)
+
+
+def load_record(path: str | os.PathLike[str], kind: type[Record]) -> Record:
+    """Reads what `write_record` has written.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it is no JSON, is not what was written, or not such a record; says what is wrong.
+    """
+    try:
+        content = parse(Path(at_home(path)).read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"it is no JSON (line {error.lineno}, column {error.colno}: {error.msg})") from error
+    return read_record(_checked(content), kind)
+
+
+def _checked(content: Any) -> Any:
+    """Returns the content without its checksum, if that is right or somebody has taken it out."""
+    if not isinstance(content, Mapping) or _CHECKSUM not in content:
+        return content
+    rest = {key: value for key, value in content.items() if key != _CHECKSUM}
+    if content[_CHECKSUM] != _checksum(rest):
+        raise ValueError(
+            f"{_CHECKSUM} is {content[_CHECKSUM]!r}, that of the numbers is {_checksum(rest)!r}, so some have changed "
+            f"since they were written (if you have changed them, take {_CHECKSUM} out)"
+        )
+    return rest
+
+
+def _checksum(content: Mapping[str, Any]) -> str:
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    return f"{zlib.crc32(text.encode()):08x}"
+
+
+def _complaint(message: str, content: Any, kind: Any) -> str:
+    """Returns a complaint of msgspec, as "Expected `int`, got `str` - at `$.stages[0].cut`", in our words."""
+    what, _, place = message.partition(" - at `$")
+    place = place.rstrip("`").lstrip(".")
+    field = re.search("field `(.*)`", what)
+    if field:
+        key = ".".join(part for part in (place, field[1]) if part)
+        return f"{key} is missing" if "missing" in what else f"{key} is unknown{_meant(field[1], place, kind)}"
+    value = _at(content, place)
+    if "enum" in what:
+        return f"{place} is {value!r}, expected {' or '.join(_info_at(kind, place).values)}"
+    expected = re.sub("`([a-z]+)`", lambda match: _WORDS.get(match[1], match[1]), what.partition(", got")[0])
+    shown = repr(value)
+    shown = shown if len(shown) <= 60 else f"{shown[:57]}..."
+    expected = re.sub(r" >= ([0-9]+)(\.0)?", r" of \1 or more", re.sub(r" > ([0-9]+)(\.0)?", r" above \1", expected))
+    return f"{place or 'the content'} is {shown}, {expected[0].lower()}{expected[1:]}"
+
+
+def _meant(name: str, place: str, kind: Any) -> str:
+    """Returns which key may have been meant by one that the record at a place does not have."""
+    known = [each.encode_name for each in _info_at(kind, place).fields]
+    nearest = difflib.get_close_matches(name, known, 1)
+    return f"; did you mean {nearest[0]}?" if nearest else f"; expected one of {', '.join(known)}"
+
+
+def _steps(place: str) -> list[str]:
+    return [each for each in re.split(r"[.\[\]]+", place) if each]
+
+
+def _at(content: Any, place: str) -> Any:
+    for step in _steps(place):
+        content = content[int(step) if isinstance(content, list | tuple) else step] if step != "..." else content
+    return content
+
+
+def _info_at(kind: Any, place: str) -> Any:
+    info: Any = msgspec.inspect.type_info(kind)
+    for step in _steps(place):
+        if step.isdigit() or step == "...":
+            info = info.item_type
+        else:
+            info = next(each.type for each in info.fields if each.encode_name == step)
+        info = next((each for each in getattr(info, "types", ()) if hasattr(each, "fields")), info)  # X | None
+    return info

@@ -26,14 +26,12 @@ SCRIPTS = {
     "scaling": "A step as it grows",
     "overhead": "One rank against plain PyTorch",
     "tracing": "What a trace of events costs",
-    "placement": "Splits of published placement workloads",
     "prediction": "Predicted seconds and bytes against measured ones",
     "checkpoint": "Checkpoints against torch.save and torch.load",
     "checkpoint_delay": "Steps with a checkpoint in the background",
 }
 NO_QUICK = {
     "overhead": ["--seconds", "6"],
-    "placement": [],
     "prediction": ["--steps", "3", "--turns", "1", "--only", "1f1b"],
     "checkpoint": ["--gigabytes", "0.25"],
     "checkpoint_delay": ["--gigabytes", "0.25"],

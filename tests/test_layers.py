@@ -1,6 +1,7 @@
 """Holds the order of the rooms: a room imports itself and earlier ones alone, and the plain ones never torch."""
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ ROOMS = [
     "errors",
     "log",
     "config",
+    "_torch",
     "graph",
     "profiler",
     "schedule",
@@ -34,6 +36,14 @@ ROOM_OF_FILE = {
     "session": "parallel",
     "settings": "config",
 }
+# What may still name what is private to torch.
+NOT_CONVERTED = (
+    "graph/batch/",
+    "graph/recalling/",
+    "graph/watching/",
+    "graph/exporting/checks.py",
+    "graph/exporting/told.py",
+)
 PLAIN_ROOMS = {"errors", "log", "config", "schedule", "planner"}
 PLAIN_FILES = {"graph/records.py", "profiler/records.py"}
 FILES = sorted(str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py"))
@@ -90,6 +100,20 @@ def test_plain_files_import_no_torch(file):
 def test_plain_files_import_only_plain_files(file):
     others = [name for name in own_imports(file) if room_of(name[0]) in set(ROOMS) - PLAIN_ROOMS]
     assert not [name for name in others if name[1:2] != ["records"]]
+
+
+def private_names(file: str) -> list[str]:
+    """Returns the names that are private to torch in a file: those of imports, attributes, and modules in texts."""
+    tree = ast.parse((PACKAGE / file).read_text())
+    found = [".".join(name) for name in imports(file)]
+    found += [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    found += [ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+    return sorted({name for name in found if re.fullmatch(r"(torch|nn|fx)(\.\w+)*\._[a-zA-Z]\w*(\.\w+)*", name)})
+
+
+@pytest.mark.parametrize("file", [file for file in FILES if file != "_torch.py" and not file.startswith(NOT_CONVERTED)])
+def test_private_names_of_torch_are_in_one_file(file):
+    assert not private_names(file)
 
 
 def test_no_file_is_a_drawer_for_everything():

@@ -15,7 +15,7 @@ from autovaruna.checkpoint.subject import Subject
 from autovaruna.runtime.optimizers.optimizer import CutOptimizer
 from autovaruna.runtime.weights.materialize import materialize
 from autovaruna.runtime.weights.placement import OwnedState
-from autovaruna.runtime.worlds.single import SingleWorld
+from autovaruna.runtime.worlds.in_process import single_world
 
 
 def load_checkpoint(
@@ -45,7 +45,7 @@ def load_checkpoint(
     Raises:
         CheckpointError: there is none that is intact, or it does not fit; nothing has been changed.
     """
-    world = SingleWorld()
+    world = single_world()
     state = OwnedState(model)
     names = {id(state.tensor(name)): name for name in state.places}
     subject = Subject(world, state, optimizer=None if optimizer is None else CutOptimizer(optimizer, names))

@@ -24,14 +24,14 @@ def run(options: argparse.Namespace) -> None:
     """Measures, saves, and says what was measured."""
     from autovaruna.commands.measuring import measure_here  # imports torch
     from autovaruna.commands.target import load_target
-    from autovaruna.profiler.profile_file import save_profile
+    from autovaruna.profiler.profile_file import save_measured
 
     check_writable("--output", options.output)
     settings = settings_of(options)
     sizes = read_sizes(options.micro_batch_sizes)
     target = load_target(options.target, settings)
     profile, num_measured = measure_here(target, sizes or default_sizes(target.batch_size), settings)
-    save_profile(options.output, profile)
+    save_measured(options.output, profile)
     sizes_text = ", ".join(map(str, profile.micro_batch_sizes))
     show(
         f"{len(target.traced.graph.blocks)} blocks at {sizes_text} samples on {profile.device}: measured "

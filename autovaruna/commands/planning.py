@@ -91,6 +91,7 @@ class Planning:
             remote_link=remote,
             all_reduce_bytes_per_second=all_reduce,
             all_reduce_latency_seconds=latency,
+            fragmentation=device.fragmentation if device else 1.0,
             memory_margin=self.settings.memory_margin,
         )
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import fx
-from torch.utils import _pytree as pytree
+
+from autovaruna._torch import OpOverload, pytree
 
 MEAN, SUM = 1, 2
 """The numbers of ``reduction="mean"`` and ``"sum"`` in an operation."""
@@ -16,7 +16,7 @@ MEAN, SUM = 1, 2
 def arguments(node: fx.Node) -> dict[str, Any]:
     """Returns the arguments of an operation by name, defaults included; those of other functions have no names."""
     target: Any = node.target
-    if not isinstance(target, torch._ops.OpOverload):
+    if not isinstance(target, OpOverload):
         return {}
     known = target._schema.arguments
     given = {argument.name: argument.default_value for argument in known if argument.has_default_value()}
@@ -33,7 +33,7 @@ def changed_by(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -
 
     Normalisation changes its statistics in training alone, and then the schema of most does not say so.
     """
-    if not isinstance(operation, torch._ops.OpOverload) or not operation._schema.is_mutable:
+    if not isinstance(operation, OpOverload) or not operation._schema.is_mutable:
         return []
     known = operation._schema.arguments
     given = dict(zip([argument.name for argument in known], args, strict=False)) | dict(kwargs)

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
+from autovaruna._torch import FUNCTORCH, FakeTensorMode
 from autovaruna.errors import TraceError
 from autovaruna.graph.call import CallSpec, InputSpec
 from autovaruna.graph.origin import is_users
@@ -23,7 +23,7 @@ _BOUNDS = re.compile(r"Expected op to be '==', got \S+ for (.*\bbatch\b.*)")
 _IN_LIST = re.compile(r"\[[01]\]\[(.+?)\]\[\d+\]")
 _MOST_NAMES = 3
 _TRANSFORM = "function transform of torch.func"
-TRANSFORMS = tuple(str(Path("torch", "_functorch", name)) for name in ("eager_transforms.py", "vmap.py"))
+TRANSFORMS = tuple(str(Path(*FUNCTORCH.split("."), name)) for name in ("eager_transforms.py", "vmap.py"))
 _WANTS_NUMBERS = (*_OF_TRACERS, *_OF_OTHERS)
 """What is said where the numbers in a tensor are wanted, and a trace has none."""
 

@@ -15,11 +15,10 @@ from typing import Any
 import sympy
 import torch
 from torch import Tensor, fx, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
-from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
+from autovaruna._torch import FakeTensorMode, OpOverload, pytree
 from autovaruna.errors import TraceError
 from autovaruna.graph import flops
 from autovaruna.graph.call import CallSpec
@@ -196,7 +195,7 @@ def _plain(number: Any) -> float:
 
 def _is_view(target: Any) -> bool:
     """Whether an operation returns views of its arguments, or takes a tuple apart: there is no arithmetic to count."""
-    if not isinstance(target, torch._ops.OpOverload):
+    if not isinstance(target, OpOverload):
         return target is operator.getitem
     results = target._schema.returns
     return all(each.alias_info is not None and not each.alias_info.is_write for each in results) and bool(results)

@@ -8,7 +8,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
+from torch.utils.flop_counter import FlopCounterMode
 
 aten = torch.ops.aten
 Shape = Sequence[int]
@@ -34,11 +34,13 @@ def formulas() -> dict[Any, Callable[..., int]]:
 
 
 def _attention(query: Shape, key: Shape, value: Shape, *rest: Any, **more: Any) -> int:
-    return int(sdpa_flop_count(query, key, value))  # type: ignore[no-untyped-call]
+    """Products with keys and values, which may have fewer heads; (batch, heads, tokens, features)."""
+    return 2 * math.prod(query[:-1]) * key[-2] * (query[-1] + value[-1])
 
 
 def _attention_backward(gradient: Shape, query: Shape, key: Shape, value: Shape, *rest: Any, **more: Any) -> int:
-    return int(sdpa_backward_flop_count(gradient, query, key, value))  # type: ignore[no-untyped-call]
+    """Scores are computed again; gradients of scores and values, then of queries and keys."""
+    return 2 * math.prod(query[:-1]) * key[-2] * (3 * query[-1] + 2 * value[-1])
 
 
 def _recurrent(x: Shape, of_input: Shape, of_hidden: Shape, *rest: Any, **more: Any) -> int:
@@ -86,9 +88,10 @@ def _of_transformers() -> dict[Any, Callable[..., int]]:
     return {getattr(own, name): formula for name, formula in names.items() if hasattr(own, name)}
 
 
+_ATTENTIONS = ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention")
 _FORMULAS: dict[Any, Callable[..., int]] = {
-    aten._scaled_dot_product_flash_attention_for_cpu: _attention,
-    aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+    **{getattr(aten, f"_scaled_dot_product_{name}"): _attention for name in _ATTENTIONS},
+    **{getattr(aten, f"_scaled_dot_product_{name}_backward"): _attention_backward for name in _ATTENTIONS},
     aten.mkldnn_rnn_layer: _recurrent,
     aten.mkldnn_rnn_layer_backward: _recurrent_backward,
     aten._cudnn_rnn: _recurrent_gpu,

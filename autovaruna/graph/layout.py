@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
+
+from autovaruna._torch import FakeTensor, FakeTensorMode, dispatch_keys, in_kernel_invocation
 
 
 class NotPlainError(Exception):
@@ -43,7 +44,7 @@ class Layout:
         lengths = [length if isinstance(length, int) else _size(length[0], length[1], known) for length in self.lengths]
         dims = len(lengths) // 2
         quiet = nullcontext() if mode.shape_env is None else mode.shape_env.suppress_guards()
-        with in_kernel_invocation_manager(mode), quiet:
+        with in_kernel_invocation(mode), quiet:
             empty = torch.empty_strided(lengths[:dims], lengths[dims:], dtype=self.dtype, device="meta")
         return FakeTensor(mode, empty, self.device)
 
@@ -108,4 +109,4 @@ def storage_of(tensor: Tensor) -> int:
 def _essence(tensor: Tensor) -> tuple[Any, ...]:
     """Returns all by which torch tells fake tensors apart, gradients aside."""
     numbers = map(expression, (*lengths_of(tensor), tensor.storage_offset(), tensor.untyped_storage().nbytes()))
-    return (*numbers, tensor.dtype, tensor.device, tensor.is_inference(), torch._C._dispatch_keys(tensor).raw_repr())
+    return (*numbers, tensor.dtype, tensor.device, tensor.is_inference(), dispatch_keys(tensor).raw_repr())

@@ -8,7 +8,6 @@ otherwise. The casts, and the kernels, are PyTorch's own.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -17,10 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from autovaruna._torch import enter_autocast, exit_autocast, is_any_autocast_enabled, passes_of_export
 from autovaruna.graph.regions import REGION, inside
 
 DEVICES = ("cpu", "cuda")
-_ENTER, _EXIT = torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast
+_ENTER, _EXIT = enter_autocast, exit_autocast
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ Precision = tuple[Autocast, ...]
 
 def is_autocast() -> bool:
     """Says whether autocast is on, for any device type."""
-    return torch._C._is_any_autocast_enabled()
+    return is_any_autocast_enabled()
 
 
 def current_precision() -> Precision:
@@ -141,7 +141,7 @@ def noted_precision(around: Precision) -> Iterator[None]:
     Args:
         around: The autocasts around the call.
     """
-    passes: Any = importlib.import_module("torch._export.passes.replace_set_grad_with_hop_pass")
+    passes = passes_of_export()
     make_regions = passes.replace_set_grad_with_hop_pass
 
     def note_first(module: fx.GraphModule, *rest: Any) -> Any:

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
+from autovaruna._torch import FUNCTORCH, FakeTensor
 from autovaruna.errors import TraceError
 from autovaruna.graph.origin import origin
 
@@ -17,7 +17,6 @@ _SPARSE: dict[Any, int] = {
     torch.ops.aten.embedding_bag.default: 5,
 }
 """Where operations say that the gradient of a weight is sparse."""
-_TRANSFORMS = "torch._functorch"
 
 
 class InModuleError(Exception):
@@ -52,7 +51,7 @@ def check_operations(module: fx.GraphModule) -> None:
                 "which are not summed over ranks. Expected sparse=False; the numbers are the same, and so are those of "
                 "the optimizer (SGD or Adagrad in place of SparseAdam)."
             )
-        if str(getattr(node.target, "__module__", "")).startswith(_TRANSFORMS):
+        if str(getattr(node.target, "__module__", "")).startswith(FUNCTORCH):
             where = origin(node) or node.name
             raise InModuleError(_path(node), f"it uses a function transform of torch.func at {where}")
 

@@ -7,9 +7,9 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, fx
 
+from autovaruna._torch import OpOverload
 from autovaruna.graph.facts import Fact
 from autovaruna.graph.precision import precision_of
 from autovaruna.graph.sizes import Sizes
@@ -66,7 +66,7 @@ def _precision(node: fx.Node) -> str:
 
 
 def _operation(target: Any) -> str:
-    if isinstance(target, str | torch._ops.OpOverload) or not hasattr(target, "__qualname__"):
+    if isinstance(target, str | OpOverload) or not hasattr(target, "__qualname__"):
         return str(target)
     return f"{target.__module__}.{target.__qualname__}"
 

@@ -10,9 +10,9 @@ from threading import Lock
 import sympy
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 
+from autovaruna._torch import NormBase, warn_of_untried
 from autovaruna.errors import TraceError
 from autovaruna.graph.batch.batch_totals import NO_TOTALS, take_totals
 from autovaruna.graph.batch.mixing import refuse_mixing
@@ -67,6 +67,7 @@ def trace(
     Raises:
         TraceError: the model cannot be traced.
     """
+    warn_of_untried()
     with ONE_AT_A_TIME:
         return _trace(model, call, device, is_dynamic, micro_batch_size, loss_mode, has_totals, is_added, is_parted)
 
@@ -185,7 +186,7 @@ def _check_computes(exported: Exported, name: str) -> None:
 def _say_what_follows_samples(names: Collection[str], model: nn.Module) -> None:
     """Warns of statistics of the samples that are none of a normalisation's, of which everybody knows."""
     owners = {name: model.get_submodule(name.rpartition(".")[0]) for name in names}
-    if found := sorted(name for name, owner in owners.items() if not isinstance(owner, _NormBase)):
+    if found := sorted(name for name, owner in owners.items() if not isinstance(owner, NormBase)):
         text = (
             f"forward changes {', '.join(found)} by the numbers of its samples: each micro-batch changes it in turn by "
             "its own, as with a batch normalisation, where plain PyTorch does so once by the whole batch. Compute it "

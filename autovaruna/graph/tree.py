@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
+from autovaruna._torch import pytree
 from autovaruna.errors import InputError
 from autovaruna.graph.words import is_array, words
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from autovaruna._torch import OpOverload
 from autovaruna.graph.kept_whole.kept import run_kept
 
 aten = torch.ops.aten
@@ -29,7 +30,7 @@ def changed_statistics(module: nn.Module, node: fx.Node) -> list[fx.Node]:
     if places is not None:
         buffers = [node.args[place] for place in places[:2]] if node.args[places[2]] else []
         return [each for each in buffers if isinstance(each, fx.Node)]
-    if isinstance(node.target, torch._ops.OpOverload):  # wraps nothing
+    if isinstance(node.target, OpOverload):  # wraps nothing
         return []
     found: list[fx.Node] = []
     for place, argument in enumerate(node.args):
@@ -48,7 +49,7 @@ def is_random(module: nn.Module, node: fx.Node) -> bool:
         return False
     if node.target is run_kept:
         return True
-    if isinstance(node.target, torch._ops.OpOverload):
+    if isinstance(node.target, OpOverload):
         return torch.Tag.nondeterministic_seeded in node.target.tags and not _draws_nothing(node)
     regions = [getattr(module, str(arg.target), None) for arg in node.all_input_nodes if arg.op == "get_attr"]
     inner = [region for region in regions if isinstance(region, fx.GraphModule)]

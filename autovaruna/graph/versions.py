@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from autovaruna._torch import HigherOrderOperator
 from autovaruna.graph.arguments import changed_by
 
 
@@ -19,7 +20,7 @@ class Counting(TorchFunctionMode):
     """
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with self if isinstance(function, torch._ops.HigherOrderOperator) else nullcontext():  # regions hold others
+        with self if isinstance(function, HigherOrderOperator) else nullcontext():  # regions hold others
             result = function(*args, **(kwargs or {}))
         for each in changed_by(function, args, kwargs or {}):
             if isinstance(each, Tensor):

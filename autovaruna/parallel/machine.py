@@ -15,7 +15,6 @@ from autovaruna.errors import PlanError
 from autovaruna.graph.random import untouched_generator
 from autovaruna.graph.records import Graph
 from autovaruna.parallel.speeds import SpeedWatch
-from autovaruna.planner.memory.heap import MAPPED_BYTES
 from autovaruna.profiler.optimizer import measure_step, state_factor
 from autovaruna.profiler.records import Cluster, OptimizerCost
 from autovaruna.profiler.timing import call_seconds
@@ -31,14 +30,17 @@ _CALLS_OF_AN_INSTRUCTION = 10.0
 _M_MXFAST, _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = 1, -1, -3
 _PROCESS_BYTES = 16 << 20
 """What a process holds on the CPU beside tensors, once it has traced a model, where the system does not say."""
-_LATER_BYTES = 2 << 20
-"""What splitting and the first steps add: graphs of stages, objects, pages of code; in the middle of many models."""
-_HEAP_SHARE, _HEAP_SHARE_WITH_PIECES = 1 / 3, 1 / 2
-"""What the C library's heap needs on the CPU on top of what a step makes and frees, in the middle of many models; for
-the chosen plan the holes are found, and are as the model of the heap says for the first of these.
+_LATER_BYTES = 13 << 20
+"""What splitting and the first steps add: graphs of stages, objects, pages of code, and memory that ranks share for
+their messages; found together with the factors below."""
+_FRAGMENTATION, _FRAGMENTATION_WITH_CACHE, _FRAGMENTATION_OF_CUDA = 1.35, 1.75, 1.08
+"""Bytes that an allocator takes for each byte that micro-batches make and free.
 
-More is needed, and less can be said, unless ``GLIBC_TUNABLES=glibc.malloc.tcache_count=0``: small pieces that the
-library keeps for itself lie between holes."""
+The first two are of the C library's heap, found from the settings of `benchmarks/prediction.py`: with
+``GLIBC_TUNABLES=glibc.malloc.tcache_count=0``, and without, where small pieces that the library keeps for itself lie
+between holes. That of CUDA's caching allocator is an assumption."""
+MAPPED_BYTES = 32 << 20
+"""Tensors of this and more lie outside the heap, and go back to the system at once; the most that glibc allows."""
 _SMALL_BYTES = 1 << 16
 """Tensors of less than this are few bytes beside others."""
 _TUNABLES = ("glibc.malloc.mmap_threshold", "glibc.malloc.trim_threshold", "glibc.malloc.mmap_max")
@@ -99,7 +101,7 @@ def describe_cluster(
     """
     world, device = watch.world, watch.device
     own_process_bytes = _process_bytes(world, device, resident_before, batch_bytes)
-    process_bytes = fmean(own_process_bytes)
+    process_bytes = max(own_process_bytes)
     open_to_measure(settings.channel, world, device)
     local, remote = measure_links(world, device)
     sums = measure_sums(world, [each.num_bytes for each in graph.parameters if each.needs_gradient], device)
@@ -107,7 +109,6 @@ def describe_cluster(
     overhead = _CALLS_OF_AN_INSTRUCTION * fmean(call_seconds(1, device))
     memory = rank_memory(world, device, settings) + (process_bytes if settings.memory_limit_bytes else 0.0)
     known = world.gather_objects((memory, overhead), "describing the machine")
-    is_host = device.type == "cpu"
     return Cluster(
         hosts=world.hosts,
         memory_bytes=tuple(memory for memory, _ in known),
@@ -118,19 +119,21 @@ def describe_cluster(
         all_reduce_latency_seconds=sums.latency_seconds,
         overhead_seconds=median_low(each for _, each in known),
         process_bytes=process_bytes,
-        heap_share=_heap_share() if is_host else 0.0,
+        fragmentation=_fragmentation(device),
         own_process_bytes=() if settings.memory_limit_bytes else own_process_bytes,
         memory_margin=settings.memory_margin,
     )
 
 
-def _heap_share() -> float:
-    """Returns what the heap needs on top; nothing if the user has every tensor mapped for itself."""
+def _fragmentation(device: torch.device) -> float:
+    """Returns the bytes that the allocator takes for each; 1 if the user has every tensor mapped for itself."""
+    if device.type == "cuda":
+        return _FRAGMENTATION_OF_CUDA
     tunables = dict(each.partition("=")[::2] for each in os.environ.get("GLIBC_TUNABLES", "").split(":"))
     mapped_from = tunables.get("glibc.malloc.mmap_threshold") or os.environ.get("MALLOC_MMAP_THRESHOLD_", "")
     if mapped_from.isdigit() and int(mapped_from) <= _SMALL_BYTES:
-        return 0.0
-    return _HEAP_SHARE if tunables.get("glibc.malloc.tcache_count") == "0" else _HEAP_SHARE_WITH_PIECES
+        return 1.0
+    return _FRAGMENTATION if tunables.get("glibc.malloc.tcache_count") == "0" else _FRAGMENTATION_WITH_CACHE
 
 
 def optimizer_factor(optimizer: torch.optim.Optimizer | None, settings: Settings) -> float:

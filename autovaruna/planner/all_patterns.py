@@ -17,7 +17,7 @@ from autovaruna.planner.bounds.waits import fastest_link, waits_of
 from autovaruna.planner.candidate import Candidate
 from autovaruna.planner.costs import Array
 from autovaruna.planner.groups import Group, GroupSearch
-from autovaruna.planner.replicas import share_of
+from autovaruna.schedule.slices import share_of
 
 _ROUNDING = 1e-9
 

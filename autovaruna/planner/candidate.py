@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import pairwise
 
 import numpy as np
 
 from autovaruna.planner.costs import Array
 from autovaruna.planner.memory.fitting import Option, fit, peak_of
-from autovaruna.planner.memory.known_memory import KnownMemory
 from autovaruna.planner.memory.rank_memory import bytes_of_ranks
 from autovaruna.planner.predicting.edges import Edges
 from autovaruna.planner.predicting.folding import fold, telling
@@ -25,8 +25,8 @@ from autovaruna.schedule import Pipeline, latency_depth, simulate, textbook_dept
 _ACTS_OF_A_CANDIDATE, _ACTS_OF_A_STAGE = 100, 5
 _ACTS_OF_A_FIT = 30
 """What it takes to fit a stage that shares its ranks with others into their memory."""
-_ACTS_OF_A_PEAK, _ACTS_OF_AN_INSTRUCTION, _ACTS_IN_A_HEAP = 120, 4, 160
-"""What it takes to follow the memory of ranks: for a plan, for each instruction, and for each in a heap not known."""
+_ACTS_OF_A_PEAK, _ACTS_OF_AN_INSTRUCTION = 120, 4
+"""What it takes to follow the memory of ranks: for a plan, and for each instruction."""
 DEPTHS = {"textbook": textbook_depth, "latency": latency_depth}
 DEEPEST = "deepest"
 """As deep as memory allows without recompute, or with it where that is needed at any depth."""
@@ -54,14 +54,13 @@ class Planner:
     """Builds and predicts the plans of one problem; counts what that costs.
 
     Args:
-        problem: what to plan; its limits are those that plans have to keep by their depths.
+        problem: what to plan.
         tables: of its graph.
-        limits: those that ranks have to keep by their instructions, in bytes; the problem's if there are none.
     """
 
-    def __init__(self, problem: Problem, tables: RangeTables, limits: Sequence[float] = ()) -> None:
-        self.problem, self.tables, self.limits = problem, tables, limits or problem.cluster.memory_bytes
-        self.predictor, self.edges, self.known = Predictor(), Edges(problem.graph), KnownMemory()
+    def __init__(self, problem: Problem, tables: RangeTables) -> None:
+        self.problem, self.tables, self.limits = problem, tables, problem.cluster.memory_bytes
+        self.predictor, self.edges = Predictor(), Edges(problem.graph)
         self._last: tuple[Plan | None, Pipeline | None] = None, None
         hosts = problem.cluster.hosts
         numbers = {host: number for number, host in enumerate(dict.fromkeys(hosts))}
@@ -101,7 +100,7 @@ class Planner:
         sized = self.sized(candidate.num_micro_batches)
         if candidate.is_interleaved:
             self.predictor.num_acts += _ACTS_OF_A_FIT * len(candidate.starts)
-        options = fit(sized, self.options(sized, candidate), limits or self.problem.cluster.memory_bytes)
+        options = fit(sized, self.options(sized, candidate), limits or self.limits)
         return None if options is None else self.put_together(candidate, options)
 
     def put_together(self, candidate: Candidate, options: Sequence[Option]) -> Plan:
@@ -142,26 +141,22 @@ class Planner:
         seconds = self.predictor.step_seconds(self.pipeline(plan), policy_of(plan.schedule), below)
         return replace(plan, predicted_seconds=seconds) if seconds < below else None
 
-    def predict_whole(self, plan: Plan, limits: Sequence[float] = ()) -> Plan:
-        """Returns the plan with its predicted seconds and memory, from all ranks if parts differ and are not many.
-
-        Where a rank needs more than its limit, what others need may come out as too little.
-        """
-        return self._predict_bytes(plan, telling(self.pipeline(plan)), limits)
+    def predict_whole(self, plan: Plan) -> Plan:
+        """Returns the plan with its predicted seconds and memory, from all ranks if parts differ and are not many."""
+        return self._predict_bytes(plan, telling(self.pipeline(plan)))
 
     def predict_part(self, plan: Plan) -> Plan:
         """Returns the same from the part of the ranks that takes longest, as `predict` does: quicker for many ranks."""
         return self._predict_bytes(plan, fold(self.pipeline(plan)))
 
-    def _predict_bytes(self, plan: Plan, pipeline: Pipeline, limits: Sequence[float] = ()) -> Plan:
+    def _predict_bytes(self, plan: Plan, pipeline: Pipeline) -> Plan:
         simulation = simulate(pipeline, policy_of(plan.schedule))
-        sized = self.sized(plan.num_micro_batches)
-        model, costs = sized.model, sized.greatest_costs
+        sized, schedule = self.sized(plan.num_micro_batches), simulation.schedule
+        places = np.searchsorted(self.tables.positions, [stage.blocks[0] for stage in plan.stages]).tolist()
+        held = [sized.held_by(i, j) for i, j in pairwise([*places, self.tables.num_segments])]
         own = self.problem.cluster.own_process_bytes
-        graph, schedule, before = self.problem.graph, simulation.schedule, self.known.num_followed
-        needed = bytes_of_ranks(graph, plan, costs, model, pipeline, schedule, own, self.known, limits)
+        needed = bytes_of_ranks(plan, held, sized.model, pipeline, schedule, own)
         self.predictor.num_acts += _ACTS_OF_A_PEAK + sum(map(len, schedule)) * _ACTS_OF_AN_INSTRUCTION
-        self.predictor.num_acts += (self.known.num_followed - before) * _ACTS_IN_A_HEAP
         return replace(plan, predicted_seconds=simulation.step_seconds, rank_memory_bytes=needed)
 
     def with_block_bytes(self, plan: Plan) -> Plan:
@@ -169,7 +164,7 @@ class Planner:
         sized = self.sized(plan.num_micro_batches)
         model, costs = sized.model, sized.greatest_costs
         saved, work = tuple(costs.saved_bytes.tolist()), tuple(costs.work_bytes.tolist())
-        rules = (model.process_bytes, model.heap_share, model.work_of_all, model.work_of_largest)
+        rules = (model.process_bytes, model.fragmentation, model.work_of_all, model.work_of_largest)
         deferred = tuple(costs.deferred_bytes.tolist()) if plan.schedule == SPLIT_SCHEDULE else ()
         return replace(plan, block_bytes=BlockBytes(int(costs.micro_batch_size), saved, work, *rules, deferred))
 

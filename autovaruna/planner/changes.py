@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations, product
 
 from autovaruna.planner.candidate import Candidate, Planner
-from autovaruna.planner.memory.fitting import Option, fit, peak_of
+from autovaruna.planner.memory.fitting import Option, fit
 from autovaruna.planner.options import spread, variants
 from autovaruna.schedule import latency_depth, textbook_depth
 
@@ -42,17 +42,6 @@ class Changes:
         """Returns whether options are deep enough for a schedule."""
         shares = zip(options, self.shares, strict=True)
         return schedule != "gpipe" or all(option.in_flight >= share for option, share in shares)
-
-    def leanest(self, schedule: str, options: Options) -> Options:
-        """Returns the stages as each of them takes least memory."""
-
-        def lean(option: Option) -> Option:
-            depth = option.in_flight if self._has_fixed_depths(schedule) else 1
-            least = option._replace(in_flight=depth, deferred=0)
-            ways = [least._replace(needs_recompute=again) for again in self.sized.recompute_choices]
-            return min(ways, key=lambda way: peak_of(self.sized, way).num_bytes)
-
-        return list(map(lean, options))
 
     def together(self, schedule: str, options: Options) -> Iterator[Change]:
         """Yields all ways of all stages, or all that leave recompute as it is, by every schedule, if they are few.
@@ -128,7 +117,7 @@ class Changes:
             if again not in self.sized.recompute_choices:
                 return
             open_options[stage] = open_options[stage]._replace(needs_recompute=again)
-        fitted = fit(self.sized, open_options, self.planner.problem.cluster.memory_bytes)
+        fitted = fit(self.sized, open_options, self.planner.limits)
         if fitted is not None:
             yield fitted
 

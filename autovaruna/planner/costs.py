@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
-from itertools import zip_longest
 
 import numpy as np
 from numpy.typing import NDArray
 
-from autovaruna.profiler.records import NOT_RECORDED, Profile, Sequences
+from autovaruna.profiler.records import Profile
 
 Array = NDArray[np.float64]
 _MOST_KNOWN = 16
@@ -18,10 +17,9 @@ _MOST_KNOWN = 16
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """The cost of each block at one micro-batch size, from a table; every array has one entry a block."""
+    """The cost of each block at one micro-batch size; every array has one entry a block."""
 
     micro_batch_size: float
-    table: CostTable | None
     forward_seconds: Array
     backward_seconds: Array
     saved_bytes: Array
@@ -29,11 +27,6 @@ class Costs:
     weight_seconds: Array
     split_seconds: Array
     deferred_bytes: Array
-    forward_work_bytes: Array
-
-    def sequences_of(self, block: int) -> Sequences:
-        """Returns what a block takes and gives back, one after the other; nothing where that is not known."""
-        return NOT_RECORDED if self.table is None else self.table.sequences_of(block, self.micro_batch_size)
 
     @property
     def input_seconds(self) -> Array:
@@ -55,7 +48,6 @@ class CostTable:
         sizes = np.array(profile.micro_batch_sizes, dtype=np.float64)
         order = np.argsort(sizes)
         self._sizes = sizes[order]
-        self._sequences = [[cost.sequences for cost in profile.costs[row]] for row in order]
         self._fields = [np.maximum.accumulate(_field(profile, name)[order], axis=0) for name in _FIELDS]
         self._last = lru_cache(maxsize=_MOST_KNOWN)(self._read)
 
@@ -65,17 +57,7 @@ class CostTable:
 
     def _read(self, micro_batch_size: float) -> Costs:
         arrays = (_interpolate(rows, self._sizes, micro_batch_size) for rows in self._fields)
-        return Costs(micro_batch_size, self, *arrays)
-
-    def sequences_of(self, block: int, micro_batch_size: float) -> Sequences:
-        """Returns what a block takes and gives back; between two sizes that differ in more than bytes, as at one."""
-        rows = [row[block] for row in self._sequences]
-        if len(rows) == 1:
-            share = micro_batch_size / self._sizes[0]
-            nothing = replace(rows[0], forward=_none(rows[0].forward), backward=_none(rows[0].backward), spans=())
-            return _between(nothing, rows[0], share)
-        right, share = _place(self._sizes, micro_batch_size)
-        return _between(rows[right - 1], rows[right], share)
+        return Costs(micro_batch_size, *arrays)
 
 
 _FIELDS = (
@@ -86,7 +68,6 @@ _FIELDS = (
     "weight_seconds",
     "split_seconds",
     "deferred_bytes",
-    "forward_work_bytes",
 )
 
 
@@ -109,24 +90,3 @@ def _place(sizes: Array, size: float) -> tuple[int, float]:
     """Returns the second of the two sizes to go by, and how far `size` lies between them."""
     right = int(np.clip(np.searchsorted(sizes, size), 1, len(sizes) - 1))
     return right, float((size - sizes[right - 1]) / (sizes[right] - sizes[right - 1]))
-
-
-def _none(steps: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns the steps with nothing in what they take."""
-    return tuple(min(step, 0) for step in steps)
-
-
-def _between(first: Sequences, second: Sequences, share: float) -> Sequences:
-    """Returns the sequences so far between two; the nearer ones if these differ in more than bytes."""
-    is_same = first.read == second.read and all(
-        len(a) == len(b) and all(x == y or min(x, y) >= 0 for x, y in zip(a, b, strict=True))
-        for a, b in ((first.forward, second.forward), (first.backward, second.backward))
-    )
-    if not is_same:
-        return first if share < 0.5 else second
-    forward, backward = (
-        tuple(x if x < 0 else max(round(x + share * (y - x)), 1) for x, y in zip(a, b, strict=True))
-        for a, b in ((first.forward, second.forward), (first.backward, second.backward))
-    )
-    spans = tuple(round(x + share * (y - x)) for x, y in zip_longest(first.spans, second.spans, fillvalue=0))
-    return Sequences(forward, backward, second.read, spans)

@@ -17,9 +17,9 @@ from autovaruna.planner.bounds.proof import WORTH
 from autovaruna.planner.candidate import Candidate, Planner
 from autovaruna.planner.options import FEWEST_GROUPS, MAX_UNITS, spread
 from autovaruna.planner.placing import Ranks, in_a_row, layouts
-from autovaruna.planner.replicas import share_of
 from autovaruna.planner.rounds import Pattern, cut_evenly, patterns
 from autovaruna.planner.trials import Trials
+from autovaruna.schedule.slices import share_of
 
 _NEAR = 1.03
 _BOUNDING = 0.35

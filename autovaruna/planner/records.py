@@ -71,16 +71,16 @@ class StagePlan:
 class BlockBytes:
     """What each block saves for backward and needs on top while it runs, for a micro-batch of so many samples.
 
-    `process_bytes` and `heap_share` are those of the `Cluster` that the plan was made for, `work_of_all` and
+    `process_bytes` and `fragmentation` are those of the `Cluster` that the plan was made for, `work_of_all` and
     `work_of_largest` those of the `OptimizerCost`. `deferred_bytes` is what each block keeps for weight gradients that
-    are computed apart; empty in older files.
+    are computed apart.
     """
 
     micro_batch_size: int
     saved_bytes: tuple[float, ...]
     work_bytes: tuple[float, ...]
     process_bytes: float = 0.0
-    heap_share: float = 0.0
+    fragmentation: float = 1.0
     work_of_all: float = 0.0
     work_of_largest: float = 0.0
     deferred_bytes: tuple[float, ...] = ()

@@ -25,6 +25,7 @@ from autovaruna.planner.costs import Array
 from autovaruna.planner.memory.allowed import Ways, WaysWithin
 from autovaruna.planner.placing import is_uniform
 from autovaruna.planner.sized import Sized
+from autovaruna.schedule.slices import share_of
 
 Near = tuple[bool, bool]
 """Whether the stages before and behind are on the same host."""
@@ -220,8 +221,3 @@ class ReplicaSearch:
             replicas.append(int(counts[at]))
             used, at = used - replicas[-1], int(stops[at])
         return Chain(seconds, tuple(starts), tuple(replicas))
-
-
-def share_of(num_micro_batches: int, num_replicas: int, replica: int) -> int:
-    """Returns how many of M micro-batches a replica of a stage runs."""
-    return len(range(replica, num_micro_batches, num_replicas))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -15,7 +14,6 @@ from autovaruna.planner.candidate import Candidate, Planner
 from autovaruna.planner.climb import climb_best
 from autovaruna.planner.either_way import plan_either_way
 from autovaruna.planner.groups import GroupSearch, is_small
-from autovaruna.planner.hopes import tuned_hopes
 from autovaruna.planner.infeasible import explain_infeasible, splits_that_fit
 from autovaruna.planner.interleaving import Interleaving
 from autovaruna.planner.marks import plan_with_marks
@@ -32,10 +30,10 @@ from autovaruna.planner.problem import Problem, check_problem, forced_stages
 from autovaruna.planner.ranges import RangeTables, TablesOfGraph
 from autovaruna.planner.records import Plan
 from autovaruna.planner.rounds import EVERY
-from autovaruna.planner.settling import Found, explain_excess, first_that_fits, loosen_best, that_fits
+from autovaruna.planner.settling import Found, loosen_best, loosened, that_fits
 from autovaruna.planner.single import SingleSearch
 from autovaruna.planner.trials import Progress, Trials
-from autovaruna.planner.tuning import NEAR, is_shared, seconds_of, tuned
+from autovaruna.planner.tuning import NEAR, changed_in_pairs, is_shared, seconds_of, tuned, tuned_promising
 
 _log = logging.getLogger(__name__)
 
@@ -43,10 +41,6 @@ _SHAPES_SECONDS, _MORE_ROUNDS_SECONDS, _SHAPES_CLIMB_SECONDS, _PATTERNS_SECONDS 
 _FINE_SECONDS, _TUNING_SECONDS = 2.0, 0.5
 """What simulations may take, by the count of `Planner.spent_seconds`, so that a search ends alike on every machine."""
 _SHAPES_STARTS = 2
-_LOOSE = 1.2
-"""By its depths, a plan that fits by its instructions may need so many times its limits; seldom more."""
-_WORSE = 1.01
-"""A plan that is slower than what seemed best by so much is worth another search, of large problems."""
 
 
 def make_plan(problem: Problem, progress: Progress | None = None) -> Plan:
@@ -82,14 +76,11 @@ def make_plan(problem: Problem, progress: Progress | None = None) -> Plan:
 class _Search:
     """One search: first with one stage a rank, then, if that may be better, with several.
 
-    A careful one lets no plan count that needs more memory, by the instructions of its ranks, than there is.
-
     Args:
         problem: what to plan.
         progress: is told how far the search is.
         tables: of the graph, for any cuts.
         below_seconds: plans that take as long or longer are of no use.
-        limits: makes it careful: what ranks have by their instructions; the problem says what they have by depths.
     """
 
     def __init__(
@@ -98,25 +89,18 @@ class _Search:
         progress: Progress,
         tables: TablesOfGraph,
         below_seconds: float = math.inf,
-        limits: Sequence[float] = (),
     ) -> None:
         self.problem, self.progress, self.below_seconds = problem, progress, below_seconds
         self.counts = micro_batch_counts(problem)
         self.all_tables, self.tables = tables, tables.at(cut_positions(problem))
-        self.planner = Planner(problem, self.tables, limits)
+        self.planner = Planner(problem, self.tables)
         self.forced_stages, self.most_each = forced_stages(problem), stages_per_rank(problem)
         self.is_small = is_small(problem, self.tables.num_segments)
-        self.settle = that_fits if limits else None
-        self.is_first = self.is_small and not limits and self._is_memory_short()
-        """Whether there is another one with looser limits, which is careful."""
-        self.was_cut_short = False
         self.trials = self._new_trials(self.planner, below_seconds)
         self.proof = Proof(self.planner, self.counts, self.most_each)
         self.single = SingleSearch(self.trials, self.counts, self.proof, progress)
         self.others: Trials | None = None
         """Those of plans with several stages a rank, if there may be better ones."""
-        self.excess: Plan | None = None
-        """The fastest plan, if all that were found need more memory than they seemed to."""
 
     def run(self) -> Plan:
         """Returns the best plan.
@@ -125,27 +109,12 @@ class _Search:
             PlanError: none fits.
         """
         plan = self.find()
-        if plan is None and self.excess is not None:
-            raise explain_excess(self.planner, self.excess)
         if plan is None:
             raise explain_infeasible(self.problem, self.tables, self.counts)
         return plan
 
     def find(self) -> Plan | None:
         """Returns the best plan, or None if none fits and is as fast as it has to be."""
-        settled, last = self._find(), self
-        if self.is_first:
-            last = self._loosely(settled)
-            settled = last._find() or settled
-        if settled is None:
-            return None
-        self.progress("proving how good the plan is", 1.0)
-        plan = self.planner.with_block_bytes(settled)
-        single = (last.trials.best or self.trials.best) if is_shared(plan) else plan
-        return last.proof.put_into(plan, single, was_cut_short=last.was_cut_short)
-
-    def _find(self) -> Plan | None:
-        """Returns the best plan without proof."""
         trials = self.trials
         self.single.run()
         if trials.best is None and self.below_seconds == math.inf:
@@ -153,29 +122,23 @@ class _Search:
         chosen = trials
         if self.most_each > 1 and self.proof.leaves_room(trials.best):
             chosen = self._try_interleaved()
-        settled = first_that_fits(self._fastest_first(chosen))
-        worst = chosen.least_seconds * (1 / PROVEN if self.is_small else _WORSE)
-        if not self.is_first:
-            if chosen.best and not self.settle and (settled is None or settled.predicted_seconds > worst):
-                self.proof.is_complete = False
-                settled = self._carefully(settled)._find() or settled
-            else:
-                settled = self._of_hopes(settled) or settled
-        self.was_cut_short = trials.was_cut_short or chosen.was_cut_short
-        if settled is None or settled.predicted_seconds >= self.below_seconds:
-            self.excess = chosen.best
+        found = self._fastest_first(chosen)
+        if not found:
             return None
-        return settled
+        better = tuned_promising(self._promising(), seconds_of(found[0][2]))
+        found = [*(pair for each in better for pair in changed_in_pairs(each)), *better, *found]
+        planner, candidate, plan = found[0]
+        plan = loosened(planner, candidate, planner.predict_whole(plan))
+        if plan.predicted_seconds >= self.below_seconds:
+            return None
+        self.progress("proving how good the plan is", 1.0)
+        plan = self.planner.with_block_bytes(plan)
+        was_cut_short = trials.was_cut_short or chosen.was_cut_short
+        return self.proof.put_into(plan, trials.best if is_shared(plan) else plan, was_cut_short=was_cut_short)
 
-    def _is_memory_short(self) -> bool:
-        """Returns whether memory may make a difference: whether a rank may lack it for twice all blocks."""
-        limit = min(self.problem.cluster.memory_bytes) / 2
-        for count in self.counts:
-            sized = self.planner.sized(count)
-            held = sized.held_by(0, self.tables.num_segments)
-            if sized.peaks.of(held, False, sized.num_micro_batches, 0, 1).num_bytes > limit:
-                return True
-        return False
+    def _promising(self) -> list[tuple[float, Found]]:
+        every = [self.trials] if self.others is None else [self.trials, self.others]
+        return [(bound, (t.planner, variant, plan)) for t in every for bound, variant, plan in t.promising.values()]
 
     def _try_what_fits(self) -> None:
         """Tries splits that fit by their bytes alone: which ranks a stage gets may leave but a few."""
@@ -183,26 +146,8 @@ class _Search:
             self.trials.attempt(candidate, math.inf)
         climb_best(self.trials, _SHAPES_STARTS, _SHAPES_CLIMB_SECONDS, self.single.recut, self.progress)
 
-    def _of_hopes(self, settled: Plan | None) -> Plan | None:
-        """Returns a plan that is better than the best one and comes of what no rule for depths made good."""
-        every = [self.trials] if self.others is None else [self.trials, self.others]
-        hopeful = [(bound, (t.planner, variant, plan)) for t in every for bound, variant, plan in t.hopeful.values()]
-        return tuned_hopes(hopeful, seconds_of(settled) if settled else self.below_seconds)
-
-    def _carefully(self, settled: Plan | None) -> _Search:
-        """Returns a careful search of something faster: what seemed best needs more memory than it seemed to."""
-        below = settled.predicted_seconds if settled else self.below_seconds
-        return _Search(self.problem, self.progress, self.all_tables, below, self.planner.limits)
-
-    def _loosely(self, settled: Plan | None) -> _Search:
-        """Returns a careful search of what is faster and fits by its instructions, by depths or not."""
-        cluster, below = self.problem.cluster, settled.predicted_seconds if settled else self.below_seconds
-        loose = replace(cluster, memory_bytes=tuple(_LOOSE * limit for limit in cluster.memory_bytes))
-        problem = replace(self.problem, cluster=loose)
-        return _Search(problem, self.progress, self.all_tables, below, cluster.memory_bytes)
-
     def _new_trials(self, planner: Planner, below_seconds: float = math.inf) -> Trials:
-        return Trials(planner, is_small=self.is_small, below_seconds=below_seconds, settle=self.settle)
+        return Trials(planner, is_small=self.is_small, below_seconds=below_seconds)
 
     # Plans with several.
 

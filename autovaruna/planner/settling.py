@@ -1,20 +1,16 @@
-"""Fits a plan with what the instructions of its ranks need, instruction by instruction.
+"""Fits plans of ranks with several stages by what the instructions of these need.
 
-While it searches, the planner bounds the memory of a rank by the depths of its stages, which do not reach them
-together, and by a share for holes of the heap. What the instructions need is known for a plan that was simulated. Where
-that is more than the limit, the plan is built again with a limit that is lower by as much; where it is less, and memory
-has made stages recompute or hold fewer micro-batches, with one that is higher.
+The search fits plans by their in-flight depths, which is exact for a rank with one stage. Stages of one rank do not
+reach their depths together: what their instructions need is known once a plan was simulated, and is less. So a plan
+that saves memory is built again with limits that are higher by the difference.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from itertools import islice
 
-from autovaruna.errors import PlanError
 from autovaruna.planner.candidate import Candidate, Planner
-from autovaruna.planner.infeasible import readable, to_give
 from autovaruna.planner.memory.fitting import Option
 from autovaruna.planner.records import Plan, StagePlan
 from autovaruna.planner.trials import Trials
@@ -26,25 +22,7 @@ Predict = Callable[[Plan], Plan]
 """Tells the seconds of a plan and the memory of its ranks."""
 
 _TURNS = 3
-"""What is more or less than was bounded depends on the plan, which is built with it, so it takes a few turns."""
-_MOST_PLANS = 8
-
-
-def first_that_fits(found: Iterable[Found]) -> Plan | None:
-    """Returns the first plan that fits as it is, or one built again that is faster; None if none of some fits.
-
-    Args:
-        found: plans, the fastest first.
-    """
-    best: Plan | None = None
-    for planner, candidate, plan in islice(found, _MOST_PLANS):
-        if best and plan.predicted_seconds >= best.predicted_seconds:
-            break
-        whole = planner.predict_whole(plan)
-        if is_within(planner, whole):
-            return _faster(best, loosened(planner, candidate, whole))
-        best = _faster(best, _built_again(planner, candidate, whole))
-    return best
+"""The difference depends on the plan, which is built with it, so it takes a few turns."""
 
 
 def that_fits(planner: Planner, candidate: Candidate, plan: Plan) -> Plan | None:
@@ -64,7 +42,7 @@ def loosened(planner: Planner, candidate: Candidate, plan: Plan, predict: Predic
     """
     if not candidate.is_interleaved or not _is_squeezed(planner, candidate, plan):
         return plan
-    return _faster(plan, _built_again(planner, candidate, plan, predict)) or plan
+    return min((_built_again(planner, candidate, plan, predict) or plan, plan), key=lambda each: each.predicted_seconds)
 
 
 def loosen_best(trials: Trials, most: int) -> None:
@@ -73,29 +51,7 @@ def loosen_best(trials: Trials, most: int) -> None:
         variant, plan = trials.built[candidate]
         if _is_squeezed(trials.planner, variant, plan):
             predict = trials.planner.predict_part
-            known = predict(plan)
-            if is_within(trials.planner, known):
-                trials.put(candidate, variant, loosened(trials.planner, variant, known, predict))
-
-
-def explain_excess(planner: Planner, plan: Plan) -> PlanError:
-    """Returns what a user needs to know where plans fit by their depths, but not by their instructions.
-
-    Args:
-        planner: of the problem.
-        plan: the fastest one.
-    """
-    limits, needed = planner.limits, planner.predict_whole(plan).rank_bytes()
-    rank = max(range(len(limits)), key=lambda each: needed[each] - limits[each])
-    short = {each: needed[each] for each in range(len(limits)) if each == rank or needed[each] > limits[each]}
-    error = PlanError(
-        f"no plan fits into memory: the instructions of the best one, with {plan.num_stages} stages and "
-        f"{plan.num_micro_batches} micro-batches, need {readable(needed[rank])} on rank {rank}, which has "
-        f"{readable(limits[rank])}. To make it fit: {to_give(planner.problem.cluster, short)}; or use more "
-        "ranks; or allow more, smaller micro-batches (num_micro_batches, max_micro_batches)"
-    )
-    error.lacks_memory = True
-    return error
+            trials.put(candidate, variant, loosened(trials.planner, variant, predict(plan), predict))
 
 
 def _built_again(planner: Planner, candidate: Candidate, plan: Plan, predict: Predict | None = None) -> Plan | None:
@@ -106,7 +62,8 @@ def _built_again(planner: Planner, candidate: Candidate, plan: Plan, predict: Pr
         if other is None or choices_of(other.stages) == choices_of(plan.stages):
             break
         plan = (predict or planner.predict_whole)(other)
-        best = _faster(best, plan) if is_within(planner, plan) else best
+        if is_within(planner, plan) and (best is None or plan.predicted_seconds < best.predicted_seconds):
+            best = plan
     return best
 
 
@@ -130,15 +87,4 @@ def choices_of(stages: Iterable[StagePlan | Option]) -> tuple[tuple[bool, int, i
 
 def is_within(planner: Planner, plan: Plan) -> bool:
     """Returns whether a plan with the memory of its ranks fits."""
-    return not excess_bytes(planner, plan)
-
-
-def excess_bytes(planner: Planner, plan: Plan) -> float:
-    """Returns what the ranks of a plan need beyond their limits, together."""
-    limits = planner.limits
-    return sum(max(needed - limit, 0.0) for needed, limit in zip(plan.rank_bytes(), limits, strict=True))
-
-
-def _faster(one: Plan | None, other: Plan | None) -> Plan | None:
-    both = [plan for plan in (one, other) if plan]
-    return min(both, key=lambda plan: plan.predicted_seconds, default=None)
+    return all(needed <= limit for needed, limit in zip(plan.rank_bytes(), planner.limits, strict=True))

@@ -140,8 +140,6 @@ class SingleSearch:
         """Tries all plans whose bound leaves room for something better, the least bound first."""
         groups = {count: GroupSearch(self.planner.sized(count), self.forced_stages) for count in self.counts}
         self.proof.groups = groups
-        # To settle a plan takes long: only what is better is worth that. Others may become better by tuning.
-        near = PROVEN if self.trials.settle else _NEAR
         start, first = self.planner.spent_seconds, self.trials.least_seconds
         limit, better = start + _REST_SECONDS, start
         open_counts = [each for each in groups.values() if each.least_seconds < first * PROVEN]
@@ -153,7 +151,7 @@ class SingleSearch:
                 return
             self.progress("trying all other plans", (spent - start) / _REST_SECONDS)
             least = self.trials.least_seconds
-            self.trials.attempt(candidate, least * near, least * PROVEN)
+            self.trials.attempt(candidate, least * _NEAR, least * PROVEN)
             better = spent if self.trials.least_seconds < least else better
         self.proof.is_complete = True
 

@@ -130,7 +130,7 @@ class Sized:
             problem.optimizer_bytes_factor,
             problem.needs_gradient,
             cluster.process_bytes,
-            cluster.heap_share,
+            cluster.fragmentation,
             problem.optimizer_cost.work_of_all,
             problem.optimizer_cost.work_of_largest,
             problem.min_micro_batches_for_inputs > 1,

@@ -17,8 +17,9 @@ from autovaruna.planner.costs import Array
 from autovaruna.planner.groups import is_small
 from autovaruna.planner.options import MAX_UNITS, spread
 from autovaruna.planner.placing import Ranks, layouts, rank_orders
-from autovaruna.planner.replicas import ReplicaSearch, share_of
+from autovaruna.planner.replicas import ReplicaSearch
 from autovaruna.schedule import textbook_depth
+from autovaruna.schedule.slices import share_of
 
 Split = tuple[float, Candidate]
 """A candidate with the seconds that the formula gives it."""

@@ -56,6 +56,9 @@ def explain(plan: Plan, graph: Graph) -> str:
     if sum(len(stage.ranks) for stage in plan.stages) > len(used):
         peaks = [plan.rank_bytes()[rank] for rank in used]
         lines.append(f"memory of ranks {readable(min(peaks))} to {readable(max(peaks))}, for all stages of a rank")
+    if plan.block_bytes and plan.block_bytes.fragmentation > 1:
+        factor = f"{plan.block_bytes.fragmentation:.3g} times what micro-batches make and free"
+        lines.append(f"fragmentation   predicted memory is what lasts, gradients, and {factor}")
     if len(used) < plan.num_ranks:
         lines.append(f"ranks used      {len(used)} of {plan.num_ranks}: more are not faster, or were not asked for")
     for name, parts in _parts([lost[rank] for rank in used] if len(lost) == plan.num_ranks else lost):

@@ -20,7 +20,7 @@ _WORTH_ITS_MEMORY = 0.995
 
 Settle = Callable[[Planner, Candidate, Plan], Plan | None]
 """Returns a plan, or one like it that holds what the first may not; None if there is none."""
-Hope = tuple[float, Candidate, Plan]
+Promising = tuple[float, Candidate, Plan]
 """What no depths and no schedule let a plan beat, the variant, and the plan."""
 Progress = Callable[[str, float], None]
 """Is told what is being done and the share of it that is done (0 to 1)."""
@@ -33,29 +33,26 @@ class Trials:
         planner: of the problem.
         is_small: whether every schedule is worth a try.
         below_seconds: plans that take as long or longer are of no use.
-        settle: what plans have to pass to count; nothing if there is none.
 
     Attributes:
         built: for each of `ranked`, the variant that takes so long, and its plan.
         ranked: the least seconds of each candidate that was faster than it had to be.
-        hopeful: of small problems, the candidates that take longer than their stages alone would let them, with depths
-            by any rule, or fit with none.
-        hope: what plans of ranks with several stages have to pass that need more memory by their depths than there is:
-            such stages seldom reach their depths together. None: such plans are not tried.
+        promising: of small problems, the candidates that no depths and no schedule keep from being faster than they
+            are by the rules for depths.
+        settle: what plans of ranks with several stages have to pass that need more memory by their depths than there
+            is: such stages seldom reach their depths together. None: such plans are not tried.
         is_deep: whether plans with as much in flight as there is memory for are tried, too.
         was_cut_short: whether something was left out since its simulation is long, or time was up.
     """
 
-    def __init__(
-        self, planner: Planner, *, is_small: bool, below_seconds: float = math.inf, settle: Settle | None = None
-    ) -> None:
-        self.planner, self.is_small, self.below_seconds, self.settle = planner, is_small, below_seconds, settle
-        self.hope: Settle | None = None
+    def __init__(self, planner: Planner, *, is_small: bool, below_seconds: float = math.inf) -> None:
+        self.planner, self.is_small, self.below_seconds = planner, is_small, below_seconds
+        self.settle: Settle | None = None
         self.best: Plan | None = None
         self.built: dict[Candidate, tuple[Candidate, Plan]] = {}
         self.ranked: dict[Candidate, float] = {}
         self.seen: dict[Candidate, float] = {}
-        self.hopeful: dict[Candidate, Hope] = {}
+        self.promising: dict[Candidate, Promising] = {}
         self.was_cut_short = self.is_deep = False
 
     @property
@@ -73,7 +70,7 @@ class Trials:
         """
         if candidate in self.seen:
             return self.seen[candidate]
-        found, bounds, hopes = float("inf"), dict[tuple[bool, ...], float](), list[Hope]()
+        found, bounds, fitting = float("inf"), dict[tuple[bool, ...], float](), list[Promising]()
         most, known = self._most_variants(candidate), list[tuple[Plan, Settle | None]]()
         for tried, (variant, plan, settle) in enumerate(self._plans(candidate)):
             if tried >= most and found < float("inf"):
@@ -85,7 +82,8 @@ class Trials:
             recomputed = tuple(stage.needs_recompute for stage in plan.stages)
             if recomputed not in bounds:
                 bounds[recomputed] = self.planner.bound(plan)  # It knows nothing of depths and schedules.
-            hopes.append((bounds[recomputed], variant, plan))
+            if settle is None:
+                fitting.append((bounds[recomputed], variant, plan))
             if bounds[recomputed] >= min(below, worth, found * _REACHED):
                 if not any(recomputed):
                     break  # None of the others has less to do.
@@ -99,23 +97,18 @@ class Trials:
                 self.best = predicted if found < self.least_seconds else self.best
                 self.built[candidate] = variant, predicted
         self.seen[candidate] = found
-        if self.is_small and hopes:
-            self._hope(candidate, hopes, found)
+        least = min(reversed(fitting), key=lambda each: each[0], default=None)  # Of equal ones the deepest.
+        if self.is_small and least and least[0] < found * _REACHED:
+            self.promising[candidate] = least
+        else:
+            self.promising.pop(candidate, None)
         if found < float("inf"):
             self.ranked[candidate] = found
         return found
 
-    def _hope(self, candidate: Candidate, hopes: list[Hope], found: float) -> None:
-        """Notes a candidate that takes more than its stages alone would let it take: it may be tuned."""
-        best = min(reversed(hopes), key=lambda hope: hope[0])  # Of equal ones the deepest.
-        if best[0] < found * _REACHED:
-            self.hopeful[candidate] = best
-        else:
-            self.hopeful.pop(candidate, None)
-
-    def go_deep(self, hope: Settle | None = None) -> None:
-        """Has whatever is tried from now on tried at the greatest depths, too, and with hope that it fits."""
-        self.is_deep, self.hope = True, hope
+    def go_deep(self, settle: Settle | None = None) -> None:
+        """Has whatever is tried from now on tried at the greatest depths, too, and as if there was all memory."""
+        self.is_deep, self.settle = True, settle
         self.seen.clear()
 
     def put(self, candidate: Candidate, variant: Candidate, plan: Plan) -> None:
@@ -148,10 +141,10 @@ class Trials:
     def _built(self, variant: Candidate) -> list[tuple[Plan, Settle | None]]:
         """Returns the plan of a variant that fits into memory, and before it one that may fit."""
         plan, free = self.planner.build(variant), None
-        if self.hope and variant.is_interleaved:
+        if self.settle and variant.is_interleaved:
             free = self.planner.build(variant, (math.inf,) * self.planner.problem.cluster.num_ranks)
-        plans = [(free, self.hope)] if free and free != plan else []
-        return [*plans, (plan, self.settle)] if plan else plans
+        plans = [(free, self.settle)] if free and free != plan else []
+        return [*plans, (plan, None)] if plan else plans
 
     def few_if_long(self, candidates: list[Candidate]) -> list[Candidate]:
         """Returns the candidates, or, if their simulations are long, the one whose stages have the least bound."""

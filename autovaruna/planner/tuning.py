@@ -13,19 +13,20 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
-from autovaruna.planner.bounds.proof import WORTH
+from autovaruna.planner.bounds.proof import PROVEN, WORTH
 from autovaruna.planner.candidate import Candidate, Planner
 from autovaruna.planner.changes import Change, Changes, Options
-from autovaruna.planner.memory.fitting import Option, fits
-from autovaruna.planner.problem import SPLIT_SCHEDULE
+from autovaruna.planner.memory.fitting import Option
 from autovaruna.planner.records import Plan
-from autovaruna.planner.settling import Found, choices_of, excess_bytes, that_fits
+from autovaruna.planner.settling import Found, choices_of, is_within
 
 NEAR, _MOST_PLANS = 1.05, 12
 BETTER = 0.9995
 """What a change has to save: a plan by rule is easier to understand than one that is hardly faster."""
 _SHARE_OF_A_ROUND = 0.1
 """Plans are left as they are if one change of each stage takes a greater share of the time."""
+_PROMISING_SECONDS, _SHARE_OF_ONE = 2.0, 0.25
+"""What it may take, by the planner's count, to change plans that are slower by any rule, and of that one of them."""
 _PAIRS_SECONDS, _SHARE_OF_PAIRS = 2.5, 0.4
 """What it may take to change two stages of the best plan, by the planner's count, and the share of it for simulations
 of all pairs: if that is not enough, none is tried.
@@ -53,6 +54,26 @@ def tuned(found: Sequence[Found], most_seconds: float) -> list[Found]:
             least = min(least, best.predicted_seconds)
     ordered = sorted([*better, *found], key=_seconds)
     return [*changed_in_pairs(ordered[0]), *ordered] if ordered else []
+
+
+def tuned_promising(promising: Sequence[tuple[float, Found]], least_seconds: float) -> list[Found]:
+    """Returns a plan that becomes better than what is known by changes of its stages, if there is one.
+
+    Args:
+        promising: plans that are slower, with what their stages do not let them beat.
+        least_seconds: of the best plan that is known.
+    """
+    ends = {id(planner): planner.spent_seconds + _PROMISING_SECONDS for _, (planner, _, _) in promising}
+    best: list[Found] = []
+    for bound, (planner, candidate, plan) in sorted(promising, key=lambda each: each[0]):
+        end = ends[id(planner)]
+        if seconds_of(replace(plan, predicted_seconds=bound)) >= least_seconds * PROVEN or planner.spent_seconds > end:
+            continue
+        end = min(end, planner.spent_seconds + _SHARE_OF_ONE * _PROMISING_SECONDS)
+        found = Tuning(planner, candidate, plan, end).run()
+        if found is not None and seconds_of(found) < least_seconds * BETTER:
+            best, least_seconds = [(planner, candidate, found)], seconds_of(found)
+    return best
 
 
 def changed_in_pairs(found: Found) -> list[Found]:
@@ -91,33 +112,23 @@ class Tuning:
     Args:
         planner: that built it.
         candidate: that it was built from.
-        plan: the plan.
+        plan: the plan, which fits.
         end: when to stop, by the planner's count.
-        below: plans that take as long or longer are of no use.
-
-    Attributes:
-        settled: the plan, or one like it that fits; None if there is none.
     """
 
-    def __init__(self, planner: Planner, candidate: Candidate, plan: Plan, end: float, below: float = math.inf) -> None:
+    def __init__(self, planner: Planner, candidate: Candidate, plan: Plan, end: float) -> None:
         self.planner, self.candidate, self.end = planner, candidate, end
-        self.settled = that_fits(planner, candidate, plan)
-        self.least_seconds = self.settled.predicted_seconds if self.settled else below
-        self.excess = 0.0 if self.settled else excess_bytes(planner, planner.predict_whole(plan))
-        is_bounded = not candidate.is_interleaved and candidate.schedule != SPLIT_SCHEDULE
-        self.limits_by_depths = planner.problem.cluster.memory_bytes if is_bounded else ()
+        self.least_seconds = planner.predict_whole(plan).predicted_seconds
         self.best: Plan | None = None
-        plan, self.sized = self.settled or plan, planner.sized(plan.num_micro_batches)
-        self.cost, self.limits = planner.step_costs(candidate), planner.limits
+        self.sized = planner.sized(plan.num_micro_batches)
+        self.cost = planner.step_costs(candidate)
         self.schedule, self.options = plan.schedule, _options_of(planner, candidate, plan)
         self.changes = Changes(planner, candidate)
         self.tried = {(plan.schedule, choices_of(self.options))}
 
     def run(self) -> Plan | None:
-        """Returns a faster plan, None if there is none; any that fits, if the plan itself does not."""
+        """Returns a faster plan, None if there is none."""
         changes = self.changes
-        if self.excess and not self._may_fit():
-            return None
         return self._run(changes.together, changes.of_a_stage, changes.of_all_stages)
 
     def run_in_pairs(self) -> Plan | None:
@@ -128,47 +139,31 @@ class Tuning:
     def _run(self, *kinds: Callable[[str, Options], Iterable[Change]]) -> Plan | None:
         """Tries kinds of changes in turns as long as any is of use."""
         before = None
-        while (self.least_seconds, self.excess) != before:
-            before = self.least_seconds, self.excess
+        while self.least_seconds != before:
+            before = self.least_seconds
             for kind in kinds:
                 for schedule, stages in kind(self.schedule, self.options):
                     options = [stages.get(stage, option) for stage, option in enumerate(self.options)]
                     self._try(schedule or self.schedule, options)
         return self.best
 
-    def _may_fit(self) -> bool:
-        """Returns whether there is about enough memory if stages hold as little as they can: holes differ by chance."""
-        variant = replace(self.candidate, schedule=self.schedule)
-        plan = self.planner.put_together(variant, self.changes.leanest(self.schedule, self.options))
-        needed, loose = self.planner.predict_whole(plan, self.limits).rank_bytes(), self.planner.problem.cluster
-        return all(used <= limit for used, limit in zip(needed, loose.memory_bytes, strict=True))
-
     def _try(self, schedule: str, options: Options) -> None:
-        """Takes other options if the plan is faster with them, or, while it does not fit, lacks less memory."""
+        """Takes other options if the plan fits and is faster with them."""
         key = schedule, choices_of(options)
         if key in self.tried or not self.changes.may_run(schedule, options):
             return
         if self.planner.count_candidate() + self.cost > self.end:
             return
         self.tried.add(key)
-        if not self.limits_by_depths or fits(self.sized, options, self.limits_by_depths):
-            plan = self.planner.put_together(replace(self.candidate, schedule=schedule), options)
-            predicted = self.planner.predict(plan, self.least_seconds * BETTER)
-            if predicted is not None and self._lacks_less(predicted):
-                self.options, self.schedule = options, schedule
+        plan = self.planner.put_together(replace(self.candidate, schedule=schedule), options)
+        predicted = self.planner.predict(plan, self.least_seconds * BETTER)
+        if predicted is not None and self._fits(predicted):
+            self.best, self.least_seconds = predicted, predicted.predicted_seconds
+            self.options, self.schedule = options, schedule
 
-    def _lacks_less(self, plan: Plan) -> bool:
-        """Returns whether a plan fits by its instructions, or nothing did yet and it lacks less memory.
-
-        By depths alone it may not fit: stages seldom reach their depths together, those of one rank least of all.
-        """
-        enough = () if self.excess else self.limits  # Else how much is missing tells nothing.
-        excess = excess_bytes(self.planner, self.planner.predict_whole(plan, enough))
-        if not excess:
-            self.best, self.least_seconds = plan, plan.predicted_seconds
-        is_less = not excess or excess < self.excess
-        self.excess = min(self.excess, excess)
-        return is_less
+    def _fits(self, plan: Plan) -> bool:
+        """Returns whether a plan fits by its instructions: stages of a rank seldom reach their depths together."""
+        return is_within(self.planner, self.planner.predict_whole(plan))
 
 
 def _options_of(planner: Planner, candidate: Candidate, plan: Plan) -> Options:

@@ -8,8 +8,9 @@ from contextlib import contextmanager
 from threading import Lock
 from typing import Any
 
-from torch._C._autograd import _profiler_enabled
 from torch.autograd.profiler import profile
+
+from autovaruna._torch import is_profiler_enabled
 
 _QUIET = "KINETO_LOG_LEVEL", "99"
 _alone = Lock()
@@ -64,7 +65,7 @@ class AllocationMeter:
 
 def is_profiled() -> bool:
     """Returns whether the script runs the profiler, of which there is one at a time."""
-    return bool(_profiler_enabled())
+    return bool(is_profiler_enabled())
 
 
 def _allocations(done: profile) -> list[tuple[int, int]]:

@@ -10,23 +10,30 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import math
 import os
-import tempfile
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from autovaruna.json_text import parse
-from autovaruna.profiler.checked import check, with_checksum
+from autovaruna.json_text import load_record, write_record
 from autovaruna.profiler.measure import Key, PartCost
-from autovaruna.profiler.memory import Bytes, Made
-from autovaruna.profiler.records import Sequences
 
 logger = logging.getLogger(__name__)
 
 FORMAT_VERSION = 1
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """A file of the cache: a measured part, and by what it was measured."""
+
+    signature: str
+    micro_batch_size: int
+    iterations: int
+    environment: dict[str, Any]
+    cost: PartCost
+    format_version: int = FORMAT_VERSION
 
 
 class ProfileCache:
@@ -50,14 +57,16 @@ class ProfileCache:
         for key in keys:
             path = self._path(key)
             try:
-                content = parse(path.read_text(encoding="utf-8"))
-                check(content)
-                if content["iterations"] >= self.iterations:
-                    found[key] = _cost(content)
+                entry = load_record(path, _Entry)
             except FileNotFoundError:
                 continue
-            except (OSError, ValueError, TypeError, KeyError) as error:
-                logger.warning("measuring again: the saved cost %s cannot be used (%s)", path, _reason(error))
+            except (OSError, ValueError) as error:
+                logger.warning("measuring again: the saved cost %s cannot be used (%s)", path, error)
+                continue
+            if entry.format_version != FORMAT_VERSION:
+                logger.warning("measuring again: the saved cost %s has format %d", path, entry.format_version)
+            elif entry.iterations >= self.iterations:
+                found[key] = entry.cost
         logger.info("%d measured costs came from %s", len(found), self.directory)
         return found
 
@@ -65,74 +74,11 @@ class ProfileCache:
         """Saves costs. Where nothing can be written a warning says so, once."""
         try:
             for key, cost in costs.items():
-                self._write(key, cost)
+                entry = _Entry(*key, self.iterations, self.environment, cost)
+                write_record(self._path(key), entry, is_synced=False)
         except OSError as error:
-            logger.warning("measured costs are not kept: %s cannot be written (%s)", self.directory, _reason(error))
-
-    def _write(self, key: Key, cost: PartCost) -> None:
-        content = {
-            "format_version": FORMAT_VERSION,
-            "signature": key[0],
-            "micro_batch_size": key[1],
-            "iterations": self.iterations,
-            "environment": self.environment,
-            **asdict(cost),
-        }
-        self.directory.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=self.directory, prefix=".", suffix=".part")
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                json.dump(with_checksum(content), file, indent=1)
-            os.replace(name, self._path(key))
-        except BaseException:
-            Path(name).unlink(missing_ok=True)
-            raise
+            reason = error.strerror or error
+            logger.warning("measured costs are not kept: %s cannot be written (%s)", self.directory, reason)
 
     def _path(self, key: Key) -> Path:
         return self.directory / f"{key[0]}-{key[1]}.json"
-
-
-def _cost(content: Mapping[str, Any]) -> PartCost:
-    if content["format_version"] != FORMAT_VERSION:
-        raise ValueError(f"format_version is {content['format_version']}, expected {FORMAT_VERSION}")
-    counted = content["num_bytes"]
-    return PartCost(
-        _amount(content["forward_seconds"]),
-        _amount(content["backward_seconds"]),
-        Bytes(
-            inside=_whole(counted["inside"]),
-            saved_values=tuple((_whole(place), _whole(num_bytes)) for place, num_bytes in counted["saved_values"]),
-            made=tuple(
-                Made(_whole(made["place"]), _whole(made["num_bytes"]), bool(made["is_saved"]))
-                for made in counted["made"]
-            ),
-            forward_work=_whole(counted["forward_work"]),
-            work=_whole(counted["work"]),
-            sequences=Sequences(*(tuple(map(_step, counted["sequences"][each.name])) for each in fields(Sequences))),
-        ),
-        _amount(content["weight_seconds"]),
-        _amount(content["split_seconds"]),
-        _whole(content["deferred_bytes"]),
-    )
-
-
-def _amount(value: Any) -> float:
-    if isinstance(value, bool) or not math.isfinite(value) or value < 0:
-        raise ValueError(f"got {value!r}, expected a number of 0 or more")
-    return float(value)
-
-
-def _whole(value: Any) -> int:
-    if not isinstance(value, int):
-        raise ValueError(f"got {value!r}, expected a whole number")
-    return int(_amount(value))
-
-
-def _step(value: Any) -> int:
-    return _whole(value) if value > 0 else -_whole(-value)
-
-
-def _reason(error: Exception) -> str:
-    if isinstance(error, OSError):
-        return error.strerror or str(error)
-    return f"{error} is missing" if isinstance(error, KeyError) else str(error)

@@ -7,22 +7,60 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
+
+import msgspec
 
 from autovaruna.conf_files import PACKAGED, conf_dir, read_toml
 from autovaruna.errors import ConfigError
+from autovaruna.json_text import Amount, Positive, read_record
 from autovaruna.kinds import BYTES, REFUSALS
 from autovaruna.profiler.records import LinkCost
 
-_TABLES: dict[str, set[str]] = {
-    "": {"name", "kind", "memory", "operation_seconds"},
-    "compute": {"efficiency"},
-    "memory_bandwidth": {"bytes_per_second", "efficiency"},
-    "local_link": {"latency_seconds", "bytes_per_second"},
-    "remote_link": {"latency_seconds", "bytes_per_second"},
-    "all_reduce": {"latency_seconds", "local_bytes_per_second", "remote_bytes_per_second"},
-}
-_DTYPES = {"float64", "float32", "float16", "bfloat16", "int8", "float8_e4m3fn", "float8_e5m2", "complex64"}
+Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
+
+
+class _Compute(msgspec.Struct, forbid_unknown_fields=True):
+    """Arithmetic of a second by dtype; other dtypes than those given count as float32."""
+
+    float32: Positive
+    float64: Positive | None = None
+    float16: Positive | None = None
+    bfloat16: Positive | None = None
+    int8: Positive | None = None
+    float8_e4m3fn: Positive | None = None
+    float8_e5m2: Positive | None = None
+    complex64: Positive | None = None
+    efficiency: Share = 1.0
+
+
+class _Bandwidth(msgspec.Struct, forbid_unknown_fields=True):
+    bytes_per_second: Positive
+    efficiency: Share = 1.0
+
+
+class _Link(msgspec.Struct, forbid_unknown_fields=True):
+    bytes_per_second: Positive
+    latency_seconds: Amount = 0.0
+
+
+class _AllReduce(msgspec.Struct, forbid_unknown_fields=True):
+    local_bytes_per_second: Positive
+    remote_bytes_per_second: Positive
+    latency_seconds: Amount = 0.0
+
+
+class _File(msgspec.Struct, forbid_unknown_fields=True):
+    name: Annotated[str, msgspec.Meta(min_length=1)]
+    kind: Literal["cpu", "cuda"]
+    compute: _Compute
+    memory_bandwidth: _Bandwidth
+    local_link: _Link
+    remote_link: _Link
+    all_reduce: _AllReduce
+    memory: Any = 0
+    operation_seconds: Amount = 0.0
+    fragmentation: Annotated[float, msgspec.Meta(ge=1)] = 1.0
 
 
 @dataclass(frozen=True)
@@ -39,6 +77,7 @@ class DeviceSpec:
         local_link, remote_link: messages inside a host and between hosts.
         local_all_reduce, remote_all_reduce: bytes a second that a ring sends from each rank.
         all_reduce_latency_seconds: of an all-reduce, for each rank that takes part.
+        fragmentation: bytes that its allocator takes for each byte that micro-batches make and free; 1 if not said.
     """
 
     name: str
@@ -52,6 +91,7 @@ class DeviceSpec:
     local_all_reduce: float
     remote_all_reduce: float
     all_reduce_latency_seconds: float
+    fragmentation: float = 1.0
 
     def flops_of(self, dtype: str) -> float:
         """Returns the arithmetic of a second; a dtype that the file does not name counts as float32."""
@@ -85,87 +125,30 @@ def read_device(name: str) -> DeviceSpec:
         ConfigError: there is none, or a value is missing, unknown or of the wrong kind; names the key.
     """
     path = find_device_file(name)
-    reader = _Reader(path, read_toml(path))
-    compute, passes = reader.table("compute"), reader.table("memory_bandwidth")
-    rates = {key: reader.amount("compute", key) for key in compute if key in _DTYPES}
-    if "float32" not in rates:
-        raise ConfigError(f"{path}: compute.float32 is missing; other dtypes than those given count as float32")
-    share = reader.share("compute") if "efficiency" in compute else 1.0
+    try:
+        file = read_record(read_toml(path), _File)
+    except ValueError as error:
+        raise ConfigError(f"{path}: {error}") from error
+    rates = msgspec.structs.asdict(file.compute)
+    share = rates.pop("efficiency")
     return DeviceSpec(
-        name=reader.text("name"),
-        kind=reader.text("kind", ("cpu", "cuda")),
-        flops_per_second={key: rate * share for key, rate in rates.items()},
-        bytes_per_second=reader.amount("memory_bandwidth", "bytes_per_second")
-        * (reader.share("memory_bandwidth") if "efficiency" in passes else 1.0),
-        operation_seconds=reader.optional("", "operation_seconds"),
-        memory_bytes=reader.num_bytes("memory"),
-        local_link=reader.link("local_link"),
-        remote_link=reader.link("remote_link"),
-        local_all_reduce=reader.amount("all_reduce", "local_bytes_per_second"),
-        remote_all_reduce=reader.amount("all_reduce", "remote_bytes_per_second"),
-        all_reduce_latency_seconds=reader.optional("all_reduce", "latency_seconds"),
+        name=file.name,
+        kind=file.kind,
+        flops_per_second={dtype: rate * share for dtype, rate in rates.items() if rate is not None},
+        bytes_per_second=file.memory_bandwidth.bytes_per_second * file.memory_bandwidth.efficiency,
+        operation_seconds=file.operation_seconds,
+        memory_bytes=_num_bytes(path, file.memory),
+        local_link=LinkCost(file.local_link.latency_seconds, file.local_link.bytes_per_second),
+        remote_link=LinkCost(file.remote_link.latency_seconds, file.remote_link.bytes_per_second),
+        local_all_reduce=file.all_reduce.local_bytes_per_second,
+        remote_all_reduce=file.all_reduce.remote_bytes_per_second,
+        all_reduce_latency_seconds=file.all_reduce.latency_seconds,
+        fragmentation=file.fragmentation,
     )
 
 
-class _Reader:
-    """Reads values from the content of a device file; every complaint names file and key."""
-
-    def __init__(self, path: Path, content: dict[str, Any]) -> None:
-        self.path, self.content = path, content
-        for table in ("", *(name for name in _TABLES if name)):
-            known = _TABLES[table] | (_DTYPES if table == "compute" else set())
-            known |= set(_TABLES) - {""} if not table else set()
-            for key in self.table(table):
-                if key not in known:
-                    nearest = difflib.get_close_matches(key, known, 1)
-                    meant = f"did you mean {nearest[0]}?" if nearest else f"expected one of {', '.join(sorted(known))}"
-                    raise self.error(table, key, f"is unknown; {meant}")
-
-    def error(self, table: str, key: str, complaint: str) -> ConfigError:
-        return ConfigError(f"{self.path}: {f'{table}.' if table else ''}{key} {complaint}")
-
-    def table(self, name: str) -> dict[str, Any]:
-        found = self.content.get(name, {}) if name else self.content
-        if not isinstance(found, dict):
-            raise self.error("", name, f"is {found!r}, expected a table")
-        return found
-
-    def get(self, table: str, key: str) -> Any:
-        if key not in self.table(table):
-            raise self.error(table, key, "is missing")
-        return self.table(table)[key]
-
-    def optional(self, table: str, key: str) -> float:
-        return self._number(table, key, zero=True) if key in self.table(table) else 0.0
-
-    def amount(self, table: str, key: str) -> float:
-        return self._number(table, key, zero=False)
-
-    def _number(self, table: str, key: str, zero: bool) -> float:
-        value = self.get(table, key)
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or not (0 < value < 1e21 or (zero and value == 0)):
-            raise self.error(table, key, f"is {value!r}, expected a number {'of 0 or more' if zero else 'above 0'}")
-        return float(value)
-
-    def share(self, table: str) -> float:
-        value = self.amount(table, "efficiency")
-        if value > 1:
-            raise self.error(table, "efficiency", f"is {value!r}, expected a share: above 0, at most 1")
-        return value
-
-    def text(self, key: str, choices: tuple[str, ...] = ()) -> str:
-        value = self.get("", key)
-        if not isinstance(value, str) or not value or (choices and value not in choices):
-            raise self.error("", key, f"is {value!r}, expected {' or '.join(choices) or 'a text'}")
-        return value
-
-    def num_bytes(self, key: str) -> int:
-        value = self.content.get(key, 0)
-        try:
-            return int(BYTES.read(value))  # type: ignore[call-overload, no-any-return]
-        except REFUSALS:
-            raise self.error("", key, f"is {value!r}, expected {BYTES.expected}") from None
-
-    def link(self, table: str) -> LinkCost:
-        return LinkCost(self.optional(table, "latency_seconds"), self.amount(table, "bytes_per_second"))
+def _num_bytes(path: Path, value: Any) -> int:
+    try:
+        return int(BYTES.read(value))  # type: ignore[call-overload, no-any-return]
+    except REFUSALS:
+        raise ConfigError(f"{path}: memory is {value!r}, expected {BYTES.expected}") from None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import fmean
 from time import perf_counter
 
@@ -17,10 +17,10 @@ from autovaruna.graph.origin import failed_at
 from autovaruna.graph.precision import without_autocast
 from autovaruna.graph.random import untouched_generator
 from autovaruna.graph.traced import TracedModel
+from autovaruna.json_text import Amount, Whole
 from autovaruna.profiler.memory import Bytes, count_bytes, count_deferred_bytes
 from autovaruna.profiler.parts import Part, block_parts, layer_parts, repeated_part
 from autovaruna.profiler.samples import Numbers, Samples
-from autovaruna.profiler.sequences import record_sequences
 from autovaruna.profiler.timing import split_seconds, time_splitting, time_weights, time_work
 from autovaruna.profiler.work import make_work
 
@@ -40,12 +40,12 @@ class PartCost:
     seconds that splitting adds are measured.
     """
 
-    forward_seconds: float
-    backward_seconds: float
+    forward_seconds: Amount
+    backward_seconds: Amount
     num_bytes: Bytes
-    weight_seconds: float = 0.0
-    split_seconds: float = 0.0
-    deferred_bytes: int = 0
+    weight_seconds: Amount = 0.0
+    split_seconds: Amount = 0.0
+    deferred_bytes: Whole = 0
 
     @property
     def seconds(self) -> tuple[float, float, float, float]:
@@ -163,8 +163,6 @@ def _measure_on(part: Part, samples: Samples, size: int, iterations: int, allowa
     started = perf_counter()
     work = make_work(part, samples, size)
     num_bytes = count_bytes(work, samples.device)
-    if len(part.blocks) == 1:
-        num_bytes = replace(num_bytes, sequences=record_sequences(work, samples.device))
     left = allowance - (perf_counter() - started)
     kept_bytes = num_bytes.inside + sum(made.num_bytes for made in num_bytes.made)
     seconds = time_work(work, iterations, left, samples.device, kept_bytes)

@@ -14,15 +14,13 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from autovaruna._torch import FakeTensor, TorchDispatchMode, pytree
 from autovaruna.graph.layout import storage_of
 from autovaruna.graph.pieces.weight_gradients import Deferred
+from autovaruna.json_text import Whole
 from autovaruna.profiler.allocations import AllocationMeter, is_profiled
-from autovaruna.profiler.records import NOT_RECORDED, Sequences
 from autovaruna.profiler.work import Work
 
 
@@ -30,8 +28,8 @@ from autovaruna.profiler.work import Work
 class Made:
     """Memory that was made inside and goes out: its first output's place, and whether the part itself saves it."""
 
-    place: int
-    num_bytes: int
+    place: Whole
+    num_bytes: Whole
     is_saved: bool
 
 
@@ -45,15 +43,13 @@ class Bytes:
         made: memory that goes out.
         forward_work: the most that forward needs beside what is saved and what goes out.
         work: the same of backward, gradients that come in included; what goes out and is not saved is gone by then.
-        sequences: what both take and give back, in order, where that was recorded.
     """
 
-    inside: int
-    saved_values: tuple[tuple[int, int], ...]
+    inside: Whole
+    saved_values: tuple[tuple[Whole, Whole], ...]
     made: tuple[Made, ...]
-    forward_work: int
-    work: int
-    sequences: Sequences = NOT_RECORDED
+    forward_work: Whole
+    work: Whole
 
 
 def count_bytes(work: Work, device: torch.device) -> Bytes:

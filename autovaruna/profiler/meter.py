@@ -13,9 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from autovaruna._torch import OpOverload, TorchDispatchMode, pytree
 from autovaruna.graph.layout import storage_of
 from autovaruna.profiler.device_file import DeviceSpec
 
@@ -71,7 +70,7 @@ def touched_bytes(func: Any, args: Any, kwargs: Any, result: Any) -> int:
     """Returns the bytes that an operation reads and writes; 0 for views and for memory that is only allocated."""
     packet = getattr(func, "_overloadpacket", None)
     outputs = _tensors(result)
-    if not isinstance(func, torch._ops.OpOverload) or packet in _ALLOCATIONS or func.namespace == "prim" or not outputs:
+    if not isinstance(func, OpOverload) or packet in _ALLOCATIONS or func.namespace == "prim" or not outputs:
         return 0
     inputs = _tensors((args, kwargs))
     changed = _changed(func, args, kwargs)
@@ -89,7 +88,7 @@ def touched_bytes(func: Any, args: Any, kwargs: Any, result: Any) -> int:
     return int(read + written)
 
 
-def _changed(func: torch._ops.OpOverload, args: Any, kwargs: Any) -> list[Tensor]:
+def _changed(func: OpOverload, args: Any, kwargs: Any) -> list[Tensor]:
     """Returns the arguments that an operation changes."""
     if not func._schema.is_mutable:
         return []

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
+from autovaruna._torch import pytree
 from autovaruna.profiler.memory import meter_of
 from autovaruna.profiler.optimizer_copy import CannotCopyError, copy_for, nested
 from autovaruna.profiler.own_clock import own_clock

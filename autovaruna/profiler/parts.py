@@ -13,9 +13,9 @@ from functools import cached_property
 from itertools import groupby
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from autovaruna._torch import OpOverload
 from autovaruna.graph.records import Block
 from autovaruna.graph.signature import signature
 from autovaruna.graph.traced import TracedModel
@@ -138,7 +138,7 @@ def _layer(block: Block) -> str:
 
 
 def _is_of_torch(target: Any) -> bool:
-    if isinstance(target, torch._ops.OpOverload):
+    if isinstance(target, OpOverload):
         return target.namespace in ("aten", "prim", "prims")
     module = str(getattr(target, "__module__", ""))
     return isinstance(target, str) or module.split(".")[0] in ("torch", "_operator", "math", "builtins")

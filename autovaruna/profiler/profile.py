@@ -11,8 +11,7 @@ counts it: a stage may begin anywhere, and must not hold more than was counted.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +20,7 @@ from autovaruna.graph.traced import TracedModel
 from autovaruna.profiler.measure import Key, PartCost, measure, merge
 from autovaruna.profiler.memory import Bytes
 from autovaruna.profiler.parts import Part, block_parts, layer_parts, repeated_part
-from autovaruna.profiler.records import BlockCost, Profile, Sequences
+from autovaruna.profiler.records import BlockCost, Profile
 
 
 def profile(
@@ -89,34 +88,8 @@ def _block_costs(
     forward, backward, added = _seconds(traced, blocks, layers, costs)
     saved, work = _bytes(traced, blocks, [cost.num_bytes for cost in own])
     weights = [_share(cost) * seconds for cost, seconds in zip(own, backward, strict=True)]
-    deferred, running = [cost.deferred_bytes for cost in own], [cost.num_bytes.forward_work for cost in own]
-    sequences = _in_order_of_graph(traced, blocks, [cost.num_bytes.sequences for cost in own])
-    columns = forward, backward, saved, work, weights, added, deferred, running, sequences
+    columns = forward, backward, saved, work, weights, added, [cost.deferred_bytes for cost in own]
     return tuple(BlockCost(*cost) for cost in zip(*columns, strict=True))
-
-
-def _in_order_of_graph(traced: TracedModel, blocks: Sequence[Part], recorded: Iterable[Sequences]) -> list[Sequences]:
-    """Returns what was recorded of blocks, with gradients in the order of the graph, not in that of the parts."""
-    made: list[list[str]] = [[] for _ in blocks]
-    read: list[list[str]] = [[] for _ in blocks]
-    for value in traced.graph.values:
-        made[value.producer].append(value.name)
-        for k in value.consumers if value.needs_gradient else ():
-            read[k].append(value.name)
-    return [_renumbered(*each) for each in zip(blocks, recorded, made, read, strict=True)]
-
-
-def _renumbered(part: Part, sequences: Sequences, made: Sequence[str], read: Iterable[str]) -> Sequences:
-    """Returns what was recorded of a part; `made` and `read` are its values in the order of the graph."""
-    if not sequences.read:
-        return sequences
-    places = {0: 0} | {-place: -1 - made.index(name) for place, name in enumerate(part.outputs, 1) if name in made}
-    lie = {
-        name: (number if number > 0 else places.get(number, 0), span)
-        for name, number, span in zip(part.values, sequences.read, sequences.spans, strict=True)
-    }
-    found = [lie.get(name, (0, 0)) for name in read]
-    return replace(sequences, read=tuple(number for number, _ in found), spans=tuple(span for _, span in found))
 
 
 def _share(cost: PartCost) -> float:

@@ -4,30 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from autovaruna.json_text import Amount, Count, Positive
+
 FORMAT_VERSION = 1
-
-
-@dataclass(frozen=True, slots=True)
-class Sequences:
-    """What a block takes and gives back of the heap, in order: n takes n bytes, -i gives back the i-th that was taken.
-
-    They are counted from 1 in forward, and on from there in backward, which gives back what forward has left. Nothing
-    where that is not known.
-
-    Attributes:
-        forward, backward: the steps.
-        read: for each value that the block reads and that has a gradient, in the order of the graph, where that lies:
-            in the i-th that was taken (i), in the gradient of the i-th value that the block makes (-i), unknown (0).
-        spans: for each of these the bytes from the gradient's first element to its last, if it has holes, else 0.
-    """
-
-    forward: tuple[int, ...] = ()
-    backward: tuple[int, ...] = ()
-    read: tuple[int, ...] = ()
-    spans: tuple[int, ...] = ()
-
-
-NOT_RECORDED = Sequences()
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,29 +15,26 @@ class BlockCost:
 
     `saved_bytes` is what forward keeps for backward (parameters not counted); `work_bytes` what a call needs on top
     while it runs. Of the backward, `weight_seconds` can be left for later; that adds `split_seconds`, and keeps
-    `deferred_bytes` until then. `forward_work_bytes` is what forward needs while it runs beside what it makes.
-    `sequences` are what both take one after the other, on a CPU.
+    `deferred_bytes` until then.
     """
 
-    forward_seconds: float
-    backward_seconds: float
-    saved_bytes: float
-    work_bytes: float
-    weight_seconds: float = 0.0
-    split_seconds: float = 0.0
-    deferred_bytes: float = 0.0
-    forward_work_bytes: float = 0.0
-    sequences: Sequences = NOT_RECORDED
+    forward_seconds: Amount
+    backward_seconds: Amount
+    saved_bytes: Amount
+    work_bytes: Amount
+    weight_seconds: Amount = 0.0
+    split_seconds: Amount = 0.0
+    deferred_bytes: Amount = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class LinkCost:
     """A message of n bytes takes ``latency_seconds + n / bytes_per_second``."""
 
-    latency_seconds: float
-    bytes_per_second: float
+    latency_seconds: Amount
+    bytes_per_second: Positive
 
-    def seconds(self, num_bytes: float) -> float:
+    def seconds(self, num_bytes: Amount) -> float:
         """Returns the predicted seconds for a message of `num_bytes`."""
         return self.latency_seconds + num_bytes / self.bytes_per_second
 
@@ -73,12 +49,12 @@ class OptimizerCost:
         work_of_largest: the same for each byte of the largest one (one after the other).
     """
 
-    seconds_per_parameter: float = 0.0
-    seconds_per_byte: float = 0.0
-    work_of_all: float = 0.0
-    work_of_largest: float = 0.0
+    seconds_per_parameter: Amount = 0.0
+    seconds_per_byte: Amount = 0.0
+    work_of_all: Amount = 0.0
+    work_of_largest: Amount = 0.0
 
-    def seconds(self, num_parameters: float, num_bytes: float) -> float:
+    def seconds(self, num_parameters: float, num_bytes: Amount) -> float:
         """Returns the predicted seconds of a step over so many tensors of so many bytes in all."""
         return self.seconds_per_parameter * num_parameters + self.seconds_per_byte * num_bytes
 
@@ -92,7 +68,7 @@ class Profile:
 
     fingerprint: str
     device: str
-    micro_batch_sizes: tuple[int, ...]
+    micro_batch_sizes: tuple[Count, ...]
     costs: tuple[tuple[BlockCost, ...], ...]
     is_measured: bool = True
     format_version: int = FORMAT_VERSION
@@ -113,8 +89,8 @@ class Cluster:
         all_reduce_latency_seconds: what an all-reduce takes for each rank that takes part, whatever its bytes.
         overhead_seconds: what the executor adds to each instruction.
         process_bytes: what a rank holds beside its stages, over a process that has not traced a model.
-        own_process_bytes: the same of each rank, whose mean that is; empty where it is not known.
-        heap_share: what the allocator needs on top of each byte that a step makes and frees.
+        own_process_bytes: the same of each rank, of which that is the most; empty where it is not known.
+        fragmentation: bytes that the allocator takes for each byte that micro-batches make and free, holes with them.
         memory_margin: the share of what the user has said, or the machine has, that the limits leave free.
     """
 
@@ -127,7 +103,7 @@ class Cluster:
     all_reduce_latency_seconds: float = 0.0
     overhead_seconds: float = 0.0
     process_bytes: float = 0.0
-    heap_share: float = 0.0
+    fragmentation: float = 1.0
     own_process_bytes: tuple[float, ...] = ()
     memory_margin: float = 0.0
     format_version: int = FORMAT_VERSION

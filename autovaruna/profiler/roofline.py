@@ -16,10 +16,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from autovaruna._torch import FakeTensorMode, TorchDispatchMode, current_fake_mode
 from autovaruna.errors import MeasureError
 from autovaruna.graph import flops
 from autovaruna.graph.exporting.fake import fake_like
@@ -157,8 +156,8 @@ class _FakeSamples(Samples):
         return super().argument(argument, batch_size)
 
     def _copy(self, tensor: Tensor) -> Tensor:
-        mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
-        assert isinstance(mode, FakeTensorMode)
+        mode = current_fake_mode()
+        assert mode is not None
         return fake_like(tensor, mode, self.device)
 
     def _make(self, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:

@@ -57,19 +57,6 @@ class Work:
         for value in self.values:
             value.grad = None
 
-    def gradients_of_arguments(self, outputs: Outputs) -> tuple[Tensor | None, ...]:
-        """Runs backward and returns the gradients that it makes: not added up, and not copied where they are shared."""
-        leaves = [each for each in self.arguments if isinstance(each, Tensor) and each.requires_grad]
-        return torch.autograd.grad(self._roots(outputs), leaves, self.gradients, allow_unused=True)
-
-    def gradients_of_values(self, outputs: Outputs) -> tuple[Tensor | None, ...]:
-        """Runs backward; returns the gradients of `values`, and after them those of all else that has one."""
-        leaves = {id(each): None for each in self.arguments if isinstance(each, Tensor) and each.requires_grad}
-        found = self.gradients_of_arguments(outputs)
-        of_leaves = dict(zip(leaves, found, strict=True))
-        own = tuple(of_leaves.pop(id(value), None) for value in self.values)
-        return (*own, *of_leaves.values())
-
     def _roots(self, outputs: Outputs) -> list[Tensor]:
         """Returns the outputs that have a gradient; makes their gradients if there are none yet."""
         roots = [output for output in outputs if output.requires_grad]

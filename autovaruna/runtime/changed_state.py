@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from torch import Tensor
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
+from autovaruna._torch import preserve_version_counter
 from autovaruna.graph.traced import TracedModel
 from autovaruna.stage.module import StageModule
 
@@ -58,5 +58,5 @@ def _copies(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def _overwrite(state: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
     """Puts values back into what forward changes; no backward reads that, so autograd need not know."""
     for name, value in values.items():
-        with _unsafe_preserve_version_counter(state[name]):
+        with preserve_version_counter(state[name]):
             state[name].copy_(value)

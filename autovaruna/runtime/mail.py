@@ -17,7 +17,8 @@ from torch import Tensor
 
 from autovaruna.errors import RankError
 from autovaruna.runtime.layout import Layout, Layouts, layouts_of, packed, unpacked
-from autovaruna.runtime.worlds.world import DONE, Pending, World
+from autovaruna.runtime.transport.base import DONE, Pending
+from autovaruna.runtime.worlds.world import World
 
 TensorList = list[Tensor | None]
 AHEAD = 3

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import _SingleLevelFunction
 
+from autovaruna._torch import SingleLevelFunction, is_graph_kept
 from autovaruna.errors import OrderError
 
 Gradients = Sequence[Tensor | None]
@@ -21,7 +21,7 @@ Finish = Callable[[Gradients, bool], Gradients]
 """Turns gradients of outputs into those of sources; told whether the caller may go backward again (`retain_graph`)."""
 
 
-class _Published(_SingleLevelFunction):
+class _Published(SingleLevelFunction):
     """Without the layer of `torch.autograd.Function` for torch.func, which looks at every parameter."""
 
     @staticmethod
@@ -52,7 +52,7 @@ class _Published(_SingleLevelFunction):
 
 def _is_graph_kept() -> bool:
     """Whether the backward that runs now keeps its graph for another one."""
-    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+    return bool(is_graph_kept())
 
 
 def follows_a_call(tensor: Tensor) -> bool:

@@ -30,3 +30,8 @@ def even_sizes(num_samples: int, num_parts: int) -> list[int]:
     """Returns the sizes of parts that are as equal as can be, the larger ones first."""
     each, more = divmod(num_samples, num_parts)
     return [each + (place < more) for place in range(num_parts)]
+
+
+def share_of(num_micro_batches: int, num_replicas: int, replica: int) -> int:
+    """Returns how many of M micro-batches a replica of a stage runs."""
+    return len(range(replica, num_micro_batches, num_replicas))

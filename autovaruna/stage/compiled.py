@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from autovaruna._torch import enter_autocast, exit_autocast, mark_static
 from autovaruna.graph.exporting.checks import check
 from autovaruna.graph.kept_whole.functions import run_function
 from autovaruna.graph.kept_whole.rehearsal import rehearsal
@@ -20,7 +21,7 @@ from autovaruna.graph.pieces.extract import Argument, Piece, Source
 from autovaruna.graph.random import RandomStream, draw
 from autovaruna.graph.traced import TracedModel
 
-_ENTER, _EXIT = torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast
+_ENTER, _EXIT = enter_autocast, exit_autocast
 
 Order = tuple[int, ...] | None
 """The dimensions of a tensor from the slowest in memory to the fastest; None: it has no such order."""
@@ -178,4 +179,4 @@ def _mark(tensor: Tensor, free: frozenset[int]) -> None:
     if not hasattr(tensor, "_dynamo_static_indices"):
         for place in range(tensor.dim()):
             if place not in free:
-                torch._dynamo.mark_static(tensor, place)
+                mark_static(tensor, place)

@@ -16,16 +16,9 @@ if _TYPE_CHECKING:
 
 __all__ = ["AutoConfig", "CutPoint", "Profiler", "Varuna"]
 
-_HOMES = {
-    "AutoConfig": "autovaruna.varuna.auto_config",
-    "CutPoint": "autovaruna.graph.cutpoint",
-    "Profiler": "autovaruna.varuna.profiler",
-    "Varuna": "autovaruna.varuna.varuna",
-}
-
 
 def __getattr__(name: str) -> object:
     """Imports a public name."""
-    if name not in _HOMES:
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(_import_module(_HOMES[name]), name)
+    return getattr(_import_module("autovaruna"), name)

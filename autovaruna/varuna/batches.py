@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from autovaruna._torch import pytree
 from autovaruna.errors import InputError
 from autovaruna.graph.call import describe
 
@@ -67,18 +68,18 @@ def rows_of(inputs: Inputs, size: int, start: int, stop: int) -> Inputs:
     def cut(value: Any) -> Any:
         return value[start:stop] if isinstance(value, Tensor) and value.dim() and value.shape[0] == size else value
 
-    return {name: torch.utils._pytree.tree_map(cut, value) for name, value in inputs.items()}
+    return {name: pytree.tree_map(cut, value) for name, value in inputs.items()}
 
 
 def _move(value: Any, device: torch.device) -> Any:
-    return torch.utils._pytree.tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, value)
+    return pytree.tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, value)
 
 
 def _take(value: Any, rows: Tensor, size: int) -> Any:
     def take(leaf: Any) -> Any:
         return leaf[rows] if isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] == size else leaf
 
-    return torch.utils._pytree.tree_map(take, value)
+    return pytree.tree_map(take, value)
 
 
 def share_of_replica(batch_size: int, replica: int, num_replicas: int) -> int:

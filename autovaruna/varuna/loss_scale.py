@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
+from autovaruna._torch import foreach_mul_
 from autovaruna.errors import InputError
 
 GROWTH_INTERVAL = 2000
@@ -61,7 +62,7 @@ class StepScale:
         """Divides the gradients of this rank by the scale; infinite ones and NaN stay what they are."""
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         if gradients:
-            torch._foreach_mul_(gradients, 1.0 / self.value)
+            foreach_mul_(gradients, 1.0 / self.value)
 
     def update(self, has_overflow: bool) -> None:
         """Follows a step, with what all ranks have found together."""

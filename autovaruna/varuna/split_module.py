@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from autovaruna._torch import parse_to
 from autovaruna.api import AutoVaruna
 from autovaruna.errors import InputError
 
@@ -40,7 +41,7 @@ class SplitModule(nn.Module):
         Raises:
             InputError: another device or a dtype is asked for.
         """
-        device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
+        device, dtype, *_ = parse_to(*args, **kwargs)
         if dtype is not None or (device is not None and torch.empty(0, device=device).device != self.device):
             raise InputError(
                 f"The model is split and on {self.device}: got to({device or dtype}). Pass device= to Varuna."

@@ -21,7 +21,7 @@ from autovaruna.checkpoint import folder
 from autovaruna.checkpoint.choose import choose
 from autovaruna.checkpoint.claim import in_turn
 from autovaruna.checkpoint.manifest import MANIFEST
-from autovaruna.runtime.worlds.single import SingleWorld
+from autovaruna.runtime.worlds.in_process import single_world
 from tests.checkpoint.test_damage import trained
 
 
@@ -151,7 +151,7 @@ def test_what_is_read_stays_until_it_has_been(tmp_path: Path) -> None:
     model = trained()
     model.save_checkpoint(tmp_path, step=1)
     with ExitStack() as claims:
-        source = choose(SingleWorld(), tmp_path, "latest", claims)
+        source = choose(single_world(), tmp_path, "latest", claims)
         for step in (2, 3):
             model.save_checkpoint(tmp_path, step=step, keep=1)
         assert trained().load_checkpoint(source.path).step == 1

@@ -22,7 +22,7 @@ from torch import nn
 from autovaruna import AutoVaruna, CheckpointError, InputError, OrderError
 from autovaruna.checkpoint import background, commit, direct, manifest, part, saver, subject
 from autovaruna.checkpoint.claim import claim
-from autovaruna.runtime.worlds.watched import WatchedWorld
+from autovaruna.runtime.deadlock import Watch
 from tests.catalogue import CASES
 from tests.checkpoint.test_damage import is_same, trained
 from tests.checkpoint.test_damage import snapshot as weights_of
@@ -178,7 +178,7 @@ def test_a_save_asks_for_the_models_state_once_and_ranks_talk_little(
         monkeypatch.setattr(owner, name, lambda self, *args, **kw: (calls.append(name), real(self, *args, **kw))[1])
 
     counted(subject.Subject, "entries")
-    counted(WatchedWorld, "gather_objects")
+    counted(Watch, "gather")
 
     def run(model: AutoVaruna, optimizer: torch.optim.Optimizer, rank: int) -> None:
         model(**CASES["chain"].batch(7, 0)[1]).backward()
@@ -189,7 +189,7 @@ def test_a_save_asks_for_the_models_state_once_and_ranks_talk_little(
         barrier.wait()
         model.save_checkpoint(tmp_path, step=1, background=True)
         barrier.wait()
-        assert calls.count("entries") == 2 and calls.count("gather_objects") <= 2 * 7
+        assert calls.count("entries") == 2 and calls.count("gather") <= 2 * 7
         barrier.wait()
         model.wait_checkpoint()
 

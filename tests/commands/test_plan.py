@@ -223,13 +223,13 @@ def test_a_device_file_with_a_mistake_names_it(tmp_path: Path, device: str, caps
     for old, new, said in (
         ("float32 = 5e10", "float32 = -1", "compute.float32 is -1"),
         ("float32 = 5e10", "float31 = 5e10", "compute.float31 is unknown; did you mean float32?"),
-        ('kind = "cpu"', 'kind = "cpu"\nzzz = 1', "zzz is unknown; expected one of all_reduce, compute"),
+        ('kind = "cpu"', 'kind = "cpu"\nzzz = 1', "zzz is unknown; expected one of name, kind"),
         ('memory = "8GiB"', "memory = 2.5", "memory is 2.5"),
         ('memory = "8GiB"', "memory = nan", "memory is nan"),
         ('memory = "8GiB"', 'memory = "much"', "memory is 'much'"),
         ('memory = "8GiB"', "", "does not say its memory"),
         ("[local_link]", "[local_links]", "local_links is unknown"),
-        ("[memory_bandwidth]\nbytes_per_second = 1e10", "", "memory_bandwidth.bytes_per_second is missing"),
+        ("[memory_bandwidth]\nbytes_per_second = 1e10", "", "memory_bandwidth is missing"),
         ('kind = "cpu"', 'kind = "abacus"', "expected cpu or cuda"),
         ("[compute]", "[compute", "not TOML"),
     ):

@@ -1,4 +1,4 @@
-"""Holds `MpiWorld` to the laws of worlds, and to how a program ends. Under mpirun, the laws run on its ranks."""
+"""Holds ranks of MPI to the laws of worlds, and to how a program ends. Under mpirun, the laws run on its ranks."""
 
 from __future__ import annotations
 

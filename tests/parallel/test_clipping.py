@@ -30,8 +30,8 @@ def clip_by_norm(parameters: list[Any]) -> Any:
 
 
 def clip_by_value(parameters: list[Any]) -> Any:
-    """Clips each number, in the two ways that torch has."""
-    nn.utils.clip_grad_value_(parameters, 2e-3, foreach=True)
+    """Clips each number, as parameters are on any device: torch chooses the way."""
+    nn.utils.clip_grad_value_(parameters, 2e-3)
     nn.utils.clip_grad_value_(parameters, 1e-3)
 
 

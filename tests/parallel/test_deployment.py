@@ -23,7 +23,8 @@ from autovaruna.planner.deployments.deployment_file import load, save
 from autovaruna.planner.deployments.fingerprint import Fingerprint
 from autovaruna.planner.records import Plan
 from autovaruna.planner.search import make_plan
-from autovaruna.runtime.worlds.in_process import InProcessWorld, run_ranks
+from autovaruna.runtime.worlds.in_process import run_ranks
+from autovaruna.runtime.worlds.world import World
 from autovaruna.settings import Settings
 from tests.planner.cases import make_problem
 
@@ -46,7 +47,7 @@ def start(num_ranks: int = 2, width: int = 8, batch: int = 4, **settings: Any) -
     """Starts a run, as a script does, and trains for a step; returns the plan."""
     net = Net(width)
 
-    def be_rank(_: InProcessWorld) -> Plan:
+    def be_rank(_: World) -> Plan:
         mine = copy.deepcopy(net)
         optimizer = torch.optim.SGD(mine.parameters(), lr=0.1)
         model = AutoVaruna(mine, optimizer, progress=False, **settings)
@@ -145,7 +146,7 @@ def test_a_stale_one_is_planned_again(file: Path, what: str, lines: Callable[[],
 
 
 def test_every_rank_gets_the_refusal(file: Path) -> None:
-    def be_rank(_: InProcessWorld) -> str:
+    def be_rank(_: World) -> str:
         with pytest.raises(DeploymentError) as raised:
             AutoVaruna(Net(16), load_deployment=True)(torch.ones(4, 4))
         return str(raised.value)
@@ -243,7 +244,7 @@ def test_it_is_never_half_written(tmp_path: Path) -> None:
     file = tmp_path / "deployment.json"
     save(file, deployment)
 
-    def be_rank(world: InProcessWorld) -> int:
+    def be_rank(world: World) -> int:
         for _ in range(50):
             save(file, deployment) if world.rank else load(file)
         return len(os.listdir(tmp_path))

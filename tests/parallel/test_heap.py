@@ -1,10 +1,13 @@
-"""What the C library's heap needs on top of tensors, as the environment says."""
+"""What the C library's heap takes for each byte of tensors, as the environment says."""
 
 from __future__ import annotations
 
 import pytest
+import torch
 
 from autovaruna.parallel import machine
+
+CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
@@ -14,11 +17,11 @@ def plain(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_small_pieces_cost_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = machine._heap_share()
+    plain = machine._fragmentation(CPU)
     monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.trim_threshold=1:glibc.malloc.tcache_count=0")
-    assert 0.0 < machine._heap_share() < plain
+    assert 1.0 < machine._fragmentation(CPU) < plain
     monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.tcache_count=01")
-    assert machine._heap_share() == plain
+    assert machine._fragmentation(CPU) == plain
 
 
 @pytest.mark.parametrize(
@@ -27,13 +30,13 @@ def test_small_pieces_cost_more(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_tensors_that_are_mapped_leave_no_holes(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
     monkeypatch.setenv(name, value)
-    assert machine._heap_share() == 0.0
+    assert machine._fragmentation(CPU) == 1.0
 
 
 def test_a_high_threshold_leaves_the_heap_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = machine._heap_share()
+    plain = machine._fragmentation(CPU)
     monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", str(1 << 25))
-    assert machine._heap_share() == plain
+    assert machine._fragmentation(CPU) == plain
 
 
 class Library:

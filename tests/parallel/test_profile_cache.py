@@ -12,7 +12,8 @@ import torch
 from autovaruna import AutoVaruna
 from autovaruna.parallel import measured_problem
 from autovaruna.profiler import measure as measuring
-from autovaruna.runtime.worlds.in_process import InProcessWorld, run_ranks
+from autovaruna.runtime.worlds.in_process import run_ranks
+from autovaruna.runtime.worlds.world import World
 from tests.profiler.models import WIDTH, Mlp
 
 QUIET: dict[str, Any] = {"load_deployment": False, "save_deployment": False, "profile_iterations": 1, "progress": False}
@@ -62,7 +63,7 @@ def test_hosts_that_know_different_parts_measure_what_none_knows(
         measured_problem, "cache_of", lambda settings, device, _, **more: cache_of(settings, device, 2, **more)
     )
 
-    def on_own_host(world: InProcessWorld) -> None:
+    def on_own_host(world: World) -> None:
         world.hosts = ("host0", "host1")
         first_call(8, num_stages=2, profile_cache=tmp_path / f"host{world.rank}")
 

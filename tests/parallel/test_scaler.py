@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from autovaruna import AutoVaruna
 from autovaruna.errors import AutoVarunaError
 from autovaruna.runtime.optimizers.scaler import LossScale
-from autovaruna.runtime.worlds.single import SingleWorld
+from autovaruna.runtime.worlds.in_process import single_world
 from tests.catalogue import CASES
 from tests.parallel.precision import Way, plain_in, train_in
 from tests.parallel.training import Setup, held, on_ranks, pipeline
@@ -67,6 +67,22 @@ def test_overflow_on_one_rank_skips_the_step_on_all(setup: str) -> None:
     assert all(all(kept) for _, kept in results)
 
 
+def test_a_scaler_that_was_not_known_at_the_call_joins_when_it_unscales() -> None:
+    """As one that was made before the library was imported."""
+
+    def run(model: Any, optimizer: Any, rank: int) -> float:
+        loss = model(*BATCHES[0][0], **BATCHES[0][1])
+        scaler: Any = HALF.scaler()
+        scaler.scale(loss).backward()
+        if rank == 1:
+            next(iter(held(model).values())).grad.view(-1)[0] = torch.inf
+        scaler.step(optimizer)
+        scaler.update()
+        return float(scaler.get_scale())
+
+    assert on_ranks(SETUPS["two"], CASE.model(), run) == [2.0**11] * 2
+
+
 def scaled(*given: Any, **settings: Any) -> Any:
     """Wraps a model for a loop with a scaler."""
     return AutoVaruna(*given, scaler=HALF.scaler(), **settings)
@@ -106,6 +122,6 @@ def test_a_scaler_that_is_garbage_scales_nothing() -> None:
     gc.disable()
     try:
         del gone
-        assert LossScale(optimizer, None, SingleWorld()).before(is_half=False) == 1.0
+        assert LossScale(optimizer, None, single_world()).before(is_half=False) == 1.0
     finally:
         gc.enable()

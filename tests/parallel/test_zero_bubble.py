@@ -16,7 +16,7 @@ from autovaruna.runtime.worlds.world import World
 from autovaruna.stage.module import StageModule
 from tests.catalogue import CASES
 from tests.parallel.training import QUIET, Setup, merge, pipeline, train, train_rank
-from tests.planner.by_rules import leave_found, leave_hopes
+from tests.planner.by_rules import leave_found
 from tests.reference import bit_equal, sgd
 
 SPLIT = "zero_bubble"
@@ -44,7 +44,6 @@ def test_a_measured_plan_runs_as_it_was_predicted_and_keeps_the_bits(
 ) -> None:
     """Every stage defers, every weight gradient is an instruction of the trace, and of the predicted rows beside it."""
     leave_found(monkeypatch)  # tuning may find that a stage had better be whole
-    leave_hopes(monkeypatch)  # as may changing these
     path = tmp_path / "events.json"
     found, (model, _) = measured("chain", SPLIT, trace_events=True, trace_events_file=str(path))
     expected, _ = measured("chain", "1f1b")

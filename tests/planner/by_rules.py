@@ -15,10 +15,5 @@ def leave_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(search, "tuned", _ordered)
 
 
-def leave_hopes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What does not fit by the rules of the search is not changed until it does."""
-    monkeypatch.setattr(search, "tuned_hopes", lambda hopeful, least_seconds: None)
-
-
 def _ordered(found: Sequence[Found], most_seconds: float) -> list[Found]:
     return sorted(found, key=lambda each: each[2].predicted_seconds)

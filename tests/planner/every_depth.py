@@ -26,9 +26,10 @@ from autovaruna.planner.problem import SPLIT_SCHEDULE, Problem
 from autovaruna.planner.ranges import RangeTables
 from autovaruna.planner.records import Plan
 from autovaruna.planner.search import make_plan
-from autovaruna.planner.settling import excess_bytes
+from autovaruna.planner.settling import is_within
 from autovaruna.planner.tuning import seconds_of
 from autovaruna.profiler.records import LinkCost
+from autovaruna.schedule import Bounds
 from tests.planner.brute import INTERLEAVED, orders, patterns
 from tests.planner.cases import make_problem, make_split, make_uneven
 from tests.planner.draws import with_memory
@@ -44,7 +45,7 @@ Options = tuple[Option, ...]
 
 
 def any_problem(kind: str, seed: int) -> Problem:
-    """A few blocks on uneven ranks with heaps or without, memory that may be short, and some settings forced."""
+    """A few blocks on uneven ranks, fragmented memory or not, which may be short, and some settings forced."""
     dice = random.Random(seed * 9973 + 11)
     sizes = dice.randint(2, 6 if kind != "shared" else 5), dice.randint(2, 4 if kind == "single" else 3)
     batch = dice.randint(3, 7)
@@ -60,8 +61,8 @@ def any_problem(kind: str, seed: int) -> Problem:
         problem = make_split(problem, dice)
     settings = _some_settings(kind, *sizes, batch, dice)
     problem = replace(problem, constraints=replace(problem.constraints, **settings))  # type: ignore[arg-type]
-    heap_share = dice.choice([0.0, 0.0, 0.2])
-    problem = with_memory(replace(problem, cluster=replace(problem.cluster, heap_share=heap_share)), 1e12)
+    fragmentation = dice.choice([1.0, 1.0, 1.2])
+    problem = with_memory(replace(problem, cluster=replace(problem.cluster, fragmentation=fragmentation)), 1e12)
     share = dice.choice([1e3, 0.97, 0.9, dice.uniform(0.5, 1), dice.uniform(0.5, 1)])
     full = max(make_plan(problem).rank_bytes())
     limits = tuple(full * share * dice.choice([1, 1, 1, 0.85]) for _ in range(problem.cluster.num_ranks))
@@ -110,7 +111,7 @@ class EveryDepth:
                 assert predicted is not None
                 if seconds_of(predicted) < seconds:
                     whole = self.planner.predict_whole(predicted)
-                    if not excess_bytes(self.planner, whole):
+                    if is_within(self.planner, whole):
                         best, seconds = whole, seconds_of(whole)
         return best
 
@@ -136,7 +137,7 @@ class EveryDepth:
                 plan = self.planner.put_together(variant, deepest)
                 self.left = max(self.left - 1, 0)
                 pipeline = self.planner.pipeline(plan)
-                if candidate.is_interleaved or self.planner.predictor.bound_at_depths(pipeline) < limit:
+                if candidate.is_interleaved or Bounds(pipeline).at_depths < limit:
                     for options in islice(self._deferring(variant, deepest), self.left):
                         self.left -= 1
                         yield self.planner.put_together(variant, options)

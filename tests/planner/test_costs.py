@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from autovaruna.planner.costs import CostTable
-from autovaruna.profiler.records import NOT_RECORDED, BlockCost, Profile, Sequences
+from autovaruna.profiler.records import BlockCost, Profile
 
 
 def profile(*rows: tuple[int, float]) -> Profile:
@@ -47,27 +47,3 @@ def test_noise_never_makes_more_samples_cheaper_or_time_negative() -> None:
         seconds = [CostTable(noisy).at(size).forward_seconds[0] for size in np.linspace(0.25, 40, 30)]
         assert seconds[0] > 0
         assert all(a <= b + 1e-12 for a, b in pairwise(seconds))
-
-
-def recorded(*rows: tuple[int, Sequences]) -> CostTable:
-    """One block with what it takes at each size."""
-    costs = tuple((BlockCost(1.0, 1.0, 1.0, 1.0, sequences=each),) for _, each in rows)
-    return CostTable(Profile("g", "test", tuple(size for size, _ in rows), costs))
-
-
-def test_what_a_block_takes_lies_between_that_of_two_sizes() -> None:
-    """A weight takes the same at each size; what is given back is named by number and stays."""
-    table = recorded((2, Sequences((200, 64, -1), (20,))), (4, Sequences((400, 64, -1), (40,))))
-    assert table.at(3).sequences_of(0) == Sequences((300, 64, -1), (30,))
-    assert table.at(6).sequences_of(0) == Sequences((600, 64, -1), (60,))
-
-
-def test_what_a_block_takes_is_that_of_the_nearer_size_if_its_steps_differ() -> None:
-    few, many = Sequences((200,), (20,)), Sequences((400, 400, -2), (40,))
-    table = recorded((2, few), (4, many))
-    assert (table.at(2.5).sequences_of(0), table.at(3.5).sequences_of(0)) == (few, many)
-
-
-def test_of_one_size_what_a_block_takes_is_in_proportion() -> None:
-    assert recorded((2, Sequences((200, 100, -1)))).at(4).sequences_of(0) == Sequences((400, 200, -1))
-    assert recorded((2, NOT_RECORDED)).at(4).sequences_of(0) == NOT_RECORDED

@@ -115,12 +115,12 @@ def test_what_later_blocks_have_saved_is_gone_when_an_earlier_one_goes_backward(
         assert holdings_of_stage(graph, replace(costs, work_bytes=np.array(work)), range(3)).work == needed
 
 
-def test_holes_of_the_heap_grow_with_all_that_a_step_makes_and_frees() -> None:
+def test_memory_is_fragmented_as_far_as_micro_batches_make_and_free_it() -> None:
     held = Holdings(10.0, 10.0, 4.0, 0.0, 0.0, 1.0, 1.0, 2.0, 2.0, 2.0, 2.0, saved=100.0, work=5.0)
-    solid, holed = MemoryModel(2.0, process_bytes=7.0), MemoryModel(2.0, process_bytes=7.0, heap_share=0.5)
+    solid, holed = MemoryModel(2.0, process_bytes=7.0), MemoryModel(2.0, process_bytes=7.0, fragmentation=1.5)
     for in_flight in (1, 5):
         total = most(solid, held, in_flight, False)
-        lasting = 10 + 1 + 2 * 10 + 7
+        lasting = 10 + 1 + 2 * 10 + 7 + 10
         assert most(holed, held, in_flight, False) == pytest.approx(lasting + (total - lasting) * 1.5)
 
 

@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
 from dataclasses import replace
 from functools import cache
 
 import pytest
 
 from autovaruna.errors import PlanError
-from autovaruna.planner import search
 from autovaruna.planner.deployments.edited import memory_complaint
 from autovaruna.planner.deployments.fingerprint import Fingerprint
 from autovaruna.planner.problem import Problem
 from autovaruna.planner.records import Plan
 from autovaruna.planner.search import make_plan
-from autovaruna.planner.settling import Found
-from tests.planner.brute import small_problem
-from tests.planner.by_rules import leave_found
-from tests.planner.cases import make_problem, make_uneven
+from tests.planner.cases import make_problem
 
 
 @cache
@@ -30,7 +25,7 @@ def tight(seed: int, share: float) -> tuple[Problem, Plan]:
     stages = chance.choice([0, 2 * ranks])
     problem = make_problem(blocks, ranks, 12, seed=seed, num_stages=stages, max_stages_per_rank=2)
     limit = share * max(make_plan(problem).rank_bytes())
-    problem = replace(problem, cluster=replace(problem.cluster, memory_bytes=(limit,) * ranks, heap_share=0.4))
+    problem = replace(problem, cluster=replace(problem.cluster, memory_bytes=(limit,) * ranks))
     return problem, make_plan(problem)
 
 
@@ -38,30 +33,6 @@ def tight(seed: int, share: float) -> tuple[Problem, Plan]:
 def test_what_is_shown_of_a_rank_is_within_its_limit(seed: int, share: float) -> None:
     problem, plan = tight(seed, share)
     assert max(plan.rank_bytes()) <= problem.cluster.memory_bytes[0]
-
-
-def test_a_plan_that_needs_more_than_it_seemed_gives_way_to_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    problem = make_uneven(small_problem(16), random.Random(16))
-    problem = replace(problem, cluster=replace(problem.cluster, heap_share=0.2))
-    plan, limits = make_plan(problem), problem.cluster.memory_bytes
-
-    def first(found: Iterable[Found]) -> Plan | None:
-        return next((planner.predict_whole(fastest) for planner, _, fastest in found), None)
-
-    monkeypatch.setattr(search, "first_that_fits", first)
-    other = make_plan(problem)
-    assert other.predicted_seconds <= plan.predicted_seconds
-    assert any(used > limit for used, limit in zip(other.rank_bytes(), limits, strict=True))
-    assert all(used <= limit for used, limit in zip(plan.rank_bytes(), limits, strict=True))
-
-
-def test_stages_do_not_save_memory_that_their_rank_has_at_every_instruction(monkeypatch: pytest.MonkeyPatch) -> None:
-    problem, plan = tight(3, 0.9)
-    monkeypatch.setattr(search, "loosen_best", lambda trials, most: None)
-    monkeypatch.setattr(search, "that_fits", lambda planner, candidate, plan: None)
-    leave_found(monkeypatch)
-    monkeypatch.setattr("autovaruna.planner.settling.loosened", lambda planner, candidate, plan: plan)
-    assert plan.predicted_seconds < 0.95 * make_plan(problem).predicted_seconds
 
 
 def test_what_was_chosen_by_its_instructions_is_not_refused_when_it_is_loaded() -> None:
@@ -73,13 +44,6 @@ def test_what_was_chosen_by_its_instructions_is_not_refused_when_it_is_loaded() 
     assert not memory_complaint(plan, valid_for, problem.graph)
     less = tuple(0.9 * max(plan.rank_bytes()) for _ in limits)
     assert "need" in memory_complaint(plan, replace(valid_for, memory_bytes=less), problem.graph)
-
-
-def test_where_no_plan_fits_by_its_instructions_it_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("settling", "tuning", "hopes"):
-        monkeypatch.setattr(f"autovaruna.planner.{module}.excess_bytes", lambda planner, plan: 1.0)
-    with pytest.raises(PlanError, match=r"need .* on rank [01], which has .* give each rank .* or more"):
-        make_plan(make_problem(6, 2, 4))
 
 
 def test_more_stages_than_ranks_that_do_not_fit_are_explained() -> None:

@@ -15,7 +15,7 @@ from autovaruna.planner.records import Plan
 from autovaruna.planner.search import make_plan
 from autovaruna.schedule import Instruction, simulate
 from autovaruna.schedule.instruction import BACKWARD, FORWARD
-from tests.planner.by_rules import leave_found, leave_hopes
+from tests.planner.by_rules import leave_found
 from tests.planner.draws import draw
 from tests.planner.every_depth import any_problem
 
@@ -25,7 +25,6 @@ def test_stages_defer_as_much_as_suits_each_of_them(seed: int, monkeypatch: pyte
     problem = draw(seed, "zero_bubble")
     plan = make_plan(problem)
     leave_found(monkeypatch)
-    leave_hopes(monkeypatch)
     assert plan.bound_seconds <= plan.predicted_seconds < 0.97 * make_plan(problem).predicted_seconds
 
 
@@ -54,7 +53,6 @@ def test_stages_of_a_rank_that_never_reach_their_depths_together_fit(
     plan = make_plan(problem)
     assert all(used <= limit for used, limit in zip(plan.rank_bytes(), problem.cluster.memory_bytes, strict=True))
     leave_found(monkeypatch)
-    leave_hopes(monkeypatch)
     monkeypatch.setattr(search, "that_fits", lambda planner, candidate, plan: None)
     assert plan.predicted_seconds < 0.97 * make_plan(problem).predicted_seconds
 

@@ -12,7 +12,6 @@ from autovaruna.planner.candidate import Planner
 from autovaruna.planner.placing import classes_of, layouts, order_of, rank_orders
 from autovaruna.planner.problem import Problem
 from autovaruna.planner.ranges import RangeTables
-from autovaruna.planner.records import Plan
 from autovaruna.planner.search import make_plan
 from autovaruna.planner.splits import Splitter
 from autovaruna.profiler.records import LinkCost
@@ -43,24 +42,6 @@ def test_near_the_best_of_all_assignments_on_uneven_ranks(start: int) -> None:
     for seed in range(start, start + 10):
         dice = random.Random(seed * 7 + 1)
         assert_near_the_best(make_uneven(small_problem(seed), dice, dice.randint(1, 3)))
-
-
-@pytest.mark.parametrize("seed", [16, 41, 103, 151])
-def test_where_the_fastest_plans_need_more_memory_than_they_seem_to_others_are_tried(seed: int) -> None:
-    """A heap with holes takes more than the share that the search reckons with."""
-    problem = make_uneven(small_problem(seed), random.Random(seed))
-    problem = replace(problem, cluster=replace(problem.cluster, heap_share=0.2))
-    planner = Planner(problem, RangeTables(problem.graph, range(len(problem.graph.blocks) + 1)))
-    every = sorted(every_plan(problem, is_ordered=False), key=lambda plan: plan.predicted_seconds)
-    best = next(plan for plan in every if _fits(problem, planner.predict_whole(plan)))
-    assert best.predicted_seconds > 1.1 * every[0].predicted_seconds
-    plan = make_plan(problem)
-    assert plan.predicted_seconds <= best.predicted_seconds * 1.01 and _fits(problem, plan)
-    assert plan.bound_seconds <= best.predicted_seconds
-
-
-def _fits(problem: Problem, plan: Plan) -> bool:
-    return all(used <= limit for used, limit in zip(plan.rank_bytes(), problem.cluster.memory_bytes, strict=True))
 
 
 @pytest.mark.parametrize("hosts", ["aabb", "abab", "aaab"])

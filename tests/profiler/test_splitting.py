@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,8 +14,8 @@ from autovaruna.profiler import timing
 from autovaruna.profiler.memory import count_deferred_bytes
 from autovaruna.profiler.parts import Part, block_parts
 from autovaruna.profiler.profile import profile
-from autovaruna.profiler.profile_file import load_profile, save_profile
-from autovaruna.profiler.records import NOT_RECORDED, Profile
+from autovaruna.profiler.profile_file import load_profile, save_measured
+from autovaruna.profiler.records import Profile
 from autovaruna.profiler.roofline import predict
 from autovaruna.profiler.samples import Samples
 from autovaruna.profiler.work import make_work
@@ -77,38 +76,24 @@ def test_nothing_is_left_of_what_was_counted() -> None:
     assert count_deferred_bytes(work)[0] == count_deferred_bytes(work)[0] == 2 * 4 * WIDTH * 4
 
 
-NEWER = ("weight_seconds", "split_seconds", "deferred_bytes", "forward_work_bytes")
-
-
-@pytest.mark.parametrize("names", [NEWER, NEWER[-1:]])
-def test_a_profile_keeps_them_and_older_files_have_none(names: tuple[str, ...], tmp_path: Path) -> None:
+def test_a_file_keeps_them(tmp_path: Path) -> None:
     found = measured(Mlp(2), 4, torch.zeros(5, WIDTH))
-    path = tmp_path / "profile.json"
-    save_profile(path, found)
-    assert load_profile(path) == found
-    content = json.loads(path.read_text())
-    del content["checksum"]
-    for table in content["costs"]:
-        for name in (*names, "sequences"):
-            del table[name]
-    path.write_text(json.dumps(content))
-    gone = dict.fromkeys(names, 0.0) | {"sequences": NOT_RECORDED}
-    none = tuple(replace(cost, **gone) for cost in found.costs[0])
-    assert load_profile(path).costs == (none,)
+    save_measured(tmp_path / "profile.json", found)
+    assert load_profile(tmp_path / "profile.json") == found
 
 
 @pytest.mark.parametrize("place", [0, -1])
 def test_a_digit_that_has_changed_is_named(place: int, tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
-    save_profile(path, measured(Mlp(2), 4, torch.zeros(5, WIDTH)))
+    save_measured(path, measured(Mlp(2), 4, torch.zeros(5, WIDTH)))
     content = json.loads(path.read_text())
-    content["costs"][0]["forward_seconds"][place] += 1e-9
+    content["costs"][0][place]["forward_seconds"] += 1e-9
     path.write_text(json.dumps(content, indent=2))
     with pytest.raises(MeasureError, match=r"is damaged: checksum is .*measure again"):
         load_profile(path)
     del content["checksum"]  # as a person does who means it
     path.write_text(json.dumps(content))
-    assert load_profile(path).costs[0][place].forward_seconds == content["costs"][0]["forward_seconds"][place]
+    assert load_profile(path).costs[0][place].forward_seconds == content["costs"][0][place]["forward_seconds"]
 
 
 @pytest.mark.parametrize(("name", "most"), [("conv_net", 1.0), ("gpt2", 1.0), ("bert", 1.25)])

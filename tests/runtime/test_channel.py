@@ -11,7 +11,8 @@ from autovaruna.profiler.records import LinkCost
 from autovaruna.runtime.channels.channel_choice import lacking_for_nccl, open_channel, open_to_measure, pairs_of
 from autovaruna.runtime.channels.links import measure_links
 from autovaruna.runtime.channels.sum_speed import measure_sums
-from autovaruna.runtime.worlds.in_process import InProcessWorld, run_ranks
+from autovaruna.runtime.worlds.in_process import run_ranks
+from autovaruna.runtime.worlds.world import World
 from tests.catalogue import PLAIN
 from tests.parallel.training import Setup, train
 from tests.reference import compare, plain_steps, sgd
@@ -27,14 +28,14 @@ def plan_on(*stage_ranks: tuple[int, ...]) -> Plan:
     return Plan(stages, 1 + max(map(max, stage_ranks)), 4, 1.0, "1f1b")
 
 
-def gloo(world: InProcessWorld) -> InProcessWorld:
+def gloo(world: World) -> World:
     """Connects two ranks both ways."""
     open_channel("gloo", plan_on((0,), (1,)), world, CPU)
     return world
 
 
 def test_tensors_of_every_dtype_and_of_no_elements_arrive() -> None:
-    def talk(world: InProcessWorld) -> list[torch.Tensor]:
+    def talk(world: World) -> list[torch.Tensor]:
         gloo(world)
         sent = [torch.randn(3, 2).to(dtype) for dtype in DTYPES] + [torch.empty(0)]
         if world.rank == 0:
@@ -51,7 +52,7 @@ def test_tensors_of_every_dtype_and_of_no_elements_arrive() -> None:
 def test_both_may_send_first_and_take_in_another_order() -> None:
     """The way to hang with NCCL: everything is sent before anything is received, and is wanted the other way round."""
 
-    def talk(world: InProcessWorld) -> list[float]:
+    def talk(world: World) -> list[float]:
         gloo(world)
         other = 1 - world.rank
         for tag in range(5):
@@ -67,7 +68,7 @@ def test_both_may_send_first_and_take_in_another_order() -> None:
 
 
 def test_receives_posted_ahead_take_messages_in_order() -> None:
-    def talk(world: InProcessWorld) -> list[int]:
+    def talk(world: World) -> list[int]:
         gloo(world)
         if world.rank == 0:
             for i in range(20):
@@ -82,7 +83,7 @@ def test_receives_posted_ahead_take_messages_in_order() -> None:
 
 
 def test_a_message_of_another_size_is_an_error() -> None:
-    def talk(world: InProcessWorld) -> None:
+    def talk(world: World) -> None:
         gloo(world)
         if world.rank == 0:
             world.send([torch.zeros(3)], 1, 0).wait()
@@ -103,10 +104,10 @@ def test_training_through_gloo_is_training(stage_ranks: tuple[tuple[int, ...], .
 
 
 def test_links_and_sums_are_measured_the_way_that_tensors_will_take() -> None:
-    def measure(world: InProcessWorld) -> tuple[list[str], LinkCost, LinkCost]:
+    def measure(world: World) -> tuple[list[str], LinkCost, LinkCost]:
         open_to_measure("gloo", world, CPU)
         taken: list[str] = []
-        carrier = world._carrier
+        carrier = world.carrier
         assert carrier is not None
         for name in ("post_send", "start_all_reduce"):
             act = getattr(carrier, name)
@@ -114,7 +115,7 @@ def test_links_and_sums_are_measured_the_way_that_tensors_will_take() -> None:
         link, _ = measure_links(world, CPU)
         sums = measure_sums(world, [1 << 20], CPU)
         open_channel("gloo", plan_on((0, 1), (2,)), world, CPU)  # the same one goes on
-        assert world._carrier is carrier and carrier.sends_to(2 - world.rank // 2)
+        assert world.carrier is carrier and carrier.sends_to(2 - world.rank // 2)
         return sorted(set(taken)), link, sums
 
     for taken, link, sums in run_ranks(3, measure):
@@ -124,7 +125,7 @@ def test_links_and_sums_are_measured_the_way_that_tensors_will_take() -> None:
 
 
 def test_nccl_is_refused_without_a_gpu_for_each_rank() -> None:
-    def choose(world: InProcessWorld) -> list[str]:
+    def choose(world: World) -> list[str]:
         with pytest.raises(ConfigError, match="rank 0 computes on cpu"):
             open_channel("nccl", plan_on((0,), (1,)), world, CPU)
         return lacking_for_nccl(world, CPU)

@@ -16,15 +16,22 @@ import torch
 from torch import Tensor
 
 from autovaruna.errors import RankError
-from autovaruna.planner.memory.lent import MAX_BYTES
 from autovaruna.runtime.layout import Layout
-from autovaruna.runtime.worlds.in_process import InProcessWorld, run_ranks
-from autovaruna.runtime.worlds.rings import opening
-from autovaruna.runtime.worlds.rings.memory import HEADER_BYTES, NUM_BYTES, NUM_SLOTS, SLOT_BYTES
-from autovaruna.runtime.worlds.rings.opening import open_rings
-from autovaruna.runtime.worlds.rings.receiver import Arrival, RingReceiver
-from autovaruna.runtime.worlds.rings.sender import RingSender
-from autovaruna.runtime.worlds.world import Pending
+from autovaruna.runtime.transport import rings
+from autovaruna.runtime.transport.base import DONE, Part
+from autovaruna.runtime.transport.rings import (
+    HEADER_BYTES,
+    MAX_BYTES,
+    NUM_BYTES,
+    NUM_SLOTS,
+    SLOT_BYTES,
+    Arrival,
+    RingReceiver,
+    RingSender,
+    open_rings,
+)
+from autovaruna.runtime.worlds.in_process import run_ranks
+from autovaruna.runtime.worlds.world import World
 
 LARGE = Layout((600, 700), (700, 1), torch.float32)
 
@@ -33,6 +40,11 @@ def make_ring() -> tuple[RingSender, RingReceiver]:
     """Returns both ends of a ring."""
     memory = mmap(-1, NUM_BYTES)
     return RingSender(memory), RingReceiver(memory, 0)
+
+
+def send(sender: RingSender, tensor: Tensor, key: int) -> Part:
+    """Sends a tensor at once or when there is room, as the transport does."""
+    return DONE if sender.put(tensor, key) else sender.queue(tensor, key)
 
 
 def brought(receiver: RingReceiver, layout: Layout = LARGE, key: int = 0) -> Tensor:
@@ -64,7 +76,7 @@ class Traffic:
         self.sizes = sizes
         self.sender, self.receiver = make_ring()
         self.sent: defaultdict[int, deque[Tensor]] = defaultdict(deque)
-        self.leaving: list[Pending] = []
+        self.leaving: list[Part] = []
         self.posted: list[tuple[Arrival, Tensor, Tensor]] = []
         self.kept: list[tuple[Tensor, Tensor]] = []
 
@@ -73,7 +85,7 @@ class Traffic:
         key, size = self.random.randrange(3), self.random.choice(self.sizes)
         tensor = torch.full((size,), self.random.randrange(256), dtype=torch.uint8)
         self.sent[key].append(tensor)
-        self.leaving.append(self.sender.send(tensor, key))
+        self.leaving.append(send(self.sender, tensor, key))
 
     def take(self) -> None:
         """Takes a message that was sent, if it is there, or posts its receive."""
@@ -128,7 +140,7 @@ def test_a_large_message_lies_where_it_arrived() -> None:
     sender, receiver = make_ring()
     sent = torch.randn(LARGE.shape)
     assert receiver.bring(LARGE, 4) is None
-    assert sender.send(sent, 4).is_done()
+    assert send(sender, sent, 4).is_done()
     tensor = brought(receiver, key=4)
     assert torch.equal(tensor, sent) and tensor.stride() == sent.stride() and lies_in(tensor, receiver)
     sent.zero_()
@@ -139,7 +151,7 @@ def test_memory_is_lent_again_once_no_tensor_lies_there() -> None:
     sender, receiver = make_ring()
     places = set()
     for turn in range(50):
-        sender.send(torch.full(LARGE.shape, float(turn)), 0)
+        send(sender, torch.full(LARGE.shape, float(turn)), 0)
         view = brought(receiver)[3:, 5:]
         places.add(view.data_ptr())
         assert bool((view == turn).all())
@@ -148,18 +160,18 @@ def test_memory_is_lent_again_once_no_tensor_lies_there() -> None:
 
 def test_a_view_keeps_what_was_lent() -> None:
     sender, receiver = make_ring()
-    sender.send(torch.ones(LARGE.shape), 0)
+    send(sender, torch.ones(LARGE.shape), 0)
     view = brought(receiver).view(-1)[10:20].detach()
     gc.collect()
     for _ in range(20):
-        sender.send(torch.zeros(LARGE.shape), 0)
+        send(sender, torch.zeros(LARGE.shape), 0)
         brought(receiver)
     assert bool((view == 1).all())
 
 
 def test_what_is_lent_enters_autograd_like_any_tensor() -> None:
     sender, receiver = make_ring()
-    sender.send(torch.full(LARGE.shape, 3.0), 0)
+    send(sender, torch.full(LARGE.shape, 3.0), 0)
     leaf = brought(receiver).requires_grad_()
     (leaf * leaf).sum().backward()
     assert leaf.grad is not None and bool((leaf.grad == 6).all())
@@ -169,7 +181,7 @@ def test_what_finds_no_room_to_be_lent_is_copied() -> None:
     sender, receiver = make_ring()
     kept = []
     for turn in range(20):
-        sender.send(torch.full(LARGE.shape, float(turn)), 0)
+        send(sender, torch.full(LARGE.shape, float(turn)), 0)
         kept.append(brought(receiver))
     assert all(bool((tensor == turn).all()) for turn, tensor in enumerate(kept))
     assert 0 < sum(lies_in(tensor, receiver) for tensor in kept) < len(kept)
@@ -178,8 +190,8 @@ def test_what_finds_no_room_to_be_lent_is_copied() -> None:
 def test_a_message_comes_past_others_that_nobody_takes() -> None:
     """However full all memory is, for what waits there is copied."""
     sender, receiver = make_ring()
-    pending = [sender.send(torch.full(LARGE.shape, float(turn)), 1) for turn in range(30)]
-    pending.append(sender.send(torch.full(LARGE.shape, 99.0), 0))
+    pending = [send(sender, torch.full(LARGE.shape, float(turn)), 1) for turn in range(30)]
+    pending.append(send(sender, torch.full(LARGE.shape, 99.0), 0))
     for _ in range(100):
         if (tensor := receiver.bring(LARGE, 0)) is not None:
             break
@@ -192,7 +204,7 @@ def test_what_two_micro_batches_send_over_a_cut_with_skips_leaves_at_once() -> N
     """It waited for room until the receiver had ended what it computed: a U-Net took an eighth longer for a step."""
     sender, receiver = make_ring()
     skips = [torch.zeros(num_bytes, dtype=torch.uint8) for num_bytes in (MAX_BYTES, 4 << 20, 2 << 20, 1 << 20)]
-    sent = [sender.send(each, 0) for each in (*skips, *skips)]
+    sent = [send(sender, each, 0) for each in (*skips, *skips)]
     assert all(each.is_done() for each in sent)
     assert all(lies_in(brought(receiver, layout_of(each.numel())), receiver) for each in skips)
 
@@ -200,7 +212,7 @@ def test_what_two_micro_batches_send_over_a_cut_with_skips_leaves_at_once() -> N
 def test_a_sender_waits_for_room_without_blocking() -> None:
     sender, receiver = make_ring()
     sent = [torch.full((10,), k) for k in range(NUM_SLOTS + 3)]
-    pending = [sender.send(tensor, 1) for tensor in sent]
+    pending = [send(sender, tensor, 1) for tensor in sent]
     assert [each.is_done() for each in pending] == [True] * NUM_SLOTS + [False] * 3
     assert pending[-1].needs_calls
     buffers = [torch.empty_like(tensor) for tensor in sent]
@@ -217,14 +229,14 @@ def test_another_size_than_expected_is_an_error() -> None:
         message = f"rank 0 sent {size} bytes where {expected}"
         for is_early in (False, True):
             sender, receiver = make_ring()
-            sender.send(torch.ones(size, dtype=torch.uint8), 0)
+            send(sender, torch.ones(size, dtype=torch.uint8), 0)
             if is_early:
                 receiver.advance()
             with pytest.raises(RankError, match=message):
                 receiver.bring(layout_of(expected), 0)
         sender, receiver = make_ring()
         arrival = receiver.post(torch.zeros(expected, dtype=torch.uint8), 0)
-        sender.send(torch.ones(size, dtype=torch.uint8), 0)
+        send(sender, torch.ones(size, dtype=torch.uint8), 0)
         with pytest.raises(RankError, match=message):
             arrival.is_done()
 
@@ -232,14 +244,14 @@ def test_another_size_than_expected_is_an_error() -> None:
 def test_a_forked_process_gives_nothing_back() -> None:
     """It holds copies of the tensors, which it may forget, as a loader's worker does."""
     sender, receiver = make_ring()
-    sender.send(torch.ones(LARGE.shape), 0)
+    send(sender, torch.ones(LARGE.shape), 0)
     tensor = brought(receiver)
     child = os.fork()
     if not child:
         del tensor
         os._exit(0)
     os.waitpid(child, 0)
-    sender.send(torch.zeros(LARGE.shape), 0)
+    send(sender, torch.zeros(LARGE.shape), 0)
     receiver.advance()
     assert bool((tensor == 1).all())
 
@@ -247,10 +259,10 @@ def test_a_forked_process_gives_nothing_back() -> None:
 def rings_between(num_ranks: int, pairs: list[tuple[int, int]], can_share: Callable[[int], bool]) -> list[str]:
     """Opens rings on ranks of one process, tries each, and says which each rank has."""
 
-    def tried(world: InProcessWorld) -> str:
-        senders, receivers = open_rings(world, pairs, can_share(world.rank))
+    def tried(world: World) -> str:
+        senders, receivers = open_rings(world.rank, world.hosts, pairs, can_share(world.rank), world.gather_objects)
         for there, ring in senders.items():
-            ring.send(torch.tensor([world.rank, there]), 0)
+            send(ring, torch.tensor([world.rank, there]), 0)
         world.barrier("sent")
         for source, ring in receivers.items():
             buffer = torch.empty(2, dtype=torch.int64)
@@ -273,10 +285,10 @@ def test_there_are_no_rings_where_memory_cannot_be_shared(monkeypatch: pytest.Mo
     none = ["to [] from []"] * 2
     pairs = [(0, 1), (1, 0)]
     with monkeypatch.context() as patch:
-        patch.setattr(opening, "_path", lambda file: "/proc/self/nothing")
+        patch.setattr(rings, "_path", lambda file: "/proc/self/nothing")
         assert rings_between(2, pairs, lambda rank: True) == none
     with monkeypatch.context() as patch:
-        patch.setattr(opening, "_path", lambda file: __file__)  # something else lies there
+        patch.setattr(rings, "_path", lambda file: __file__)  # something else lies there
         assert rings_between(2, pairs, lambda rank: True) == none
     with monkeypatch.context() as patch:
         patch.setattr(platform, "machine", lambda: "aarch64")
@@ -302,7 +314,7 @@ def test_slots_and_blocks_do_not_overlap() -> None:
     small = [torch.full((SLOT_BYTES,), k, dtype=torch.uint8) for k in range(NUM_SLOTS - 1)]
     large = torch.full((MAX_BYTES,), 99, dtype=torch.uint8)
     for tensor in (*small, large):
-        assert sender.send(tensor, 0).is_done()
+        assert send(sender, tensor, 0).is_done()
     for tensor in (*small, large):
         buffer = torch.empty_like(tensor)
         assert receiver.post(buffer, 0).is_done() and torch.equal(buffer, tensor)

@@ -19,10 +19,10 @@ from autovaruna.runtime.arrival import arrive, go_backward
 from autovaruna.runtime.engine import Engine
 from autovaruna.runtime.mail import Kind, Mail, Route
 from autovaruna.runtime.outputs import OutputCollector
+from autovaruna.runtime.transport.base import SMALL_BYTES
 from autovaruna.runtime.weights.elsewhere import Elsewhere
-from autovaruna.runtime.worlds.connected import ConnectedWorld
 from autovaruna.runtime.worlds.in_process import make_worlds
-from autovaruna.runtime.worlds.message import SMALL_BYTES, Message
+from autovaruna.runtime.worlds.world import Message, World
 from tests.catalogue import PLAIN
 from tests.parallel.training import QUIET, Setup, train
 from tests.reference import sgd
@@ -109,7 +109,7 @@ def test_small_messages_ask_for_no_progress_between_instructions(monkeypatch: py
     looks: list[Message] = []
     is_done = Message.is_done
     monkeypatch.setattr(Message, "is_done", lambda self: (looks.append(self), is_done(self))[1])
-    monkeypatch.setattr(ConnectedWorld, "progress", lambda self: pytest.fail("more than a look"))
+    monkeypatch.setattr(World, "progress", lambda self: pytest.fail("more than a look"))
     worlds = make_worlds(2)
     small, large = torch.ones(8), torch.ones(SMALL_BYTES)
     for tensor, expected in ((small, 0), (large, 1)):

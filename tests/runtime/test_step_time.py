@@ -13,15 +13,16 @@ from typing import Any
 import pytest
 import torch
 
-from autovaruna.runtime.worlds import delayed
-from autovaruna.runtime.worlds.connected import ConnectedWorld
-from autovaruna.runtime.worlds.delayed import delay_messages
+from autovaruna.runtime.deadlock import Watch
 from autovaruna.runtime.worlds.in_process import make_worlds
+from autovaruna.runtime.worlds.world import World
 from autovaruna.schedule.instruction import Instruction, Kind
 from autovaruna.stage.module import StageModule
 from tests.catalogue import PLAIN
 from tests.parallel.training import Setup, train
 from tests.reference import sgd
+from tests.runtime import delayed
+from tests.runtime.delayed import delay_messages
 
 CASE = next(case for case in PLAIN if case.max_stages >= 4).without_dropout()
 Times = dict[str, tuple[int, float, float]]
@@ -143,23 +144,23 @@ def test_a_delayed_message_comes_after_its_latency(monkeypatch: pytest.MonkeyPat
 def count_messages(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     """Returns a list that grows by each message and each exchange of objects."""
     found: list[tuple[str, int]] = []
-    send, send_object, gather = ConnectedWorld.send, ConnectedWorld.send_object, ConnectedWorld.gather_objects
+    send, send_object, gather = World.send, World.send_object, Watch.gather
 
-    def note_send(self: ConnectedWorld, tensors: Any, destination: int, tag: int) -> Any:
+    def note_send(self: World, tensors: Any, destination: int, tag: int) -> Any:
         found.append(("message", self.rank))
         return send(self, tensors, destination, tag)
 
-    def note_object(self: ConnectedWorld, value: object, destination: int, tag: int) -> Any:
+    def note_object(self: World, value: object, destination: int, tag: int) -> Any:
         found.append(("message", self.rank))
         return send_object(self, value, destination, tag)
 
-    def note_gather(self: ConnectedWorld, value: object, what: str) -> Any:
-        found.append((what, self.rank))
-        return gather(self, value, what)
+    def note_gather(self: Watch, value: object, label: str, *given: Any) -> Any:
+        found.append((label, self.transport.rank))
+        return gather(self, value, label, *given)
 
-    monkeypatch.setattr(ConnectedWorld, "send", note_send)
-    monkeypatch.setattr(ConnectedWorld, "send_object", note_object)
-    monkeypatch.setattr(ConnectedWorld, "gather_objects", note_gather)
+    monkeypatch.setattr(World, "send", note_send)
+    monkeypatch.setattr(World, "send_object", note_object)
+    monkeypatch.setattr(Watch, "gather", note_gather)
     return found
 
 

@@ -11,8 +11,7 @@ from autovaruna.runtime.channels.staging import is_dense
 from autovaruna.runtime.channels.sum_speed import measure_sums, sample
 from autovaruna.runtime.worlds.ending import status_of
 from autovaruna.runtime.worlds.environment import count_sharing, num_ranks_in, share_threads
-from autovaruna.runtime.worlds.in_process import run_ranks
-from autovaruna.runtime.worlds.single import SingleWorld
+from autovaruna.runtime.worlds.in_process import run_ranks, single_world
 from autovaruna.runtime.worlds.world import World
 
 CPU = torch.device("cpu")
@@ -58,8 +57,8 @@ def test_every_kind_of_link_is_measured_and_no_rank_twice_at_once() -> None:
 
 
 def test_a_rank_alone_has_free_links() -> None:
-    assert links.measure_links(SingleWorld(), CPU) == (LinkCost(0.0, math.inf), LinkCost(0.0, math.inf))
-    assert measure_sums(SingleWorld(), [1 << 20], CPU) == LinkCost(0.0, math.inf)
+    assert links.measure_links(single_world(), CPU) == (LinkCost(0.0, math.inf), LinkCost(0.0, math.inf))
+    assert measure_sums(single_world(), [1 << 20], CPU) == LinkCost(0.0, math.inf)
 
 
 @pytest.mark.parametrize(

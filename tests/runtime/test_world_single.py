@@ -7,18 +7,18 @@ import pytest
 import torch
 
 from autovaruna.errors import RankError
-from autovaruna.runtime.worlds.single import SingleWorld
+from autovaruna.runtime.worlds.in_process import single_world
 from tests.runtime.world_laws import LAWS
 
 
 @pytest.mark.parametrize("law", LAWS)
 def test_law(law: str) -> None:
-    LAWS[law](SingleWorld())
+    LAWS[law](single_world())
 
 
 def test_a_message_that_nobody_sends_is_an_error() -> None:
     with pytest.raises(RankError, match="rank 0 waits for a message of rank 0"):
-        SingleWorld().receive([torch.empty(1)], 0, 0).wait()
+        single_world().receive([torch.empty(1)], 0, 0).wait()
 
 
 def test_no_mpi_without_mpirun() -> None:
@@ -32,5 +32,5 @@ def test_no_mpi_without_mpirun() -> None:
 
 def test_abort_prints_and_ends(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="1"):
-        SingleWorld().abort(ValueError("no"), "rank 0, stage 1")
+        single_world().abort(ValueError("no"), "rank 0, stage 1")
     assert capsys.readouterr().err.startswith("rank 0, stage 1:\nValueError: no")

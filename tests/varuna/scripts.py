@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autovaruna.runtime.worlds.in_process import InProcessWorld, run_ranks
+from autovaruna.runtime.worlds.in_process import run_ranks
+from autovaruna.runtime.worlds.world import World
 from autovaruna.varuna import CutPoint, Varuna
 from tests.parallel.training import trace_shared
 
@@ -106,7 +107,7 @@ def plain_steps(model: nn.Module, batch_size: int, numbers: range, max_norm: flo
     return losses
 
 
-def on_ranks(num_ranks: int, run: Callable[[InProcessWorld], Any], timeout: float = 500.0) -> list[Any]:
+def on_ranks(num_ranks: int, run: Callable[[World], Any], timeout: float = 500.0) -> list[Any]:
     """Runs a function on ranks that are threads, which trace the model once for all; returns the results by rank."""
     with trace_shared(object()):
         return run_ranks(num_ranks, run, timeout)

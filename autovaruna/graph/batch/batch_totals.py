@@ -45,7 +45,7 @@ class BatchTotals:
         return bool(self.values)
 
 
-NO_TOTALS = BatchTotals({}, (), (), {})
+NO_TOTALS: BatchTotals = BatchTotals({}, (), (), {})
 
 
 def take_totals(

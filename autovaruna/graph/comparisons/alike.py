@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from autovaruna._torch import TorchDispatchMode, pytree
 from autovaruna.graph.random import draw_from
 
 _SUMS = ("mm", "conv", "attention", "sum", "mean", "var", "norm", "softmax", "linear", "rnn")

@@ -13,8 +13,8 @@ from typing import Any
 import numpy
 import torch
 from torch import Tensor, fx, nn
-from torch.utils import _pytree as pytree
 
+from autovaruna._torch import pytree
 from autovaruna.graph.comparisons.alike import DrawnAlike
 from autovaruna.graph.kept_whole.kept import KeptModule, forgetting, run_kept
 from autovaruna.graph.kept_whole.rehearsal import rehearsal

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from autovaruna._torch import OpOverload
 from autovaruna.errors import TraceError
 from autovaruna.graph.batch.mixing import ADVICE
 from autovaruna.graph.batch.of_batch import is_of_batch
@@ -175,9 +176,7 @@ class _Part:
             return self._evaluated(run, node)
         if is_of_batch(node):
             return self._of_batch(run, node)
-        return (
-            self._drawn(run, node) if is_drawn and isinstance(node.target, torch._ops.OpOverload) else run.plain(node)
-        )
+        return self._drawn(run, node) if is_drawn and isinstance(node.target, OpOverload) else run.plain(node)
 
     def _evaluated(self, run: Run, node: fx.Node) -> Any:
         args, kwargs = run.fetch_args_kwargs_from_env(node)
@@ -212,6 +211,6 @@ def _of_samples(tensor: Tensor, dimension: int, num_samples: int, samples: Tenso
 
 def _in_training(target: Any) -> bool:
     """Whether an operation does something else in training."""
-    if not isinstance(target, torch._ops.OpOverload):
+    if not isinstance(target, OpOverload):
         return False
     return any(argument.name in _AS_IN_EVALUATION for argument in target._schema.arguments)

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils import _pytree as pytree
 
+from autovaruna._torch import pytree
 from autovaruna.errors import TraceError
 from autovaruna.graph.comparisons.alike import Rounded
 from autovaruna.graph.comparisons.both_ways import BothWays, Returned

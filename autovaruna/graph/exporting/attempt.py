@@ -10,9 +10,9 @@ from typing import NoReturn
 
 import torch
 from torch import Tensor, fx, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from autovaruna._torch import FakeTensorMode
 from autovaruna.errors import InputError, TraceError
 from autovaruna.graph.call import CallSpec
 from autovaruna.graph.cutpoint import Marker, named_cut_points, take_markers

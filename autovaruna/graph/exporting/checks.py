@@ -17,9 +17,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import FakeTensor
-from torch._subclasses.functional_tensor import FunctionalTensor
 
+from autovaruna._torch import FakeTensor, FunctionalTensor
 from autovaruna.errors import InputError
 from autovaruna.graph.exporting.known import truth_of
 from autovaruna.graph.exporting.raising import passing

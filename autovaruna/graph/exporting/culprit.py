@@ -8,6 +8,7 @@ from collections.abc import Collection
 import torch
 from torch import nn
 
+from autovaruna._torch import call_impl
 from autovaruna.graph.explain import TRANSFORMS, chain_of
 from autovaruna.graph.refused import InModuleError
 
@@ -48,7 +49,7 @@ def function_to_keep(error: BaseException) -> str:
         called = ""
         for frame, _ in traceback.walk_tb(link.__traceback__):
             holder = _HOLDERS.get(frame.f_globals.get("__name__", ""))
-            if frame.f_code is nn.Module._call_impl.__code__:
+            if frame.f_code is call_impl.__code__:
                 called = ""
             elif holder is not None and not called and callable(getattr(holder, frame.f_code.co_name, None)):
                 called = f"{holder.__name__}.{frame.f_code.co_name}"
@@ -67,7 +68,7 @@ def _running(error: BaseException, paths: dict[int, str]) -> list[str]:
         for frame, _ in traceback.walk_tb(link.__traceback__):
             if frame.f_code.co_filename.endswith(TRANSFORMS):
                 break
-            if frame.f_code is nn.Module._call_impl.__code__:
+            if frame.f_code is call_impl.__code__:
                 path = paths.get(id(frame.f_locals["self"].__dict__))
                 found += [] if path is None else [path]
         if found:

@@ -8,7 +8,8 @@ from threading import get_ident
 from typing import Any
 
 from torch import fx
-from torch.fx.graph import _PyTreeCodeGen
+
+from autovaruna._torch import PyTreeCodeGen
 
 
 @contextmanager
@@ -24,7 +25,7 @@ def deferred_compilation() -> Iterator[None]:
         if get_ident() != tracing:
             return compile_now(module)
         codegen = module.graph._codegen
-        if isinstance(codegen, _PyTreeCodeGen):
+        if isinstance(codegen, PyTreeCodeGen):
             module._in_spec, module._out_spec = codegen.pytree_info.in_spec, codegen.pytree_info.out_spec
         type(module).forward = forward
         return None

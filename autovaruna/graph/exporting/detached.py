@@ -8,11 +8,9 @@ from contextlib import contextmanager
 from threading import get_ident
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
-from torch._subclasses.functional_tensor import FunctionalTensor
 
+from autovaruna._torch import FakeTensor, FunctionalTensor, TensorBase
 from autovaruna.errors import TraceError
 
 
@@ -20,7 +18,7 @@ from autovaruna.errors import TraceError
 def traced_data() -> Iterator[None]:
     """Traces reads and assignments of ``data`` on this thread, while the context lasts."""
     tracing = get_ident()
-    plain: Any = torch._C.TensorBase.data
+    plain: Any = TensorBase.data
 
     def is_traced(tensor: Tensor) -> bool:
         return get_ident() == tracing and isinstance(tensor, FakeTensor | FunctionalTensor) and not _is_of_torch()

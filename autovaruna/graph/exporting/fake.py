@@ -9,15 +9,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 from torch.nn.parameter import is_lazy
 
+from autovaruna._torch import FakeTensor, FakeTensorMode, in_kernel_invocation
 from autovaruna.errors import TraceError
 
 
 def fake_like(tensor: Tensor, mode: FakeTensorMode, device: torch.device) -> FakeTensor:
     """Returns a fake tensor of the same shape, strides and dtype that says it is on `device`."""
-    with in_kernel_invocation_manager(mode):
+    with in_kernel_invocation(mode):
         empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
     return FakeTensor(mode, empty, device)
 

@@ -10,15 +10,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointFunction
 
+from autovaruna._torch import pytree
 from autovaruna.errors import TraceError
 from autovaruna.graph.exporting.hidden_gradients import seen_gradients
 from autovaruna.graph.exporting.inner_gradients import inner_gradients
 from autovaruna.graph.exporting.seen_nodes import refuse_hook, seen_nodes
-from autovaruna.graph.kept_whole.applied import applied_by, plain_apply
-from autovaruna.graph.kept_whole.functions import Function, keep
+from autovaruna.graph.kept_whole.applied import Call, Function, applied_by
+from autovaruna.graph.kept_whole.functions import keep
 from autovaruna.graph.kept_whole.held_weights import holder_of_weights
 from autovaruna.graph.refused import ChangedStateError
 
@@ -65,20 +65,20 @@ def watched(kept: Collection[Function], num_gradients: int) -> Iterator[list[Fun
     hooks = {name: getattr(Tensor, name) for name in names}
     tracing = get_ident()
 
-    def noting(cls: Function, *args: Any, **kwargs: Any) -> Any:
-        if issubclass(cls, CheckpointFunction):
-            return args[0](*args[2:])  # what is recomputed is for the plan to say
-        if torch.is_grad_enabled() and (holder := holder_of_weights(cls, args)):
+    def noting(call: Call) -> Any:
+        if not call.is_forward:
+            return call.run()
+        function, args = call.function, call.arguments
+        if call.wants_gradient and (holder := holder_of_weights(function, args)):
             raise TraceError(
-                f"The torch.autograd.Function {cls.__qualname__} uses the weights of {holder}, which are not among its "
-                "tensors, so that their gradients are its own affair. Expected a function of tensors; call it in a "
-                "submodule, which is then kept whole as one operation."
+                f"The torch.autograd.Function {function.__qualname__} uses the weights of {holder}, which are not "
+                "among its tensors, so that their gradients are its own affair. Expected a function of tensors; call "
+                "it in a submodule, which is then kept whole as one operation."
             )
-        if torch.is_grad_enabled() and cls in kept:
-            return keep(cls, args)
-        if not cls.__module__.startswith("torch."):  # torch's own, such as those of custom operators, are kept whole
-            calls.append(FunctionCall(cls, pytree.tree_map_only(Tensor, _kind, args)))
-        return plain_apply(cls, *args, **kwargs)
+        if call.wants_gradient and function in kept:
+            return keep(function, args)
+        calls.append(FunctionCall(function, pytree.tree_map_only(Tensor, _kind, args)))
+        return call.run()
 
     def refusing(known: Callable[..., Any]) -> Callable[..., Any]:
         def register(self: Tensor, hook: Callable[..., Any]) -> Any:
@@ -91,7 +91,7 @@ def watched(kept: Collection[Function], num_gradients: int) -> Iterator[list[Fun
     for name, known in hooks.items():
         setattr(Tensor, name, refusing(known))
     try:
-        with applied_by(noting), seen_gradients(), seen_nodes(), inner_gradients(num_gradients):
+        with plain_checkpoints(), applied_by(noting), seen_gradients(), seen_nodes(), inner_gradients(num_gradients):
             yield calls
     finally:
         for name, known in hooks.items():

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributions import Distribution
 
+from autovaruna._torch import check
 from autovaruna.graph.exporting.contractions import ordered_by_numbers
 from autovaruna.graph.exporting.integers import integers_of_sizes
 
@@ -30,7 +31,7 @@ def _of_one_length(loss: Callable[..., Any], tracing: int) -> Callable[..., Any]
         if get_ident() == tracing and isinstance(input, Tensor) and isinstance(target, Tensor):
             for one, other in zip(input.shape, target.shape, strict=False):
                 if _is_of_data(one) and _is_of_data(other):
-                    torch._check(one == other)  # type: ignore[no-untyped-call]
+                    check(one == other)  # type: ignore[no-untyped-call]
         return loss(input, target, *args, **kwargs)
 
     return call

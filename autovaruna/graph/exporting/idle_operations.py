@@ -12,6 +12,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, fx
 
+from autovaruna._torch import OpOverload
+
 aten = torch.ops.aten
 _NO_END = 2**63 - 1
 
@@ -50,7 +52,7 @@ def _is_there(source: fx.Node, dtype: torch.dtype, non_blocking: bool = False, c
 
 
 _DROPOUTS = (aten.dropout, aten.alpha_dropout, aten.feature_dropout, aten.feature_alpha_dropout)
-_IDLE: dict[torch._ops.OpOverload, Callable[..., bool]] = {
+_IDLE: dict[OpOverload, Callable[..., bool]] = {
     aten.slice.Tensor: _is_whole,
     **{dropout.default: _drops_nothing for dropout in _DROPOUTS},
     aten.to.dtype: _is_there,

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental import proxy_tensor
 
+from autovaruna._torch import FakeTensor, has_kernel
 from autovaruna.errors import TraceError
 from autovaruna.graph.origin import users_line
 
@@ -102,7 +102,7 @@ def _taken_apart(goes_on: Callable[[], bool]) -> Iterator[None]:
 
 
 def _is_composite(func: Any) -> bool:
-    return func not in _SIZES and torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), _COMPOSITE)
+    return func not in _SIZES and has_kernel(func.name(), _COMPOSITE)
 
 
 @contextmanager

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
-from torch.utils._python_dispatch import _disable_current_modes
+
+from autovaruna._torch import DisableTorchFunction, OpOverload, disable_current_modes
 
 _SIZES = (2, 7)
 """Batch sizes for which numbers are computed; what holds for both is taken to hold for all."""
@@ -26,7 +27,7 @@ class _UnknownError(Exception):
 @contextmanager
 def for_real() -> Iterator[None]:
     """Computes with numbers, and traces nothing, while the context lasts."""
-    with torch.no_grad(), _disable_current_modes(), torch._C.DisableTorchFunction():
+    with torch.no_grad(), disable_current_modes(), DisableTorchFunction():
         yield
 
 
@@ -94,7 +95,7 @@ def _is_computable(node: fx.Node) -> bool:
     if node.target is operator.getitem:
         return True
     target, value = node.target, node.meta.get("val")
-    if not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable:
+    if not isinstance(target, OpOverload) or target._schema.is_mutable:
         return False
     is_drawn = torch.Tag.nondeterministic_seeded in target.tags or target.overloadpacket.__name__ in _EMPTY
     return not is_drawn and not (isinstance(value, Tensor) and _elements(value) > _MOST_ELEMENTS)
@@ -112,7 +113,7 @@ def _refuse_writes(cone: list[fx.Node]) -> None:
     seen, waiting = set(cone), list(cone)
     while waiting:
         for user in waiting.pop().users:
-            if isinstance(user.target, torch._ops.OpOverload) and user.target._schema.is_mutable:
+            if isinstance(user.target, OpOverload) and user.target._schema.is_mutable:
                 raise _UnknownError
             if user not in seen and _is_view(user):
                 seen.add(user)
@@ -120,7 +121,7 @@ def _refuse_writes(cone: list[fx.Node]) -> None:
 
 
 def _is_view(node: fx.Node) -> bool:
-    if not isinstance(node.target, torch._ops.OpOverload):
+    if not isinstance(node.target, OpOverload):
         return True
     return any(each.alias_info is not None for each in node.target._schema.returns)
 

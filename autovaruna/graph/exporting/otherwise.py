@@ -9,16 +9,17 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
+from autovaruna._torch import DECOMPOSITIONS_FOR_JVP
 from autovaruna.graph.explain import chain_of
 from autovaruna.graph.exporting.culprit import function_to_keep, more_to_keep
 from autovaruna.graph.exporting.inner_gradients import GoesBackwardError
 from autovaruna.graph.exporting.stopped_functions import is_of_function
-from autovaruna.graph.kept_whole.functions import Function
+from autovaruna.graph.kept_whole.applied import Function
 from autovaruna.graph.refused import InModuleError
 from autovaruna.graph.said import warn_once
 
 logger = logging.getLogger(__name__)
-OF_JVP = "torch._decomp.decompositions_for_jvp"
+OF_JVP = DECOMPOSITIONS_FOR_JVP
 """What torch imports at the first ``jvp`` of a process, and compiles."""
 
 

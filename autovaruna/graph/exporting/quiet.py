@@ -8,7 +8,9 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr
 
-_LOGGERS = ("torch.export._trace", "torch._subclasses.fake_tensor")
+from autovaruna._torch import EXPORT, FAKE_TENSORS
+
+_LOGGERS = (EXPORT, FAKE_TENSORS)
 
 
 @contextmanager

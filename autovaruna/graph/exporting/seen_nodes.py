@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from threading import get_ident
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from autovaruna._torch import TensorBase
 from autovaruna.errors import TraceError
 from autovaruna.graph.origin import users_line
 
@@ -26,7 +26,7 @@ def seen_nodes() -> Iterator[None]:
         TraceError: forward sets a hook on a node.
     """
     tracing = get_ident()
-    plain: Any = torch._C.TensorBase.grad_fn
+    plain: Any = TensorBase.grad_fn
 
     def get(self: Tensor) -> Any:
         node = plain.__get__(self)

@@ -10,8 +10,8 @@ from typing import Any
 
 import sympy
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
-from torch.utils._sympy.numbers import int_oo
-from torch.utils._sympy.value_ranges import ValueRanges
+
+from autovaruna._torch import ValueRanges, int_oo
 
 _SIZES = (*range(1, 513), *(2**power + step for power in range(10, 32) for step in (-1, 0, 1)))
 

@@ -7,12 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from autovaruna._torch import OpOverload
+
+aten = torch.ops.aten
 PREFIX = "model."
 """What the names of the model's tensors start with in a graph of torch.export."""
 _CHECKS = {
-    torch.ops.aten._assert_tensor_metadata.default,
-    torch.ops.aten._assert_async.msg,
-    torch.ops.aten._assert_scalar.default,
+    aten._assert_tensor_metadata.default,
+    aten._assert_async.msg,
+    aten._assert_scalar.default,
 }
 
 
@@ -37,7 +40,7 @@ def has_effect(module: nn.Module, node: fx.Node) -> bool:
     """Whether a node changes a tensor in place, itself or in a region that it wraps (``torch.no_grad()``)."""
     if node.is_impure():
         return True
-    if isinstance(node.target, torch._ops.OpOverload):  # wraps nothing
+    if isinstance(node.target, OpOverload):  # wraps nothing
         return False
     regions = [arg for arg in node.all_input_nodes if arg.op == "get_attr"]
     inner = [region for arg in regions if isinstance(region := _attribute(module, str(arg.target)), fx.GraphModule)]

@@ -14,8 +14,8 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
+from autovaruna._torch import FakeTensor
 from autovaruna.graph.exporting.known import is_known
 from autovaruna.graph.origin import is_users
 

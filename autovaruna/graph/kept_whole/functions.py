@@ -12,13 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from autovaruna._torch import TorchDispatchMode, pytree
 from autovaruna.errors import TraceError
-from autovaruna.graph.kept_whole.applied import plain_apply
-
-Function = type[torch.autograd.Function]
+from autovaruna.graph.kept_whole.applied import Function, plain_apply
 
 
 @dataclass(frozen=True)

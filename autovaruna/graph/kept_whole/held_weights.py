@@ -12,14 +12,13 @@ from functools import partial, wraps
 from types import FunctionType, MethodType
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
-from autovaruna.graph.kept_whole.applied import applied_by, plain_apply
+from autovaruna._torch import pytree
+from autovaruna.graph.kept_whole.applied import Call, Function, applied_by
 
 
-def holder_of_weights(function: type[torch.autograd.Function], arguments: Any) -> str:
+def holder_of_weights(function: Function, arguments: Any) -> str:
     """Returns the name of a module, or kind of tensor, with gradients that a function can reach; empty: there is none.
 
     Tensors among its arguments do not count.
@@ -48,18 +47,16 @@ def with_weights_in_backward(put: Callable[[], AbstractContextManager[None]]) ->
         put: Makes that context, which puts weights into modules.
     """
 
-    def applied(function: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
-        if torch.is_grad_enabled() and holder_of_weights(function, args):
-            function = _going_backward_in(put, function)
-        return plain_apply(function, *args, **kwargs)
+    def applied(call: Call) -> Any:
+        if call.context is not None and call.wants_gradient and holder_of_weights(call.function, call.arguments):
+            call.context._forward_cls = _going_backward_in(put, call.function)
+        return call.run()
 
     with applied_by(applied):
         yield
 
 
-def _going_backward_in(
-    put: Callable[[], AbstractContextManager[None]], function: type[torch.autograd.Function]
-) -> type[torch.autograd.Function]:
+def _going_backward_in(put: Callable[[], AbstractContextManager[None]], function: Function) -> Function:
     own = function.backward
 
     @wraps(own)

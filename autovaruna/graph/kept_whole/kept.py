@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from autovaruna._torch import FakeTensor, top_saved_tensors_hooks
 from autovaruna.errors import InputError, OrderError
 from autovaruna.graph.exporting.guards import plain_checkpoints
 from autovaruna.graph.kept_whole.in_place import Places, in_place, places_of
@@ -200,7 +200,7 @@ def _refuse_backward(nothing: None) -> Tensor:
 
 def _is_forgetting() -> bool:
     """Whether autograd is told how to save tensors."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    return top_saved_tensors_hooks(True) is not None
 
 
 def _same(tensor: Tensor) -> Tensor:

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._ops import OpOverload
 
+from autovaruna._torch import OpOverload
 from autovaruna.graph.origin import GENERATED
 
 _OPERATION = re.compile(r"torch\.ops\.(\w+)\.(\w+)\.(\w+)(?=\()")

@@ -13,7 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from autovaruna._torch import run_backward
 
 _root = torch.zeros((), requires_grad=True)
 _NOT_THE_ARGUMENTS = 5
@@ -42,7 +44,7 @@ class Deferred:
             edges, gradients = tuple(self._edges), tuple(self._gradients)
             if is_last:
                 self._edges, self._gradients = [], []
-            _engine_run_backward(
+            run_backward(
                 edges, gradients, not is_last, False, tuple(weights), allow_unreachable=True, accumulate_grad=True
             )
 
@@ -110,7 +112,7 @@ class _Deferring(torch.autograd.Function):
             return tuple(found)
         if ctx.inputs:
             edges = tuple(edge for _, edge in ctx.inputs)
-            gradients = _engine_run_backward(
+            gradients = run_backward(
                 (ctx.result,), (gradient,), True, False, edges, allow_unreachable=True, accumulate_grad=False
             )
             for (place, _), each in zip(ctx.inputs, gradients, strict=True):

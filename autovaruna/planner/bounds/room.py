@@ -31,7 +31,7 @@ _PRICES = np.geomspace(0.1, 10.0, 41)
 def lost_seconds(sized: Sized) -> float:
     """Returns seconds, summed over ranks of speed 1, that every plan is idle or recomputes; 0 if that is not known."""
     problem = sized.problem
-    if not problem.needs_gradient or problem.cluster.heap_share:  # The heap of a CPU is bounded by other rules.
+    if not problem.needs_gradient:
         return 0.0
     speeds, state = problem.cluster.speeds, _state_bytes(sized)
     starts, fill = _backward_starts(sized)
@@ -84,6 +84,7 @@ def _most_held(sized: Sized, is_free: NDArray[np.bool_], room: float) -> float:
         room: on all ranks.
     """
     forward, saved = sized.costs.forward_seconds, np.where(is_free, 0.0, sized.greatest_costs.saved_bytes)
+    saved = saved * sized.model.fragmentation
     seconds = np.where(is_free, sized.step_seconds, forward)
     prices = _PRICES[:, None] * (seconds.sum() / max(float(saved.sum()), 1.0))
     gains = seconds - prices * saved

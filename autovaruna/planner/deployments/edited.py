@@ -35,16 +35,17 @@ def memory_complaint(plan: Plan, valid_for: Fingerprint, graph: Graph) -> str:
     saved, work = (np.array(each) * (size / known.micro_batch_size) for each in (known.saved_bytes, known.work_bytes))
     deferred = np.array(deferred_bytes) * (size / known.micro_batch_size)
     none = np.zeros_like(saved)
-    costs = Costs(float(size), None, none, none, saved, work, none, none, deferred, none)
+    costs = Costs(float(size), none, none, saved, work, none, none, deferred)
     factor = float(valid_for.settings.get("optimizer_bytes_factor", 0.0))
-    rules = (known.process_bytes, known.heap_share, known.work_of_all, known.work_of_largest)
+    rules = (known.process_bytes, known.fragmentation, known.work_of_all, known.work_of_largest)
     model = MemoryModel(factor, plan.needs_gradient, *rules)
     limits = [limit + known.process_bytes for limit in valid_for.memory_bytes]  # a limit is for what the model brings
     if _first_above(_by_depths(plan, graph, costs, model), limits) is None:
         return ""
     pipeline = telling(pipeline_of(plan, graph))
     schedule = simulate(pipeline, policy_of(plan.schedule)).schedule
-    needed = bytes_of_ranks(graph, plan, costs, model, pipeline, schedule)
+    held = [holdings_of_stage(graph, costs, stage.blocks) for stage in plan.stages]
+    needed = bytes_of_ranks(plan, held, model, pipeline, schedule)
     rank = _first_above(needed, limits)
     if rank is None:
         return ""

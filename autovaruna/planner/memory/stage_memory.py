@@ -21,8 +21,8 @@ class MemoryModel:
         optimizer_bytes_factor: bytes of optimizer state for each byte of a trained parameter.
         needs_gradient: False if only forwards run.
         process_bytes: what a rank holds beside tensors.
-        heap_share: what the allocator needs on top of each byte that a step makes and frees; what stays from step to
-            step, parameters and the optimizer's state, lies without holes.
+        fragmentation: bytes that the allocator takes for each byte that micro-batches make and free; parameters, the
+            optimizer's state and gradients are made once, or once a step, and lie without holes.
         work_of_all, work_of_largest: bytes that the optimizer's step needs on top, for each byte of all trained
             parameters and of the largest of them.
         has_own_inputs: whether each rank passes samples of its own; else all pass the same ones.
@@ -31,7 +31,7 @@ class MemoryModel:
     optimizer_bytes_factor: float
     needs_gradient: bool = True
     process_bytes: float = 0.0
-    heap_share: float = 0.0
+    fragmentation: float = 1.0
     work_of_all: float = 0.0
     work_of_largest: float = 0.0
     has_own_inputs: bool = True
@@ -91,11 +91,17 @@ class MemoryModel:
             held: what the stage holds.
             needs_recompute: whether it recomputes.
         """
-        each, lasting, gradients = self.per_micro_batch(held, needs_recompute), self.lasting(held), self.gradients(held)
-        running = self.running(held, needs_recompute)
-        work = gradients + self.messages(held) + running
-        first = work + self.before_gradients(held)
-        least = gradients + self.updating(held)
-        made = StageBytes(work, each, least, first, running, gradients, held.deferred)
-        whole = made.map(lambda part: part * (1.0 + self.heap_share)) if self.heap_share else made
-        return whole.on_top_of(lasting)
+        each, messages, running, updating, deferred = (
+            part * self.fragmentation
+            for part in (
+                self.per_micro_batch(held, needs_recompute),
+                self.messages(held),
+                self.running(held, needs_recompute),
+                self.updating(held),
+                held.deferred,
+            )
+        )
+        gradients = self.gradients(held)
+        once = gradients + messages + running
+        first, least = once + self.before_gradients(held), gradients + updating
+        return StageBytes(once, each, least, first, running, gradients, deferred).on_top_of(self.lasting(held))

@@ -34,11 +34,6 @@ class Predictor:
         """Returns seconds that a pipeline cannot beat with any depths and any schedule."""
         return self._parts(pipeline)[0].lower
 
-    def bound_at_depths(self, pipeline: Pipeline) -> float:
-        """Returns seconds that a pipeline cannot beat with its depths and any schedule."""
-        self.num_acts += _ACTS_OF_A_BOUND * pipeline.num_stages
-        return Bounds(pipeline).at_depths
-
     def step_seconds(self, pipeline: Pipeline, policy: Policy, below: float = math.inf) -> float:
         """Simulates a step; of a long one two shorter ones that end alike, since its middle repeats itself.
 

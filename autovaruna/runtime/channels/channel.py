@@ -17,19 +17,19 @@ from itertools import count
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from autovaruna.runtime.channels.staging import flat
 from autovaruna.runtime.channels.transfer import Nothing, Sum, Transfer
-from autovaruna.runtime.worlds.posting import HEADER_CHANNEL, PostingWorld
-from autovaruna.runtime.worlds.world import Pending
+from autovaruna.runtime.transport.base import HEADER_CHANNEL, Pair, Part, Pending
+from autovaruna.runtime.worlds.world import World
 
-_TIMEOUT = timedelta(days=7)  # the hub of the world finds waits that cannot end
+_TIMEOUT = timedelta(days=7)  # the deadlock detector finds waits that cannot end
 _HEADER_NUMBERS = 2
 _POOL_THREADS = 32
 
-Pair = tuple[int, int]
 Ranks = tuple[int, ...]
 
 
@@ -42,7 +42,7 @@ class TorchChannel:
         device: Where this rank's tensors are.
     """
 
-    def __init__(self, world: PostingWorld, backend: str, device: torch.device) -> None:
+    def __init__(self, world: World, backend: str, device: torch.device) -> None:
         self.is_on_host = backend == "gloo"
         self.world = world
         self._backend = backend
@@ -54,7 +54,7 @@ class TorchChannel:
         self._sums: dict[Ranks, Any] = {}
         self._waiting: dict[tuple[int, int], deque[Transfer]] = defaultdict(deque)
         self._early: dict[tuple[int, int], deque[tuple[Any, Tensor]]] = defaultdict(deque)
-        self._headers: dict[int, tuple[Tensor, Pending]] = {}
+        self._headers: dict[int, tuple[Tensor, Part]] = {}
 
     def is_like(self, backend: str, device: torch.device) -> bool:
         """Whether this is what carries tensors on a device by a backend."""
@@ -92,16 +92,16 @@ class TorchChannel:
         """Whether messages of a rank come this way."""
         return rank in self._in
 
-    def post_send(self, tensor: Tensor, destination: int, tag: int) -> Pending:
+    def post_send(self, tensor: Tensor, destination: int, tag: int) -> Part:
         """Starts to send a dense tensor."""
         data = flat(tensor).view(torch.uint8)
         header = torch.tensor([tag, data.numel()], dtype=torch.int64, device="cpu")
-        self.world.keep(self.world.post_send(header, destination, HEADER_CHANNEL, 0))
+        self.world.keep(self.world.transport.post_send(header, destination, HEADER_CHANNEL, 0))
         transfer = Transfer(self, tensor, is_send=True)
         transfer.work = self._start(self._out[destination].send, [data], 1)
         return transfer
 
-    def post_receive(self, tensor: Tensor, source: int, tag: int) -> Pending:
+    def post_receive(self, tensor: Tensor, source: int, tag: int) -> Part:
         """Posts the receive of a dense tensor."""
         transfer = Transfer(self, tensor, is_send=False)
         early = self._early[source, tag]
@@ -155,18 +155,19 @@ class TorchChannel:
         waiting: Future[Any] = self._pool.submit(work.wait)
         return waiting
 
-    def _await_header(self, source: int) -> tuple[Tensor, Pending]:
+    def _await_header(self, source: int) -> tuple[Tensor, Part]:
         header = torch.empty(_HEADER_NUMBERS, dtype=torch.int64, device="cpu")
-        self._headers[source] = header, self.world.post_receive(header, source, HEADER_CHANNEL, 0)
+        self._headers[source] = header, self.world.transport.post_receive(header, source, HEADER_CHANNEL, 0)
         return self._headers[source]
 
     def _open_store(self) -> Store:
         """Opens a store on rank 0 that the others find through the world."""
         error: Exception | None = None
-        store: TCPStore | None = None
+        store: Any = None
+        open_store: Any = dist.TCPStore  # type: ignore[attr-defined]
         if self.world.rank == 0:
             try:
-                store = TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False)
+                store = open_store("0.0.0.0", 0, is_master=True, wait_for_workers=False)
             except Exception as caught:
                 error = caught
         self.world.agree(error, "opening a channel")
@@ -174,7 +175,7 @@ class TorchChannel:
         if store is None:
             first = self.world.hosts[0]
             host = "127.0.0.1" if first == self.world.hosts[self.world.rank] else first
-            store = TCPStore(host, port, is_master=False)
+            store = open_store(host, port, is_master=False)
         return PrefixStore(self.world.broadcast_object(_next_name(), 0, "naming a channel"), store)
 
     def _group(self, kind: str, ranks: Ranks) -> Any:
@@ -182,9 +183,7 @@ class TorchChannel:
         store = PrefixStore("-".join([kind, *map(str, ranks)]), self._store)
         place = ranks.index(self.world.rank)
         if self.is_on_host:
-            from torch.distributed import ProcessGroupGloo
-
-            return ProcessGroupGloo(store, place, len(ranks), _TIMEOUT)
+            return dist.ProcessGroupGloo(store, place, len(ranks), _TIMEOUT)
         from torch.distributed import ProcessGroupNCCL  # not there in every PyTorch
 
         options = ProcessGroupNCCL.Options()

@@ -12,12 +12,12 @@ import torch.distributed as dist
 from autovaruna.errors import ConfigError
 from autovaruna.planner.records import Plan
 from autovaruna.runtime.channels import links
-from autovaruna.runtime.worlds.connected import ConnectedWorld
+from autovaruna.runtime.channels.channel import TorchChannel
+from autovaruna.runtime.transport.base import Pair
 from autovaruna.runtime.worlds.world import World
 
 logger = logging.getLogger(__name__)
 
-Pair = tuple[int, int]
 Ranks = tuple[int, ...]
 
 
@@ -50,14 +50,17 @@ def open_to_measure(setting: str, world: World, device: torch.device) -> None:
 
 def _open(setting: str, world: World, device: torch.device, pairs: Set[Pair], groups: Set[Ranks]) -> str:
     """Opens the channel for messages between pairs, and sums over groups; returns its name, empty if none is needed."""
-    if world.num_ranks == 1 or not isinstance(world, ConnectedWorld):
+    if world.num_ranks == 1:
         return ""
     lacking = [] if setting in ("mpi", "gloo") else lacking_for_nccl(world, device)
     if setting == "nccl" and lacking:
         raise ConfigError(f"channel='nccl' needs a GPU for each rank: {'; '.join(lacking)}. Pass channel='mpi'.")
     backend = ("mpi" if lacking else "nccl") if setting == "auto" else setting
     if backend != "mpi":
-        world.open_channel(backend, device, pairs, groups)
+        carrier = world.carrier
+        if not isinstance(carrier, TorchChannel) or not carrier.is_like(backend, device):
+            carrier = world.carrier = TorchChannel(world, backend, device)
+        carrier.connect(pairs, groups)
     elif setting == "auto":
         world.open_rings(pairs, device.type == "cpu")
     return backend

@@ -14,6 +14,7 @@ import torch
 from autovaruna.profiler.own_clock import wait_for
 from autovaruna.profiler.records import LinkCost
 from autovaruna.runtime.layout import Layout
+from autovaruna.runtime.transport.base import Pair
 from autovaruna.runtime.worlds.world import World
 
 logger = logging.getLogger(__name__)
@@ -22,8 +23,6 @@ TAG = (1 << 20) - 1
 SMALL_BYTES, SMALL_TIMES = 256, 30
 LARGE_BYTES, LARGE_TIMES = 1 << 20, 10
 NUM_ATTEMPTS = 3
-
-Pair = tuple[int, int]
 
 
 def measure_links(world: World, device: torch.device) -> tuple[LinkCost, LinkCost]:

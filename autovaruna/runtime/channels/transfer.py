@@ -9,13 +9,13 @@ from torch import Tensor
 
 from autovaruna.errors import RankError
 from autovaruna.runtime.channels.staging import flat
-from autovaruna.runtime.worlds.world import Pending
+from autovaruna.runtime.transport.base import Part, Pending
 
 if TYPE_CHECKING:
     from autovaruna.runtime.channels.channel import TorchChannel
 
 
-class Transfer(Pending):
+class Transfer(Part):
     """One tensor on its way; `work` is there once it has been started."""
 
     def __init__(self, channel: TorchChannel, tensor: Tensor, *, is_send: bool) -> None:
@@ -49,11 +49,6 @@ class Transfer(Pending):
         self.work.wait()
         return True
 
-    def wait(self) -> None:
-        """Blocks until it is done; messages wait for all their parts together instead, and watch the others."""
-        while not self.is_done():
-            pass
-
 
 class Sum(Pending):
     """A sum over a group on its way."""
@@ -71,7 +66,7 @@ class Sum(Pending):
     def wait(self) -> None:
         """Waits: the host with gloo, the stream on a GPU."""
         if self._channel.is_on_host:
-            self._channel.world.wait_until(self.is_done, lambda: ("for a sum over torch.distributed", ()))
+            self._channel.world.watch.wait_until(self.is_done, lambda: ("for a sum over torch.distributed", ()))
         self._work.wait()
         if self._result is not self._tensor:
             self._tensor.copy_(self._result)

@@ -11,7 +11,8 @@ from collections import deque
 import torch
 from torch import Tensor
 
-from autovaruna.runtime.worlds.world import Done, Pending, World
+from autovaruna.runtime.transport.base import Done, Pending
+from autovaruna.runtime.worlds.world import World
 
 LARGE_BYTES = 256 << 10
 BUCKET_BYTES, HOST_BUCKET_BYTES = 16 << 20, 4 << 20

@@ -64,7 +64,6 @@ def join_norms() -> None:
     joined.joins_norms = True  # type: ignore[attr-defined]
     module._get_total_norm = joined
     _note_limits(module)
-    _take_lists(module)
     if hasattr(torch.nn.utils, "get_total_norm"):
         torch.nn.utils.get_total_norm = joined
 
@@ -83,17 +82,6 @@ def _note_limits(module: Any) -> None:
         return plain(parameters, max_norm, total_norm, *args, **options)
 
     module._clip_grads_with_norm_ = noting
-
-
-def _take_lists(module: Any) -> None:
-    """Lets ``foreach=True`` be asked for where gradients are elsewhere, which look as if they were on ``meta``."""
-    plain = module._device_has_foreach_support
-
-    @wraps(plain)
-    def takes_lists(device: torch.device) -> bool:
-        return device.type == "meta" or bool(plain(device))
-
-    module._device_has_foreach_support = takes_lists
 
 
 def _model_of(tensors: Sequence[Tensor]) -> SplitModel | None:

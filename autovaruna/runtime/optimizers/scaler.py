@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
-from weakref import WeakSet, ref
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 from torch import Tensor
@@ -23,8 +23,7 @@ from autovaruna.runtime.optimizers.own_part import own_part
 from autovaruna.runtime.worlds.on_all import gather_on_all
 from autovaruna.runtime.worlds.world import World
 
-_MOST_SEARCHES = 8
-Unscale = Callable[[Optimizer, Tensor, Tensor, bool], dict[torch.device, Tensor]]
+Unscaled = dict[torch.device, Tensor]
 
 
 class LossScale:
@@ -32,7 +31,7 @@ class LossScale:
 
     Args:
         optimizer: The user's optimizer.
-        scaler: The user's scaler; None: it is looked for in the program.
+        scaler: The user's scaler; None: the only one that the program has made since this library was imported.
         world: The ranks.
 
     Raises:
@@ -43,15 +42,13 @@ class LossScale:
         if scaler is not None and not isinstance(scaler, GradScaler):
             raise InputError(f"scaler is a {type(scaler).__name__}; expected a torch.amp.GradScaler.")
         self._optimizer = optimizer
-        self._known: ref[GradScaler] | None = None
-        self._world = world
+        self._known: ref[GradScaler] | None = None if scaler is None else ref(scaler)
+        self._num_looked_at = 0
         self._is_ambiguous = False
-        self._joined: set[int] = set()
-        self._seen: set[float] = set()
+        self._world = world
         self._last = 1.0
-        if scaler is not None:
-            self._join(scaler)
-            self._known = ref(scaler)
+        if optimizer is not None:
+            _scale_of[optimizer] = ref(self)
 
     def before(self, is_half: bool) -> float:
         """Returns the factor to go backward with.
@@ -64,8 +61,8 @@ class LossScale:
         Raises:
             InputError: it matters, and several scalers may be meant.
         """
-        if self._scaler is None and not self._seen:
-            self._search(1.0)
+        if self._num_looked_at != _num_made:
+            self._search()
         scaler = self._scaler
         if scaler is not None:
             return float(scaler.get_scale()) or 1.0
@@ -90,50 +87,30 @@ class LossScale:
     def after(self, factor: float) -> None:
         """Hears of the factor that the loop has applied."""
         self._last = factor
-        if self._scaler is None:
-            self._search(factor)
 
-    def _search(self, factor: float) -> None:
-        """Looks for the scaler; again whenever another factor comes in, since it may be made at any time."""
-        if factor in self._seen or len(self._seen) >= _MOST_SEARCHES or self._optimizer is None:
+    def _search(self) -> None:
+        """Looks for the scaler, since the program has made new ones."""
+        self._num_looked_at = _num_made
+        if self._scaler is not None or self._optimizer is None:
             return
-        self._seen.add(factor)
         if _enabled():
             gc.collect()  # one of an earlier run may only wait for this, on one rank longer than on another
         found = _enabled()
-        for scaler in found:
-            self._join(scaler)
         self._known = ref(found[0]) if len(found) == 1 else None
         self._is_ambiguous = len(found) > 1
 
-    def _join(self, scaler: GradScaler) -> None:
-        """Lets a scaler hear of overflow on any rank, whenever it looks for it in the optimizer's gradients."""
-        if id(scaler) in self._joined:
-            return
-        self._joined.add(id(scaler))
-        unscale: Unscale = scaler._unscale_grads_
-        known = ref(scaler)
-
-        def unscale_everywhere(
-            optimizer: Optimizer, inverse: Tensor, found: Tensor, allow_fp16: bool
-        ) -> dict[torch.device, Tensor]:
-            if optimizer is not self._optimizer:
-                return unscale(optimizer, inverse, found, allow_fp16)
-            self._known = known
-            with own_part(optimizer):
-                return self._share(lambda: unscale(optimizer, inverse, found, allow_fp16), found)
-
-        scaler._unscale_grads_ = unscale_everywhere  # type: ignore[method-assign, assignment]
-
-    def _share(self, unscale: Callable[[], dict[torch.device, Tensor]], found: Tensor) -> dict[torch.device, Tensor]:
+    def unscale(self, scaler: GradScaler, plain: Callable[[], Unscaled], found: Tensor) -> Unscaled:
         """Unscales this rank's gradients and returns what overflowed on any rank. Collective."""
-        own: dict[torch.device, Tensor] = {}
+        self._known = ref(scaler)
+        own: Unscaled = {}
 
         def overflows() -> bool:
-            own.update(unscale())
+            own.update(plain())
             return any(bool(flag.item()) for flag in own.values())
 
-        flags = gather_on_all(self._world, overflows, "unscaling gradients")
+        assert self._optimizer is not None
+        with own_part(self._optimizer):
+            flags = gather_on_all(self._world, overflows, "unscaling gradients")
         own = own or {found.device: found}  # a rank without gradients takes part, too
         if any(flags):
             for flag in own.values():
@@ -141,24 +118,38 @@ class LossScale:
         return own
 
 
+_scale_of: WeakKeyDictionary[Optimizer, ref[LossScale]] = WeakKeyDictionary()
 _scalers: WeakSet[GradScaler] = WeakSet()
-"""Every GradScaler of the program: those that are there now, and those to come.
-
-The list of all objects is asked for once, while this module is imported: as long as it is there, a tuple that another
-thread is filling cannot grow.
-"""
-_scalers.update(each for each in gc.get_objects() if issubclass(type(each), GradScaler))
-_initialise = GradScaler.__init__
-
-
-@wraps(_initialise)
-def _noted(scaler: GradScaler, *args: Any, **kwargs: Any) -> None:
-    _initialise(scaler, *args, **kwargs)
-    _scalers.add(scaler)
-
-
-GradScaler.__init__ = _noted  # type: ignore[method-assign, assignment]
+"""Every GradScaler that the program has made since this module was imported, and still has."""
+_num_made = 0
 
 
 def _enabled() -> list[GradScaler]:
     return [scaler for scaler in list(_scalers) if scaler.is_enabled()]
+
+
+def _watch_scalers() -> None:
+    """Lets every scaler be known, and hear of overflow on any rank when it looks for it in an optimizer's gradients."""
+    initialise, unscale = GradScaler.__init__, GradScaler._unscale_grads_
+
+    @wraps(initialise)
+    def noted(scaler: GradScaler, *args: Any, **kwargs: Any) -> None:
+        global _num_made
+        initialise(scaler, *args, **kwargs)
+        _scalers.add(scaler)
+        _num_made += 1
+
+    @wraps(unscale)
+    def everywhere(
+        scaler: GradScaler, optimizer: Optimizer, inverse: Tensor, found: Tensor, allow_fp16: bool
+    ) -> Unscaled:
+        plain = partial(unscale, scaler, optimizer, inverse, found, allow_fp16)
+        known = _scale_of.get(optimizer)
+        scale = None if known is None else known()
+        return plain() if scale is None else scale.unscale(scaler, plain, found)
+
+    GradScaler.__init__ = noted  # type: ignore[method-assign, assignment]
+    GradScaler._unscale_grads_ = everywhere  # type: ignore[method-assign, assignment]
+
+
+_watch_scalers()

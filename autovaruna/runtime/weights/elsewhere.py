@@ -15,11 +15,11 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
+from autovaruna._torch import DisableTorchFunctionSubclass, pytree
 from autovaruna.errors import InputError
 
-PLAIN = torch._C.DisableTorchFunctionSubclass
+PLAIN = DisableTorchFunctionSubclass
 _BY_SHAPE_ALONE = frozenset({"view_as", "expand_as", "reshape_as", "is_same_size"})
 _MOVES = frozenset({"to", "cpu", "cuda", "type", "type_as"})
 _FLAGS = frozenset(getattr(Tensor, name).__get__ for name in ("requires_grad", "is_meta", "is_leaf", "dtype", "shape"))

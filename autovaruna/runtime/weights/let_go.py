@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
 from torch import Tensor, nn
 
+from autovaruna._torch import swap_tensors
 from autovaruna.runtime.weights.elsewhere import Elsewhere, Home, elsewhere
 
 
@@ -17,16 +15,13 @@ def let_go(parameter: nn.Parameter, home: Home) -> Tensor:
     itself keeps the parameter, in the graph of a backward that may still come, a stand-in of its own is returned.
     """
     made = elsewhere(parameter, home)
-    swap: Any = getattr(torch._C, "_swap_tensor_impl", None)
     try:
-        if swap is None:
-            return made
-        swap(parameter, made)
+        swap_tensors(parameter, made)
         parameter.__class__ = Elsewhere  # type: ignore[assignment]
     except RuntimeError:  # PyTorch keeps it
         return made
     except TypeError:  # a class of its own with another layout
-        swap(parameter, made)
+        swap_tensors(parameter, made)
         return made
     parameter.__dict__.update(home=home, _is_param=True)
     return parameter

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from autovaruna._torch import IncompatibleKeys
 from autovaruna.runtime.weights.lent import Lent
 from autovaruna.runtime.weights.placement import OwnedState, Placement
 from autovaruna.runtime.worlds.world import World
@@ -74,7 +75,7 @@ def load_part(state: OwnedState, entries: Mapping[str, Any], is_strict: bool) ->
         )
     mine = {name: value for name, value in entries.items() if name in known and not _is_elsewhere(known[name])}
     state.model.load_state_dict(mine, strict=False)
-    return nn.modules.module._IncompatibleKeys(missing, unexpected)
+    return IncompatibleKeys(missing, unexpected)
 
 
 def _is_elsewhere(value: Any) -> bool:

@@ -14,13 +14,13 @@ from types import TracebackType
 from typing import NoReturn
 
 from autovaruna.errors import RankError
-from autovaruna.runtime.worlds.mpi import MpiWorld
+from autovaruna.runtime.worlds.world import World
 
 
 class Ending:
     """Ends the ranks of a world with this one."""
 
-    def __init__(self, world: MpiWorld) -> None:
+    def __init__(self, world: World) -> None:
         self.world = world
         self._process = os.getpid()
         self._status = 0
@@ -58,7 +58,7 @@ class Ending:
         A script that uses the world again has caught it, so that it no longer counts.
         """
         if threading.current_thread() is threading.main_thread():
-            self._status, self._num_acts = status_of(status), self.world.num_acts()
+            self._status, self._num_acts = status_of(status), self._num_acts_now()
         self._exit(status)  # type: ignore[arg-type]
 
     def on_end(self) -> None:
@@ -66,12 +66,16 @@ class Ending:
         if self._is_child() or self._has_ended:
             return
         self._has_ended = True
-        if self._status != 0 and self._num_acts == self.world.num_acts():
-            self.world.end(self._status)
+        if self._status != 0 and self._num_acts == self._num_acts_now():
+            self.world.transport.end(self._status)
         try:
-            self.world.finalize()
+            self.world.leave()
         except RankError as error:
             self.world.abort(error, f"rank {self.world.rank} failed at its end")
+
+    def _num_acts_now(self) -> int:
+        """Returns how often this rank's script has used the world."""
+        return sum(self.world.watch.counts.values())
 
     def _is_child(self) -> bool:
         return os.getpid() != self._process

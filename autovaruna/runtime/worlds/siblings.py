@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from autovaruna.errors import RankError
@@ -59,16 +59,11 @@ def _variables_of(process: Path) -> dict[str, str]:
 
 def _sees_launcher(processes: Path) -> bool:
     """Says whether the launcher is seen above this process: then so are the ranks that it has started."""
-    return any(name.startswith(_LAUNCHERS) for name in _ancestors(processes))
-
-
-def _ancestors(processes: Path) -> Iterator[str]:
-    """Yields the names of the processes above this one."""
-    process = os.getpid()
-    while process > 1:
+    process, name = os.getpid(), ""
+    while process > 1 and not name.startswith(_LAUNCHERS):
         try:
-            name, _, rest = (processes / str(process) / "stat").read_text(errors="replace").rpartition(")")
+            line, _, rest = (processes / str(process) / "stat").read_text(errors="replace").rpartition(")")
         except OSError:
-            return
-        yield name.partition("(")[2]
-        process = int(rest.split()[1])
+            return False
+        process, name = int(rest.split()[1]), line.partition("(")[2]
+    return name.startswith(_LAUNCHERS)

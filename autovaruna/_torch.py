@@ -1,0 +1,160 @@
+"""Holds every private name of torch that the library uses, and knows which versions of torch have them.
+
+Each is found once, when this module is imported; where one is missing, the error says so with the version of torch.
+Those of modules that take long to import are found with their first use.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autovaruna.errors import SUPPORTED_TORCH
+
+logger = logging.getLogger("autovaruna.graph")
+
+# Modules that are known by their names alone.
+FUNCTORCH = "torch._functorch"  # functions that transform others, as vmap
+DECOMPOSITIONS_FOR_JVP = "torch._decomp.decompositions_for_jvp"
+FAKE_TENSORS = "torch._subclasses.fake_tensor"
+EXPORT = "torch.export._trace"
+
+
+def _missing(error: ImportError | AttributeError) -> ImportError:
+    """Returns the error that says which name torch lacks."""
+    name = str(error.name)
+    if isinstance(error, AttributeError):
+        holder = error.obj if hasattr(error.obj, "__name__") else type(error.obj)
+        name = ".".join(filter(None, (getattr(holder, "__module__", ""), holder.__name__, name)))
+    return ImportError(
+        f"torch {torch.__version__} has no {name}, which this library needs. Expected {SUPPORTED_TORCH}; "
+        "install one of these."
+    )
+
+
+try:
+    import torch._subclasses.fake_tensor
+    import torch._subclasses.functional_tensor
+    import torch.fx.graph
+    import torch.nn.utils.clip_grad
+    import torch.utils._python_dispatch
+    import torch.utils._pytree
+    import torch.utils._sympy.numbers
+    import torch.utils._sympy.value_ranges
+
+    pytree = torch.utils._pytree  # structures of lists and dicts, as torch.export takes them apart
+
+    # Operators, as the nodes of a graph call them.
+    OpOverload = torch._ops.OpOverload
+    HigherOrderOperator = torch._ops.HigherOrderOperator  # takes graphs, as regions without gradients
+
+    # Modes that see every operation, and how to leave them.
+    TorchDispatchMode = torch.utils._python_dispatch.TorchDispatchMode
+    disable_current_modes = torch.utils._python_dispatch._disable_current_modes
+    DisableTorchFunction = torch._C.DisableTorchFunction  # for classes of tensors and for modes
+    DisableTorchFunctionSubclass = torch._C.DisableTorchFunctionSubclass  # for classes of tensors
+
+    # Tensors without numbers, and those that torch.export wraps them in.
+    FakeTensor = torch._subclasses.fake_tensor.FakeTensor
+    FakeTensorMode = torch._subclasses.fake_tensor.FakeTensorMode
+    in_kernel_invocation = torch._subclasses.fake_tensor.in_kernel_invocation_manager  # they pass for meta tensors
+    FunctionalTensor = torch._subclasses.functional_tensor.FunctionalTensor
+    _get_dispatch_mode = torch._C._get_dispatch_mode
+    _FAKE = torch._C._TorchDispatchModeKey.FAKE
+
+    # What is known of a tensor besides its numbers.
+    TensorBase = torch._C.TensorBase  # has the descriptors of its attributes, as ``data``
+    dispatch_keys = torch._C._dispatch_keys
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    preserve_version_counter = torch.autograd.grad_mode._unsafe_preserve_version_counter  # to write unseen by autograd
+    swap_tensors: Any = torch._C._swap_tensor_impl  # torch.utils.swap_tensors refuses what the graph of a step holds
+
+    # Autograd, from within.
+    run_backward = torch.autograd.graph._engine_run_backward  # from edges of its graph, not from tensors
+    SingleLevelFunction = torch.autograd.function._SingleLevelFunction  # a function that costs no look for transforms
+    is_graph_kept: Any = torch._C._autograd._get_current_graph_task_keep_graph  # by the backward that runs now
+    top_saved_tensors_hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks  # those that are on now
+    is_profiler_enabled = torch._C._autograd._profiler_enabled
+
+    # Autocast, as graphs enter and leave it.
+    enter_autocast = torch.amp.autocast_mode._enter_autocast
+    exit_autocast = torch.amp.autocast_mode._exit_autocast
+    is_any_autocast_enabled = torch._C._is_any_autocast_enabled
+
+    # What torch does for all of its own modules and optimizers.
+    call_impl = nn.Module._call_impl  # runs a module with its hooks
+    IncompatibleKeys = nn.modules.module._IncompatibleKeys  # what ``load_state_dict`` returns
+    NormBase = torch.nn.modules.batchnorm._NormBase
+    parse_to: Any = torch._C._nn._parse_to  # the arguments of ``module.to``
+    foreach_mul_ = torch._foreach_mul_  # of many tensors at once
+    PyTreeCodeGen = torch.fx.graph._PyTreeCodeGen
+
+    # Sizes that are symbols.
+    check = torch._check  # adds what must hold
+    int_oo = torch.utils._sympy.numbers.int_oo
+    ValueRanges = torch.utils._sympy.value_ranges.ValueRanges
+
+    # Attributes that are read or written where the objects are.
+    for _sample, _names in (
+        (Tensor, ("_version", "_backward_hooks")),
+        (torch.UntypedStorage, ("_cdata",)),
+        (nn.Module(), ("_parameters", "_buffers", "_modules", "_backward_hooks", "_backward_pre_hooks", "_apply")),
+        (torch.ops.aten.mul.Tensor, ("_schema", "_overloadpacket", "_op")),
+        (torch.fx.Graph(), ("_codegen", "_root")),
+        (torch.amp.GradScaler, ("_unscale_grads_",)),
+        (torch.nn.utils.clip_grad, ("_get_total_norm", "_clip_grads_with_norm_", "_device_has_foreach_support")),
+        (torch._subclasses.fake_tensor.FakeTensorConverter, ("_get_memo",)),
+    ):
+        for _name in _names:
+            getattr(_sample, _name)
+except (ImportError, AttributeError) as _error:
+    raise _missing(_error) from _error
+
+
+@cache
+def warn_of_untried() -> None:
+    """Logs one warning if this version of torch is not one that the library was tried on."""
+    oldest, first_untried = (tuple(map(int, found)) for found in re.findall(r"(\d+)\.(\d+)", SUPPORTED_TORCH))
+    if not oldest <= tuple(map(int, str(torch.__version__).split(".")[:2])) < first_untried:
+        text = "torch %s has not been tried with this library, which expects %s"
+        logger.warning(text, torch.__version__, SUPPORTED_TORCH)
+
+
+def current_fake_mode() -> FakeTensorMode | None:
+    """Returns the mode that makes the tensors of this thread fake ones now."""
+    mode = _get_dispatch_mode(_FAKE)
+    assert mode is None or isinstance(mode, FakeTensorMode)
+    return mode
+
+
+def mark_static(tensor: Tensor, dimension: int) -> None:
+    """Tells torch.compile that a dimension of a tensor never changes; later calls do not change what it knows.
+
+    Raises:
+        ImportError: torch has no such function.
+    """
+    _later("torch._dynamo", "mark_static")(tensor, dimension)
+
+
+def passes_of_export() -> Any:
+    """Returns the module in which torch.export finds ``replace_set_grad_with_hop_pass``, its first pass.
+
+    Raises:
+        ImportError: torch has no such module.
+    """
+    name = "torch._export.passes.replace_set_grad_with_hop_pass"
+    _later(name, "replace_set_grad_with_hop_pass")
+    return import_module(name)
+
+
+def _later(module: str, name: str) -> Any:
+    try:
+        return getattr(import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise _missing(error) from error

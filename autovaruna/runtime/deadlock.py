@@ -1,0 +1,371 @@
+"""Finds waits that can never end: `DeadlockDetector` knows where every rank waits, `Watch` is what one rank waits with.
+
+Rank 0 keeps the detector. Each rank tells it what it does (`Join` a collective, `Report` a long wait, `Leave` the
+program), and it answers when all have come, or when they never can. It finds
+
+- ranks that joined collectives with different labels;
+- a rank that waits for one that has ended its script;
+- ranks that wait for each other. Each report counts the messages that its rank has started, so an edge "X needs an
+  act of Y that Y had not done when it began to wait" is a fact that stays true while Y waits; a set of waiting ranks
+  where each has such an edge into the set can never go on (the AND model of distributed deadlock: Knapp, "Deadlock
+  detection in distributed databases", ACM Computing Surveys 19 (4), 1987, section 2). Slow ranks are never accused.
+
+A step of every rank passes here, so a notice takes as long whatever the number of ranks, and what many of them say
+alike is one object: pickled, an answer is then little more than what differs.
+"""
+
+from __future__ import annotations
+
+import pickle
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, NoReturn
+
+from autovaruna.errors import RankError
+from autovaruna.runtime.transport.base import Transport
+
+EAGER_SECONDS = 3e-3
+"""So long a waiting rank looks many times before it rests; then once, and leaves its core to ranks that work."""
+REPORT_SECONDS = 0.5
+PATIENCE_SECONDS = 3.0
+"""How long a rank with an error waits for the others to hear of it; then it ends them."""
+GRACE_SECONDS = 1.0
+
+Event = tuple[str, int, int, int]
+"""What a rank counts: ("sent" or "received", the other rank, channel, tag); -1 where one has no meaning."""
+
+
+_JOINED = "joined", -1, -1, -1
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """An act that a waiting rank needs: that `rank` has done `event` at least `count` times."""
+
+    rank: int
+    event: Event
+    count: int
+
+
+class Join(NamedTuple):
+    """A rank entered the collective `label`, with its pickled value."""
+
+    label: str
+    value: bytes
+
+
+class Report(NamedTuple):
+    """A rank has been waiting for a while: for what in words, what it needs, and what it had done before."""
+
+    words: str
+    needs: tuple[Need, ...]
+    counts: dict[Event, int]
+
+
+class Leave(NamedTuple):
+    """A rank came to the end of its script."""
+
+    counts: dict[Event, int]
+
+
+class Values(NamedTuple):
+    """Answers a join: the pickled values by rank."""
+
+    values: tuple[bytes, ...]
+
+
+class Failure(NamedTuple):
+    """Answers with an error; after a final one no rank can go on."""
+
+    text: str
+    is_final: bool
+
+
+class Farewell(NamedTuple):
+    """Answers a leave: all ranks have come to their end."""
+
+
+Notice = Join | Report | Leave
+Answer = Values | Failure | Farewell
+_NEWS = (Join, Report, Leave, Values, Failure, Farewell)
+
+
+def encoded(news: Notice | Answer) -> bytes:
+    """Returns a notice or an answer as bytes; its class is a number in them, for pickle takes long to look one up."""
+    return pickle.dumps((_NEWS.index(type(news)), *news))
+
+
+def decoded(data: bytes | bytearray) -> Any:
+    """Returns what was `encoded`."""
+    kind, *parts = pickle.loads(data)
+    return _NEWS[kind](*parts)
+
+
+@dataclass
+class DeadlockDetector:
+    """Collects notices of `num_ranks` ranks; `answer_all` tells each of them the same."""
+
+    num_ranks: int
+    answer_all: Callable[[Answer], None]
+    clock: Callable[[], float] = time.monotonic
+    failure: Failure | None = None
+    joined: dict[int, Join] = field(default_factory=dict)
+    reports: dict[int, Report] = field(default_factory=dict)
+    ended: dict[int, Leave] = field(default_factory=dict)
+    labels: set[str] = field(default_factory=set)
+    known: dict[bytes, bytes] = field(default_factory=dict)
+    mismatch_since: float | None = None
+
+    def take(self, rank: int, notice: Notice) -> None:
+        """Takes a notice of a rank and answers if it can."""
+        if self.failure is not None:
+            return
+        if isinstance(notice, Report):
+            if rank not in self.ended:
+                self.reports[rank] = notice
+        else:
+            self.reports.pop(rank, None)
+            if isinstance(notice, Join):
+                self.joined[rank] = Join(notice.label, self.known.setdefault(notice.value, notice.value))
+                self.labels.add(notice.label)
+            else:
+                self.ended[rank] = notice
+        self._settle()
+
+    def tick(self) -> None:
+        """Ends the grace of ranks that did not come after others had disagreed."""
+        if self.mismatch_since is not None and self.clock() - self.mismatch_since > GRACE_SECONDS:
+            self.fail(self._mismatch_text())
+
+    def _settle(self) -> None:
+        if len(self.ended) == self.num_ranks:
+            self.answer_all(Farewell())
+        elif self.joined and self.ended:
+            self.fail(self._ended_text(min(self.ended), min(self.joined)))
+        elif len(self.labels) > 1:
+            self._disagree()
+        elif len(self.joined) == self.num_ranks:
+            values = tuple(self.joined[rank].value for rank in range(self.num_ranks))
+            self._forget_joins()
+            self.answer_all(Values(values))
+        elif self.reports:
+            self._look_for_stuck()
+
+    def _disagree(self) -> None:
+        if len(self.joined) == self.num_ranks:
+            text = self._mismatch_text()
+            self._forget_joins()
+            self.answer_all(Failure(text, is_final=False))
+        elif self.mismatch_since is None:
+            self.mismatch_since = self.clock()
+
+    def _forget_joins(self) -> None:
+        self.joined.clear()
+        self.labels.clear()
+        self.known.clear()
+        self.reports.clear()
+        self.mismatch_since = None
+
+    def _look_for_stuck(self) -> None:
+        stuck = self._stuck()
+        waiting = sorted(stuck - set(self.ended))
+        gone = sorted(stuck & set(self.ended))
+        if waiting and gone:
+            self.fail(self._ended_text(gone[0], self._first_waiting_for(gone[0], waiting)))
+        elif waiting:
+            places = "; ".join(f"rank {rank} waits {self._place(rank)}" for rank in waiting)
+            self.fail(f"ranks wait for each other and can never go on: {places}. Every rank must make the same calls.")
+
+    def _stuck(self) -> set[int]:
+        """Returns the largest set of ranks where each has ended, or needs an act of a rank in the set."""
+        stuck = set(self.ended) | set(self.joined) | set(self.reports)
+        is_smaller = True
+        while is_smaller:
+            kept = {rank for rank in stuck if rank in self.ended or self._blockers(rank) & stuck}
+            is_smaller, stuck = kept != stuck, kept
+        return stuck
+
+    def _blockers(self, rank: int) -> set[int]:
+        """Returns the ranks known not to have done what `rank` waits for."""
+        if rank in self.joined:
+            return set(range(self.num_ranks)) - set(self.joined)
+        report = self.reports[rank]
+        return {need.rank for need in report.needs if self._is_missing(need)}
+
+    def _is_missing(self, need: Need) -> bool:
+        source = self.ended.get(need.rank) or self.reports.get(need.rank)
+        return source is not None and source.counts.get(need.event, 0) < need.count
+
+    def _first_waiting_for(self, gone: int, waiting: list[int]) -> int:
+        return next((rank for rank in waiting if gone in self._blockers(rank)), waiting[0])
+
+    def _place(self, rank: int) -> str:
+        if rank in self.joined:
+            return f"in {self.joined[rank].label!r}"
+        return self.reports[rank].words if rank in self.reports else "elsewhere"
+
+    def _ended_text(self, gone: int, waiting: int) -> str:
+        return (
+            f"rank {gone} ended its script while rank {waiting} waits {self._place(waiting)}. "
+            "Every rank must make the same calls, the same number of times."
+        )
+
+    def _mismatch_text(self) -> str:
+        places = (
+            f"rank {rank} is in {self.joined[rank].label!r}"
+            if rank in self.joined
+            else f"rank {rank} is not in a collective call"
+            for rank in range(self.num_ranks)
+        )
+        return f"ranks are in different calls: {', '.join(places)}. Every rank must make the same calls, in one order."
+
+    def fail(self, text: str) -> None:
+        """Tells every rank that none can go on, unless they know already."""
+        if self.failure is not None:
+            return
+        self.failure = Failure(text, is_final=True)
+        self.answer_all(self.failure)
+
+
+class Watch:
+    """Waits on behalf of one rank, such that no wait lasts for ever.
+
+    The rank counts what it does that others may wait for. If it waits for long it tells the detector for what, with
+    these counts, and hears once no rank can go on. Collectives go through the detector, too.
+
+    Args:
+        transport: Carries notices.
+        advance: Lets what goes on by itself while this rank waits, such as sums, advance; never blocks.
+
+    Attributes:
+        counts: how often each act of this rank has happened.
+    """
+
+    def __init__(self, transport: Transport, advance: Callable[[], None]) -> None:
+        self.transport = transport
+        self._advance = advance
+        num_ranks = len(transport.hosts)
+        self._detector = DeadlockDetector(num_ranks, self._answer_all) if transport.rank == 0 else None
+        self._answers: deque[Answer] = deque()
+        self._failure: Failure | None = None
+        self.counts: Counter[Event] = Counter()
+
+    def gather(self, value: object, label: str, give_up: Callable[[], NoReturn] | None = None) -> list[Any]:
+        """Returns the values that the ranks passed, by rank; those that are alike may be one object. Collective.
+
+        Args:
+            value: A small object that pickles.
+            label: What the ranks do here, the same on each.
+            give_up: Is called if the others do not come soon; None: they may take as long as they want.
+
+        Raises:
+            RankError: ranks came with different labels, or a rank ended its script.
+        """
+        self.raise_failure()
+        own = pickle.dumps(value)
+        self.counts[_JOINED] += 1
+        self._tell(Join(label, own))
+        answer = self._await_answer(f"in {label!r}", give_up)
+        if isinstance(answer, Failure):
+            raise RankError(answer.text)
+        assert isinstance(answer, Values), answer
+        known: dict[bytes, Any] = {own: value} if type(value) is tuple else {}  # what is alike need not be read
+        for item in answer.values:
+            if item not in known:
+                known[item] = pickle.loads(item)
+        return [known[item] for item in answer.values]
+
+    def leave(self) -> None:
+        """Tells the others that this rank has come to its end, and waits until all have.
+
+        Raises:
+            RankError: another rank waits for an act of this one.
+        """
+        self.raise_failure()
+        self._tell(Leave(dict(self.counts)))
+        answer = self._await_answer("for the other ranks to end")
+        assert isinstance(answer, Farewell), answer
+
+    def count(self, event: Event, num_times: int = 1) -> int:
+        """Counts an act of this rank's script, which others may wait for; returns how often it has happened.
+
+        Acts that happen by themselves while a rank waits, as the later messages of a sum, are not counted: the
+        detector takes it that a waiting rank does not act.
+        """
+        count = self.counts[event] = self.counts[event] + num_times
+        return count
+
+    def wait_until(
+        self,
+        is_done: Callable[[], bool],
+        waiting: Callable[[], tuple[str, tuple[Need, ...]]],
+        give_up: Callable[[], NoReturn] | None = None,
+    ) -> None:
+        """Blocks until `is_done()`; after a while tells the detector `waiting()`, and after a longer one gives up.
+
+        Raises:
+            RankError: it can never be done.
+        """
+        started = now = 0.0
+        has_reported, num_turns = False, 0
+        while not is_done():
+            num_turns += 1
+            if num_turns & 31 and now - started < EAGER_SECONDS:
+                continue
+            now = time.monotonic()
+            started = started or now
+            self._advance()
+            self.listen()
+            self.raise_failure()
+            if not has_reported and now - started > REPORT_SECONDS:
+                has_reported = True
+                self._tell(Report(*waiting(), dict(self.counts)))
+            if give_up is not None and now - started > PATIENCE_SECONDS:
+                give_up()
+            self.transport.rest(now - started)
+
+    def raise_failure(self) -> None:
+        """Raises what has been found, if anything."""
+        if self._failure is not None:
+            raise RankError(self._failure.text)
+
+    def listen(self) -> None:
+        """Takes the notices that have come; on rank 0, lets the detector work. Never blocks."""
+        for source, data in self.transport.take_notices():
+            news = decoded(data)
+            if self._detector is None or isinstance(news, Failure):
+                self._take_answer(news)
+            else:
+                self._detector.take(source, news)
+        if self._detector is not None:
+            self._detector.tick()
+
+    def _tell(self, notice: Notice) -> None:
+        if self._detector is None:
+            self.transport.send_notice(encoded(notice), 0)
+        else:
+            self._detector.take(0, notice)
+
+    def _answer_all(self, answer: Answer) -> None:
+        data = encoded(answer)
+        for rank in range(1, len(self.transport.hosts)):
+            self.transport.send_notice(data, rank)
+        self._take_answer(answer)
+
+    def _take_answer(self, answer: Answer) -> None:
+        """Takes the answer to this rank's notice, or that no rank can go on."""
+        if isinstance(answer, Failure) and answer.is_final:
+            self._failure = self._failure or answer
+        else:
+            self._answers.append(answer)
+
+    def _await_answer(self, words: str, give_up: Callable[[], NoReturn] | None = None) -> Answer:
+        if not self._answers:
+            self.wait_until(self._has_answer, lambda: (words, ()), give_up)
+        return self._answers.popleft()
+
+    def _has_answer(self) -> bool:
+        self.listen()
+        return bool(self._answers)

@@ -1,1 +1,0 @@
-"""Carries small messages between the ranks of a host through memory that both see."""
