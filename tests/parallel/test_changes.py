@@ -113,7 +113,7 @@ def test_what_an_attribute_holds_counts() -> None:
             assert wrapped(**BATCH).item() == 2 * before, name
         model.config.unread = 5
         wrapped(**BATCH)
-        assert wrapped._traces is not None and wrapped._traces.num_known == 2 - (name == "buffer"), name
+        assert wrapped._session.traces is not None and wrapped._session.traces.num_known == 2 - (name == "buffer"), name
 
 
 def test_a_buffer_of_another_kind_is_refused() -> None:
@@ -163,8 +163,8 @@ def test_what_forward_does_not_read_may_change_at_every_step() -> None:
             model.num_steps += 1  # type: ignore[assignment, operator]
             model.clock = 0.1 * world.rank  # type: ignore[assignment]
             wrapped(**BATCH)
-        assert wrapped._traces is not None
-        return wrapped._traces.num_known
+        assert wrapped._session.traces is not None
+        return wrapped._session.traces.num_known
 
     assert run_ranks(2, be_rank) == [1, 1]
 

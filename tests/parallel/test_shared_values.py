@@ -80,7 +80,7 @@ def test_a_change_outside_of_the_model_counts(kind: str, monkeypatch: pytest.Mon
     monkeypatch.setattr(HERE, "UNREAD", 1)
     monkeypatch.setattr(CONFIG, "unread", 1)
     wrapped(X)
-    assert wrapped._traces is not None and wrapped._traces.num_known == 2
+    assert wrapped._session.traces is not None and wrapped._session.traces.num_known == 2
 
 
 def test_what_a_call_sets_itself_is_no_change(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any
@@ -67,6 +67,9 @@ class PreparedGraphs:
         world: The ranks.
         device: Where this rank computes.
 
+    Attributes:
+        books: those that sum the gradients of the graphs that have run.
+
     Raises:
         PlanError: stages are to be compiled, and the plan splits their backward.
     """
@@ -91,12 +94,9 @@ class PreparedGraphs:
         self._world = world
         self._device = device
         self._known: dict[str, Prepared] = {}
+        self.books: list[GradientBook] = []
         if _stages_with(Kind.WEIGHT, orders.planned) and self._backend is not False:
             raise PlanError(SPLIT_REFUSAL)
-
-    def __iter__(self) -> Iterator[Prepared]:
-        """Yields the graphs that have run."""
-        return iter(self._known.values())
 
     def of(self, traced: TracedModel) -> Prepared:
         """Returns a graph's stages, bound to the parameters as they are now."""
@@ -115,10 +115,12 @@ class PreparedGraphs:
         stages = self._stages(parts, traced)
         total = GradientSum(parts, self._plan, self._world, self._state.parameters(), self.placement)
         schedule = self._orders.along((edge.source, edge.destination, bool(edge.gradients)) for edge in parts.edges)
+        book = GradientBook(total, list(stages.values()), self._world)
+        self.books.append(book)
         return Prepared(
             parts,
             stages,
-            GradientBook(total, list(stages.values()), self._world),
+            book,
             lru_cache(_KNOWN_BATCHES)(
                 partial(Traffic, parts, self._plan, self._world.rank, schedule[self._world.rank])
             ),
