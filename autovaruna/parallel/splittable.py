@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from autovaruna.errors import InputError, OrderError
-from autovaruna.graph.watching.mode import ModeReader
-from autovaruna.graph.watching.outline import CallReader
+from autovaruna.graph.call import CallReader
+from autovaruna.graph.guards import Guards
 from autovaruna.parallel.calls import SharedCall
 from autovaruna.parallel.checkpointed import CheckpointedModule
 from autovaruna.parallel.copies import Copies
@@ -58,7 +58,7 @@ class SplittableModule(CheckpointedModule):
     ) -> None:
         super().__init__(module, optimizer, settings)
         self._scaler = scaler
-        self._mode = ModeReader(module)
+        self._guards = Guards(module)
         self._reader = CallReader(module, settings.batch_inputs)
         self._parameter_names = [self._state.first_name[name] for name, _ in module.named_parameters()]
         self._traces: Traces | None = None
@@ -98,10 +98,10 @@ class SplittableModule(CheckpointedModule):
         """Takes the parameters as they are, before the first call; refuses others later."""
         if self._engine is None:
             self._settle()
-            if self._mode.attributes.replaced():
+            if self._guards.replaced():
                 self._state = OwnedState(self.module)
             return
-        if replaced := self._mode.attributes.replaced():
+        if replaced := self._guards.replaced():
             raise InputError(
                 f"Parameters of the model have been replaced after the first call: got other ones for {replaced[:5]}. "
                 "Expected the same ones, which are split over the ranks; copy numbers into them (copy_(), "
@@ -117,12 +117,12 @@ class SplittableModule(CheckpointedModule):
         self._copies.compare(self.world)
         first = next((each for each in self._copies.members() if each._optimizer is not None), self)
         if first is not self:
-            first._start(replace(shared, call=replace(shared.call, mode=first._mode.words())))
+            first._start(replace(shared, call=replace(shared.call, mode=first._guards.words())))
             assert self._engine is not None
             return self._engine
         if self._optimizer is not None and not torch.is_grad_enabled():
             with as_in_training(self.module):
-                return self._start(replace(shared, call=replace(shared.call, mode=self._mode.words())))
+                return self._start(replace(shared, call=replace(shared.call, mode=self._guards.words())))
         self._follow_groups()
         if self._cut_optimizer is not None:
             self._cut_optimizer.check()
@@ -198,7 +198,7 @@ class SplittableModule(CheckpointedModule):
             None if self._number_of_copy else preparation.event_trace(),
         )
         self._engine.is_synchronising = self._is_synchronising
-        self._mode.settle()
+        self._guards.settle()
 
     def _seed(self, preparation: Preparation, number: int) -> int:
         """Returns what random nodes draw from: a copy draws other numbers, as it would in plain PyTorch."""

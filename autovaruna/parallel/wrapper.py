@@ -13,9 +13,10 @@ from torch import Tensor, nn
 
 from autovaruna.config import resolve
 from autovaruna.errors import InputError, RankError
+from autovaruna.graph.call import CallSpec
 from autovaruna.graph.traced import TracedModel
 from autovaruna.parallel.acts import Digest
-from autovaruna.parallel.calls import SharedCall, compare_settings, input_groups, share_call
+from autovaruna.parallel.calls import Report, SharedCall, compare_settings, input_groups, share_call
 from autovaruna.parallel.own_device import on_own_gpu
 from autovaruna.parallel.same_inputs import SameInputs
 from autovaruna.parallel.splittable import SplittableModule
@@ -106,9 +107,9 @@ class AutoVaruna(SplittableModule):
         vars(self)["_num_calls"] += 1  # a module takes long to set an attribute
         returned = engine.run(traced, shared, batch, self._values_of_batch(traced, shared, batch))
         if self._traces.num_known > num_known:
-            self._mode.watch(traced.reads)
+            self._guards.start()
         if self._traces.num_known > num_known or traced.has_kept_modules:  # both may set attributes
-            self._mode.settle()
+            self._guards.settle()
         return returned
 
     def _share(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> SharedCall:
@@ -116,7 +117,7 @@ class AutoVaruna(SplittableModule):
         error: Exception | None = None
         report = None
         try:
-            mode = self._mode.words()
+            mode = self._guards.words()
             self._check_parameters()
             tensors, call = self._reader.read(args, kwargs, mode)
             tensors = on_own_gpu(tensors, self._device)
@@ -126,6 +127,8 @@ class AutoVaruna(SplittableModule):
         except Exception as caught:
             error = caught
         reports = self.world.agree(error, f"reading the model's inputs{self.of_model}", report)
+        if self._leave_out(call, reports):
+            return self._share(args, kwargs)
         try:
             shared = share_call(call, tensors, self._num_calls, self._groups, self.world, reports, self._doings)
         except RankError:  # on every rank; parameters() gives a caller those of this rank alone to freeze
@@ -135,6 +138,27 @@ class AutoVaruna(SplittableModule):
         if self.world.rank == 0 and reports[0][3]:
             self._same_inputs.compare(call, [digests for *_, digests, _ in reports])
         return shared
+
+    def _leave_out(self, call: CallSpec, reports: Sequence[Report]) -> bool:
+        """Looks, where a call is new, for attributes that the script has set and no trace depends on. Collective then.
+
+        Returns:
+            Whether there are any; they do not count any more.
+        """
+        traces, keys = self._traces, {key for key, *_ in reports}
+        if self._engine is None or traces is None or (len(keys) == 1 and traces.knows(call.key())):
+            return False
+        found = self.world.gather_objects(self._guards.doubtful(), "comparing changed attributes")
+        names = set().union(*found)
+        if not names:
+            return False
+        trials = self.world.gather_objects(traces.try_without(names, call, self._guards), "comparing trials")
+        unread = set.intersection(*(unread for unread, _ in trials))
+        self._guards.note_trial(names, unread, set().union(*(read for _, read in trials)))
+        if unread and self.world.rank == 0:
+            text = "no trace depends on %s, which the script sets between calls: calls do not differ by it from now on"
+            logger.info(text, ", ".join(sorted(unread)))
+        return bool(unread)
 
     def _own_totals(self, key: str, tensors: Sequence[Tensor], num_samples: int) -> Totals | None:
         """Returns the totals of this rank's mini-batch; None: the graph is not known yet."""
