@@ -10,7 +10,7 @@ from torch import nn
 from autovaruna.checkpoint.state import Subject
 from autovaruna.config import log_settings
 from autovaruna.errors import InputError, RankError
-from autovaruna.graph.watching.mode import ModeReader
+from autovaruna.graph.guards import Guards
 from autovaruna.log import configure
 from autovaruna.parallel.acts import Acts, Digest
 from autovaruna.parallel.own_device import bring_to_own_device
@@ -58,7 +58,7 @@ class Wrapped:
         self.own_steps: OwnSteps | None = None
         self.acts = Acts()
         self.lent = Lent()
-        self.mode = ModeReader(module)
+        self.guards = Guards(module)
         self.engine: Engine | None = None
         self.num_calls = 0
         self.is_synchronising = True
@@ -122,10 +122,10 @@ class Wrapped:
         """
         if self.engine is None:
             self.settle()
-            if self.mode.attributes.replaced():
+            if self.guards.replaced():
                 self.take_state()
             return
-        if replaced := self.mode.attributes.replaced():
+        if replaced := self.guards.replaced():
             raise InputError(
                 f"Parameters of the model have been replaced after the first call: got other ones for {replaced[:5]}. "
                 "Expected the same ones, which are split over the ranks; copy numbers into them (copy_(), "
