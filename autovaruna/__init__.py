@@ -25,11 +25,10 @@ from autovaruna.errors import (
 )
 
 if _TYPE_CHECKING:
-    from autovaruna.checkpoint.load import CheckpointInfo
-    from autovaruna.checkpoint.plain import load_checkpoint
+    from autovaruna.api import AutoVaruna
+    from autovaruna.checkpoint.load import CheckpointInfo, load_checkpoint
     from autovaruna.graph.cutpoint import CutPoint
     from autovaruna.parallel.ranks import barrier, get_rank, get_world_size
-    from autovaruna.parallel.wrapper import AutoVaruna
     from autovaruna.varuna.auto_config import AutoConfig
     from autovaruna.varuna.profiler import Profiler
     from autovaruna.varuna.varuna import Varuna
@@ -63,7 +62,7 @@ __all__ = [
 
 _HOMES = {
     "AutoConfig": "autovaruna.varuna.auto_config",
-    "AutoVaruna": "autovaruna.parallel.wrapper",
+    "AutoVaruna": "autovaruna.api",
     "CheckpointInfo": "autovaruna.checkpoint.load",
     "CutPoint": "autovaruna.graph.cutpoint",
     "Profiler": "autovaruna.varuna.profiler",
@@ -71,7 +70,7 @@ _HOMES = {
     "barrier": "autovaruna.parallel.ranks",
     "get_rank": "autovaruna.parallel.ranks",
     "get_world_size": "autovaruna.parallel.ranks",
-    "load_checkpoint": "autovaruna.checkpoint.plain",
+    "load_checkpoint": "autovaruna.checkpoint.load",
 }
 
 

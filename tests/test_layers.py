@@ -20,6 +20,7 @@ ROOMS = [
     "runtime",
     "checkpoint",
     "parallel",
+    "api",
     "varuna",
     "elastic",
     "commands",
@@ -32,6 +33,7 @@ ROOM_OF_FILE = {
     "files": "config",
     "json_text": "log",
     "kinds": "config",
+    "session": "parallel",
     "settings": "config",
 }
 # What may still name what is private to torch.

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from autovaruna.graph.outputs import OutputKind, OutputSpec
 from autovaruna.runtime.batch import MicroBatch
-from autovaruna.runtime.executor import Executor
 from autovaruna.runtime.job import Job
 from autovaruna.runtime.mail import Kind, Mail, Route
 from autovaruna.runtime.worlds.world import World
@@ -24,15 +23,22 @@ class GradientExchange:
         job: The call.
         world: The ranks.
         mail: Carries tensors.
-        executor: Has the gradients of inputs.
+        made: The gradients of inputs that this rank's stages make, by (input, micro-batch).
         inputs: This rank's mini-batch.
     """
 
-    def __init__(self, job: Job, world: World, mail: Mail, executor: Executor, inputs: Mapping[str, Tensor]) -> None:
+    def __init__(
+        self,
+        job: Job,
+        world: World,
+        mail: Mail,
+        made: Mapping[tuple[str, int], Tensor | None],
+        inputs: Mapping[str, Tensor],
+    ) -> None:
         self._job = job
         self._world = world
         self._mail = mail
-        self._executor = executor
+        self._made = made
         self._inputs = inputs
         self._stage = job.split.makers
         self._gradients: dict[int, Tensor | None] = {}
@@ -105,8 +111,8 @@ class GradientExchange:
 
     def _send_input_gradient(self, place: int, name: str) -> None:
         for part in self._job.batch.micro_batches.values():
-            if (name, part.index) in self._executor.input_gradients:
-                gradient = self._executor.input_gradients[name, part.index]
+            if (name, part.index) in self._made:
+                gradient = self._made[name, part.index]
                 for receiver in self._job.batch.receivers(part):
                     self._mail.send([gradient], self._input_kind(place, name, part, receiver))
 
@@ -124,7 +130,7 @@ class GradientExchange:
     def _sum_everywhere(self, name: str) -> Tensor:
         """Sums the gradient of a tensor that is no batch over micro-batches and ranks."""
         total = torch.zeros_like(self._inputs[name])
-        for (other, _), gradient in self._executor.input_gradients.items():
+        for (other, _), gradient in self._made.items():
             if other == name and gradient is not None:
                 total.add_(gradient)
         self._world.all_reduce(total, tuple(range(self._world.num_ranks)))

@@ -1,15 +1,16 @@
 """Carries lists of tensors between the ranks of a pipeline, in order, with receives posted ahead.
 
 The first message of a kind is preceded by its layouts (`Layout`); both ends remember them, so that later ones are the
-bare numbers and can be received before they are needed.
+bare numbers and can be received before they are needed. Posting a receive takes time, too: so as a rule a rank does it
+while it waits for a message.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from time import perf_counter
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -20,6 +21,10 @@ from autovaruna.runtime.transport.base import DONE, Pending
 from autovaruna.runtime.worlds.world import World
 
 TensorList = list[Tensor | None]
+AHEAD = 3
+"""Instructions whose receives are posted before they start."""
+SMALL_AHEAD, SMALL_BYTES = 32, 1 << 20
+"""The same while a rank waits and all that is posted is known to be less than these bytes."""
 
 
 class Route(NamedTuple):
@@ -38,6 +43,20 @@ class Kind(NamedTuple):
     micro_batch_size: int
 
 
+class Parcel(NamedTuple):
+    """Tensors that travel together: the kind of their message, and their names."""
+
+    kind: Kind
+    names: tuple[str, ...]
+
+
+class Receiver(Protocol):
+    """An instruction, as far as it receives messages."""
+
+    @property
+    def receives(self) -> tuple[Parcel, ...]: ...
+
+
 _Posted = tuple[Layouts, list[Tensor], Pending, int]
 """A receive that is posted and not taken: its layouts, their memory, the message, and its bytes."""
 
@@ -49,8 +68,10 @@ class Mail:
         world: Carries the bytes.
         device: Where received tensors live.
 
-    `num_posted_bytes` is the memory of receives that are posted and not taken; `waited_seconds` is how long this rank
-    has waited for messages in all. `while_waiting` is called before it waits.
+    Attributes:
+        num_posted_bytes: memory of receives that are posted and not taken.
+        waited_seconds: how long this rank has waited for messages in all.
+        due: the first position in the program that more receives have to be posted for.
     """
 
     def __init__(self, world: World, device: torch.device) -> None:
@@ -58,17 +79,42 @@ class Mail:
         self._device = device
         self.num_posted_bytes = 0
         self.waited_seconds = 0.0
-        self.while_waiting: Callable[[], None] | None = None
+        self.due = 0
+        self._program: Sequence[Receiver] = ()
+        self._position = self._next = 0
         self._layouts: dict[Kind, Layouts] = {}
         self._brought: dict[Kind, tuple[Layout, ...]] = {}
         self._local: defaultdict[Route, deque[TensorList]] = defaultdict(deque)
         self._posted: defaultdict[Route, deque[_Posted]] = defaultdict(deque)
         self._expected: defaultdict[Route, deque[Kind]] = defaultdict(deque)
 
-    @property
-    def awaits_layouts(self) -> bool:
-        """Whether messages are expected whose layouts are not known, and so not their bytes."""
-        return any(self._expected.values())
+    def follow(self, program: Sequence[Receiver]) -> None:
+        """Takes the instructions that come, in order; posts what the first one receives and, later, what others do."""
+        self._program, self._next = program, 0
+        self.go_to(0, ahead=0)  # more once the first instruction has ended: others wait for what it sends
+
+    def go_to(self, position: int, ahead: int = AHEAD) -> None:
+        """Posts what instruction `position` of the program receives, and what the next ones do; never blocks."""
+        self._position = position
+        end = min(position + 1 + ahead, len(self._program))
+        while self._next < end:
+            self._expect_next()
+        self.due = self._next - AHEAD
+
+    def _go_ahead(self) -> None:
+        """Posts small receives of more instructions, while this rank has nothing else to do.
+
+        What is still without layouts may become large all at once.
+        """
+        end = min(self._position + 1 + SMALL_AHEAD, len(self._program))
+        while self._next < end and self.num_posted_bytes < SMALL_BYTES and not any(self._expected.values()):
+            self._expect_next()
+        self.due = self._next - AHEAD
+
+    def _expect_next(self) -> None:
+        for parcel in self._program[self._next].receives:
+            self.expect(parcel.kind)
+        self._next += 1
 
     def send(self, tensors: Sequence[Tensor | None], kind: Kind) -> Pending:
         """Starts to send tensors; they must not change until it is done. Never blocks."""
@@ -129,8 +175,7 @@ class Mail:
         if pending.is_done():
             return
         begin = perf_counter()
-        if self.while_waiting is not None:
-            self.while_waiting()
+        self._go_ahead()
         pending.wait()
         self.waited_seconds += perf_counter() - begin
 

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from autovaruna.runtime.batch import MicroBatch
 from autovaruna.runtime.job import Job
-from autovaruna.runtime.mail import Mail
-from autovaruna.runtime.traffic import Parcel
+from autovaruna.runtime.mail import Mail, Parcel
 
 
 class OwnSamples:

@@ -82,7 +82,5 @@ def publish(
         finish: Turns the gradients of `outputs` into those of `sources`; called once, and again after each backward
             that keeps the graph.
     """
-    if not any(carries):
-        return list(outputs)
     root = torch.zeros((), requires_grad=True)  # a rank without parameters takes part in backward, too
     return list(_Published.apply(finish, tuple(outputs), tuple(carries), root, *sources))  # type: ignore[attr-defined]

@@ -9,9 +9,9 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
+from autovaruna.api import AutoVaruna
 from autovaruna.errors import InputError
 from autovaruna.graph.call import describe
-from autovaruna.parallel.wrapper import AutoVaruna
 from autovaruna.runtime.worlds.on_all import on_all
 from autovaruna.runtime.worlds.world import World
 from autovaruna.varuna.batches import Inputs, loss_of, rows_of

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from autovaruna.parallel.wrapper import AutoVaruna
+from autovaruna.api import AutoVaruna
 from autovaruna.varuna.loss_scale import StepScale
 
 Gradients = Sequence[tuple[nn.Parameter, Tensor]]

@@ -10,12 +10,11 @@ from contextlib import nullcontext
 import torch
 from torch import nn
 
-from autovaruna.checkpoint.numbers import whole_number
 from autovaruna.config import resolve
 from autovaruna.errors import InputError, OrderError
+from autovaruna.kinds import whole_number
 from autovaruna.parallel.machine import describe_cluster, optimizer_factor
 from autovaruna.parallel.measuring import Subject
-from autovaruna.parallel.modes import as_in_training
 from autovaruna.profiler.cache import ProfileCache
 from autovaruna.profiler.environment import cache_of, environment
 from autovaruna.profiler.measure import Key, PartCost
@@ -23,6 +22,7 @@ from autovaruna.profiler.profile import to_profile
 from autovaruna.profiler.records import Profile
 from autovaruna.runtime.worlds.environment import get_world
 from autovaruna.runtime.worlds.on_all import on_all
+from autovaruna.session.session import as_in_training
 from autovaruna.varuna.batches import GetBatch, sample_batch
 from autovaruna.varuna.measuring import read_costs, subject_of
 from autovaruna.varuna.parts import keys_between, keys_of

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from autovaruna._torch import parse_to
+from autovaruna.api import AutoVaruna
 from autovaruna.errors import InputError
-from autovaruna.parallel.wrapper import AutoVaruna
 
 if TYPE_CHECKING:
     from typing_extensions import Self

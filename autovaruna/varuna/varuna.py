@@ -10,13 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from autovaruna.checkpoint.numbers import whole_number
+from autovaruna.api import AutoVaruna
 from autovaruna.errors import InputError, OrderError
-from autovaruna.parallel.ahead import adopt, prepare
-from autovaruna.parallel.modes import as_in_training
-from autovaruna.parallel.wrapper import AutoVaruna
+from autovaruna.kinds import whole_number
 from autovaruna.runtime.worlds.environment import get_world
 from autovaruna.runtime.worlds.world import World
+from autovaruna.session.session import as_in_training
 from autovaruna.varuna.batches import (
     GetBatch,
     check_inputs,
@@ -135,7 +134,7 @@ class Varuna(StoredModule):
         )
         with as_in_training(model), self._precision():
             sample = sample_batch(get_batch_fn, model, self.batch_size, self.device)
-            prepare(wrapped, **sample)
+            wrapped._session.prepare((), sample)
         return wrapped
 
     def _precision(self) -> Any:
@@ -172,7 +171,7 @@ class Varuna(StoredModule):
             InputError: the optimizer has other parameters.
         """
         self._drop_placeholder(optimizer)
-        adopt(self.model, optimizer)
+        self.model._session.adopt(optimizer)
         if self._scale is not None:
             self._scale.configure(loss_scale, init_loss_scale, min_loss_scale)
         self.optimizer = optimizer

@@ -79,7 +79,7 @@ def train_in(
         return AutoVaruna(*given, scaler=way.scaler(), **settings)
 
     def run(wrapped: AutoVaruna, optimizer: torch.optim.Optimizer, rank: int) -> Trained:
-        record, scales = loop(way, case, wrapped, optimizer, wrapped._scaler, batches)
+        record, scales = loop(way, case, wrapped, optimizer, wrapped._session._scaler, batches)
         return Trained(with_state(record, wrapped), scales)
 
     results = on_ranks(

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from autovaruna import AutoVaruna, TraceError
 from autovaruna.graph.call import InputSpec
 from autovaruna.runtime.batch import GlobalBatch, MicroBatch
-from autovaruna.runtime.given_whole import given_whole
+from autovaruna.runtime.step_runner import given_whole
 from tests.parallel.training import QUIET, Setup, on_ranks
 from tests.reference import Record, compare, gradients_of, sgd
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from autovaruna import AutoVaruna
-from autovaruna.runtime.executor import Executor
+from autovaruna.runtime.step_runner import StepRunner
 from tests.parallel.training import QUIET
 
 
@@ -25,9 +25,9 @@ class Classifier(nn.Module):
         return {"loss": nn.functional.cross_entropy(scores, y), "scores": scores}
 
 
-def executors() -> list[Executor]:
+def step_runners() -> list[StepRunner]:
     """Returns all that are alive in this process."""
-    return [each for each in gc.get_objects() if type(each) is Executor]
+    return [each for each in gc.get_objects() if type(each) is StepRunner]
 
 
 @pytest.mark.parametrize("loss_mode", ["loss", "outputs"])
@@ -38,11 +38,11 @@ def test_a_step_leaves_nothing_to_the_garbage_collector(loss_mode: str) -> None:
     x, y = torch.randn(6, 4), torch.randint(3, (6,))
     for _ in range(2):
         gc.collect()
-        before = {id(each) for each in executors()}  # threads of an earlier test may still be ending
+        before = {id(each) for each in step_runners()}  # threads of an earlier test may still be ending
         gc.disable()
         try:
             wrapped(x, y)["loss"].backward()
-            left = [each for each in executors() if id(each) not in before]
+            left = [each for each in step_runners() if id(each) not in before]
         finally:
             gc.enable()
     assert not left

@@ -53,14 +53,14 @@ def test_an_optimizer_that_unscales_itself_is_scaled_too() -> None:
 def test_overflow_on_one_rank_skips_the_step_on_all(setup: str) -> None:
     def run(model: Any, optimizer: Any, rank: int) -> tuple[float, list[bool]]:
         loss = model(*BATCHES[0][0], **BATCHES[0][1])
-        model._scaler.scale(loss).backward()
+        model._session._scaler.scale(loss).backward()
         before = [parameter.detach().clone() for parameter in held(model).values()]
         if rank == 1:
             next(iter(held(model).values())).grad.view(-1)[0] = torch.inf
-        model._scaler.step(optimizer)
-        model._scaler.update()
+        model._session._scaler.step(optimizer)
+        model._session._scaler.update()
         kept = [torch.equal(old, new) for old, new in zip(before, held(model).values(), strict=True)]
-        return model._scaler.get_scale(), kept
+        return model._session._scaler.get_scale(), kept
 
     results = on_ranks(SETUPS[setup], CASE.model(), run, wrap=scaled)
     assert {scale for scale, _ in results} == {2.0**11}
@@ -95,7 +95,7 @@ def scaled_gradient(setup: Setup, num_scalers: int, wrap: Any = AutoVaruna) -> T
         scalers = [HALF.scaler() for _ in range(num_scalers)]
         with HALF.around():
             loss = model(*BATCHES[0][0], **BATCHES[0][1])
-        (model._scaler or scalers[0]).scale(loss).backward()
+        (model._session._scaler or scalers[0]).scale(loss).backward()
         return torch.cat([parameter.grad.view(-1) for parameter in held(model).values()])
 
     gc.collect()
