@@ -367,7 +367,7 @@ class Session:
             wrapped.of_model,
             None if self._number_of_copy else preparation.event_trace(),
         )
-        wrapped.mode.settle()
+        wrapped.guards.settle()
 
     def _seed(self, number: int) -> int:
         """Returns what random nodes draw from: a copy draws other numbers, as it would in plain PyTorch."""

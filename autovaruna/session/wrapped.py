@@ -41,7 +41,7 @@ class Wrapped:
         own_steps: cuts the optimizer's steps down to this rank's part.
         acts: what the script has done with both.
         lent: what the script was given to write into.
-        mode: reads what a trace depends on besides inputs.
+        guards: reads what a trace depends on besides inputs.
         engine: runs calls; None: the model is whole yet.
         num_calls: calls of the model so far.
         is_synchronising: whether gradients are summed over ranks now.
