@@ -105,7 +105,7 @@ try:
         (torch.ops.aten.mul.Tensor, ("_schema", "_overloadpacket", "_op")),
         (torch.fx.Graph(), ("_codegen", "_root")),
         (torch.amp.GradScaler, ("_unscale_grads_",)),
-        (torch.nn.utils.clip_grad, ("_get_total_norm", "_clip_grads_with_norm_", "_device_has_foreach_support")),
+        (torch.nn.utils.clip_grad, ("_get_total_norm", "_clip_grads_with_norm_")),
     ):
         for _name in _names:
             getattr(_sample, _name)
