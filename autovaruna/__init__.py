@@ -26,8 +26,7 @@ from autovaruna.errors import (
 
 if _TYPE_CHECKING:
     from autovaruna.api import AutoVaruna
-    from autovaruna.checkpoint.load import CheckpointInfo
-    from autovaruna.checkpoint.plain import load_checkpoint
+    from autovaruna.checkpoint.load import CheckpointInfo, load_checkpoint
     from autovaruna.graph.cutpoint import CutPoint
     from autovaruna.parallel.ranks import barrier, get_rank, get_world_size
     from autovaruna.varuna.auto_config import AutoConfig
@@ -71,7 +70,7 @@ _HOMES = {
     "barrier": "autovaruna.parallel.ranks",
     "get_rank": "autovaruna.parallel.ranks",
     "get_world_size": "autovaruna.parallel.ranks",
-    "load_checkpoint": "autovaruna.checkpoint.plain",
+    "load_checkpoint": "autovaruna.checkpoint.load",
 }
 
 

@@ -21,7 +21,6 @@ logger = logging.getLogger("autovaruna.graph")
 
 # Modules that are known by their names alone.
 FUNCTORCH = "torch._functorch"  # functions that transform others, as vmap
-DECOMPOSITIONS_FOR_JVP = "torch._decomp.decompositions_for_jvp"
 FAKE_TENSORS = "torch._subclasses.fake_tensor"
 EXPORT = "torch.export._trace"
 
@@ -41,7 +40,6 @@ def _missing(error: ImportError | AttributeError) -> ImportError:
 try:
     import torch._subclasses.fake_tensor
     import torch._subclasses.functional_tensor
-    import torch.fx.graph
     import torch.nn.utils.clip_grad
     import torch.utils._python_dispatch
     import torch.utils._pytree
@@ -69,11 +67,11 @@ try:
     _FAKE = torch._C._TorchDispatchModeKey.FAKE
 
     # What is known of a tensor besides its numbers.
-    TensorBase = torch._C.TensorBase  # has the descriptors of its attributes, as ``data``
-    dispatch_keys = torch._C._dispatch_keys
-    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
     preserve_version_counter = torch.autograd.grad_mode._unsafe_preserve_version_counter  # to write unseen by autograd
     swap_tensors: Any = torch._C._swap_tensor_impl  # torch.utils.swap_tensors refuses what the graph of a step holds
+
+    pack_by_lengths: Any = torch._VF._pack_padded_sequence  # packs what ``pack_padded_sequence`` has put in order
+    all_true = Tensor._is_all_true  # what torch's own checks of tensors ask
 
     # Autograd, from within.
     run_backward = torch.autograd.graph._engine_run_backward  # from edges of its graph, not from tensors
@@ -93,7 +91,6 @@ try:
     NormBase = torch.nn.modules.batchnorm._NormBase
     parse_to: Any = torch._C._nn._parse_to  # the arguments of ``module.to``
     foreach_mul_ = torch._foreach_mul_  # of many tensors at once
-    PyTreeCodeGen = torch.fx.graph._PyTreeCodeGen
 
     # Sizes that are symbols.
     check = torch._check  # adds what must hold
@@ -109,7 +106,6 @@ try:
         (torch.fx.Graph(), ("_codegen", "_root")),
         (torch.amp.GradScaler, ("_unscale_grads_",)),
         (torch.nn.utils.clip_grad, ("_get_total_norm", "_clip_grads_with_norm_", "_device_has_foreach_support")),
-        (torch._subclasses.fake_tensor.FakeTensorConverter, ("_get_memo",)),
     ):
         for _name in _names:
             getattr(_sample, _name)

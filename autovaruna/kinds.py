@@ -7,7 +7,9 @@ import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Any, NoReturn, SupportsIndex
+
+from autovaruna.errors import InputError
 
 _BOOLEANS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -35,6 +37,24 @@ class Kind:
 def at_home(path: str | os.PathLike[str]) -> str:
     """Returns a path with the user's directory in place of ``~``, which shells leave alone in ``--option=~/file``."""
     return os.path.expanduser(os.fspath(path))
+
+
+def is_whole(value: Any) -> bool:
+    """Says whether something is a whole number, of whatever type: also 4.0, as divisions give it."""
+    if isinstance(value, float):
+        return value.is_integer()
+    return isinstance(value, SupportsIndex) and not isinstance(value, bool)
+
+
+def whole_number(name: str, value: Any, least: int = 1) -> int:
+    """Returns a whole number that a script gives.
+
+    Raises:
+        InputError: it is none, or below `least`.
+    """
+    if not is_whole(value) or value < least:
+        raise InputError(f"{name} is {value!r}; expected a whole number from {least} on.")
+    return int(value)
 
 
 def count(minimum: int = 0) -> Kind:

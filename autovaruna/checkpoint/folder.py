@@ -1,4 +1,4 @@
-"""Names the checkpoints of a run: each step has a folder of its own, which appears when it is complete.
+"""The folder of a run's checkpoints: each step has a folder of its own, which appears when it is complete.
 
 root/
   step-00000300/       complete: it has a manifest
@@ -7,26 +7,33 @@ root/
   .step-00000400.x7ab/ on its way, or left behind by a run that was killed
 
 So names alone say which is the newest, whatever clocks say, and a damaged file changes nothing about that.
+
+A job locks the folder that it saves to, and, with a lock that many may have, the one that it loads from. The system
+takes locks away when a job dies: a folder on its way without a lock has been left behind. Where a file system has no
+locks, folders count as left behind.
 """
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
 import re
 import secrets
 import shutil
-from contextlib import ExitStack
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from autovaruna.checkpoint.claim import claim, in_turn, is_claimed, sole_claim
-from autovaruna.checkpoint.manifest import MANIFEST, sync_folder
+from autovaruna.checkpoint.manifest import MANIFEST
 
 logger = logging.getLogger(__name__)
 
 _COMPLETE = re.compile(r"step-(\d{8,})(?:\.branch(\d+))?(?:\.(\d+))?")
 _PARTIAL = re.compile(r"\.step-\d{8,}\.[0-9a-f]{8}")
+_PATIENCE_SECONDS = 5.0
 
 
 @dataclass(frozen=True, order=True)
@@ -60,23 +67,25 @@ def saved_in(root: Path) -> list[Saved]:
     return sorted(found, reverse=True)
 
 
-def begin(root: Path, step: int, claims: ExitStack) -> Path:
+def begin(root: Path, step: int, locks: ExitStack) -> Path:
     """Makes the folder that a checkpoint is written to, and removes what killed runs have left behind.
 
     Args:
         root: Where checkpoints are.
         step: Its step.
-        claims: Gets the claim on the folder.
+        locks: Gets the lock on the folder.
 
     Raises:
         OSError: it cannot be made.
     """
     root.mkdir(parents=True, exist_ok=True)
-    with in_turn(root):
-        remove_partial(root)
+    with lock(root, waits=True):
+        for entry in os.scandir(root):
+            if _PARTIAL.fullmatch(entry.name) and not remove_unlocked(Path(entry.path)):
+                logger.warning("another job is saving a checkpoint to %s, too: %s", root, entry.name)
         path = _partial_path(root, step)
         path.mkdir()
-        claims.enter_context(claim(path))
+        locks.enter_context(lock(path))
     return path
 
 
@@ -84,23 +93,34 @@ def _partial_path(root: Path, step: int) -> Path:
     return root / f".step-{step:08d}.{secrets.token_hex(4)}"
 
 
-def remove_partial(root: Path) -> None:
-    """Removes checkpoints that were never completed."""
-    for entry in os.scandir(root):
-        if _PARTIAL.fullmatch(entry.name) and is_claimed(Path(entry.path)):
-            logger.warning("another job is saving a checkpoint to %s, too: %s", root, entry.name)
-        elif _PARTIAL.fullmatch(entry.name):
-            shutil.rmtree(entry.path, ignore_errors=True)
+def remove_unlocked(path: Path) -> bool:
+    """Removes a folder that no process has locked; returns False if one has."""
+    try:
+        with lock(path) as is_alone:
+            if is_alone:
+                shutil.rmtree(path, ignore_errors=True)
+            return is_alone
+    except OSError:
+        return True  # it has gone
 
 
 def finish(partial: Path, step: int) -> Path:
     """Gives a checkpoint, all of which is on the disk, its name: from now on it is there. Returns its folder."""
     root = partial.parent
-    with in_turn(root):
+    with lock(root, waits=True):
         path = _next(root, step)
         os.rename(partial, path)
     sync_folder(root)
     return path
+
+
+def sync_folder(path: Path) -> None:
+    """Makes sure that the names in a folder are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _next(root: Path, step: int) -> Path:
@@ -121,17 +141,17 @@ def remove_old(newest: Path, keep: int | None) -> None:
     others = [saved for saved in every if saved.step != step]
     doomed = [saved for saved in every if saved.step == step]
     for saved in doomed + (others[keep - 1 :] if keep else []):
-        remove(saved)
+        _remove(saved)
 
 
-def remove(saved: Saved) -> None:
+def _remove(saved: Saved) -> None:
     """Removes a checkpoint: its name first, so that what is left is never taken for a complete one.
 
     One that somebody reads stays until another is saved.
     """
     doomed = _partial_path(saved.path.parent, saved.step)
     try:
-        with sole_claim(saved.path) as is_alone:
+        with lock(saved.path) as is_alone:
             if not is_alone:
                 return
             os.rename(saved.path, doomed)
@@ -141,3 +161,52 @@ def remove(saved: Saved) -> None:
         logger.warning("the old checkpoint %s cannot be removed: %s", saved.path, error.strerror)
         return
     shutil.rmtree(doomed, ignore_errors=True)
+
+
+@contextmanager
+def lock(path: Path, waits: bool = False) -> Iterator[bool]:
+    """Locks a folder, after all others are done if `waits`; else says whether nobody else has it locked.
+
+    Raises:
+        OSError: it is not there.
+    """
+    with _opened(path) as descriptor:
+        yield _lock(descriptor, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
+
+
+@contextmanager
+def lock_to_read(path: Path) -> Iterator[None]:
+    """Keeps a folder from being removed while it is read.
+
+    Raises:
+        FileNotFoundError: it is not there, or somebody is just removing it.
+    """
+    with _opened(path) as descriptor:
+        deadline = time.monotonic() + _PATIENCE_SECONDS
+        while not _lock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB) and time.monotonic() < deadline and path.exists():
+            time.sleep(0.01)  # it is being removed, or has just been completed
+        if not (path.exists() and os.path.samestat(os.stat(path), os.fstat(descriptor))):
+            raise FileNotFoundError(f"{path} has been removed")
+        yield
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[int]:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        yield descriptor
+    finally:
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_UN)  # closing leaves it to processes that were forked meanwhile
+        os.close(descriptor)
+
+
+def _lock(descriptor: int, how: int) -> bool:
+    """Locks an open folder; returns False if another has it locked."""
+    try:
+        fcntl.flock(descriptor, how)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True  # no locks here
+    return True

@@ -1,25 +1,31 @@
-"""Loads a rank's part of a checkpoint: first everything is compared, then everything is read."""
+"""Loads a rank's part of a checkpoint: first everything is compared, then everything is read.
+
+`load_checkpoint` loads one into plain PyTorch, on one process without AutoVaruna.
+"""
 
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from autovaruna.checkpoint.base_model import by_names_of
 from autovaruna.checkpoint.document import decode
-from autovaruna.checkpoint.dtypes import can_become
 from autovaruna.checkpoint.optimizer_state import check_optimizer, load_optimizer
-from autovaruna.checkpoint.read import Reader, read_all, read_new
-from autovaruna.checkpoint.source import Source
-from autovaruna.checkpoint.subject import Subject
-from autovaruna.checkpoint.tensor_file import Entry
+from autovaruna.checkpoint.source import Source, choose
+from autovaruna.checkpoint.state import Subject
+from autovaruna.checkpoint.tensor_file import Entry, Reader, can_become, read_all, read_new
 from autovaruna.errors import CheckpointError
+from autovaruna.runtime.optimizers.optimizer import CutOptimizer
+from autovaruna.runtime.weights.materialize import materialize
+from autovaruna.runtime.weights.placement import OwnedState
+from autovaruna.runtime.worlds.in_process import single_world
 
 _MOST_NAMES = 8
 
@@ -60,12 +66,12 @@ class Loading:
         Raises:
             CheckpointError: names are missing or not expected, shapes or dtypes differ, or the optimizer is another.
         """
-        self.source = by_names_of(self.source, subject.model, subject.tensors())
+        self.source = _by_names_of(self.source, subject)
         problems = self._misfits(subject, is_strict)
         optimizer = self.state.get("optimizer")
         if subject.optimizer is not None and optimizer is not None:
             subject.optimizer.check()
-            problems += check_optimizer(subject.optimizer, optimizer, lambda name: _first(subject, name))
+            problems += check_optimizer(subject.optimizer, optimizer, subject.first)
         for name, part in (("scaler", scaler), ("lr_scheduler", lr_scheduler)):
             if part is not None and name not in self.state:
                 problems.append(f"it was saved without {name}=")
@@ -116,7 +122,7 @@ class Loading:
                 continue
             if entry.dtype == taken.dtype and torch.equal(read_new(entry), read_new(taken)):
                 continue
-            found.append((name, next(each for each, its in self.source.weights.items() if its == taken)))
+            found.append((name, taken.name))
         return found
 
     def load_weights(self, subject: Subject) -> None:
@@ -135,7 +141,7 @@ class Loading:
             state = self.state.get("optimizer_state", {}) if with_state else {}
             dtypes = {name: entry.dtype for name, entry in self.names(subject).items()}
             reader = Reader(self.source.others)
-            load_optimizer(subject, known, state, lambda name: _first(subject, name), reader, dtypes)
+            load_optimizer(subject.optimizer, subject.state, known, state, subject.first, reader, dtypes)
 
     def load_rest(self, rank: int, scaler: Any = None, lr_scheduler: Any = None) -> CheckpointInfo:
         """Gives scaler, schedule and generators their states, and returns the rest."""
@@ -181,10 +187,6 @@ class Loading:
         return problems
 
 
-def _first(subject: Subject, name: str) -> str:
-    return subject.state.first_name.get(name, name)
-
-
 def _some(names: Iterable[str], between: str = ", ") -> str:
     every = list(names)
     more = f" and {len(every) - _MOST_NAMES} more" if len(every) > _MOST_NAMES else ""
@@ -199,3 +201,79 @@ def _hint(missing: Sequence[str], unexpected: Sequence[str]) -> str:
         if begins and {f"{begins[0]}{name}" for name in shorter} == set(longer):
             return f" (it {words} {begins[0]!r} in front of each name: rename them in the file)"
     return ""
+
+
+def _by_names_of(source: Source, subject: Subject) -> Source:
+    """Returns a source whose weights have the model's names, where they differ by the name of a base model alone.
+
+    A model of the library transformers with a head holds a base model under a name, its ``base_model_prefix``. A file
+    may be of either, as in that library: names of the one begin with it, names of the other do not.
+    """
+    base, names = getattr(subject.model, "base_model_prefix", ""), subject.tensors()
+    if not isinstance(base, str) or not base or source.state is not None:
+        return source
+    begin = f"{base}."
+    is_with_head = any(name.startswith(begin) for name in names)
+    if is_with_head == any(name.startswith(begin) for name in source.weights):
+        return source
+
+    def renamed(name: str) -> str:
+        if is_with_head:
+            return begin + name if name not in names and begin + name in names else name
+        return name.removeprefix(begin)
+
+    return replace(
+        source,
+        weights={renamed(name): entry for name, entry in source.weights.items()},
+        ties={renamed(name): renamed(kept) for name, kept in source.ties.items()},
+    )
+
+
+def load_checkpoint(
+    dir: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    step: int | str = "latest",
+    scaler: Any = None,
+    lr_scheduler: Any = None,
+    strict: bool = True,
+) -> CheckpointInfo:
+    """Loads a checkpoint into a plain model, on this process alone.
+
+    Args:
+        dir: A folder of checkpoints, one of them, a Hugging Face folder, or a safetensors file.
+        model: The model; parameters on ``meta`` get memory on the host.
+        optimizer: Its optimizer.
+        step: The step, or ``"latest"``: the newest that is intact.
+        scaler: A GradScaler.
+        lr_scheduler: A schedule of the learning rate.
+        strict: Whether every name of the model, and no other, must be there.
+
+    Returns:
+        What was saved beside the weights.
+
+    Raises:
+        CheckpointError: there is none that is intact, or it does not fit; nothing has been changed.
+    """
+    world = single_world()
+    state = OwnedState(model)
+    names = {id(state.tensor(name)): name for name in state.places}
+    subject = Subject(world, state, optimizer=None if optimizer is None else CutOptimizer(optimizer, names))
+    with ExitStack() as locks:
+        loading = Loading(choose(world, dir, step, locks))
+        loading.check(subject, strict, scaler, lr_scheduler)
+        loading.remark(subject, scaler=scaler, lr_scheduler=lr_scheduler)
+        load_all(loading, subject, torch.device("cpu"))
+        return loading.load_rest(world.rank, scaler, lr_scheduler)
+
+
+def load_all(loading: Loading, subject: Subject, device: torch.device) -> None:
+    """Loads weights and optimizer where one process has the whole model; what is on ``meta`` gets memory."""
+    state = subject.state
+    if any(state.tensor(name).is_meta for name in state.places):
+        materialize(state, state.places, device, 0, given=loading.names(subject))
+        if subject.optimizer is not None:
+            subject.optimizer.cut(state.parameters())
+    loading.load_weights(subject)
+    loading.load_optimizer(subject)

@@ -9,14 +9,11 @@ import torch
 from torch import Tensor
 
 from autovaruna.checkpoint.document import Json, decode, encode
-from autovaruna.checkpoint.read import Reader
-from autovaruna.checkpoint.subject import Subject
+from autovaruna.checkpoint.tensor_file import Reader
 from autovaruna.errors import CheckpointError
 from autovaruna.runtime.optimizers.optimizer import CutOptimizer
 from autovaruna.runtime.optimizers.own_part import own_of
-
-STATE_PREFIX = "optimizer.state."
-"""What the names of tensors begin with that change in the optimizer's step alone."""
+from autovaruna.runtime.weights.placement import OwnedState
 
 
 def encode_groups(optimizer: CutOptimizer, tensors: dict[str, Tensor]) -> Json:
@@ -34,7 +31,7 @@ def encode_groups(optimizer: CutOptimizer, tensors: dict[str, Tensor]) -> Json:
 
 
 def encode_state(
-    optimizer: CutOptimizer, subject: Subject, wanted: Callable[[str], bool], tensors: dict[str, Tensor]
+    optimizer: CutOptimizer, state: OwnedState, wanted: Callable[[str], bool], tensors: dict[str, Tensor]
 ) -> dict[str, Json]:
     """Returns the state of the wanted parameters that this rank holds, by first name.
 
@@ -44,9 +41,9 @@ def encode_state(
     optimizer.check()
     own = optimizer.own_state()
     places = [place for group in own["param_groups"] for place in group["params"]]
-    names = _own_names(optimizer, subject)
+    names = _own_names(optimizer, state)
     return {
-        name: encode(own["state"][place], f"{STATE_PREFIX}{name}", tensors)
+        name: encode(own["state"][place], f"optimizer.state.{name}", tensors)
         for place, name in zip(places, names, strict=True)
         if place in own["state"] and wanted(name)
     }
@@ -74,7 +71,8 @@ def check_optimizer(optimizer: CutOptimizer, known: Mapping[str, Any], first_of:
 
 
 def load_optimizer(
-    subject: Subject,
+    optimizer: CutOptimizer,
+    weights: OwnedState,
     known: Mapping[str, Any],
     state: Mapping[str, Json],
     first_of: Callable[[str], str],
@@ -86,31 +84,32 @@ def load_optimizer(
     State that it has is overwritten where it is, so that there is no second copy.
 
     Args:
-        subject: Whose optimizer.
+        optimizer: The optimizer.
+        weights: The parameters by name.
         known: Class and groups, as `encode_groups` returned them.
         state: State by name; empty: options alone.
         first_of: Turns a saved name into the first name of this model.
         reader: Reads tensors.
         dtypes: Those of the saved weights, by first name.
     """
-    assert subject.optimizer is not None
-    optimizer = subject.optimizer.optimizer
     by_first = {first_of(name): content for name, content in state.items()}
     own: dict[int, Any] = {}
     groups: list[dict[str, Any]] = []
-    every = _own_names(subject.optimizer, subject)
+    every = _own_names(optimizer, weights)
     names = iter(every)
-    for given, group in zip(known["param_groups"], optimizer.param_groups, strict=True):
+    for given, group in zip(known["param_groups"], optimizer.optimizer.param_groups, strict=True):
         options = decode({key: value for key, value in given.items() if key != "params"}, reader.tensor)
         start, parameters = sum(len(each["params"]) for each in groups), own_of(group["params"])
         for place, parameter in enumerate(parameters, start):
             name = next(names)
             if name in by_first:
-                own[place] = _decode_state(by_first[name], optimizer.state.get(parameter, {}), parameter, reader)
+                own[place] = _decode_state(
+                    by_first[name], optimizer.optimizer.state.get(parameter, {}), parameter, reader
+                )
         groups.append({**options, "params": list(range(start, start + len(parameters)))})
     reader.fill()
-    subject.optimizer.load_own({"state": own, "param_groups": groups})
-    _keep_dtypes(optimizer, own, [dtypes.get(name) for name in every])
+    optimizer.load_own({"state": own, "param_groups": groups})
+    _keep_dtypes(optimizer.optimizer, own, [dtypes.get(name) for name in every])
 
 
 def _decode_state(given: Json, now: Mapping[str, Any], parameter: Tensor, reader: Reader) -> Any:
@@ -135,9 +134,9 @@ def _keep_dtypes(optimizer: Any, own: Mapping[int, Any], saved: Sequence[torch.d
                 now[key] = value.to(now[key].device)
 
 
-def _own_names(optimizer: CutOptimizer, subject: Subject) -> list[str]:
+def _own_names(optimizer: CutOptimizer, state: OwnedState) -> list[str]:
     """Returns the first names of this rank's parameters in the groups as they are now, in order."""
-    names = {id(subject.state.tensor(name)): name for name in subject.state.places}
+    names = {id(state.tensor(name)): name for name in state.places}
     own = [names.get(id(each)) for group in optimizer.optimizer.param_groups for each in own_of(group["params"])]
     if None in own:
         raise CheckpointError(

@@ -1,22 +1,34 @@
-"""Opens what weights can be loaded from: our checkpoints, folders as Hugging Face's tools write them, single files."""
+"""Finds what is loaded: the newest checkpoint that is intact, a folder of Hugging Face's tools, or a single file."""
 
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Mapping
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from autovaruna.checkpoint.commit import INDEX, STATE, STATE_VERSION
-from autovaruna.checkpoint.manifest import MANIFEST, read_manifest
-from autovaruna.checkpoint.state_shape import check_state
+from autovaruna.checkpoint.collective import different_requests, on_first, place_of, together
+from autovaruna.checkpoint.folder import Saved, lock_to_read, saved_in
+from autovaruna.checkpoint.manifest import MANIFEST, NotDamagedError, read_manifest
 from autovaruna.checkpoint.tensor_file import Entry, read_header
 from autovaruna.errors import CheckpointError
 from autovaruna.json_text import parse
+from autovaruna.kinds import is_whole
+from autovaruna.runtime.worlds.on_all import gather_on_all
+from autovaruna.runtime.worlds.world import World
 
+INDEX = "model.safetensors.index.json"
+STATE = "state.json"
 SINGLE = "model.safetensors"
 OTHERS = "state-*.safetensors"
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -38,6 +50,92 @@ class Source:
     state: Mapping[str, Any] | None = None
 
 
+def choose(world: World, root: str | os.PathLike[str], step: int | str, locks: ExitStack) -> Source:
+    """Returns a checkpoint that is intact; the ranks share the checking. Collective.
+
+    Args:
+        world: The ranks.
+        root: A folder of checkpoints, one of them, a Hugging Face folder, or a safetensors file.
+        step: The step, or ``"latest"``: the newest that is intact.
+        locks: Keeps another job that saves from removing the checkpoint, until it is closed.
+
+    Raises:
+        CheckpointError: there is none, and what is damaged, and how; or the ranks ask for different ones.
+    """
+    path = Path(place_of(root))
+    step = int(step) if is_whole(step) else step
+    if found := different_requests(world, str(path), {"step": repr(step)}, "looking for checkpoints"):
+        raise CheckpointError(f"The ranks load different checkpoints: {found}. Expected the same on every rank.")
+    known: dict[Path, list[str]] = {}
+    while True:
+        chosen = on_first(world, lambda: _next_best(path, step, known, locks), "looking for checkpoints")
+        if chosen is None:
+            return together(world, lambda: open_source(path), "opening a checkpoint")
+        every = gather_on_all(world, partial(_damages, chosen, world), "checking a checkpoint", waits=True)
+        known[chosen] = list(dict.fromkeys(damage for of_rank in every for damage in of_rank))
+        if not known[chosen]:
+            return together(world, partial(open_source, chosen), "opening a checkpoint")
+
+
+def _next_best(path: Path, step: int | str, known: Mapping[Path, Sequence[str]], locks: ExitStack) -> Path | None:
+    """Returns the best checkpoint that is not known to be damaged, locked; None: none is ours.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    locks.close()
+    while True:
+        candidates = _candidates(path, step)
+        if candidates is None and not known:
+            return None
+        left = [saved.path for saved in candidates or () if saved.path not in known]
+        if not left:
+            raise CheckpointError(
+                f"No checkpoint in {path} can be loaded: {'; '.join(chain.from_iterable(known.values()))}. Nothing has "
+                "been changed; load an earlier step, or copy the damaged file again from where it is intact."
+            )
+        try:
+            locks.enter_context(lock_to_read(left[0]))
+        except FileNotFoundError:
+            continue  # another job has just saved a newer one, and removed this
+        except OSError as error:
+            logger.debug("%s cannot be locked: %s", left[0], error)
+        if known and step == "latest":
+            logger.warning("%s; going back to an earlier checkpoint", "; ".join(list(known.values())[-1]))
+        return left[0]
+
+
+def _candidates(path: Path, step: int | str) -> list[Saved] | None:
+    """Returns the checkpoints in question, the best first; None: `path` is none of our folders."""
+    if step != "latest" and (not isinstance(step, int) or isinstance(step, bool)):
+        raise CheckpointError(f"step is {step!r}; expected a number, or 'latest'.")
+    if path.is_dir() and (path / MANIFEST).exists():
+        own = Saved(0, read_manifest(path).step, 0, path)
+        if step not in ("latest", own.step):
+            raise CheckpointError(f"{path} is of step {own.step}; got a request for step {step}.")
+        return [own]
+    try:
+        every = saved_in(path) if path.is_dir() else []
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}. Expected a folder of checkpoints.") from error
+    if step == "latest":
+        return every or None
+    wanted = [saved for saved in every if saved.step == step]
+    if not wanted:
+        steps = ", ".join(str(saved.step) for saved in reversed(every)) or "none"
+        raise CheckpointError(f"There is no checkpoint of step {step} in {path}; complete ones are: {steps}.")
+    return wanted
+
+
+def _damages(path: Path, world: World) -> list[str]:
+    try:
+        return read_manifest(path).damages(path, world.rank, world.num_ranks)
+    except NotDamagedError:
+        raise  # an earlier one would do instead, and those that follow would in time take its place
+    except CheckpointError as error:
+        return [str(error).rstrip(".")]
+
+
 def open_source(path: Path) -> Source:
     """Opens a checkpoint of ours, a Hugging Face folder, or a safetensors file; reads headers alone.
 
@@ -47,7 +145,7 @@ def open_source(path: Path) -> Source:
     if path.is_file():
         return _from_files(path, [path])
     if (path / MANIFEST).exists():
-        return _from_index(path)
+        return _own(path)
     if (path / STATE).exists() and any(path.glob(OTHERS)):
         raise CheckpointError(
             f"{path / MANIFEST} is missing, so that nobody can say whether the checkpoint is complete. Load another, "
@@ -65,48 +163,31 @@ def open_source(path: Path) -> Source:
     )
 
 
+def _own(path: Path) -> Source:
+    source, state = _from_index(path), _json(path / STATE)
+    others: dict[str, Entry] = {}
+    for name in fnmatch.filter(read_manifest(path).files, OTHERS):
+        others |= read_header(path / name)[0]
+    return Source(path, source.weights, others, state["ties"], state)
+
+
 def _from_index(path: Path) -> Source:
     index = _json(path / INDEX)
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         raise CheckpointError(f"{path / INDEX} has no weight_map; expected the file of each weight, by name.")
     names = list(dict.fromkeys(weight_map.values()))
-    known = read_manifest(path).files if (path / MANIFEST).exists() else None
-    outside = [name for name in names if (_is_outside(name) if known is None else name not in known)]
-    if outside:
+    if outside := [name for name in names if Path(name).is_absolute() or ".." in Path(name).parts]:
         raise CheckpointError(
             f"{path / INDEX} tells of {outside[0]!r}, which is no file of {path}; expected names of files in that "
             "folder. Nothing outside it is read."
         )
     source = _from_files(path, [path / name for name in names])
-    absent = [name for name, file in weight_map.items() if name not in source.weights]
-    if absent:
+    if absent := [name for name in weight_map if name not in source.weights]:
         raise CheckpointError(
             f"{path / INDEX} tells of {', '.join(absent[:3])} in {weight_map[absent[0]]}, which has no such tensor."
         )
-    if known is None:
-        return source
-    state = _state(path / STATE)
-    others: dict[str, Entry] = {}
-    for name in fnmatch.filter(known, OTHERS):
-        others |= read_header(path / name)[0]
-    check_state(path / STATE, state, others)
-    return Source(path, source.weights, others, state["ties"], state)
-
-
-def _is_outside(name: str) -> bool:
-    return Path(name).is_absolute() or ".." in Path(name).parts
-
-
-def _state(path: Path) -> dict[str, Any]:
-    state = _json(path)
-    version = state.get("format_version") if isinstance(state, dict) else None
-    if version != STATE_VERSION:
-        raise CheckpointError(
-            f"{path} has format_version {version}; expected {STATE_VERSION}. Load it with the version of autovaruna "
-            "that wrote it."
-        )
-    return dict(state)
+    return source
 
 
 def _from_files(path: Path, files: list[Path]) -> Source:

@@ -1,23 +1,58 @@
-"""Reads the headers of safetensors files; a rank then reads its own tensors straight into their place.
+"""Safetensors files: lays out those that are to be written, and reads those that are there, several tensors at a time.
 
-The format is that of https://github.com/huggingface/safetensors, whose library reads what `layout` lays out.
+The format is that of https://github.com/huggingface/safetensors: the length of a header, the header in JSON, then the
+bytes of each tensor, without gaps. That library checks the headers of files that are read. The bytes are moved here:
+they are summed on their way to the disk, and read straight into a model's memory.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
+import json
+import os
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
-from autovaruna.checkpoint.dtypes import NOTE, original
+from autovaruna.checkpoint.manifest import num_threads
 from autovaruna.errors import CheckpointError
-from autovaruna.json_text import parse
 
-_MAX_HEADER_BYTES = 1 << 30
+NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+"""What safetensors calls the dtypes that every version of it has; others are kept as their bytes."""
+DTYPES = {name: dtype for dtype, name in NAMES.items()} | {"C64": torch.complex64}
+NOTE = "autovaruna.dtypes"
+"""Where the header notes the dtypes of tensors that are kept as bytes, as JSON by name."""
+METADATA = {"format": "pt"}
+"""What the library transformers wants to read in the header of a file."""
+
+PIECE_BYTES = 16 << 20
+"""Most bytes that are read at once; tensors that are not on the host go through as much memory of it."""
+
+Rows = Sequence[Tensor]
+"""The bytes of a file, in order: tensors of uint8 with one dimension, anywhere."""
 
 
 @dataclass(frozen=True)
@@ -25,6 +60,7 @@ class Entry:
     """Where the bytes of a tensor are.
 
     Attributes:
+        name: of the tensor.
         path: the file.
         offset: first byte of the tensor in it.
         num_bytes: how many bytes.
@@ -32,11 +68,53 @@ class Entry:
         shape: the tensor's.
     """
 
+    name: str
     path: Path
     offset: int
     num_bytes: int
     dtype: torch.dtype
     shape: tuple[int, ...]
+
+
+def bytes_of(tensor: Tensor) -> Tensor:
+    """Returns the bytes of a tensor as one row; they share its memory if it is contiguous."""
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+
+
+def lay_out(tensors: Mapping[str, Tensor]) -> Rows:
+    """Returns the bytes of a file with some tensors: its header, then each of them where it is.
+
+    Args:
+        tensors: By name, anywhere; those of the largest numbers come first, so that all are aligned.
+
+    Raises:
+        CheckpointError: a tensor's dtype is none that such a file can hold.
+    """
+    header: dict[str, Any] = {}
+    names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    end = 0
+    for name in names:
+        begin, end = end, end + tensors[name].numel() * tensors[name].element_size()
+        header[name] = {**_described(name, tensors[name]), "data_offsets": [begin, end]}
+    noted = {name: str(tensor.dtype)[6:] for name, tensor in tensors.items() if tensor.dtype not in NAMES}
+    metadata = METADATA | ({NOTE: json.dumps(noted)} if noted else {})
+    text = json.dumps({"__metadata__": metadata, **header}, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    first = np.frombuffer(len(text).to_bytes(8, "little") + text, np.uint8).copy()
+    return [torch.from_numpy(first), *(bytes_of(tensors[name]) for name in names)]
+
+
+def _described(name: str, tensor: Tensor) -> dict[str, Any]:
+    """Returns what the header says of a tensor, but where it is."""
+    dtype = tensor.dtype
+    if dtype in NAMES:
+        return {"dtype": NAMES[dtype], "shape": list(tensor.shape)}
+    if not (dtype.is_floating_point or dtype.is_complex):
+        raise CheckpointError(
+            f"{name} is of {dtype}, which checkpoints cannot hold. Expected floating point, complex numbers, or "
+            f"one of {', '.join(str(each)[6:] for each in NAMES if not each.is_floating_point)}; convert it."
+        )
+    return {"dtype": NAMES[torch.uint8], "shape": [*tensor.shape, dtype.itemsize]}
 
 
 def read_header(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
@@ -46,47 +124,144 @@ def read_header(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
         CheckpointError: the file is missing, cut off, or no safetensors file.
     """
     try:
-        size = path.stat().st_size
+        with safe_open(path, framework="np") as checked:
+            metadata = dict(checked.metadata() or {})
         with open(path, "rb") as file:
             length = int.from_bytes(file.read(8), "little")
-            if not 2 <= length <= min(_MAX_HEADER_BYTES, size - 8):
-                raise ValueError(f"its header says that it has {length} bytes, of {size}")
-            header = _texts(parse(file.read(length)), "its header")
-        metadata = _texts(header.pop("__metadata__", None) or {}, "its metadata", str)
-        noted = _texts(parse(metadata.get(NOTE, "{}")), f"{NOTE} in its metadata", str)
-        entries = {name: _entry(path, 8 + length, name, given, noted.get(name)) for name, given in header.items()}
-        _check_places(entries, 8 + length, size)
-        return entries, metadata
-    except (OSError, ValueError) as error:
+            header = json.loads(file.read(length))
+        header.pop("__metadata__", None)
+        noted = json.loads(metadata.get(NOTE, "{}"))
+        return {name: _entry(name, path, 8 + length, its, noted.get(name)) for name, its in header.items()}, metadata
+    except (OSError, ValueError, AttributeError, SafetensorError) as error:
         raise CheckpointError(f"{path} cannot be read as a safetensors file: {error}.") from error
 
 
-def _texts(given: Any, what: str, kind: type = object) -> dict[str, Any]:
-    """Returns an object of JSON whose values are of a kind."""
-    if not isinstance(given, dict) or not all(isinstance(value, kind) for value in given.values()):
-        raise ValueError(f"{what} is {given!r:.80}; expected an object{' of texts' if kind is str else ''}")
-    return given
+def _entry(name: str, path: Path, start: int, given: Mapping[str, Any], noted: str | None) -> Entry:
+    """Returns where a tensor is, given what the header says and notes of it."""
+    kept_as, shape, (begin, end) = given["dtype"], tuple(given["shape"]), given["data_offsets"]
+    if kept_as not in DTYPES:
+        raise ValueError(f"{name} is of dtype {kept_as!r}; expected one of {', '.join(DTYPES)}")
+    dtype: Any = DTYPES[kept_as] if noted is None else getattr(torch, noted, None)
+    if noted is not None:
+        if not isinstance(dtype, torch.dtype) or kept_as != NAMES[torch.uint8] or shape[-1:] != (dtype.itemsize,):
+            raise ValueError(f"its header notes {noted!r} of {name}, which has {kept_as} and shape {shape}")
+        shape = shape[:-1]
+    return Entry(name, path, start + begin, end - begin, dtype, shape)
 
 
-def _entry(path: Path, start: int, name: str, given: Any, noted: str | None) -> Entry:
-    match given:
-        case {"dtype": str(kept_as), "shape": [*sizes], "data_offsets": [begin, end]}:
-            are_counts = all(type(number) is int and number >= 0 for number in (*sizes, begin, end))
-        case _:
-            are_counts = False
-    if not are_counts:
-        raise ValueError(f"it says of {name}: {given!r:.120}; expected dtype, shape and data_offsets")
-    dtype, shape = original(kept_as, tuple(sizes), noted)
-    if end - begin != math.prod(shape) * dtype.itemsize:
-        raise ValueError(f"{name}, of shape {shape} and {dtype}, has {end - begin} bytes")
-    return Entry(path, start + begin, end - begin, dtype, shape)
+def can_become(dtype: torch.dtype, other: torch.dtype) -> bool:
+    """Says whether numbers of a dtype may be read as another: floating point as any floating point, rounded."""
+    return dtype == other or (dtype.is_floating_point and other.is_floating_point)
 
 
-def _check_places(entries: Mapping[str, Entry], start: int, size: int) -> None:
-    """Makes sure that the tensors follow each other, and fill the file."""
-    for name, entry in sorted(entries.items(), key=lambda item: (item[1].offset, item[1].num_bytes)):
-        if entry.offset != start:
-            raise ValueError(f"{name} begins at byte {entry.offset}; expected {start}")
-        start += entry.num_bytes
-    if start != size:
-        raise ValueError(f"it has {size} bytes, and its header tells of {start}")
+def read_all(pairs: Sequence[tuple[Entry, Tensor]]) -> None:
+    """Overwrites each tensor with what its entry says, rounded to the tensor's dtype; shapes agree.
+
+    Raises:
+        CheckpointError: a file has become shorter, or cannot be read, or has several numbers for one of a tensor's.
+    """
+    try:
+        with ExitStack() as stack, ThreadPoolExecutor(num_threads()) as pool:
+            paths = {entry.path for entry, _ in pairs}
+            files = {path: stack.enter_context(open(path, "rb", buffering=0)).fileno() for path in paths}
+            reads = [
+                pool.submit(_read_piece, files[entry.path], entry, tensor, start)
+                for entry, tensor in pairs
+                for start in range(0, entry.num_bytes, PIECE_BYTES)
+            ]
+            for read in reads:
+                read.result()
+    except OSError as error:
+        raise CheckpointError(f"a checkpoint cannot be read: {error}") from error
+    with torch.no_grad():
+        torch.autograd.graph.increment_version([tensor for _, tensor in pairs if not tensor.is_inference()])
+
+
+class Reader:
+    """Reads tensors by name, many at a time: each has its memory at once, and its numbers when `fill` returns.
+
+    Args:
+        entries: Where they are.
+    """
+
+    def __init__(self, entries: Mapping[str, Entry]) -> None:
+        self._entries = entries
+        self._pairs: list[tuple[Entry, Tensor]] = []
+
+    def tensor(self, name: str, place: Any = None, like: Tensor | None = None) -> Tensor:
+        """Returns a tensor on the host, or `place`, if that is a tensor of this shape and dtype.
+
+        Args:
+            name: Its name.
+            place: Memory for it.
+            like: A tensor whose order of memory a new one of the same shape has: kernels that go through both count
+                on that.
+        """
+        entry = self._entries[name]
+        fits = isinstance(place, Tensor) and (place.shape, place.dtype) == (entry.shape, entry.dtype)
+        tensor = place if fits and not place.is_meta else _empty(entry, like)
+        self._pairs.append((entry, tensor))
+        return tensor
+
+    def fill(self) -> None:
+        """Reads them all.
+
+        Raises:
+            CheckpointError: a file has become shorter, or cannot be read.
+        """
+        pairs, self._pairs = self._pairs, []
+        read_all(pairs)
+
+
+def read_new(entry: Entry) -> Tensor:
+    """Returns a tensor on the host with what an entry says."""
+    tensor = _empty(entry)
+    read_all([(entry, tensor)])
+    return tensor
+
+
+def _empty(entry: Entry, like: Tensor | None = None) -> Tensor:
+    if like is None or like.shape != entry.shape:
+        return torch.empty(entry.shape, dtype=entry.dtype)
+    return torch.empty_like(like, dtype=entry.dtype, device="cpu", requires_grad=False)
+
+
+def _read_piece(file: int, entry: Entry, tensor: Tensor, start: int) -> None:
+    if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():  # other bytes, or not in one row: all at once
+        if start == 0:
+            _overwrite(tensor, _read_numbers(file, entry, 0, entry.num_bytes).reshape(entry.shape), entry)
+        return
+    count = min(PIECE_BYTES, entry.num_bytes - start)
+    first, last = start // entry.dtype.itemsize, (start + count) // entry.dtype.itemsize
+    target = tensor.detach().reshape(-1)[first:last]
+    if tensor.device.type == "cpu" and tensor.dtype == entry.dtype:
+        _read_into(file, entry, target.view(torch.uint8), start)
+    else:
+        target.copy_(_read_numbers(file, entry, start, count))
+
+
+def _overwrite(tensor: Tensor, numbers: Tensor, entry: Entry) -> None:
+    """Overwrites a tensor in whatever order it lies; where strides are 0, as expand() makes them, several are one."""
+    first = tuple(slice(1) if stride == 0 else slice(None) for stride in tensor.stride())
+    if 0 in tensor.stride() and not bytes_of(numbers[first].expand_as(numbers)).equal(bytes_of(numbers)):
+        raise CheckpointError(
+            f"{entry.name} in {entry.path} has different numbers for what is one number in the model: got shape "
+            f"{tuple(tensor.shape)} with strides {tensor.stride()}, as expand() makes it. Expected one with memory "
+            "for each number: call .clone() where the model makes it."
+        )
+    tensor.detach()[first].copy_(numbers[first])
+
+
+def _read_numbers(file: int, entry: Entry, start: int, count: int) -> Tensor:
+    return _read_into(file, entry, torch.empty(count, dtype=torch.uint8), start).view(entry.dtype)
+
+
+def _read_into(file: int, entry: Entry, target: Tensor, start: int) -> Tensor:
+    view = target.numpy().data
+    place = entry.offset + start
+    while view:
+        count = os.preadv(file, [view], place)
+        if count == 0:
+            raise CheckpointError(f"{entry.path} ends at byte {place}; expected more. It has been cut off.")
+        view, place = view[count:], place + count
+    return target

@@ -56,7 +56,7 @@ def explain(
         return _of_transform(name, _where(error), error)
     if is_dynamic and is_about_batch(error):
         where = f" at {fixing[0]}" if fixing else _where(error)
-        return of_batch_size(name, where, _size_reason(error), _of_inputs(call))
+        return of_batch_size(name, where, _size_reason(error), _of_numbers(where) + _of_inputs(call))
     return TraceError(
         f"{name} cannot be traced{_where(error)}: {reason_of(error)}. Expected a forward whose Python control flow "
         "does not depend on the numbers in tensors. Replace the branch by torch.where or torch.cond, move it out of "
@@ -72,6 +72,12 @@ def of_batch_size(name: str, where: str, reason: str, inputs: str = "") -> Trace
         "contrastive loss, say) out of the model, or pass dynamic_batch=False: each micro-batch is then a batch of its "
         "own to the model."
     )
+
+
+def _of_numbers(where: str) -> str:
+    """Returns what to write at a line that makes a number of Python of a size."""
+    is_integer = re.search(r"\bint\(|\brange\(", where) is not None
+    return "Write x.shape[0] without int() or range(), which need a fixed number. " if is_integer else ""
 
 
 def _of_inputs(call: CallSpec) -> str:

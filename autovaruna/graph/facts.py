@@ -1,7 +1,6 @@
 """Learns what torch.export does not record: gradients, aliases, mutations, randomness and arithmetic of each node.
 
-The graph runs once on fake tensors (shapes alone, no numbers) of one batch size, under autograd. What recalled
-submodules have left is not run again (`copied_facts.py`).
+The graph runs once on fake tensors (shapes alone, no numbers) of one batch size, under autograd.
 """
 
 from __future__ import annotations
@@ -21,17 +20,14 @@ from torch.utils.flop_counter import FlopCounterMode
 from autovaruna._torch import FakeTensorMode, OpOverload, pytree
 from autovaruna.errors import TraceError
 from autovaruna.graph import flops
+from autovaruna.graph.batch.operators import changed_statistics, is_random
 from autovaruna.graph.call import CallSpec
 from autovaruna.graph.explain import reason_of
 from autovaruna.graph.exporting.exported import Exported
 from autovaruna.graph.exporting.fake import fake_like
 from autovaruna.graph.exporting.program import example_inputs
-from autovaruna.graph.layout import storage_of
 from autovaruna.graph.origin import origin
 from autovaruna.graph.precision import in_precision, precision_of, without_autocast
-from autovaruna.graph.recalling.copied_facts import CopiedFacts
-from autovaruna.graph.recalling.recall import Memory
-from autovaruna.graph.unsaid import changed_statistics, is_random
 from autovaruna.graph.versions import Counting
 
 
@@ -40,7 +36,7 @@ class Fact:
     """What is known of one node.
 
     Attributes:
-        value: its fake result for the batch size of the pass; copies of a node may share one.
+        value: its fake result for the batch size of the pass.
         needs_gradient: whether any tensor of the result takes part in autograd, at the end: what is written into a
             view of it counts.
         reads: storages of its arguments.
@@ -71,51 +67,33 @@ class _Pass(fx.Interpreter):
     module: fx.GraphModule
     attributes: dict[str, Tensor]
     counter: FlopCounterMode
-    mode: FakeTensorMode
-    memory: Memory = field(default_factory=Memory)
     facts: dict[str, Fact] = field(default_factory=dict)
     num_flops: int = 0
 
     def __post_init__(self) -> None:
         super().__init__(self.module, garbage_collect_values=False)
-        self.copied = CopiedFacts(self.module.graph, self.mode)
 
     def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
         known = self.attributes.get(str(target))
         return known if known is not None else super().get_attr(target, args, kwargs)
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        call = self.memory.take_apart(target, args, kwargs, self.mode, lambda tensor: False)
-        recalled = None if call is None else self.memory.recall(call)
-        if recalled is not None:
-            value, _, self.num_flops = recalled
-            return value
         if _is_view(target):
             return super().call_function(target, args, kwargs)
         with self.counter, Counting():
             value = super().call_function(target, args, kwargs)
         self.num_flops = self.counter.get_total_flops()
-        if call is not None:
-            self.memory.note(call, value, lambda _: self.num_flops)
         return value
 
     def run_node(self, n: fx.Node) -> Any:
         try:
-            return self._noted(n)
+            return self._run(n)
         except Exception as error:
             raise TraceError(
                 f"The model cannot be traced at {origin(n) or n.name}: {reason_of(error)}. Expected operations whose "
                 "sizes follow from the shapes of their arguments. Move the line out of forward, or give it sizes that "
                 "are numbers."
             ) from error
-
-    def _noted(self, n: fx.Node) -> Any:
-        copied = self.copied.beginning_at(n, self.facts)
-        if not copied:
-            return self._run(n)
-        self.facts |= {node.name: fact for node, fact in copied.items()}
-        self.env |= {node: fact.value for node, fact in copied.items()}  # what is there is not run
-        return self.env[n]
 
     def _run(self, n: fx.Node) -> Any:
         inputs = [leaf for arg in n.all_input_nodes for leaf in tensors_in(self.env[arg])]
@@ -164,7 +142,7 @@ def learn(
         attributes[name] = memo[id(tensor)]
     inputs = example_inputs(call, batch_size, mode, device)
     with mode, without_autocast():
-        graph_pass = _Pass(exported.module, attributes, flops.counter(), mode)
+        graph_pass = _Pass(exported.module, attributes, flops.counter())
         graph_pass.run(*inputs, enable_io_processing=False)
     return graph_pass.facts | _later_in_need(exported.module.graph, graph_pass.facts)
 
@@ -177,6 +155,11 @@ def _later_in_need(graph: fx.Graph, facts: Mapping[str, Fact]) -> dict[str, Fact
         if node.op == "call_function" and not facts[node.name].needs_gradient
         if any(tensor.requires_grad for tensor in tensors_in(facts[node.name].value))
     }
+
+
+def storage_of(tensor: Tensor) -> int:
+    """Returns which memory a tensor lies in; views share theirs."""
+    return int(tensor.untyped_storage()._cdata)
 
 
 def outliving_storages(graph: fx.Graph, facts: Mapping[str, Fact]) -> set[int]:

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, fx
 
-from autovaruna.graph.batch.counts import counted
+from autovaruna.graph.batch.interpret import counted
 from autovaruna.graph.exporting.checks import check
 from autovaruna.graph.facts import Fact, outliving_storages
 from autovaruna.graph.order import Sets, free_first, waiting_both_ways

@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from torch import fx
 
 from autovaruna.graph.arguments import arguments
-from autovaruna.graph.batch.linear import DIVIDE, MULTIPLY, PRODUCTS
-from autovaruna.graph.batch.reductions import name_of
+from autovaruna.graph.batch.operators import SCALING, Means, name_of, operator_of
 from autovaruna.graph.facts import Fact
 from autovaruna.graph.precision import precision_of
 
@@ -18,7 +17,6 @@ _LAYERS = frozenset(
         *("layer_norm", "group_norm", "batch_norm", "instance_norm", "rms_norm", "prelu", "bilinear"),
     }
 )
-_SAVE = PRODUCTS | MULTIPLY | DIVIDE | _LAYERS
 _ADD_SELF = frozenset({"addmm", "baddbmm"})
 
 
@@ -41,7 +39,8 @@ def saved_weights(graph: fx.Graph, facts: Mapping[str, Fact], parameters: Mappin
             seen = [weights[each] for each in node.all_input_nodes if each in weights]
             if seen:
                 weights[node] = seen[0]
-        if name_of(node) in _SAVE and not precision_of(node):
+        is_saved = name_of(node) in _LAYERS or operator_of(node).means in SCALING | {Means.PRODUCT}
+        if is_saved and not precision_of(node):
             multiplied = [each for each in _multiplied(node) if each.name in facts and facts[each.name].needs_gradient]
             if len(multiplied) > 1:
                 found |= {weights[each] for each in multiplied if each in weights}

@@ -11,7 +11,7 @@ import sympy
 import torch
 from torch import Tensor, fx
 
-from autovaruna.graph.batch.of_batch import is_of_batch
+from autovaruna.graph.batch.values import is_of_batch
 from autovaruna.graph.records import Size
 
 

@@ -8,7 +8,8 @@ from functools import cached_property
 
 from torch import Tensor, fx
 
-from autovaruna.graph.batch.batch_totals import NO_TOTALS, BatchTotals
+from autovaruna.graph.batch.operators import is_random
+from autovaruna.graph.batch.totals import NO_TOTALS, BatchTotals
 from autovaruna.graph.call import CallSpec, InputSpec
 from autovaruna.graph.facts import Fact
 from autovaruna.graph.kept_whole.kept import KeptModule
@@ -18,7 +19,6 @@ from autovaruna.graph.records import Graph
 from autovaruna.graph.saved_weights import saved_weights
 from autovaruna.graph.sizes import Sizes
 from autovaruna.graph.tree import Tree
-from autovaruna.graph.unsaid import is_random
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,6 @@ class TracedModel:
         totals: its values of the whole batch.
         joins_counts: nodes that join counts of several samples.
         asks_for_one: where the model does something else for a batch of one sample; empty: nowhere.
-        goes_backward: whether its forward goes backward itself.
     """
 
     module: fx.GraphModule
@@ -65,7 +64,6 @@ class TracedModel:
     totals: BatchTotals = NO_TOTALS
     joins_counts: tuple[str, ...] = ()
     asks_for_one: str = ""
-    goes_backward: bool = False
 
     @cached_property
     def key(self) -> str:

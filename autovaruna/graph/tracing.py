@@ -14,9 +14,9 @@ from torch.nn.parameter import is_lazy
 
 from autovaruna._torch import NormBase, warn_of_untried
 from autovaruna.errors import TraceError
-from autovaruna.graph.batch.batch_totals import NO_TOTALS, take_totals
 from autovaruna.graph.batch.mixing import refuse_mixing
-from autovaruna.graph.batch.steady import steady_state
+from autovaruna.graph.batch.state import steady_state
+from autovaruna.graph.batch.totals import NO_TOTALS, take_totals
 from autovaruna.graph.build import Builder
 from autovaruna.graph.call import CallSpec
 from autovaruna.graph.candidates import crossing_sizes, merge_free_blocks
@@ -124,7 +124,6 @@ def _trace(
         totals=totals,
         joins_counts=tuple(node.name for node in joining),
         asks_for_one=exported.asks_for_one,
-        goes_backward=exported.goes_backward,
     )
 
 
@@ -188,9 +187,10 @@ def _say_what_follows_samples(names: Collection[str], model: nn.Module) -> None:
     owners = {name: model.get_submodule(name.rpartition(".")[0]) for name in names}
     if found := sorted(name for name, owner in owners.items() if not isinstance(owner, NormBase)):
         text = (
-            f"forward changes {', '.join(found)} by the numbers of its samples: each micro-batch changes it in turn by "
-            "its own, as with a batch normalisation, where plain PyTorch does so once by the whole batch. Compute it "
-            "from outputs outside of the model, or pass num_micro_batches=1, to have that."
+            f"forward changes {', '.join(found)} by the numbers of its samples, or in a module that is kept whole: "
+            "each micro-batch changes it in turn by its own, as with a batch normalisation, where plain PyTorch does "
+            "so once by the whole batch. Compute it from outputs outside of the model, or pass num_micro_batches=1, to "
+            "have that."
         )
         warn_once(logger, model, text)
 

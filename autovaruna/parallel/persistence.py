@@ -10,14 +10,11 @@ from typing import Any
 
 import torch
 
-from autovaruna.checkpoint.choose import choose
-from autovaruna.checkpoint.compose import Content
-from autovaruna.checkpoint.gaps import Gaps
-from autovaruna.checkpoint.load import CheckpointInfo, Loading
-from autovaruna.checkpoint.plain import load_all
-from autovaruna.checkpoint.saver import Saver, Way
-from autovaruna.checkpoint.subject import Subject
-from autovaruna.checkpoint.together import together
+from autovaruna.checkpoint.collective import together
+from autovaruna.checkpoint.load import CheckpointInfo, Loading, load_all
+from autovaruna.checkpoint.save import Saver, Way
+from autovaruna.checkpoint.source import choose
+from autovaruna.checkpoint.state import Content, Subject
 from autovaruna.errors import OrderError
 
 
@@ -37,29 +34,16 @@ class Pending:
 
 
 class Persistence:
-    """The checkpoints of one wrapped model, for whose copies its optimizer's steps wait.
+    """The checkpoints of one wrapped model."""
 
-    Args:
-        optimizer: The optimizer, if there is one.
-    """
-
-    def __init__(self, optimizer: torch.optim.Optimizer | None = None) -> None:
+    def __init__(self) -> None:
         self.pending: Pending | None = None
         self.seed: int | None = None
         """What random nodes were seeded from in the run that was loaded."""
         self.num_calls = 0
         """How many calls of the model that run had made."""
-        self._claims = ExitStack()
+        self._locks = ExitStack()
         self._saver: Saver | None = None
-        self._gaps = Gaps()
-        if optimizer is not None:
-            optimizer.register_step_pre_hook(self._before_step)
-            optimizer.register_step_post_hook(self._gaps.note_end)
-
-    def _before_step(self, *_: object) -> None:
-        self._gaps.note_begin()
-        if self._saver is not None:
-            self._saver.wait_snapshot()
 
     def save(self, subject: Subject, root: str | os.PathLike[str], content: Content, way: Way) -> None:
         """Saves a checkpoint. Collective."""
@@ -68,7 +52,7 @@ class Persistence:
                 "A checkpoint has been loaded, but not yet into the parts of the ranks, which the first call makes: "
                 "got save_checkpoint before it. Call the model first."
             )
-        self._saver = self._saver or Saver(subject.world, self._gaps)
+        self._saver = self._saver or Saver(subject.world)
         self._saver.save(subject, root, content, way)
 
     def poll(self) -> None:
@@ -83,8 +67,6 @@ class Persistence:
 
     def before_change(self, weights: bool = False, optimizer: bool = False) -> None:
         """Gets ready for weights or optimizer state from elsewhere, which replace those that are pending."""
-        if self._saver is not None:
-            self._saver.wait_snapshot()
         if self.pending is not None:
             self.pending.weights &= not weights
             self.pending.optimizer &= not optimizer
@@ -110,18 +92,17 @@ class Persistence:
         """
         world = subject.world
         self.wait()
-        self.before_change()
-        with ExitStack() as claims:
-            loading = Loading(choose(world, root, step, claims))
+        with ExitStack() as locks:
+            loading = Loading(choose(world, root, step, locks))
             together(world, lambda: loading.check(subject, is_strict, **parts), "comparing a checkpoint with the model")
             if world.rank == 0:
                 loading.remark(subject, **parts)
             self.pending = self._read(subject, loading, find_device)
             self.seed, self.num_calls = loading.state.get("seed"), loading.state.get("num_calls", subject.num_calls)
             found = together(world, lambda: loading.load_rest(world.rank, **parts), "loading a checkpoint")
-            self._claims.close()
+            self._locks.close()
             if self.pending is not None:
-                self._claims = claims.pop_all()
+                self._locks = locks.pop_all()
         return found
 
     def _read(self, subject: Subject, loading: Loading, find_device: Callable[[], torch.device]) -> Pending | None:
@@ -152,7 +133,7 @@ class Persistence:
                 lambda: _read_part(pending.loading, subject, pending.weights, pending.optimizer),
                 "reading a checkpoint",
             )
-        self._claims.close()
+        self._locks.close()
 
 
 def _read_part(loading: Loading, subject: Subject, weights: bool, optimizer: bool) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autovaruna.graph.batch.batch_kinds import Merge
+from autovaruna.graph.batch.values import Merge
 from autovaruna.graph.pieces.direct import direct
 from autovaruna.graph.pieces.extract import Argument, Piece, Source, extract
 from autovaruna.graph.precision import is_autocast, without_autocast

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from autovaruna.errors import InputError, RankError
-from autovaruna.graph.batch.nonlinear import refuse_nonlinear
-from autovaruna.graph.batch.statistics import refuse_single_values
-from autovaruna.graph.batch.sums import refuse_other_reduction
+from autovaruna.graph.batch.losses import refuse_other_losses
+from autovaruna.graph.batch.state import refuse_single_values
 from autovaruna.graph.comparisons.by_parts import Parts, warn_untried
 from autovaruna.graph.comparisons.comparing import compare
 from autovaruna.graph.refused import ChangedStateError
@@ -89,9 +88,7 @@ class Traces:
     def _check_parts(self, traced: TracedModel) -> None:
         """Makes sure that the losses of micro-batches make up that of the batch, unless the user weighs them."""
         if not self._settings.micro_batch_weight:
-            is_added = self._settings.reduction == "sum"
-            refuse_nonlinear(traced, is_added)
-            refuse_other_reduction(traced, is_added)
+            refuse_other_losses(traced, is_added=self._settings.reduction == "sum")
 
     def _expected_parts(self, shared: SharedCall) -> int:
         """Returns the micro-batches that a mini-batch will have if the planner keeps to the settings."""

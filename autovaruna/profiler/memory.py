@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from autovaruna._torch import FakeTensor, TorchDispatchMode, pytree
-from autovaruna.graph.layout import storage_of
+from autovaruna.graph.facts import storage_of
 from autovaruna.graph.pieces.weight_gradients import Deferred
 from autovaruna.json_text import Whole
 from autovaruna.profiler.allocations import AllocationMeter, is_profiled

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from autovaruna._torch import OpOverload, TorchDispatchMode, pytree
-from autovaruna.graph.layout import storage_of
+from autovaruna.graph.facts import storage_of
 from autovaruna.profiler.device_file import DeviceSpec
 
 logger = logging.getLogger(__name__)

@@ -7,8 +7,8 @@ import os
 from dataclasses import replace
 from functools import cached_property
 
-from autovaruna.checkpoint.numbers import whole_number
 from autovaruna.errors import InputError, MeasureError
+from autovaruna.kinds import whole_number
 from autovaruna.profiler.records import Cluster
 from autovaruna.varuna.grids import Choice, Measured, Wishes, choice_at, choices
 from autovaruna.varuna.profile_folder import ProfileFolder

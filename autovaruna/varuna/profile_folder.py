@@ -62,10 +62,9 @@ class ProfileFolder:
             MeasureError: a file is missing or damaged, or they do not belong together; says which.
         """
         profile = load_profile(self._file("profile"))
-        graph, cluster, facts = (
-            load_measured(self._file(name), kind)
-            for name, kind in (("graph", Graph), ("cluster", Cluster), ("facts", Facts))
-        )
+        graph = load_measured(self._file("graph"), Graph)
+        cluster = load_measured(self._file("cluster"), Cluster)
+        facts = load_measured(self._file("facts"), Facts)
         if profile.fingerprint != graph.fingerprint:
             raise MeasureError(
                 f"the profile in {self.path} is of several models: the costs are of graph {profile.fingerprint}, the "

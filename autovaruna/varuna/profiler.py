@@ -10,9 +10,9 @@ from contextlib import nullcontext
 import torch
 from torch import nn
 
-from autovaruna.checkpoint.numbers import whole_number
 from autovaruna.config import resolve
 from autovaruna.errors import InputError, OrderError
+from autovaruna.kinds import whole_number
 from autovaruna.parallel.machine import describe_cluster, optimizer_factor
 from autovaruna.parallel.measuring import Subject
 from autovaruna.profiler.cache import ProfileCache

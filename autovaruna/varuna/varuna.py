@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from autovaruna.api import AutoVaruna
-from autovaruna.checkpoint.numbers import whole_number
 from autovaruna.errors import InputError, OrderError
+from autovaruna.kinds import whole_number
 from autovaruna.runtime.worlds.environment import get_world
 from autovaruna.runtime.worlds.world import World
 from autovaruna.session.session import as_in_training

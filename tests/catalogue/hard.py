@@ -73,7 +73,7 @@ class Contrastive(nn.Module):
         self.right = nn.Linear(WIDTH, CLASSES)
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        return F.cross_entropy(self.left(x) @ self.right(x).t(), torch.arange(len(x)))
+        return F.cross_entropy(self.left(x) @ self.right(x).t(), torch.arange(x.shape[0]))
 
 
 class Hooked(nn.Module):

@@ -12,15 +12,17 @@ import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from autovaruna import AutoVaruna, CheckpointError, load_checkpoint
-from autovaruna.checkpoint.checksum import CHUNK_BYTES, checksum, checksums
-from autovaruna.checkpoint.commit import INDEX, STATE
 from autovaruna.checkpoint.load import Loading
-from autovaruna.checkpoint.manifest import MANIFEST, FileRecord, Manifest, _own_checksum, read_manifest
+from autovaruna.checkpoint.manifest import CHUNK_BYTES, MANIFEST, Manifest, _own_checksum, checksum, read_manifest
+from autovaruna.checkpoint.source import INDEX, STATE
+from autovaruna.checkpoint.tensor_file import NOTE
+from autovaruna.checkpoint.write import write_file
 from autovaruna.errors import InputError
 from tests.checkpoint.runs import files_of
 
@@ -36,8 +38,12 @@ def trained(seed: int = 0, width: int = 16) -> AutoVaruna:
 
 def step(model: AutoVaruna) -> None:
     model(torch.ones(2, 4)).sum().backward()
+    optimizer_of(model).step()
+
+
+def optimizer_of(model: AutoVaruna) -> torch.optim.Optimizer:
     assert model._wrapped.optimizer is not None
-    model._wrapped.optimizer.optimizer.step()
+    return model._wrapped.optimizer.optimizer
 
 
 def snapshot(model: AutoVaruna) -> list[torch.Tensor]:
@@ -95,7 +101,7 @@ def test_a_file_of_another_size_is_found(how: str, two: tuple[Path, list[torch.T
         data = file.read_bytes()
         file.unlink()
         if how != "missing":
-            file.write_bytes({"cut off": data[:-1], "longer": data + b" ", "empty": b""}[how])
+            file.write_bytes({"cut off": data[:-1], "longer": data + b"x", "empty": b""}[how])
         assert trained().load_checkpoint(root).step == 1
         file.write_bytes(data)
 
@@ -150,45 +156,6 @@ def _forbid(patch: pytest.MonkeyPatch, path: Path, errno_of: int) -> None:
         patch.setattr(module, attribute, instead)
 
 
-@pytest.mark.parametrize(
-    ("key", "value", "words"),
-    [
-        ("ties", None, "it lacks 'ties'"),
-        ("ties", [], "ties is"),
-        ("optimizer", {"param_groups": []}, "it lacks 'class'"),
-        ("optimizer", {"class": "Adam"}, "it lacks 'param_groups'"),
-        ("optimizer_state", {"0.weight": 3}, "optimizer_state has"),
-        ("extra", {"$tensor": "nowhere"}, "a tensor 'nowhere', which no file has"),
-        ("extra", {"$magic": 1}, "it lacks '.magic'"),
-        ("extra", {"$float": "x"}, "could not convert"),
-        ("data_position", {"$tuple": 5}, "not iterable"),
-        ("num_calls", "many", "num_calls is 'many'"),
-        ("generators", {"0": {"cpu": {"$tensor": "x"}}}, "a tensor 'x'"),
-    ],
-)
-def test_a_state_that_was_edited_and_signed_again_is_told(
-    key: str, value: Any, words: str, two: tuple[Path, list[torch.Tensor]]
-) -> None:
-    root, _ = two
-    folder = root / "step-00000002"
-    state = json.loads((folder / STATE).read_text())
-    state = {name: content for name, content in {**state, key: value}.items() if content is not None}
-    sign(folder, STATE, json.dumps(state).encode())
-    model = trained(3)
-    before = snapshot(model)
-    with pytest.raises(CheckpointError, match=f"{STATE} is not as it was written: .*{words}"):
-        model.load_checkpoint(root)
-    assert is_same(model, before)
-
-
-def sign(folder: Path, name: str, data: bytes) -> None:
-    """Writes a file of a checkpoint, and a manifest that tells of it."""
-    known = read_manifest(folder)
-    (folder / name).write_bytes(data)
-    files = {**known.files, name: FileRecord(len(data), tuple(checksums(data)))}
-    (folder / MANIFEST).write_text(Manifest(known.step, files).to_json())
-
-
 def test_a_folder_that_cannot_be_is_named() -> None:
     model = trained()
     for given in ("", "a\0b", None, 5):
@@ -235,46 +202,28 @@ def test_one_without_a_manifest_is_not_taken_for_weights_of_others(two: tuple[Pa
     assert trained(seed=5).load_checkpoint(folder).step is None
 
 
-def forge(folder: Path, **changed: Any) -> None:
-    """Writes a manifest that has the right checksum of itself; of the small files, it tells as they are now."""
-    content = json.loads((folder / MANIFEST).read_text())
-    del content["checksum"]
-    for name in (INDEX, STATE):
-        data = (folder / name).read_bytes()
-        content["files"][name] = {"size": len(data), "checksums": checksums(data)}
-    content |= changed
-    (folder / MANIFEST).write_text(json.dumps({"checksum": _own_checksum(content), **content}, indent=1))
+def forge(folder: Path, name: str, data: bytes) -> None:
+    """Writes a file of a checkpoint, and a manifest that tells of it."""
+    known = read_manifest(folder)
+    record = write_file(folder / name, [np.frombuffer(data, np.uint8)])
+    (folder / MANIFEST).write_text(Manifest(known.step, {**known.files, name: record}).to_json())
 
 
 def test_one_of_a_version_to_come_is_not_passed_over(two: tuple[Path, list[torch.Tensor]]) -> None:
     """An earlier one would be gone on from, and keep= would then remove the intact one."""
-    folder = two[0] / "step-00000002"
-    forge(folder, format_version=3)
-    with pytest.raises(CheckpointError, match=r"format_version 3 .*; expected 2 .*another step"):
+    manifest = two[0] / "step-00000002" / MANIFEST
+    content = json.loads(manifest.read_text()) | {"format_version": 2}
+    del content["checksum"]
+    manifest.write_text(json.dumps({"checksum": _own_checksum(content), **content}))
+    with pytest.raises(CheckpointError, match=r"format_version 2; expected 1.*another step"):
         trained().load_checkpoint(two[0])
     assert trained().load_checkpoint(two[0], step=1).step == 1
-    state = json.loads((folder / STATE).read_text()) | {"format_version": 4}
-    (folder / STATE).write_text(json.dumps(state))
-    forge(folder, format_version=2)
-    with pytest.raises(CheckpointError, match=r"state\.json has format_version 4; expected 1"):
-        trained().load_checkpoint(two[0])
 
 
-@pytest.mark.parametrize("text", ["[" * 200_000, "1" * 5000, '{"format_version": 2, "chunk_bytes": 8388608}', "\0"])
+@pytest.mark.parametrize("text", ["[" * 200_000, "1" * 5000, '{"format_version": 1}', "\0", "[]", '"text"'])
 def test_a_manifest_that_is_anything_is_passed_over(text: str, two: tuple[Path, list[torch.Tensor]]) -> None:
     (two[0] / "step-00000002" / MANIFEST).write_text(text)
     assert trained().load_checkpoint(two[0]).step == 1
-
-
-@pytest.mark.parametrize("sums", [{}, {"../step-00000001/state.json": {"size": 1, "checksums": ["0"]}}, {STATE: 0}])
-def test_a_manifest_tells_of_the_files_of_its_own_folder(sums: Any, two: tuple[Path, list[torch.Tensor]]) -> None:
-    folder = two[0] / "step-00000002"
-    files = json.loads((folder / MANIFEST).read_text())["files"]
-    if sums.get(STATE) == 0:
-        sums = {STATE: {**files[STATE], "checksums": []}}
-    forge(folder, files={**files, **sums} if sums else {})
-    with pytest.raises(CheckpointError, match=r"manifest\.json is damaged|is no file of"):
-        trained().load_checkpoint(two[0], step=2)
 
 
 def test_an_index_leads_nowhere_else(two: tuple[Path, list[torch.Tensor]], tmp_path: Path) -> None:
@@ -282,8 +231,7 @@ def test_an_index_leads_nowhere_else(two: tuple[Path, list[torch.Tensor]], tmp_p
     folder, other = two[0] / "step-00000002", next((two[0] / "step-00000001").glob("model-*"))
     for name in (f"../step-00000001/{other.name}", str(other)):
         index = {"weight_map": dict.fromkeys(("0.weight", "0.bias", "1.weight", "1.bias"), name)}
-        (folder / INDEX).write_text(json.dumps(index))
-        forge(folder)
+        forge(folder, INDEX, json.dumps(index).encode())
         plain = tmp_path / "plain"
         plain.mkdir(exist_ok=True)
         (plain / INDEX).write_text(json.dumps(index))
@@ -296,30 +244,26 @@ FOUR = {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}
 
 
 @pytest.mark.parametrize(
-    ("header", "words"),
+    "header",
     [
-        ([], "its header is"),
-        ({"a": FOUR, "b": FOUR}, "begins at byte"),
-        ({"a": {**FOUR, "shape": [-2, -2]}}, "expected dtype, shape and data_offsets"),
-        ({"a": {**FOUR, "shape": [4, 2**70]}}, "has 16 bytes"),
-        ({"a": {**FOUR, "shape": [2**62, 4], "data_offsets": [0, 0]}}, "has 0 bytes"),
-        ({"a": {**FOUR, "data_offsets": [-16, 0]}}, "expected dtype, shape and data_offsets"),
-        ({"a": {**FOUR, "data_offsets": [0.0, 16.0]}}, "expected dtype, shape and data_offsets"),
-        ({"a": {**FOUR, "dtype": "Q4"}}, "'Q4'; expected one of F64"),
-        ({"a": FOUR, "__metadata__": {"b": ["a"]}}, "its metadata is"),
-        ({"a": FOUR, "__metadata__": []}, ""),
+        [],
+        {"a": FOUR, "b": FOUR},
+        {"a": {**FOUR, "shape": [4, 2**70]}},
+        {"a": {**FOUR, "shape": [2**62, 4], "data_offsets": [0, 0]}},
+        {"a": {**FOUR, "data_offsets": [-16, 0]}},
+        {"a": {**FOUR, "dtype": "Q4"}},
+        {"a": {**FOUR, "dtype": "F4", "shape": [32]}},
+        {"a": FOUR, "__metadata__": {NOTE: '{"a": "complex128"}'}},
+        {"a": FOUR, "__metadata__": {NOTE: "[]"}},
+        {"a": FOUR, "__metadata__": {NOTE: "["}},
     ],
 )
-def test_a_header_that_lies_is_told(header: Any, words: str, tmp_path: Path) -> None:
+def test_a_header_that_lies_is_told(header: Any, tmp_path: Path) -> None:
     text = json.dumps(header).encode()
     file = tmp_path / "a.safetensors"
     file.write_bytes(len(text).to_bytes(8, "little") + text + bytes(16))
-    model = nn.ParameterDict({"a": torch.zeros(4)})
-    if words:
-        with pytest.raises(CheckpointError, match=words):
-            load_checkpoint(file, model)
-    else:
-        load_checkpoint(file, model)
+    with pytest.raises(CheckpointError, match=r"a\.safetensors cannot be read as a safetensors file"):
+        load_checkpoint(file, nn.ParameterDict({"a": torch.zeros(4)}))
 
 
 def test_each_bit_of_a_chunk_counts_and_so_does_its_place() -> None:

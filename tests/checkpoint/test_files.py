@@ -13,17 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from autovaruna import AutoVaruna, CheckpointError, load_checkpoint
-from autovaruna.checkpoint import read
 from autovaruna.checkpoint.document import decode, encode
-from autovaruna.checkpoint.dtypes import KEPT_AS, NAMES, NOTE
-from autovaruna.checkpoint.layout import lay_out
-from autovaruna.checkpoint.read import read_new
-from autovaruna.checkpoint.tensor_file import read_header
-from autovaruna.checkpoint.write import write
+from autovaruna.checkpoint.tensor_file import NAMES, lay_out, read_header, read_new
+from autovaruna.checkpoint.write import chunks_of, write_file
 from tests.catalogue import CASES
 from tests.checkpoint.runs import OPTIMIZERS, SETUPS, save_halfway
+from tests.checkpoint.test_damage import optimizer_of, trained
 from tests.checkpoint.test_damage import step as train
-from tests.checkpoint.test_damage import trained
 
 
 def saved_gpt2(root: Path, **options: Any) -> Path:
@@ -334,7 +330,7 @@ def test_what_holds_itself_is_named() -> None:
 @pytest.mark.parametrize("dtype", NAMES)
 def test_the_library_safetensors_reads_each_dtype(dtype: torch.dtype, tmp_path: Path) -> None:
     tensors = {"a": torch.arange(6).reshape(2, 3).to(dtype), "b": torch.zeros(()).to(dtype), "c": torch.empty(0, 2)}
-    write(tmp_path / "x", lay_out(tensors, {"format": "pt"}))
+    write_file(tmp_path / "x", chunks_of(lay_out(tensors)))
     found = safetensors.torch.load_file(tmp_path / "x")
     assert all(torch.equal(found[name].to(torch.complex64), tensors[name].to(torch.complex64)) for name in tensors)
     assert {name: entry.shape for name, entry in read_header(tmp_path / "x")[0].items()} == {
@@ -343,13 +339,15 @@ def test_the_library_safetensors_reads_each_dtype(dtype: torch.dtype, tmp_path: 
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf")
-@pytest.mark.parametrize("dtype", KEPT_AS)
+@pytest.mark.parametrize(
+    "dtype", [torch.complex64, torch.complex128, torch.complex32, torch.float8_e4m3fnuz, torch.float8_e8m0fnu]
+)
 def test_dtypes_that_the_format_lacks_come_back(dtype: torch.dtype, tmp_path: Path) -> None:
     tensors = {
         "a": torch.arange(48, dtype=torch.uint8).view(dtype),
         "b": torch.zeros(16, dtype=torch.uint8).view(dtype)[0],
     }
-    write(tmp_path / "x", lay_out(tensors, {"format": "pt"}))
+    write_file(tmp_path / "x", chunks_of(lay_out(tensors)))
     assert safetensors.torch.load_file(tmp_path / "x").keys() == tensors.keys()
     for name, entry in read_header(tmp_path / "x")[0].items():
         found = read_new(entry)
@@ -360,43 +358,15 @@ def test_dtypes_that_the_format_lacks_come_back(dtype: torch.dtype, tmp_path: Pa
 def test_state_that_is_there_is_overwritten_in_place(tmp_path: Path) -> None:
     model = trained()
     model.save_checkpoint(tmp_path, step=1)
-    assert model._wrapped.optimizer is not None
-    optimizer = model._wrapped.optimizer.optimizer
-    states = list(optimizer.state.values())
+    states = list(optimizer_of(model).state.values())
     expected = [{name: value.clone() for name, value in state.items()} for state in states]
     places = [value.data_ptr() for state in states for value in state.values()]
     train(model)
     model.load_checkpoint(tmp_path)
-    found = list(optimizer.state.values())
+    found = list(optimizer_of(model).state.values())
     assert [value.data_ptr() for state in found for value in state.values()] == places
     for got, known in zip(found, expected, strict=True):
         assert all(torch.equal(got[name], known[name]) for name in known)
-
-
-@pytest.mark.parametrize(
-    ("key", "note"), [("dtypes", "of others"), (NOTE, "{}"), (NOTE, '{"a": "complex128"}'), (NOTE, "[")]
-)
-def test_a_note_of_others_is_left_alone_and_one_that_does_not_fit_is_told(key: str, note: str, tmp_path: Path) -> None:
-    safetensors.torch.save_file({"a": torch.ones(2)}, tmp_path / "x", metadata={key: note})
-    if "complex" in note or note == "[":
-        with pytest.raises(CheckpointError, match="cannot be read as a safetensors file"):
-            read_header(tmp_path / "x")
-    else:
-        assert read_header(tmp_path / "x")[0]["a"].dtype == torch.float32
-
-
-def test_threads_read_as_many_bytes_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every other tensor of most models is a bias: shares by number alone would leave one thread all weights."""
-    tensors = {f"{place}.{name}": torch.zeros(size) for place in range(8) for name, size in (("a", 65536), ("b", 16))}
-    safetensors.torch.save_file(tensors, tmp_path / "it")
-    entries, shares = read_header(tmp_path / "it")[0], []
-
-    def deal(act: Any, items: Any) -> None:
-        shares.extend(sum(piece[0].num_bytes for piece in items[first::2]) for first in range(2))
-
-    monkeypatch.setattr(read, "in_threads", deal)
-    read.read_all([(entries[name], tensor) for name, tensor in tensors.items()])
-    assert max(shares) <= 1.01 * min(shares)
 
 
 def test_views_that_conjugate_or_negate_keep_their_numbers(tmp_path: Path) -> None:

@@ -16,11 +16,10 @@ from typing import Any
 import pytest
 
 from autovaruna import AutoVaruna, CheckpointError
-from autovaruna.checkpoint import choose as choose_module
 from autovaruna.checkpoint import folder
-from autovaruna.checkpoint.choose import choose
-from autovaruna.checkpoint.claim import in_turn
+from autovaruna.checkpoint import source as source_module
 from autovaruna.checkpoint.manifest import MANIFEST
+from autovaruna.checkpoint.source import choose
 from autovaruna.runtime.worlds.in_process import single_world
 from tests.checkpoint.test_damage import trained
 
@@ -74,23 +73,17 @@ def test_a_step_is_that_of_the_last_branch_and_damage_leads_to_what_was_before(
     assert model.load_checkpoint(tmp_path).step == 7
 
 
-def test_editions_of_earlier_versions_come_before_later_steps(tmp_path: Path) -> None:
-    trained().save_checkpoint(tmp_path, step=300)
-    os.rename(tmp_path / "step-00000300", tmp_path / "step-00000300.2")
-    assert save_steps(tmp_path, "300 400") == ["400", "300.3"]
-
-
 SAVE = """
 import sys, time, torch
 from pathlib import Path
 from autovaruna import AutoVaruna
-from autovaruna.checkpoint import direct
-real = direct.write_at
-def slow(*args):
+from autovaruna.checkpoint import write
+real = write.chunks_of
+def slow(rows):
     while not Path(sys.argv[1], "go").exists():
         time.sleep(0.01)
-    real(*args)
-direct.write_at = slow
+    return real(rows)
+write.chunks_of = slow
 AutoVaruna(torch.nn.Linear(3, 3)).save_checkpoint(Path(sys.argv[1], "saved"), step=1, background=True)
 """
 
@@ -100,7 +93,7 @@ def other(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     """Another job, which saves to the folder ``saved`` until there is a file ``go``."""
     command = [sys.executable, "-c", SAVE, str(tmp_path)]
     process = subprocess.Popen(command, cwd=Path(__file__).parents[2], stderr=subprocess.PIPE, text=True)
-    while process.poll() is None and not list(tmp_path.glob("saved/.step*/model*")):
+    while process.poll() is None and not list(tmp_path.glob("saved/.step*/.rank*")):
         time.sleep(0.01)
     yield process
     process.kill()
@@ -150,8 +143,8 @@ def test_what_is_read_stays_until_it_has_been(tmp_path: Path) -> None:
     """Once, a job that evaluated the newest one failed when training saved the next, and removed it."""
     model = trained()
     model.save_checkpoint(tmp_path, step=1)
-    with ExitStack() as claims:
-        source = choose(single_world(), tmp_path, "latest", claims)
+    with ExitStack() as locks:
+        source = choose(single_world(), tmp_path, "latest", locks)
         for step in (2, 3):
             model.save_checkpoint(tmp_path, step=step, keep=1)
         assert trained().load_checkpoint(source.path).step == 1
@@ -171,15 +164,15 @@ def test_one_that_has_just_been_removed_makes_room_for_the_newest(
             model.save_checkpoint(tmp_path, step=2, keep=1)
         return found
 
-    candidates = choose_module._candidates
-    monkeypatch.setattr(choose_module, "_candidates", save_another)
+    candidates = source_module._candidates
+    monkeypatch.setattr(source_module, "_candidates", save_another)
     assert trained().load_checkpoint(tmp_path).step == 2
 
 
 def test_two_that_finish_at_once_both_stay(tmp_path: Path) -> None:
     for number in range(2):
         (tmp_path / f".step-00000001.0000000{number}").mkdir()
-    with in_turn(tmp_path):
+    with folder.lock(tmp_path, waits=True):
         thread = Thread(target=folder.finish, args=(tmp_path / ".step-00000001.00000000", 1))
         thread.start()
         thread.join(0.1)

@@ -20,8 +20,8 @@ import torch
 from torch import nn
 
 from autovaruna import AutoVaruna, CheckpointError, InputError, OrderError
-from autovaruna.checkpoint import background, commit, direct, manifest, part, saver, subject
-from autovaruna.checkpoint.claim import claim
+from autovaruna.checkpoint import save, state, write
+from autovaruna.checkpoint.folder import lock
 from autovaruna.runtime.deadlock import Watch
 from tests.catalogue import CASES
 from tests.checkpoint.test_damage import is_same, trained
@@ -90,21 +90,16 @@ def run_script(script: str, root: Path) -> subprocess.CompletedProcess[str]:
 
 
 def full_disk(monkeypatch: pytest.MonkeyPatch, after: int) -> None:
-    """Lets the n-th write fail, and all after it, as on a full disk."""
-    count = [0]
+    """Lets the n-th file fail, and all after it, as on a full disk."""
+    real, count = write.write_file, [0]
 
-    def failing(real: Any) -> Any:
-        def write(*args: Any, **kwargs: Any) -> Any:
-            count[0] += 1
-            if count[0] > after:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            return real(*args, **kwargs)
+    def failing(*args: Any, **kwargs: Any) -> Any:
+        count[0] += 1
+        if count[0] > after:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return real(*args, **kwargs)
 
-        return write
-
-    monkeypatch.setattr(direct, "write_at", failing(direct.write_at))
-    for module in (commit, background):
-        monkeypatch.setattr(module, "write_synced", failing(manifest.write_synced))
+    monkeypatch.setattr(write, "write_file", failing)
 
 
 @pytest.mark.parametrize("is_background", [False, True])
@@ -177,7 +172,7 @@ def test_a_save_asks_for_the_models_state_once_and_ranks_talk_little(
         real = getattr(owner, name)
         monkeypatch.setattr(owner, name, lambda self, *args, **kw: (calls.append(name), real(self, *args, **kw))[1])
 
-    counted(subject.Subject, "entries")
+    counted(state.Subject, "entries")
     counted(Watch, "gather")
 
     def run(model: AutoVaruna, optimizer: torch.optim.Optimizer, rank: int) -> None:
@@ -189,7 +184,7 @@ def test_a_save_asks_for_the_models_state_once_and_ranks_talk_little(
         barrier.wait()
         model.save_checkpoint(tmp_path, step=1, background=True)
         barrier.wait()
-        assert calls.count("entries") == 2 and calls.count("gather") <= 2 * 7
+        assert calls.count("entries") == 2 and calls.count("gather_objects") <= 2 * 7
         barrier.wait()
         model.wait_checkpoint()
 
@@ -213,8 +208,8 @@ def test_files_are_written_to_the_temporary_folder_first(
     is_background: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copied = []
-    real = part.shutil.copyfile
-    monkeypatch.setattr(part.shutil, "copyfile", lambda *paths: copied.append(paths[0]) or real(*paths))
+    real = write.shutil.copyfile
+    monkeypatch.setattr(write.shutil, "copyfile", lambda *paths: copied.append(paths[0]) or real(*paths))
     (tmp_path / "local").mkdir()
     model = trained()
     model.save_checkpoint(tmp_path / "far", step=1, tempdir=str(tmp_path / "local"), background=is_background)
@@ -238,15 +233,15 @@ def test_what_killed_jobs_leave_in_the_temporary_folder_goes(tmp_path: Path) -> 
     for path in (local, local / "autovaruna-checkpoint-a", others, local / "of-others"):
         path.mkdir()
     (local / "autovaruna-checkpoint-a" / "part").write_text("left")
-    with claim(others):
+    with lock(others):
         trained().save_checkpoint(tmp_path / "far", step=1, tempdir=str(local))
     assert sorted(path.name for path in local.iterdir()) == [others.name, "of-others"]
 
 
 def test_a_folder_that_is_removed_meanwhile_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once, the error was about a file of the saver's own, and of one rank alone."""
-    real = saver.write_part
-    monkeypatch.setattr(saver, "write_part", lambda *given: (real(*given), shutil.rmtree(tmp_path / "a"))[0])
+    real = save.write_part
+    monkeypatch.setattr(save, "write_part", lambda *given: (real(*given), shutil.rmtree(tmp_path / "a"))[0])
     model = trained()
     with pytest.raises(CheckpointError, match=r"step-00000001\..* cannot be written: No such file"):
         model.save_checkpoint(tmp_path / "a", step=1)
@@ -257,7 +252,7 @@ def test_a_folder_that_is_removed_meanwhile_is_named(tmp_path: Path, monkeypatch
 def test_a_script_may_go_to_another_folder_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "local").mkdir()
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(saver, "write_snapshot", later := Later(saver.write_snapshot))
+    monkeypatch.setattr(save, "write_part", later := Later(save.write_part))
     model = trained()
     model.save_checkpoint("far", step=1, tempdir="local", background=True)
     monkeypatch.chdir("/")
@@ -292,13 +287,13 @@ def test_what_failed_in_the_background_is_raised_by_the_next_call(
 def test_the_end_of_the_program_waits_and_tells(is_full: bool, tmp_path: Path) -> None:
     script = (
         "import sys, torch; from autovaruna import AutoVaruna\n"
-        "from autovaruna.checkpoint import direct\n"
-        "real = direct.write_at\n"
+        "from autovaruna.checkpoint import write\n"
+        "real = write.write_file\n"
         "def slow(*args):\n"
         "    import time; time.sleep(0.5)\n"
         f"    if {is_full}: raise OSError(28, 'No space left on device')\n"
-        "    real(*args)\n"
-        "direct.write_at = slow\n"
+        "    return real(*args)\n"
+        "write.write_file = slow\n"
         "AutoVaruna(torch.nn.Linear(3, 3)).save_checkpoint(sys.argv[1], step=1, background=True)\n"
     )
     done = subprocess.run(

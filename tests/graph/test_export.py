@@ -105,7 +105,7 @@ def test_a_bound_on_the_batch_size_is_said() -> None:
     """A queue of earlier samples has room for so many new ones; torch fails where it reports that."""
 
     def queued(self: nn.Module, x: Tensor) -> Tensor:
-        return torch.cat([self.queue[len(x) :], x]).square().mean()
+        return torch.cat([self.queue[x.shape[0] :], x]).square().mean()
 
     model = Function(queued, queue=torch.zeros(24, 4))
     with pytest.raises(TraceError, match=r"it holds for batch <= .* alone.*dynamic_batch=False"):
@@ -117,8 +117,8 @@ def test_a_branch_on_large_batches_counts_if_it_computes_something_else(is_harml
     """A copy into another order of memory, which libraries make of large batches, fixes no batch size."""
 
     def branching(self: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        out = self.layer(x) + self.layer(y.flatten().reshape(len(x), -1))
-        if len(x) >= 64 or out.numel() > 9999:
+        out = self.layer(x) + self.layer(y.flatten().reshape(x.shape[0], -1))
+        if x.shape[0] >= 64 or out.numel() > 9999:
             out = out.contiguous() if is_harmless else out.tanh()
         return out.square().mean()
 

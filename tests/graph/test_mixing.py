@@ -80,7 +80,7 @@ def shifted(self: nn.Module, x: Tensor) -> Tensor:
 
 
 def backwards(self: nn.Module, x: Tensor) -> Tensor:
-    return self.last(x)[torch.arange(len(x) - 1, -1, -1)]
+    return self.last(x)[torch.arange(x.shape[0] - 1, -1, -1)]
 
 
 def crosswise(self: nn.Module, x: Tensor) -> Tensor:
@@ -98,7 +98,7 @@ def sent(self: nn.Module, x: Tensor) -> Tensor:
 
 
 def permuted(self: nn.Module, x: Tensor) -> Tensor:
-    return self.last(0.7 * x + 0.3 * x[torch.randperm(len(x))])
+    return self.last(0.7 * x + 0.3 * x[torch.randperm(x.shape[0])])
 
 
 MIXING = (
@@ -135,7 +135,7 @@ def lengths(self: nn.Module, x: Tensor) -> Tensor:
     """Cuts by the longest of the batch, and takes one place of each sample."""
     longest = (x[:, :, 0] > 0).sum(1)
     places = torch.arange(LENGTH) < longest.max()
-    return self.last(x * places[:, None])[torch.arange(len(x)), longest.clamp(max=LENGTH - 1)]
+    return self.last(x * places[:, None])[torch.arange(x.shape[0]), longest.clamp(max=LENGTH - 1)]
 
 
 def followed(self: nn.Module, x: Tensor) -> Tensor:
@@ -162,18 +162,21 @@ def centred(self: nn.Module, x: Tensor) -> Tensor:
 
 def in_turn(self: nn.Module, x: Tensor) -> Tensor:
     """Picks rows by numbers that follow from the size of the batch: each sample's own, one and several times."""
-    numbers = torch.arange(len(x))
+    numbers = torch.arange(x.shape[0])
     flat = self.first(x).flatten(0, 1)
     last = flat[numbers * LENGTH + LENGTH - 1] + self.last(x)[numbers, 0]
-    return last[torch.arange(2 * len(x)) // 2] * x[numbers.repeat_interleave(2), torch.randint(LENGTH, (2 * len(x),))]
+    return (
+        last[torch.arange(2 * x.shape[0]) // 2]
+        * x[numbers.repeat_interleave(2), torch.randint(LENGTH, (2 * x.shape[0],))]
+    )
 
 
 def ends(self: nn.Module, x: Tensor) -> Tensor:
     """Takes the last place of each sample, which the inputs say, and any other, out of all places of all samples."""
     last = (x[:, :, 0] > 0).sum(1).clamp(max=LENGTH - 1)
-    any_ = torch.randint(LENGTH, (len(x),))
+    any_ = torch.randint(LENGTH, (x.shape[0],))
     flat = self.last(x).flatten(0, 1)
-    return flat[torch.arange(len(x)) * LENGTH + last] + flat[torch.arange(len(x)) * LENGTH + any_]
+    return flat[torch.arange(x.shape[0]) * LENGTH + last] + flat[torch.arange(x.shape[0]) * LENGTH + any_]
 
 
 @pytest.mark.parametrize(

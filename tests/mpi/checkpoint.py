@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autovaruna import AutoVaruna
-from autovaruna.checkpoint import direct
+from autovaruna.checkpoint import write
 
 QUIET = {"load_deployment": False, "save_deployment": False, "profile_iterations": 1, "seed": 1}
 
@@ -103,7 +103,7 @@ def train(root: str, num_stages: int, loads: bool, num_steps: int, fails: bool =
             time.sleep(0.1)
             raise OSError(28, "No space left on device")
 
-        direct.write_at = full
+        write.write_file = full
     losses = []
     for step in range(first, first + num_steps):
         generator = torch.Generator().manual_seed(step)

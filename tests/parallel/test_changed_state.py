@@ -177,7 +177,7 @@ class WithAveraged(Layers):
 
 
 MODELS = (Scaled, Twofold, Corrected, Followed, Shrunk, Normed, Taught, WithTurned, WithAveraged)
-STEADY = (Followed, Shrunk, Normed, WithTurned)
+STEADY = (Followed, Shrunk, Normed)
 """Models that change nothing by what is in the samples."""
 
 

@@ -35,12 +35,6 @@ class Steps(nn.Module):
         return self.function(self, torch.tanh(self.first(x)), y)
 
 
-def length(self: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    """Asks for the number of samples with ``len``."""
-    scores = self.last(x + torch.ones(len(x), 1).expand(len(y), WIDTH).cumsum(1))
-    return F.cross_entropy(scores, y, reduction="sum") / len(x)
-
-
 def distributions(self: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     """Uses distributions, which check their arguments."""
     spread = Normal(x, x.exp())
@@ -123,16 +117,10 @@ def named(self: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(self.last(x), y)
 
 
-def by_bytes(self: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    """Chooses by masks of bytes, which are deprecated."""
-    mask = (x > 0).byte()
-    return F.cross_entropy(self.last(torch.where(mask, x, 2 * x) + x.where(condition=mask, other=x.exp())), y)
-
-
 PASSING = (
-    *(length, distributions, distances, checked, unknown, counted),
+    *(distributions, distances, checked, unknown, counted),
     *(probabilities, matrices, per_sample, dispatched, behind),
-    *(compiled, named, by_bytes),
+    *(compiled, named),
 )
 
 
@@ -230,7 +218,7 @@ def returned(self: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     out = torch.tanh(self.first(x))
     order = out.sum(1).argsort()
     back = torch.empty_like(order)
-    back[order] = torch.arange(len(y))
+    back[order] = torch.arange(y.shape[0])
     labels = y[order][back]
     return F.cross_entropy(self.last(out), labels) + back.zero_().float().mean()
 
@@ -244,43 +232,60 @@ def test_what_is_measured_does_not_index_with_what_memory_holds() -> None:
         torch.use_deterministic_algorithms(False)
 
 
-class Orders:
-    """Stands for the library opt_einsum, which torch asks for an order of products if it is installed."""
-
-    @staticmethod
-    def contract_path(equation: str, *operands: Any, shapes: bool = False, optimize: Any = None) -> Any:
-        sizes = operands if shapes else [each.shape for each in operands]
-        assert len({int(length) for shape in sizes for length in shape}) > 1
-        return [(1, 2), (0, 1)], None
-
-
-def contracted(self: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    """Multiplies three tensors."""
-    return F.cross_entropy(self.last(torch.einsum("bi,ij,jk->bk", x, self.first.weight, self.first.weight)), y)
-
-
-def test_products_of_three_are_ordered_by_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    library: Any = torch.backends.opt_einsum
-    monkeypatch.setattr(library.m, "is_available", lambda: True)
-    monkeypatch.setattr(library.m, "get_opt_einsum", lambda: Orders)
-    monkeypatch.setattr(library.m, "enabled", True)
-    case = Case("steps_contracted", lambda: Steps(contracted), labelled)
-    batches = [case.batch(SIZE, step) for step in range(STEPS)]
-    bit_equal(train(case, pipeline(2, num_micro_batches=1), batches), plain_steps(case, batches))
-    compare(train(case, pipeline(2), batches), plain_steps(case, batches))
-
-
 def joined(self: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     """Joins two batches, whose sizes are equal though nothing compares them, and compares all samples of both."""
     both = torch.cat([x, F.one_hot(y, WIDTH).to(x.dtype)])
     scores = self.last(both) @ self.last(both).t()
-    return F.cross_entropy(scores, torch.arange(2 * len(x)))
+    return F.cross_entropy(scores, torch.arange(2 * x.shape[0]))
 
 
 def test_two_batches_have_one_size() -> None:
     case = Case("steps_joined", lambda: Steps(joined), labelled)
     batches = [case.batch(SIZE, step) for step in range(STEPS)]
     bit_equal(train(case, pipeline(2, num_micro_batches=1), batches), plain_steps(case, batches))
+
+
+def length(self: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(self.last(x), y, reduction="sum") / len(x)
+
+
+def integer(self: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(self.last(x), y, reduction="sum") / int(x.shape[0])
+
+
+def integer_of_data(self: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(self.last(x)[:, : int(y.max())], y)
+
+
+def by_bytes(self: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(self.last(torch.where((x > 0).byte(), x, 2 * x)), y)
+
+
+def backward(self: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return torch.autograd.grad(self.last(x).sum(), x, create_graph=True)[0].square().mean()
+
+
+def inference(self: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    with torch.inference_mode():
+        weight = torch.tanh(self.first(x))
+    return F.cross_entropy(self.last(x * weight.clone()), y)
+
+
+REFUSED = {
+    length: r"len\(\) of a tensor at .*len\(x\).*Write x\.shape\[0\]",
+    integer: r"fixes its batch size.*int\(x\.shape\[0\]\).*Write x\.shape\[0\]",
+    integer_of_data: r"int\(\) of a tensor at .*int\(y\.max\(\)\).*Write x\.item\(\)",
+    by_bytes: r"at .*byte\(\).*expected predicate to be bool",
+    backward: r"goes backward itself \(torch\.autograd\.grad\) at .*create_graph.*into a submodule",
+    inference: r"inference_mode\(\) at .*torch\.tanh.*Expected torch\.no_grad",
+}
+
+
+@pytest.mark.parametrize("function", REFUSED, ids=lambda function: function.__name__)
+def test_others_are_refused_by_their_line(function: Callable[[nn.Module, Tensor, Tensor], Tensor]) -> None:
+    """The error says what to write instead."""
+    with pytest.raises(TraceError, match=REFUSED[function]):
+        AutoVaruna(Steps(function), num_micro_batches=2, **QUIET)(**labelled(SIZE, 0)[1])
 
 
 def hashed(self: nn.Module, x: Tensor, y: Tensor) -> Tensor:

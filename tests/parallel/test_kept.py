@@ -18,8 +18,8 @@ from torch.utils.checkpoint import checkpoint
 from autovaruna import AutoVaruna, InputError, TraceError
 from tests.catalogue.case import Case
 from tests.catalogue.small import CLASSES, WIDTH, Classifier, labelled
-from tests.parallel.training import QUIET, Setup, pipeline, train, train_rank
-from tests.reference import bit_equal, compare, part, plain_micro_batched, plain_steps, ranges, sgd
+from tests.parallel.training import QUIET, Setup, pipeline, train
+from tests.reference import bit_equal, compare, part, plain_micro_batched, plain_steps, ranges
 
 SIZE, STEPS = 6, 3
 
@@ -108,14 +108,6 @@ def tied() -> nn.Module:
     return nn.Sequential(first, nn.LayerNorm(WIDTH), second)
 
 
-def scripted() -> nn.Module:
-    """A TorchScript module with buffers that it changes."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        script: nn.Module = torch.jit.script(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)))
-        return script
-
-
 def hooked() -> nn.Module:
     """A layer with a hook on its results and one on its gradients."""
     layer = nn.Linear(WIDTH, WIDTH)
@@ -150,14 +142,13 @@ def test_kept_modules_train_like_plain_pytorch(kind: Callable[[], nn.Module]) ->
     bit_equal(train(case, pipeline(2, recompute=True), batches), one)
 
 
-def test_torchscript_modules_train_like_plain_pytorch() -> None:
-    """Their tensors, which live outside of Python, are swapped, placed and updated like others."""
-    case = case_of(scripted)
-    batches = [case.batch(SIZE, step) for step in range(STEPS)]
-    model = case.model()
-    settings = QUIET | {"stage_ranks": [[0], [0]], "num_micro_batches": 1}
-    wrapped = AutoVaruna(model, optimizer := sgd(model.parameters()), **settings)
-    bit_equal(train_rank(case, wrapped, optimizer, batches), plain_steps(case, batches))
+def test_torchscript_modules_are_refused() -> None:
+    """The error names the module."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        script: nn.Module = torch.jit.script(nn.Linear(WIDTH, WIDTH))
+    with pytest.raises(TraceError, match=r"body\S* is a TorchScript module.*take the one that it was made of"):
+        AutoVaruna(Classifier(Between(script)), num_micro_batches=2, **QUIET)(**labelled(SIZE, 0)[1])
 
 
 class Drawing(nn.Module):

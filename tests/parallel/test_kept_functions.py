@@ -26,7 +26,7 @@ class Half(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, scores: Tensor, labels: Tensor, reduction: str) -> Tensor:
         ctx.save_for_backward(scores, labels)
-        ctx.parts = len(scores) if reduction == "mean" else 1
+        ctx.parts = scores.shape[0] if reduction == "mean" else 1
         return F.cross_entropy(scores, labels, reduction=reduction)
 
     @staticmethod
@@ -93,7 +93,7 @@ def mean(last: nn.Linear, x: Tensor, y: Tensor) -> Tensor:
 
 
 def parted_sum(last: nn.Linear, x: Tensor, y: Tensor) -> Tensor:
-    return Half.apply(last(x), y, "sum") / len(x)  # type: ignore[no-untyped-call, no-any-return]
+    return Half.apply(last(x), y, "sum") / x.shape[0]  # type: ignore[no-untyped-call, no-any-return]
 
 
 def limited(last: nn.Linear, x: Tensor, y: Tensor) -> Tensor:
@@ -180,31 +180,21 @@ def test_functions_have_their_own_backward_by_any_name() -> None:
     assert turn(torch.ones(1)) == 1  # type: ignore[no-untyped-call]
 
 
-class Inferring(nn.Module):
-    """Weighs numbers by what it computes without gradients, and sets hooks for saved tensors if it is to."""
+class Saving(nn.Module):
+    """Sets hooks for saved tensors."""
 
-    def __init__(self, has_hooks: bool) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.first, self.last, self.has_hooks = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES), has_hooks
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES)
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        with torch.inference_mode():
-            weight = torch.tanh(self.first(x))
-        if self.has_hooks:
-            with torch.autograd.graph.saved_tensors_hooks(lambda each: 2 * each, lambda each: each):
-                return F.cross_entropy(self.last(self.first(x)), y)
-        return F.cross_entropy(self.last(self.first(x) * weight.clone()), y)
-
-
-def test_no_gradient_goes_through_inference_mode() -> None:
-    case = Case("inferring", lambda: Inferring(False), labelled)
-    batches = [case.batch(SIZE, step) for step in range(2)]
-    compare(train(case, pipeline(2), batches), plain_steps(case, batches))
+        with torch.autograd.graph.saved_tensors_hooks(lambda each: 2 * each, lambda each: each):
+            return F.cross_entropy(self.last(self.first(x)), y)
 
 
 def test_hooks_of_saved_tensors_are_refused() -> None:
     with pytest.raises(TraceError, match=r"hooks for saved tensors.*in a submodule"):
-        AutoVaruna(Inferring(True), num_micro_batches=2, **QUIET)(**labelled(SIZE, 0)[1])
+        AutoVaruna(Saving(), num_micro_batches=2, **QUIET)(**labelled(SIZE, 0)[1])
 
 
 class HookedNode(nn.Module):
@@ -244,7 +234,7 @@ NODES: dict[str, tuple[Callable[[Tensor], Any], str]] = {
 def test_hooks_of_nodes_are_refused(node: str) -> None:
     """A trace would drop them; in a submodule they run."""
     model = HookedNode(*NODES[node])
-    with pytest.raises(TraceError, match=r"node of autograd \(grad_fn\) at .*test_kept_functions.*in a submodule"):
+    with pytest.raises(TraceError, match=r"node of a tensor \(grad_fn\) at .*test_kept_functions.*in a submodule"):
         AutoVaruna(model, num_micro_batches=2, **QUIET)(labelled(SIZE, 0)[1]["x"])
     for name in ("", NODES[node][1]):
         case = Case(f"hooked node {node} {name}", lambda: AfterHook(HookedNode(NODES[node][0], name)), labelled)  # noqa: B023

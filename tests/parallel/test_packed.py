@@ -50,7 +50,7 @@ def sorted_by_hand(model: Reader, x: Tensor, lengths: Tensor) -> Tensor:
 
 def in_a_row(model: Reader, x: Tensor, lengths: Tensor) -> Tensor:
     packed, _ = model.lstm(pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False))
-    packed, hidden = model.gru(packed, model.start.expand(-1, len(x), -1).contiguous())
+    packed, hidden = model.gru(packed, model.start.expand(-1, x.shape[0], -1).contiguous())
     found, lengths = pad_packed_sequence(packed, padding_value=-1.0, total_length=x.shape[1])
     return found.sum(0) / lengths[:, None] + hidden[-1]
 
@@ -58,7 +58,7 @@ def in_a_row(model: Reader, x: Tensor, lengths: Tensor) -> Tensor:
 def data(model: Reader, x: Tensor, lengths: Tensor) -> Tensor:
     packed, _ = model.gru(pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False))
     found: Tensor = packed.data
-    return found.mean(0).expand(len(x), -1)
+    return found.mean(0).expand(x.shape[0], -1)
 
 
 def sentences(size: int, step: int) -> Batch:
@@ -76,7 +76,7 @@ def test_packed_sequences_train_as_in_plain_pytorch(read: Callable[..., Tensor])
 
 
 def test_what_is_done_with_packed_numbers_is_refused() -> None:
-    with pytest.raises(TraceError, match=r"takes data of a packed sequence at .*test_packed"):
+    with pytest.raises(TraceError, match=r"takes mean of a packed sequence at .*test_packed"):
         AutoVaruna(Reader(data), num_micro_batches=2, **QUIET)(**sentences(4, 0)[1])
 
 
@@ -86,5 +86,5 @@ def test_lengths_in_a_list_are_refused() -> None:
             packed, _ = self.gru(pack_padded_sequence(x, [LENGTH] * 4, batch_first=True))  # type: ignore[arg-type]
             return pad_packed_sequence(packed)[0].mean()
 
-    with pytest.raises(TraceError, match="by lengths that are no tensor: got list"):
+    with pytest.raises(TraceError, match="by lengths that are no tensor"):
         AutoVaruna(Listed(data), num_micro_batches=2, **QUIET)(**sentences(4, 0)[1])

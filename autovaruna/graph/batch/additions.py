@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from autovaruna.graph.facts import Fact, tensors_in
-from autovaruna.graph.layout import storage_of
+from autovaruna.graph.facts import Fact, storage_of, tensors_in
 from autovaruna.graph.precision import in_precision, precision_of
 
 _KEPT = ("stack_trace", "nn_module_stack", "precision")

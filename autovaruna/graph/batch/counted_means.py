@@ -15,17 +15,11 @@ from torch import Tensor, fx
 
 from autovaruna.graph.arguments import MEAN, SUM, arguments, give
 from autovaruna.graph.batch.additions import Additions
-from autovaruna.graph.batch.class_counts import count_by_class
+from autovaruna.graph.batch.interpret import has_numbers, picked_symbols
+from autovaruna.graph.batch.operators import SUM_OF, Trait, aten, has
+from autovaruna.graph.batch.values import count_by_class
 from autovaruna.graph.sizes import Sizes
 
-aten = torch.ops.aten
-LOSSES = frozenset(
-    {aten.cross_entropy_loss.default, aten.nll_loss_nd.default, aten.nll_loss.default, aten.nll_loss2d.default}
-)
-"""Losses over labels of which some may be ignored."""
-_MEANS = {aten.mean.default: aten.sum.default, aten.mean.dim: aten.sum.dim_IntList}
-_PICKS = {aten.masked_select.default: 1, aten.nonzero.default: 0}
-"""Operations that pick elements, and the place of the mask that says which."""
 _HALF = frozenset({torch.float16, torch.bfloat16})
 
 
@@ -50,18 +44,18 @@ class _Means:
         self._known = known
         self._sizes = sizes
         self._add = additions
-        self._counts = _counted_symbols(graph, known)
+        self._masks = {symbol: mask for symbol, mask in picked_symbols(graph).items() if mask in known}
 
     def count_of(self, node: fx.Node) -> Callable[[], fx.Node] | None:
         """Returns what adds the count to the graph over which a node averages; None: it does not, or over all alike."""
-        if node.target in LOSSES:
+        if has(node, Trait.AVERAGES_LABELS):
             given = arguments(node)
             target, weight = given["target"], given.get("weight")
             is_known = target in self._known and (weight is None or weight in self._known)
             if given["reduction"] != MEAN or not is_known or not self._counts_labels(target):
                 return None
             return lambda: self._labels(node, target, weight, given["ignore_index"])
-        if node.target in _MEANS or arguments(node).get("reduction") == MEAN:
+        if node.target in SUM_OF or arguments(node).get("reduction") == MEAN:
             return self._picked(node)
         return None
 
@@ -72,8 +66,8 @@ class _Means:
         dtype = node.meta["val"].dtype
         if dtype in _HALF:  # a sum of many would overflow
             node.args = tuple(self._wide(node, argument) for argument in node.args)
-        if node.target in _MEANS:
-            node.target = _MEANS[node.target]
+        if node.target in SUM_OF:
+            node.target = SUM_OF[node.target]
         else:
             give(node, reduction=SUM)
         self._add.learn(node)
@@ -91,9 +85,7 @@ class _Means:
 
     def _counts_labels(self, target: fx.Node) -> bool:
         """Whether a target is one of class numbers that grows with the batch, or with what was picked from it."""
-        value = target.meta["val"]
-        is_whole = not (value.is_floating_point() or value.is_complex())
-        return is_whole and self._sizes.has_samples(target)
+        return not has_numbers(target.meta["val"]) and self._sizes.has_samples(target)
 
     def _labels(self, node: fx.Node, target: fx.Node, weight: fx.Node | None, ignored: int) -> fx.Node:
         """Adds the number of labels that are not ignored, or the sum of the weights of their classes."""
@@ -122,52 +114,13 @@ class _Means:
             averaged *= length.node.expr if isinstance(length, torch.SymInt) else length
         for length in result.shape:
             averaged /= length.node.expr if isinstance(length, torch.SymInt) else length
-        symbols = [symbol for symbol in averaged.free_symbols if symbol in self._counts]
+        symbols = [symbol for symbol in averaged.free_symbols if symbol in self._masks]
         if len(symbols) != 1 or not (averaged / symbols[0]).is_Integer:
             return None
         factor = int(averaged / symbols[0])
 
         def add() -> fx.Node:
-            count = self._add.before(node, *self._counts[symbols[0]])
+            count = self._add.before(node, aten.count_nonzero.default, self._masks[symbols[0]])
             return count if factor == 1 else self._add.before(node, aten.mul.Tensor, count, factor)
 
         return add
-
-
-def _counted_symbols(graph: fx.Graph, known: Collection[fx.Node]) -> dict[Any, tuple[Any, ...]]:
-    """Returns, for each size that is a number of picked elements, the operation that counts them in the inputs."""
-    return {
-        symbol: (aten.count_nonzero.default, mask) for symbol, mask in picked_symbols(graph).items() if mask in known
-    }
-
-
-def picked_symbols(graph: fx.Graph) -> dict[Any, fx.Node]:
-    """Returns the sizes that are numbers of picked elements, each with the tensor that says which those are."""
-    found: dict[Any, fx.Node] = {}
-    seen: set[Any] = set()
-    for node in graph.nodes:
-        value = node.meta.get("val")
-        new = _symbols(value) - seen
-        seen |= new
-        mask = _mask(node)
-        if isinstance(value, Tensor) and len(new) == 1 and mask is not None:
-            found |= dict.fromkeys(new, mask)
-    return found
-
-
-def _mask(node: fx.Node) -> fx.Node | None:
-    """Returns the tensor whose elements other than zero a node picks, or finds."""
-    if node.target in _PICKS:
-        mask: Any = node.args[_PICKS[node.target]]
-        return mask  # type: ignore[no-any-return]
-    if node.target is aten.index.Tensor:
-        masks = [each for each in node.args[1] if each is not None]  # type: ignore[union-attr]
-        is_one = len(masks) == 1 and masks[0].meta["val"].dtype is torch.bool  # type: ignore[union-attr]
-        return masks[0] if is_one else None  # type: ignore[return-value]
-    return None
-
-
-def _symbols(value: Any) -> set[Any]:
-    lengths = value.shape if isinstance(value, Tensor) else (value,)
-    sizes = [each for each in lengths if isinstance(each, torch.SymInt)]
-    return {symbol for each in sizes for symbol in each.node.expr.free_symbols}

@@ -124,7 +124,7 @@ class BothWays:
     @contextmanager
     def _alike(self) -> Iterator[None]:
         """Lets random numbers be the same both ways, keeps nothing for a backward, and gives generators back."""
-        keeps = nullcontext() if self._kept_paths or self.traced.goes_backward else forgetting()
+        keeps = nullcontext() if self._kept_paths else forgetting()
         with untouched_generator(self.device), python_generators(_SEED), keeps, DrawnAlike(self.device):
             yield
 

@@ -19,7 +19,7 @@ from torch import Tensor, fx, nn
 from autovaruna._torch import OpOverload
 from autovaruna.errors import TraceError
 from autovaruna.graph.batch.mixing import ADVICE
-from autovaruna.graph.batch.of_batch import is_of_batch
+from autovaruna.graph.batch.values import is_of_batch
 from autovaruna.graph.comparisons.alike import Rounded
 from autovaruna.graph.comparisons.both_ways import BothWays, Run
 from autovaruna.graph.comparisons.comparing import BY_ROUNDING, CLEAR, SEEDS, distance, tolerance

@@ -17,31 +17,26 @@ from autovaruna.errors import InputError, TraceError
 from autovaruna.graph.call import CallSpec
 from autovaruna.graph.cutpoint import Marker, named_cut_points, take_markers
 from autovaruna.graph.explain import explain, is_about_batch, own_error
-from autovaruna.graph.exporting.checks import noted_checks, take_checks
+from autovaruna.graph.exporting.checks import take_checks
 from autovaruna.graph.exporting.culprit import outermost
-from autovaruna.graph.exporting.deferred import compile_regions, deferred_compilation
-from autovaruna.graph.exporting.detached import traced_data
 from autovaruna.graph.exporting.exported import Exported
-from autovaruna.graph.exporting.fake import faked, quickly_faked
+from autovaruna.graph.exporting.fake import faked
 from autovaruna.graph.exporting.fixed_size import noted_sizes
 from autovaruna.graph.exporting.flat_call import FlatCall
 from autovaruna.graph.exporting.free_regions import open_free_regions
 from autovaruna.graph.exporting.guards import FunctionCall, watched, with_own_backward
-from autovaruna.graph.exporting.idioms import idioms
+from autovaruna.graph.exporting.idioms import Idioms
 from autovaruna.graph.exporting.idle_operations import drop_idle
 from autovaruna.graph.exporting.otherwise import KeepMoreError, Kept, try_otherwise
 from autovaruna.graph.exporting.padding import padded_encoders
 from autovaruna.graph.exporting.program import example_inputs, program_of
 from autovaruna.graph.exporting.size_guards import tried_guards
 from autovaruna.graph.exporting.stack import short_stacks
-from autovaruna.graph.exporting.stopped_functions import stopped_functions
 from autovaruna.graph.exporting.tidy import PREFIX, tidy
-from autovaruna.graph.exporting.unlift import unlift
 from autovaruna.graph.kept_whole.draws import Draws, noted_draws
 from autovaruna.graph.kept_whole.functions import take_functions
 from autovaruna.graph.kept_whole.keeping import Keeper, take_modules
 from autovaruna.graph.kept_whole.packed import kept_or_packed
-from autovaruna.graph.kept_whole.scripts import shells
 from autovaruna.graph.precision import in_precision, noted_precision, switch_in_regions
 from autovaruna.graph.random import python_generators
 from autovaruna.graph.refused import check_operations
@@ -85,11 +80,11 @@ class Attempt:
         changes = Changes()
         flat = FlatCall(self.model, self.call, output_trees, reads, changes, self.kept.is_told)
         with self._noted(mode) as notes:
-            flat.note_batch = notes.keeper.note_batch
+            flat.note_batch, flat.idioms = notes.keeper.note_batch, notes.idioms.entered
             inputs = example_inputs(self.call, self.batch_size, mode, self.device)
             notes.draws.start()
             try:
-                graph_module = self._graph(flat, inputs, changes)
+                graph_module = self._graph(flat, inputs)
                 notes.draws.check()
             except InputError:
                 raise
@@ -99,7 +94,6 @@ class Attempt:
             raise KeepMoreError(replace(self.kept, functions=self.kept.functions | found))
         assert output_trees
         constants, markers = self._tidy(graph_module)
-        compile_regions(graph_module)
         return Exported(
             module=graph_module,
             output_tree=output_trees[-1],
@@ -110,7 +104,6 @@ class Attempt:
             changes=changes,
             greatest=min(notes.bounds, default=None) if self.is_dynamic else None,
             asks_for_one=next(iter(notes.lone), ""),
-            goes_backward=bool(self.kept.num_gradients),
         )
 
     @contextmanager
@@ -120,52 +113,44 @@ class Attempt:
         with (
             as_before(model),
             torch.compiler.set_stance("force_eager"),  # torch.compile has nothing to compile on fake tensors
-            shells(model) as scripts,
-            kept_or_packed(model, outermost([*kept.modules, *scripts]), kept.operations, self.device) as keeper,
+            kept_or_packed(model, outermost(kept.modules), kept.operations, self.device) as keeper,
             faked(model, mode, self.device),
-            quickly_faked(),
             named_cut_points(model),
-            watched(kept.functions, kept.num_gradients or 0) as function_calls,
+            watched(kept.functions) as function_calls,
             noted_sizes() as (fixing, lone),
             tried_guards(self.least) as bounds,
-            traced_data(),
-            noted_checks(),
             noted_draws(model, kept.notes_draws) as draws,
             in_precision(self.call.precision),
             python_generators(0),
-            idioms(kept.integers) as integers,
             padded_encoders(),
             noted_precision(self.call.precision),
             short_stacks(),
-            stopped_functions(kept.notes_functions) as stopped,
         ):
-            yield _Notes(keeper, draws, function_calls, integers, fixing, lone, bounds, stopped)
+            yield _Notes(keeper, draws, function_calls, Idioms(keeper.functions), fixing, lone, bounds)
 
-    def _graph(self, flat: FlatCall, inputs: list[Tensor], changes: Changes) -> fx.GraphModule:
+    def _graph(self, flat: FlatCall, inputs: list[Tensor]) -> fx.GraphModule:
         """Returns torch.export's graph, with parameters, buffers and what is kept whole as attributes."""
         dimension = torch.export.Dim("batch", min=1)
         shapes = [{0: dimension} if spec.is_batch and self.is_dynamic else None for spec in self.call.inputs]
         with warnings.catch_warnings():  # recurrent modules keep their weights twice; torch.export warns of it
             warnings.filterwarnings("ignore", message="The tensor attribute")
-            program = program_of(flat, inputs, shapes, changes, recalls=not self.kept.num_gradients)
-        with deferred_compilation():
-            graph_module = unlift(program)
-            take_modules(graph_module)
-            take_checks(graph_module)
+            program = program_of(flat, inputs, shapes)
+        graph_module = program.module(check_guards=False)
+        assert isinstance(graph_module, fx.GraphModule)
+        take_modules(graph_module)
+        take_checks(graph_module)
         check_operations(graph_module)
         return graph_module
 
     def _stop(self, error: Exception, flat: FlatCall, mode: FakeTensorMode, notes: _Notes) -> NoReturn:
         """Asks for another attempt if one may do better than this one, which an error has stopped; else explains it."""
         kept = self.kept
-        if notes.integers and kept.can_grow:
-            raise KeepMoreError(replace(kept, integers=kept.integers | notes.integers)) from error
         if notes.draws.are_hidden():
             raise KeepMoreError(replace(kept, notes_draws=True)) from error
         refusal = own_error(flat, example_inputs(self.call, self.call.batch_size, mode, self.device), mode)
         drawn = notes.draws.error()
         if kept.can_grow and (drawn or not (self.is_dynamic and refusal is None and is_about_batch(error))):
-            try_otherwise(drawn or error, self.model, kept, notes.stopped)
+            try_otherwise(drawn or error, self.model, kept, notes.idioms.stopped)
         if isinstance(error, TraceError):
             raise error
         raise explain(error, self.model, self.call, self.is_dynamic, notes.fixing, refusal) from error
@@ -179,13 +164,12 @@ class Attempt:
         inputs = self.call.inputs
         parameters = {PREFIX + name for name, _ in self.model.named_parameters(remove_duplicate=False)}
         state = parameters | {PREFIX + name for name, _ in self.model.named_buffers(remove_duplicate=False)}
-        with deferred_compilation():
-            drop_idle(graph_module)
-            open_free_regions(graph_module, parameters, [spec.needs_gradient for spec in inputs])
-            switch_in_regions(graph_module)
-            take_functions(graph_module)
-            constants = tidy(graph_module, [spec.name for spec in inputs], state)
-            return constants, take_markers(graph_module)
+        drop_idle(graph_module)
+        open_free_regions(graph_module, parameters, [spec.needs_gradient for spec in inputs])
+        switch_in_regions(graph_module)
+        take_functions(graph_module)
+        constants = tidy(graph_module, [spec.name for spec in inputs], state)
+        return constants, take_markers(graph_module)
 
 
 @dataclass(frozen=True)
@@ -196,18 +180,16 @@ class _Notes:
         keeper: of modules and operations that are kept whole.
         draws: of Python's generators.
         function_calls: of autograd functions.
-        integers: names of further modules of Python in which ``int`` must leave sizes as they are.
+        idioms: sees functions of torch, and notes in which ones the trace has stopped.
         fixing: where the model fixes the batch size.
         lone: where it does something else for a batch of one sample.
         bounds: batch sizes up to which the trace has taken this way.
-        stopped: functions of torch in which it has stopped.
     """
 
     keeper: Keeper
     draws: Draws
     function_calls: list[FunctionCall]
-    integers: set[str]
+    idioms: Idioms
     fixing: list[str]
     lone: list[str]
     bounds: list[int]
-    stopped: list[str]

@@ -8,17 +8,14 @@ from __future__ import annotations
 
 import linecache
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from threading import get_ident
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from autovaruna._torch import FakeTensor, FunctionalTensor
+from autovaruna._torch import FakeTensor
 from autovaruna.errors import InputError
 from autovaruna.graph.exporting.known import truth_of
 from autovaruna.graph.exporting.raising import passing
@@ -60,41 +57,27 @@ for _each in (torch.ops.autovaruna.check.default, check):  # they stay in a grap
     fx.node.has_side_effect(_each)
 
 
-@contextmanager
-def noted_checks() -> Iterator[None]:
-    """Lets checks of tensors pass on this thread, and leaves a node for each, while the context lasts."""
-    tracing, truth = get_ident(), Tensor.__bool__
-    check_all: Callable[..., None] = torch._check_tensor_all_with
+def truth(tensor: Tensor, frame: FrameType) -> bool:
+    """Returns what a fake tensor counts as in a condition; where the line that asks is a check, that leaves a node.
 
-    def is_traced(value: Any) -> bool:
-        return get_ident() == tracing and isinstance(value, FakeTensor | FunctionalTensor)
+    Args:
+        tensor: The condition.
+        frame: Where Python asks.
+    """
+    if (known := truth_of(tensor)) is not None:
+        return known
+    wanted = passing(frame.f_code.co_filename, frame.f_lineno)
+    if wanted is None:
+        return Tensor.__bool__(tensor)
+    torch.ops.autovaruna.check(tensor, wanted, _line(frame))
+    return wanted
 
-    def truth_or_note(self: Tensor) -> bool:
-        frame = sys._getframe(1)
-        if not is_traced(self):
-            return truth(self)
-        if (known := truth_of(self)) is not None:
-            return known
-        wanted = passing(frame.f_code.co_filename, frame.f_lineno)
-        if wanted is None:
-            return truth(self)
-        torch.ops.autovaruna.check(self, wanted, _line(frame))
-        return wanted
 
-    def check_or_note(error: Any, condition: Any, message: Any = None) -> None:
-        if is_traced(condition):
-            places = map(_line, _users(sys._getframe(1)))
-            torch.ops.autovaruna.check(condition.all(), True, ", called at ".join(places))
-        else:
-            check_all(error, condition, message)
-
-    Tensor.__bool__ = truth_or_note  # type: ignore[method-assign, assignment]
-    torch._check_tensor_all_with = check_or_note
-    try:
-        yield
-    finally:
-        torch._check_tensor_all_with = check_all
-        del Tensor.__bool__  # torch.Tensor inherits it
+def left_check(condition: Tensor) -> Any:
+    """Leaves a node for a condition that torch checks for all elements of a tensor; returns what passes the check."""
+    places = map(_line, _users(sys._getframe(1)))
+    torch.ops.autovaruna.check(condition.all(), True, ", called at ".join(places))
+    return SimpleNamespace(item=lambda: True)
 
 
 def _users(frame: FrameType | None) -> list[FrameType]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
-from importlib import import_module
 
 import torch
 from torch import fx, nn
@@ -20,10 +19,15 @@ from autovaruna.graph.exporting.quiet import quiet_failure
 from autovaruna.graph.exporting.thresholds import find_threshold
 from autovaruna.graph.kept_whole.keeping import is_of_keeper
 from autovaruna.graph.refused import check_layouts
+from autovaruna.graph.said import warn_once
 from autovaruna.graph.watching.hidden_state import compare_calls
 from autovaruna.graph.watching.left_tensors import say_what_is_left
 
 logger = logging.getLogger(__name__)
+_OF_HOOKS = (
+    "{} have hooks of backward, and are kept whole, never cut. Each hook runs once a micro-batch, on the gradients of "
+    "its samples alone: where it goes by all samples of a batch (a norm over them, say), pass num_micro_batches=1"
+)
 
 
 def export(model: nn.Module, call: CallSpec, batch_size: int, is_dynamic: bool, device: torch.device) -> Exported:
@@ -43,6 +47,8 @@ def export(model: nn.Module, call: CallSpec, batch_size: int, is_dynamic: bool, 
     """
     check_layouts(model)
     first = Kept(modules=hooked(model))
+    if first.modules:
+        warn_once(logger, model, _OF_HOOKS.format(", ".join(sorted(first.modules))))
     kept: Kept | None = first
     while kept is not None:
         attempt = Attempt(model, call, batch_size, is_dynamic, device, kept)
@@ -57,10 +63,7 @@ def export(model: nn.Module, call: CallSpec, batch_size: int, is_dynamic: bool, 
             return found
         except KeepMoreError as stopped:
             kept = stopped.kept
-            for name in kept.imported:
-                import_module(name)
         except TraceError as error:
-            first = replace(first, integers=kept.integers, imported=kept.imported)
             is_first = kept == replace(first, functions=kept.functions, notes_draws=kept.notes_draws)
             if is_first or not is_of_keeper(error):
                 raise

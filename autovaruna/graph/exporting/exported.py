@@ -25,7 +25,6 @@ class Exported:
         changes: the Python state that forward has changed.
         greatest: the batch size up to which the trace has taken this way; None: there is no such size.
         asks_for_one: where the model does something else for a batch of one sample; empty: nowhere.
-        goes_backward: whether forward goes backward itself.
     """
 
     module: fx.GraphModule
@@ -37,4 +36,3 @@ class Exported:
     changes: Changes = field(default_factory=Changes)
     greatest: int | None = None
     asks_for_one: str = ""
-    goes_backward: bool = False

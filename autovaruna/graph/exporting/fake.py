@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from threading import get_ident
 from typing import Any
 
 import torch
@@ -20,34 +19,6 @@ def fake_like(tensor: Tensor, mode: FakeTensorMode, device: torch.device) -> Fak
     with in_kernel_invocation(mode):
         empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
     return FakeTensor(mode, empty, device)
-
-
-@contextmanager
-def quickly_faked() -> Iterator[None]:
-    """Has another fake of a parameter that is fake already made in a tenth of the time while the context lasts.
-
-    ``torch.export`` asks for one of each, in a mode of its own, and would take it apart as if it could be a view, or a
-    subclass of tensors. For this thread.
-    """
-    plain, tracing = FakeTensorMode.from_tensor, get_ident()
-
-    def from_tensor(
-        mode: FakeTensorMode, tensor: Tensor, *, static_shapes: bool | None = None, **others: Any
-    ) -> FakeTensor:
-        is_fake = isinstance(tensor, FakeTensor) and isinstance(tensor, nn.Parameter)
-        if not (is_fake and static_shapes and get_ident() == tracing):
-            return plain(mode, tensor, static_shapes=static_shapes, **others)
-        fake = mode.fake_tensor_converter._get_memo(tensor)
-        if fake is None:
-            fake = _fake(tensor, mode, tensor.device)
-            mode.fake_tensor_converter.set_tensor_memo(tensor, fake)
-        return fake
-
-    FakeTensorMode.from_tensor = from_tensor  # type: ignore[method-assign, assignment]
-    try:
-        yield
-    finally:
-        FakeTensorMode.from_tensor = plain  # type: ignore[method-assign]
 
 
 @contextmanager
@@ -94,9 +65,6 @@ def _fake(tensor: Tensor, mode: FakeTensorMode, device: torch.device) -> FakeTen
 
 def put(module: nn.Module, name: str, tensor: Tensor) -> None:
     """Puts another tensor in the place of a parameter or buffer, and in the list that recurrent modules keep."""
-    if isinstance(module, torch.jit.ScriptModule):
-        module._c.setattr(name, tensor)
-        return
     own: dict[str, Any] = module._parameters if name in module._parameters else module._buffers
     old = own[name]
     own[name] = tensor

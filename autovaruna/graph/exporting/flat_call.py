@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from torch import Tensor, nn
@@ -36,6 +36,7 @@ class FlatCall(nn.Module):
         self.note_batch: Callable[[list[Any]], None] = lambda sizes: None
         self.note_start: Callable[[Reads], None] = lambda reads: None
         self.note_end: Callable[[list[Tensor]], None] = lambda outputs: None
+        self.idioms: Callable[[], AbstractContextManager[None]] = nullcontext
         self.report = output_trees.append  # torch.export puts back every attribute that a trace sets
         self.report_reads = reads.update
         self.report_changes = changes.note
@@ -48,7 +49,7 @@ class FlatCall(nn.Module):
         args, kwargs = self.call.tree.unflatten(tensors)
         before = [(module, dict(module._buffers)) for module in self.model.modules()]
         numbers, hidden = plain_state(self.model), hidden_state(self.model)
-        with self._hidden(), noted_reads(self.model) as reads:
+        with self._hidden(), noted_reads(self.model) as reads, self.idioms():
             self.note_start(reads)
             returned = self.model(*args, **kwargs)
         self.report_reads(reads.names)

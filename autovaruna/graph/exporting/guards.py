@@ -14,9 +14,6 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from autovaruna._torch import pytree
 from autovaruna.errors import TraceError
-from autovaruna.graph.exporting.hidden_gradients import seen_gradients
-from autovaruna.graph.exporting.inner_gradients import inner_gradients
-from autovaruna.graph.exporting.seen_nodes import refuse_hook, seen_nodes
 from autovaruna.graph.kept_whole.applied import Call, Function, applied_by
 from autovaruna.graph.kept_whole.functions import keep
 from autovaruna.graph.kept_whole.held_weights import holder_of_weights
@@ -47,23 +44,19 @@ class FunctionCall:
 
 
 @contextmanager
-def watched(kept: Collection[Function], num_gradients: int) -> Iterator[list[FunctionCall]]:
-    """Notes calls of autograd functions, and refuses tensor hooks, on this thread, while the context lasts.
+def watched(kept: Collection[Function]) -> Iterator[list[FunctionCall]]:
+    """Notes calls of autograd functions on this thread while the context lasts.
 
     Args:
         kept: The functions that are kept whole where gradients are wanted.
-        num_gradients: How often forward may call ``torch.autograd.grad``.
 
     Yields:
         The other calls, to be given to `with_own_backward` after the trace.
 
     Raises:
-        TraceError: forward registers a hook, goes backward too often, or calls a function with weights of its own.
+        TraceError: forward calls a function with weights of its own.
     """
     calls: list[FunctionCall] = []
-    names = ("register_hook", "register_post_accumulate_grad_hook")
-    hooks = {name: getattr(Tensor, name) for name in names}
-    tracing = get_ident()
 
     def noting(call: Call) -> Any:
         if not call.is_forward:
@@ -80,22 +73,8 @@ def watched(kept: Collection[Function], num_gradients: int) -> Iterator[list[Fun
         calls.append(FunctionCall(function, pytree.tree_map_only(Tensor, _kind, args)))
         return call.run()
 
-    def refusing(known: Callable[..., Any]) -> Callable[..., Any]:
-        def register(self: Tensor, hook: Callable[..., Any]) -> Any:
-            if get_ident() != tracing:
-                return known(self, hook)
-            raise refuse_hook("registers a hook on a tensor")
-
-        return register
-
-    for name, known in hooks.items():
-        setattr(Tensor, name, refusing(known))
-    try:
-        with plain_checkpoints(), applied_by(noting), seen_gradients(), seen_nodes(), inner_gradients(num_gradients):
-            yield calls
-    finally:
-        for name, known in hooks.items():
-            setattr(Tensor, name, known)
+    with plain_checkpoints(), applied_by(noting):
+        yield calls
 
 
 def with_own_backward(calls: list[FunctionCall]) -> set[Function]:
@@ -136,14 +115,14 @@ def hooked(model: nn.Module) -> frozenset[str]:
     """Returns the paths of the modules with backward hooks, which a trace would drop.
 
     Raises:
-        TraceError: the model itself has one, or is a TorchScript module.
+        TraceError: the model itself has one, or holds a TorchScript module.
     """
-    if isinstance(model, torch.jit.ScriptModule):
-        raise TraceError(
-            f"The model is a TorchScript module: got {type(model).__qualname__}, which cannot be split. Expected a "
-            "torch.nn.Module; wrap the one that it was made of, or put it into a torch.nn.Module as a submodule, which "
-            "is kept whole."
-        )
+    for path, each in model.named_modules():
+        if isinstance(each, torch.jit.ScriptModule):
+            raise TraceError(
+                f"{path or 'The model'} is a TorchScript module: got {type(each).__qualname__}, which cannot be split. "
+                "Expected a torch.nn.Module; take the one that it was made of."
+            )
     paths = {path for path, each in model.named_modules() if each._backward_hooks or each._backward_pre_hooks}
     if "" in paths:
         raise TraceError(

@@ -31,14 +31,6 @@ def for_real() -> Iterator[None]:
         yield
 
 
-_answers: list[int] = [0]
-
-
-def num_answers() -> int:
-    """Returns how often the numbers of a tensor were known so far: what a model did then may follow from them."""
-    return _answers[0]
-
-
 def truth_of(tensor: Tensor) -> bool | None:
     """Returns the truth of a fake tensor while a model is traced; None: it follows from more than constants.
 
@@ -64,7 +56,6 @@ def _truths(tensor: Tensor) -> list[bool | None]:
         _refuse_writes(cone)
         with for_real():
             numbers = [_computed(node, size, {}) for size in _SIZES]
-            _answers[0] += 1
             return [bool(each) if each.numel() == 1 else None for each in numbers]
     except _UnknownError:
         return []

@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 import logging
-import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from torch import nn
 
-from autovaruna._torch import DECOMPOSITIONS_FOR_JVP
-from autovaruna.graph.explain import chain_of
 from autovaruna.graph.exporting.culprit import function_to_keep, more_to_keep
-from autovaruna.graph.exporting.inner_gradients import GoesBackwardError
-from autovaruna.graph.exporting.stopped_functions import is_of_function
 from autovaruna.graph.kept_whole.applied import Function
 from autovaruna.graph.refused import InModuleError
 from autovaruna.graph.said import warn_once
 
 logger = logging.getLogger(__name__)
-OF_JVP = DECOMPOSITIONS_FOR_JVP
-"""What torch imports at the first ``jvp`` of a process, and compiles."""
 
 
 @dataclass(frozen=True)
@@ -35,10 +28,6 @@ class Kept:
         is_told: whether the model is told that it is traced, for which libraries have ways of their own.
         can_tell: whether that is still to be tried.
         notes_draws: whether modules that draw from Python's generators are looked for.
-        integers: names of the modules of Python in which ``int`` leaves sizes as they are.
-        num_gradients: how often forward may go backward itself; None: never, that has been tried.
-        notes_functions: whether functions of torch that stop the trace, and that no traceback names, are noted.
-        imported: modules of torch that are imported before, since they cannot be while a model is traced.
     """
 
     functions: frozenset[Function] = frozenset()
@@ -48,10 +37,6 @@ class Kept:
     is_told: bool = False
     can_tell: bool = True
     notes_draws: bool = False
-    integers: frozenset[str] = frozenset()
-    num_gradients: int | None = 0
-    notes_functions: bool = False
-    imported: frozenset[str] = frozenset()
 
 
 class KeepMoreError(Exception):
@@ -69,15 +54,8 @@ def try_otherwise(error: Exception, model: nn.Module, kept: Kept, stopped: Seque
         error: What stopped this one.
         model: The model.
         kept: What this one has kept whole.
-        stopped: Functions of torch that it has stopped in, if they were noted.
+        stopped: Functions of torch that it has stopped in, the innermost first.
     """
-    if _stopped_in(error, OF_JVP) and OF_JVP not in kept.imported:
-        raise KeepMoreError(replace(kept, imported=kept.imported | {OF_JVP})) from error
-    if kept.num_gradients is not None and isinstance(error, GoesBackwardError):
-        raise KeepMoreError(replace(kept, num_gradients=error.count)) from error
-    if kept.num_gradients:
-        logger.debug("what forward goes backward through cannot be traced: %s", error)
-        raise KeepMoreError(replace(kept, num_gradients=None)) from error
     if kept.can_tell and not isinstance(error, InModuleError):
         raise KeepMoreError(replace(kept, is_told=True, can_tell=False)) from error
     kept = replace(kept, is_told=False, can_tell=False)
@@ -86,17 +64,9 @@ def try_otherwise(error: Exception, model: nn.Module, kept: Kept, stopped: Seque
         _warn(model, sorted(modules - kept.modules), error)
         raise KeepMoreError(replace(kept, modules=modules)) from error
     function = function_to_keep(error) or next(iter(stopped), "")
-    if not function and not kept.notes_functions and is_of_function(error):
-        raise KeepMoreError(replace(kept, notes_functions=True)) from error
     if function and function not in kept.operations:
         _warn(model, [function], error)
         raise KeepMoreError(replace(kept, operations=kept.operations | {function})) from error
-
-
-def _stopped_in(error: Exception, module: str) -> bool:
-    """Whether a trace has stopped while a module of Python was imported."""
-    frames = (frame for link in chain_of(error) for frame, _ in traceback.walk_tb(link.__traceback__))
-    return any(frame.f_code.co_name == "<module>" and frame.f_globals.get("__name__") == module for frame in frames)
 
 
 def _warn(model: nn.Module, new: list[str], error: Exception) -> None:

@@ -11,7 +11,6 @@ from torch import Tensor
 from autovaruna.graph.kept_whole.kept import is_differentiable
 from autovaruna.graph.kept_whole.trial import Trial
 
-_FAR = 1e3
 _NEAR = 0.05
 
 
@@ -23,23 +22,21 @@ class Numbers(Enum):
     PLAIN = "plain"
 
 
-def drawn_arguments(trial: Trial, numbers: Numbers, size: int, seed: int = 0, is_far: bool = False) -> list[Tensor]:
+def drawn_arguments(trial: Trial, numbers: Numbers, size: int) -> list[Tensor]:
     """Returns arguments for `size` samples; integers are zeros and ones, for they may be classes, or lengths.
 
     Args:
         trial: What is tried out.
         numbers: Which numbers.
         size: How many samples.
-        seed: Of the generator.
-        is_far: Whether the numbers are large, beyond what any state has seen.
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     made = []
     for each in trial.inputs:
         shape = trial.shape_of(each, size)
         kind = torch.empty((), dtype=each.dtype)
         if is_differentiable(kind):
-            drawn = normal(shape, each.dtype, generator) * (_FAR if is_far else 1.0)
+            drawn = normal(shape, each.dtype, generator)
             drawn = drawn.sigmoid() if numbers is Numbers.SHARES else drawn
             drawn = _NEAR * drawn if numbers is Numbers.PLAIN else drawn
         else:

@@ -13,7 +13,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from autovaruna.graph.kept_whole.backward_hooks import Hooks, hooked
 from autovaruna.graph.kept_whole.drawn_arguments import Numbers, drawn_arguments, normal
 from autovaruna.graph.kept_whole.kept import is_differentiable
 from autovaruna.graph.kept_whole.returned import Join, Line, Returned
@@ -26,23 +25,14 @@ _NOISE, _NOISE_OF_HALVES = 1e-4, 0.05
 _HALVES = (torch.float16, torch.bfloat16)
 
 
-def with_joins(trial: Trial, hooks: Hooks = ()) -> Returned:
+def with_joins(trial: Trial) -> Returned:
     """Tries a module out; returns what it returns, with how that is joined.
-
-    Args:
-        trial: What it is tried out with.
-        hooks: Its hooks of backward, copied; samples may meet in them, too.
 
     Raises:
         CannotKeepError: the module cannot be kept whole.
     """
     returned = trial.returned()
     joins = _learned(trial, returned.tensors)
-    if hooks and trial.is_differentiated and _meet_in(hooks, trial, returned.tensors):
-        joins = [
-            Join.OTHER if line.dtype.is_floating_point or line.dtype.is_complex else join
-            for line, join in zip(returned.tensors, joins, strict=True)
-        ]
     lines = (replace(line, join=join) for line, join in zip(returned.tensors, joins, strict=True))
     return replace(returned, tensors=tuple(lines))
 
@@ -59,12 +49,6 @@ def _learned(trial: Trial, lines: Sequence[Line]) -> list[Join]:
         if Join.UNKNOWN not in found:
             return found
     return [Join.UNKNOWN for _ in lines]
-
-
-def _meet_in(hooks: Hooks, trial: Trial, lines: Sequence[Line]) -> bool:
-    """Whether samples meet in hooks of backward: the rest of the module evaluates, and joins nothing."""
-    with hooked(trial.module, hooks):
-        return Join.OTHER in _learned(trial, lines)
 
 
 def _joins(trial: Trial, lines: Sequence[Line], numbers: Numbers) -> list[Join]:

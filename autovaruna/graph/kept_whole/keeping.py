@@ -10,22 +10,18 @@ import pkgutil
 import traceback
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from threading import get_ident
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
 from autovaruna.errors import TraceError
-from autovaruna.graph.kept_whole.backward_hooks import Hooks, copied_hooks
 from autovaruna.graph.kept_whole.in_place import places_of
 from autovaruna.graph.kept_whole.joining import with_joins
 from autovaruna.graph.kept_whole.kept import KeptModule, run_kept
-from autovaruna.graph.kept_whole.once_a_call import changed_once
-from autovaruna.graph.kept_whole.scripts import script_of
 from autovaruna.graph.kept_whole.trial import CannotKeepError, Trial, copy_of, own_tensors, run_apart
 from autovaruna.graph.precision import current_precision
 from autovaruna.graph.tree import Constant, Opaque, flatten
@@ -61,7 +57,7 @@ def kept_whole(
     Yields:
         What takes the batch size of the trace.
     """
-    keeper = Keeper(device)
+    keeper = Keeper(device, functions)
     own: list[tuple[dict[str, Any], dict[str, Any]]] = []
     try:
         for path in sorted(paths):
@@ -69,15 +65,12 @@ def kept_whole(
             place = module.__dict__
             if any(place is known for known, _ in own):
                 continue
-            keep = partial(keeper.call, path, module, _Spare.of(script_of(module)))
+            keep = partial(keeper.call, path, module, _Spare.of(module))
             before = {name: place[name] for name in ("forward", *HOOKS) if name in place}
             own.append((place, before))
             place["forward"] = keep
             place.update({name: OrderedDict() for name in HOOKS if name in before})
-        with ExitStack() as stack:
-            for name in sorted(functions):
-                stack.enter_context(_function_kept(name, keeper))
-            yield keeper
+        yield keeper
     finally:
         _calls.clear()
         for place, before in own:
@@ -102,41 +95,18 @@ class KeptFunction(nn.Module):
         return self.name
 
 
-@contextmanager
-def _function_kept(path: str, keeper: Keeper) -> Iterator[None]:
-    """Keeps a function whole on this thread while the context lasts."""
-    holder_name, _, name = path.rpartition(".")
-    holder = pkgutil.resolve_name(holder_name)
-    function, tracing, is_own = getattr(holder, name), get_ident(), name in vars(holder)
-    module = KeptFunction(path, function)
-    keep = partial(keeper.call, path, module, _Spare.of(module))
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return keep(*args, **kwargs) if get_ident() == tracing else function(*args, **kwargs)
-
-    setattr(holder, name, call)
-    try:
-        yield
-    finally:
-        if is_own:
-            setattr(holder, name, function)
-        else:  # it is of a class before it
-            delattr(holder, name)
-
-
 @dataclass(frozen=True)
 class _Spare:
-    """What a module is tried out with: a copy, or why there is none, and the module's own tensors and hooks."""
+    """What a module is tried out with: a copy, or why there is none, and the module's own tensors."""
 
     found: nn.Module | CannotKeepError
     state: Sequence[Tensor]
-    hooks: Hooks = ()
 
     @classmethod
     def of(cls, module: nn.Module) -> _Spare:
         """Returns what a module is tried out with."""
         try:
-            return cls(copy_of(module), own_tensors(module), copied_hooks(module))
+            return cls(copy_of(module), own_tensors(module))
         except CannotKeepError as error:
             return cls(error, ())
 
@@ -157,15 +127,28 @@ def spare_of(module: nn.Module) -> _Spare:
 
 
 class Keeper:
-    """Leaves nodes for the calls of modules that are kept whole, in a graph that will run on `device`."""
+    """Leaves nodes for the calls of modules and functions that are kept whole.
 
-    def __init__(self, device: torch.device) -> None:
+    Args:
+        device: Where the graph will run.
+        functions: Names of the functions.
+
+    Attributes:
+        functions: what to call in place of each.
+    """
+
+    def __init__(self, device: torch.device, functions: Collection[str] = ()) -> None:
+        self.functions = {pkgutil.resolve_name(name): partial(self._call_function, name) for name in functions}
         self._device = device
         self._batch: list[Any] = []
 
     def note_batch(self, sizes: list[Any]) -> None:
         """Takes the batch size of each batch input, a symbol or a number, when a trace begins; they will be equal."""
         self._batch = sizes
+
+    def _call_function(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        module = KeptFunction(name, pkgutil.resolve_name(name))
+        return self.call(name, module, _Spare.of(module), *args, **kwargs)
 
     def call(self, path: str, module: nn.Module, spare: _Spare, *args: Any, **kwargs: Any) -> Any:
         """Leaves a node for a call of a module.
@@ -198,10 +181,9 @@ class Keeper:
         mode = current_precision(), torch.is_grad_enabled()
         trial = Trial(spare.copy(), spare.state, call, tensors, self._batch, self._device, *mode)
         num_parameters = sum(1 for (owner, name), *_ in places if name in owner._parameters)
-        returned = run_apart(lambda: with_joins(trial, spare.hooks), self._device)
-        steady = run_apart(lambda: changed_once(trial, num_parameters), self._device)
+        returned = run_apart(lambda: with_joins(trial), self._device)
         key = f"{path} {len(_calls)}"
-        _calls[key] = KeptModule(path, script_of(module), spare.copy(), call, returned, steady, num_parameters)
+        _calls[key] = KeptModule(path, module, spare.copy(), call, returned, num_parameters)
         results = _module(tensors, state, self._batch[0], key)
         return returned.tree.unflatten(results)
 

@@ -32,12 +32,10 @@ class KeptModule:
         stand_in: A copy of it without numbers, which runs when only time and memory count.
         call: Structure of its arguments.
         returned: What it returns.
-        steady: Places of the buffers, in its state, that change alike whatever its samples are.
         num_parameters: How many of the tensors of its state are parameters; buffers follow them.
 
     Attributes:
         returned: what it returns.
-        steady: places of the buffers, in its state, that change alike whatever its samples are.
         num_parameters: how many of the tensors of its state are parameters.
         may_choose: whether it may use parameters in one call that it does not use in another.
     """
@@ -49,7 +47,6 @@ class KeptModule:
         stand_in: nn.Module,
         call: Tree,
         returned: Returned,
-        steady: frozenset[int],
         num_parameters: int,
     ) -> None:
         self.path = path
@@ -57,7 +54,6 @@ class KeptModule:
         self._places = {is_stand_in: places_of(each) for is_stand_in, each in self._modules.items()}
         self._call = call
         self.returned = returned
-        self.steady = steady
         self.num_parameters = num_parameters
         self.may_choose = num_parameters > 0
 

@@ -1,17 +1,18 @@
 """Traces recurrent modules on packed sequences: each call goes through padded ones, and is one operation.
 
-How long a packed sequence is depends on numbers, so a trace cannot follow it. ``pack_padded_sequence`` returns a
-stand-in here, which holds the padded tensor and the lengths; a recurrent module that is called on it is kept whole,
+How long a packed sequence is depends on numbers, so a trace cannot follow it. What ``pack_padded_sequence`` computes of
+the lengths is a stand-in here, which holds the padded tensor; a recurrent module that is called on it is kept whole,
 with the packing and padding around it; and ``pad_packed_sequence`` takes the padded tensor out again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from threading import get_ident
-from types import FunctionType
+from types import FrameType
 from typing import Any
 
 import torch
@@ -22,16 +23,10 @@ from autovaruna.errors import TraceError
 from autovaruna.graph.kept_whole.keeping import Keeper, kept_whole, spare_of
 from autovaruna.graph.origin import users_line
 
-_NAMES = ("pack_padded_sequence", "pad_packed_sequence")
-_PLAIN: dict[str, Any] = {}
-for _name in _NAMES:
-    _known: Any = getattr(rnn, _name)
-    _PLAIN[_name] = FunctionType(_known.__code__, _known.__globals__, _name, _known.__defaults__)
-_CODES = {name: getattr(rnn, name).__code__ for name in _NAMES}
 
-
-class Padded(rnn.PackedSequence):
-    """Stands for a packed sequence.
+@dataclass(frozen=True)
+class Padded:
+    """Stands for tensors that make up a packed sequence: its numbers, its lengths, and their order.
 
     Attributes:
         tensor: the padded sequences, shape ``(batch, length, *)``.
@@ -42,22 +37,29 @@ class Padded(rnn.PackedSequence):
     tensor: Tensor
     lengths: Tensor
     is_sorted: bool
+    device = torch.device("cpu")
+
+    def to(self, *args: Any, **kwargs: Any) -> Padded:
+        """Returns itself, as other methods do that torch's packing calls."""
+        return self
+
+    scatter_ = to
+
+    def size(self, dim: int) -> int:
+        """Returns no length; what asks for it goes on to `_pad`, which knows the length."""
+        return 0
+
+    def numel(self) -> int:
+        """Returns no number of elements."""
+        return 0
+
+    def __getattr__(self, name: str) -> Any:
+        raise _refusal(name)
 
     @classmethod
-    def of(cls, tensor: Tensor, lengths: Tensor, is_sorted: bool) -> Padded:
-        """Returns a stand-in."""
-        made: Padded = tuple.__new__(cls, (None, None, None, None))
-        made.tensor, made.lengths, made.is_sorted = tensor, lengths, is_sorted
-        return made
-
-    def __getattribute__(self, name: str) -> Any:
-        if name in ("data", "batch_sizes", "sorted_indices", "unsorted_indices"):
-            raise TraceError(
-                f"forward takes {name} of a packed sequence{users_line()}, whose shape depends on the lengths in a "
-                "tensor. Expected a packed sequence that goes through recurrent modules alone, then through "
-                "pad_packed_sequence(); move what else is done with it into a submodule, which is then kept whole."
-            )
-        return super().__getattribute__(name)
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Lets torch take it for a tensor."""
+        return called_on_padded(function, args)
 
 
 class OnPacked(nn.Module):
@@ -74,17 +76,56 @@ class OnPacked(nn.Module):
         return rnn.pad_packed_sequence(made, batch_first=True, total_length=tensor.shape[1])[0], state
 
 
+def packing(frame: FrameType, lengths: Tensor) -> Padded | None:
+    """Returns what stands for lengths where a sequence is about to be packed; None: `frame` does something else."""
+    if frame.f_code is not rnn.pack_padded_sequence.__code__:
+        return None
+    given = frame.f_locals
+    tensor: Tensor = given["input"]
+    return Padded(tensor if given["batch_first"] else tensor.transpose(0, 1), lengths, given["enforce_sorted"])
+
+
+def called_on_padded(function: Any, args: Sequence[Any]) -> Any:
+    """Returns what a function of torch, called to pack or to pad, gives for stand-ins.
+
+    Raises:
+        TraceError: it is called for something else.
+    """
+    name = function.__name__
+    if name in ("index_select", "empty_like"):  # sequences are left in their order
+        return args[0]
+    if name == "sort":
+        return args[0], args[0]
+    if name == "_pack_padded_sequence":
+        return args[1], args[1]
+    if name == "_pad_packed_sequence":
+        return _pad(args[0], *args[2:])
+    raise _refusal(f"{name}()")
+
+
+def refuse_lengths(*args: Any) -> Any:
+    """Refuses to pack sequences by lengths that are no tensor of the batch; `args` are torch's own.
+
+    Raises:
+        TraceError: always.
+    """
+    raise TraceError(
+        f"forward packs sequences{users_line()} by lengths that are no tensor, which are not parted with the batch. "
+        "Expected a tensor; pass one to the model."
+    )
+
+
 @contextmanager
 def kept_or_packed(
     model: nn.Module, paths: Collection[str], functions: Collection[str], device: torch.device
 ) -> Iterator[Keeper]:
     """Keeps modules and functions whole as `kept_whole` does, and recurrent modules on packed sequences."""
-    with kept_whole(model, paths, functions, device) as keeper, packed_sequences(model, keeper):
+    with kept_whole(model, paths, functions, device) as keeper, _packed_sequences(model, keeper):
         yield keeper
 
 
 @contextmanager
-def packed_sequences(model: nn.Module, keeper: Keeper) -> Iterator[None]:
+def _packed_sequences(model: nn.Module, keeper: Keeper) -> Iterator[None]:
     """Traces recurrent modules on packed sequences, on this thread, while the context lasts.
 
     Args:
@@ -92,17 +133,13 @@ def packed_sequences(model: nn.Module, keeper: Keeper) -> Iterator[None]:
         keeper: Leaves nodes for modules.
     """
     recurrent = {path: each for path, each in model.named_modules() if isinstance(each, nn.RNNBase)}
-    if not recurrent:
-        yield
-        return
     before = [(vars(each), vars(each).get("forward")) for each in recurrent.values()]
     for path, each in recurrent.items():
         wrapped = OnPacked(each)
         keep = partial(keeper.call, path, wrapped, spare_of(wrapped))
         vars(each)["forward"] = partial(_called, each.forward, keep, get_ident())
     try:
-        with _in_place_of_torchs(get_ident()):
-            yield
+        yield
     finally:
         for place, forward in before:
             place.pop("forward")
@@ -111,61 +148,29 @@ def packed_sequences(model: nn.Module, keeper: Keeper) -> Iterator[None]:
 
 
 def _called(forward: Callable[..., Any], keep: Callable[..., Any], tracing: int, given: Any, state: Any = None) -> Any:
-    if get_ident() != tracing or not isinstance(given, Padded):
+    padded = given.data if isinstance(given, rnn.PackedSequence) else None
+    if get_ident() != tracing or not isinstance(padded, Padded):
         return forward(given, state)
-    tensor, left = keep(given.tensor, given.lengths, state, given.is_sorted)
-    return Padded.of(tensor, given.lengths, given.is_sorted), left
+    tensor, left = keep(padded.tensor, padded.lengths, state, padded.is_sorted)
+    made: Any = Padded(tensor, padded.lengths, padded.is_sorted)
+    return rnn.PackedSequence(made, made), left
 
 
-def _pack(tensor: Tensor, lengths: Any, batch_first: bool = False, enforce_sorted: bool = True) -> Padded:
-    if not isinstance(lengths, Tensor):
-        raise TraceError(
-            f"forward packs sequences{users_line()} by lengths that are no tensor: got {type(lengths).__qualname__}, "
-            "which is not parted with the batch. Expected a tensor; pass one to the model."
-        )
-    return Padded.of(tensor if batch_first else tensor.transpose(0, 1), lengths, enforce_sorted)
+def _refusal(name: str) -> TraceError:
+    return TraceError(
+        f"forward takes {name} of a packed sequence{users_line()}, whose shape depends on the lengths in a tensor. "
+        "Expected a packed sequence that goes through recurrent modules alone, then through pad_packed_sequence(); "
+        "move what else is done with it into a submodule, which is then kept whole."
+    )
 
 
-def _pad(
-    sequence: Any, batch_first: bool = False, padding_value: float = 0.0, total_length: int | None = None
-) -> tuple[Tensor, Tensor]:
-    greatest: Any = sequence.lengths.max().item()
-    tensor = sequence.tensor[:, :greatest]
-    places = torch.arange(greatest, device=tensor.device)
+def _pad(padded: Padded, batch_first: bool, padding_value: float, total_length: int) -> tuple[Tensor, Tensor]:
+    greatest: Any = padded.lengths.max().item()
+    tensor = padded.tensor[:, :greatest]
     if padding_value != 0.0:
-        is_padded = places >= sequence.lengths.to(tensor.device)[:, None]
+        is_padded = torch.arange(greatest, device=tensor.device) >= padded.lengths.to(tensor.device)[:, None]
         tensor = tensor.masked_fill(is_padded.unflatten(1, (-1, *[1] * (tensor.dim() - 2))), padding_value)
-    if total_length is not None:
+    if total_length:
         shape = [tensor.shape[0], total_length - greatest, *tensor.shape[2:]]
         tensor = torch.cat([tensor, tensor.new_full(shape, padding_value)], 1)
-    return (tensor if batch_first else tensor.transpose(0, 1)), sequence.lengths
-
-
-@contextmanager
-def _in_place_of_torchs(tracing: int) -> Iterator[None]:
-    """Has torch's own two functions, by whatever name a program has them, run ours on one thread."""
-
-    def packing(*args: Any, **kwargs: Any) -> Any:
-        return (_pack if get_ident() == tracing else _PLAIN[_NAMES[0]])(*args, **kwargs)
-
-    def padding(sequence: Any, *args: Any, **kwargs: Any) -> Any:
-        is_ours = get_ident() == tracing and isinstance(sequence, Padded)
-        return (_pad if is_ours else _PLAIN[_NAMES[1]])(sequence, *args, **kwargs)
-
-    known = vars(rnn)
-    known["_padded_packing"], known["_padded_padding"] = packing, padding
-    rnn.pack_padded_sequence.__code__, rnn.pad_packed_sequence.__code__ = _call_ours.__code__, _call_other.__code__
-    try:
-        yield
-    finally:
-        for name in _NAMES:
-            getattr(rnn, name).__code__ = _CODES[name]
-        del known["_padded_packing"], known["_padded_padding"]
-
-
-def _call_ours(*args: Any, **kwargs: Any) -> Any:
-    return _padded_packing(*args, **kwargs)  # type: ignore[name-defined]  # noqa: F821 - a name in torch's module
-
-
-def _call_other(*args: Any, **kwargs: Any) -> Any:
-    return _padded_padding(*args, **kwargs)  # type: ignore[name-defined]  # noqa: F821 - a name in torch's module
+    return (tensor if batch_first else tensor.transpose(0, 1)), padded.lengths

@@ -185,7 +185,7 @@ def copy_of(module: nn.Module) -> nn.Module:
         made = copy.deepcopy(module, {id(each): each for each in own_tensors(module)})
     except Exception as error:
         raise CannotKeepError(f"it cannot be copied ({error})") from error
-    for each in made.modules() if not isinstance(made, torch.jit.ScriptModule) else ():
+    for each in made.modules():
         each._backward_hooks, each._backward_pre_hooks = OrderedDict(), OrderedDict()
     for shared in places_of(made):
         empty = torch.empty_like(getattr(*shared[0]).detach(), device="meta")

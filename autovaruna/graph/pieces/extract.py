@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autovaruna.graph.batch.of_batch import is_of_batch
+from autovaruna.graph.batch.values import is_of_batch
 from autovaruna.graph.kept_whole.kept import KeptModule, run_kept
 from autovaruna.graph.pieces.lone_sample import is_norm, normalize
 from autovaruna.graph.precision import Switch, precision_of

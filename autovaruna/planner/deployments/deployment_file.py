@@ -99,7 +99,9 @@ def save(path: str | os.PathLike[str], deployment: Deployment) -> None:
         DeploymentError: if it cannot be written.
     """
     try:
-        write_whole(path, msgspec.json.format(msgspec.json.encode(_file(deployment), enc_hook=float), indent=2).decode() + "\n")
+        write_whole(
+            path, msgspec.json.format(msgspec.json.encode(_file(deployment), enc_hook=float), indent=2).decode() + "\n"
+        )
     except OSError as error:
         raise DeploymentError(f"the deployment cannot be written to {path}: {error.strerror or error}") from error
 

@@ -1,4 +1,8 @@
-"""Follows a value back to where the samples of a batch were reduced."""
+"""Follows a value back to where the samples of a batch were reduced, and with which power of their number it grows.
+
+Nothing in a loss's shape tells a sum over the samples from a mean, but its last operations do: from the loss back,
+through what only scales, adds or reshapes, to where the samples were reduced.
+"""
 
 from __future__ import annotations
 
@@ -7,38 +11,34 @@ from collections.abc import Collection, Iterator, Mapping
 from operator import getitem
 from typing import Any
 
-import torch
-from torch import Tensor, fx
+from torch import fx
 
-from autovaruna.graph.arguments import MEAN, SUM, arguments
-from autovaruna.graph.batch.adding_up import join_tried
-from autovaruna.graph.batch.linear import ADD_UP, DIVIDE, JOIN, KEEP_MEANS, MULTIPLY, PRODUCTS, VIEWS
-from autovaruna.graph.batch.of_batch import Use, is_of_batch
+from autovaruna.graph.batch.drawn import join_tried
+from autovaruna.graph.batch.interpret import Values, is_number
+from autovaruna.graph.batch.operators import KEEPING, SCALING, Means, Trait, adds_up, has, is_listed, operator_of
+from autovaruna.graph.batch.values import Source, Use, is_of_batch
 from autovaruna.graph.kept_whole.function_joins import join_of
 from autovaruna.graph.kept_whole.kept import kept_by
 from autovaruna.graph.kept_whole.returned import Join
 from autovaruna.graph.sizes import Sizes
 
-SAME_NUMBER = frozenset({"scalar_tensor", "full", "to", "_to_copy", "lift_fresh_copy", "detach", "clone"})
-"""Operations that give a number as a tensor."""
-_LINEAR = MULTIPLY | DIVIDE | KEEP_MEANS | JOIN | VIEWS
 _SIZES = (1, 2, 3, 8)
 _POWERS = {Use.PLAIN: 0.0, Use.DIVISOR: 1.0, Use.FACTOR: -1.0}
 """How what a micro-batch gets of a value of the whole batch grows with it."""
 
 
-class Reductions:
-    """Follows a value back to where the samples were reduced.
+class Powers:
+    """Finds the reductions that a value is made of, each with the power of the batch size that scales it.
 
     Args:
+        values: What the nodes have to do with the batch.
         sizes: Says what grows with the batch.
-        inputs: Names of the inputs whose first dimension is the batch.
         is_added: Whether losses of micro-batches are added up: each gets values of the whole batch as they are.
     """
 
-    def __init__(self, sizes: Sizes, inputs: Collection[str], is_added: bool = False) -> None:
+    def __init__(self, values: Values, sizes: Sizes, is_added: bool = False) -> None:
+        self._values = values
         self._sizes = sizes
-        self._inputs = inputs
         self._is_added = is_added
 
     def sum_in(self, node: Any) -> fx.Node | None:
@@ -80,29 +80,37 @@ class Reductions:
             for scale in self._scales(node):
                 yield node, power + self._is_sum(node) + scale
             return
-        name = name_of(node)
-        if name in MULTIPLY | DIVIDE:
+        means, source = operator_of(node).means, self._values[node].source
+        if means in SCALING:
             yield from self._scaled(node, power, seen)
-        elif name in KEEP_MEANS | JOIN | VIEWS | PRODUCTS:
-            for source in node.all_input_nodes:
-                yield from self._reduced(source, power, seen)
-        elif power not in (self._is_added, 1.0) and self._is_same_for_all(node) and _has_state(node):
+        elif means in KEEPING or means is Means.PRODUCT:
+            for each in node.all_input_nodes:
+                yield from self._reduced(each, power, seen)
+        elif power not in (self._is_added, 1.0) and Source.STATE in source and Source.BATCH not in source:
             yield node, power
+
+    def _scaled(self, node: fx.Node, power: float, seen: set[Any]) -> Iterator[tuple[fx.Node, float]]:
+        is_quotient = operator_of(node).means is Means.DIVIDE
+        for value, scale in [node.args[:2], *([] if is_quotient else [node.args[1::-1]])]:
+            by = self._power(scale)
+            if by is not None:
+                yield from self._reduced(value, power - by if is_quotient else power + by, seen)
 
     def _scales(self, node: fx.Node) -> set[float]:
         """Returns the powers of the batch size that scale the terms of what a node adds up of samples."""
         terms, waiting = {node}, [node]
         while waiting:
             last = waiting.pop()
-            if last is node or last.target is getitem or name_of(last) in _LINEAR:
+            if last is node or last.target is getitem or operator_of(last).means in KEEPING | SCALING:
                 new = {each for each in last.all_input_nodes if self._grows(each)} - terms
                 terms |= new
                 waiting += new
         found: dict[fx.Node, set[float]] = {}
         for term in sorted(terms):
-            if name_of(term) in MULTIPLY | DIVIDE:
+            means = operator_of(term).means
+            if means in SCALING:
                 first, second = (self._powers(each, found) for each in term.args[:2])
-                sign = -1.0 if name_of(term) in DIVIDE else 1.0
+                sign = -1.0 if means is Means.DIVIDE else 1.0
                 made = {one + sign * other for one in first for other in second}
                 found[term] = {math.nan if math.isnan(each) else each for each in made}  # one object, not many
             else:
@@ -115,13 +123,6 @@ class Reductions:
             return found.get(factor, {0.0})
         return {self._power(factor) or 0.0}
 
-    def _scaled(self, node: fx.Node, power: float, seen: set[Any]) -> Iterator[tuple[fx.Node, float]]:
-        is_quotient = name_of(node) in DIVIDE
-        for value, scale in [node.args[:2], *([] if is_quotient else [node.args[1::-1]])]:
-            by = self._power(scale)
-            if by is not None:
-                yield from self._reduced(value, power - by if is_quotient else power + by, seen)
-
     def _is_sum(self, node: fx.Node) -> bool:
         if node.target is getitem:
             made: Any = node.args[0]
@@ -129,7 +130,7 @@ class Reductions:
             is_named = kept is not None and kept.adds_up(int(node.args[1]))  # type: ignore[arg-type]
             return is_named or (join_of(node) or join_tried(node, self._sizes)) is Join.SUM
         if is_listed(node) or not any(map(self._grows, node.all_input_nodes)):
-            return name_of(node) in ADD_UP or arguments(node).get("reduction") == SUM
+            return adds_up(node)
         return join_tried(node, self._sizes) is Join.SUM
 
     def _grows(self, node: Any) -> bool:
@@ -143,60 +144,14 @@ class Reductions:
             return 0.0 if self._is_added else _POWERS[scale.args[1]]  # type: ignore[index]
         if self._sizes.is_given(scale):
             return self._power_of(scale.meta["val"])
-        if name_of(scale) in SAME_NUMBER and len(scale.all_input_nodes) == 1 and _is_number(scale):
+        if has(scale, Trait.SAME_NUMBER) and len(scale.all_input_nodes) == 1 and is_number(scale):
             return self._power(scale.all_input_nodes[0])
-        return 0.0 if self._is_same_for_all(scale) else None
+        return None if Source.BATCH in self._values[scale].source else 0.0
 
     def _power_of(self, number: Any) -> float:
         first, *others = (float(self._sizes.number(number, size)) for size in _SIZES)
         if first == 0.0 or not all(first * other > 0.0 for other in others):
             return math.nan
         powers = [math.log(other / first, size) for other, size in zip(others, _SIZES[1:], strict=True)]
-        return (
-            float(round(powers[0]))
-            if all(math.isclose(each, round(powers[0]), abs_tol=1e-6) for each in powers)
-            else math.nan
-        )
-
-    def _is_same_for_all(self, scale: fx.Node) -> bool:
-        """Whether a factor has nothing to do with the batch, so that it is the same in every micro-batch."""
-        return all(node.name not in self._inputs for node in _made_of(scale))
-
-
-def name_of(node: fx.Node) -> str:
-    """Returns the name of an operation of torch's; empty for other functions."""
-    target: Any = node.target
-    return target.overloadpacket.__name__ if isinstance(target, torch._ops.OpOverload) else ""
-
-
-def is_listed(node: fx.Node) -> bool:
-    """Whether it is known how an operation makes one number of several samples; others are tried out."""
-    return name_of(node) in ADD_UP | KEEP_MEANS | JOIN or arguments(node).get("reduction") in (MEAN, SUM)
-
-
-def _has_state(node: fx.Node) -> bool:
-    """Whether a value is made of parameters or buffers, which a graph does not hold, as it does its constants."""
-    return any(each.op == "get_attr" and not _is_constant(each) for each in _made_of(node))
-
-
-def _made_of(node: fx.Node) -> Iterator[fx.Node]:
-    """Yields a node, and each that it is made of."""
-    seen, open_ = {node}, [node]
-    while open_:
-        each = open_.pop()
-        yield each
-        new = set(each.all_input_nodes) - seen
-        seen |= new
-        open_ += new
-
-
-def _is_constant(node: fx.Node) -> bool:
-    holder: Any = node.graph.owning_module
-    for name in str(node.target).split("."):
-        holder = getattr(holder, name, None)
-    return holder is not None
-
-
-def _is_number(node: fx.Node) -> bool:
-    value = node.meta.get("val")
-    return isinstance(value, Tensor) and value.dim() == 0
+        nearest = float(round(powers[0]))
+        return nearest if all(math.isclose(each, nearest, abs_tol=1e-6) for each in powers) else math.nan

@@ -1,14 +1,31 @@
-"""Reads the folder that a script gives for its checkpoints, and makes sure that all ranks give the same."""
+"""Lets the ranks that save or load a checkpoint act together, and makes sure that they ask for the same."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import TypeVar
 
 from autovaruna.errors import InputError
 from autovaruna.kinds import at_home
 from autovaruna.runtime.worlds.differences import differences
+from autovaruna.runtime.worlds.on_all import gather_on_all, on_all
 from autovaruna.runtime.worlds.world import World
+
+Result = TypeVar("Result")
+
+
+def together(world: World, act: Callable[[], Result], what: str) -> Result:
+    """Returns what `act` returns; an error on one rank is an error on all. Collective.
+
+    Ranks that have failed wait for those that are still at work, however long.
+    """
+    return on_all(world, act, what, waits=True)
+
+
+def on_first(world: World, act: Callable[[], Result], what: str) -> Result:
+    """Returns on every rank what `act` returns on rank 0. Collective."""
+    return gather_on_all(world, lambda: act() if world.rank == 0 else None, what, waits=True)[0]  # type: ignore[return-value]
 
 
 def place_of(given: str | os.PathLike[str]) -> str:
@@ -26,7 +43,7 @@ def place_of(given: str | os.PathLike[str]) -> str:
     return path
 
 
-def ask_differently(world: World, place: str, own: Mapping[str, str], what: str) -> str:
+def different_requests(world: World, place: str, own: Mapping[str, str], what: str) -> str:
     """Returns in words what ranks ask for in another way than rank 0; empty: nothing. Collective.
 
     Args:

@@ -1,0 +1,214 @@
+"""The state of a run by name: model, optimizer, and everything else; and which rank writes what of it.
+
+`Subject` is what a checkpoint is of; `compose` turns it into this rank's `Part`: files, and documents for
+``state.json``.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autovaruna.checkpoint.document import Json, encode
+from autovaruna.checkpoint.optimizer_state import encode_groups, encode_state
+from autovaruna.checkpoint.tensor_file import Rows, lay_out
+from autovaruna.errors import CheckpointError
+from autovaruna.runtime.optimizers.optimizer import CutOptimizer
+from autovaruna.runtime.weights.placement import OwnedState, Placement
+from autovaruna.runtime.worlds.world import World
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model in training, as this rank sees it.
+
+    Attributes:
+        world: the ranks.
+        state: the model's parameters and buffers.
+        placement: who holds which; None while every rank has the whole model as it built it.
+        optimizer: its optimizer.
+        seed: what random nodes are seeded from; None: not known yet.
+        num_calls: calls of the model so far.
+    """
+
+    world: World
+    state: OwnedState
+    placement: Placement | None = None
+    optimizer: CutOptimizer | None = None
+    seed: int | None = None
+    num_calls: int = 0
+
+    @property
+    def model(self) -> nn.Module:
+        """The user's model."""
+        return self.state.model
+
+    def entries(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Returns the model's ``state_dict``: its tensors, and what modules add of their own.
+
+        Tensors that this rank does not hold are on ``meta``.
+        """
+        tensors: dict[str, Tensor] = {}
+        others: dict[str, Any] = {}
+        for name, value in self.model.state_dict().items():
+            (tensors if name in self.state.first_name else others)[name] = value
+        return tensors, others
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Returns the tensors among the `entries`."""
+        return self.entries()[0]
+
+    def first(self, name: str) -> str:
+        """Returns the first of the names that a tensor has in the model."""
+        return self.state.first_name.get(name, name)
+
+    def saved_names(self, tensors: Mapping[str, Tensor]) -> dict[str, str]:
+        """Returns the name under which each of the given `tensors()` is saved.
+
+        Tied tensors are saved once, by the first of their names. A name that the library transformers ties to another
+        is not the one.
+        """
+        tied_by_hand = getattr(self.model, "_tied_weights_keys", None) or ()
+        names = sorted(tensors, key=lambda name: name in tied_by_hand)  # keeps the order otherwise
+        chosen: dict[str, str] = {}
+        for name in names:
+            chosen.setdefault(self.first(name), name)
+        return {name: chosen[self.first(name)] for name in tensors}
+
+
+@dataclass(frozen=True)
+class Content:
+    """What goes into a checkpoint beside model and optimizer.
+
+    Attributes:
+        step: number of the checkpoint.
+        data_position: where the data go on.
+        extra: the user's own dict.
+        scaler: a GradScaler.
+        lr_scheduler: a schedule of the learning rate.
+    """
+
+    step: int
+    data_position: Any = None
+    extra: Any = None
+    scaler: Any = None
+    lr_scheduler: Any = None
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one rank writes.
+
+    Attributes:
+        files: the bytes of its files, by name.
+        documents: its share of ``state.json``.
+    """
+
+    files: Mapping[str, Rows]
+    documents: Mapping[str, Json]
+
+
+def compose(subject: Subject, content: Content, is_shared: bool) -> Part:
+    """Returns the part of this rank.
+
+    Raises:
+        CheckpointError: something is of a type that no checkpoint can hold, or has no numbers yet.
+    """
+    rank = subject.world.rank
+    tensors, module_state = subject.entries()
+    writer = writers(subject, tensors, is_shared)
+    weights = {name: tensors[name] for name, its_writer in writer.items() if its_writer == rank}
+    if empty := [name for name, tensor in weights.items() if tensor.is_meta]:
+        raise CheckpointError(
+            f"{empty[0]} and {len(empty) - 1} others are on meta, where tensors have no numbers: got save_checkpoint "
+            "before the first call, which gives them some. Call the model first, or load weights."
+        )
+    others: dict[str, Tensor] = {}
+    documents: dict[str, Any] = {"generators": {str(rank): encode(_generators(), f"rng.{rank}", others)}}
+    if subject.optimizer is not None:
+        first = {subject.first(name): place for name, place in writer.items()}
+        documents["optimizer_state"] = encode_state(
+            subject.optimizer, subject.state, lambda name: first.get(name, 0) == rank, others
+        )
+    if rank == 0:
+        documents |= _of_first_rank(subject, content, others)
+        documents["ties"] = {name: first for name, first in subject.saved_names(tensors).items() if name != first}
+        documents["module_state"] = encode(module_state, "module_state", others)
+    writing = sorted(set(writer.values()) or {0})
+    place = writing.index(rank) + 1 if rank in writing else 0
+    files = {
+        f"model-{place:05d}-of-{len(writing):05d}.safetensors": weights,
+        f"state-{rank + 1:05d}-of-{subject.world.num_ranks:05d}.safetensors": others,
+    }
+    return Part({name: lay_out(its_tensors) for name, its_tensors in files.items() if its_tensors}, documents)
+
+
+def writers(subject: Subject, tensors: Mapping[str, Tensor], is_shared: bool) -> dict[str, int]:
+    """Returns the rank that writes each tensor that is saved; the same on every rank.
+
+    Args:
+        subject: The model.
+        tensors: Its `tensors()`.
+        is_shared: Whether the replicas of a parameter's stage divide its stage's parameters among them by bytes, or
+            the first of them writes all. Buffers are always those of the first.
+    """
+    saved = dict.fromkeys(subject.saved_names(tensors).values())
+    if subject.placement is None:
+        return dict.fromkeys(saved, 0)
+    load = [0] * subject.world.num_ranks
+    found: dict[str, int] = {}
+    sizes = {name: num_bytes(tensors[name]) for name in saved}
+    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
+        holders = subject.placement.ranks_of(subject.first(name))
+        is_divided = is_shared and isinstance(subject.state.tensor(subject.first(name)), nn.Parameter)
+        found[name] = min(holders, key=lambda rank: (load[rank], rank)) if is_divided else holders[0]
+        load[found[name]] += sizes[name]
+    return found
+
+
+def num_bytes(tensor: Tensor) -> int:
+    """Returns the bytes of a tensor's numbers."""
+    return tensor.shape.numel() * tensor.dtype.itemsize  # what a tensor says that is elsewhere, too
+
+
+def _of_first_rank(subject: Subject, content: Content, others: dict[str, Tensor]) -> dict[str, Any]:
+    """Returns what is the same on every rank, beside the model."""
+    found: dict[str, Any] = {
+        "step": content.step,
+        "data_position": encode(content.data_position, "data_position", others),
+        "extra": encode(content.extra, "extra", others),
+        "seed": subject.seed,
+        "num_calls": subject.num_calls,
+    }
+    if subject.optimizer is not None:
+        found["optimizer"] = encode_groups(subject.optimizer, others)
+    for name, part in (("scaler", content.scaler), ("lr_scheduler", content.lr_scheduler)):
+        if part is not None:
+            found[name] = encode(part.state_dict(), name, others)
+    return found
+
+
+def _generators() -> dict[str, Tensor]:
+    """Returns the states of the generators that a plain model draws from on this rank."""
+    states = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        states["cuda"] = torch.cuda.get_rng_state()
+    return states
+
+
+def config_files(model: Any) -> dict[str, bytes]:
+    """Returns ``config.json`` and the like, if the model has such a configuration."""
+    found: dict[str, bytes] = {}
+    for name in ("config", "generation_config"):
+        save = getattr(getattr(model, name, None), "save_pretrained", None)
+        if callable(save):
+            with tempfile.TemporaryDirectory(prefix="autovaruna-") as directory:
+                save(directory)
+                found |= {path.name: path.read_bytes() for path in Path(directory).iterdir() if path.is_file()}
+    return found

@@ -1,0 +1,305 @@
+"""Finds, in one walk over a graph, what the value of each node has to do with the samples of the batch.
+
+What a value reaches ends in integers and masks, for experts and lengths are counted over a batch without a sample's
+result depending on the others; and in parameters and buffers that forward changes by the samples: like batch
+normalisation's, they change once a micro-batch.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from operator import getitem
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from autovaruna._torch import OpOverload
+from autovaruna.graph.batch.operators import Trait, aten, has, operator_of
+from autovaruna.graph.batch.values import Merge, Reach, Share, Source, Value, count_by_class, is_of_batch
+from autovaruna.graph.facts import Fact, outliving_storages, tensors_in
+from autovaruna.graph.sizes import Sizes
+
+_OF_NUMBERS = {math.__name__, operator.__name__, f"_{operator.__name__}", torch.sym_max.__module__}
+"""Modules whose functions do arithmetic on sizes."""
+_MOST_ELEMENTS = 65_536
+
+
+class Values:
+    """The values of a graph's nodes; those of nodes that have been added since are found when they are asked for.
+
+    Args:
+        graph: The graph.
+        facts: What is known of each node.
+        sizes: Its sizes.
+        batch: Names of the inputs whose first dimension is the batch.
+        known: The nodes that follow from the inputs alone, where totals are looked for.
+    """
+
+    def __init__(
+        self,
+        graph: fx.Graph,
+        facts: Mapping[str, Fact],
+        sizes: Sizes,
+        batch: Collection[str],
+        known: Collection[fx.Node] = (),
+    ) -> None:
+        self._facts = facts
+        self._sizes = sizes
+        self._batch = batch
+        self._known = set(known)
+        self._picked = picked_symbols(graph) if known else {}
+        self._state = {storage for node in graph.find_nodes(op="get_attr") for storage in self._makes(node)}
+        copies = graph.find_nodes(op="call_function", target=aten.copy_.default)
+        self._becomes_state = {self._source_of(copy) for copy in copies if facts[copy.name].writes & self._state}
+        self._of: dict[fx.Node, Value] = {}
+        for node in graph.nodes:
+            self._of[node] = self._value(node)
+
+    def __getitem__(self, node: fx.Node) -> Value:
+        if node not in self._of:
+            self._of[node] = self._value(node)
+        return self._of[node]
+
+    def _value(self, node: fx.Node) -> Value:
+        source, reach = self._source(node), self._reach(node)
+        if node not in self._known:
+            return Value(source, reach)
+        share, merge = self._share(node)
+        return Value(source, reach, share, merge, share is Share.WHOLE and self._is_extreme(node, merge))
+
+    def _source(self, node: fx.Node) -> Source:
+        if node.op == "placeholder":
+            return Source.SAMPLES | Source.BATCH if node.name in self._batch else Source.NONE
+        if node.op == "get_attr":
+            return Source.NONE if _is_constant(node) else Source.STATE
+        found = Source.NONE
+        for each in node.all_input_nodes:
+            found |= self[each].source
+        if Source.SAMPLES in found and self._sizes.is_given(node):
+            return found & ~Source.SAMPLES | (Source.TOTAL if is_of_batch(node) else Source.NONE)
+        return found
+
+    def _reach(self, node: fx.Node) -> Reach:
+        if node.op == "placeholder":
+            return self._of_numbers(node, Reach.SAMPLES if node.name in self._batch else Reach.NONE)
+        fact = self._facts.get(node.name)
+        if node.op != "call_function" or fact is None or self._is_state(node, fact):
+            return Reach.NONE
+        if has(node, Trait.SHAPE_ALONE) or is_of_batch(node):
+            return Reach.NONE
+        most = max((self[each].reach for each in read(node)), default=Reach.NONE)
+        if fact.needs_gradient and Reach.NONE < most < Reach.SAMPLES:
+            most = Reach.SAMPLES
+        return self._of_numbers(node, most)
+
+    def _of_numbers(self, node: fx.Node, most: Reach) -> Reach:
+        """Returns the reach of a result that depends on what reaches as far as `most`, by its kind and shape."""
+        tensors = tensors_in(node.meta.get("val"))
+        if most is Reach.NONE or not tensors:
+            return Reach.NONE
+        if most >= Reach.SAMPLES and any(map(has_numbers, tensors)):
+            return Reach.SAMPLES if is_long(node) else Reach.ALL
+        is_joint = any(self[each].reach is Reach.COUNTS_OF_SEVERAL or is_long(each) for each in read(node))
+        return Reach.COUNTS_OF_SEVERAL if is_joint and not is_long(node) else Reach.COUNTS
+
+    def _is_state(self, node: fx.Node, fact: Fact) -> bool:
+        """Whether a node returns a parameter or buffer that it changes, or what a buffer becomes."""
+        return bool(fact.writes & fact.makes & self._state) or node in self._becomes_state
+
+    def _source_of(self, copy: fx.Node) -> Any:
+        """Returns what a copy copies, where no view of it did."""
+        node: Any = copy.args[1]
+        while isinstance(node, fx.Node) and node.name in self._facts and self._facts[node.name].is_view:
+            node = node.args[0]
+        return node
+
+    def _makes(self, node: fx.Node) -> frozenset[int]:
+        return self._facts[node.name].makes if node.name in self._facts else frozenset()
+
+    def _share(self, node: fx.Node) -> tuple[Share, Merge | None]:
+        if node.op == "placeholder":
+            return Share.SAMPLES if node.name in self._batch else Share.FIXED, None
+        if node.op == "get_attr" or self._sizes.is_given(node):
+            return Share.FIXED, None
+        sources = {self._share_of(each) for each in node.all_input_nodes}
+        most = max(sources, default=Share.FIXED)
+        if most is Share.SAMPLES and Share.WHOLE in sources:
+            return Share.AFTER, None
+        if most is Share.SAMPLES and (merge := self._merge(node)) is not None:
+            return Share.WHOLE, merge
+        return (Share.AFTER if most is Share.WHOLE and not _is_small(node) else most), None
+
+    def _share_of(self, node: fx.Node) -> Share:
+        share = self[node].share
+        assert share is not None, f"{node} does not follow from the inputs alone, but what is made of it does"
+        return share
+
+    def _merge(self, node: fx.Node) -> Merge | None:
+        """Returns how the results of a node for several mini-batches are merged; None: no way is known."""
+        value = node.meta["val"]
+        if isinstance(value, torch.SymInt):
+            return Merge.SUM if value.node.expr in self._picked and node.target is aten.sym_size.int else None
+        made: Any = node.args[0] if node.target is getitem and node.args[1] == 0 else node
+        merge = Merge.SUM if made.target is count_by_class else operator_of(made).merge
+        source = made.args[0]
+        if merge is None or not _is_small(node) or not isinstance(source, fx.Node):
+            return None
+        if not self._sizes.has_samples(source):
+            return None
+        return None if merge is Merge.MEAN and self._sizes.depends_on_data(source) else merge
+
+    def _is_extreme(self, node: fx.Node, merge: Merge | None) -> bool:
+        if merge is not None:
+            return merge in (Merge.LARGEST, Merge.SMALLEST)
+        whole = [self[each] for each in node.all_input_nodes if self[each].share is Share.WHOLE]
+        return all(each.is_extreme for each in whole)
+
+
+def read(node: fx.Node) -> list[fx.Node]:
+    """Returns the arguments whose numbers a node takes."""
+    row = operator_of(node)
+    if row.not_read is not None:
+        return [each for each in node.all_input_nodes if each is not node.args[row.not_read]]
+    return node.all_input_nodes[:1] if Trait.AS_ANOTHER in row.traits else node.all_input_nodes
+
+
+def is_long(node: fx.Node) -> bool:
+    """Whether a dimension is no plain number: it grows with the batch, or with what was counted in it."""
+    return any(isinstance(length, torch.SymInt) for each in tensors_in(node.meta.get("val")) for length in each.shape)
+
+
+def has_numbers(tensor: Tensor) -> bool:
+    """Whether a tensor has other than integers and truth values."""
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def is_number(node: fx.Node) -> bool:
+    """Whether a node gives a tensor without dimensions."""
+    value = node.meta.get("val")
+    return isinstance(value, Tensor) and value.dim() == 0
+
+
+def _is_constant(node: fx.Node) -> bool:
+    """Whether a graph holds what a node reads; parameters and buffers it does not."""
+    holder: Any = node.graph.owning_module
+    for name in str(node.target).split("."):
+        holder = getattr(holder, name, None)
+    return holder is not None
+
+
+def _is_small(node: fx.Node) -> bool:
+    value = node.meta["val"]
+    if isinstance(value, Tensor):
+        return all(isinstance(length, int) for length in value.shape) and value.numel() <= _MOST_ELEMENTS
+    return isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool | int | float)
+
+
+def picked_symbols(graph: fx.Graph) -> dict[Any, fx.Node]:
+    """Returns the sizes that are numbers of picked elements, each with the tensor that says which those are."""
+    found: dict[Any, fx.Node] = {}
+    seen: set[Any] = set()
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        lengths = value.shape if isinstance(value, Tensor) else (value,)
+        sizes = [each for each in lengths if isinstance(each, torch.SymInt)]
+        new = {symbol for each in sizes for symbol in each.node.expr.free_symbols} - seen
+        seen |= new
+        mask = _mask(node)
+        if isinstance(value, Tensor) and len(new) == 1 and mask is not None:
+            found |= dict.fromkeys(new, mask)
+    return found
+
+
+def _mask(node: fx.Node) -> fx.Node | None:
+    """Returns the tensor whose elements other than zero a node picks, or finds."""
+    place = operator_of(node).picks_by
+    if place is not None:
+        return node.args[place]  # type: ignore[return-value]
+    if node.target is aten.index.Tensor:
+        masks: list[Any] = [each for each in node.args[1] if each is not None]  # type: ignore[union-attr]
+        return masks[0] if len(masks) == 1 and masks[0].meta["val"].dtype is torch.bool else None
+    return None
+
+
+def from_inputs(graph: fx.Graph, facts: Mapping[str, Fact], parameters: Collection[str]) -> list[fx.Node]:
+    """Returns the nodes that follow from inputs, buffers and constants alone, in order of execution.
+
+    They can be computed before a step, without the model. None of them is random, needs a gradient or changes what
+    outlives the step. Memory of their own they may change.
+
+    Args:
+        graph: The graph.
+        facts: What is known of each node.
+        parameters: Names of the attributes that are parameters.
+    """
+    outliving = outliving_storages(graph, facts)
+    foreign: set[int] = set()  # memory that other nodes change
+    while True:
+        found: dict[fx.Node, None] = {}
+        written: set[int] = set()
+        for node in graph.nodes:
+            if node.op == "output":
+                break
+            fact = facts[node.name]
+            touched = fact.reads | fact.makes | fact.writes
+            is_own = not fact.writes & outliving and not touched & foreign
+            if is_own and _is_free(node, fact, parameters) and found.keys() >= set(node.all_input_nodes):
+                found[node] = None
+            else:
+                written |= fact.writes
+        if written <= foreign:
+            return list(found)
+        foreign |= written
+
+
+def _is_free(node: fx.Node, fact: Fact, parameters: Collection[str]) -> bool:
+    """Whether a node may follow from inputs alone, if what it is made of does."""
+    if fact.needs_gradient or fact.is_random or is_of_batch(node):
+        return False
+    if node.op == "get_attr":
+        return str(node.target) not in parameters and isinstance(fact.value, Tensor)
+    target: Any = node.target
+    is_arithmetic = getattr(target, "__module__", None) in _OF_NUMBERS or target is count_by_class
+    return node.op == "placeholder" or isinstance(target, OpOverload) or is_arithmetic
+
+
+def counted(
+    numbers: Sequence[fx.Node], facts: Mapping[str, Fact], parameters: Collection[str]
+) -> Iterator[tuple[fx.Node, list[fx.Node]]]:
+    """Yields each number that a model takes out of tensors (``counts.tolist()``) with the nodes it was counted from.
+
+    These go back to where integers came from floating point. Random floating point numbers are sorted, compared and
+    counted as a step's are; integers are not drawn at all. What follows from the inputs alone is left out: it is there
+    with a step's own numbers.
+
+    Args:
+        numbers: Nodes of one graph whose values are numbers that depend on data.
+        facts: What is known of each node.
+        parameters: Names of the attributes that are parameters.
+    """
+    if not numbers:
+        return
+    whole: set[fx.Node] = set()  # integers, or made of integers alone
+    given: set[fx.Node] = set()  # of inputs, buffers and constants alone
+    for node in numbers[0].graph.nodes:
+        if node.op == "output":
+            break
+        fact = facts[node.name]
+        is_made = node.op == "call_function" and not fact.is_random and whole.issuperset(node.all_input_nodes)
+        if is_made or has(node, Trait.FILLS) or not any(leaf.is_floating_point() for leaf in tensors_in(fact.value)):
+            whole.add(node)
+        is_parameter = node.op == "get_attr" and str(node.target) in parameters
+        if not is_parameter and not fact.is_random and given.issuperset(node.all_input_nodes):
+            given.add(node)
+    computed = whole - given
+    for number in numbers:
+        found: dict[fx.Node, None] = {}
+        waiting = [number]
+        while waiting:
+            sources = [each for each in waiting.pop().all_input_nodes if each in computed and each not in found]
+            waiting += sources
+            found |= dict.fromkeys(sources)
+        yield number, list(found)

@@ -1,0 +1,201 @@
+"""Refuses to average losses that are no means, and to add up what is no sum over the samples; warns of other outputs.
+
+A root of a mean, or a product of two, is another for micro-batches. From the loss back, operations on numbers that are
+made of several samples must keep means: they add such numbers, or scale them by what has nothing to do with the batch.
+Where the samples were reduced, they must have been added up.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from operator import getitem
+from typing import Any
+
+from torch import Tensor, fx
+
+from autovaruna._torch import OpOverload
+from autovaruna.errors import InputError
+from autovaruna.graph.arguments import MEAN, arguments
+from autovaruna.graph.batch.drawn import join_tried
+from autovaruna.graph.batch.interpret import Values
+from autovaruna.graph.batch.operators import Means, Trait, has, is_listed, name_of, operator_of
+from autovaruna.graph.batch.powers import Powers
+from autovaruna.graph.batch.values import Source
+from autovaruna.graph.kept_whole.function_joins import join_of
+from autovaruna.graph.kept_whole.functions import run_function
+from autovaruna.graph.kept_whole.returned import Join
+from autovaruna.graph.origin import origin
+from autovaruna.graph.outputs import OutputKind
+from autovaruna.graph.traced import TracedModel
+
+logger = logging.getLogger(__name__)
+
+
+def refuse_other_losses(traced: TracedModel, is_added: bool) -> None:
+    """Makes sure that losses of micro-batches make up that of the batch; warns of other outputs that do not.
+
+    Args:
+        traced: The graph.
+        is_added: Whether losses of micro-batches are added up, rather than averaged.
+
+    Raises:
+        InputError: the loss is no mean over its samples, or a sum that would be averaged, or no sum and would be added
+            up; says which line makes it so, and how to go on.
+    """
+    values = Values(traced.module.graph, traced.facts, traced.sizes, traced.batch_inputs)
+    means, powers = _Means(traced, values), Powers(values, traced.sizes, is_added)
+    specs = [spec for spec in traced.outputs if spec.kind in (OutputKind.LOSS, OutputKind.MEAN)]
+    for spec in specs if traced.sizes.symbol is not None else ():
+        node = traced.nodes[spec.node]
+        found = means.broken_in(node) or powers.no_mean_in(node)
+        if found is not None and spec.kind is OutputKind.LOSS:
+            raise InputError(
+                f"The loss of the model is no mean over its samples: {found.name}, at {_place(found)}, goes on "
+                "from numbers that are made of several samples, or makes them in another way than by adding up, but "
+                "losses of micro-batches are averaged. Return what it is computed from, and compute it outside of the "
+                "model, from the outputs of the whole batch; or pass num_micro_batches=1, with inputs='replicated' on "
+                "several ranks; or dynamic_batch=False: each micro-batch is then a batch of its own to the model."
+            )
+        if found is not None:
+            logger.warning(
+                "%s is no mean over the samples (%s): got the mean of what micro-batches give. Compute it outside of "
+                "the model to have that of the whole batch.",
+                *(spec.path, _place(found)),
+            )
+    for spec in specs:
+        node = traced.nodes[spec.node]
+        made = powers.no_sum_in(node) if is_added else powers.sum_in(node)
+        if made is not None and spec.kind is OutputKind.LOSS:
+            raise _no_sum(made) if is_added else _sum(made)
+        if made is not None:
+            given, other = ("no sum", "sum") if is_added else ("a sum", "mean")
+            logger.warning(
+                "%s is %s over the samples (%s): got the %s of what micro-batches give. Expected a %s, or the setting "
+                "reduction=%r.",
+                *(spec.path, given, _place(made), other, other, "mean" if is_added else "sum"),
+            )
+
+
+def _place(made: fx.Node) -> str:
+    return origin(made) or made.name
+
+
+def _sum(made: fx.Node) -> InputError:
+    return InputError(
+        f"The loss of the model is a sum over the samples, made by {made.name} at {_place(made)}, but "
+        "losses of micro-batches are averaged: got reduction='mean'. Expected a mean, or the setting "
+        "reduction='sum', which adds the micro-batches of all ranks up; micro_batch_weight gives each a weight of "
+        "its own."
+    )
+
+
+def _no_sum(made: fx.Node) -> InputError:
+    return InputError(
+        f"The loss of the model is no sum over the samples: {made.name}, at {_place(made)}, does not grow "
+        "with them, but losses of micro-batches are added up: got reduction='sum'. Expected a sum, in which terms of "
+        "weights alone count once a sample (multiply them by len(x)); or the setting reduction='mean', for a mean."
+    )
+
+
+class _Means:
+    """Follows a loss back to where samples were reduced."""
+
+    def __init__(self, traced: TracedModel, values: Values) -> None:
+        self._sizes = traced.sizes
+        self._facts = traced.facts
+        self._values = values
+
+    def broken_in(self, loss: fx.Node) -> fx.Node | None:
+        """Returns the first operation that makes something else of a mean; None: there is none."""
+        waiting, seen = [loss], {loss}
+        found: list[fx.Node] = []
+        while waiting:
+            node = waiting.pop()
+            if node.op != "call_function" or not self._is_joint(node):
+                continue
+            if self._breaks(node):
+                found.append(node)
+            new = [source for source in node.all_input_nodes if source not in seen]
+            seen.update(new)
+            waiting += new
+        return min(found, default=None)
+
+    def _breaks(self, node: fx.Node) -> bool:
+        if node.target is getitem:
+            return self._is_unknown(node) or join_tried(node, self._sizes) is Join.OTHER
+        if not isinstance(node.target, OpOverload):
+            return False
+        row = operator_of(node)
+        if row.means is Means.BREAK:
+            return True
+        joint = [self._is_joint(source) for source in node.all_input_nodes]
+        if row.means in (Means.MULTIPLY, Means.PRODUCT):
+            return sum(joint) > 1 or (any(joint) and node.args[0] is node.args[1])
+        if row.means is Means.DIVIDE:
+            return sum(joint) > 1 or self._is_joint(node.args[1])
+        if row.factors is not None:
+            first, second, is_linear = row.factors
+            has_first = any(self._is_joint(node.args[place]) for place in first)
+            return self._is_joint(node.args[second]) and (has_first or not is_linear)
+        if any(joint):
+            return row.means is not Means.LINEAR and not self._facts[node.name].is_view
+        if Trait.PICKS in row.traits or self._averages_counted(node):
+            return True
+        is_made = any(map(self._sizes.has_samples, node.all_input_nodes))
+        return is_made and not is_listed(node) and join_tried(node, self._sizes) is Join.OTHER
+
+    def _is_unknown(self, node: fx.Node) -> bool:
+        """Whether a node is what a module or function that is kept whole makes of means, or of samples, but no mean."""
+        made: Any = node.args[0]
+        join = join_of(node)
+        if join is None:
+            return False
+        is_guess = join is Join.UNKNOWN and made.target is run_function
+        return join is Join.OTHER or is_guess or any(map(self._is_joint, made.all_input_nodes))
+
+    def _averages_counted(self, node: fx.Node) -> bool:
+        """Whether a node is a mean over as many numbers as numbers of the model say; counts of inputs are parted."""
+        given = arguments(node)
+        if name_of(node) != "mean" and given.get("reduction") != MEAN:
+            return False
+        return any(map(self._sizes.depends_on_data, node.all_input_nodes)) or _averages_labels(node, given)
+
+    def _is_joint(self, node: Any) -> bool:
+        """Whether a value is made of several samples: it depends on the batch, and has none."""
+        value = node.meta.get("val") if isinstance(node, fx.Node) else None
+        if not isinstance(value, Tensor) or Source.SAMPLES not in self._values[node].source:
+            return False
+        return not _says_what_is_finite(node) and not self._sizes.has_samples(node)
+
+
+def _averages_labels(node: fx.Node, given: Mapping[str, Any]) -> bool:
+    """Whether a loss is averaged over labels of the model's own of which some may not count, or weigh more."""
+    if not has(node, Trait.AVERAGES_LABELS) or given["target"].meta["val"].is_floating_point():
+        return False
+    return given.get("weight") is not None or _may_hold(given["target"], given["ignore_index"])
+
+
+def _may_hold(labels: fx.Node, ignored: int) -> bool:
+    """Whether integers that a model makes may be those of labels that do not count: it names that number somewhere."""
+    seen, waiting = {labels}, [labels]
+    while waiting:
+        node = waiting.pop()
+        if any(argument == ignored for argument in (*node.args, *node.kwargs.values()) if isinstance(argument, int)):
+            return True
+        new = {each for each in node.all_input_nodes if _is_whole(each)} - seen
+        seen |= new
+        waiting += new
+    return False
+
+
+def _is_whole(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    return node.op == "call_function" and isinstance(value, Tensor) and not value.is_floating_point()
+
+
+def _says_what_is_finite(node: fx.Node) -> bool:
+    """Whether a mask says where numbers are finite: with sound numbers it is the same in every micro-batch."""
+    if has(node, Trait.TELLS_FINITE):
+        return True
+    return has(node, Trait.JOINS_MASKS) and all(map(_says_what_is_finite, node.all_input_nodes))

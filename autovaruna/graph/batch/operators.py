@@ -1,0 +1,364 @@
+"""Lists what torch's operators do with samples, with numbers made of several, and with state: one row for each.
+
+The rest of the room asks this table alone. An operator that is not in it is tried out on drawn numbers (`drawn.py`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from enum import Enum, Flag, auto
+from fnmatch import fnmatchcase
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from autovaruna._torch import OpOverload
+from autovaruna.graph.arguments import MEAN, SUM, arguments
+from autovaruna.graph.batch.values import Merge
+from autovaruna.graph.kept_whole.kept import run_kept
+
+aten = torch.ops.aten
+
+
+class Means(Enum):
+    """What an operator makes of numbers that are sums or means over samples."""
+
+    UNKNOWN = auto()
+    LINEAR = auto()
+    """It adds them, adds those of one argument up, puts them elsewhere, or takes nothing of them but their shape."""
+    VIEW = auto()
+    """It returns a view of them."""
+    MULTIPLY = auto()
+    DIVIDE = auto()
+    PRODUCT = auto()
+    """It adds products up."""
+    BREAK = auto()
+    """What it makes of a mean, or of samples, is no mean."""
+
+
+SCALING = frozenset({Means.MULTIPLY, Means.DIVIDE})
+KEEPING = frozenset({Means.LINEAR, Means.VIEW})
+
+
+class Trait(Flag):
+    """What else an operator does."""
+
+    NONE = 0
+    ADDS_UP = auto()
+    """It adds samples up, if it makes one number of several."""
+    SAME_NUMBER = auto()
+    """It gives a number as a tensor."""
+    PICKS = auto()
+    """It takes some of the samples, where nothing of its result grows with the batch."""
+    TAKES_ROWS = auto()
+    """Numbers of samples may be places to it."""
+    BY_INDEX = auto()
+    """It reads or writes at places along a dimension that its indices name."""
+    FINDS_PLACES = auto()
+    """It finds places among the numbers that it is given."""
+    NUMBERS_PLACES = auto()
+    """Its numbers are lengths, as its result has them."""
+    COUNTS_ON = auto()
+    """It counts from place to place."""
+    SHAPE_ALONE = auto()
+    """It takes nothing of its first argument but its shape."""
+    FILLS = auto()
+    """It fills that shape with one number."""
+    AS_ANOTHER = auto()
+    """It takes of its second argument the kind or shape alone."""
+    LAYER = auto()
+    """With a weight it is a layer."""
+    TELLS_FINITE = auto()
+    """It says which numbers are finite."""
+    JOINS_MASKS = auto()
+    """It makes a mask of masks."""
+    IN_BAGS = auto()
+    """Its third argument says where bags begin among its indices."""
+    AVERAGES_LABELS = auto()
+    """It is a loss over labels, some of which may not count."""
+
+
+Lengths = Callable[[fx.Node], Iterable[Any]]
+"""Returns the lengths of dimensions of a node's arguments."""
+
+
+@dataclass(frozen=True)
+class Operator:
+    """One row of the table.
+
+    Attributes:
+        means: what it makes of means.
+        traits: what else it does.
+        merge: how its results for several mini-batches become that for all.
+        along: the dimensions along which its result for one place depends on other places.
+        counts_along: those along which it does if the result is integers or masks.
+        factors: of one with two factors: places of the first, place of the second, whether that is no divisor.
+        not_read: the argument whose numbers do not count: what labels weigh in all, or where bags begin.
+        picks_by: the argument whose elements other than zero say what it picks.
+        statistics: places of two running statistics, and of whether it changes them.
+        drops: places of a probability to drop numbers, and of whether it does so at all.
+    """
+
+    means: Means = Means.UNKNOWN
+    traits: Trait = Trait.NONE
+    merge: Merge | None = None
+    along: Lengths | None = None
+    counts_along: Lengths | None = None
+    factors: tuple[tuple[int, ...], int, bool] | None = None
+    not_read: int | None = None
+    picks_by: int | None = None
+    statistics: tuple[int, int, int] | None = None
+    drops: tuple[int, int | None] | None = None
+
+
+def _shape(argument: Any) -> tuple[Any, ...]:
+    value = argument.meta.get("val") if isinstance(argument, fx.Node) else None
+    return tuple(value.shape) if isinstance(value, Tensor) else ()
+
+
+def _by_dimension(node: fx.Node) -> Iterable[Any]:
+    given = arguments(node)
+    shape = _shape(node.args[0])
+    dims = given.get("dim", given.get("dims"))
+    places = [dims] if isinstance(dims, int) else list(dims or range(len(shape)))
+    return [shape[place] for place in places if shape]
+
+
+def _first(node: fx.Node) -> Iterable[Any]:
+    return _shape(node.args[0])[:1]
+
+
+def _all(node: fx.Node) -> Iterable[Any]:
+    return [length for source in node.all_input_nodes for length in _shape(source)]
+
+
+def _windows(node: fx.Node) -> Iterable[Any]:
+    """Returns the last dimensions, over which a window moves: as many as the operator's name says."""
+    found = re.search(r"(\d)d", name_of(node))
+    assert found is not None
+    return _shape(node.args[0])[-int(found[1]) :]
+
+
+def _convolved(node: fx.Node) -> Iterable[Any]:
+    kernel = _shape(node.args[1])[2:]
+    lengths = _shape(node.args[0])[-len(kernel) :]
+    return [length for length, size in zip(lengths, kernel, strict=True) if size > 1]
+
+
+def _steps(node: fx.Node) -> Iterable[Any]:
+    shape = _shape(node.args[0])
+    is_second = bool(arguments(node).get("batch_first")) and len(shape) == 3
+    return shape[1:2] if is_second else shape[:1]
+
+
+def _others(node: fx.Node) -> Iterable[Any]:
+    """Returns the dimensions over which the norm of each slice is taken."""
+    shape = list(_shape(node.args[0]))
+    del shape[arguments(node)["dim"]]
+    return shape
+
+
+def _after_channels(node: fx.Node) -> Iterable[Any]:
+    return _shape(node.args[0])[2:]
+
+
+def _keys(node: fx.Node) -> Iterable[Any]:
+    return _shape(node.args[1])[-2:-1]
+
+
+_LINEAR, _VIEW, _BREAK, _UNKNOWN = Means.LINEAR, Means.VIEW, Means.BREAK, Means.UNKNOWN
+_ROWS = Trait.TAKES_ROWS | Trait.BY_INDEX
+_LABELS = Operator(traits=Trait.AVERAGES_LABELS)
+_NORMALISES = (3, 4, 5)
+_TABLE: tuple[tuple[str, Operator], ...] = (
+    # element by element
+    (
+        "add add_ sub sub_ rsub neg neg_ positive where nan_to_num copy_ fill fill_ masked_fill masked_fill_",
+        Operator(_LINEAR),
+    ),
+    ("real imag view_as_real view_as_complex", Operator(_LINEAR)),
+    ("lerp", Operator(_LINEAR, factors=((0, 1), 2, True))),
+    ("addcmul", Operator(_LINEAR, factors=((1,), 2, True))),
+    ("addcdiv", Operator(_LINEAR, factors=((1,), 2, False))),
+    ("to _to_copy clone detach lift_fresh_copy", Operator(_LINEAR, Trait.SAME_NUMBER)),
+    ("to.other", Operator(_LINEAR, Trait.SAME_NUMBER | Trait.AS_ANOTHER)),
+    ("mul mul_", Operator(Means.MULTIPLY)),
+    ("div div_", Operator(Means.DIVIDE)),
+    ("isnan isinf isfinite", Operator(traits=Trait.TELLS_FINITE)),
+    ("logical_not logical_and logical_or bitwise_not bitwise_and bitwise_or", Operator(traits=Trait.JOINS_MASKS)),
+    # shapes
+    (
+        "view alias squeeze unsqueeze expand permute transpose t diagonal unflatten movedim broadcast_to",
+        Operator(_VIEW),
+    ),
+    ("unbind split split_with_sizes chunk", Operator(_VIEW)),
+    ("select slice narrow", Operator(_VIEW, Trait.PICKS)),
+    (
+        "stack cat hstack vstack concat repeat tile select_scatter slice_scatter constant_pad_nd pad diag",
+        Operator(_LINEAR),
+    ),
+    ("contiguous reshape flatten _unsafe_view resolve_conj resolve_neg", Operator(_LINEAR)),
+    ("view_as expand_as type_as", Operator(_LINEAR, Trait.AS_ANOTHER)),
+    ("zeros_like ones_like full_like new_zeros new_ones new_full", Operator(_LINEAR, Trait.SHAPE_ALONE | Trait.FILLS)),
+    ("empty_like new_empty", Operator(_LINEAR, Trait.SHAPE_ALONE)),
+    ("rand_like randn_like randint_like", Operator(traits=Trait.SHAPE_ALONE)),
+    ("scalar_tensor full", Operator(traits=Trait.SAME_NUMBER)),
+    ("arange range linspace logspace", Operator(traits=Trait.NUMBERS_PLACES | Trait.COUNTS_ON)),
+    # reductions
+    ("sum nansum", Operator(_LINEAR, Trait.ADDS_UP, Merge.SUM)),
+    ("trace", Operator(_LINEAR, Trait.ADDS_UP)),
+    ("count_nonzero", Operator(traits=Trait.ADDS_UP | Trait.FINDS_PLACES, merge=Merge.SUM)),
+    ("mean", Operator(_LINEAR, merge=Merge.MEAN)),
+    ("max amax", Operator(_BREAK, merge=Merge.LARGEST)),
+    ("min amin", Operator(_BREAK, merge=Merge.SMALLEST)),
+    ("any", Operator(_BREAK, Trait.JOINS_MASKS, Merge.LARGEST)),
+    ("all", Operator(_BREAK, Trait.JOINS_MASKS, Merge.SMALLEST)),
+    ("argmax argmin", Operator(_BREAK, Trait.FINDS_PLACES)),
+    ("norm linalg_vector_norm linalg_norm dist std var std_mean var_mean logsumexp prod trapezoid", Operator(_BREAK)),
+    ("median nanmedian nanmean quantile mode linalg_det logdet linalg_slogdet", Operator(_BREAK)),
+    # sums of products
+    ("mv dot vdot inner baddbmm einsum tensordot", Operator(Means.PRODUCT, Trait.ADDS_UP)),
+    ("linear matmul mm bmm addmm", Operator(Means.PRODUCT, Trait.ADDS_UP | Trait.LAYER)),
+    # along a dimension
+    ("softmax log_softmax _softmax _log_softmax", Operator(_BREAK, along=_by_dimension)),
+    ("kthvalue", Operator(_BREAK, counts_along=_by_dimension)),
+    ("cumsum", Operator(_LINEAR, Trait.FINDS_PLACES | Trait.COUNTS_ON, along=_by_dimension)),
+    ("cumprod", Operator(traits=Trait.COUNTS_ON, along=_by_dimension)),
+    ("cumsum_ sort logcumsumexp", Operator(traits=Trait.FINDS_PLACES, along=_by_dimension)),
+    ("msort", Operator(traits=Trait.FINDS_PLACES, along=_first)),
+    ("flip roll", Operator(_LINEAR, along=_by_dimension)),
+    ("flipud", Operator(along=_first)),
+    ("cumprod_ cummax cummin fft_*", Operator(along=_by_dimension)),
+    ("diff", Operator(counts_along=_by_dimension)),
+    ("argsort topk", Operator(traits=Trait.FINDS_PLACES, counts_along=_by_dimension)),
+    ("bincount histc", Operator(counts_along=_all)),
+    ("unique* _unique*", Operator(traits=Trait.FINDS_PLACES, counts_along=_all)),
+    # at places
+    ("index index_select gather", Operator(_LINEAR, Trait.PICKS | _ROWS)),
+    ("index_put index_put_ scatter", Operator(_LINEAR, _ROWS)),
+    ("index_add index_add_ scatter_add scatter_add_", Operator(_LINEAR, Trait.ADDS_UP | _ROWS)),
+    ("index_copy index_copy_ scatter_", Operator(traits=_ROWS)),
+    (
+        "index_fill index_fill_ index_reduce index_reduce_ scatter_reduce scatter_reduce_",
+        Operator(traits=Trait.BY_INDEX),
+    ),
+    ("embedding take_along_dim", Operator(traits=Trait.TAKES_ROWS)),
+    ("embedding_bag", Operator(traits=Trait.TAKES_ROWS | Trait.IN_BAGS, not_read=2)),
+    ("_embedding_bag", Operator(traits=Trait.IN_BAGS)),
+    ("masked_select", Operator(picks_by=1)),
+    ("nonzero", Operator(traits=Trait.FINDS_PLACES, picks_by=0)),
+    ("is_nonzero nonzero_* searchsorted bucketize _logcumsumexp", Operator(traits=Trait.FINDS_PLACES)),
+    # layers and losses
+    ("*pool?d* *upsample_*?d*", Operator(along=_windows)),
+    ("conv?d conv_transpose?d", Operator(along=_convolved)),
+    ("lstm.input gru.input rnn_tanh.input rnn_relu.input", Operator(along=_steps)),
+    ("renorm renorm_", Operator(along=_others)),
+    ("batch_norm", Operator(statistics=_NORMALISES)),
+    ("instance_norm", Operator(along=_after_channels, statistics=_NORMALISES)),
+    ("scaled_dot_product_attention", Operator(along=_keys, drops=(4, None))),
+    ("dropout", Operator(drops=(1, 2))),
+    ("cross_entropy_loss nll_loss_nd nll_loss nll_loss2d", _LABELS),
+    ("nll_loss_backward nll_loss2d_backward", Operator(not_read=-1)),
+)
+_BY_NAME = {name: row for names, row in _TABLE for name in names.split() if not {"*", "?"} & set(name)}
+_BY_PATTERN = [(name, row) for names, row in _TABLE for name in names.split() if {"*", "?"} & set(name)]
+_NO_ROW = Operator()
+
+WITH_TENSORS: Mapping[Any, Any] = {
+    aten.mul.Scalar: aten.mul.Tensor,
+    aten.mul_.Scalar: aten.mul_.Tensor,
+    aten.div.Scalar: aten.div.Tensor,
+    aten.div_.Scalar: aten.div_.Tensor,
+    aten.add.Scalar: aten.add.Tensor,
+    aten.sub.Scalar: aten.sub.Tensor,
+    aten.rsub.Scalar: aten.rsub.Tensor,
+    aten.pow.Tensor_Scalar: aten.pow.Tensor_Tensor,
+    aten.pow.Scalar: aten.pow.Tensor_Tensor,
+    aten.masked_fill.Scalar: aten.masked_fill.Tensor,
+}
+"""What an operation of a tensor and a number is called where both are tensors."""
+SUM_OF: Mapping[Any, Any] = {aten.mean.default: aten.sum.default, aten.mean.dim: aten.sum.dim_IntList}
+"""The sum that a mean divides."""
+
+
+def name_of(node: fx.Node) -> str:
+    """Returns the name of an operator of torch's own, without its overload; empty for other functions."""
+    target: Any = node.target
+    is_own = isinstance(target, OpOverload) and target.namespace == "aten"
+    return target.overloadpacket.__name__ if is_own else ""
+
+
+def operator_of(node: fx.Node) -> Operator:
+    """Returns the row of the operator that a node calls; an empty one for what is not listed."""
+    name = name_of(node)
+    return _row(name, node.target._overloadname) if name else _NO_ROW  # type: ignore[union-attr]
+
+
+@cache
+def _row(name: str, overload: str) -> Operator:
+    for key in (f"{name}.{overload}", name):
+        if key in _BY_NAME:
+            return _BY_NAME[key]
+    return next((row for pattern, row in _BY_PATTERN if fnmatchcase(name, pattern)), _NO_ROW)
+
+
+def has(node: fx.Node, trait: Trait) -> bool:
+    """Whether the operator that a node calls does something."""
+    return bool(operator_of(node).traits & trait)
+
+
+def is_listed(node: fx.Node) -> bool:
+    """Whether it is known how an operator makes one number of several samples; others are tried out."""
+    row = operator_of(node)
+    is_known = row.means in (Means.LINEAR, Means.PRODUCT) or Trait.ADDS_UP in row.traits
+    return is_known or arguments(node).get("reduction") in (MEAN, SUM)
+
+
+def adds_up(node: fx.Node) -> bool:
+    """Whether a listed operator adds samples up, if it makes one number of several."""
+    return has(node, Trait.ADDS_UP) or arguments(node).get("reduction") == SUM
+
+
+def changed_statistics(module: nn.Module, node: fx.Node) -> list[fx.Node]:
+    """Returns the running statistics that a node changes, itself or in a region that it wraps; no schema says so."""
+    if (places := operator_of(node).statistics) is not None:
+        buffers = [node.args[place] for place in places[:2]] if node.args[places[2]] else []
+        return [each for each in buffers if isinstance(each, fx.Node)]
+    if isinstance(node.target, OpOverload):  # wraps nothing
+        return []
+    found: list[fx.Node] = []
+    for place, argument in enumerate(node.args):
+        region = getattr(module, str(argument.target), None) if isinstance(argument, fx.Node) else None
+        if isinstance(region, fx.GraphModule):
+            given = zip(region.graph.find_nodes(op="placeholder"), node.args[place + 1 :], strict=False)
+            outside = {inner: outer for inner, outer in given if isinstance(outer, fx.Node)}
+            changed = [each for child in region.graph.nodes for each in changed_statistics(region, child)]
+            found += [outside[each] for each in changed if each in outside]
+    return found
+
+
+def is_random(module: nn.Module, node: fx.Node) -> bool:
+    """Whether a node draws random numbers, itself or in a region that it wraps; a dropout that is off draws none."""
+    if node.op != "call_function":
+        return False
+    if node.target is run_kept:
+        return True
+    if isinstance(node.target, OpOverload):
+        return torch.Tag.nondeterministic_seeded in node.target.tags and not _draws_nothing(node)
+    regions = [getattr(module, str(arg.target), None) for arg in node.all_input_nodes if arg.op == "get_attr"]
+    inner = [region for region in regions if isinstance(region, fx.GraphModule)]
+    return any(is_random(region, child) for region in inner for child in region.graph.nodes)
+
+
+def _draws_nothing(node: fx.Node) -> bool:
+    """Whether a dropout is off: its probability is zero, or it is not training."""
+    places = operator_of(node).drops
+    if places is None:
+        return False
+    probability, training = places
+    rate = node.args[probability] if len(node.args) > probability else node.kwargs.get("dropout_p", 0.0)
+    return bool(rate == 0.0) or (training is not None and node.args[training] is False)

@@ -1,0 +1,346 @@
+"""Finds the values of a graph that are of the whole batch: what was reduced over the batch from the inputs alone.
+
+The number of labels that count is one, and whether any is there. A micro-batch alone would give another. Such a value
+is computed before the step, from the samples of all ranks: each computes the first reductions, the *totals*, of its own
+samples; they are merged; and what is made of them is computed from the merged ones. Where the model goes on with it,
+the graph has a call of `of_batch`, for which stages are given the value. So it is with the greatest length of the
+inputs, which is how far plain PyTorch goes with each sample, and with the size of the batch where it is a number among
+others: of that a micro-batch has its own where a loss divides sums over the samples by it, or scales what it adds up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from autovaruna._torch import OpOverload
+from autovaruna.errors import TraceError
+from autovaruna.graph.arguments import arguments
+from autovaruna.graph.batch.additions import Additions
+from autovaruna.graph.batch.counted_means import part_means
+from autovaruna.graph.batch.interpret import Values, from_inputs, has_numbers, is_number
+from autovaruna.graph.batch.operators import KEEPING, WITH_TENSORS, Means, Trait, has, operator_of
+from autovaruna.graph.batch.powers import Powers
+from autovaruna.graph.batch.values import Merge, Share, Source, Use, as_tensor, is_of_batch, of_batch
+from autovaruna.graph.facts import Fact, outliving_storages
+from autovaruna.graph.origin import origin
+from autovaruna.graph.sizes import Sizes
+
+_NUMBERS = frozenset({"Tensor", "number", "float", "Optional[number]", "Optional[float]", "Optional[Tensor]"})
+"""Kinds of arguments that are computed with; others are shapes and places."""
+_Marks = dict[str, tuple[str, Use]]
+"""The calls of `of_batch`: the node whose value each stands for, and what becomes of it."""
+
+
+@dataclass(frozen=True)
+class BatchTotals:
+    """The values of a graph that are of the whole batch; names are those of nodes.
+
+    Attributes:
+        merges: the totals, and how each is merged.
+        before: what computes them from the inputs.
+        after: what is computed from them, and from nothing else of the batch.
+        values: the calls of `of_batch`: the node whose value each stands for, and what becomes of it.
+    """
+
+    merges: dict[str, Merge]
+    before: tuple[str, ...]
+    after: tuple[str, ...]
+    values: dict[str, tuple[str, Use]]
+
+    def __bool__(self) -> bool:
+        return bool(self.values)
+
+
+NO_TOTALS = BatchTotals({}, (), (), {})
+
+
+def take_totals(
+    graph: fx.Graph,
+    facts: MutableMapping[str, Fact],
+    sizes: Sizes,
+    batch: Collection[str],
+    parameters: Collection[str],
+    is_added: bool,
+) -> BatchTotals:
+    """Finds the values of a graph that are of the whole batch, and puts calls of `of_batch` where they are used.
+
+    Args:
+        graph: The graph; changed.
+        facts: What is known of each node; changed with it.
+        sizes: Its sizes; those of one fixed batch size have no totals, for each micro-batch is a batch of its own.
+        batch: Names of the inputs whose first dimension is the batch.
+        parameters: Names of the attributes that are parameters.
+        is_added: Whether losses of micro-batches are added up, rather than averaged.
+
+    Raises:
+        TraceError: an operation takes the size of the batch in a way that cannot be given another one.
+    """
+    if sizes.symbol is None:
+        return NO_TOTALS
+    additions = Additions(graph, facts)
+    part_means(graph, from_inputs(graph, facts, parameters), sizes, additions)
+    known = from_inputs(graph, facts, parameters)
+    values = Values(graph, facts, sizes, batch, known)
+    in_outputs = _in_outputs(graph, facts)
+    marks = _mark(
+        graph, [node for node in known if _share(values, node) is Share.WHOLE], values, sizes, in_outputs, additions
+    )
+    users = in_outputs - {node for node in known if _share(values, node) <= Share.WHOLE}
+    marks |= _mark_lengths([node for node in known if values[node].is_extreme and _is_plain(node)], users, additions)
+    sized, tensors = _mark_sizes(graph, values, sizes, _in_outputs(graph, facts), additions, is_added)
+    marks |= sized
+    if not marks:
+        return NO_TOTALS
+    sources = {source for source, _ in marks.values()}
+    needed = _what_makes([node for node in known if node.name in sources], known, facts)
+    merges = {node: merge for node in needed if (merge := values[node].merge) is not None}
+    before = _what_makes(merges, known, facts)
+    after = [node for node in needed if _share(values, node) <= Share.WHOLE and node not in merges]
+    return BatchTotals(
+        {node.name: merge for node, merge in merges.items()},
+        _names(before, sizes),
+        (*tensors, *_names(after, sizes)),
+        marks,
+    )
+
+
+def _in_outputs(graph: fx.Graph, facts: Mapping[str, Fact]) -> set[fx.Node]:
+    """Returns what micro-batches make the outputs of: not what is computed of the whole batch before.
+
+    Nor is it state: that follows micro-batches, as BatchNorm's does.
+    """
+    outliving = outliving_storages(graph, facts)
+    outputs: set[fx.Node] = set()
+    state: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        writes = facts[node.name].writes if node.name in facts else frozenset()
+        if writes & outliving or not state.isdisjoint(node.users):
+            state.add(node)
+        if node.op == "output" or writes or any(user in outputs for user in node.users if not is_of_batch(user)):
+            outputs.add(node)
+    return outputs - state
+
+
+def _what_makes(nodes: Iterable[fx.Node], known: Iterable[fx.Node], facts: Mapping[str, Fact]) -> list[fx.Node]:
+    """Returns nodes, the operations among `known` that they need, and what changes their memory; in order."""
+    operations = [node for node in known if node.op == "call_function"]
+    wanted = set(nodes)
+    while True:
+        memory = {storage for node in wanted for storage in facts[node.name].makes | facts[node.name].reads}
+        new = {source for node in wanted for source in node.all_input_nodes}
+        new |= {node for node in operations if facts[node.name].writes & memory}
+        if new <= wanted:
+            return [node for node in operations if node in wanted]
+        wanted |= new
+
+
+def _names(nodes: Sequence[fx.Node], sizes: Sizes) -> tuple[str, ...]:
+    return tuple(node.name for node in nodes if not sizes.is_given(node))
+
+
+def _share(values: Values, node: fx.Node) -> Share:
+    return values[node].share or Share.FIXED
+
+
+def _is_plain(node: fx.Node) -> bool:
+    """Whether a node is a plain number, not a tensor."""
+    return not isinstance(node.meta["val"], Tensor)
+
+
+def _mark(
+    graph: fx.Graph,
+    whole: Sequence[fx.Node],
+    values: Values,
+    sizes: Sizes,
+    in_outputs: Collection[fx.Node],
+    additions: Additions,
+) -> _Marks:
+    """Puts a call of `of_batch` wherever a graph goes on from a value of the whole batch; returns them."""
+    marks: _Marks = {}
+    powers, tail = Powers(values, sizes), _linear_tail(graph)
+    for value in whole:
+        for user in [user for user in value.users if user in in_outputs and _goes_on(value, user, values)]:
+            use = _use(value, user, powers, tail)
+            is_cast = use is not Use.PLAIN or _is_plain(value)
+            dtype = (user if is_cast else value).meta["val"].dtype
+            stand_in = additions.before(user, of_batch, value, use, dtype)
+            user.replace_input_with(value, stand_in)
+            marks[stand_in.name] = value.name, use
+    return marks
+
+
+def _goes_on(value: fx.Node, user: fx.Node, values: Values) -> bool:
+    """Whether a node goes on from a value of the whole batch to numbers of a micro-batch, or to the loss."""
+    if user.op != "call_function" or is_of_batch(user) or values[user].share in (Share.FIXED, Share.WHOLE):
+        return False
+    result = user.meta.get("val")
+    if not isinstance(result, Tensor):
+        return False
+    if not has_numbers(result):
+        return not _is_plain(value) and not _is_own_size(value, values)
+    return not _is_plain(value) or _scales(user) is not None
+
+
+def _is_own_size(value: fx.Node, values: Values) -> bool:
+    """Whether a tensor becomes a size that stays that of the micro-batch: integers that go with it stay so, too."""
+    users = [each for each in value.users if values[each].share is Share.WHOLE and not values[each].is_extreme]
+    return any(_is_plain(user) or _is_own_size(user, values) for user in users)
+
+
+def _use(value: fx.Node, user: fx.Node, powers: Powers, tail: Collection[fx.Node]) -> Use:
+    """Returns what becomes of a value of the whole batch in a node that goes on from it."""
+    first, second = (*user.args, None, None)[:2]
+    is_divided = _scales(user) is Means.DIVIDE and second is value
+    if is_divided and (powers.sum_in(first) is not None or powers.ends_in_sums(user, tail)):
+        return Use.DIVISOR
+    if _scales(user) is Means.MULTIPLY and powers.sum_in(first if second is value else second) is not None:
+        return Use.FACTOR
+    return Use.PLAIN
+
+
+def _scales(user: fx.Node) -> Means | None:
+    """Says whether a node multiplies tensors, or divides one by another, and does nothing else."""
+    means = operator_of(user).means
+    is_plain = means in (Means.MULTIPLY, Means.DIVIDE) and str(user.target).endswith(".Tensor")
+    return means if is_plain else None
+
+
+def _linear_tail(graph: fx.Graph) -> set[fx.Node]:
+    """Returns what goes into numbers that are outputs by being scaled and added up alone."""
+    (output,) = graph.find_nodes(op="output")
+    waiting = [node for node in output.all_input_nodes if is_number(node)]
+    tail = set(waiting)
+    while waiting:
+        node = waiting.pop()
+        means = operator_of(node).means
+        sources: list[Any] = node.all_input_nodes if means is Means.MULTIPLY or means in KEEPING else []
+        if means is Means.DIVIDE:
+            sources = [node.args[0]]
+        new = {each for each in sources if isinstance(each, fx.Node)} - tail
+        tail |= new
+        waiting += new
+    return tail
+
+
+def _mark_lengths(numbers: Sequence[fx.Node], users: Collection[fx.Node], additions: Additions) -> _Marks:
+    """Has a graph go on from the lengths of the whole batch; returns the calls of `of_batch` for them.
+
+    Means over positions are divided by them, too. The nodes that make them stay as they are: the whole batch's are
+    computed by them.
+
+    Args:
+        numbers: The lengths, and what follows from them and from the batch size alone, in order of execution.
+        users: What may go on from them.
+        additions: Adds nodes to the graph.
+    """
+    marks: _Marks = {}
+    taken: dict[fx.Node, fx.Node] = {}
+    for number in numbers:
+        sources = number.all_input_nodes
+        if taken.keys().isdisjoint(sources):
+            (tensor,) = sources
+            given = additions.before(number, of_batch, tensor, Use.PLAIN, tensor.meta["val"].dtype)
+            marks[given.name] = tensor.name, Use.PLAIN
+            taken[tensor] = given
+        taken[number] = additions.again(number, taken)
+        for user in [user for user in number.users if user in users and not is_of_batch(user)]:
+            if isinstance(user.meta.get("val"), Tensor):
+                user.replace_input_with(number, taken[number])
+    additions.drop_unused(reversed(taken.values()))
+    return {name: mark for name, mark in marks.items() if additions.has(name)}
+
+
+def _mark_sizes(
+    graph: fx.Graph,
+    values: Values,
+    sizes: Sizes,
+    in_outputs: Collection[fx.Node],
+    additions: Additions,
+    is_added: bool,
+) -> tuple[_Marks, list[str]]:
+    """Has a graph compute with the size of the whole batch; returns the calls of `of_batch`, and what they are made of.
+
+    If losses are added up, a micro-batch has its own size where that makes a sum of what is none.
+    """
+    marks: _Marks = {}
+    made: list[str] = []
+    powers, tail, size_of = Powers(values, sizes, is_added), _linear_tail(graph), _numbers_of_sizes(graph, sizes)
+
+    def has_its_own(user: fx.Node) -> bool:
+        """Whether an operation needs the size of the micro-batch: its result is added up to a loss, and no more."""
+        others = [each for each in user.all_input_nodes if each not in size_of]
+        if is_added:
+            is_own = operator_of(user).means is Means.MULTIPLY and not any(map(powers.sum_in, others))
+        else:
+            is_own = any(values[each].source & (Source.SAMPLES | Source.TOTAL) for each in others)
+        ends = (each for each in user.users if each.op != "output")
+        return is_own and user in tail and tail.issuperset(ends)
+
+    uses = [(number, size, user) for number, size in size_of.items() for user in number.users if user not in size_of]
+    for number, size, user in [use for use in uses if _computes_with(use[2], use[0])]:
+        if user not in in_outputs or has_its_own(user):
+            continue
+        dtype = _dtype(number, user)
+        tensor = additions.before(user, as_tensor, size, dtype)
+        given = additions.before(user, of_batch, tensor, Use.PLAIN, dtype)
+        marks[given.name] = tensor.name, Use.PLAIN
+        made.append(tensor.name)
+        _replace(user, number, given)
+    return marks, made
+
+
+def _numbers_of_sizes(graph: fx.Graph, sizes: Sizes) -> dict[fx.Node, fx.Node]:
+    """Returns the sizes of the batch that a graph has as numbers, or as tensors of one, each with the size it is."""
+    found: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        value, sources = node.meta.get("val"), node.all_input_nodes
+        if isinstance(value, torch.SymInt | torch.SymFloat) and sizes.is_given(node) and sizes.grows(value):
+            found[node] = node
+        elif has(node, Trait.SAME_NUMBER) and is_number(node) and len(sources) == 1 and sources[0] in found:
+            found[node] = found[sources[0]]
+    return found
+
+
+def _computes_with(user: fx.Node, number: fx.Node) -> bool:
+    """Whether an operation of torch's computes floating-point numbers with a size."""
+    value: Any = user.meta.get("val")
+    if not isinstance(user.target, OpOverload) or not isinstance(value, Tensor) or not has_numbers(value):
+        return False
+    kinds = _kinds(user)
+    is_read = any(given is number and kinds[name] in _NUMBERS for name, given in arguments(user).items())
+    return is_read and not has(user, Trait.NUMBERS_PLACES)
+
+
+def _kinds(node: fx.Node) -> dict[str, str]:
+    target: Any = node.target
+    return {argument.name: str(argument.type) for argument in target._schema.arguments}
+
+
+def _dtype(number: fx.Node, user: fx.Node) -> torch.dtype:
+    """Returns a dtype for a number that is a tensor now, which leaves the operation's that of its result."""
+    value = number.meta["val"]
+    if isinstance(value, Tensor):
+        return value.dtype
+    result: torch.dtype = user.meta["val"].dtype
+    if isinstance(value, torch.SymInt):
+        return torch.int64
+    return result if result.is_floating_point else torch.float64
+
+
+def _replace(user: fx.Node, number: fx.Node, given: fx.Node) -> None:
+    target: Any = user.target
+    kinds = _kinds(user)
+    if not all(kinds[name] == "Tensor" for name, each in arguments(user).items() if each is number):
+        if target not in WITH_TENSORS:
+            raise TraceError(
+                f"The size of the batch is a number that {user.name} computes with, at {origin(user) or user.name}: "
+                "micro-batches would give it another one. Expected an operation that takes it as a tensor; make it one "
+                "(torch.tensor(len(x))), or multiply by it."
+            )
+        user.target = WITH_TENSORS[target]
+    user.replace_input_with(number, given)
