@@ -119,8 +119,6 @@ def _trace(
         constants=exported.constants,
         changed_state=frozenset(state[name] for name in changed),
         steady_state=steady,
-        leaves=frozenset(exported.changes.names),
-        reads=exported.reads,
         totals=totals,
         joins_counts=tuple(node.name for node in joining),
         asks_for_one=exported.asks_for_one,

@@ -12,7 +12,7 @@ from zlib import crc32
 from torch import Tensor
 from torch.optim import Optimizer
 
-from autovaruna.graph.watching.held import is_plain
+from autovaruna.graph.guards import is_plain
 
 Digest = tuple[Hashable, ...]
 _STEP, _ZERO = "steps of the optimizer", "calls of its zero_grad()"

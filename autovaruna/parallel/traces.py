@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,12 +14,14 @@ from torch import Tensor, nn
 from autovaruna.errors import InputError, RankError
 from autovaruna.graph.batch.losses import refuse_other_losses
 from autovaruna.graph.batch.state import refuse_single_values
+from autovaruna.graph.call import CallSpec
 from autovaruna.graph.comparisons.by_parts import Parts, warn_untried
 from autovaruna.graph.comparisons.comparing import compare
+from autovaruna.graph.guards import GONE, Guards, Unusable, UsedError
+from autovaruna.graph.module_state import settle
 from autovaruna.graph.refused import ChangedStateError
-from autovaruna.graph.traced import TracedModel
+from autovaruna.graph.traced import TracedModel, is_same_graph
 from autovaruna.graph.tracing import ONE_AT_A_TIME, trace
-from autovaruna.graph.watching.settling import settle
 from autovaruna.parallel.calls import SharedCall
 from autovaruna.runtime.batch import GlobalBatch
 from autovaruna.runtime.weights.elsewhere import Elsewhere
@@ -25,6 +30,9 @@ from autovaruna.runtime.worlds.on_all import on_all
 from autovaruna.runtime.worlds.world import World
 from autovaruna.settings import Settings
 
+logger = logging.getLogger(__name__)
+_OTHERS: tuple[Callable[[str], Any], ...] = (Unusable, lambda name: GONE)
+"""What is put in the place of an attribute."""
 _MOST_SAMPLES = 4
 """Samples on which a graph is compared with its model."""
 _MOST_IN_PARTS = 16
@@ -58,6 +66,43 @@ class Traces:
     def known(self, key: str) -> TracedModel | None:
         """Returns the graph of the calls of a key; None: it is not known yet, or depends on the micro-batches."""
         return self._known.get(key)
+
+    def knows(self, key: str) -> bool:
+        """Whether calls of a key have been traced."""
+        return any(each.partition("/")[0] == key for each in self._known)
+
+    def try_without(self, names: Collection[str], call: CallSpec, guards: Guards) -> tuple[set[str], set[str]]:
+        """Traces a call without attributes, and with something in their place that cannot be used.
+
+        Args:
+            names: The attributes.
+            call: The call.
+            guards: Guards the model's attributes.
+
+        Returns:
+            The attributes without which the graph is the one of the latest call that is like this one but for
+            attributes; and those that forward uses.
+        """
+        likes = [each for each in self._known.values() if _without_attributes(each.call) == _without_attributes(call)]
+        unread, read = set(names), set[str]()
+        while likes and unread:
+            try:
+                others = [{name: kind(name) for name in unread} for kind in _OTHERS]
+                is_unread = all(self._is_same(likes[-1], call, guards, each) for each in others)
+                return (unread if is_unread else set()), read
+            except UsedError as used:
+                read.add(used.name)
+                unread.discard(used.name)
+        return set(), read
+
+    def _is_same(self, known: TracedModel, call: CallSpec, guards: Guards, others: Mapping[str, Any]) -> bool:
+        """Whether a model has the same graph with other values of attributes."""
+        try:
+            with guards.with_others(others):
+                return is_same_graph(self._act(call, known.sizes.batch_size)(), known)
+        except Exception as error:
+            logger.debug("the model cannot be traced without %s: %s", ", ".join(others), error)
+            return False
 
     def first(self, shared: SharedCall) -> TracedModel:
         """Returns the graph of the call that is to be planned, whose micro-batches are not known yet. Collective."""
@@ -110,10 +155,18 @@ class Traces:
 
     def _trace(self, shared: SharedCall, micro_batch_size: int, is_alone: bool = False) -> TracedModel:
         """Traces a call, for one sample and no other size if that `is_alone` in the global batch."""
-        act = partial(
+        act = self._act(shared.call, micro_batch_size, is_alone)
+        traced = on_all(self._world, partial(self._settled, act, shared), "tracing")
+        self._compare(traced)
+        if self._settings.check_trace:
+            self._check(traced, shared, micro_batch_size)
+        return traced
+
+    def _act(self, call: CallSpec, micro_batch_size: int, is_alone: bool = False) -> Callable[[], TracedModel]:
+        return partial(
             trace,
             self._model,
-            shared.call,
+            call,
             self._device,
             is_dynamic=self._settings.dynamic_batch and not is_alone,
             micro_batch_size=micro_batch_size,
@@ -122,11 +175,6 @@ class Traces:
             is_added=self._settings.reduction == "sum",
             is_parted=self._settings.num_micro_batches != 1 and not is_alone,
         )
-        traced = on_all(self._world, partial(self._settled, act, shared), "tracing")
-        self._compare(traced)
-        if self._settings.check_trace:
-            self._check(traced, shared, micro_batch_size)
-        return traced
 
     def _settled(self, act: Callable[[], TracedModel], shared: SharedCall) -> TracedModel:
         """Traces the model; one that keeps something from its first call on, as it is after that."""
@@ -213,3 +261,7 @@ class Traces:
                 "Expected the same model, built with the same arguments, on every rank; weights may differ, "
                 "operations and shapes may not."
             )
+
+
+def _without_attributes(call: CallSpec) -> str:
+    return replace(call, mode=call.mode.partition(" attributes=")[0]).key()

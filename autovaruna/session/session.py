@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -14,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from autovaruna.errors import RankError
+from autovaruna.graph.call import CallReader, CallSpec
 from autovaruna.graph.traced import TracedModel
-from autovaruna.graph.watching.outline import CallReader
-from autovaruna.parallel.calls import SharedCall, compare_settings, input_groups, share_call
+from autovaruna.parallel.calls import Report, SharedCall, compare_settings, input_groups, share_call
 from autovaruna.parallel.machine import give_back_freed_memory, keep_freed_memory, resident_bytes
 from autovaruna.parallel.own_device import on_own_gpu
 from autovaruna.parallel.persistence import Persistence
@@ -40,6 +41,8 @@ from autovaruna.runtime.worlds.on_all import gather_on_all, on_all
 from autovaruna.runtime.worlds.world import World
 from autovaruna.session.state import State
 from autovaruna.session.wrapped import Wrapped
+
+logger = logging.getLogger(__name__)
 
 _SEED_OF_COPY = 1_000_003
 
@@ -157,9 +160,9 @@ class Session:
         returned = engine.run(traced, shared.tensors, shared.number, batch, values, wrapped.is_synchronising)
         is_new = self.traces.num_known > num_known
         if is_new:
-            wrapped.mode.watch(traced.reads)
+            wrapped.guards.start()
         if is_new or traced.has_kept_modules:  # both may set attributes
-            wrapped.mode.settle()
+            wrapped.guards.settle()
         return returned
 
     def prepare(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -195,7 +198,7 @@ class Session:
         error: Exception | None = None
         report = None
         try:
-            mode = wrapped.mode.words()
+            mode = wrapped.guards.words()
             wrapped.check_parameters()
             tensors, call = self._reader.read(args, kwargs, mode)
             tensors = on_own_gpu(tensors, wrapped.device)
@@ -205,6 +208,8 @@ class Session:
         except Exception as caught:
             error = caught
         reports = world.agree(error, f"reading the model's inputs{wrapped.of_model}", report)
+        if self._leave_out(call, reports):
+            return self._agree(args, kwargs)
         try:
             shared = share_call(call, tensors, wrapped.num_calls, self._groups, world, reports, wrapped.doings)
         except RankError:  # on every rank; parameters() gives a caller those of this rank alone to freeze
@@ -214,6 +219,28 @@ class Session:
         if world.rank == 0 and reports[0][3]:
             self._same_inputs.compare(call, [digests for *_, digests, _ in reports])
         return shared
+
+    def _leave_out(self, call: CallSpec, reports: Sequence[Report]) -> bool:
+        """Looks, where a call is new, for attributes that the script has set and no trace depends on. Collective then.
+
+        Returns:
+            Whether there are any; they do not count any more.
+        """
+        world, guards, traces = self._wrapped.world, self._wrapped.guards, self.traces
+        keys = {key for key, *_ in reports}
+        if self._wrapped.engine is None or traces is None or (len(keys) == 1 and traces.knows(call.key())):
+            return False
+        found = world.gather_objects(guards.doubtful(), "comparing changed attributes")
+        names = set().union(*found)
+        if not names:
+            return False
+        trials = world.gather_objects(traces.try_without(names, call, guards), "comparing trials")
+        unread = set.intersection(*(unread for unread, _ in trials))
+        guards.note_trial(names, unread, set().union(*(read for _, read in trials)))
+        if unread and world.rank == 0:
+            text = "no trace depends on %s, which the script sets between calls: calls do not differ by it from now on"
+            logger.info(text, ", ".join(sorted(unread)))
+        return bool(unread)
 
     @cached_property
     def _groups(self) -> tuple[tuple[int, ...], ...]:
@@ -267,12 +294,12 @@ class Session:
         self.copies.compare(world)
         first = next((each for each in self.copies.members() if each._wrapped.optimizer is not None), self)
         if first is not self:
-            first._start(replace(shared, call=replace(shared.call, mode=first._wrapped.mode.words())))
+            first._start(replace(shared, call=replace(shared.call, mode=first._wrapped.guards.words())))
             assert wrapped.engine is not None
             return wrapped.engine
         if wrapped.optimizer is not None and not torch.is_grad_enabled():
             with as_in_training(wrapped.module):
-                return self._start(replace(shared, call=replace(shared.call, mode=wrapped.mode.words())))
+                return self._start(replace(shared, call=replace(shared.call, mode=wrapped.guards.words())))
         optimizer = wrapped.follow_groups()
         if optimizer is not None:
             optimizer.check()
@@ -340,7 +367,7 @@ class Session:
             wrapped.of_model,
             None if self._number_of_copy else preparation.event_trace(),
         )
-        wrapped.mode.settle()
+        wrapped.guards.settle()
 
     def _seed(self, number: int) -> int:
         """Returns what random nodes draw from: a copy draws other numbers, as it would in plain PyTorch."""

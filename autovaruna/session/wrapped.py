@@ -10,7 +10,7 @@ from torch import nn
 from autovaruna.checkpoint.state import Subject
 from autovaruna.config import log_settings
 from autovaruna.errors import InputError, RankError
-from autovaruna.graph.watching.mode import ModeReader
+from autovaruna.graph.guards import Guards
 from autovaruna.log import configure
 from autovaruna.parallel.acts import Acts, Digest
 from autovaruna.parallel.own_device import bring_to_own_device
@@ -41,7 +41,7 @@ class Wrapped:
         own_steps: cuts the optimizer's steps down to this rank's part.
         acts: what the script has done with both.
         lent: what the script was given to write into.
-        mode: reads what a trace depends on besides inputs.
+        guards: reads what a trace depends on besides inputs.
         engine: runs calls; None: the model is whole yet.
         num_calls: calls of the model so far.
         is_synchronising: whether gradients are summed over ranks now.
@@ -61,7 +61,7 @@ class Wrapped:
         if self.optimizer is not None:
             self.acts.watch(self.optimizer.optimizer, self.optimizer.names)
             self.optimizer.optimizer.register_step_pre_hook(self.lent.settle)
-        self.mode = ModeReader(module)
+        self.guards = Guards(module)
         self.engine: Engine | None = None
         self.num_calls = 0
         self.is_synchronising = True
@@ -117,10 +117,10 @@ class Wrapped:
         """
         if self.engine is None:
             self.settle()
-            if self.mode.attributes.replaced():
+            if self.guards.replaced():
                 self.take_state()
             return
-        if replaced := self.mode.attributes.replaced():
+        if replaced := self.guards.replaced():
             raise InputError(
                 f"Parameters of the model have been replaced after the first call: got other ones for {replaced[:5]}. "
                 "Expected the same ones, which are split over the ranks; copy numbers into them (copy_(), "

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autovaruna import AutoVaruna, InputError, RankError
-from autovaruna.graph.watching.attributes import Attributes
+from autovaruna.graph.guards import Guards
 from autovaruna.runtime.worlds.in_process import run_ranks
 from autovaruna.runtime.worlds.world import World
 from tests.catalogue.small import CLASSES, WIDTH, labelled
@@ -133,22 +133,24 @@ def test_a_change_counts(change: Callable[[Scaled], None]) -> None:
 def test_a_value_set_back_needs_no_new_trace() -> None:
     """The words of the start return with the value of the start."""
     model = Scaled()
-    attributes = Attributes(model)
-    attributes.watch(frozenset({"scale"}))
+    guards = Guards(model)
+    before = guards.words()
+    guards.start()
     model.scale = 2.0
-    assert "scale:2.0" in attributes.words() and "scale:2.0" in attributes.words()
+    assert "attributes=scale:2.0" in guards.words() and "scale:2.0" in guards.words()
     model.scale = 1.0
-    assert attributes.words() == ""
+    assert guards.words() == before
 
 
 def test_what_a_call_sets_itself_is_no_change() -> None:
     """Ranks set it apart, each on its own stages."""
     model = Scaled()
-    attributes = Attributes(model)
-    attributes.watch(frozenset({"scale", "body.0.seen"}))
+    guards = Guards(model)
+    before = guards.words()
+    guards.start()
     model.scale, model.body[0].seen = 3.0, 5  # type: ignore[assignment]
-    attributes.settle()
-    assert attributes.words() == "" and attributes.replaced() == []
+    guards.settle()
+    assert guards.words() == before and guards.replaced() == []
 
 
 def test_what_forward_does_not_read_may_change_at_every_step() -> None:

@@ -16,19 +16,18 @@ from torch import Tensor, fx, nn
 
 from autovaruna._torch import pytree
 from autovaruna.graph.comparisons.alike import DrawnAlike
+from autovaruna.graph.guards import OF_MODULES, entries
 from autovaruna.graph.kept_whole.kept import KeptModule, forgetting, run_kept
 from autovaruna.graph.kept_whole.rehearsal import rehearsal
+from autovaruna.graph.module_state import changed_attributes
 from autovaruna.graph.origin import modules_of
 from autovaruna.graph.own_cache import own_cache
 from autovaruna.graph.precision import in_precision, precision_of, without_autocast
 from autovaruna.graph.random import default_generator, python_generators, untouched_generator
 from autovaruna.graph.traced import TracedModel
 from autovaruna.graph.tree import flatten
-from autovaruna.graph.watching.held import entries
-from autovaruna.graph.watching.hidden_state import untouched_globals
 
 _SEED = 0
-_OF_MODULES = frozenset(vars(nn.Module()))
 Around = AbstractContextManager[Any]
 Returned = dict[str, list[Tensor]]
 """What modules have returned last, by path, in that order."""
@@ -65,25 +64,25 @@ class BothWays:
                 module.register_forward_hook(partial(_note, returned, path))
         return self._called(own, around)
 
-    def plain_again(self) -> list[Tensor] | None:
+    def plain_again(self) -> tuple[list[Tensor], list[str]]:
         """Calls a copy twice, with the same samples and state; returns the same of its second call.
 
-        None: nothing that a first call leaves can change a second one, besides that state.
+        Returns:
+            Outputs and state, and the names of attributes that the first call has changed.
         """
-        if not self.traced.leaves and not self._kept_paths:
-            return None
         own = self._copy()
         self._called(own)
+        left = changed_attributes(self.model, own)
         named, before = _state(own), _state(self.model)
         with torch.no_grad():
             for name in self.state:
                 named[name].data = before[name].detach().clone()
-        return self._called(own)
+        return self._called(own), left
 
     def _called(self, own: nn.Module, around: AbstractContextManager[Any] | None = None) -> list[Tensor]:
         args, kwargs = self.traced.call.tree.unflatten(self._inputs())
         seeded = [own.get_submodule(path).register_forward_pre_hook(_seed_python) for path in self._kept_paths]
-        with around or nullcontext(), self._alike(), in_precision(self.traced.call.precision), _as_it_is(self.model):
+        with around or nullcontext(), self._alike(), in_precision(self.traced.call.precision), _as_it_is():
             outputs, _ = flatten(own(*args, **kwargs), "output")
         for hook in seeded:
             hook.remove()
@@ -183,10 +182,10 @@ class Run(fx.Interpreter):
 
 
 @contextmanager
-def _as_it_is(model: nn.Module) -> Iterator[None]:
-    """Compiles nothing, and leaves classes, globals and cached values as they are."""
+def _as_it_is() -> Iterator[None]:
+    """Compiles nothing, and leaves cached values as they are."""
     eagerly: Any = torch.compiler.set_stance("force_eager")
-    with untouched_globals(model), eagerly, own_cache():
+    with eagerly, own_cache():
         yield
 
 
@@ -198,7 +197,7 @@ def _made_by_operations(model: nn.Module) -> Iterator[Tensor]:
     """Yields the tensors in attributes that Python cannot copy."""
     for module in model.modules():
         for name, value in vars(module).items():
-            if name not in _OF_MODULES:
+            if name not in OF_MODULES:
                 yield from (each for _, each in entries("", value) if isinstance(each, Tensor) and not each.is_leaf)
 
 

@@ -31,9 +31,9 @@ CLEAR = 10.0
 def compare(traced: TracedModel, model: nn.Module, tensors: Sequence[Tensor], device: torch.device) -> None:
     """Makes sure that a trace computes what its model does.
 
-    Both run once on the samples, drawing the same random numbers; neither leaves anything behind. A model that keeps
-    something in Python from its first call on must give the same in a second one. If they differ, the
-    model runs again with sums that are off by their rounding, to see whether that explains it.
+    Both run on the samples, drawing the same random numbers; neither leaves anything behind. The model must give the
+    same in a second call, or it keeps something in Python that a trace would fix. If they differ, the model runs again
+    with sums that are off by their rounding, to see whether that explains it.
 
     Args:
         traced: The trace.
@@ -52,18 +52,20 @@ def compare(traced: TracedModel, model: nn.Module, tensors: Sequence[Tensor], de
         return
     _compare(both, plain, ours, model)
     try:
-        again = both.plain_again()
+        again, left = both.plain_again()
     except Exception as error:  # plain PyTorch will say so
         logger.info("the trace was not compared with a second call: %s: %s", type(error).__name__, first_line(error))
         return
-    if again is not None:
-        left = ", ".join(sorted(traced.leaves)[:_MOST_NAMES])
-        _compare(
-            both, again, ours, model, f" in its second call{left and f', after what its first one leaves: {left}'}"
+    if any(distance(one, other) > tolerance(traced) for one, other in zip(again, plain, strict=True)):
+        raise TraceError(
+            f"forward changes Python state, and its next call computes something else: got changes of "
+            f"{', '.join(left[:_MOST_NAMES]) or 'what is no attribute of a module'}, which a trace would fix for good. "
+            "Expected a forward that changes buffers alone; make it a tensor with register_buffer(), or pass it to the "
+            "model as an argument."
         )
 
 
-def _compare(both: BothWays, plain: list[Tensor], ours: list[Tensor], model: nn.Module, when: str = "") -> None:
+def _compare(both: BothWays, plain: list[Tensor], ours: list[Tensor], model: nn.Module) -> None:
     """Makes sure that what the trace gives, `ours`, is what a call of the model gives."""
     allowed = tolerance(both.traced)
     found = [distance(one, other) for one, other in zip(ours, plain, strict=True)]
@@ -75,7 +77,7 @@ def _compare(both: BothWays, plain: list[Tensor], ours: list[Tensor], model: nn.
         return
     names = [*(spec.path for spec in both.traced.outputs), *both.state]
     difference = Difference(names[worst], ours[worst], plain[worst], found[worst], bounds[worst])
-    _report(f"{when}: {difference}{'' if when else _where(both, allowed)}", difference, model)
+    _report(f": {difference}{_where(both, allowed)}", difference, model)
 
 
 @dataclass(frozen=True)

@@ -37,12 +37,11 @@ from autovaruna.graph.kept_whole.draws import Draws, noted_draws
 from autovaruna.graph.kept_whole.functions import take_functions
 from autovaruna.graph.kept_whole.keeping import Keeper, take_modules
 from autovaruna.graph.kept_whole.packed import kept_or_packed
+from autovaruna.graph.module_state import as_before
 from autovaruna.graph.precision import in_precision, noted_precision, switch_in_regions
 from autovaruna.graph.random import python_generators
 from autovaruna.graph.refused import check_operations
 from autovaruna.graph.tree import Tree
-from autovaruna.graph.watching.as_before import as_before
-from autovaruna.graph.watching.hidden_state import Changes
 
 
 @dataclass(frozen=True)
@@ -76,9 +75,8 @@ class Attempt:
         """
         mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
         output_trees: list[Tree] = []
-        reads: set[str] = set()
-        changes = Changes()
-        flat = FlatCall(self.model, self.call, output_trees, reads, changes, self.kept.is_told)
+        left: list[str] = []
+        flat = FlatCall(self.model, self.call, output_trees, left, self.kept.is_told)
         with self._noted(mode) as notes:
             flat.note_batch, flat.idioms = notes.keeper.note_batch, notes.idioms.entered
             inputs = example_inputs(self.call, self.batch_size, mode, self.device)
@@ -100,8 +98,7 @@ class Attempt:
             constants=constants,
             is_dynamic=self.is_dynamic,
             markers=markers,
-            reads=frozenset(reads),
-            changes=changes,
+            left=tuple(left),
             greatest=min(notes.bounds, default=None) if self.is_dynamic else None,
             asks_for_one=next(iter(notes.lone), ""),
         )

@@ -18,10 +18,9 @@ from autovaruna.graph.exporting.otherwise import KeepMoreError, Kept
 from autovaruna.graph.exporting.quiet import quiet_failure
 from autovaruna.graph.exporting.thresholds import find_threshold
 from autovaruna.graph.kept_whole.keeping import is_of_keeper
+from autovaruna.graph.module_state import warn_of_left
 from autovaruna.graph.refused import check_layouts
 from autovaruna.graph.said import warn_once
-from autovaruna.graph.watching.hidden_state import compare_calls
-from autovaruna.graph.watching.left_tensors import say_what_is_left
 
 logger = logging.getLogger(__name__)
 _OF_HOOKS = (
@@ -55,11 +54,9 @@ def export(model: nn.Module, call: CallSpec, batch_size: int, is_dynamic: bool, 
         try:
             with quiet_failure():
                 found = attempt.run()
-            if found.changes.names:
-                _check_next(found, attempt)
             if found.greatest is not None:
                 _check_larger(found, attempt)
-            say_what_is_left(found.changes.tensors, model)
+            warn_of_left(found.left, model)
             return found
         except KeepMoreError as stopped:
             kept = stopped.kept
@@ -71,17 +68,6 @@ def export(model: nn.Module, call: CallSpec, batch_size: int, is_dynamic: bool, 
     with quiet_failure():  # fails again, and says why: nobody has asked for what was kept whole
         last = replace(first, can_grow=False, notes_draws=True)
         return Attempt(model, call, batch_size, is_dynamic, device, last).run()
-
-
-def _check_next(found: Exported, attempt: Attempt) -> None:
-    """Makes sure that the model's next call gives the same graph, after what this one has changed."""
-    try:
-        with quiet_failure(), found.changes.as_left():
-            again = attempt.run()
-    except Exception as error:  # what is kept for later calls are tensors of the first trace
-        logger.debug("forward cannot be traced a second time: %s", error)
-        return
-    compare_calls(found.changes, found.module, again.module, again.constants)
 
 
 def _check_larger(found: Exported, attempt: Attempt) -> None:

@@ -11,10 +11,9 @@ from torch import Tensor, nn
 from autovaruna.graph.call import CallSpec
 from autovaruna.graph.exporting.guards import check_state, plain_state
 from autovaruna.graph.exporting.told import unseen_fakes, untold
+from autovaruna.graph.module_state import left_tensors
 from autovaruna.graph.refused import ChangedStateError
 from autovaruna.graph.tree import Tree, flatten
-from autovaruna.graph.watching.attribute_reads import Reads, noted_reads
-from autovaruna.graph.watching.hidden_state import Changes, hidden_state
 
 
 class FlatCall(nn.Module):
@@ -25,8 +24,7 @@ class FlatCall(nn.Module):
         model: nn.Module,
         call: CallSpec,
         output_trees: list[Tree],
-        reads: set[str],
-        changes: Changes,
+        left: list[str],
         is_told: bool,
     ) -> None:
         super().__init__()
@@ -34,12 +32,9 @@ class FlatCall(nn.Module):
         self.model = model
         self.call = call
         self.note_batch: Callable[[list[Any]], None] = lambda sizes: None
-        self.note_start: Callable[[Reads], None] = lambda reads: None
-        self.note_end: Callable[[list[Tensor]], None] = lambda outputs: None
         self.idioms: Callable[[], AbstractContextManager[None]] = nullcontext
         self.report = output_trees.append  # torch.export puts back every attribute that a trace sets
-        self.report_reads = reads.update
-        self.report_changes = changes.note
+        self.report_left = left.extend
 
     def forward(self, tensors: list[Tensor]) -> tuple[Tensor, ...]:
         pairs = zip(tensors, self.call.inputs, strict=True)
@@ -48,18 +43,15 @@ class FlatCall(nn.Module):
         self.note_batch(sizes)
         args, kwargs = self.call.tree.unflatten(tensors)
         before = [(module, dict(module._buffers)) for module in self.model.modules()]
-        numbers, hidden = plain_state(self.model), hidden_state(self.model)
-        with self._hidden(), noted_reads(self.model) as reads, self.idioms():
-            self.note_start(reads)
+        numbers = plain_state(self.model)
+        with self._hidden(), self.idioms():
             returned = self.model(*args, **kwargs)
-        self.report_reads(reads.names)
         outputs, tree = flatten(returned, "output")
         check_state(numbers, plain_state(self.model))
-        self.report_changes(self.model, hidden, reads.replaced)
+        self.report_left(left_tensors(self.model))
         for module, buffers in before:
             _write_back(module, buffers)
         self.report(tree)
-        self.note_end(outputs)
         return tuple(outputs)
 
     @contextmanager

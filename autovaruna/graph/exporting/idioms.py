@@ -127,7 +127,7 @@ def _length(tensor: Tensor) -> int:
             f"forward asks for len() of a tensor{users_line()}: got a tensor whose length varies, but len() returns "
             "fixed numbers alone. Write x.shape[0] in place of len(x), or pass dynamic_batch=False."
         )
-    return Tensor.__len__(tensor)
+    return int(Tensor.__len__(tensor))  # type: ignore[no-untyped-call]
 
 
 def _integer(tensor: Tensor) -> int:
@@ -205,7 +205,7 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     Tensor.data.__set__: _assign,  # type: ignore[attr-defined]
     Tensor.to: _to,
     pack_by_lengths: refuse_lengths,
-    Tensor.grad_fn.__get__: _refusing(refuse_hook, "takes the node of a tensor (grad_fn)"),  # type: ignore[attr-defined]
+    Tensor.grad_fn.__get__: _refusing(refuse_hook, "takes the node of a tensor (grad_fn)"),  # type: ignore[union-attr]
     Tensor.register_hook: _refusing(refuse_hook, "registers a hook on a tensor"),
     Tensor.register_post_accumulate_grad_hook: _refusing(refuse_hook, "registers a hook on a tensor"),
     Tensor.backward: _refusing(refuse_backward, "backward()"),

@@ -19,13 +19,13 @@ import torch
 from torch import Tensor, fx, nn
 
 from autovaruna.errors import TraceError
+from autovaruna.graph.guards import HOOKS
 from autovaruna.graph.kept_whole.in_place import places_of
 from autovaruna.graph.kept_whole.joining import with_joins
 from autovaruna.graph.kept_whole.kept import KeptModule, run_kept
 from autovaruna.graph.kept_whole.trial import CannotKeepError, Trial, copy_of, own_tensors, run_apart
 from autovaruna.graph.precision import current_precision
 from autovaruna.graph.tree import Constant, Opaque, flatten
-from autovaruna.graph.watching.attributes import HOOKS
 
 _calls: dict[str, KeptModule] = {}
 
