@@ -89,13 +89,12 @@ class AutoVaruna(nn.Module):
         settings: Settings,
         copies: Copies,
     ) -> None:
-        """Puts the parts together; the order is that in which they take part in the optimizer's steps."""
+        """Puts the parts together."""
         super().__init__()
         self.__dict__["module"] = module  # not registered: names must stay the module's own
         self.training = module.training
         self._wrapped = Wrapped(module, optimizer, settings)
         self._persistence = Persistence()
-        self._wrapped.watch_optimizer()
         self._state = State(self._wrapped, self._persistence)
         self._session = Session(self._wrapped, self._state, self._persistence, scaler, copies)
 
@@ -261,9 +260,10 @@ class AutoVaruna(nn.Module):
             extra: More of the same kind.
             keep: How many checkpoints stay, this one included; None: all.
             tempdir: A local folder where files are written first.
-            background: Whether training goes on while files are written. The copy that they are written from is
-                finished before the optimizer's next step; until then nothing else may change the weights. What goes
-                wrong is raised by the next call of the model, `wait_checkpoint`, or the end of the program.
+            background: Whether training goes on while files are written, from a copy that is made first, in memory of
+                the host that is kept for the next one; where that is short, a warning says so, and training waits for
+                the files. What goes wrong is raised by the next call of the model, `wait_checkpoint`, or the end of
+                the program.
             shard: Whether the replicas of a stage share the writing; false: the first of them writes all.
             scaler: A GradScaler.
             lr_scheduler: A schedule of the learning rate.

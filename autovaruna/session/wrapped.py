@@ -55,23 +55,18 @@ class Wrapped:
         self.parameter_names = [self.state.first_name[name] for name, _ in module.named_parameters()]
         self._first_parameters = [(ref(each), name) for name, each in self.state.parameters().items()]
         self.optimizer = None if optimizer is None else CutOptimizer(with_hooks(optimizer), self._names())
-        self.own_steps: OwnSteps | None = None
+        self.own_steps = None if self.optimizer is None else OwnSteps(self.optimizer.optimizer)
         self.acts = Acts()
         self.lent = Lent()
+        if self.optimizer is not None:
+            self.acts.watch(self.optimizer.optimizer, self.optimizer.names)
+            self.optimizer.optimizer.register_step_pre_hook(self.lent.settle)
         self.guards = Guards(module)
         self.engine: Engine | None = None
         self.num_calls = 0
         self.is_synchronising = True
         self._known_world: World | None = None
         self._number = 0
-
-    def watch_optimizer(self) -> None:
-        """Takes part in the optimizer's steps; after whatever else does that has to come first."""
-        if self.optimizer is not None:
-            optimizer = self.optimizer.optimizer
-            self.own_steps = OwnSteps(optimizer)
-            self.acts.watch(optimizer, self.optimizer.names)
-            optimizer.register_step_pre_hook(self.lent.settle)
 
     @property
     def world(self) -> World:
