@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from autovaruna.graph.call import CallSpec
 from autovaruna.graph.exporting.deferred import deferred_compilation
 from autovaruna.graph.exporting.flat_call import FlatCall
-from autovaruna.graph.recalling.size_arithmetic import recalled_sizes
+from autovaruna.graph.exporting.size_arithmetic import recalled_sizes
 
 
 def program_of(flat: FlatCall, inputs: list[Tensor], shapes: list[Any]) -> torch.export.ExportedProgram:
