@@ -257,7 +257,7 @@ class Guards:
             held = [[*entries(full, place[name])] for full, place, name in self._containers]
         except KeyError:  # one is gone
             return []
-        values += [[(path, each if is_plain(each) else id(each)) for path, each in found] for found in held]
+        values += [[(path, id(each) if isinstance(each, Tensor) else each) for path, each in found] for found in held]
         values += [id(place.get(name)) for place, name in self._objects]
         values += map(id, chain.from_iterable(map(_VALUES, self._holders)))
         values += map(len, chain(self._places, self._hooks, self._tables, self._buffers))

@@ -11,7 +11,7 @@ from torch._dynamo.source import ConstantSource
 from torch.fx.experimental.sym_node import SymNode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
-from autovaruna.graph.recalling.size_arithmetic import recalled_sizes
+from autovaruna.graph.exporting.size_arithmetic import recalled_sizes
 
 OPERATIONS = ("add", "sub", "mul", "eq", "ne", "lt", "le", "gt", "ge", "sym_max", "sym_min")
 

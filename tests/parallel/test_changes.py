@@ -210,3 +210,39 @@ def test_a_change_on_one_rank_is_told() -> None:
             wrapped(**BATCH)
 
     run_ranks(2, be_rank)
+
+
+class OfClass(Scaled):
+    """Reads a number that its class has, until a script gives the model one of its own."""
+
+    factor = 1.0
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return super().forward(x, y) * self.factor
+
+
+def test_a_counter_is_left_out_and_what_is_read_beside_it_counts() -> None:
+    """A trace with something unusable in the place of an attribute says whether it is read, by way of its class too."""
+    model = OfClass()
+    wrapped = AutoVaruna(model, num_micro_batches=1, **QUIET)
+    before = wrapped(**BATCH).item()
+    for step in range(3):
+        model.num_steps, model.factor = step, 2.0**step  # type: ignore[assignment]
+        assert wrapped(**BATCH).item() == before * 2.0**step
+    model.num_steps = 7  # type: ignore[assignment]
+    wrapped(**BATCH)
+    assert wrapped._traces is not None and wrapped._traces.num_known == 4  # one for each value of the factor
+
+
+def test_what_a_model_only_compares_counts() -> None:
+    class Choosing(Scaled):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return super().forward(x, y) * (1.0 if self.shift is None else 2.0)
+
+    model = Choosing()
+    model.shift = 1  # type: ignore[assignment]
+    wrapped = AutoVaruna(model, num_micro_batches=1, **QUIET)
+    before = wrapped(**BATCH).item()
+    for value, factor in ((2, 1.0), (None, 0.5), (3, 1.0), (4, 1.0), (None, 0.5)):
+        model.shift = value  # type: ignore[assignment]
+        assert wrapped(**BATCH).item() == before * factor

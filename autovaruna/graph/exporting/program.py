@@ -10,7 +10,7 @@ from torch import Tensor
 from autovaruna._torch import FakeTensorMode
 from autovaruna.graph.call import CallSpec
 from autovaruna.graph.exporting.flat_call import FlatCall
-from autovaruna.graph.recalling.size_arithmetic import recalled_sizes
+from autovaruna.graph.exporting.size_arithmetic import recalled_sizes
 
 
 def program_of(flat: FlatCall, inputs: list[Tensor], shapes: list[Any]) -> torch.export.ExportedProgram:
