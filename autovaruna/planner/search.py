@@ -26,7 +26,7 @@ from autovaruna.planner.options import (
 )
 from autovaruna.planner.placing import order_of
 from autovaruna.planner.predicting.folding import ACTS_OF_A_SHARED_ACT
-from autovaruna.planner.problem import Problem, check_problem, forced_stages
+from autovaruna.planner.problem import SPLIT_SCHEDULE, Problem, check_problem, forced_stages
 from autovaruna.planner.ranges import RangeTables, TablesOfGraph
 from autovaruna.planner.records import Plan
 from autovaruna.planner.rounds import EVERY
@@ -147,7 +147,8 @@ class _Search:
         climb_best(self.trials, _SHAPES_STARTS, _SHAPES_CLIMB_SECONDS, self.single.recut, self.progress)
 
     def _new_trials(self, planner: Planner, below_seconds: float = math.inf) -> Trials:
-        return Trials(planner, is_small=self.is_small, below_seconds=below_seconds)
+        settle = that_fits if self.problem.constraints.schedule == SPLIT_SCHEDULE else None
+        return Trials(planner, is_small=self.is_small, below_seconds=below_seconds, settle=settle)
 
     # Plans with several.
 

@@ -1,8 +1,8 @@
-"""Fits plans of ranks with several stages by what the instructions of these need.
+"""Fits plans by what the instructions of their ranks need.
 
-The search fits plans by their in-flight depths, which is exact for a rank with one stage. Stages of one rank do not
-reach their depths together: what their instructions need is known once a plan was simulated, and is less. So a plan
-that saves memory is built again with limits that are higher by the difference.
+The search fits plans by their in-flight depths, which is no less than they need: stages of one rank do not reach their
+depths together, nor what they defer. What instructions need is known once a plan was simulated. So a plan that saves
+memory is built again with limits that are higher by the difference.
 """
 
 from __future__ import annotations

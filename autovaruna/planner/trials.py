@@ -15,6 +15,8 @@ _LONG_SECONDS, _LONG_INTERLEAVED_SECONDS = 0.2, 0.02
 _LONG_INTERLEAVED_VARIANTS = 2
 """The two orders made for several stages a rank: which one is better depends on recompute."""
 _REACHED = 0.999
+_LOOSE = 1.2
+"""By its depths, a plan that fits by its instructions may need so many times its limits; seldom more."""
 _WORTH_ITS_MEMORY = 0.995
 """What as many micro-batches in flight as there is memory for have to save."""
 
@@ -33,21 +35,21 @@ class Trials:
         planner: of the problem.
         is_small: whether every schedule is worth a try.
         below_seconds: plans that take as long or longer are of no use.
+        settle: what plans have to pass that need more memory by their depths than there is; None: they are not tried.
 
     Attributes:
         built: for each of `ranked`, the variant that takes so long, and its plan.
         ranked: the least seconds of each candidate that was faster than it had to be.
         promising: of small problems, the candidates that no depths and no schedule keep from being faster than they
             are by the rules for depths.
-        settle: what plans of ranks with several stages have to pass that need more memory by their depths than there
-            is: such stages seldom reach their depths together. None: such plans are not tried.
         is_deep: whether plans with as much in flight as there is memory for are tried, too.
         was_cut_short: whether something was left out since its simulation is long, or time was up.
     """
 
-    def __init__(self, planner: Planner, *, is_small: bool, below_seconds: float = math.inf) -> None:
-        self.planner, self.is_small, self.below_seconds = planner, is_small, below_seconds
-        self.settle: Settle | None = None
+    def __init__(
+        self, planner: Planner, *, is_small: bool, below_seconds: float = math.inf, settle: Settle | None = None
+    ) -> None:
+        self.planner, self.is_small, self.below_seconds, self.settle = planner, is_small, below_seconds, settle
         self.best: Plan | None = None
         self.built: dict[Candidate, tuple[Candidate, Plan]] = {}
         self.ranked: dict[Candidate, float] = {}
@@ -108,7 +110,7 @@ class Trials:
 
     def go_deep(self, settle: Settle | None = None) -> None:
         """Has whatever is tried from now on tried at the greatest depths, too, and as if there was all memory."""
-        self.is_deep, self.settle = True, settle
+        self.is_deep, self.settle = True, settle or self.settle
         self.seen.clear()
 
     def put(self, candidate: Candidate, variant: Candidate, plan: Plan) -> None:
@@ -141,8 +143,9 @@ class Trials:
     def _built(self, variant: Candidate) -> list[tuple[Plan, Settle | None]]:
         """Returns the plan of a variant that fits into memory, and before it one that may fit."""
         plan, free = self.planner.build(variant), None
-        if self.settle and variant.is_interleaved:
-            free = self.planner.build(variant, (math.inf,) * self.planner.problem.cluster.num_ranks)
+        if self.settle:
+            loose = math.inf if variant.is_interleaved else _LOOSE
+            free = self.planner.build(variant, [loose * limit for limit in self.planner.limits])
         plans = [(free, self.settle)] if free and free != plan else []
         return [*plans, (plan, None)] if plan else plans
 

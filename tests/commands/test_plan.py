@@ -231,6 +231,7 @@ def test_a_device_file_with_a_mistake_names_it(tmp_path: Path, device: str, caps
         ("[local_link]", "[local_links]", "local_links is unknown"),
         ("[memory_bandwidth]\nbytes_per_second = 1e10", "", "memory_bandwidth is missing"),
         ('kind = "cpu"', 'kind = "abacus"', "expected cpu or cuda"),
+        ('kind = "cpu"', 'kind = "cpu"\nfragmentation = 0.9', "fragmentation is 0.9, expected 1 or more"),
         ("[compute]", "[compute", "not TOML"),
     ):
         assert old in CPU_FILE

@@ -13,6 +13,7 @@ from autovaruna.planner.settling import Found
 def leave_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans that fit keep the depths, the recompute and the deferral that the search gave them."""
     monkeypatch.setattr(search, "tuned", _ordered)
+    monkeypatch.setattr(search, "tuned_promising", lambda promising, least_seconds: [])
 
 
 def _ordered(found: Sequence[Found], most_seconds: float) -> list[Found]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from rich.console import Console
 
@@ -36,6 +38,13 @@ def test_explained_time_adds_up_to_the_step() -> None:
     shares = [float(line.split()[1].rstrip("%")) for line in text.splitlines() if "mean over ranks" in line]
     assert sum(shares) == pytest.approx(100, abs=0.5)
     assert "proven bound" in text
+
+
+def test_the_factor_on_what_micro_batches_take_is_told() -> None:
+    problem = make_problem(8, 2, 4)
+    holed = replace(problem, cluster=replace(problem.cluster, fragmentation=1.25))
+    assert "fragmentation" not in explain(make_plan(problem), problem.graph)
+    assert "and 1.25 times what micro-batches make and free" in explain(make_plan(holed), problem.graph)
 
 
 def test_both_bounds_are_told_where_ranks_may_hold_several_stages() -> None:
