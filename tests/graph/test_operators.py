@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from operator import getitem
+from typing import Any
+
 import pytest
 import torch
+from torch import fx
 
 from autovaruna.graph.batch.operators import Means, Trait, operator_of, rows
 from autovaruna.graph.batch.values import Merge
-from tests.graph.models import traced_function
 
 aten = torch.ops.aten
 X = torch.rand(3, 4) + 0.5
@@ -31,9 +34,19 @@ def test_totals_that_are_extremes_are_those_of_their_parts(name: str) -> None:
     assert torch.equal(operator(X), operator(torch.stack([operator(row) for row in X])))
 
 
-def test_an_overload_may_have_a_row_of_its_own_and_other_names_have_none() -> None:
-    """Of a dtype that is another tensor's, its numbers are not taken; an operator of another library is not known."""
-    traced = traced_function(lambda self, x, y: (x.to(y), x.to(torch.float64), x.sin()), X, X.double())
-    found = [operator_of(node) for node in traced.module.graph.find_nodes(op="call_function")]
-    assert [Trait.AS_ANOTHER in row.traits for row in found] == [True, False, False]
-    assert [row.means for row in found] == [Means.LINEAR, Means.LINEAR, Means.UNKNOWN]
+@pytest.mark.parametrize(
+    ("target", "means", "takes_kind"),
+    [
+        (aten.to.other, Means.LINEAR, True),
+        (aten.to.dtype, Means.LINEAR, False),
+        (aten.sin.default, Means.UNKNOWN, False),
+        (torch.ops.prims.sum.default, Means.UNKNOWN, False),
+        (getitem, Means.UNKNOWN, False),
+    ],
+    ids=str,
+)
+def test_an_overload_may_have_a_row_of_its_own(target: Any, means: Means, takes_kind: bool) -> None:
+    """What is no operator of torch's own has none, whatever its name."""
+    row = operator_of(fx.Graph().call_function(target))
+    assert row.means is means
+    assert (Trait.AS_ANOTHER in row.traits) is takes_kind
