@@ -59,6 +59,7 @@ try:
     DisableTorchFunctionSubclass = torch._C.DisableTorchFunctionSubclass  # for classes of tensors
 
     # Tensors without numbers, and those that torch.export wraps them in.
+    subclasses: Any = torch._subclasses  # where libraries look for the class of fake tensors
     FakeTensor = torch._subclasses.fake_tensor.FakeTensor
     FakeTensorMode = torch._subclasses.fake_tensor.FakeTensorMode
     in_kernel_invocation = torch._subclasses.fake_tensor.in_kernel_invocation_manager  # they pass for meta tensors

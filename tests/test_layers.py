@@ -40,9 +40,6 @@ ROOM_OF_FILE = {
 NOT_CONVERTED = (
     "graph/batch/",
     "graph/recalling/",
-    "graph/watching/",
-    "graph/exporting/checks.py",
-    "graph/exporting/told.py",
 )
 PLAIN_ROOMS = {"errors", "log", "config", "schedule", "planner"}
 PLAIN_FILES = {"graph/records.py", "profiler/records.py"}

@@ -55,7 +55,7 @@ def explain(
     if uses_transform(error):
         return _of_transform(name, _where(error), error)
     if is_dynamic and is_about_batch(error):
-        where = f" at {fixing[0]}" if fixing else _where(error)
+        where = fixing[0] if fixing else _where(error)
         return of_batch_size(name, where, _size_reason(error), _of_numbers(where) + _of_inputs(call))
     return TraceError(
         f"{name} cannot be traced{_where(error)}: {reason_of(error)}. Expected a forward whose Python control flow "

@@ -100,6 +100,7 @@ class Attempt:
             markers=markers,
             left=tuple(left),
             greatest=min(notes.bounds, default=None) if self.is_dynamic else None,
+            asks_for_many=next(iter(notes.large), ""),
             asks_for_one=next(iter(notes.lone), ""),
         )
 
@@ -114,7 +115,7 @@ class Attempt:
             faked(model, mode, self.device),
             named_cut_points(model),
             watched(kept.functions) as function_calls,
-            noted_sizes() as (fixing, lone),
+            noted_sizes() as (fixing, lone, large),
             tried_guards(self.least) as bounds,
             noted_draws(model, kept.notes_draws) as draws,
             in_precision(self.call.precision),
@@ -123,7 +124,7 @@ class Attempt:
             noted_precision(self.call.precision),
             short_stacks(),
         ):
-            yield _Notes(keeper, draws, function_calls, Idioms(keeper.functions), fixing, lone, bounds)
+            yield _Notes(keeper, draws, function_calls, Idioms(keeper.functions), fixing, lone, large, bounds)
 
     def _graph(self, flat: FlatCall, inputs: list[Tensor]) -> fx.GraphModule:
         """Returns torch.export's graph, with parameters, buffers and what is kept whole as attributes."""
@@ -150,7 +151,7 @@ class Attempt:
             try_otherwise(drawn or error, self.model, kept, notes.idioms.stopped)
         if isinstance(error, TraceError):
             raise error
-        raise explain(error, self.model, self.call, self.is_dynamic, notes.fixing, refusal) from error
+        raise explain(error, self.model, self.call, self.is_dynamic, notes.fixing or notes.large, refusal) from error
 
     def _tidy(self, graph_module: fx.GraphModule) -> tuple[dict[str, Tensor], tuple[Marker, ...]]:
         """Gives a graph plain names and regions.
@@ -180,6 +181,7 @@ class _Notes:
         idioms: sees functions of torch, and notes in which ones the trace has stopped.
         fixing: where the model fixes the batch size.
         lone: where it does something else for a batch of one sample.
+        large: where it may do something else for large batches.
         bounds: batch sizes up to which the trace has taken this way.
     """
 
@@ -189,4 +191,5 @@ class _Notes:
     idioms: Idioms
     fixing: list[str]
     lone: list[str]
+    large: list[str]
     bounds: list[int]

@@ -22,6 +22,8 @@ from autovaruna.graph.exporting.raising import passing
 from autovaruna.graph.kept_whole.rehearsal import is_rehearsing
 from autovaruna.graph.origin import is_users, origin
 
+aten = torch.ops.aten
+
 
 @torch.library.custom_op("autovaruna::check", mutates_args=())
 def _check(condition: Tensor, wanted: bool, place: str) -> None:
@@ -102,6 +104,6 @@ def take_checks(module: fx.GraphModule) -> None:
         for node in each.graph.nodes:
             if node.target is torch.ops.autovaruna.check.default:
                 node.target = check
-            elif node.target is torch.ops.aten._assert_async.msg:
+            elif node.target is aten._assert_async.msg:
                 node.target, node.args = check, (node.args[0], True, Path(origin(node)).name)
         each.recompile()

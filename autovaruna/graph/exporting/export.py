@@ -83,4 +83,6 @@ def _check_larger(found: Exported, attempt: Attempt) -> None:
 
     greatest = find_threshold(found.module, found.greatest, again)
     if greatest is not None:
-        raise of_batch_size(type(attempt.model).__qualname__, "", f"it holds for batch <= {greatest} alone")
+        raise of_batch_size(
+            type(attempt.model).__qualname__, found.asks_for_many, f"it holds for batch <= {greatest} alone"
+        )

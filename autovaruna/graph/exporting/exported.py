@@ -22,6 +22,7 @@ class Exported:
         markers: where the user's cut points were.
         left: where forward leaves tensors beside what it returns.
         greatest: the batch size up to which the trace has taken this way; None: there is no such size.
+        asks_for_many: where it may do something else for larger batches; empty: not known.
         asks_for_one: where the model does something else for a batch of one sample; empty: nowhere.
     """
 
@@ -32,4 +33,5 @@ class Exported:
     markers: tuple[Marker, ...] = ()
     left: tuple[str, ...] = ()
     greatest: int | None = None
+    asks_for_many: str = ""
     asks_for_one: str = ""

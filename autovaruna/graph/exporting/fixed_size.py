@@ -11,7 +11,7 @@ import sympy
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from autovaruna.graph.explain import in_transform
-from autovaruna.graph.exporting.lone_size import noted_lone_sizes
+from autovaruna.graph.exporting.lone_size import noted_branches
 from autovaruna.graph.origin import is_users
 
 
@@ -20,15 +20,15 @@ class TransformError(Exception):
 
 
 @contextmanager
-def noted_sizes() -> Iterator[tuple[list[str], list[str]]]:
-    """Notes ``file:line (code)`` of each line that fixes a size, or asks for one sample, while the context lasts."""
-    with noted_fixed_sizes() as fixing, noted_lone_sizes() as lone:
-        yield fixing, lone
+def noted_sizes() -> Iterator[tuple[list[str], list[str], list[str]]]:
+    """Notes lines that fix a size, that tell one sample from several, and that tell many, while the context lasts."""
+    with noted_fixed_sizes() as fixing, noted_branches() as (lone, large):
+        yield fixing, lone, large
 
 
 @contextmanager
 def noted_fixed_sizes() -> Iterator[list[str]]:
-    """Notes ``file:line (code)`` of each line that fixes a size while the context lasts."""
+    """Notes ``at file:line (code)`` of each line that fixes a size while the context lasts."""
     places: list[str] = []
     known: Any = getattr(ShapeEnv, "_set_replacement", None)  # private to torch: without it, no line is noted
 
@@ -38,7 +38,7 @@ def noted_fixed_sizes() -> Iterator[list[str]]:
             if in_transform(stack):
                 raise TransformError("it uses a function transform of torch.func, which fixes the size of a batch")
             frames = [frame for frame in stack if is_users(frame.filename)]
-            places.extend(f"{frame.filename}:{frame.lineno} ({frame.line})" for frame in frames[-1:])
+            places.extend(f" at {frame.filename}:{frame.lineno} ({frame.line})" for frame in frames[-1:])
         return known(self, symbol, value, *args, **kwargs)
 
     if known is not None:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from autovaruna.graph.call import CallSpec
 from autovaruna.graph.exporting.guards import check_state, plain_state
+from autovaruna.graph.exporting.idioms import refuse_backward
 from autovaruna.graph.exporting.told import unseen_fakes, untold
 from autovaruna.graph.module_state import left_tensors
 from autovaruna.graph.refused import ChangedStateError
@@ -46,6 +47,8 @@ class FlatCall(nn.Module):
         numbers = plain_state(self.model)
         with self._hidden(), self.idioms():
             returned = self.model(*args, **kwargs)
+        if any(each.grad is not None for each in self.model.parameters()):
+            raise refuse_backward("torch.autograd.backward")
         outputs, tree = flatten(returned, "output")
         check_state(numbers, plain_state(self.model))
         self.report_left(left_tensors(self.model))

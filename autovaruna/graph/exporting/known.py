@@ -55,7 +55,7 @@ def _truths(tensor: Tensor) -> list[bool | None]:
         cone = _cone(node)
         _refuse_writes(cone)
         with for_real():
-            numbers = [_computed(node, size, {}) for size in _SIZES]
+            numbers = [_computed(cone, size) for size in _SIZES]
             return [bool(each) if each.numel() == 1 else None for each in numbers]
     except _UnknownError:
         return []
@@ -69,17 +69,17 @@ def _node_of(tensor: Tensor) -> fx.Node | None:
 
 
 def _cone(last: fx.Node) -> list[fx.Node]:
-    """Returns the operations that a value comes from, sizes left out."""
+    """Returns the operations that a value comes from, and the sizes that they take, in the order of the graph."""
     found, waiting = {last}, [last]
     while waiting:
         node = waiting.pop()
+        if isinstance(node.meta.get("val"), _SIZED):
+            continue
         if not _is_computable(node):
             raise _UnknownError
-        for source in node.all_input_nodes:
-            if source not in found and not isinstance(source.meta.get("val"), _SIZED):
-                found.add(source)
-                waiting.append(source)
-    return list(found)
+        waiting += [source for source in node.all_input_nodes if source not in found]
+        found.update(node.all_input_nodes)
+    return sorted(found)
 
 
 def _is_computable(node: fx.Node) -> bool:
@@ -101,7 +101,8 @@ def _elements(tensor: Tensor) -> int:
 
 def _refuse_writes(cone: list[fx.Node]) -> None:
     """Makes sure that nothing has been written into what a value comes from, or into views of it."""
-    seen, waiting = set(cone), list(cone)
+    seen = {node for node in cone if not isinstance(node.meta.get("val"), _SIZED)}
+    waiting = list(seen)
     while waiting:
         for user in waiting.pop().users:
             if isinstance(user.target, OpOverload) and user.target._schema.is_mutable:
@@ -117,33 +118,18 @@ def _is_view(node: fx.Node) -> bool:
     return any(each.alias_info is not None for each in node.target._schema.returns)
 
 
-def _computed(node: fx.Node, size: int, known: dict[fx.Node, Any]) -> Any:
-    """Computes a node for a batch size."""
-    for each in _in_order(node):
-        if isinstance(each.meta.get("val"), _SIZED):
-            known[each] = _size(each.meta["val"], size)
-        elif each not in known:
+def _computed(cone: list[fx.Node], size: int) -> Any:
+    """Computes the last of some nodes for a batch size."""
+    known: dict[fx.Node, Any] = {}
+    for each in cone:
+        value, target = each.meta.get("val"), each.target
+        if isinstance(value, _SIZED):
+            known[each] = _size(value, size)
+        else:
             args, kwargs = fx.map_arg((each.args, each.kwargs), known.__getitem__)
-            target: Any = each.target
+            assert callable(target)
             known[each] = target(*args, **kwargs)
-    return known[node]
-
-
-def _in_order(last: fx.Node) -> Iterator[fx.Node]:
-    """Yields what a node needs, and then itself."""
-    done: set[fx.Node] = set()
-    waiting = [last]
-    while waiting:
-        node = waiting[-1]
-        needs = [] if isinstance(node.meta.get("val"), _SIZED) else node.all_input_nodes
-        missing = [each for each in needs if each not in done]
-        if missing:
-            waiting += missing
-            continue
-        waiting.pop()
-        if node not in done:
-            done.add(node)
-            yield node
+    return known[cone[-1]]
 
 
 def _size(value: Any, size: int) -> Any:

@@ -1,4 +1,4 @@
-"""Notes the line of the user's model that tells a batch of one sample from larger ones; a trace is of those alone."""
+"""Notes the line of the user's model that tells a batch of one sample, or a very large one, from others."""
 
 from __future__ import annotations
 
@@ -13,25 +13,32 @@ import torch
 
 from autovaruna.graph.origin import is_users, users_line
 
+_MANY = sympy.Integer(2**24)
+
 
 @contextmanager
-def noted_lone_sizes() -> Iterator[list[str]]:
-    """Notes ``at file:line (code)`` of each branch, on this thread, that one sample would take otherwise.
+def noted_branches() -> Iterator[tuple[list[str], list[str]]]:
+    """Notes ``at file:line (code)`` of branches, on this thread, that one sample, or very many, would not take.
 
     torch takes it for granted that a size that is kept free is at least two, and says nothing of it.
+
+    Yields:
+        The branches on one sample in the user's own lines, and the lines that came to a branch on many.
     """
-    tracing, places = get_ident(), list[str]()
+    tracing, lone, large = get_ident(), list[str](), list[str]()
     known: Any = torch.SymBool.__bool__
 
     def noting(self: torch.SymBool) -> bool:
         answer: bool = known(self)
-        if get_ident() == tracing and _is_users_branch() and _differs_for_one(self, answer):
-            places.append(users_line())
+        if get_ident() == tracing and _differs_for(sympy.Integer(1), self, answer) and _is_users_branch():
+            lone.append(users_line())
+        elif get_ident() == tracing and _differs_for(_MANY, self, answer):
+            large.append(users_line())
         return answer
 
     torch.SymBool.__bool__ = noting  # type: ignore[method-assign]
     try:
-        yield places
+        yield lone, large
     finally:
         torch.SymBool.__bool__ = known  # type: ignore[method-assign]
 
@@ -43,11 +50,11 @@ def _is_users_branch() -> bool:
     return is_users(frame.f_code.co_filename)
 
 
-def _differs_for_one(condition: torch.SymBool, answer: bool) -> bool:
-    """Whether a condition on one size that an input has is otherwise where that is one."""
+def _differs_for(size: sympy.Integer, condition: torch.SymBool, answer: bool) -> bool:
+    """Whether a condition on one size that an input has is otherwise where that is `size`."""
     expression = condition.node.expr
     symbols = expression.free_symbols
     if len(symbols) != 1 or not symbols <= condition.node.shape_env.backed_var_to_val.keys():
         return False
-    alone = expression.xreplace(dict.fromkeys(symbols, sympy.Integer(1)))
-    return alone in (sympy.true, sympy.false) and bool(alone) != answer
+    found = expression.xreplace(dict.fromkeys(symbols, size))
+    return found in (sympy.true, sympy.false) and bool(found) != answer

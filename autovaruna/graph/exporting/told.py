@@ -10,12 +10,11 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from threading import get_ident
-from types import ModuleType
 from typing import Any
 
 import torch
 
-from autovaruna._torch import FakeTensor
+from autovaruna._torch import FakeTensor, subclasses
 from autovaruna.graph.exporting.known import is_known
 from autovaruna.graph.origin import is_users
 
@@ -43,19 +42,17 @@ def unseen_fakes() -> Iterator[None]:
 
     class _Kind(type):
         def __instancecheck__(cls, value: Any) -> bool:
-            return isinstance(value, FakeTensor) and not (get_ident() == tracing and is_known(value))
+            asks = get_ident() == tracing and is_users(sys._getframe(1).f_code.co_filename)
+            return isinstance(value, FakeTensor) and not (asks and is_known(value))
+
+        def __subclasscheck__(cls, kind: type) -> bool:
+            return issubclass(kind, FakeTensor)
 
     class _Seen(metaclass=_Kind):
         """Stands for the class of fake tensors where others than torch ask for it."""
 
-    class _Subclasses(ModuleType):
-        @property
-        def FakeTensor(self) -> type:  # noqa: N802
-            return _Seen if is_users(sys._getframe(1).f_code.co_filename) else FakeTensor
-
-    module: Any = torch._subclasses
-    module.__class__ = _Subclasses
+    subclasses.FakeTensor = _Seen
     try:
         yield
     finally:
-        module.__class__ = ModuleType
+        subclasses.FakeTensor = FakeTensor
