@@ -22,9 +22,8 @@ from autovaruna.errors import TraceError
 from autovaruna.graph import flops
 from autovaruna.graph.batch.operators import changed_statistics, is_random
 from autovaruna.graph.call import CallSpec
-from autovaruna.graph.export.call import example_inputs
 from autovaruna.graph.export.errors import reason_of
-from autovaruna.graph.export.fakes import fake_like
+from autovaruna.graph.export.fakes import example_inputs, fake_like
 from autovaruna.graph.exported import Exported
 from autovaruna.graph.precision import in_precision, precision_of, without_autocast
 from autovaruna.graph.source_lines import origin

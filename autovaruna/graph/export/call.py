@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autovaruna._torch import FakeTensorMode
 from autovaruna.graph.call import CallSpec
 from autovaruna.graph.export.autograd import check_state, plain_state
 from autovaruna.graph.export.constant_values import hide_fakes, hide_tracing
@@ -100,14 +99,3 @@ def program_of(flat: FlatCall, inputs: list[Tensor], shapes: list[Any]) -> torch
     """
     with cached_size_arithmetic():
         return torch.export.export(flat, (inputs,), dynamic_shapes=(shapes,), strict=False)
-
-
-def example_inputs(call: CallSpec, batch_size: int, mode: FakeTensorMode, device: torch.device) -> list[Tensor]:
-    """Returns fake tensors for the inputs of `call` with another batch size."""
-    with mode:
-        return [
-            torch.empty(
-                (batch_size, *spec.shape[1:]) if spec.is_batch else spec.shape, dtype=spec.dtype, device=device
-            ).requires_grad_(spec.needs_gradient)
-            for spec in call.inputs
-        ]

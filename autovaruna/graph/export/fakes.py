@@ -12,6 +12,7 @@ from torch.nn.parameter import is_lazy
 
 from autovaruna._torch import FakeTensor, FakeTensorMode, in_kernel_invocation
 from autovaruna.errors import TraceError
+from autovaruna.graph.call import CallSpec
 
 
 def fake_like(tensor: Tensor, mode: FakeTensorMode, device: torch.device) -> FakeTensor:
@@ -71,3 +72,14 @@ def put(module: nn.Module, name: str, tensor: Tensor) -> None:
     flat = module.__dict__.get("_flat_weights")
     if flat is not None:
         module.__dict__["_flat_weights"] = [tensor if weight is old else weight for weight in flat]
+
+
+def example_inputs(call: CallSpec, batch_size: int, mode: FakeTensorMode, device: torch.device) -> list[Tensor]:
+    """Returns fake tensors for the inputs of `call` with another batch size."""
+    with mode:
+        return [
+            torch.empty(
+                (batch_size, *spec.shape[1:]) if spec.is_batch else spec.shape, dtype=spec.dtype, device=device
+            ).requires_grad_(spec.needs_gradient)
+            for spec in call.inputs
+        ]

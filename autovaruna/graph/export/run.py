@@ -20,9 +20,9 @@ from autovaruna.graph.cuts import Marker, named_cut_points, take_markers
 from autovaruna.graph.export.assertions import take_checks
 from autovaruna.graph.export.autograd import FunctionCall, hooked, watched, with_own_backward
 from autovaruna.graph.export.batch_size import find_threshold, noted_sizes, tried_guards
-from autovaruna.graph.export.call import FlatCall, example_inputs, program_of
+from autovaruna.graph.export.call import FlatCall, program_of
 from autovaruna.graph.export.errors import explain, is_about_batch, of_batch_size, own_error, quiet_failure
-from autovaruna.graph.export.fakes import faked
+from autovaruna.graph.export.fakes import example_inputs, faked
 from autovaruna.graph.export.idioms import Idioms, padded_encoders
 from autovaruna.graph.export.refused import check_layouts, check_operations
 from autovaruna.graph.export.retry import Opaque, RetryError, outermost, retry
