@@ -26,11 +26,6 @@ ROOMS = [
     "__main__",
 ]
 ROOM_OF_FILE = {"run_varuna": "varuna"}
-# What may still name what is private to torch.
-NOT_CONVERTED = (
-    "graph/batch/",
-    "graph/recalling/",
-)
 PLAIN_ROOMS = {"errors", "log", "config", "schedule", "planner"}
 PLAIN_FILES = {"graph/records.py", "profiler/records.py"}
 FILES = sorted(str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py"))
@@ -98,7 +93,7 @@ def private_names(file: str) -> list[str]:
     return sorted({name for name in found if re.fullmatch(r"(torch|nn|fx)(\.\w+)*\._[a-zA-Z]\w*(\.\w+)*", name)})
 
 
-@pytest.mark.parametrize("file", [file for file in FILES if file != "_torch.py" and not file.startswith(NOT_CONVERTED)])
+@pytest.mark.parametrize("file", [file for file in FILES if file != "_torch.py"])
 def test_private_names_of_torch_are_in_one_file(file):
     assert not private_names(file)
 

@@ -24,6 +24,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
+from autovaruna._torch import DisableTorchFunctionSubclass
 from autovaruna.graph.precision import current_precision
 from autovaruna.graph.tree import is_array, words
 
@@ -124,7 +125,7 @@ class Guards:
         except KeyError:  # one keeps it elsewhere
             training = [module.training for module in self._model.modules()]
         parameters = [each for each in self._parameters() if each is not None]
-        with torch._C.DisableTorchFunctionSubclass():  # those that other ranks hold answer through Python otherwise
+        with DisableTorchFunctionSubclass():  # those that other ranks hold answer through Python otherwise
             trained = [each.requires_grad for each in parameters]
         mode = self._changed_words(), training, trained, torch.is_grad_enabled(), current_precision()
         if mode != self._latest:

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
+from autovaruna._torch import FakeTensor
 from autovaruna.graph.call import CallSpec
 from autovaruna.graph.export.constant_values import is_known
 from autovaruna.graph.guards import OF_MODULES, entries, full_name, is_plain, records

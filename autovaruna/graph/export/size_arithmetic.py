@@ -11,16 +11,14 @@ from contextlib import contextmanager
 from threading import get_ident
 from typing import Any
 
-import torch
-from torch._logging import _internal
 from torch.fx.experimental.sym_node import SymNode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from autovaruna._torch import is_recording, trace_log
 
 _OPERATIONS = ("add", "sub", "mul", "eq", "ne", "lt", "le", "gt", "ge", "sym_max", "sym_min", "sym_and", "sym_or")
 _OTHERS = ("maybe_as_int", "wrap_int")
 _OF_SYMBOLS = {"_replacements_version_counter", "_translation_validation_enabled"}
-_PROXY = torch._C._TorchDispatchModeKey.PROXY
-_pre_dispatch_mode: Callable[..., Any] = torch._ops._get_dispatch_mode_pre_dispatch
 
 
 @contextmanager
@@ -54,7 +52,7 @@ class _Arithmetic:
         """Returns what runs an operation on two sizes once, and then makes its result anew."""
 
         def recall(size: Any, other: Any) -> Any:
-            if not self._is_fit(size) or type(other) is not SymNode or _is_recording():
+            if not self._is_fit(size) or type(other) is not SymNode or is_recording():
                 return run(size, other)
             one, two = size._expr, other._expr
             key = (
@@ -127,12 +125,7 @@ def _made(state: dict[str, Any]) -> Any:
     return made
 
 
-def _is_recording() -> bool:
-    """Whether torch writes operations on sizes into a graph."""
-    return bool(torch._C._get_dispatch_mode(_PROXY) or _pre_dispatch_mode(_PROXY))
-
-
 def _is_supported() -> bool:
     """Whether this version of torch has the private parts that recalling takes, and logs no arithmetic."""
     has_methods = all(hasattr(SymNode, name) for name in (*_OPERATIONS, *_OTHERS))
-    return has_methods and vars(ShapeEnv()).keys() >= _OF_SYMBOLS and not _internal.GET_DTRACE_STRUCTURED
+    return has_methods and vars(ShapeEnv()).keys() >= _OF_SYMBOLS and not trace_log.GET_DTRACE_STRUCTURED
