@@ -38,6 +38,7 @@ def _missing(error: ImportError | AttributeError) -> ImportError:
 
 
 try:
+    import torch._logging._internal
     import torch._subclasses.fake_tensor
     import torch._subclasses.functional_tensor
     import torch.nn.utils.clip_grad
@@ -59,12 +60,16 @@ try:
     DisableTorchFunctionSubclass = torch._C.DisableTorchFunctionSubclass  # for classes of tensors
 
     # Tensors without numbers, and those that torch.export wraps them in.
+    subclasses: Any = torch._subclasses  # where libraries look for the class of fake tensors
     FakeTensor = torch._subclasses.fake_tensor.FakeTensor
     FakeTensorMode = torch._subclasses.fake_tensor.FakeTensorMode
     in_kernel_invocation = torch._subclasses.fake_tensor.in_kernel_invocation_manager  # they pass for meta tensors
     FunctionalTensor = torch._subclasses.functional_tensor.FunctionalTensor
     _get_dispatch_mode = torch._C._get_dispatch_mode
     _FAKE = torch._C._TorchDispatchModeKey.FAKE
+    _PROXY = torch._C._TorchDispatchModeKey.PROXY
+    _get_pre_dispatch_mode: Any = torch._ops._get_dispatch_mode_pre_dispatch
+    trace_log: Any = torch._logging._internal  # whether torch logs arithmetic on sizes
 
     # What is known of a tensor besides its numbers.
     preserve_version_counter = torch.autograd.grad_mode._unsafe_preserve_version_counter  # to write unseen by autograd
@@ -105,7 +110,7 @@ try:
         (torch.ops.aten.mul.Tensor, ("_schema", "_overloadpacket", "_op")),
         (torch.fx.Graph(), ("_codegen", "_root")),
         (torch.amp.GradScaler, ("_unscale_grads_",)),
-        (torch.nn.utils.clip_grad, ("_get_total_norm", "_clip_grads_with_norm_", "_device_has_foreach_support")),
+        (torch.nn.utils.clip_grad, ("_get_total_norm", "_clip_grads_with_norm_")),
     ):
         for _name in _names:
             getattr(_sample, _name)
@@ -127,6 +132,11 @@ def current_fake_mode() -> FakeTensorMode | None:
     mode = _get_dispatch_mode(_FAKE)
     assert mode is None or isinstance(mode, FakeTensorMode)
     return mode
+
+
+def is_recording() -> bool:
+    """Returns whether torch writes what runs on this thread, and arithmetic on sizes, into a graph."""
+    return bool(_get_dispatch_mode(_PROXY) or _get_pre_dispatch_mode(_PROXY))
 
 
 def mark_static(tensor: Tensor, dimension: int) -> None:

@@ -42,8 +42,8 @@ class Toggled:
     def __init__(self, step: Callable[[], float]) -> None:
         self._step = step
         step()
-        self._engine = step.model._engine  # type: ignore[attr-defined]
-        self._trace = self._engine._trace
+        self._rank = step.model._wrapped.engine._rank  # type: ignore[attr-defined]
+        self._trace = self._rank.trace
         self._trace._num_steps = LATER
         self._write = self._trace.write_step
         self._trace.write_step = self._clocked
@@ -56,7 +56,7 @@ class Toggled:
 
     def seconds(self, is_traced: bool) -> tuple[float, float]:
         """Runs a step; returns the seconds of the slowest rank, those of writing apart."""
-        self._engine._trace = self._trace if is_traced else None
+        self._rank.trace = self._trace if is_traced else None
         self._writing = 0.0
         COMM.Barrier()
         begin = perf_counter()

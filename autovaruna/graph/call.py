@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
@@ -14,11 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from autovaruna.errors import InputError
+from autovaruna.graph.guards import mode_of
 from autovaruna.graph.precision import Precision, current_precision
 from autovaruna.graph.tree import Tree, flatten
-from autovaruna.graph.watching.mode import mode_of
 
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+_MOST_KNOWN = 256
+_CONSTANTS = (bool, int, float, str, type(None))
 
 
 @dataclass(frozen=True)
@@ -105,6 +107,60 @@ def describe(
         for name, tensor, batch in zip(names, tensors, is_batch, strict=True)
     )
     return tensors, CallSpec(tree, inputs, batch_size, mode_of(model) if mode is None else mode, current_precision())
+
+
+class CallReader:
+    """Describes the calls of a model; one that is like an earlier call is known by its outline, at little cost.
+
+    Args:
+        model: The model.
+        batch_inputs: As in `describe`.
+    """
+
+    def __init__(self, model: nn.Module, batch_inputs: Sequence[str] = ()) -> None:
+        self._model = model
+        self._batch_inputs = batch_inputs
+        self._known: dict[Hashable, CallSpec] = {}
+
+    def read(self, args: Sequence[Any], kwargs: Mapping[str, Any], mode: str) -> tuple[list[Tensor], CallSpec]:
+        """Returns what `describe` returns; the description is the same object for calls that do not differ.
+
+        Raises:
+            InputError: as `describe`.
+        """
+        tensors: list[Tensor] = []
+        forward = getattr(self._model.forward, "__func__", None)  # its parameters name the inputs
+        try:
+            outline = mode, forward, _outline((tuple(args), dict(kwargs)), tensors)
+        except _UnfamiliarError:
+            return describe(self._model, args, kwargs, self._batch_inputs, mode)
+        known = self._known.get(outline) if forward is not None else None
+        if known is not None:
+            return tensors, known
+        found, call = describe(self._model, args, kwargs, self._batch_inputs, mode)
+        if len(self._known) >= _MOST_KNOWN:
+            self._known.clear()
+        self._known[outline] = call
+        return found, call
+
+
+class _UnfamiliarError(Exception):
+    """A part of a call is of a class that no outline tells enough of."""
+
+
+def _outline(value: Any, tensors: list[Tensor]) -> Hashable:
+    """Returns what is equal for values that only differ in the numbers of their tensors, which it collects in order."""
+    kind = type(value)
+    if kind is Tensor or kind is nn.Parameter:
+        tensors.append(value)
+        return value.shape, value.dtype, value.requires_grad
+    if kind in _CONSTANTS:
+        return kind, repr(value)
+    if kind is tuple or kind is list:
+        return kind, tuple([_outline(each, tensors) for each in value])
+    if kind is dict and all(type(key) is str for key in value):
+        return tuple(value), tuple([_outline(each, tensors) for each in value.values()])
+    raise _UnfamiliarError
 
 
 def _input_names(model: nn.Module, paths: Sequence[str]) -> list[str]:

@@ -6,13 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
+import torch
 from torch import Tensor, fx
 
 from autovaruna.graph.batch.operators import is_random
 from autovaruna.graph.batch.totals import NO_TOTALS, BatchTotals
 from autovaruna.graph.call import CallSpec, InputSpec
 from autovaruna.graph.facts import Fact
-from autovaruna.graph.kept_whole.kept import KeptModule
+from autovaruna.graph.opaque.run import OpaqueModule
 from autovaruna.graph.outputs import OutputKind, OutputSpec
 from autovaruna.graph.precision import precision_of
 from autovaruna.graph.records import Graph
@@ -39,8 +40,6 @@ class TracedModel:
         constants: other tensors, by attribute name.
         changed_state: first names of buffers, and of parameters, that forward changes.
         steady_state: those of them that it changes whatever the samples are.
-        leaves: names of the Python state that its forward changes.
-        reads: attributes of modules that the model has read, as ``path.of.module.attribute``.
         totals: its values of the whole batch.
         joins_counts: nodes that join counts of several samples.
         asks_for_one: where the model does something else for a batch of one sample; empty: nowhere.
@@ -59,8 +58,6 @@ class TracedModel:
     constants: dict[str, Tensor]
     changed_state: frozenset[str]
     steady_state: frozenset[str] = frozenset()
-    leaves: frozenset[str] = frozenset()
-    reads: frozenset[str] = frozenset()
     totals: BatchTotals = NO_TOTALS
     joins_counts: tuple[str, ...] = ()
     asks_for_one: str = ""
@@ -97,7 +94,7 @@ class TracedModel:
         regions = self._regions
         names = [(region, str(node.target)) for region in regions for node in region.graph.find_nodes(op="get_attr")]
         found = [getattr(region, name, None) for region, name in names]
-        return any(isinstance(each, KeptModule) and each.may_choose for each in found)
+        return any(isinstance(each, OpaqueModule) and each.may_choose for each in found)
 
     @cached_property
     def saved_weights(self) -> frozenset[str]:
@@ -136,3 +133,17 @@ class TracedModel:
     def loss(self) -> OutputSpec | None:
         """The output that a step differentiates; None: the model returns other outputs."""
         return next((spec for spec in self.outputs if spec.kind is OutputKind.LOSS), None)
+
+
+def is_same_graph(one: TracedModel, other: TracedModel) -> bool:
+    """Whether two traces compute the same, numbers and all."""
+    if one.graph.fingerprint != other.graph.fingerprint or one.output_tree.key() != other.output_tree.key():
+        return False
+    if one.constants.keys() != other.constants.keys() or _code(one) != _code(other):
+        return False
+    return all(torch.equal(tensor, other.constants[name]) for name, tensor in one.constants.items())
+
+
+def _code(traced: TracedModel) -> list[str]:
+    regions = [each for each in traced.module.modules() if isinstance(each, fx.GraphModule)]
+    return [each.graph.python_code("self").src for each in regions]

@@ -1,25 +1,141 @@
 """Carries lists of tensors between the ranks of a pipeline, in order, with receives posted ahead.
 
-The first message of a kind is preceded by its layouts (`Layout`); both ends remember them, so that later ones are the
-bare numbers and can be received before they are needed.
+A message keeps the memory layout of its tensors: kernels choose their order of operations by the strides of their
+arguments, so that other strides could change the last bit. The first message of a kind is preceded by its layouts;
+both ends remember them, so that later ones are the bare numbers and can be received before they are needed. Posting a
+receive takes time, too: as a rule a rank does it while it waits for a message.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import prod
 from time import perf_counter
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, TypeGuard
 
 import torch
 from torch import Tensor
 
 from autovaruna.errors import RankError
-from autovaruna.runtime.layout import Layout, Layouts, layouts_of, packed, unpacked
-from autovaruna.runtime.transport.base import DONE, Pending
-from autovaruna.runtime.worlds.world import World
+from autovaruna.runtime.transport.base import DONE, Pending, distinct
+from autovaruna.runtime.world import World
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Shape, strides and dtype of one tensor of a message: a `Blank`, if it is dense.
+
+    Attributes:
+        is_dense: whether its elements fill memory without holes.
+        num_bytes: what travels of it.
+    """
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    is_dense: bool = field(init=False, compare=False)
+    num_bytes: int = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "is_dense", self._fills_memory())
+        object.__setattr__(self, "num_bytes", prod(self._narrow_shape) * self.dtype.itemsize)
+
+    @property
+    def _narrow_shape(self) -> tuple[int, ...]:
+        """The shape without repeats: a dimension of stride 0 is sent once."""
+        pairs = zip(self.shape, self.strides, strict=True)
+        return tuple(min(length, 1) if stride == 0 else length for length, stride in pairs)
+
+    def _fills_memory(self) -> bool:
+        expected = 1
+        for stride, length in sorted(zip(self.strides, self.shape, strict=True)):
+            if length > 1:
+                if stride != expected:
+                    return False
+                expected *= length
+        return True
+
+    def fits(self, tensor: Tensor | None) -> TypeGuard[Tensor]:
+        """Says whether a tensor has this layout."""
+        return (
+            tensor is not None
+            and tensor.dtype is self.dtype
+            and tensor.shape == self.shape
+            and tensor.stride() == self.strides
+        )
+
+    def pack(self, tensor: Tensor) -> Tensor:
+        """Returns what travels of a tensor with holes, or with numbers that are there twice: a copy without."""
+        return distinct(tensor).contiguous()
+
+    def buffer(self, device: torch.device) -> Tensor:
+        """Returns memory for what travels."""
+        if self.is_dense:
+            return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=device)
+        return torch.empty(self._narrow_shape, dtype=self.dtype, device=device)
+
+    @property
+    def travelling(self) -> Layout:
+        """The layout of what travels: this one, unless it has holes."""
+        if self.is_dense:
+            return self
+        shape = self._narrow_shape
+        return Layout(shape, torch.empty(shape, device="meta").stride(), self.dtype)
+
+    def unpack(self, buffer: Tensor) -> Tensor:
+        """Returns the tensor as the sender had it, of one that is not dense."""
+        tensor = torch.empty_strided(self._narrow_shape, self.strides, dtype=self.dtype, device=buffer.device)
+        return tensor.copy_(buffer).expand(self.shape)
+
+
+Layouts = tuple[Layout | None, ...]
+
+
+def packed(layouts: Layouts, tensors: Sequence[Tensor | None]) -> list[Tensor] | None:
+    """Returns what of a message travels; None: it has other layouts."""
+    if len(layouts) != len(tensors):
+        return None
+    if len(layouts) == 1 and (only := layouts[0]) is not None and only.is_dense and only.fits(tensors[0]):
+        return [tensors[0]]  # what most messages are
+    travelling = []
+    for layout, tensor in zip(layouts, tensors, strict=True):
+        if layout is None or tensor is None:
+            if not (layout is None and tensor is None):
+                return None
+        elif layout.fits(tensor):
+            travelling.append(tensor if layout.is_dense else layout.pack(tensor))
+        else:
+            return None
+    return travelling
+
+
+def unpacked(layouts: Layouts, travelled: Sequence[Tensor]) -> list[Tensor | None]:
+    """Returns a message as the sender had it, from what of it has travelled."""
+    if len(travelled) == len(layouts) == 1 and (only := layouts[0]) is not None and only.is_dense:
+        return [travelled[0]]  # what most messages are
+    come, found = iter(travelled), list[Tensor | None]()
+    for layout in layouts:
+        if layout is None:
+            found.append(None)
+        else:
+            found.append(next(come) if layout.is_dense else layout.unpack(next(come)))
+    return found
+
+
+def layouts_of(tensors: Sequence[Tensor | None]) -> Layouts:
+    """Returns the layouts of a message; None stands for a gradient that is not there."""
+    return tuple(
+        None if tensor is None else Layout(tuple(tensor.shape), tensor.stride(), tensor.dtype) for tensor in tensors
+    )
+
 
 TensorList = list[Tensor | None]
+AHEAD = 3
+"""Instructions whose receives are posted before they start."""
+SMALL_AHEAD, SMALL_BYTES = 32, 1 << 20
+"""The same while a rank waits and all that is posted is known to be less than these bytes."""
 
 
 class Route(NamedTuple):
@@ -38,6 +154,20 @@ class Kind(NamedTuple):
     micro_batch_size: int
 
 
+class Parcel(NamedTuple):
+    """Tensors that travel together: the kind of their message, and their names."""
+
+    kind: Kind
+    names: tuple[str, ...]
+
+
+class Receiver(Protocol):
+    """An instruction, as far as it receives messages."""
+
+    @property
+    def receives(self) -> tuple[Parcel, ...]: ...
+
+
 _Posted = tuple[Layouts, list[Tensor], Pending, int]
 """A receive that is posted and not taken: its layouts, their memory, the message, and its bytes."""
 
@@ -49,8 +179,10 @@ class Mail:
         world: Carries the bytes.
         device: Where received tensors live.
 
-    `num_posted_bytes` is the memory of receives that are posted and not taken; `waited_seconds` is how long this rank
-    has waited for messages in all. `while_waiting` is called before it waits.
+    Attributes:
+        num_posted_bytes: memory of receives that are posted and not taken.
+        waited_seconds: how long this rank has waited for messages in all.
+        due: the first position in the program that more receives have to be posted for.
     """
 
     def __init__(self, world: World, device: torch.device) -> None:
@@ -58,17 +190,42 @@ class Mail:
         self._device = device
         self.num_posted_bytes = 0
         self.waited_seconds = 0.0
-        self.while_waiting: Callable[[], None] | None = None
+        self.due = 0
+        self._program: Sequence[Receiver] = ()
+        self._position = self._next = 0
         self._layouts: dict[Kind, Layouts] = {}
         self._brought: dict[Kind, tuple[Layout, ...]] = {}
         self._local: defaultdict[Route, deque[TensorList]] = defaultdict(deque)
         self._posted: defaultdict[Route, deque[_Posted]] = defaultdict(deque)
         self._expected: defaultdict[Route, deque[Kind]] = defaultdict(deque)
 
-    @property
-    def awaits_layouts(self) -> bool:
-        """Whether messages are expected whose layouts are not known, and so not their bytes."""
-        return any(self._expected.values())
+    def follow(self, program: Sequence[Receiver]) -> None:
+        """Takes the instructions that come, in order; posts what the first one receives and, later, what others do."""
+        self._program, self._next = program, 0
+        self.go_to(0, ahead=0)  # more once the first instruction has ended: others wait for what it sends
+
+    def go_to(self, position: int, ahead: int = AHEAD) -> None:
+        """Posts what instruction `position` of the program receives, and what the next ones do; never blocks."""
+        self._position = position
+        end = min(position + 1 + ahead, len(self._program))
+        while self._next < end:
+            self._expect_next()
+        self.due = self._next - AHEAD
+
+    def _go_ahead(self) -> None:
+        """Posts small receives of more instructions, while this rank has nothing else to do.
+
+        What is still without layouts may become large all at once.
+        """
+        end = min(self._position + 1 + SMALL_AHEAD, len(self._program))
+        while self._next < end and self.num_posted_bytes < SMALL_BYTES and not any(self._expected.values()):
+            self._expect_next()
+        self.due = self._next - AHEAD
+
+    def _expect_next(self) -> None:
+        for parcel in self._program[self._next].receives:
+            self.expect(parcel.kind)
+        self._next += 1
 
     def send(self, tensors: Sequence[Tensor | None], kind: Kind) -> Pending:
         """Starts to send tensors; they must not change until it is done. Never blocks."""
@@ -129,8 +286,7 @@ class Mail:
         if pending.is_done():
             return
         begin = perf_counter()
-        if self.while_waiting is not None:
-            self.while_waiting()
+        self._go_ahead()
         pending.wait()
         self.waited_seconds += perf_counter() - begin
 

@@ -4,24 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from autovaruna.planner.records import Plan
 from autovaruna.runtime.batch import GlobalBatch, MicroBatch
-from autovaruna.runtime.mail import Kind, Route
+from autovaruna.runtime.mail import Kind, Parcel, Route
 from autovaruna.schedule.instruction import Instruction
 from autovaruna.schedule.instruction import Kind as Work
 from autovaruna.stage.split import Edge, Split, StagePart
-
-
-class Parcel(NamedTuple):
-    """Tensors that travel together: the kind of their message, and their names."""
-
-    kind: Kind
-    names: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,10 +84,6 @@ class Traffic:
                 share: torch.full((), share * factor, dtype=value.dtype, device=value.device) for share in shares
             }
         return self._seeds
-
-    def empty_loss(self, device: torch.device) -> Tensor:
-        """Returns a tensor in the place of a loss that is still to come."""
-        return torch.empty((), dtype=self._traced_loss.dtype, device=device)
 
     @property
     def _traced_loss(self) -> Tensor:

@@ -42,8 +42,8 @@ def step(model: AutoVaruna) -> None:
 
 
 def optimizer_of(model: AutoVaruna) -> torch.optim.Optimizer:
-    assert model._optimizer is not None
-    return model._optimizer
+    assert model._wrapped.optimizer is not None
+    return model._wrapped.optimizer.optimizer
 
 
 def snapshot(model: AutoVaruna) -> list[torch.Tensor]:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from autovaruna.errors import InputError
 from autovaruna.graph.call import describe
-from autovaruna.graph.watching.mode import ModeReader, mode_of
+from autovaruna.graph.guards import Guards, mode_of
 
 
 class Model(nn.Module):
@@ -105,7 +105,7 @@ def test_the_mode_asks_for_another_trace() -> None:
 def test_the_mode_follows_what_was_put_into_the_model() -> None:
     """A reader keeps the modules; another child, another parameter and new flags are seen all the same."""
     model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Dropout()))
-    reader = ModeReader(model)
+    reader = Guards(model)
     words = [reader.words()]
     model[1][0] = nn.Linear(2, 2).eval()
     words.append(reader.words())

@@ -9,9 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autovaruna.graph.call import describe
-from autovaruna.graph.watching.mode import mode_of
-from autovaruna.graph.watching.outline import CallReader
+from autovaruna.graph.call import CallReader, describe
+from autovaruna.graph.guards import mode_of
 
 
 class Anything(nn.Module):

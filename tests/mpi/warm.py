@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import nn
 
-import autovaruna.parallel.wrapper  # noqa: F401  as ranks do
+import autovaruna.api  # noqa: F401  as ranks do
 from tests.collector import spare_collector
 from tests.mpi.launch import QUIET, ROOT
 

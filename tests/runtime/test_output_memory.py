@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from autovaruna.runtime.executor import _alone
+from autovaruna.runtime.step_runner import _alone
 
 
 def test_an_output_on_memory_of_more_is_kept_on_its_own() -> None:

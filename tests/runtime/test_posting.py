@@ -10,14 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from autovaruna.runtime import posting
-from autovaruna.runtime.mail import Kind, Mail, Route
-from autovaruna.runtime.posting import Posting
-from autovaruna.runtime.traffic import Parcel
-from autovaruna.runtime.worlds.in_process import make_worlds
+from autovaruna.runtime import mail
+from autovaruna.runtime.mail import AHEAD, Kind, Mail, Parcel, Route
+from autovaruna.runtime.transport.threads import make_worlds
 from tests.catalogue import PLAIN
-from tests.parallel.training import Setup, train
 from tests.reference import sgd
+from tests.session.training import Setup, train
 
 pytestmark = pytest.mark.timeout(60)
 CASE = next(case for case in PLAIN if case.max_stages >= 2).without_dropout()
@@ -25,7 +23,7 @@ CASE = next(case for case in PLAIN if case.max_stages >= 2).without_dropout()
 
 def test_messages_of_unknown_size_are_not_posted_far_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     """Once the first message of a kind had come, a first step had up to 32 receives of it posted, however large."""
-    monkeypatch.setattr(posting, "SMALL_BYTES", 1)
+    monkeypatch.setattr(mail, "SMALL_BYTES", 1)
     most: Counter[str] = Counter()
     post = Mail._post
 
@@ -37,7 +35,7 @@ def test_messages_of_unknown_size_are_not_posted_far_ahead(monkeypatch: pytest.M
     monkeypatch.setattr(Mail, "_post", counted)
     train(CASE, Setup(((0,), (1,)), 16, schedule="gpipe"), [CASE.batch(16, 0)], sgd, [[8, 8]])
     each = 2  # what the stage before sends, and the caller's targets
-    assert 0 < max(most.values()) <= each * (posting.AHEAD + 1)
+    assert 0 < max(most.values()) <= each * (AHEAD + 1)
 
 
 def test_small_receives_are_posted_far_ahead_while_a_rank_waits() -> None:
@@ -47,12 +45,10 @@ def test_small_receives_are_posted_far_ahead_while_a_rank_waits() -> None:
     kind = Kind("graph", Route(0, 1, 0), 4)
     mails[0].send([torch.ones(2)], kind)
     mails[1].take(kind)
-    waits = SimpleNamespace(receives=[Parcel(kind, ("x",))])
-    post = Posting([waits] * 20, mails[1])  # type: ignore[list-item]
-    mails[1].while_waiting = post.go_ahead
-    post.go_to(0)
+    mails[1].follow([SimpleNamespace(receives=(Parcel(kind, ("x",)),))] * 20)
+    mails[1].go_to(0)
     posted = mails[1]._posted[kind.route]
-    assert len(posted) == 1 + posting.AHEAD
+    assert len(posted) == 1 + AHEAD
     threading.Timer(0.05, lambda: mails[0].send([torch.ones(2)], kind)).start()
     mails[1].take(kind)
     assert len(posted) == 20 - 1

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import sys
 import threading
-from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -15,20 +14,18 @@ import pytest
 import torch
 
 from autovaruna import AutoVaruna
-from autovaruna.parallel import guard
-from autovaruna.parallel.engine import Engine
-from autovaruna.parallel.step import Step
-from autovaruna.runtime import executor
-from autovaruna.runtime.arrival import arrive, go_backward
+from autovaruna.runtime import step_runner
+from autovaruna.runtime.autograd import arrive, go_backward
+from autovaruna.runtime.engine import Engine
 from autovaruna.runtime.mail import Kind, Mail, Route
 from autovaruna.runtime.outputs import OutputCollector
 from autovaruna.runtime.transport.base import SMALL_BYTES
-from autovaruna.runtime.weights.elsewhere import Elsewhere
-from autovaruna.runtime.worlds.in_process import make_worlds
-from autovaruna.runtime.worlds.world import Message, World
+from autovaruna.runtime.transport.threads import make_worlds
+from autovaruna.runtime.weights.remote_parameter import RemoteTensor
+from autovaruna.runtime.world import Message, World
 from tests.catalogue import PLAIN
-from tests.parallel.training import QUIET, Setup, train
 from tests.reference import sgd
+from tests.session.training import QUIET, Setup, train
 
 pytestmark = pytest.mark.timeout(60)
 CASE = next(case for case in PLAIN if case.max_stages >= 2).without_dropout()
@@ -87,7 +84,7 @@ def test_a_step_asks_nothing_of_what_is_elsewhere(monkeypatch: pytest.MonkeyPatc
     """Each question goes through Python, for each parameter that other ranks hold."""
     asked: list[str] = []
     running = threading.local()
-    run, answer = Engine.run, Elsewhere.__dict__["__torch_function__"].__func__
+    run, answer = Engine.run, RemoteTensor.__dict__["__torch_function__"].__func__
 
     def noted_run(self: Engine, *args: Any) -> Any:
         running.is_on = True
@@ -102,7 +99,7 @@ def test_a_step_asks_nothing_of_what_is_elsewhere(monkeypatch: pytest.MonkeyPatc
         return answer(cls, func, *rest)
 
     monkeypatch.setattr(Engine, "run", noted_run)
-    monkeypatch.setattr(Elsewhere, "__torch_function__", classmethod(noted_answer))
+    monkeypatch.setattr(RemoteTensor, "__torch_function__", classmethod(noted_answer))
     train(CASE, Setup(((0,), (1,)), 4), [CASE.batch(8, step) for step in range(3)], sgd)
     assert asked == []
 
@@ -156,8 +153,8 @@ def test_a_micro_batch_takes_few_calls(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_step_that_neither_draws_nor_casts_saves_no_generator(monkeypatch: pytest.MonkeyPatch) -> None:
     """It was saved and given back at each call; one that draws does so."""
     saved: list[torch.device] = []
-    save = guard.untouched_generator
-    monkeypatch.setattr(guard, "untouched_generator", lambda device: (saved.append(device), save(device))[1])
+    save = step_runner.untouched_generator
+    monkeypatch.setattr(step_runner, "untouched_generator", lambda device: (saved.append(device), save(device))[1])
     for case, num_saved in ((CASE, 0), (next(case for case in PLAIN if case.name == "dropout"), 3)):
         saved.clear()
         train(case, Setup(((0,),), 2), [case.batch(8, step) for step in range(3)], sgd)
@@ -176,54 +173,6 @@ def test_a_rank_that_computes_all_losses_sends_the_result(monkeypatch: pytest.Mo
     monkeypatch.setattr(OutputCollector, "_combine", noted)
     train(CASE, Setup(((0,), (1,)), 4), [CASE.batch(8, 0)], sgd)
     assert put_together == [1]
-
-
-def test_what_a_backward_needs_is_prepared_once_the_first_activation_is_on_its_way(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The next stage waits for that; this one waits for a gradient then, whose receive is posted now, too."""
-    acts: dict[int, list[str]] = {0: [], 1: []}
-    ready, send, expect = Step._get_ready, Mail.send, Mail.expect
-
-    def noted_ready(self: Step) -> None:
-        acts[self.world.rank].append("ready")
-        ready(self)
-
-    def noted_send(self: Mail, tensors: Any, kind: Kind) -> Any:
-        acts[self._world.rank].append(f"sent to {kind.route.destination}")
-        return send(self, tensors, kind)
-
-    def noted_expect(self: Mail, kind: Kind) -> None:
-        acts[self._world.rank].append(f"expects from {kind.route.source}")
-        expect(self, kind)
-
-    monkeypatch.setattr(Step, "_get_ready", noted_ready)
-    monkeypatch.setattr(Mail, "expect", noted_expect)
-    monkeypatch.setattr(Mail, "send", noted_send)
-    settings = {"inputs": "replicated"}
-    train(CASE, Setup(((0,), (1,)), 4, settings=settings), [CASE.batch(8, 0)], sgd)
-    assert acts[0][0] == "sent to 1"
-    assert acts[1].index("ready") < acts[1].index("sent to 0")
-
-
-def test_the_loss_is_published_before_it_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It was published once all gradients were there, when nothing was left to wait for."""
-    acts: defaultdict[int, list[str]] = defaultdict(list)
-
-    def noted(owner: Any, name: str) -> None:
-        act = getattr(owner, name)
-
-        def note(*args: Any) -> Any:
-            acts[threading.get_ident()].append(name)
-            return act(*args)
-
-        monkeypatch.setattr(owner, name, note)
-
-    noted(Mail, "take")
-    noted(Step, "_publish")
-    noted(executor, "go_backward")
-    train(CASE, Setup(((0,), (1,)), 4, settings={"inputs": "replicated"}), [CASE.batch(8, 0)], sgd)
-    assert [each[:3] for each in acts.values()] == [["take", "_publish", "go_backward"]] * 2
 
 
 def train_on_ones(model: AutoVaruna, num_steps: int) -> None:

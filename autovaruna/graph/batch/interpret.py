@@ -63,6 +63,10 @@ class Values:
             self._of[node] = self._value(node)
         return self._of[node]
 
+    def is_whole(self, node: fx.Node) -> bool:
+        """Whether a value follows from the inputs, and is that of the whole batch, or the same for any."""
+        return self[node].share in (Share.FIXED, Share.WHOLE)
+
     def _value(self, node: fx.Node) -> Value:
         source, reach = self._source(node), self._reach(node)
         if node not in self._known:

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, fx, nn
 
 from autovaruna._torch import OpOverload
-from autovaruna.graph.arguments import MEAN, SUM, arguments
 from autovaruna.graph.batch.values import Merge
-from autovaruna.graph.kept_whole.kept import run_kept
+from autovaruna.graph.opaque.run import run_opaque
+from autovaruna.graph.versions import MEAN, SUM, arguments
 
 aten = torch.ops.aten
 
@@ -264,20 +264,11 @@ _TABLE: tuple[tuple[str, Operator], ...] = (
     ("cross_entropy_loss nll_loss_nd nll_loss nll_loss2d", _LABELS),
     ("nll_loss_backward nll_loss2d_backward", Operator(not_read=-1)),
 )
-_BY_NAME = {name: row for names, row in _TABLE for name in names.split() if not {"*", "?"} & set(name)}
-_BY_PATTERN = [(name, row) for names, row in _TABLE for name in names.split() if {"*", "?"} & set(name)]
 _NO_ROW = Operator()
 
 WITH_TENSORS: Mapping[Any, Any] = {
-    aten.mul.Scalar: aten.mul.Tensor,
-    aten.mul_.Scalar: aten.mul_.Tensor,
-    aten.div.Scalar: aten.div.Tensor,
-    aten.div_.Scalar: aten.div_.Tensor,
-    aten.add.Scalar: aten.add.Tensor,
-    aten.sub.Scalar: aten.sub.Tensor,
-    aten.rsub.Scalar: aten.rsub.Tensor,
-    aten.pow.Tensor_Scalar: aten.pow.Tensor_Tensor,
-    aten.pow.Scalar: aten.pow.Tensor_Tensor,
+    **{each.Scalar: each.Tensor for each in (aten.mul, aten.mul_, aten.div, aten.div_, aten.add, aten.sub, aten.rsub)},
+    **dict.fromkeys((aten.pow.Tensor_Scalar, aten.pow.Scalar), aten.pow.Tensor_Tensor),
     aten.masked_fill.Scalar: aten.masked_fill.Tensor,
 }
 """What an operation of a tensor and a number is called where both are tensors."""
@@ -299,11 +290,18 @@ def operator_of(node: fx.Node) -> Operator:
 
 
 @cache
+def rows() -> dict[str, Operator]:
+    """Returns the row of each name: of an operator, of one overload of it, or of all that a pattern matches."""
+    return {name: row for names, row in _TABLE for name in names.split()}
+
+
+@cache
 def _row(name: str, overload: str) -> Operator:
+    known = rows()
     for key in (f"{name}.{overload}", name):
-        if key in _BY_NAME:
-            return _BY_NAME[key]
-    return next((row for pattern, row in _BY_PATTERN if fnmatchcase(name, pattern)), _NO_ROW)
+        if key in known:
+            return known[key]
+    return next((row for pattern, row in known.items() if fnmatchcase(name, pattern)), _NO_ROW)
 
 
 def has(node: fx.Node, trait: Trait) -> bool:
@@ -345,7 +343,7 @@ def is_random(module: nn.Module, node: fx.Node) -> bool:
     """Whether a node draws random numbers, itself or in a region that it wraps; a dropout that is off draws none."""
     if node.op != "call_function":
         return False
-    if node.target is run_kept:
+    if node.target is run_opaque:
         return True
     if isinstance(node.target, OpOverload):
         return torch.Tag.nondeterministic_seeded in node.target.tags and not _draws_nothing(node)

@@ -19,7 +19,6 @@ from torch import Tensor, fx
 
 from autovaruna._torch import OpOverload
 from autovaruna.errors import TraceError
-from autovaruna.graph.arguments import arguments
 from autovaruna.graph.batch.additions import Additions
 from autovaruna.graph.batch.counted_means import part_means
 from autovaruna.graph.batch.interpret import Values, from_inputs, has_numbers, is_number
@@ -27,13 +26,12 @@ from autovaruna.graph.batch.operators import KEEPING, WITH_TENSORS, Means, Trait
 from autovaruna.graph.batch.powers import Powers
 from autovaruna.graph.batch.values import Merge, Share, Source, Use, as_tensor, is_of_batch, of_batch
 from autovaruna.graph.facts import Fact, outliving_storages
-from autovaruna.graph.origin import origin
 from autovaruna.graph.sizes import Sizes
+from autovaruna.graph.source_lines import origin
+from autovaruna.graph.versions import arguments
 
 _NUMBERS = frozenset({"Tensor", "number", "float", "Optional[number]", "Optional[float]", "Optional[Tensor]"})
 """Kinds of arguments that are computed with; others are shapes and places."""
-_Marks = dict[str, tuple[str, Use]]
-"""The calls of `of_batch`: the node whose value each stands for, and what becomes of it."""
 
 
 @dataclass(frozen=True)
@@ -86,44 +84,20 @@ def take_totals(
     part_means(graph, from_inputs(graph, facts, parameters), sizes, additions)
     known = from_inputs(graph, facts, parameters)
     values = Values(graph, facts, sizes, batch, known)
-    in_outputs = _in_outputs(graph, facts)
-    marks = _mark(
-        graph, [node for node in known if _share(values, node) is Share.WHOLE], values, sizes, in_outputs, additions
-    )
-    users = in_outputs - {node for node in known if _share(values, node) <= Share.WHOLE}
-    marks |= _mark_lengths([node for node in known if values[node].is_extreme and _is_plain(node)], users, additions)
-    sized, tensors = _mark_sizes(graph, values, sizes, _in_outputs(graph, facts), additions, is_added)
-    marks |= sized
-    if not marks:
+    marks = _Marks(graph, facts, sizes, values, additions)
+    marks.give_totals(known)
+    marks.give_lengths(known)
+    tensors = marks.give_sizes(is_added)
+    if not marks.given:
         return NO_TOTALS
-    sources = {source for source, _ in marks.values()}
+    sources = {source for source, _ in marks.given.values()}
     needed = _what_makes([node for node in known if node.name in sources], known, facts)
     merges = {node: merge for node in needed if (merge := values[node].merge) is not None}
-    before = _what_makes(merges, known, facts)
-    after = [node for node in needed if _share(values, node) <= Share.WHOLE and node not in merges]
+    before = [node.name for node in _what_makes(merges, known, facts) if not sizes.is_given(node)]
+    after = [node.name for node in needed if values.is_whole(node) and node not in merges and not sizes.is_given(node)]
     return BatchTotals(
-        {node.name: merge for node, merge in merges.items()},
-        _names(before, sizes),
-        (*tensors, *_names(after, sizes)),
-        marks,
+        {node.name: merge for node, merge in merges.items()}, tuple(before), (*tensors, *after), marks.given
     )
-
-
-def _in_outputs(graph: fx.Graph, facts: Mapping[str, Fact]) -> set[fx.Node]:
-    """Returns what micro-batches make the outputs of: not what is computed of the whole batch before.
-
-    Nor is it state: that follows micro-batches, as BatchNorm's does.
-    """
-    outliving = outliving_storages(graph, facts)
-    outputs: set[fx.Node] = set()
-    state: set[fx.Node] = set()
-    for node in reversed(graph.nodes):
-        writes = facts[node.name].writes if node.name in facts else frozenset()
-        if writes & outliving or not state.isdisjoint(node.users):
-            state.add(node)
-        if node.op == "output" or writes or any(user in outputs for user in node.users if not is_of_batch(user)):
-            outputs.add(node)
-    return outputs - state
 
 
 def _what_makes(nodes: Iterable[fx.Node], known: Iterable[fx.Node], facts: Mapping[str, Fact]) -> list[fx.Node]:
@@ -139,57 +113,140 @@ def _what_makes(nodes: Iterable[fx.Node], known: Iterable[fx.Node], facts: Mappi
         wanted |= new
 
 
-def _names(nodes: Sequence[fx.Node], sizes: Sizes) -> tuple[str, ...]:
-    return tuple(node.name for node in nodes if not sizes.is_given(node))
+class _Marks:
+    """Puts calls of `of_batch` into a graph; `given` has the node whose value each stands for, and what becomes of it.
 
+    Args:
+        graph: The graph.
+        facts: What is known of each node.
+        sizes: Its sizes.
+        values: What the nodes have to do with the batch.
+        additions: Adds nodes to the graph.
+    """
 
-def _share(values: Values, node: fx.Node) -> Share:
-    return values[node].share or Share.FIXED
+    def __init__(
+        self, graph: fx.Graph, facts: Mapping[str, Fact], sizes: Sizes, values: Values, additions: Additions
+    ) -> None:
+        self._graph = graph
+        self._facts = facts
+        self._sizes = sizes
+        self._values = values
+        self._add = additions
+        self._in_outputs = self._makes_outputs()
+        self.given: dict[str, tuple[str, Use]] = {}
+
+    def give_totals(self, known: Sequence[fx.Node]) -> None:
+        """Marks a value of the whole batch wherever the graph goes on from it."""
+        powers, tail = Powers(self._values, self._sizes), _linear_tail(self._graph)
+        for value in [node for node in known if self._values[node].share is Share.WHOLE]:
+            for user in [user for user in value.users if user in self._in_outputs and self._goes_on(value, user)]:
+                use = _use(value, user, powers, tail)
+                is_cast = use is not Use.PLAIN or _is_plain(value)
+                user.replace_input_with(value, self._stand_in(user, value, use, user if is_cast else value))
+
+    def give_lengths(self, known: Sequence[fx.Node]) -> None:
+        """Has the graph go on from the lengths of the whole batch: greatest or least numbers of its inputs.
+
+        Means over positions are divided by them, too. The nodes that make them, and what follows from them and from
+        the batch size alone, stay as they are: the whole batch's are computed by them.
+        """
+        users = self._in_outputs - {node for node in known if self._values.is_whole(node)}
+        taken: dict[fx.Node, fx.Node] = {}
+        for number in [node for node in known if self._values[node].is_extreme and _is_plain(node)]:
+            sources = number.all_input_nodes
+            if taken.keys().isdisjoint(sources):
+                (tensor,) = sources
+                taken[tensor] = self._stand_in(number, tensor, Use.PLAIN, tensor)
+            taken[number] = self._add.again(number, taken)
+            for user in [user for user in number.users if user in users and not is_of_batch(user)]:
+                if isinstance(user.meta.get("val"), Tensor):
+                    user.replace_input_with(number, taken[number])
+        self._add.drop_unused(reversed(taken.values()))
+        self.given = {name: mark for name, mark in self.given.items() if self._add.has(name)}
+
+    def give_sizes(self, is_added: bool) -> list[str]:
+        """Has the graph compute with the size of the whole batch; returns the tensors that the sizes become.
+
+        Args:
+            is_added: Whether losses of micro-batches are added up. Then a micro-batch has its own size where that
+                makes a sum of what is none; else, where a loss divides sums over the samples by it, or scales them.
+        """
+        powers, tail = Powers(self._values, self._sizes, is_added), _linear_tail(self._graph)
+        size_of, in_outputs = self._numbers_of_sizes(), self._makes_outputs()
+
+        def has_its_own(user: fx.Node) -> bool:
+            """Whether an operation needs the size of the micro-batch: its result is added up to a loss, and no more."""
+            others = [each for each in user.all_input_nodes if each not in size_of]
+            if is_added:
+                is_own = operator_of(user).means is Means.MULTIPLY and not any(map(powers.sum_in, others))
+            else:
+                is_own = any(self._values[each].source & (Source.SAMPLES | Source.TOTAL) for each in others)
+            return is_own and user in tail and tail.issuperset(each for each in user.users if each.op != "output")
+
+        made: list[str] = []
+        uses = [(number, user) for number in size_of for user in number.users if user not in size_of]
+        for number, user in [(number, user) for number, user in uses if _computes_with(user, number)]:
+            if user in in_outputs and not has_its_own(user):
+                tensor = self._add.before(user, as_tensor, size_of[number], _dtype(number, user))
+                _replace(user, number, self._stand_in(user, tensor, Use.PLAIN, tensor))
+                made.append(tensor.name)
+        return made
+
+    def _stand_in(self, user: fx.Node, value: fx.Node, use: Use, like: fx.Node) -> fx.Node:
+        """Returns a new call of `of_batch`, right before a node, of the dtype of another one."""
+        node = self._add.before(user, of_batch, value, use, like.meta["val"].dtype)
+        self.given[node.name] = value.name, use
+        return node
+
+    def _makes_outputs(self) -> set[fx.Node]:
+        """Returns what micro-batches make the outputs of: not what is computed of the whole batch before.
+
+        Nor is it state: that follows micro-batches, as BatchNorm's does.
+        """
+        outliving = outliving_storages(self._graph, self._facts)
+        outputs: set[fx.Node] = set()
+        state: set[fx.Node] = set()
+        for node in reversed(self._graph.nodes):
+            writes = self._facts[node.name].writes if node.name in self._facts else frozenset()
+            if writes & outliving or not state.isdisjoint(node.users):
+                state.add(node)
+            if node.op == "output" or writes or any(user in outputs for user in node.users if not is_of_batch(user)):
+                outputs.add(node)
+        return outputs - state
+
+    def _goes_on(self, value: fx.Node, user: fx.Node) -> bool:
+        """Whether a node goes on from a value of the whole batch to numbers of a micro-batch, or to the loss."""
+        if user.op != "call_function" or is_of_batch(user) or self._values.is_whole(user):
+            return False
+        result = user.meta.get("val")
+        if not isinstance(result, Tensor):
+            return False
+        if not has_numbers(result):
+            return not _is_plain(value) and not self._is_own_size(value)
+        return not _is_plain(value) or _scales(user) is not None
+
+    def _is_own_size(self, value: fx.Node) -> bool:
+        """Whether a tensor becomes a size that stays that of the micro-batch: integers that go with it stay so, too."""
+        found = [(user, self._values[user]) for user in value.users]
+        users = [user for user, known in found if known.share is Share.WHOLE and not known.is_extreme]
+        return any(_is_plain(user) or self._is_own_size(user) for user in users)
+
+    def _numbers_of_sizes(self) -> dict[fx.Node, fx.Node]:
+        """Returns the sizes of the batch that are numbers in the graph, or tensors of one, each with the size it is."""
+        found: dict[fx.Node, fx.Node] = {}
+        for node in self._graph.nodes:
+            value, sources = node.meta.get("val"), node.all_input_nodes
+            is_size = isinstance(value, torch.SymInt | torch.SymFloat) and self._sizes.is_given(node)
+            if is_size and self._sizes.grows(value):
+                found[node] = node
+            elif has(node, Trait.SAME_NUMBER) and is_number(node) and len(sources) == 1 and sources[0] in found:
+                found[node] = found[sources[0]]
+        return found
 
 
 def _is_plain(node: fx.Node) -> bool:
     """Whether a node is a plain number, not a tensor."""
     return not isinstance(node.meta["val"], Tensor)
-
-
-def _mark(
-    graph: fx.Graph,
-    whole: Sequence[fx.Node],
-    values: Values,
-    sizes: Sizes,
-    in_outputs: Collection[fx.Node],
-    additions: Additions,
-) -> _Marks:
-    """Puts a call of `of_batch` wherever a graph goes on from a value of the whole batch; returns them."""
-    marks: _Marks = {}
-    powers, tail = Powers(values, sizes), _linear_tail(graph)
-    for value in whole:
-        for user in [user for user in value.users if user in in_outputs and _goes_on(value, user, values)]:
-            use = _use(value, user, powers, tail)
-            is_cast = use is not Use.PLAIN or _is_plain(value)
-            dtype = (user if is_cast else value).meta["val"].dtype
-            stand_in = additions.before(user, of_batch, value, use, dtype)
-            user.replace_input_with(value, stand_in)
-            marks[stand_in.name] = value.name, use
-    return marks
-
-
-def _goes_on(value: fx.Node, user: fx.Node, values: Values) -> bool:
-    """Whether a node goes on from a value of the whole batch to numbers of a micro-batch, or to the loss."""
-    if user.op != "call_function" or is_of_batch(user) or values[user].share in (Share.FIXED, Share.WHOLE):
-        return False
-    result = user.meta.get("val")
-    if not isinstance(result, Tensor):
-        return False
-    if not has_numbers(result):
-        return not _is_plain(value) and not _is_own_size(value, values)
-    return not _is_plain(value) or _scales(user) is not None
-
-
-def _is_own_size(value: fx.Node, values: Values) -> bool:
-    """Whether a tensor becomes a size that stays that of the micro-batch: integers that go with it stay so, too."""
-    users = [each for each in value.users if values[each].share is Share.WHOLE and not values[each].is_extreme]
-    return any(_is_plain(user) or _is_own_size(user, values) for user in users)
 
 
 def _use(value: fx.Node, user: fx.Node, powers: Powers, tail: Collection[fx.Node]) -> Use:
@@ -225,85 +282,6 @@ def _linear_tail(graph: fx.Graph) -> set[fx.Node]:
         tail |= new
         waiting += new
     return tail
-
-
-def _mark_lengths(numbers: Sequence[fx.Node], users: Collection[fx.Node], additions: Additions) -> _Marks:
-    """Has a graph go on from the lengths of the whole batch; returns the calls of `of_batch` for them.
-
-    Means over positions are divided by them, too. The nodes that make them stay as they are: the whole batch's are
-    computed by them.
-
-    Args:
-        numbers: The lengths, and what follows from them and from the batch size alone, in order of execution.
-        users: What may go on from them.
-        additions: Adds nodes to the graph.
-    """
-    marks: _Marks = {}
-    taken: dict[fx.Node, fx.Node] = {}
-    for number in numbers:
-        sources = number.all_input_nodes
-        if taken.keys().isdisjoint(sources):
-            (tensor,) = sources
-            given = additions.before(number, of_batch, tensor, Use.PLAIN, tensor.meta["val"].dtype)
-            marks[given.name] = tensor.name, Use.PLAIN
-            taken[tensor] = given
-        taken[number] = additions.again(number, taken)
-        for user in [user for user in number.users if user in users and not is_of_batch(user)]:
-            if isinstance(user.meta.get("val"), Tensor):
-                user.replace_input_with(number, taken[number])
-    additions.drop_unused(reversed(taken.values()))
-    return {name: mark for name, mark in marks.items() if additions.has(name)}
-
-
-def _mark_sizes(
-    graph: fx.Graph,
-    values: Values,
-    sizes: Sizes,
-    in_outputs: Collection[fx.Node],
-    additions: Additions,
-    is_added: bool,
-) -> tuple[_Marks, list[str]]:
-    """Has a graph compute with the size of the whole batch; returns the calls of `of_batch`, and what they are made of.
-
-    If losses are added up, a micro-batch has its own size where that makes a sum of what is none.
-    """
-    marks: _Marks = {}
-    made: list[str] = []
-    powers, tail, size_of = Powers(values, sizes, is_added), _linear_tail(graph), _numbers_of_sizes(graph, sizes)
-
-    def has_its_own(user: fx.Node) -> bool:
-        """Whether an operation needs the size of the micro-batch: its result is added up to a loss, and no more."""
-        others = [each for each in user.all_input_nodes if each not in size_of]
-        if is_added:
-            is_own = operator_of(user).means is Means.MULTIPLY and not any(map(powers.sum_in, others))
-        else:
-            is_own = any(values[each].source & (Source.SAMPLES | Source.TOTAL) for each in others)
-        ends = (each for each in user.users if each.op != "output")
-        return is_own and user in tail and tail.issuperset(ends)
-
-    uses = [(number, size, user) for number, size in size_of.items() for user in number.users if user not in size_of]
-    for number, size, user in [use for use in uses if _computes_with(use[2], use[0])]:
-        if user not in in_outputs or has_its_own(user):
-            continue
-        dtype = _dtype(number, user)
-        tensor = additions.before(user, as_tensor, size, dtype)
-        given = additions.before(user, of_batch, tensor, Use.PLAIN, dtype)
-        marks[given.name] = tensor.name, Use.PLAIN
-        made.append(tensor.name)
-        _replace(user, number, given)
-    return marks, made
-
-
-def _numbers_of_sizes(graph: fx.Graph, sizes: Sizes) -> dict[fx.Node, fx.Node]:
-    """Returns the sizes of the batch that a graph has as numbers, or as tensors of one, each with the size it is."""
-    found: dict[fx.Node, fx.Node] = {}
-    for node in graph.nodes:
-        value, sources = node.meta.get("val"), node.all_input_nodes
-        if isinstance(value, torch.SymInt | torch.SymFloat) and sizes.is_given(node) and sizes.grows(value):
-            found[node] = node
-        elif has(node, Trait.SAME_NUMBER) and is_number(node) and len(sources) == 1 and sources[0] in found:
-            found[node] = found[sources[0]]
-    return found
 
 
 def _computes_with(user: fx.Node, number: fx.Node) -> bool:

@@ -1,0 +1,398 @@
+"""Defines `AutoVaruna`: the one line that turns a training script into a pipeline- and data-parallel one.
+
+The wrapper shows the modules, parameters and attributes of the model as its own, and hands the work on: calls to
+`Session`, states to `State`, checkpoints to `Persistence`. What these share is in `Wrapped`.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from os import PathLike
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from autovaruna.checkpoint.load import CheckpointInfo
+from autovaruna.checkpoint.save import Way
+from autovaruna.checkpoint.state import Content
+from autovaruna.config.kinds import whole_number
+from autovaruna.config.resolve import resolve
+from autovaruna.config.settings import Settings
+from autovaruna.errors import InputError, OrderError
+from autovaruna.planner.records import Plan
+from autovaruna.runtime.environment import promise
+from autovaruna.runtime.optimizers.clipping import clip_grad_norm
+from autovaruna.runtime.weights.remote_parameter import RemoteTensor
+from autovaruna.runtime.world import World
+from autovaruna.session.device import find_device
+from autovaruna.session.persistence import Persistence
+from autovaruna.session.preparation import Preparation
+from autovaruna.session.session import Copies, Session
+from autovaruna.session.state import State
+from autovaruna.session.wrapped import Wrapped
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+class AutoVaruna(nn.Module):
+    """Trains a model over all ranks of ``mpirun``, split as the planner finds best.
+
+    The first call traces the model, measures it, plans, and gives each rank its part. On one process the model is
+    called as it is, unless a setting asks for micro-batches, stages or recomputation.
+
+    Args:
+        model: Any model that torch.export can trace.
+        optimizer: Its optimizer; each rank steps over the parameters whose numbers it has.
+        scaler: The loop's GradScaler, if it has one; None: the program's own, if there is one.
+        **settings: See ``python -m autovaruna config``.
+
+    Raises:
+        ConfigError: a setting is unknown or of the wrong kind.
+    """
+
+    module: nn.Module
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        scaler: torch.amp.GradScaler | None = None,
+        **settings: Any,
+    ) -> None:
+        if isinstance(model, AutoVaruna) or not isinstance(model, nn.Module):
+            raise InputError(f"AutoVaruna wraps a torch.nn.Module that is not wrapped yet: got {type(model).__name__}.")
+        if any(isinstance(parameter, RemoteTensor) for parameter in model.parameters()):
+            raise InputError(
+                "The model has been split over the ranks by an earlier AutoVaruna: other ranks hold parameters of it. "
+                "Expected a model that is whole: go on with the first wrapper, or wrap a new model and load the "
+                "state_dict() of the first into it."
+            )
+        if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+            raise InputError(
+                f"The second argument is the optimizer: got {type(optimizer).__name__}, expected a "
+                "torch.optim.Optimizer; settings are keywords."
+            )
+        self._wrap(model, optimizer, scaler, resolve(settings), Copies())
+        promise()
+
+    def _wrap(
+        self,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        scaler: torch.amp.GradScaler | None,
+        settings: Settings,
+        copies: Copies,
+    ) -> None:
+        """Puts the parts together."""
+        super().__init__()
+        self.__dict__["module"] = module  # not registered: names must stay the module's own
+        self.training = module.training
+        self._wrapped = Wrapped(module, optimizer, settings)
+        self._persistence = Persistence()
+        self._state = State(self._wrapped, self._persistence)
+        self._session = Session(self._wrapped, self._state, self._persistence, scaler, copies)
+
+    # what it is
+
+    @property
+    def settings(self) -> Settings:
+        """The settings."""
+        return self._wrapped.settings
+
+    @property
+    def world(self) -> World:
+        """The ranks; the first use starts MPI."""
+        return self._wrapped.world
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan; None before the first call, and on one process that runs the model as it is."""
+        return self._wrapped.engine.plan if self._wrapped.engine is not None else None
+
+    @property
+    def preparation(self) -> Preparation:
+        """How the model and its copies were planned."""
+        return self._session.preparation
+
+    @property
+    def loss_mode(self) -> str | None:
+        """What calls do: ``loss`` (the whole step), ``outputs`` (forwards; backwards in backward), None: not known."""
+        traces = self._session.traces
+        if traces is None or traces.latest is None:
+            return None
+        return "loss" if traces.latest.loss is not None else "outputs"
+
+    def save_deployment(self, path: str) -> None:
+        """Writes the plan, with what it is valid for, to a file.
+
+        Raises:
+            InputError: there is no plan yet.
+        """
+        if self._session.copies.preparation is None:
+            raise InputError("There is no plan to save: got no call of the model yet, or one process that needs none.")
+        self.preparation.save(path)
+
+    # steps
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the model on this rank's mini-batch; returns what the model returns, for the global batch."""
+        if torch.compiler.is_dynamo_compiling():  # torch.compile around the wrapper: there is nothing in it to compile
+            return torch.compiler.disable(self.forward)(*args, **kwargs)  # type: ignore[no-untyped-call]
+        self._persistence.poll()
+        self._wrapped.lent.settle()
+        if self._session.is_plain:
+            return self.module(*args, **kwargs)
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False), torch.no_grad():  # what a call prepares is for later steps, too
+                return self._session.call(args, kwargs)
+        return self._session.call(args, kwargs)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Keeps gradients on each rank back; the next call outside, or `allreduce_grads`, sums them with its own."""
+        before = self._wrapped.is_synchronising
+        self.delay_grad_allreduce(True)
+        try:
+            yield
+        finally:
+            self.delay_grad_allreduce(not before)
+
+    def delay_grad_allreduce(self, is_delayed: bool) -> None:
+        """Keeps gradients back from now on (RaNNC's name), until `allreduce_grads`."""
+        self._wrapped.is_synchronising = not is_delayed
+
+    def allreduce_grads(self) -> None:
+        """Sums the gradients that were kept back and adds them to ``.grad``. Collective."""
+        if self._wrapped.engine is not None:
+            self._wrapped.engine.backwards.synchronise()
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
+        """Scales the gradients so that the norm of all of them, on all ranks, is at most `max_norm`. Collective.
+
+        Returns:
+            The norm before, the same on every rank and for every plan.
+        """
+        wrapped = self._wrapped
+        if wrapped.engine is None:
+            return torch.nn.utils.clip_grad_norm_(self.parameters(), max_norm, norm_type, error_if_nonfinite)
+        return clip_grad_norm(
+            wrapped.state,
+            wrapped.placement,
+            wrapped.parameter_names,
+            wrapped.world,
+            max_norm,
+            norm_type,
+            error_if_nonfinite,
+            f"clip_grad_norm_{wrapped.of_model}",
+        )
+
+    # state
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        """Returns the whole model's state under its own names, on every rank. Collective after the first call."""
+        return self._state.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Loads a whole model's state, of which this rank takes its part; `assign` is as in plain PyTorch."""
+        return self._state.load_state_dict(state_dict, strict, assign)
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        """Loads what a module around the wrapper hands down, as PyTorch asks each module to."""
+        own = {name.removeprefix(prefix): value for name, value in state_dict.items() if name.startswith(prefix)}
+        is_assigned = local_metadata.get("assign_to_params_buffers", False)
+        try:
+            found = self.load_state_dict(own, strict=False, assign=is_assigned)
+        except RuntimeError as error:
+            error_msgs.append(str(error))
+            return
+        missing_keys += [prefix + name for name in found.missing_keys]
+        if strict:
+            unexpected_keys += [prefix + name for name in found.unexpected_keys]
+
+    def optimizer_state_dict(self) -> dict[str, Any]:
+        """Returns the state of the whole optimizer, in the form of plain PyTorch, on every rank. Collective."""
+        return self._state.optimizer_state_dict()
+
+    def load_optimizer_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Loads the state of a whole optimizer, of which this rank takes its part."""
+        self._state.load_optimizer_state_dict(state_dict)
+
+    # checkpoints
+
+    def save_checkpoint(
+        self,
+        dir: str | PathLike[str],
+        *,
+        step: int,
+        data_position: Any = None,
+        extra: Any = None,
+        keep: int | None = None,
+        tempdir: str | None = None,
+        background: bool = False,
+        shard: bool = True,
+        scaler: Any = None,
+        lr_scheduler: Any = None,
+    ) -> None:
+        """Saves model, optimizer and the state of the run in a folder ``dir/step-...`` of its own. Collective.
+
+        The weights are safetensors files with an index, under the names of the plain model. The folder appears when
+        it is complete; rank 0 gives what is the same on all ranks (`data_position`, `extra`, `scaler`, ...).
+
+        Args:
+            dir: A folder that all ranks share.
+            step: Number of the checkpoint; the same one again replaces it.
+            data_position: Where the data go on: numbers, texts, tensors, lists, tuples and dicts of them.
+            extra: More of the same kind.
+            keep: How many checkpoints stay, this one included; None: all.
+            tempdir: A local folder where files are written first.
+            background: Whether training goes on while files are written, from a copy that is made first, in memory of
+                the host that is kept for the next one; where that is short, a warning says so, and training waits for
+                the files. What goes wrong is raised by the next call of the model, `wait_checkpoint`, or the end of
+                the program.
+            shard: Whether the replicas of a stage share the writing; false: the first of them writes all.
+            scaler: A GradScaler.
+            lr_scheduler: A schedule of the learning rate.
+
+        Raises:
+            CheckpointError: it cannot be saved; the same on every rank. Earlier ones are as they were.
+        """
+        step, keep = whole_number("step", step, 0), None if keep is None else whole_number("keep", keep)
+        content = Content(step, data_position, extra, scaler, lr_scheduler)
+        self._persistence.save(self._wrapped.subject(), dir, content, Way(keep, tempdir, shard, background))
+
+    def wait_checkpoint(self) -> None:
+        """Waits until the checkpoint in the background is complete. Collective.
+
+        Raises:
+            CheckpointError: it failed.
+        """
+        self._persistence.wait()
+
+    def load_checkpoint(
+        self,
+        dir: str | PathLike[str],
+        step: int | str = "latest",
+        *,
+        scaler: Any = None,
+        lr_scheduler: Any = None,
+        strict: bool = True,
+    ) -> CheckpointInfo:
+        """Loads this rank's part of a checkpoint, saved by any number of ranks, whatever their plan. Collective.
+
+        Before the first call, what needs the plan (weights on ``meta``, the optimizer's state) is read with it.
+
+        Args:
+            dir: A folder of checkpoints, one of them, a Hugging Face folder, or a safetensors file.
+            step: The step, or ``"latest"``: the newest that is intact.
+            scaler: A GradScaler.
+            lr_scheduler: A schedule of the learning rate.
+            strict: Whether every name of the model, and no other, must be there.
+
+        Returns:
+            What was saved beside the weights.
+
+        Raises:
+            CheckpointError: there is none that is intact, or it does not fit; nothing has been changed.
+        """
+        wrapped = self._wrapped
+        find = partial(find_device, self.module, wrapped.settings)
+        parts = {"scaler": scaler, "lr_scheduler": lr_scheduler}
+        info = self._persistence.load(wrapped.subject(), dir, step, strict, find, **parts)
+        wrapped.num_calls = self._persistence.num_calls
+        if wrapped.engine is not None and self._persistence.seed is not None:
+            wrapped.engine.seed = self._persistence.seed
+        return info
+
+    # the module that it shows
+
+    def train(self, mode: bool = True) -> Self:
+        """Sets training mode on the model."""
+        self.training = mode
+        self.module.train(mode)
+        return self
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yields the parameters of the model, under its own names; those that other ranks hold are `Elsewhere`."""
+        self._wrapped.lent.settle()
+        yield from self.module.named_parameters(prefix, recurse, remove_duplicate)
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yields the buffers of the model, under its own names."""
+        yield from self.module.named_buffers(prefix, recurse, remove_duplicate)
+
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """Yields the modules of the model, under its own names."""
+        yield from self.module.named_modules(memo, prefix, remove_duplicate)
+
+    def named_children(self) -> Iterator[tuple[str, nn.Module]]:
+        """Yields the direct children of the model."""
+        yield from self.module.named_children()
+
+    def extra_repr(self) -> str:
+        """Returns the wrapped model's print."""
+        return repr(self.module)
+
+    def __getattr__(self, name: str) -> Any:
+        """Finds what the wrapper does not define on the wrapped model (``model.config``)."""
+        if "module" not in self.__dict__ or name == "module":
+            raise AttributeError(name)
+        return getattr(self.__dict__["module"], name)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        """Moves or casts the model, as ``to``, ``half`` and the like ask; before the first call only."""
+        if self._wrapped.engine is not None:
+            raise InputError(
+                "The model has been split over the ranks: got to(), cuda() or a cast after the first call. "
+                "Move or cast it before the first call."
+            )
+        self.module._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self._wrapped.settle()
+        self._wrapped.take_state()
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> AutoVaruna:
+        """Returns a model of its own, without an optimizer, of which each rank holds what it holds of this one."""
+        if self._persistence.pending is not None and self._persistence.pending.weights:
+            raise OrderError(
+                "A checkpoint has been loaded, but not yet into the parts of the ranks, which the first call makes: "
+                "got a copy of the model before it. Call the model first."
+            )
+        made = type(self).__new__(type(self))
+        made._wrap(copy.deepcopy(self.module, memo), None, None, self.settings, self._session.copies)
+        memo[id(self)] = made
+        made.training = self.training
+        if self._wrapped.engine is not None:
+            made._session.run_part()
+        own = vars(self).keys() - vars(made).keys()
+        made.__dict__.update({name: copy.deepcopy(vars(self)[name], memo) for name in own})
+        return made
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuses to pickle a model that is split: this rank has but a part of it."""
+        if self._wrapped.engine is not None:
+            raise InputError(
+                "The model has been split over the ranks: got a pickle, or a shallow copy, of the wrapper. Expected "
+                "one of its state: state_dict() (on every rank), or save_checkpoint(); or copy.deepcopy(model)."
+            )
+        return super().__reduce_ex__(protocol)

@@ -1,0 +1,342 @@
+"""Guards a trace by what it depends on besides tensors: attributes, hooks, training flags, grad mode, autocast.
+
+A trace fixes the numbers, texts, lists and the like that modules hold, and those in the objects that modules hold, a
+configuration for example. What a script has set of them since then is part of what a call is known by: another value
+is another trace. What a forward of the library's own has set is not, for it differs between ranks. Globals and
+variables of closures are read once, when the model is traced.
+
+A script may keep what no trace depends on in a model, a counter for example. So where one attribute has changed, the
+model is traced without it, and with something in its place that cannot be used: if neither makes a difference, the
+attribute does not count any more.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from enum import Enum
+from itertools import chain
+from operator import itemgetter, methodcaller
+from types import FunctionType, MethodType, ModuleType
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from autovaruna._torch import DisableTorchFunctionSubclass
+from autovaruna.graph.precision import current_precision
+from autovaruna.graph.tree import is_array, words
+
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+OF_MODULES = frozenset(vars(nn.Module()))
+"""What torch itself keeps in every module."""
+_TRAINING, _VALUES = itemgetter("training"), methodcaller("values")
+_PLAIN = (bool, int, float, str, type(None), Enum, torch.dtype, torch.device, torch.layout, torch.memory_format)
+_CONTAINERS = (list, tuple, dict, set, frozenset)
+_NO_RECORDS = (nn.Module, Tensor, type, ModuleType, FunctionType, MethodType, Enum)
+_NO_CONFIGURATIONS = ("logging", "threading", "concurrent", "multiprocessing", "functools", "weakref")
+_IMMUTABLE_TYPE = 1 << 8
+_RECORDS_DEPTH, _DEPTH = 2, 3
+_MOST = 1000
+"""Entries of a container that is looked into, and objects of a model."""
+_MOST_TRIES = 3
+"""Trials after which an attribute counts for good."""
+GONE = object()
+"""Stands for an attribute that is not there."""
+
+
+def is_plain(value: object) -> bool:
+    """Says whether an object is a number, a text or the like, or a tuple of such: nothing in it can change."""
+    return isinstance(value, _PLAIN) or (isinstance(value, tuple) and all(isinstance(each, _PLAIN) for each in value))
+
+
+def entries(path: str, value: Any, depth: int = _DEPTH) -> Iterator[tuple[str, Any]]:
+    """Yields the plain values and tensors in a container with their paths, and arrays in words."""
+    if is_plain(value) or isinstance(value, Tensor):
+        yield path, value
+    elif is_array(type(value)):
+        yield path, words(value)
+    elif depth and isinstance(value, _CONTAINERS) and len(value) <= _MOST:
+        yield path, len(value)
+        ordered = sorted(value, key=repr) if isinstance(value, set | frozenset) else value
+        for name, inner in list(ordered.items() if isinstance(ordered, Mapping) else enumerate(ordered)):
+            yield from entries(f"{path}.{name}", inner, depth - 1)
+
+
+def records(model: nn.Module) -> list[tuple[str, Any]]:
+    """Returns the objects with attributes of their own that modules hold, each once, with their path."""
+    found: dict[int, tuple[str, Any]] = {}
+    for path, module in model.named_modules():
+        _collect(path, module, _RECORDS_DEPTH, found)
+    return list(found.values())
+
+
+def _collect(path: str, owner: Any, depth: int, found: dict[int, tuple[str, Any]]) -> None:
+    for name, value in list(vars(owner).items()):
+        if type(value).__flags__ & _IMMUTABLE_TYPE or id(value) in found or len(found) >= _MOST:
+            continue
+        if _is_record(value):
+            found[id(value)] = full_name(path, name), value
+            if depth > 1:
+                _collect(full_name(path, name), value, depth - 1, found)
+
+
+def _is_record(value: object) -> bool:
+    library = type(value).__module__.partition(".")[0]
+    return hasattr(value, "__dict__") and not isinstance(value, _NO_RECORDS) and library not in _NO_CONFIGURATIONS
+
+
+def full_name(path: str, name: str) -> str:
+    """Returns the name of an attribute, as ``path.of.module.attribute``."""
+    return f"{path}.{name}" if path else name
+
+
+class Guards:
+    """What the traces of a model depend on besides inputs, read anew at every call.
+
+    Walking a deep model takes PyTorch milliseconds, so a snapshot of plain values is compared, and the model is walked
+    again where it differs. Of tensors and other objects counts how often the script has replaced them.
+
+    Args:
+        model: The model.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._ignored: set[str] = set()
+        self._tries: Counter[str] = Counter()
+        self._counts: dict[str, tuple[Any, int]] = {}
+        self._is_started = False
+        self._set: dict[str, Any] = {}
+        self._new: set[str] = set()
+        self._latest: tuple[Any, ...] = ()
+        self._latest_words = ""
+        self._learn()
+        self._first, self._first_kinds = dict(self._last), self._kinds
+        self._slots, self._settled = self._slots_now(), self._ids()
+
+    def words(self) -> str:
+        """Returns all of it as a text that is equal for calls that one trace serves."""
+        if self._read() != self._values:
+            self._note_changes()
+        try:
+            training = list(map(_TRAINING, self._modules))
+        except KeyError:  # one keeps it elsewhere
+            training = [module.training for module in self._model.modules()]
+        parameters = [each for each in self._parameters() if each is not None]
+        with DisableTorchFunctionSubclass():  # those that other ranks hold answer through Python otherwise
+            trained = [each.requires_grad for each in parameters]
+        mode = self._changed_words(), training, trained, torch.is_grad_enabled(), current_precision()
+        if mode != self._latest:
+            self._latest, self._latest_words = mode, _in_words(*mode)
+        return self._latest_words
+
+    def start(self) -> None:
+        """Takes everything as it is now: the model has been traced, for the first time or once more."""
+        self._new.clear()
+        if not self._is_started:
+            self._is_started = True
+            self.settle()
+            self._set = {}
+            self._first, self._first_kinds = dict(self._last), self._kinds
+
+    def settle(self) -> None:
+        """Takes attributes and parameters as they are now: a call of the library's own has ended."""
+        self._learn()
+        self._slots, self._settled = self._slots_now(), self._ids()
+
+    def replaced(self) -> list[str]:
+        """Returns the names of parameters that are other tensors than when `settle` was called; call `words` before."""
+        if self._ids() == self._settled:
+            return []
+        before, now = self._slots, self._slots_now()
+        return sorted(name for name in now.keys() | before.keys() if now.get(name) != before.get(name))
+
+    def doubtful(self) -> set[str]:
+        """Returns the attributes that the script has set since the latest trace, and that forward may never read."""
+        return {name for name in self._new if self._tries[name] < _MOST_TRIES}
+
+    def note_trial(self, names: Collection[str], unread: Collection[str], read: Collection[str]) -> None:
+        """Takes what a trial has shown of attributes: those that no trace depends on do not count any more."""
+        self._tries.update(names)
+        self._tries.update(dict.fromkeys(read, _MOST_TRIES))
+        self._ignored |= {*unread}
+        self._new -= self._ignored
+        self._set = {name: value for name, value in self._set.items() if name not in self._ignored}
+        self._learn()
+
+    @contextmanager
+    def with_others(self, values: Mapping[str, Any]) -> Iterator[None]:
+        """Lets attributes have other values while the context lasts; `GONE` takes one away."""
+        owners = {path: vars(owner) for path, owner in [*self._model.named_modules(), *records(self._model)]}
+        split = [(*name.rpartition("."), value) for name, value in values.items()]
+        places = [(owners[path], name, value) for path, _, name, value in split if path in owners]
+        before = [(place, dict(place)) for place, *_ in places]
+        try:
+            for place, name, value in places:
+                place.pop(name, None)
+                place |= {} if value is GONE else {name: value}
+            yield
+        finally:
+            for place, own in before:
+                place.clear()
+                place.update(own)
+
+    def _note_changes(self) -> None:
+        before = self._last
+        self._learn()
+        names = {*before, *self._last}
+        changed = {name for name in names if before.get(name, GONE) != self._last.get(name, GONE)}
+        self._set |= {name: self._last.get(name, GONE) for name in changed}
+        self._set = {name: value for name, value in self._set.items() if value != self._first.get(name, GONE)}
+        self._new |= {name for name in changed if not name.endswith(HOOKS)}
+
+    def _changed_words(self) -> str:
+        """Returns, without spaces, what the script has set to another value than when the model was traced first."""
+        if not self._is_started or (not self._set and self._kinds == self._first_kinds):
+            return ""
+        found = [f"{name}:{'gone' if each is GONE else repr(each)}" for name, each in sorted(self._set.items())]
+        found += [self._kinds] if self._kinds != self._first_kinds else []
+        return "".join(",".join(found).split())
+
+    def _learn(self) -> None:
+        named = list(self._model.named_modules())
+        self._modules = [vars(module) for _, module in named]
+        self._hooks = [place[kind] for place in self._modules for kind in HOOKS if kind in place]
+        self._tables = [place["_parameters"] for place in self._modules]
+        self._holders = [place["_modules"] for place in self._modules]
+        self._buffers = [place["_buffers"] for place in self._modules]
+        owners = [(path, vars(owner)) for path, owner in [*named, *records(self._model)]]
+        self._places = [place for _, place in owners]
+        self._getters: list[tuple[Any, dict[str, Any]]] = []
+        self._containers: list[tuple[str, dict[str, Any], str]] = []
+        self._objects: list[tuple[dict[str, Any], str]] = []
+        self._last: dict[str, Any] = {}
+        inner = {id(place) for place in self._places}
+        for path, place in owners:
+            counted = [name for name in place if self._is_guarded(path, name)]
+            plain = [name for name in counted if is_plain(place[name])]
+            if plain:
+                self._getters.append((itemgetter(*plain), place))
+            self._last |= {full_name(path, name): place[name] for name in plain}
+            for name in counted:
+                if not is_plain(place[name]):
+                    self._add_other(full_name(path, name), place, name, inner)
+        for path, module in named:
+            for kind in HOOKS:
+                self._last[full_name(path, kind)] = len(vars(module).get(kind, ()))
+        self._kinds = ",".join(f"{path}={_kind(module)}" for path, module in named)
+        self._values = self._read()
+
+    def _is_guarded(self, path: str, name: str) -> bool:
+        return name not in OF_MODULES and full_name(path, name) not in self._ignored
+
+    def _add_other(self, full: str, place: dict[str, Any], name: str, inner: set[int]) -> None:
+        """Adds an attribute that is no plain value; the attributes of a configuration count by themselves."""
+        value = place[name]
+        if isinstance(value, _CONTAINERS) or is_array(type(value)):
+            self._containers.append((full, place, name))
+            self._last[full] = [(path, self._count(path, each)) for path, each in entries(full, value)]
+        else:
+            self._objects.append((place, name))
+            if id(getattr(value, "__dict__", None)) not in inner:
+                self._last[full] = self._count(full, value)
+
+    def _count(self, name: str, value: Any) -> Any:
+        """Returns a value that is equal on every rank: how often an object was replaced."""
+        if is_plain(value):
+            return value
+        known, count = self._counts.get(name, (value, 0))
+        self._counts[name] = value, count + (known is not value)
+        return self._counts[name][1]
+
+    def _read(self) -> list[Any]:
+        """Returns everything that is guarded; cheap, for every call."""
+        try:
+            values: list[Any] = [getter(place) for getter, place in self._getters]
+            held = [[*entries(full, place[name])] for full, place, name in self._containers]
+        except KeyError:  # one is gone
+            return []
+        values += [[(path, id(each) if isinstance(each, Tensor) else each) for path, each in found] for found in held]
+        values += [id(place.get(name)) for place, name in self._objects]
+        values += map(id, chain.from_iterable(map(_VALUES, self._holders)))
+        values += map(len, chain(self._places, self._hooks, self._tables, self._buffers))
+        return values
+
+    def _parameters(self) -> Iterator[Any]:
+        """Yields what is in the place of each parameter, None where there is none."""
+        return chain.from_iterable(map(_VALUES, self._tables))
+
+    def _ids(self) -> list[int]:
+        return list(map(id, self._parameters()))
+
+    def _slots_now(self) -> dict[str, int]:
+        return {
+            full_name(path, name): id(tensor)
+            for path, module in self._model.named_modules()
+            for name, tensor in module._parameters.items()
+        }
+
+
+def _kind(module: nn.Module) -> str:
+    buffers = ",".join(module._buffers.keys())
+    return f"{type(module).__qualname__}({buffers})" if buffers else type(module).__qualname__
+
+
+def _in_words(changed: str, training: list[bool], trained: list[bool], is_grad: bool, precision: Any) -> str:
+    flags = "".join(["t" if each else "e" for each in training])
+    frozen = "".join(["g" if each else "f" for each in trained])
+    autocast = ",".join(map(str, precision)) or "off"
+    mode = f"training={flags} gradient={is_grad} autocast={autocast} parameters={frozen}"
+    return f"{mode} attributes={changed}" if changed else mode
+
+
+def mode_of(model: nn.Module) -> str:
+    """Returns the words of a model's guards now, as `Guards.words`."""
+    return Guards(model).words()
+
+
+class UsedError(BaseException):
+    """Says which attribute a model uses while it must not; no model's own handlers catch it."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.name = name
+
+
+class Unusable:
+    """Stands for the value of an attribute that a model is thought not to read: whatever is done with it raises.
+
+    Args:
+        name: The attribute.
+    """
+
+    __slots__ = ("_attribute",)
+
+    def __init__(self, name: str) -> None:
+        self._attribute = name
+
+    def __copy__(self) -> Unusable:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Unusable:
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # Python and libraries ask every object for some
+            raise AttributeError(name)
+        raise UsedError(self._attribute)
+
+
+def _use(self: Unusable, *args: Any, **kwargs: Any) -> NoReturn:
+    raise UsedError(self._attribute)
+
+
+_BINARY = (
+    *("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor", "lshift", "rshift"),
+    *("eq", "ne", "lt", "le", "gt", "ge", "contains", "getitem", "setitem"),
+)
+_UNARY = ("bool", "int", "float", "index", "str", "repr", "format", "len", "iter", "next", "call", "hash", "neg", "abs")
+for _name in [*_UNARY, *_BINARY, *(f"r{each}" for each in _BINARY)]:
+    setattr(Unusable, f"__{_name}__", _use)

@@ -1,0 +1,397 @@
+"""Defines `Session`: agrees with the other ranks on each call; plans the model at the first one and splits it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cached_property, partial
+from itertools import chain
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+
+from autovaruna.errors import RankError
+from autovaruna.graph.call import CallReader, CallSpec
+from autovaruna.graph.traced import TracedModel
+from autovaruna.planner.records import Plan
+from autovaruna.runtime.batch import GlobalBatch, cut_batch, weigh
+from autovaruna.runtime.collective import gather_on_all, on_all
+from autovaruna.runtime.engine import Engine, PreparedGraphs
+from autovaruna.runtime.optimizers.clipping import join_norms
+from autovaruna.runtime.optimizers.optimizer import (
+    CutOptimizer,
+    OwnSteps,
+    step_over_own_part,
+    watch_later_optimizers,
+    with_hooks,
+)
+from autovaruna.runtime.optimizers.scaler import LossScale
+from autovaruna.runtime.transport.torch_channel import open_channel
+from autovaruna.runtime.weights.placement import note_split
+from autovaruna.runtime.world import World
+from autovaruna.session.batch_values import BatchValues, Totals, ValuesOfBatch
+from autovaruna.session.calls import (
+    Report,
+    SameInputs,
+    SharedCall,
+    compare_settings,
+    input_groups,
+    micro_batch_weights,
+    share_call,
+)
+from autovaruna.session.device import on_own_gpu
+from autovaruna.session.machine import give_back_freed_memory, keep_freed_memory, resident_bytes
+from autovaruna.session.persistence import Persistence
+from autovaruna.session.preparation import Preparation
+from autovaruna.session.state import State
+from autovaruna.session.traces import Traces
+from autovaruna.session.wrapped import Wrapped
+
+logger = logging.getLogger(__name__)
+
+_SEED_OF_COPY = 1_000_003
+
+
+class Copies:
+    """A wrapped model and its deep copies, which are all split in the same way at the same time.
+
+    So averages of weights, teachers and target networks stay alike in what each rank holds of them.
+
+    Attributes:
+        preparation: their common plan; None before the first call of any of them.
+        num_made: how many there have been.
+    """
+
+    def __init__(self) -> None:
+        self.preparation: Preparation | None = None
+        self.num_made = 0
+        self._members: list[ref[Session]] = []
+
+    def add(self, session: Session) -> int:
+        """Takes a model in; returns its number."""
+        self._members.append(ref(session))
+        self.num_made += 1
+        return self.num_made - 1
+
+    def members(self) -> list[Session]:
+        """Returns those that there still are, the first one first."""
+        return [session for each in self._members if (session := each()) is not None]
+
+    def compare(self, world: World) -> None:
+        """Makes sure that all ranks have made the same copies. Collective.
+
+        Raises:
+            RankError: they have not.
+        """
+        numbers = world.gather_objects(len(self.members()), "counting copies of the model")
+        if len(set(numbers)) > 1:
+            raise RankError(
+                f"The ranks have {numbers} models that are copies of one another, to be split together. Expected "
+                "copy.deepcopy(model) on every rank, or on none."
+            )
+
+
+class Session:
+    """The calls of one wrapped model, which is whole on every rank until its first one, or that of one of its copies.
+
+    Args:
+        wrapped: The model.
+        state: Its state, which the optimizer's own methods show once it is split.
+        persistence: Its checkpoints.
+        scaler: The loop's GradScaler; None: the program's own, if there is one.
+        copies: It and its deep copies.
+
+    Attributes:
+        copies: the same.
+        traces: the graphs; None: there was no call yet.
+    """
+
+    def __init__(
+        self,
+        wrapped: Wrapped,
+        state: State,
+        persistence: Persistence,
+        scaler: torch.amp.GradScaler | None,
+        copies: Copies,
+    ) -> None:
+        self.copies = copies
+        self.traces: Traces | None = None
+        self._wrapped = wrapped
+        self._state = state
+        self._persistence = persistence
+        self._scaler = scaler
+        self._number_of_copy = copies.add(self)
+        self._reader = CallReader(wrapped.module, wrapped.settings.batch_inputs)
+        self._batch_values: dict[str, BatchValues] = {}
+
+    @property
+    def preparation(self) -> Preparation:
+        """How the model and its copies were planned."""
+        assert self.copies.preparation is not None
+        return self.copies.preparation
+
+    @cached_property
+    def is_plain(self) -> bool:
+        """Whether the model is called as it is: one process, and no setting that asks for more."""
+        if self._wrapped.world.num_ranks > 1:
+            return False
+        settings = self._wrapped.settings
+        asks = (
+            settings.num_micro_batches,
+            settings.micro_batch_size,
+            settings.num_stages > 1,
+            settings.recompute == "all",
+            settings.memory_limit_bytes,
+            settings.cuts,
+            settings.stage_ranks,
+        )
+        return not any(asks)
+
+    def call(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Calls the model on all ranks; the first call plans and splits it. Collective.
+
+        Returns:
+            What the model returns, for the global batch.
+        """
+        wrapped = self._wrapped
+        num_known = 0 if self.traces is None else self.traces.num_known
+        shared = self._agree(args, kwargs)
+        engine = wrapped.engine or self._start(shared)
+        batch = self._cut(shared, engine.plan)
+        assert self.traces is not None
+        traced = self.traces.of(shared, batch)
+        wrapped.num_calls += 1
+        values = self._values_of_batch(traced, shared, batch)
+        returned = engine.run(traced, shared.tensors, shared.number, batch, values, wrapped.is_synchronising)
+        is_new = self.traces.num_known > num_known
+        if is_new:
+            wrapped.guards.start()
+        if is_new or traced.has_kept_modules:  # both may set attributes
+            wrapped.guards.settle()
+        return returned
+
+    def prepare(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Plans and splits the model now, from a sample of the calls to come. Collective.
+
+        Args:
+            args, kwargs: Arguments of a call; no number of theirs goes through the model.
+        """
+        if self._wrapped.engine is None:
+            self._start(self._agree(args, kwargs))
+
+    def adopt(self, optimizer: torch.optim.Optimizer) -> None:
+        """Takes the optimizer of a model that has been split, made from ``parameters()`` of this rank. Collective.
+
+        Raises:
+            InputError: it has parameters that this rank does not hold, or its steps join numbers of several.
+            RankError: the ranks' optimizers have different numbers of groups.
+        """
+        wrapped = self._wrapped
+        cut = wrapped.joined_optimizer(optimizer)
+        own_steps = OwnSteps(with_hooks(optimizer))
+        self._check_steps(cut, own_steps, self.preparation)
+        wrapped.optimizer, wrapped.own_steps = cut, own_steps
+        wrapped.acts.watch(optimizer, cut.names)
+
+    # agree
+
+    def _agree(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> SharedCall:
+        """Tells all ranks of this rank's call. Collective."""
+        wrapped, world = self._wrapped, self._wrapped.world
+        if wrapped.engine is None:
+            compare_settings(wrapped.settings, world)
+        error: Exception | None = None
+        report = None
+        try:
+            mode = wrapped.guards.words()
+            wrapped.check_parameters()
+            tensors, call = self._reader.read(args, kwargs, mode)
+            tensors = on_own_gpu(tensors, wrapped.device)
+            passed = self._same_inputs.digests(wrapped.num_calls, tensors)
+            totals = self._own_totals(call.key(), tensors, call.batch_size)
+            report = call.key(), call.batch_size, wrapped.digest(), passed, totals
+        except Exception as caught:
+            error = caught
+        reports = world.agree(error, f"reading the model's inputs{wrapped.of_model}", report)
+        if self._leave_out(call, reports):
+            return self._agree(args, kwargs)
+        try:
+            shared = share_call(call, tensors, wrapped.num_calls, self._groups, world, reports, wrapped.doings)
+        except RankError:  # on every rank; parameters() gives a caller those of this rank alone to freeze
+            if wrapped.engine is None or not wrapped.state.follow_frozen(wrapped.placement, world):
+                raise
+            return self._agree(args, kwargs)
+        if world.rank == 0 and reports[0][3]:
+            self._same_inputs.compare(call, [digests for *_, digests, _ in reports])
+        return shared
+
+    def _leave_out(self, call: CallSpec, reports: Sequence[Report]) -> bool:
+        """Looks, where a call is new, for attributes that the script has set and no trace depends on. Collective then.
+
+        Returns:
+            Whether there are any; they do not count any more.
+        """
+        world, guards, traces = self._wrapped.world, self._wrapped.guards, self.traces
+        keys = {key for key, *_ in reports}
+        if self._wrapped.engine is None or traces is None or (len(keys) == 1 and traces.knows(call.key())):
+            return False
+        found = world.gather_objects(guards.doubtful(), "comparing changed attributes")
+        names = set().union(*found)
+        if not names:
+            return False
+        trials = world.gather_objects(traces.try_without(names, call, guards), "comparing trials")
+        unread = set.intersection(*(unread for unread, _ in trials))
+        guards.note_trial(names, unread, set().union(*(read for _, read in trials)))
+        if unread and world.rank == 0:
+            text = "no trace depends on %s, which the script sets between calls: calls do not differ by it from now on"
+            logger.info(text, ", ".join(sorted(unread)))
+        return bool(unread)
+
+    @cached_property
+    def _groups(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks that pass the same mini-batch."""
+        return input_groups(self._wrapped.settings, self._wrapped.world.num_ranks)
+
+    @cached_property
+    def _same_inputs(self) -> SameInputs:
+        return SameInputs(self._groups)
+
+    def _cut(self, shared: SharedCall, plan: Plan) -> GlobalBatch:
+        settings, world = self._wrapped.settings, self._wrapped.world
+        batch = cut_batch(shared.sizes, plan.num_micro_batches, shared.groups)
+        weights = micro_batch_weights(settings.micro_batch_weight, self._wrapped.module, shared, batch, world)
+        return weigh(batch, weights, settings.reduction == "sum")
+
+    def _own_totals(self, key: str, tensors: Sequence[Tensor], num_samples: int) -> Totals | None:
+        """Returns the totals of this rank's mini-batch; None: the graph is not known yet."""
+        traced = None if self.traces is None else self.traces.known(key)
+        if traced is None:
+            return None
+        return self._values_in(traced).of_samples(tensors, num_samples) if traced.totals else []
+
+    def _values_of_batch(self, traced: TracedModel, shared: SharedCall, batch: GlobalBatch) -> ValuesOfBatch:
+        """Returns what micro-batches are given of the whole batch. Collective if the graph is new."""
+        if not traced.totals:
+            return {}
+        values = self._values_in(traced)
+        reported: Sequence[Totals | None] = shared.totals
+        if None in reported:  # on every rank
+            own = partial(values.of_samples, shared.tensors, shared.call.batch_size)
+            reported = gather_on_all(self._wrapped.world, own, f"counting over the batch{self._wrapped.of_model}")
+        first = [ranks[0] for ranks in shared.groups]
+        totals = [reported[rank] or [] for rank in first]
+        return values.of_batch(totals, [shared.sizes[rank] for rank in first], shared.tensors, batch)
+
+    def _values_in(self, traced: TracedModel) -> BatchValues:
+        if traced.key not in self._batch_values:
+            device = self.preparation.device
+            self._batch_values[traced.key] = BatchValues(traced, lambda: self._wrapped.state.buffers(), device)
+        return self._batch_values[traced.key]
+
+    # trace, measure, plan
+
+    def _start(self, shared: SharedCall) -> Engine:
+        """Plans, and gives each rank its part of the model and of its copies. Collective.
+
+        With an optimizer, the plan is one for training, even if the first call only evaluates.
+        """
+        wrapped, world = self._wrapped, self._wrapped.world
+        self.copies.compare(world)
+        first = next((each for each in self.copies.members() if each._wrapped.optimizer is not None), self)
+        if first is not self:
+            first._start(replace(shared, call=replace(shared.call, mode=first._wrapped.guards.words())))
+            assert wrapped.engine is not None
+            return wrapped.engine
+        if wrapped.optimizer is not None and not torch.is_grad_enabled():
+            with as_in_training(wrapped.module):
+                return self._start(replace(shared, call=replace(shared.call, mode=wrapped.guards.words())))
+        optimizer = wrapped.follow_groups()
+        if optimizer is not None:
+            optimizer.check()
+        keep_freed_memory()
+        resident = resident_bytes()
+        wrapped.settle()
+        settings, device = wrapped.settings, wrapped.device
+        self.traces = Traces(wrapped.module, settings, world, device)
+        traced = self.traces.first(shared)
+        wrapped.take_state()  # with the buffers that a first call leaves
+        raw = None if optimizer is None else optimizer.optimizer
+        preparation = Preparation(traced, wrapped.module, raw, shared, settings, world, device, resident)
+        open_channel(settings.channel, preparation.plan, world, device)
+        if optimizer is not None and wrapped.own_steps is not None:
+            self._check_steps(optimizer, wrapped.own_steps, preparation)
+        self.copies.preparation = preparation
+        for each in self.copies.members():
+            each._take_part()
+        give_back_freed_memory()
+        assert wrapped.engine is not None
+        return wrapped.engine
+
+    def _check_steps(self, cut: CutOptimizer, own: OwnSteps, preparation: Preparation) -> None:
+        """Lets an optimizer step over this rank's part, if it will have but a part and may. Collective."""
+        if preparation.placement.splits(chain(*cut.names)):
+            world = self._wrapped.world
+            act = partial(step_over_own_part, cut.optimizer, own, world.num_ranks, preparation.device)
+            on_all(world, act, f"trying the optimizer{self._wrapped.of_model}")
+
+    # split
+
+    def _take_part(self) -> None:
+        """Gives each rank its part, and what a checkpoint holds of it. Collective."""
+        wrapped, preparation = self._wrapped, self.preparation
+        given = self._persistence.given(wrapped.subject())
+        seed = self._seed(0)
+        wrapped.state.distribute(preparation.placement, wrapped.world, preparation.device, seed, given)
+        if wrapped.optimizer is not None:
+            wrapped.optimizer.cut(wrapped.state.parameters())
+        self.run_part()
+        self._state.show_whole_optimizer()
+        self._persistence.fill(wrapped.subject())
+
+    def run_part(self) -> None:
+        """Makes what runs this rank's part, of a model that has been split."""
+        wrapped, preparation = self._wrapped, self.preparation
+        settings, world = wrapped.settings, wrapped.world
+        plan, placement, device = preparation.plan, preparation.placement, preparation.device
+        if placement.splits(placement.holders):
+            note_split(wrapped.state, placement, world)
+            join_norms()
+            watch_later_optimizers()
+        self.traces = self.traces or Traces(wrapped.module, settings, world, device)
+        optimizer = None if wrapped.optimizer is None else wrapped.optimizer.optimizer
+        orders, assignment = preparation.orders, preparation.assignment
+        wrapped.engine = Engine(
+            PreparedGraphs(wrapped.state, plan, assignment, placement, orders, settings, world, device),
+            wrapped.state,
+            plan,
+            settings,
+            world,
+            device,
+            self._seed(self._number_of_copy),
+            LossScale(optimizer, self._scaler, world),
+            wrapped.of_model,
+            None if self._number_of_copy else preparation.event_trace(),
+        )
+        wrapped.guards.settle()
+
+    def _seed(self, number: int) -> int:
+        """Returns what random nodes draw from: a copy draws other numbers, as it would in plain PyTorch."""
+        seed = self.preparation.seed if self._persistence.seed is None else self._persistence.seed
+        return seed + number * _SEED_OF_COPY
+
+
+@contextmanager
+def as_in_training(model: nn.Module) -> Iterator[None]:
+    """Sets train mode on every module and turns gradients on; afterwards each module is as it was."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.train()
+    try:
+        with torch.enable_grad():
+            yield
+    finally:
+        for module, mode in modes:
+            module.training = mode

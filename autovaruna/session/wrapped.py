@@ -1,0 +1,182 @@
+"""Defines `Wrapped`: a user's model with its optimizer, whole on every rank until it is split."""
+
+from __future__ import annotations
+
+from weakref import ref
+
+import torch
+from torch import nn
+
+from autovaruna.checkpoint.state import Subject
+from autovaruna.config.resolve import log_settings
+from autovaruna.config.settings import Settings
+from autovaruna.errors import InputError, RankError
+from autovaruna.graph.guards import Guards
+from autovaruna.log import configure
+from autovaruna.runtime.engine import Engine
+from autovaruna.runtime.environment import get_world
+from autovaruna.runtime.optimizers.optimizer import CutOptimizer, OwnSteps, with_hooks
+from autovaruna.runtime.weights.placement import OwnedState, Placement
+from autovaruna.runtime.weights.state import StateCopies
+from autovaruna.runtime.world import World
+from autovaruna.session.device import bring_to_own_device
+from autovaruna.session.script_actions import Digest, ScriptActions
+
+
+class Wrapped:
+    """A model and its optimizer, as this rank has them.
+
+    Args:
+        module: The model.
+        optimizer: Its optimizer, if there is one.
+        settings: The settings.
+
+    Attributes:
+        module, settings: the same.
+        device: where this rank computes.
+        state: the model's parameters and buffers, of which this rank has its part.
+        parameter_names: the first name of each parameter, in order.
+        optimizer: the optimizer; None: there is none.
+        own_steps: cuts the optimizer's steps down to this rank's part.
+        acts: what the script has done with both.
+        lent: what the script was given to write into.
+        guards: reads what a trace depends on besides inputs.
+        engine: runs calls; None: the model is whole yet.
+        num_calls: calls of the model so far.
+        is_synchronising: whether gradients are summed over ranks now.
+    """
+
+    def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer | None, settings: Settings) -> None:
+        self.module = module
+        self.settings = settings
+        self.device = bring_to_own_device(module, optimizer, settings)
+        self.state = OwnedState(module)
+        self.parameter_names = [self.state.first_name[name] for name, _ in module.named_parameters()]
+        self._first_parameters = [(ref(each), name) for name, each in self.state.parameters().items()]
+        self.optimizer = None if optimizer is None else CutOptimizer(with_hooks(optimizer), self._names())
+        self.own_steps = None if self.optimizer is None else OwnSteps(self.optimizer.optimizer)
+        self.acts = ScriptActions()
+        self.lent = StateCopies()
+        if self.optimizer is not None:
+            self.acts.watch(self.optimizer.optimizer, self.optimizer.names)
+            self.optimizer.optimizer.register_step_pre_hook(self.lent.settle)
+        self.guards = Guards(module)
+        self.engine: Engine | None = None
+        self.num_calls = 0
+        self.is_synchronising = True
+        self._known_world: World | None = None
+        self._number = 0
+
+    @property
+    def world(self) -> World:
+        """The ranks; the first use starts MPI."""
+        if self._known_world is None:
+            self._known_world = get_world()
+            configure(self._known_world.rank)
+            if self.settings.show_settings:
+                log_settings(self.settings)
+        return self._known_world
+
+    @property
+    def of_model(self) -> str:
+        """Says, behind what ranks do together, which model they do it with: the first one needs no word."""
+        if not self._number:
+            self.world.num_models += 1
+            self._number = self.world.num_models
+        return "" if self._number == 1 else f" (model {self._number})"
+
+    @property
+    def placement(self) -> Placement:
+        """Who holds which parameter; before the split every rank holds all."""
+        return self.engine.placement if self.engine is not None else Placement({}, self.world.num_ranks)
+
+    def subject(self) -> Subject:
+        """Returns what checkpoints are of."""
+        self.lent.settle()
+        self.follow_groups()
+        engine = self.engine
+        placement, seed = (None, None) if engine is None else (engine.placement, engine.seed)
+        return Subject(self.world, self.state, placement, self.optimizer, seed, self.num_calls)
+
+    def take_state(self) -> None:
+        """Takes parameters and buffers as they are now; before the split only."""
+        self.state = OwnedState(self.module)
+
+    def settle(self) -> None:
+        """Brings the model, wherever a script has put it, to where this rank computes; before the split only."""
+        self.device = bring_to_own_device(
+            self.module, None if self.optimizer is None else self.optimizer.optimizer, self.settings
+        )
+
+    def check_parameters(self) -> None:
+        """Takes the parameters as they are, before the split; refuses others later.
+
+        Raises:
+            InputError: parameters of a model that is split have been replaced, cast or moved.
+        """
+        if self.engine is None:
+            self.settle()
+            if self.guards.replaced():
+                self.take_state()
+            return
+        if replaced := self.guards.replaced():
+            raise InputError(
+                f"Parameters of the model have been replaced after the first call: got other ones for {replaced[:5]}. "
+                "Expected the same ones, which are split over the ranks; copy numbers into them (copy_(), "
+                "load_state_dict()), or wrap the changed model anew."
+            )
+        self.state.check_types()
+
+    def follow_groups(self) -> CutOptimizer | None:
+        """Returns the optimizer, with the groups of parameters that a script has made after wrapping."""
+        if self.optimizer is not None and self.optimizer.has_changed:
+            self.optimizer.follow(self._names(), self.state.parameters())
+        return self.optimizer
+
+    def joined_optimizer(self, optimizer: torch.optim.Optimizer) -> CutOptimizer:
+        """Returns an optimizer that was made from ``parameters()`` of this rank, with the groups of all. Collective.
+
+        Args:
+            optimizer: Has as many groups as on every other rank.
+
+        Raises:
+            InputError: it has parameters that this rank does not hold.
+            RankError: the ranks' optimizers have different numbers of groups.
+        """
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise InputError(f"Got a {type(optimizer).__name__} for an optimizer; expected a torch.optim.Optimizer.")
+        names = {id(parameter): name for name, parameter in self.state.parameters().items() if not parameter.is_meta}
+        error: Exception | None = None
+        try:
+            cut = CutOptimizer(optimizer, names)
+            cut.check()
+        except InputError:
+            error = InputError(
+                "The optimizer has parameters that this rank does not hold. Expected one that was made after wrapping, "
+                "from parameters() of the wrapped model."
+            )
+        self.world.agree(error, "registering the optimizer")
+        of_ranks = self.world.gather_objects(cut.names, "registering the optimizer")
+        if len({len(groups) for groups in of_ranks}) > 1:
+            raise RankError(
+                f"The ranks' optimizers have {[len(groups) for groups in of_ranks]} groups of parameters. Expected as "
+                "many on every rank; a group may be empty."
+            )
+        order = {name: place for place, name in enumerate(self.parameter_names)}
+        cut.adopt([sorted(set().union(*groups), key=order.__getitem__) for groups in zip(*of_ranks, strict=True)])
+        return cut
+
+    def digest(self) -> Digest:
+        """Returns what is short, and equal for ranks whose scripts have done the same since the start."""
+        engine = () if self.engine is None else self.engine.doings
+        return *self.acts.digest(), *engine, self.is_synchronising
+
+    def doings(self) -> dict[str, str]:
+        """Returns what this rank's script has done since the start, in words."""
+        engine = {} if self.engine is None else self.engine.words
+        return {**self.acts.words(), **engine, "no_sync()": "off" if self.is_synchronising else "on"}
+
+    def _names(self) -> dict[int, str]:
+        """Returns the first name of each parameter, by identity, those included that this rank has let go."""
+        first = {id(each): name for known, name in self._first_parameters if (each := known()) is not None}
+        return first | {id(each): name for name, each in self.state.parameters().items()}
