@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from autovaruna.planner.candidate import Candidate, Planner
 from autovaruna.planner.costs import AllReduces
-from autovaruna.planner.deployment import Fingerprint, deployment_of, plan_from
-from autovaruna.planner.deployment_file import load, save
 from autovaruna.planner.prediction import pipeline_of, policy_of
 from autovaruna.planner.problem import Problem
 from autovaruna.planner.ranges import RangeTables
@@ -111,15 +107,3 @@ def test_the_printout_names_every_part() -> None:
     text = explain(make_plan(problem), problem.graph)
     for part in ("work", "imbalance", "all-reduce", "overhead", "optimizer"):
         assert f"\n{part} " in text
-
-
-def test_files_of_an_older_library_still_load(tmp_path: Path) -> None:
-    problem = full_problem()
-    save(tmp_path / "plan.json", deployment_of(make_plan(problem), problem.graph, Fingerprint("g", num_ranks=3)))
-    content = json.loads((tmp_path / "plan.json").read_text())
-    del content["predicted"]["overhead_seconds"]
-    for stage in content["stages"]:
-        del stage["predicted"]["optimizer_seconds"]
-    (tmp_path / "plan.json").write_text(json.dumps(content))
-    plan = plan_from(load(tmp_path / "plan.json"), problem.graph)
-    assert (plan.overhead_seconds, plan.stages[0].optimizer_seconds) == (0.0, 0.0)
