@@ -26,7 +26,7 @@ def test_an_untried_version_is_told_once(number, is_tried, monkeypatch, caplog):
 @pytest.mark.parametrize(
     ("holder", "name", "words"),
     [
-        (torch._C, "_dispatch_keys", "torch._C._dispatch_keys"),
+        (torch._C, "_get_dispatch_mode", "torch._C._get_dispatch_mode"),
         (torch.nn.Module, "_apply", "torch.nn.modules.module.Module._apply"),
         (torch._subclasses.fake_tensor, "FakeTensorMode", "torch._subclasses.fake_tensor.FakeTensorMode"),
     ],
