@@ -27,8 +27,8 @@ from autovaruna.errors import (
 if _TYPE_CHECKING:
     from autovaruna.api import AutoVaruna
     from autovaruna.checkpoint.load import CheckpointInfo, load_checkpoint
-    from autovaruna.graph.cutpoint import CutPoint
-    from autovaruna.parallel.ranks import barrier, get_rank, get_world_size
+    from autovaruna.graph.cuts import CutPoint
+    from autovaruna.session.device import barrier, get_rank, get_world_size
     from autovaruna.varuna.auto_config import AutoConfig
     from autovaruna.varuna.profiler import Profiler
     from autovaruna.varuna.varuna import Varuna
@@ -64,12 +64,12 @@ _HOMES = {
     "AutoConfig": "autovaruna.varuna.auto_config",
     "AutoVaruna": "autovaruna.api",
     "CheckpointInfo": "autovaruna.checkpoint.load",
-    "CutPoint": "autovaruna.graph.cutpoint",
+    "CutPoint": "autovaruna.graph.cuts",
     "Profiler": "autovaruna.varuna.profiler",
     "Varuna": "autovaruna.varuna.varuna",
-    "barrier": "autovaruna.parallel.ranks",
-    "get_rank": "autovaruna.parallel.ranks",
-    "get_world_size": "autovaruna.parallel.ranks",
+    "barrier": "autovaruna.session.device",
+    "get_rank": "autovaruna.session.device",
+    "get_world_size": "autovaruna.session.device",
     "load_checkpoint": "autovaruna.checkpoint.load",
 }
 

@@ -19,21 +19,21 @@ from torch import Tensor, nn
 from autovaruna.checkpoint.load import CheckpointInfo
 from autovaruna.checkpoint.save import Way
 from autovaruna.checkpoint.state import Content
-from autovaruna.config import resolve
+from autovaruna.config.kinds import whole_number
+from autovaruna.config.resolve import resolve
+from autovaruna.config.settings import Settings
 from autovaruna.errors import InputError, OrderError
-from autovaruna.kinds import whole_number
-from autovaruna.parallel.own_device import find_device
-from autovaruna.parallel.persistence import Persistence
-from autovaruna.parallel.preparation import Preparation
 from autovaruna.planner.records import Plan
-from autovaruna.runtime.optimizers.norm import clip_grad_norm
-from autovaruna.runtime.weights.elsewhere import Elsewhere
-from autovaruna.runtime.worlds.environment import promise
-from autovaruna.runtime.worlds.world import World
+from autovaruna.runtime.environment import promise
+from autovaruna.runtime.optimizers.clipping import clip_grad_norm
+from autovaruna.runtime.weights.remote_parameter import RemoteTensor
+from autovaruna.runtime.world import World
+from autovaruna.session.device import find_device
+from autovaruna.session.persistence import Persistence
+from autovaruna.session.preparation import Preparation
 from autovaruna.session.session import Copies, Session
 from autovaruna.session.state import State
 from autovaruna.session.wrapped import Wrapped
-from autovaruna.settings import Settings
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -67,7 +67,7 @@ class AutoVaruna(nn.Module):
     ) -> None:
         if isinstance(model, AutoVaruna) or not isinstance(model, nn.Module):
             raise InputError(f"AutoVaruna wraps a torch.nn.Module that is not wrapped yet: got {type(model).__name__}.")
-        if any(isinstance(parameter, Elsewhere) for parameter in model.parameters()):
+        if any(isinstance(parameter, RemoteTensor) for parameter in model.parameters()):
             raise InputError(
                 "The model has been split over the ranks by an earlier AutoVaruna: other ranks hold parameters of it. "
                 "Expected a model that is whole: go on with the first wrapper, or wrap a new model and load the "

@@ -1,8 +1,6 @@
-"""Sets up the loggers, one a room, from logging.toml.
+"""Sets up the loggers, one a room, from logging.toml, and shows progress bars on a terminal.
 
-Every record carries its rank (``record.rank``). Where the program has set up logging itself (its root logger has a
-handler), records go there alone; otherwise they go to standard error. A level that the program gave a room's logger
-stays as it is.
+What a user has set stays: the handlers of a program that configures logging itself come first.
 """
 
 from __future__ import annotations
@@ -11,9 +9,13 @@ import difflib
 import logging
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 
-from autovaruna.conf_files import PACKAGED, conf_dir, read_toml
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from autovaruna.config.files import PACKAGED, conf_dir, read_toml
 from autovaruna.errors import ConfigError
 
 ROOMS = (
@@ -25,9 +27,8 @@ ROOMS = (
     "stage",
     "runtime",
     "checkpoint",
-    "parallel",
+    "session",
     "varuna",
-    "elastic",
 )
 LEVELS = {
     "debug": logging.DEBUG,
@@ -128,3 +129,38 @@ def _expect_format(file: str, content: Mapping[str, object]) -> None:
         logging.Formatter(str(content.get("format", "")) or None).format(record)
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{file}: format cannot be used: {error!r}; expected %(name)s-like fields") from error
+
+
+@contextmanager
+def progress_bar(description: str, is_shown: bool = True) -> Iterator[Callable[[int, int], None]]:
+    """Shows a bar on standard error while the context lasts.
+
+    Args:
+        description: What is being done.
+        is_shown: False shows nothing; neither does a standard error that is not a terminal.
+
+    Yields:
+        What to call with the number of things done and their total: the `on_progress` of `measure`.
+    """
+    if not (is_shown and sys.stderr.isatty()):
+        yield lambda done, total: None
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task(description, total=None)
+        yield lambda done, total: progress.update(task, completed=done, total=total)
+
+
+@contextmanager
+def status_bar() -> Iterator[Callable[[str, float], None]]:
+    """Shows on standard error what is being done and how far it is; nothing where that is not a terminal.
+
+    Yields:
+        What to call with what is being done and the share of it that is done: the `progress` of the planner.
+    """
+    if not sys.stderr.isatty():
+        yield lambda what, share: None
+        return
+    with Progress(TextColumn("{task.description}"), BarColumn(), console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("planning", total=1.0)
+        yield lambda what, share: bar.update(task, description=what, completed=share)

@@ -21,15 +21,16 @@ from plan_models import SUBJECTS, Subject
 
 from autovaruna.graph.call import describe
 from autovaruna.graph.records import Graph
-from autovaruna.graph.tracing import trace
-from autovaruna.planner import Plan, Problem, make_plan
+from autovaruna.graph.trace import trace
 from autovaruna.planner.candidate import Candidate, Planner
-from autovaruna.planner.chain import partition_chain
-from autovaruna.planner.memory.stage_bytes import StageBytes
-from autovaruna.planner.options import micro_batch_counts
-from autovaruna.planner.ranges import RangeTables
-from autovaruna.planner.sized import Sized
-from autovaruna.profiler.device_file import read_device
+from autovaruna.planner.costs import SizedProblem
+from autovaruna.planner.memory.stage_memory import StageBytes
+from autovaruna.planner.problem import Problem
+from autovaruna.planner.ranges import RangeTables, partition_chain
+from autovaruna.planner.records import Plan
+from autovaruna.planner.search import make_plan
+from autovaruna.planner.search_space import micro_batch_counts
+from autovaruna.profiler.devices import read_device
 from autovaruna.profiler.records import Cluster, Profile
 from autovaruna.profiler.roofline import optimizer_cost, predict
 
@@ -203,7 +204,7 @@ def _rannc_choices(planner: Planner, problem: Problem, replicas: tuple[int, ...]
                 yield found.objective * (count + len(replicas) - 1), candidate
 
 
-def _recompute_ways(sized: Sized) -> Iterator[tuple[StageBytes[np.ndarray], np.ndarray]]:
+def _recompute_ways(sized: SizedProblem) -> Iterator[tuple[StageBytes[np.ndarray], np.ndarray]]:
     yield sized.plain_bytes, sized.work
     yield sized.recomputed_bytes, sized.recomputed_work
 

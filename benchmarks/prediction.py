@@ -36,8 +36,8 @@ from typing import TYPE_CHECKING, Any
 os.environ["OMP_NUM_THREADS"] = "1"
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 if TYPE_CHECKING:
-    from autovaruna.parallel.preparation import Preparation
-    from autovaruna.runtime.worlds.world import World
+    from autovaruna.runtime.world import World
+    from autovaruna.session.preparation import Preparation
 
 MOST_DRIFT, MOST_TURNS, STEPS_OF_A_TURN, REFERENCES = 0.1, 2, 2, 40
 """What the fixed work may change by in a turn that counts; the most turns, for each that is wanted."""
@@ -223,7 +223,7 @@ def be_rank(setting: Setting, num_steps: int, num_turns: int, output: Path) -> N
     from prediction_models import batch_of, import_library, model_of, optimizer_of
 
     from autovaruna import AutoVaruna, barrier, get_rank
-    from autovaruna.runtime.worlds.environment import get_world
+    from autovaruna.runtime.environment import get_world
 
     hush()
     world = get_world()
@@ -262,7 +262,7 @@ def take_turns(preparation: Preparation, step: Callable[[], float], count: int, 
 
 def take_turn(preparation: Preparation, step: Callable[[], float], world: World) -> Turn:
     """Predicts from what is measured now, then takes steps, each as slow as its slowest rank. Collective."""
-    from autovaruna.profiler.timing import call_seconds
+    from autovaruna.profiler.time import call_seconds
 
     call_seconds.cache_clear()
     references = [reference_seconds(world)]

@@ -27,7 +27,7 @@ from peers import COMM, our_step, slowest  # noqa: E402
 from tunable import Chain, Shape, batch_of, cuts_of, shape_for  # noqa: E402
 
 from autovaruna import get_rank  # noqa: E402
-from autovaruna.runtime.worlds.environment import get_world  # noqa: E402
+from autovaruna.runtime.environment import get_world  # noqa: E402
 from tests.runtime.delayed import delay_messages  # noqa: E402
 
 

@@ -26,11 +26,11 @@ FIRST = (
     "mpi/test_zero_bubble.py",
     "mpi/test_extremes.py",
     "test_examples.py",
-    "parallel/test_partitions.py",
+    "session/test_partitions.py",
     "planner/test_bound.py",
-    "parallel/test_against_plain.py",
-    "parallel/test_modes.py",
-    "parallel/test_drawn_calls.py",
+    "session/test_against_plain.py",
+    "session/test_modes.py",
+    "session/test_drawn_calls.py",
     "planner/test_interleaving.py",
 )
 """The files that take longest, and all that share ranks, one after the other.
@@ -91,4 +91,4 @@ def _own_seed() -> None:
 @pytest.fixture(autouse=True)
 def _short_looks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Has ranks look at their speeds for a moment only: what else runs beside the tests is not what these are about."""
-    monkeypatch.setattr("autovaruna.profiler.speed._LEAST_SECONDS", 0.0)
+    monkeypatch.setattr("autovaruna.profiler.time._LEAST_SECONDS", 0.0)

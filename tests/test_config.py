@@ -10,10 +10,10 @@ import pytest
 import tomli
 
 import autovaruna
-from autovaruna.config import Settings, log_settings, resolve
+from autovaruna.config.resolve import log_settings, resolve
+from autovaruna.config.settings import Settings, declarations, known_names
 from autovaruna.errors import ConfigError
 from autovaruna.schedule.registry import POLICIES
-from autovaruna.settings import declarations, known_names
 
 PACKAGE = Path(autovaruna.__file__).parent
 CONF = PACKAGE / "conf"
@@ -242,7 +242,7 @@ def test_settings_are_plain_data(conf):
 
 
 def test_settings_are_logged_with_their_sources(caplog, conf):
-    with caplog.at_level("INFO", "autovaruna.config"):
+    with caplog.at_level("INFO", "autovaruna.config.resolve"):
         log_settings(resolve({"num_stages": 3}, conf()))
     assert "num_stages = 3 (keyword num_stages)" in caplog.messages
     assert len(caplog.messages) == len(NAMES)

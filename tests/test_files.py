@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from autovaruna.config.files import check_writable, write_whole
 from autovaruna.errors import ConfigError
-from autovaruna.files import check_writable, write_whole
 
 
 def test_what_is_no_file_is_written_to_and_stays(tmp_path: Path) -> None:

@@ -9,8 +9,8 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "autovaruna"
 ROOMS = [
     "errors",
-    "log",
     "config",
+    "log",
     "_torch",
     "graph",
     "profiler",
@@ -19,23 +19,13 @@ ROOMS = [
     "stage",
     "runtime",
     "checkpoint",
-    "parallel",
+    "session",
     "api",
     "varuna",
-    "elastic",
     "commands",
     "__main__",
 ]
-# Files at the top that are a part of another file's room.
-ROOM_OF_FILE = {
-    "run_varuna": "varuna",
-    "conf_files": "log",
-    "files": "config",
-    "json_text": "log",
-    "kinds": "config",
-    "session": "parallel",
-    "settings": "config",
-}
+ROOM_OF_FILE = {"run_varuna": "varuna"}
 # What may still name what is private to torch.
 NOT_CONVERTED = (
     "graph/batch/",

@@ -6,11 +6,10 @@ import sys
 import pytest
 
 from autovaruna.__main__ import main
-from autovaruna.planner.deployments.deployment import deployment_of
-from autovaruna.planner.deployments.deployment_file import save
-from autovaruna.planner.deployments.fingerprint import Fingerprint
+from autovaruna.config.settings import declarations
+from autovaruna.planner.deployment import Fingerprint, deployment_of
+from autovaruna.planner.deployment_file import save
 from autovaruna.planner.search import make_plan
-from autovaruna.settings import declarations
 from tests.planner.cases import make_problem
 
 

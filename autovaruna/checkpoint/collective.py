@@ -6,11 +6,10 @@ import os
 from collections.abc import Callable, Mapping
 from typing import TypeVar
 
+from autovaruna.config.kinds import at_home
 from autovaruna.errors import InputError
-from autovaruna.kinds import at_home
-from autovaruna.runtime.worlds.differences import differences
-from autovaruna.runtime.worlds.on_all import gather_on_all, on_all
-from autovaruna.runtime.worlds.world import World
+from autovaruna.runtime.collective import differences, gather_on_all, on_all
+from autovaruna.runtime.world import World
 
 Result = TypeVar("Result")
 

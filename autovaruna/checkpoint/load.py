@@ -23,9 +23,8 @@ from autovaruna.checkpoint.state import Subject
 from autovaruna.checkpoint.tensor_file import Entry, Reader, can_become, read_all, read_new
 from autovaruna.errors import CheckpointError
 from autovaruna.runtime.optimizers.optimizer import CutOptimizer
-from autovaruna.runtime.weights.materialize import materialize
-from autovaruna.runtime.weights.placement import OwnedState
-from autovaruna.runtime.worlds.in_process import single_world
+from autovaruna.runtime.transport.threads import single_world
+from autovaruna.runtime.weights.placement import OwnedState, materialize
 
 _MOST_NAMES = 8
 

@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from autovaruna.config.files import parse
 from autovaruna.errors import CheckpointError
-from autovaruna.json_text import parse
 
 MANIFEST = "manifest.json"
 FORMAT_VERSION = 1

@@ -11,8 +11,7 @@ from torch import Tensor
 from autovaruna.checkpoint.document import Json, decode, encode
 from autovaruna.checkpoint.tensor_file import Reader
 from autovaruna.errors import CheckpointError
-from autovaruna.runtime.optimizers.optimizer import CutOptimizer
-from autovaruna.runtime.optimizers.own_part import own_of
+from autovaruna.runtime.optimizers.optimizer import CutOptimizer, own_of
 from autovaruna.runtime.weights.placement import OwnedState
 
 

@@ -27,10 +27,10 @@ from autovaruna.checkpoint import folder
 from autovaruna.checkpoint.collective import different_requests, on_first, place_of, together
 from autovaruna.checkpoint.state import Content, Part, Subject, compose, config_files
 from autovaruna.checkpoint.write import HostMemory, Report, cannot_write, commit, mark_of, write_part
+from autovaruna.config.kinds import at_home
 from autovaruna.errors import CheckpointError
-from autovaruna.kinds import at_home
-from autovaruna.runtime.worlds.on_all import gather_on_all
-from autovaruna.runtime.worlds.world import World
+from autovaruna.runtime.collective import gather_on_all
+from autovaruna.runtime.world import World
 
 POLL_SECONDS = 0.02
 

@@ -17,11 +17,11 @@ from autovaruna.checkpoint.collective import different_requests, on_first, place
 from autovaruna.checkpoint.folder import Saved, lock_to_read, saved_in
 from autovaruna.checkpoint.manifest import MANIFEST, NotDamagedError, read_manifest
 from autovaruna.checkpoint.tensor_file import Entry, read_header
+from autovaruna.config.files import parse
+from autovaruna.config.kinds import is_whole
 from autovaruna.errors import CheckpointError
-from autovaruna.json_text import parse
-from autovaruna.kinds import is_whole
-from autovaruna.runtime.worlds.on_all import gather_on_all
-from autovaruna.runtime.worlds.world import World
+from autovaruna.runtime.collective import gather_on_all
+from autovaruna.runtime.world import World
 
 INDEX = "model.safetensors.index.json"
 STATE = "state.json"

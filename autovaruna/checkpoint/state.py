@@ -21,7 +21,7 @@ from autovaruna.checkpoint.tensor_file import Rows, lay_out
 from autovaruna.errors import CheckpointError
 from autovaruna.runtime.optimizers.optimizer import CutOptimizer
 from autovaruna.runtime.weights.placement import OwnedState, Placement
-from autovaruna.runtime.worlds.world import World
+from autovaruna.runtime.world import World
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,9 @@ from rich.table import Table
 from rich.text import Text
 
 from autovaruna.commands.printing import show
-from autovaruna.conf_files import PACKAGED
-from autovaruna.config import resolve
-from autovaruna.settings import declarations
+from autovaruna.config.files import PACKAGED
+from autovaruna.config.resolve import resolve
+from autovaruna.config.settings import declarations
 
 HELP = "print each setting, its value, and where the value came from"
 

@@ -3,11 +3,56 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 
+from autovaruna.commands.options import add_settings, settings_of
 from autovaruna.commands.printing import show
-from autovaruna.commands.setting_options import add_settings, settings_of
+from autovaruna.commands.target import Target
+from autovaruna.config.files import check_writable
+from autovaruna.config.settings import Settings
 from autovaruna.errors import ConfigError
-from autovaruna.files import check_writable
+from autovaruna.log import progress_bar
+from autovaruna.profiler.cache import cache_of
+from autovaruna.profiler.measure import lasting_keys, measure, merge
+from autovaruna.profiler.profile import to_profile
+from autovaruna.profiler.records import Profile
+from autovaruna.session.device import find_device
+
+
+def measure_here(target: Target, sizes: Sequence[int], settings: Settings) -> tuple[Profile, int]:
+    """Measures what the cache does not know.
+
+    Args:
+        target: The model.
+        sizes: Samples in a micro-batch.
+        settings: Say where, how often, and where costs are kept.
+
+    Returns:
+        The profile, and how many parts were measured.
+
+    Raises:
+        MeasureError: a block cannot be run.
+    """
+    traced, device = target.traced, find_device(target.model, settings)
+    if not settings.dynamic_batch:
+        sizes = [traced.sizes.batch_size]
+    cache, lasting = cache_of(settings, device), lasting_keys(traced, sizes)
+    known = cache.read(lasting) if cache else {}
+    with progress_bar("measuring") as advance:
+        fresh = measure(
+            traced,
+            target.model,
+            sizes,
+            device,
+            iterations=settings.profile_iterations,
+            known=known,
+            inputs=target.tensors,
+            on_progress=advance,
+        )
+    if cache:
+        cache.write({key: fresh[key] for key in lasting if key in fresh})
+    return to_profile(traced, merge([known, fresh]), device), len(fresh)
+
 
 HELP = "measure a model on this machine, block by block, and save the profile"
 
@@ -22,9 +67,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Measures, saves, and says what was measured."""
-    from autovaruna.commands.measuring import measure_here  # imports torch
+    pass  # imports torch
     from autovaruna.commands.target import load_target
-    from autovaruna.profiler.profile_file import save_measured
+    from autovaruna.profiler.files import save_measured
 
     check_writable("--output", options.output)
     settings = settings_of(options)

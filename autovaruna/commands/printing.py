@@ -1,16 +1,84 @@
-"""Prints tables and texts to standard output."""
+"""Prints tables and texts to standard output, and draws a simulated step as a picture (the extra ``plot``)."""
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shutil
 import sys
-from typing import NoReturn
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
 
 from rich.console import Console
 from rich.table import Table
 
-from autovaruna.errors import InputError
+from autovaruna.config.files import check_writable
+from autovaruna.errors import ConfigError, InputError
+from autovaruna.schedule.instruction import Kind
+from autovaruna.schedule.simulation import Simulation
+
+_COLOURS = {Kind.FORWARD: "#4c78a8", Kind.RECOMPUTE: "#f2cf5b", Kind.BACKWARD: "#54a24b", Kind.WEIGHT: "#b5cf6b"}
+_NAMES = {
+    Kind.FORWARD: "forward",
+    Kind.RECOMPUTE: "recompute",
+    Kind.BACKWARD: "backward",
+    Kind.WEIGHT: "weight gradients",
+}
+_REDUCE = "#b279a2"
+
+
+def checked_plot(path: str) -> str:
+    """Returns the file of a picture, a PNG if its name has no ending; looks at it before what takes long.
+
+    Raises:
+        ConfigError: nothing can be drawn there.
+    """
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ConfigError("--plot needs matplotlib, which is not installed: pip install 'autovaruna[plot]'")
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    known, ending = FigureCanvasBase.get_supported_filetypes(), Path(path).suffix.removeprefix(".").lower()
+    if ending and ending not in known:
+        raise ConfigError(f"--plot is {path}, which ends in .{ending}; expected one of .{', .'.join(sorted(known))}")
+    drawn = path if ending else f"{path}.png"
+    if not Path(drawn).absolute().parent.is_dir():
+        raise ConfigError(f"--plot is {path}: there is no folder {Path(path).parent}; expected one that is there")
+    check_writable("--plot", drawn)
+    return drawn
+
+
+def plot(simulation: Simulation, ranks: Sequence[int], path: str) -> None:
+    """Draws a row for each rank, time to the right.
+
+    Args:
+        simulation: The step.
+        ranks: The ranks to draw, from the top.
+        path: The file; its ending says the format.
+
+    Raises:
+        ConfigError: the file cannot be written, or matplotlib does not know its format.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12, 1.2 + 0.35 * len(ranks)), layout="constrained")
+    axes: Any = figure.subplots()
+    for row, rank in enumerate(ranks):
+        for kind in Kind:
+            spans = [(act[0], act[1] - act[0]) for act in simulation.acts[rank] if act[3] is kind]
+            axes.broken_barh(spans, (row - 0.4, 0.8), color=_COLOURS[kind], edgecolor="white", linewidth=0.3)
+        reduced = [each for each in simulation.reductions if rank in each.ranks]
+        spans = [(each.start_seconds, each.end_seconds - each.start_seconds) for each in reduced]
+        axes.broken_barh(spans, (row - 0.4, 0.8), color=_REDUCE)
+    for colour, name in [*((_COLOURS[kind], _NAMES[kind]) for kind in Kind), (_REDUCE, "all-reduce")]:
+        axes.barh(0, 0, color=colour, label=name)
+    axes.set(xlim=(0, simulation.step_seconds), xlabel="seconds", ylim=(len(ranks) - 0.5, -0.5))
+    axes.set_yticks(range(len(ranks)), [f"rank {rank}" for rank in ranks])
+    figure.legend(loc="outside upper center", ncols=4, frameon=False)
+    try:
+        figure.savefig(path, dpi=150)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--plot cannot draw {path}: {error}") from error
 
 
 class _Console(Console):

@@ -9,12 +9,11 @@ from rich.table import Table
 from rich.text import Text
 
 from autovaruna.commands.printing import show
-from autovaruna.planner.deployments.deployment import Deployment
-from autovaruna.planner.deployments.deployment_file import load
-from autovaruna.planner.infeasible import readable
+from autovaruna.planner.deployment import Deployment
+from autovaruna.planner.deployment_file import load
+from autovaruna.planner.infeasible import ranks_text, readable
 from autovaruna.planner.records import StagePlan
 from autovaruna.planner.table import seconds
-from autovaruna.planner.words import ranks_text
 
 HELP = "print a saved deployment as a table"
 _COLUMNS = (

@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from autovaruna.config.settings import Settings
 from autovaruna.errors import InputError
 from autovaruna.graph.call import describe
+from autovaruna.graph.trace import trace
 from autovaruna.graph.traced import TracedModel
-from autovaruna.graph.tracing import trace
-from autovaruna.parallel.own_device import find_device
-from autovaruna.settings import Settings
+from autovaruna.session.device import find_device
 
 _EXPECTED = (
     "Expected MODULE:FUNCTION or FILE.py:FUNCTION, a function without arguments that returns (model, args, kwargs)"

@@ -12,10 +12,9 @@ from typing import Any
 
 from rich.table import Table
 
-from autovaruna.commands.plot import checked_plot
-from autovaruna.commands.printing import show
+from autovaruna.commands.printing import checked_plot, show
+from autovaruna.config.kinds import at_home
 from autovaruna.errors import ConfigError
-from autovaruna.kinds import at_home
 
 HELP = "show the trace of a run: steps as measured and as predicted"
 _PROCESSES = ("measured", "predicted")

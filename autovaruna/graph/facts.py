@@ -22,12 +22,11 @@ from autovaruna.errors import TraceError
 from autovaruna.graph import flops
 from autovaruna.graph.batch.operators import changed_statistics, is_random
 from autovaruna.graph.call import CallSpec
-from autovaruna.graph.explain import reason_of
-from autovaruna.graph.exporting.exported import Exported
-from autovaruna.graph.exporting.fake import fake_like
-from autovaruna.graph.exporting.program import example_inputs
-from autovaruna.graph.origin import origin
+from autovaruna.graph.export.errors import reason_of
+from autovaruna.graph.export.fakes import example_inputs, fake_like
+from autovaruna.graph.exported import Exported
 from autovaruna.graph.precision import in_precision, precision_of, without_autocast
+from autovaruna.graph.source_lines import origin
 from autovaruna.graph.versions import Counting
 
 

@@ -1,33 +1,93 @@
-"""Groups the nodes of a traced graph into blocks: what no cut may part, in one order of execution.
-
-The rules (each is a method of `_Rules`, each has a test):
-
-1. A node with a tuple value stays with the nodes that take it apart.
-2. A node that changes memory in place stays with every earlier node that made, viewed or read that memory.
-3. Memory that outlives the step (a buffer, an input) and is changed stays with every node that touches it.
-4. A value whose shape depends on data stays with its users.
-5. A value with three or more users in need of a gradient: users stay in execution order, so that the sum of their
-   gradients has the order of one process. Where grouping would break that order, those users join one block.
-6. Groups on a cycle are one group.
-7. A number that is taken out of a tensor stays with the integers that it was counted from.
-
-Nodes without gradient, parameters, randomness or much arithmetic (masks, positions, casts of inputs) belong to no
-block: they are repeated in every stage that uses them and so never cross a cut.
-"""
+"""Groups the nodes of a graph into blocks that are never cut, in topological order."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor, fx
 
 from autovaruna.graph.batch.interpret import counted
-from autovaruna.graph.exporting.checks import check
+from autovaruna.graph.export.assertions import check
 from autovaruna.graph.facts import Fact, outliving_storages
-from autovaruna.graph.order import Sets, free_first, waiting_both_ways
+
+T = TypeVar("T", bound=Hashable)
+Behind = Mapping[T, Collection[T]]
+"""For each of some things, those that wait for it."""
+
+
+class Sets(Generic[T]):
+    """Things of which each is alone until it is joined with others; ``sets[thing]`` stands for all of its set."""
+
+    def __init__(self, things: Iterable[T]) -> None:
+        self._above = {each: each for each in things}
+
+    def __getitem__(self, thing: T) -> T:
+        above = self._above
+        while (next_above := above[thing]) is not thing:
+            above[thing] = thing = above[next_above]
+        return thing
+
+    def join(self, things: Iterable[T]) -> None:
+        """Makes one set of those of some things."""
+        first, *others = (self[each] for each in things)
+        for each in others:
+            self._above[each] = first
+
+
+def waiting_both_ways(behind: Behind[T]) -> list[list[T]]:
+    """Returns the greatest groups of several things that all wait for one another.
+
+    Reference: M. Sharir, "A strong-connectivity algorithm and its applications in data flow analysis", Computers &
+    Mathematics with Applications 7 (1981), doi:10.1016/0898-1221(81)90008-0.
+    """
+    before: dict[T, list[T]] = {each: [] for each in behind}
+    for each, waiting in behind.items():
+        for other in waiting:
+            before[other].append(each)
+    seen: set[T] = set()
+    groups = [_by_end([start], before, seen) for start in reversed(_by_end(behind, behind, set()))]
+    return [group for group in groups if len(group) > 1]
+
+
+def free_first(behind: Behind[T], key: Callable[[T], int]) -> list[T]:
+    """Returns things so that none comes before what it waits for; of those that may, the one with the least key."""
+    awaited = dict.fromkeys(behind, 0)
+    for waiting in behind.values():
+        for each in waiting:
+            awaited[each] += 1
+    free = [(key(each), each) for each, number in awaited.items() if not number]
+    heapify(free)
+    order: list[T] = []
+    while free:
+        order.append(heappop(free)[1])
+        for each in behind[order[-1]]:
+            awaited[each] -= 1
+            if not awaited[each]:
+                heappush(free, (key(each), each))
+    assert len(order) == len(behind), "some things wait for one another"
+    return order
+
+
+def _by_end(starts: Iterable[T], behind: Behind[T], seen: set[T]) -> list[T]:
+    """Returns starts and what is behind them, but what was seen, each after all that a search in depth then finds."""
+    order: list[T] = []
+    for start in starts:
+        path = [] if start in seen else [(start, iter(behind[start]))]
+        seen.add(start)
+        while path:
+            following = next((each for each in path[-1][1] if each not in seen), None)
+            if following is None:
+                order.append(path.pop()[0])
+            else:
+                seen.add(following)
+                path.append((following, iter(behind[following])))
+    return order
+
 
 _CHEAP_SHARE = 1e-3
 _LOOKUPS = {torch.ops.aten.embedding.default, torch.ops.aten.lstm.input, torch.ops.aten.gru.input}

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from autovaruna.graph.precision import current_precision
-from autovaruna.graph.words import is_array, words
+from autovaruna.graph.tree import is_array, words
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 OF_MODULES = frozenset(vars(nn.Module()))

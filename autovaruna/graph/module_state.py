@@ -19,13 +19,12 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from autovaruna.graph.call import CallSpec
-from autovaruna.graph.exporting.known import is_known
+from autovaruna.graph.export.constant_values import is_known
 from autovaruna.graph.guards import OF_MODULES, entries, full_name, is_plain, records
-from autovaruna.graph.own_cache import own_cache
 from autovaruna.graph.precision import in_precision
-from autovaruna.graph.random import python_generators, untouched_generator
-from autovaruna.graph.said import warn_once
+from autovaruna.graph.random import own_cache, python_generators, untouched_generator
 from autovaruna.graph.tree import flatten
+from autovaruna.graph.warn import warn_once
 
 logger = logging.getLogger(__name__)
 _CONTAINERS = (list, dict, set)

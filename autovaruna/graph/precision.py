@@ -1,10 +1,4 @@
-"""Keeps ``torch.autocast`` apart from the operations: every node of a graph says under which autocast it runs.
-
-torch.export records operations as they were called, before autocast casts their arguments. Where a model itself enters
-or leaves autocast is a matter of order, which pieces of a graph do not keep. So each node knows its own precision, the
-autocast around the call included, and pieces enter and leave autocast as their nodes say; they run where it is off
-otherwise. The casts, and the kernels, are PyTorch's own.
-"""
+"""Runs parts of a model under the autocasts of its trace, and takes torch.export's regions of contexts apart."""
 
 from __future__ import annotations
 
@@ -17,7 +11,18 @@ import torch
 from torch import Tensor, fx
 
 from autovaruna._torch import enter_autocast, exit_autocast, is_any_autocast_enabled, passes_of_export
-from autovaruna.graph.regions import REGION, inside
+
+REGION = torch.ops.higher_order.wrap_with_set_grad_enabled
+_GRAPH, _FIRST = 1, 2
+"""Places among the arguments: the graph, and the first of what goes into it."""
+
+
+def inside(module: fx.GraphModule, region: fx.Node) -> tuple[fx.GraphModule, dict[fx.Node, Any]]:
+    """Returns the graph of a region, and what is given for each of its inputs."""
+    graph: Any = region.args[_GRAPH]
+    inner: fx.GraphModule = getattr(module, str(graph.target))
+    return inner, dict(zip(inner.graph.find_nodes(op="placeholder"), region.args[_FIRST:], strict=True))
+
 
 DEVICES = ("cpu", "cuda")
 _ENTER, _EXIT = enter_autocast, exit_autocast

@@ -1,4 +1,4 @@
-"""Draws random numbers that depend on (seed, step, micro-batch, node) alone, never on the partition."""
+"""Keeps the generators of torch, Python and numpy, and the cache of autocast, as they were."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy
 import torch
+from torch.nn.utils import parametrize
 
 _generator_lock = Lock()
 
@@ -87,3 +88,20 @@ def untouched_generator(device: torch.device) -> Iterator[None]:
     finally:
         with _generator_lock:
             generator.set_state(state)
+
+
+@contextmanager
+def own_cache() -> Iterator[None]:
+    """Keeps what a run computes apart from what others have, where a script calls a model in `parametrize.cached()`.
+
+    A trace has no use for the numbers of another run, nor a micro-batch for values whose graph another one has freed.
+    """
+    module: Any = parametrize
+    if not module._cache_enabled:
+        yield
+        return
+    before, module._cache = module._cache, {}
+    try:
+        yield
+    finally:
+        module._cache = before

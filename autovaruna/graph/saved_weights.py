@@ -6,10 +6,10 @@ from collections.abc import Mapping
 
 from torch import fx
 
-from autovaruna.graph.arguments import arguments
 from autovaruna.graph.batch.operators import SCALING, Means, name_of, operator_of
 from autovaruna.graph.facts import Fact
 from autovaruna.graph.precision import precision_of
+from autovaruna.graph.versions import arguments
 
 _LAYERS = frozenset(
     {

@@ -13,7 +13,7 @@ from autovaruna.graph.batch.operators import is_random
 from autovaruna.graph.batch.totals import NO_TOTALS, BatchTotals
 from autovaruna.graph.call import CallSpec, InputSpec
 from autovaruna.graph.facts import Fact
-from autovaruna.graph.kept_whole.kept import KeptModule
+from autovaruna.graph.opaque.run import OpaqueModule
 from autovaruna.graph.outputs import OutputKind, OutputSpec
 from autovaruna.graph.precision import precision_of
 from autovaruna.graph.records import Graph
@@ -94,7 +94,7 @@ class TracedModel:
         regions = self._regions
         names = [(region, str(node.target)) for region in regions for node in region.graph.find_nodes(op="get_attr")]
         found = [getattr(region, name, None) for region, name in names]
-        return any(isinstance(each, KeptModule) and each.may_choose for each in found)
+        return any(isinstance(each, OpaqueModule) and each.may_choose for each in found)
 
     @cached_property
     def saved_weights(self) -> frozenset[str]:

@@ -1,11 +1,9 @@
 """Plans: `Graph`, `Profile` and `Cluster` in, `Plan` out; a plan as a file and as a table."""
 
-from autovaruna.planner.deployments.deployment import Deployment, deployment_of, plan_from
-from autovaruna.planner.deployments.deployment_file import load, save
-from autovaruna.planner.deployments.fingerprint import Fingerprint, differences, host_counts
+from autovaruna.planner.deployment import Deployment, Fingerprint, deployment_of, differences, host_counts, plan_from
+from autovaruna.planner.deployment_file import load, save
 from autovaruna.planner.infeasible import readable
-from autovaruna.planner.predicting.orders import Orders
-from autovaruna.planner.predicting.pipeline import pipeline_of, policy_of
+from autovaruna.planner.prediction import Orders, pipeline_of, policy_of
 from autovaruna.planner.problem import Constraints, Problem
 from autovaruna.planner.records import Plan, StagePlan
 from autovaruna.planner.search import make_plan

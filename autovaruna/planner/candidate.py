@@ -9,18 +9,15 @@ from itertools import pairwise
 
 import numpy as np
 
-from autovaruna.planner.costs import Array
-from autovaruna.planner.memory.fitting import Option, fit, peak_of
-from autovaruna.planner.memory.rank_memory import bytes_of_ranks
-from autovaruna.planner.predicting.edges import Edges
-from autovaruna.planner.predicting.folding import fold, telling
-from autovaruna.planner.predicting.pipeline import pipeline_of, policy_of
-from autovaruna.planner.predicting.prediction import Predictor, least_seconds
+from autovaruna.planner.cost_table import Array
+from autovaruna.planner.costs import SizedProblem
+from autovaruna.planner.memory.rank_memory import Option, bytes_of_ranks, fit, peak_of
+from autovaruna.planner.prediction import Edges, Predictor, fold, least_seconds, pipeline_of, policy_of, telling
 from autovaruna.planner.problem import SPLIT_SCHEDULE, Problem
 from autovaruna.planner.ranges import RangeTables
 from autovaruna.planner.records import BlockBytes, Plan, StagePlan
-from autovaruna.planner.sized import Sized
-from autovaruna.schedule import Pipeline, latency_depth, simulate, textbook_depth
+from autovaruna.schedule.pipeline import Pipeline, latency_depth, textbook_depth
+from autovaruna.schedule.simulator import simulate
 
 _ACTS_OF_A_CANDIDATE, _ACTS_OF_A_STAGE = 100, 5
 _ACTS_OF_A_FIT = 30
@@ -67,7 +64,7 @@ class Planner:
         self.host_of = tuple(numbers[host] for host in hosts) if len(numbers) > 1 else ()
         self.speeds = problem.cluster.speeds if set(problem.cluster.speeds) != {1.0} else ()
         is_split = problem.constraints.schedule == SPLIT_SCHEDULE
-        self.sized = lru_cache(maxsize=4)(lambda count: Sized(problem, tables, count, is_split))
+        self.sized = lru_cache(maxsize=4)(lambda count: SizedProblem(problem, tables, count, is_split))
         self.tied = [p for p in problem.graph.parameters if p.needs_gradient and len(p.blocks) > 1]
 
     @property
@@ -168,7 +165,7 @@ class Planner:
         deferred = tuple(costs.deferred_bytes.tolist()) if plan.schedule == SPLIT_SCHEDULE else ()
         return replace(plan, block_bytes=BlockBytes(int(costs.micro_batch_size), saved, work, *rules, deferred))
 
-    def options(self, sized: Sized, candidate: Candidate) -> list[Option]:
+    def options(self, sized: SizedProblem, candidate: Candidate) -> list[Option]:
         """Returns the stages of a candidate as they are before they are fitted into memory."""
         counts = [len(ranks) for ranks in candidate.ranks]
         first_choice = sized.recompute_choices[0]
@@ -197,7 +194,7 @@ class Planner:
         forced = self.problem.constraints.in_flight
         return min(forced or DEPTHS[candidate.depth](len(counts), stage, counts), share)
 
-    def _stage(self, sized: Sized, candidate: Candidate, stage: int, option: Option, reduce: float) -> StagePlan:
+    def _stage(self, sized: SizedProblem, candidate: Candidate, stage: int, option: Option, reduce: float) -> StagePlan:
         i, j = _range(candidate, stage, self.tables)
         key = i, j, option.ranks, option.needs_recompute, option.in_flight, option.deferred, reduce
         made = sized.made_stages.get(key)
@@ -205,7 +202,7 @@ class Planner:
             made = sized.made_stages[key] = self._new_stage(sized, i, j, option, reduce)
         return made
 
-    def _new_stage(self, sized: Sized, i: int, j: int, option: Option, reduce: float) -> StagePlan:
+    def _new_stage(self, sized: SizedProblem, i: int, j: int, option: Option, reduce: float) -> StagePlan:
         first, end = int(self.tables.positions[i]), int(self.tables.positions[j])
         times, peak = sized.seconds_of(i, j), peak_of(sized, option)
         speeds = tuple(map(self.speeds.__getitem__, option.ranks)) if self.speeds else ()
@@ -228,7 +225,7 @@ class Planner:
             weight_seconds=times.weight if option.deferred else 0.0,
         )
 
-    def _reduce_seconds(self, sized: Sized, candidate: Candidate, options: Sequence[Option]) -> list[float]:
+    def _reduce_seconds(self, sized: SizedProblem, candidate: Candidate, options: Sequence[Option]) -> list[float]:
         """Returns the all-reduce seconds of each stage: of its own parameters, and of those it shares with others."""
         if not self.problem.needs_gradient:
             return [0.0] * len(options)
@@ -246,3 +243,23 @@ class Planner:
 def _range(candidate: Candidate, stage: int, tables: RangeTables) -> tuple[int, int]:
     starts, behind = candidate.starts, stage + 1
     return starts[stage], starts[behind] if behind < len(starts) else tables.num_segments
+
+
+def priced(plan: Plan, problem: Problem) -> Plan:
+    """Returns a plan with the seconds and bytes that another problem predicts for it; nothing is searched.
+
+    Args:
+        plan: of the problem's graph and batch; its stages, ranks, depths and schedule stay.
+        problem: with the profile and the cluster that count.
+    """
+    starts = [stage.blocks[0] for stage in plan.stages]
+    planner = Planner(problem, RangeTables(problem.graph, [*starts, len(problem.graph.blocks)]))
+    ranks = tuple(stage.ranks for stage in plan.stages)
+    candidate = Candidate(tuple(range(plan.num_stages)), ranks, plan.num_micro_batches, schedule=plan.schedule)
+    sized = planner.sized(plan.num_micro_batches)
+    options = [
+        Option(sized.held_by(s, s + 1), each.ranks, each.in_flight, each.in_flight, each.needs_recompute, each.deferred)
+        for s, each in enumerate(plan.stages)
+    ]
+    whole = planner.predict_whole(planner.put_together(candidate, options))
+    return replace(whole, is_measured=problem.profile.is_measured)

@@ -1,92 +1,285 @@
-"""Reads a profile at any micro-batch size: small ones are not linear, so times and bytes are interpolated."""
+"""Holds what a problem costs at one number of micro-batches: by block, by range of segments, and all-reduces."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Collection
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from autovaruna.profiler.records import Profile
-
-Array = NDArray[np.float64]
-_MOST_KNOWN = 16
-"""Sizes whose costs are kept: a search asks for the same few again and again."""
-
-
-@dataclass(frozen=True, slots=True)
-class Costs:
-    """The cost of each block at one micro-batch size; every array has one entry a block."""
-
-    micro_batch_size: float
-    forward_seconds: Array
-    backward_seconds: Array
-    saved_bytes: Array
-    work_bytes: Array
-    weight_seconds: Array
-    split_seconds: Array
-    deferred_bytes: Array
-
-    @property
-    def input_seconds(self) -> Array:
-        """Seconds of a backward that leaves its weight gradients for later."""
-        return np.maximum(self.backward_seconds - self.weight_seconds, 0.0) + self.split_seconds
+from autovaruna.planner.cost_table import Array, Costs
+from autovaruna.planner.memory.recompute_options import RecomputeOptions
+from autovaruna.planner.memory.stage_memory import (
+    Holdings,
+    HoldingsByRange,
+    MemoryModel,
+    Peaks,
+    StageBytes,
+    holdings_of_ranges,
+    state_of_ranges,
+)
+from autovaruna.planner.problem import Problem
+from autovaruna.planner.ranges import RangeTables
+from autovaruna.planner.records import StagePlan
+from autovaruna.profiler.records import Cluster
 
 
-class CostTable:
-    """The costs of a profile as arrays, to be read at any micro-batch size.
+class AllReduces:
+    """All-reduces on a cluster.
 
-    Two rules keep noise out: a larger micro-batch never costs less than a smaller one, and below the smallest
-    measured size a cost falls no faster than in proportion.
-
-    Args:
-        profile: The profile.
+    `all_reduce_bytes_per_second` was measured over all ranks, so over the slowest link there is. A ring that stays
+    within one of several hosts is faster in the ratio of a local message to a remote one.
     """
 
-    def __init__(self, profile: Profile) -> None:
-        sizes = np.array(profile.micro_batch_sizes, dtype=np.float64)
-        order = np.argsort(sizes)
-        self._sizes = sizes[order]
-        self._fields = [np.maximum.accumulate(_field(profile, name)[order], axis=0) for name in _FIELDS]
-        self._last = lru_cache(maxsize=_MOST_KNOWN)(self._read)
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster, self._local_gain = cluster, _local_gain(cluster)
+        self._costs: dict[tuple[int, ...], tuple[float, float]] = {}
 
-    def at(self, micro_batch_size: float) -> Costs:
-        """Interpolates linearly between the measured sizes, and extrapolates from the two nearest."""
-        return self._last(micro_batch_size)
+    def seconds(self, ranks: tuple[int, ...], num_bytes: float) -> float:
+        """Returns the predicted seconds to all-reduce `num_bytes` over some ranks."""
+        cost = self._costs.get(ranks)
+        if cost is None:
+            cost = self._costs[ranks] = self.cost(len(ranks), is_local=self.is_local(ranks))
+        latency, seconds_per_byte = cost
+        return latency + seconds_per_byte * num_bytes
 
-    def _read(self, micro_batch_size: float) -> Costs:
-        arrays = (_interpolate(rows, self._sizes, micro_batch_size) for rows in self._fields)
-        return Costs(micro_batch_size, *arrays)
+    def cost(self, num_ranks: int, *, is_local: bool) -> tuple[float, float]:
+        """Returns what a ring of so many ranks takes, in seconds: once, and for each byte; nothing for one rank.
 
+        Args:
+            num_ranks: of the ring.
+            is_local: whether they share a host.
+        """
+        if num_ranks < 2:
+            return 0.0, 0.0
+        bandwidth = self.cluster.all_reduce_bytes_per_second * (self._local_gain if is_local else 1.0)
+        latency = self.cluster.all_reduce_latency_seconds * num_ranks
+        return latency, 2 * (num_ranks - 1) / num_ranks / bandwidth
 
-_FIELDS = (
-    "forward_seconds",
-    "backward_seconds",
-    "saved_bytes",
-    "work_bytes",
-    "weight_seconds",
-    "split_seconds",
-    "deferred_bytes",
-)
-
-
-def _field(profile: Profile, name: str) -> Array:
-    return np.array([[getattr(cost, name) for cost in costs] for costs in profile.costs], dtype=np.float64)
-
-
-def _interpolate(rows: Array, sizes: Array, size: float) -> Array:
-    """Returns the row at `size`; `rows` is ``(len(sizes), num_blocks)`` with ascending sizes and numbers."""
-    if len(sizes) == 1:
-        return np.asarray(rows[0] * (size / sizes[0]), dtype=np.float64)
-    right, share = _place(sizes, size)
-    row = rows[right - 1] + share * (rows[right] - rows[right - 1])
-    if size < sizes[0]:
-        row = np.maximum(row, rows[0] * (size / sizes[0]))
-    return np.asarray(row, dtype=np.float64)
+    def is_local(self, ranks: Collection[int]) -> bool:
+        """Returns whether the ranks share a host."""
+        hosts = map(self.cluster.hosts.__getitem__, ranks)
+        first = next(hosts, "")
+        return all(host == first for host in hosts)
 
 
-def _place(sizes: Array, size: float) -> tuple[int, float]:
-    """Returns the second of the two sizes to go by, and how far `size` lies between them."""
-    right = int(np.clip(np.searchsorted(sizes, size), 1, len(sizes) - 1))
-    return right, float((size - sizes[right - 1]) / (sizes[right] - sizes[right - 1]))
+def _local_gain(cluster: Cluster) -> float:
+    local, remote = cluster.local_link.bytes_per_second, cluster.remote_link.bytes_per_second
+    return local / remote if len(set(cluster.hosts)) > 1 and local > remote else 1.0
+
+
+class RangeSeconds(NamedTuple):
+    """Seconds of a range on a rank of speed 1: of one micro-batch, of the two parts of its backward, of the step."""
+
+    forward: float
+    backward: float
+    input: float
+    weight: float
+    optimizer: float
+
+
+@dataclass(frozen=True)
+class SizedProblem:
+    """A problem at M micro-batches; `is_split`: with weight gradients computed apart from backward."""
+
+    problem: Problem
+    tables: RangeTables
+    num_micro_batches: int
+    is_split: bool = False
+
+    @property
+    def micro_batch_size(self) -> float:
+        """The mean number of samples of a micro-batch."""
+        return self.problem.micro_batch_size(self.num_micro_batches)
+
+    @cached_property
+    def costs(self) -> Costs:
+        """The cost of each block, at the mean micro-batch size (bytes are those of the greatest one)."""
+        return self.problem.cost_table.at(self.micro_batch_size)
+
+    @cached_property
+    def step_seconds(self) -> Array:
+        """Forward and backward seconds of each block, as far as they run."""
+        if not self.is_split or not self.problem.needs_gradient:
+            return self.urgent_seconds
+        costs = self.costs
+        backward = np.minimum(costs.backward_seconds, costs.input_seconds + costs.weight_seconds)
+        return np.asarray(costs.forward_seconds + backward, dtype=np.float64)
+
+    @cached_property
+    def backward_seconds(self) -> Array:
+        """Seconds of each block's backward until its gradients can leave, split or whole."""
+        if not self.problem.needs_gradient:
+            return np.zeros_like(self.costs.backward_seconds)
+        if self.is_split:
+            return np.asarray(np.minimum(self.costs.input_seconds, self.costs.backward_seconds), dtype=np.float64)
+        return self.costs.backward_seconds
+
+    @cached_property
+    def urgent_seconds(self) -> Array:
+        """Seconds of each block's forward and backward, without weight gradients that are computed apart."""
+        return np.asarray(self.costs.forward_seconds + self.backward_seconds, dtype=np.float64)
+
+    @cached_property
+    def work(self) -> Array:
+        """Forward and backward seconds of each range on a rank of speed 1, without recompute."""
+        return _forbid_empty(self.tables.add_up(self.step_seconds))
+
+    @cached_property
+    def urgent_work(self) -> Array:
+        """The part of `work` that comes before gradients can leave."""
+        return _forbid_empty(self.tables.add_up(self.urgent_seconds)) if self.is_split else self.work
+
+    @cached_property
+    def recomputed_work(self) -> Array:
+        """The same with recompute."""
+        return _forbid_empty(self.work + self.tables.add_up(self.costs.forward_seconds))
+
+    @cached_property
+    def held(self) -> Holdings[Array]:
+        """What each range holds."""
+        return holdings_of_ranges(self.tables, self.greatest_costs)
+
+    @cached_property
+    def fixed_bytes(self) -> Array:
+        """Bytes of each range that are there whether or not micro-batches run; quicker to know than all of `held`."""
+        return self.model.fixed(state_of_ranges(self.tables))
+
+    @property
+    def saved_bytes(self) -> Array:
+        """Bytes that the forward of each range keeps for backward; quicker to know than all of `held`."""
+        return self.tables.add_up(self.greatest_costs.saved_bytes)
+
+    @property
+    def greatest_costs(self) -> Costs:
+        """The cost of each block for the greatest micro-batch."""
+        return self.problem.cost_table.at(math.ceil(self.micro_batch_size - 1e-9))
+
+    @cached_property
+    def _by_range(self) -> HoldingsByRange:
+        return HoldingsByRange(self.tables, self.greatest_costs)
+
+    @cached_property
+    def _held_by(self) -> dict[tuple[int, int], Holdings[float]]:
+        return {}
+
+    def held_by(self, i: int, j: int) -> Holdings[float]:
+        """Returns what the range of the segments i .. j-1 holds; the search asks for the same ones again and again."""
+        if (i, j) not in self._held_by:
+            self._held_by[i, j] = self._by_range.of(i, j)
+        return self._held_by[i, j]
+
+    @cached_property
+    def model(self) -> MemoryModel:
+        """The rules of memory."""
+        problem, cluster = self.problem, self.problem.cluster
+        return MemoryModel(
+            problem.optimizer_bytes_factor,
+            problem.needs_gradient,
+            cluster.process_bytes,
+            cluster.fragmentation,
+            problem.optimizer_cost.work_of_all,
+            problem.optimizer_cost.work_of_largest,
+            problem.min_micro_batches_for_inputs > 1,
+        )
+
+    @cached_property
+    def peaks(self) -> Peaks:
+        """The peaks of stages on one replica."""
+        return Peaks(self.model, self.num_micro_batches)
+
+    @cached_property
+    def made_stages(self) -> dict[tuple[int, int, tuple[int, ...], bool, int, int, float], StagePlan]:
+        """The stages of plans that were made, by all that they follow from; plans of a search share most of them."""
+        return {}
+
+    @cached_property
+    def all_reduces(self) -> AllReduces:
+        """What all-reduces take."""
+        return AllReduces(self.problem.cluster)
+
+    def reduce_seconds(self, num_replicas: int, trained_bytes: Array, *, is_local: bool) -> Array:
+        """Returns the all-reduce seconds of ranges with so many bytes to train and so many replicas."""
+        if not self.problem.needs_gradient:
+            return np.zeros_like(trained_bytes)
+        latency, seconds_per_byte = self.all_reduces.cost(num_replicas, is_local=is_local)
+        return np.where(trained_bytes > 0, latency + seconds_per_byte * trained_bytes, 0.0)
+
+    @cached_property
+    def optimizer_seconds(self) -> Array:
+        """Seconds of the optimizer step over the parameters of each range, on a rank of speed 1."""
+        if not self.problem.needs_gradient:
+            return np.zeros_like(self.tables.trained_bytes)
+        cost = self.problem.optimizer_cost
+        return np.asarray(
+            cost.seconds_per_parameter * self.tables.num_trained + cost.seconds_per_byte * self.tables.trained_bytes,
+            dtype=np.float64,
+        )
+
+    @property
+    def whole_optimizer_seconds(self) -> float:
+        """Seconds of the optimizer step over all parameters, on a rank of speed 1."""
+        return self.optimizer_seconds_of(0, self.tables.num_segments)
+
+    def optimizer_seconds_of(self, i: int, j: int) -> float:
+        """Returns an entry of `optimizer_seconds`."""
+        cost, num_trained, trained = self.problem.optimizer_cost, self.tables.num_trained, self.tables.trained_bytes
+        each = cost.seconds_per_parameter * num_trained[i, j] + cost.seconds_per_byte * trained[i, j]
+        return float(each) if self.problem.needs_gradient else 0.0
+
+    @cached_property
+    def _seconds_of(self) -> dict[tuple[int, int], RangeSeconds]:
+        return {}
+
+    def seconds_of(self, i: int, j: int) -> RangeSeconds:
+        """Returns the seconds of the range of the segments i .. j-1; the search asks for the same ones over again."""
+        if (i, j) not in self._seconds_of:
+            costs, blocks = self.costs, slice(*self.tables.positions[[i, j]])
+            self._seconds_of[i, j] = RangeSeconds(
+                forward=float(costs.forward_seconds[blocks].sum()),
+                backward=float(costs.backward_seconds[blocks].sum()),
+                input=float(costs.input_seconds[blocks].sum()),
+                weight=float(costs.weight_seconds[blocks].sum()),
+                optimizer=self.optimizer_seconds_of(i, j),
+            )
+        return self._seconds_of[i, j]
+
+    @cached_property
+    def overhead_seconds(self) -> float:
+        """What the executor adds to the forward and the backward of a micro-batch at one stage."""
+        return self.problem.cluster.overhead_seconds * (2 if self.problem.needs_gradient else 1)
+
+    @cached_property
+    def plain_bytes(self) -> StageBytes[Array]:
+        """Bytes of each range without recompute; none are of weight gradients that are computed apart."""
+        return self.model.of_stage(self.held, needs_recompute=False)
+
+    @cached_property
+    def recomputed_bytes(self) -> StageBytes[Array]:
+        """The same with recompute."""
+        return self.model.of_stage(self.held, needs_recompute=True)
+
+    @property
+    def recompute_choices(self) -> tuple[bool, ...]:
+        """Whether stages may run without recompute, with it, or both; the better one first."""
+        if not self.problem.needs_gradient:
+            return (False,)
+        return {"auto": (False, True), "all": (True,), "none": (False,)}[self.problem.constraints.recompute]
+
+    @cached_property
+    def ways(self) -> RecomputeOptions:
+        """The ways to run every range."""
+        options = []
+        for needs_recompute in self.recompute_choices:
+            num_bytes = self.recomputed_bytes if needs_recompute else self.plain_bytes
+            options.append((self.recomputed_work if needs_recompute else self.work, num_bytes))
+        return RecomputeOptions(tuple(options))
+
+
+def _forbid_empty(table: Array) -> Array:
+    """Returns the table with infinity where the range is empty."""
+    n = table.shape[0]
+    return np.where(np.arange(n)[:, None] < np.arange(n)[None, :], table, np.inf)

@@ -4,20 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import cycle, islice
+from itertools import cycle, islice, pairwise
 
 import numpy as np
 
 from autovaruna.errors import PlanError
 from autovaruna.planner.candidate import Candidate
-from autovaruna.planner.chain import partition_chain
-from autovaruna.planner.costs import Array
-from autovaruna.planner.placing import Ranks
+from autovaruna.planner.cost_table import Array
+from autovaruna.planner.costs import SizedProblem
+from autovaruna.planner.placement import Ranks
 from autovaruna.planner.problem import Problem
-from autovaruna.planner.ranges import RangeTables
-from autovaruna.planner.sized import Sized
-from autovaruna.planner.words import ranks_text
+from autovaruna.planner.ranges import RangeTables, partition_chain
 from autovaruna.profiler.records import Cluster
+
+_FEWEST_BY = 3
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """Returns ranks in short: ``0-3, 6``, and ``0-96 by 32`` for those that lie apart evenly."""
+    steps = {other - rank for rank, other in pairwise(ranks)}
+    if len(ranks) > _FEWEST_BY and len(steps) == 1 and min(steps) > 1:
+        return f"{ranks[0]}-{ranks[-1]} by {steps.pop()}"
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+
 
 _FEW_RANKS = 16
 _FEW_BLOCKS = 1000
@@ -55,9 +70,11 @@ class _Shortage:
 
 def explain_infeasible(problem: Problem, tables: RangeTables, counts: Sequence[int]) -> PlanError:
     """Returns what a user needs to know: bytes missing, the stage, the largest block, what would make it fit."""
-    sized = Sized(problem, tables, max(counts))
+    sized = SizedProblem(problem, tables, max(counts))
     n = len(problem.graph.blocks)
-    by_block = Sized(problem, RangeTables(problem.graph, range(n + 1)), max(counts)) if n <= _FEW_BLOCKS else sized
+    by_block = (
+        SizedProblem(problem, RangeTables(problem.graph, range(n + 1)), max(counts)) if n <= _FEW_BLOCKS else sized
+    )
     found = [shortage for ranks in _rank_choices(problem, tables) if (shortage := _shortage(sized, ranks))]
     if not found:
         stages = len(next(_rank_choices(problem, tables)))
@@ -78,7 +95,7 @@ def explain_infeasible(problem: Problem, tables: RangeTables, counts: Sequence[i
 
 def splits_that_fit(problem: Problem, tables: RangeTables, counts: Sequence[int]) -> Iterator[Candidate]:
     """Yields splits that fit, of as many micro-batches as may be: for a search that found none on ranks of its own."""
-    sized = Sized(problem, tables, max(counts))
+    sized = SizedProblem(problem, tables, max(counts))
     for ranks in _rank_choices(problem, tables):
         found = _shortage(sized, ranks)
         if found and not found.needed_by:
@@ -102,7 +119,7 @@ def _rank_choices(problem: Problem, tables: RangeTables) -> Iterator[Ranks]:
             yield tuple(tuple(islice(in_turn, replicas)) for _ in range(stages))
 
 
-def _shortage(sized: Sized, ranks: Ranks) -> _Shortage | None:
+def _shortage(sized: SizedProblem, ranks: Ranks) -> _Shortage | None:
     """Returns what the best split over some ranks lacks, None if the model cannot be split so often."""
     limits, tables = sized.problem.cluster.memory_bytes, sized.tables
     held = {rank: tuple(s for s, each in enumerate(ranks) if rank in each) for each in ranks for rank in each}
@@ -142,7 +159,7 @@ def _places(shortage: _Shortage, problem: Problem) -> str:
     return " and ".join(stages)
 
 
-def _least_bytes(sized: Sized, num_replicas: int) -> Array:
+def _least_bytes(sized: SizedProblem, num_replicas: int) -> Array:
     """Returns the least bytes of each range: with as few micro-batches in flight as the settings allow."""
     constraints = sized.problem.constraints
     share = -(-sized.num_micro_batches // num_replicas)
@@ -151,7 +168,7 @@ def _least_bytes(sized: Sized, num_replicas: int) -> Array:
     return np.asarray(np.minimum.reduce([num_bytes.at(depth, share) for num_bytes in ways]))
 
 
-def _bytes_of_segments(sized: Sized) -> Array:
+def _bytes_of_segments(sized: SizedProblem) -> Array:
     """Returns the least bytes of a stage that holds each segment: its neighbours may save it messages."""
     least = _least_bytes(sized, max(sized.problem.constraints.num_replicas, 1))
     n = sized.tables.num_segments
@@ -161,7 +178,7 @@ def _bytes_of_segments(sized: Sized) -> Array:
     return np.asarray(to_any.diagonal(1))
 
 
-def _largest_block(sized: Sized) -> str:
+def _largest_block(sized: SizedProblem) -> str:
     tables, blocks = sized.tables, sized.problem.graph.blocks
     each = _bytes_of_segments(sized)
     largest = int(each.argmax())
@@ -174,7 +191,7 @@ def _largest_block(sized: Sized) -> str:
     )
 
 
-def _advice(problem: Problem, sized: Sized, worst: _Shortage) -> Iterator[str]:
+def _advice(problem: Problem, sized: SizedProblem, worst: _Shortage) -> Iterator[str]:
     constraints, limits = problem.constraints, problem.cluster.memory_bytes
     yield to_give(problem.cluster, worst.needed_by or {worst.rank: worst.needed_bytes})
     fits_alone = float(_bytes_of_segments(sized).max()) <= max(limits)

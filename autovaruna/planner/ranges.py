@@ -1,9 +1,4 @@
-"""Sums over every range of a chain at once: what a stage of the segments ``i .. j-1`` holds, receives and sends.
-
-A table is a matrix ``A[i, j]``, 0 <= i < j <= n, of sums over things that are used in several places (a tied
-parameter, a value with many consumers). Each thing counts once in a range, so it adds its weight to a few rectangles
-of the matrix; all of them are summed by one pass over a difference array.
-"""
+"""Holds what every range of segments of a graph has, and what its blocks wait for; splits a chain evenly."""
 
 from __future__ import annotations
 
@@ -15,8 +10,143 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from autovaruna.graph.records import Graph, Parameter, Size
-from autovaruna.planner.costs import Array
+from autovaruna.graph.records import Graph, Parameter, Size, Value
+from autovaruna.planner.cost_table import Array
+
+_ROWS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class ChainPartition:
+    """A split of n segments; stage s has the segments ``starts[s] .. starts[s + 1] - 1`` (the last one: to the end)."""
+
+    starts: tuple[int, ...]
+    objective: float
+
+
+def partition_chain(stage_costs: Sequence[Array]) -> ChainPartition | None:
+    """Returns the split into ``len(stage_costs)`` stages whose greatest cost is least, or None if there is none.
+
+    Args:
+        stage_costs: for each stage the matrix of its costs, ``(n + 1, n + 1)``, infinite for what is not allowed.
+    """
+    n = stage_costs[0].shape[0] - 1
+    best = np.full(n + 1, np.inf)
+    best[n] = 0.0
+    choices = []
+    for costs in reversed(stage_costs):
+        best, choice = _put_before(costs, best)
+        choices.append(choice)
+    if not np.isfinite(best[0]):
+        return None
+    starts = [0]
+    for choice in choices[:0:-1]:
+        starts.append(int(choice[starts[-1]]))
+    return ChainPartition(tuple(starts), float(best[0]))
+
+
+def _put_before(costs: Array, best: Array) -> tuple[Array, NDArray[np.int64]]:
+    """Puts one more stage before the best splits; returns the greatest cost for each start, and its end."""
+    n = len(best) - 1
+    values, ends = np.full(n + 1, np.inf), np.zeros(n + 1, dtype=np.int64)
+    # Few rows at a time stay in the processor's cache, and need only the columns after the first of them.
+    for row in range(0, n, _ROWS):
+        rows = min(_ROWS, n - row)
+        totals = np.maximum(costs[row : row + rows, row + 1 :], best[row + 1 :])
+        totals[np.tril_indices(rows, -1, n - row)] = np.inf
+        choice = totals.argmin(axis=1)
+        ends[row : row + rows] = choice + row + 1
+        values[row : row + rows] = totals[np.arange(rows), choice]
+    return values, ends
+
+
+class Flow:
+    """Where some values of a graph go; what that says of their blocks is found once, and asked for every M.
+
+    Args:
+        values: the values.
+        num_blocks: of the graph.
+    """
+
+    def __init__(self, values: Sequence[Value], num_blocks: int) -> None:
+        self.values, self.num_blocks = values, num_blocks
+
+    @cached_property
+    def last_holders(self) -> list[int]:
+        """For each block, the last earlier block that makes or uses a value which it needs; -1: none."""
+        holders = [-1] * self.num_blocks
+        for value in self.values:
+            chain = sorted({value.producer, *value.consumers})
+            for before, user in pairwise(chain):
+                holders[user] = max(holders[user], before)
+        return holders
+
+    @cached_property
+    def producers(self) -> dict[int, list[int]]:
+        """The blocks whose values each block uses, by block; those that use none are left out."""
+        found: dict[int, list[int]] = {}
+        for value in self.values:
+            for user in value.consumers:
+                found.setdefault(user, []).append(value.producer)
+        return dict(sorted(found.items()))
+
+    @cached_property
+    def is_apart(self) -> NDArray[np.bool_]:
+        """Which blocks make and use none of the values."""
+        found = np.ones(self.num_blocks, dtype=np.bool_)
+        for value in self.values:
+            found[[value.producer, *value.consumers]] = False
+        return found
+
+    def fill_seconds(self, block_seconds: Array) -> Array:
+        """Returns, for each block p, the least seconds of other stages that a stage starting at p waits for.
+
+        Args:
+            block_seconds: of each block, forward (of gradients: backward; then the wait is that after the stage's last
+                backward), on the fastest rank.
+
+        Returns:
+            ``(num_blocks,)``, valid for every split into consecutive stages, one stage a rank.
+        """
+        work = [0.0, *np.cumsum(block_seconds).tolist()]
+        fill = [0.0] * self.num_blocks
+        # The stage that holds block h starts at some i <= h, has waited fill[i], and works at least work[h + 1] -
+        # work[i].
+        slack = [0.0] * self.num_blocks
+        for p, holder in enumerate(self.last_holders[1:], 1):
+            fill[p] = work[holder + 1] + slack[holder] if holder >= 0 else 0.0
+            slack[p] = min(slack[p - 1], fill[p] - work[p])
+        return np.array(fill)
+
+    def neighbour_bytes(self, micro_batch_size: float) -> Array:
+        """Returns, for each block p, the bytes of values that block p - 1 has and p uses, which cross a cut there."""
+        users, fixed, each = self._neighbours
+        return np.asarray(np.bincount(users, fixed + each * micro_batch_size, self.num_blocks + 1), dtype=np.float64)
+
+    @cached_property
+    def _neighbours(self) -> tuple[Array, Array, Array]:
+        """Uses of values that the block before has: the block, and the bytes, fixed ones and for each sample."""
+        found = [
+            (user, value.size.fixed_bytes, value.size.sample_bytes)
+            for value in self.values
+            for holders in [{value.producer, *value.consumers}]
+            for user in value.consumers
+            if user - 1 in holders
+        ]
+        users, fixed, each = np.array(found, dtype=np.float64).reshape(-1, 3).T
+        return users.astype(np.int64), fixed, each
+
+    def longest_path(self, block_seconds: Array) -> list[int]:
+        """Returns the blocks of the path along the values, each block before the next, that takes longest."""
+        seconds, origin = block_seconds.tolist(), [-1] * self.num_blocks
+        for block, producers in self.producers.items():
+            origin[block] = max(producers, key=seconds.__getitem__)
+            seconds[block] += seconds[origin[block]]
+        path = [max(range(len(seconds)), key=seconds.__getitem__)]
+        while origin[path[-1]] >= 0:
+            path.append(origin[path[-1]])
+        return path[::-1]
+
 
 _Holders = Sequence[Sequence[int]]
 """For each thing, the segments in which it is used, ascending; the first one makes it."""

@@ -8,32 +8,37 @@ from dataclasses import replace
 
 import numpy as np
 
-from autovaruna.planner.all_patterns import PatternSearch
 from autovaruna.planner.bounds.proof import PROVEN, WORTH, Proof
 from autovaruna.planner.candidate import Candidate, Planner
-from autovaruna.planner.climb import climb_best
-from autovaruna.planner.either_way import plan_either_way
-from autovaruna.planner.groups import GroupSearch, is_small
+from autovaruna.planner.cut_points import plan_with_cut_points
+from autovaruna.planner.evaluator import Evaluator, Progress
+from autovaruna.planner.exhaustive import GroupSearch, PatternSearch, is_small
 from autovaruna.planner.infeasible import explain_infeasible, splits_that_fit
-from autovaruna.planner.interleaving import Interleaving
-from autovaruna.planner.marks import plan_with_marks
-from autovaruna.planner.more_micro_batches import plan_with_more
-from autovaruna.planner.options import (
-    cut_positions,
-    micro_batch_counts,
-    stages_per_rank,
-    zoomed_positions,
+from autovaruna.planner.interleaved import EVERY, Interleaving
+from autovaruna.planner.local_search import (
+    NEAR,
+    changed_in_pairs,
+    improve_best,
+    is_shared,
+    seconds_of,
+    tuned,
+    tuned_promising,
 )
-from autovaruna.planner.placing import order_of
-from autovaruna.planner.predicting.folding import ACTS_OF_A_SHARED_ACT
+from autovaruna.planner.memory_fit import Found, that_fits, use_all_memory_of_best, with_all_memory_used
+from autovaruna.planner.one_stage_a_rank import SingleSearch
+from autovaruna.planner.placement import order_of
+from autovaruna.planner.prediction import ACTS_OF_A_SHARED_ACT
 from autovaruna.planner.problem import SPLIT_SCHEDULE, Problem, check_problem, forced_stages
 from autovaruna.planner.ranges import RangeTables, TablesOfGraph
 from autovaruna.planner.records import Plan
-from autovaruna.planner.rounds import EVERY
-from autovaruna.planner.settling import Found, loosen_best, loosened, that_fits
-from autovaruna.planner.single import SingleSearch
-from autovaruna.planner.trials import Progress, Trials
-from autovaruna.planner.tuning import NEAR, changed_in_pairs, is_shared, seconds_of, tuned, tuned_promising
+from autovaruna.planner.search_space import (
+    cut_positions,
+    micro_batch_counts,
+    plan_with_more,
+    stages_per_rank,
+    zoomed_positions,
+)
+from autovaruna.planner.split_backward import plan_with_split_backward
 
 _log = logging.getLogger(__name__)
 
@@ -62,7 +67,7 @@ def make_plan(problem: Problem, progress: Progress | None = None) -> Plan:
     def search_below(each: Problem, seconds: float) -> Plan | None:
         return _Search(each, hears, tables, seconds).find()
 
-    plan = plan_with_marks(problem, lambda each: plan_either_way(each, search, search_below, tables))
+    plan = plan_with_cut_points(problem, lambda each: plan_with_split_backward(each, search, search_below, tables))
     _log.info(
         "planned %d stages, %d micro-batches: %.6g s a step, at most %.1f %% above the best possible",
         plan.num_stages,
@@ -99,7 +104,7 @@ class _Search:
         self.trials = self._new_trials(self.planner, below_seconds)
         self.proof = Proof(self.planner, self.counts, self.most_each)
         self.single = SingleSearch(self.trials, self.counts, self.proof, progress)
-        self.others: Trials | None = None
+        self.others: Evaluator | None = None
         """Those of plans with several stages a rank, if there may be better ones."""
 
     def run(self) -> Plan:
@@ -128,7 +133,7 @@ class _Search:
         better = tuned_promising(self._promising(), seconds_of(found[0][2]))
         found = [*(pair for each in better for pair in changed_in_pairs(each)), *better, *found]
         planner, candidate, plan = found[0]
-        plan = loosened(planner, candidate, planner.predict_whole(plan))
+        plan = with_all_memory_used(planner, candidate, planner.predict_whole(plan))
         if plan.predicted_seconds >= self.below_seconds:
             return None
         self.progress("proving how good the plan is", 1.0)
@@ -144,15 +149,15 @@ class _Search:
         """Tries splits that fit by their bytes alone: which ranks a stage gets may leave but a few."""
         for candidate in splits_that_fit(self.problem, self.tables, self.counts):
             self.trials.attempt(candidate, math.inf)
-        climb_best(self.trials, _SHAPES_STARTS, _SHAPES_CLIMB_SECONDS, self.single.recut, self.progress)
+        improve_best(self.trials, _SHAPES_STARTS, _SHAPES_CLIMB_SECONDS, self.single.recut, self.progress)
 
-    def _new_trials(self, planner: Planner, below_seconds: float = math.inf) -> Trials:
+    def _new_trials(self, planner: Planner, below_seconds: float = math.inf) -> Evaluator:
         settle = that_fits if self.problem.constraints.schedule == SPLIT_SCHEDULE else None
-        return Trials(planner, is_small=self.is_small, below_seconds=below_seconds, settle=settle)
+        return Evaluator(planner, is_small=self.is_small, below_seconds=below_seconds, settle=settle)
 
     # Plans with several.
 
-    def _try_interleaved(self) -> Trials:
+    def _try_interleaved(self) -> Evaluator:
         """Returns the trials of plans with several stages a rank if one of them is better, else those with one."""
         self.progress("interleaving stages", 0.0)
         known, trials = self.trials, self._new_trials(self.planner)
@@ -164,15 +169,15 @@ class _Search:
                 interleaving = Interleaving(self.planner, most_each, self.forced_stages, order, more_than)
                 interleaving.try_shapes(self.counts, known, trials, seconds)
         Interleaving(self.planner, self.most_each, self.forced_stages, order).even_out(trials, _SHAPES_STARTS)
-        climb_best(trials, _SHAPES_STARTS, _SHAPES_CLIMB_SECONDS, self.single.recut, self.progress)
+        improve_best(trials, _SHAPES_STARTS, _SHAPES_CLIMB_SECONDS, self.single.recut, self.progress)
         if self.is_small:
             self._try_all_patterns(trials)
             trials.go_deep(that_fits)
             self._try_all_patterns(trials)
-        loosen_best(trials, _SHAPES_STARTS)
+        use_all_memory_of_best(trials, _SHAPES_STARTS)
         return trials if trials.least_seconds < known.least_seconds * WORTH else known
 
-    def _try_all_patterns(self, trials: Trials) -> None:
+    def _try_all_patterns(self, trials: Evaluator) -> None:
         end = self.planner.spent_seconds + _PATTERNS_SECONDS
 
         def limit() -> float:
@@ -191,7 +196,7 @@ class _Search:
 
     # The best of all.
 
-    def _fastest_first(self, chosen: Trials) -> list[Found]:
+    def _fastest_first(self, chosen: Evaluator) -> list[Found]:
         """Returns all plans that were faster than they had to be, those with finer cuts among them."""
         found: dict[int, Found] = {}
         for trials in (self._zoomed(chosen), chosen, self.trials, self.others or chosen):
@@ -199,7 +204,7 @@ class _Search:
                 found.setdefault(id(plan), (trials.planner, variant, plan))
         return tuned(list(found.values()), _TUNING_SECONDS)
 
-    def _zoomed(self, trials: Trials) -> Trials:
+    def _zoomed(self, trials: Evaluator) -> Evaluator:
         """Lets the cuts of the best plan move between the segments of a large graph."""
         is_whole = self.tables.num_segments == len(self.problem.graph.blocks)
         if trials.best is None or is_whole or self.problem.constraints.has_fixed_places:
@@ -217,7 +222,7 @@ class _Search:
         variant, start = trials.built[candidate][0], replace(candidate, starts=starts)
         fine.best, fine.ranked = trials.best, {start: trials.best.predicted_seconds}
         fine.built = {start: (replace(variant, starts=starts), trials.best)}
-        climb_best(fine, 1, _FINE_SECONDS, self.single.recut, self.progress)
+        improve_best(fine, 1, _FINE_SECONDS, self.single.recut, self.progress)
         trials.was_cut_short = trials.was_cut_short or fine.was_cut_short
         return fine
 

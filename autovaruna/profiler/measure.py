@@ -11,18 +11,17 @@ from time import perf_counter
 import torch
 from torch import Tensor, nn
 
+from autovaruna.config.files import Amount, Whole
 from autovaruna.errors import MeasureError
-from autovaruna.graph.kept_whole.rehearsal import rehearsal
-from autovaruna.graph.origin import failed_at
 from autovaruna.graph.precision import without_autocast
+from autovaruna.graph.profiling_mode import profiling_mode
 from autovaruna.graph.random import untouched_generator
+from autovaruna.graph.source_lines import failed_at
 from autovaruna.graph.traced import TracedModel
-from autovaruna.json_text import Amount, Whole
-from autovaruna.profiler.memory import Bytes, count_bytes, count_deferred_bytes
+from autovaruna.profiler.bytes import Bytes, count_bytes, count_deferred_bytes
 from autovaruna.profiler.parts import Part, block_parts, layer_parts, repeated_part
-from autovaruna.profiler.samples import Numbers, Samples
-from autovaruna.profiler.timing import split_seconds, time_splitting, time_weights, time_work
-from autovaruna.profiler.work import make_work
+from autovaruna.profiler.time import split_seconds, time_splitting, time_weights, time_work
+from autovaruna.profiler.work import Numbers, Samples, make_work
 
 logger = logging.getLogger(__name__)
 
@@ -100,7 +99,7 @@ def measure(
     kinds = [Samples(traced, model, device, inputs, numbers) for numbers in Numbers]
     ends = perf_counter() + budget_seconds
     costs: dict[Key, PartCost] = {}
-    with untouched_generator(device), without_autocast(), rehearsal():
+    with untouched_generator(device), without_autocast(), profiling_mode():
         for done, (part, size) in enumerate(jobs):
             allowance = max(0.0, ends - perf_counter()) / (len(jobs) - done)
             costs[part.signature, size] = _measure_one(part, kinds, size, iterations, allowance, splits)

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from autovaruna.graph.traced import TracedModel
+from autovaruna.profiler.bytes import Bytes
 from autovaruna.profiler.measure import Key, PartCost, measure, merge
-from autovaruna.profiler.memory import Bytes
 from autovaruna.profiler.parts import Part, block_parts, layer_parts, repeated_part
 from autovaruna.profiler.records import BlockCost, Profile
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from autovaruna.json_text import Amount, Count, Positive
+from autovaruna.config.files import Amount, Count, Positive
 
 FORMAT_VERSION = 1
 

@@ -1,12 +1,17 @@
-"""Cuts the global batch into micro-batches and says whose samples each one holds."""
+"""Describes one call as all ranks see it: micro-batches, whose samples each holds, and where they run."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 
+from torch import Tensor
+
 from autovaruna.errors import InputError
-from autovaruna.schedule.slices import slices
+from autovaruna.planner.records import Plan
+from autovaruna.schedule.pipeline import slices
+from autovaruna.stage.split import Split
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,3 +129,47 @@ def weigh(batch: GlobalBatch, weights: tuple[float, ...], is_sum: bool) -> Globa
         shares = [weight / total for weight in weights]
     parts = zip(batch.micro_batches.items(), shares, strict=True)
     return replace(batch, micro_batches={index: replace(part, share=share) for (index, part), share in parts})
+
+
+@dataclass(eq=False, slots=True)
+class Job:
+    """One call of the model, as every rank sees it.
+
+    Attributes:
+        split: the stages of the call's graph.
+        plan: where each runs.
+        batch: its micro-batches.
+        needs_gradient: whether backwards follow.
+        seed, step: what random nodes depend on.
+        graph_key: digest of the graph.
+        is_sum: whether losses are added rather than averaged.
+        recomputing: stages that run forward again before backward.
+        splitting: stages whose backward leaves weight gradients for later.
+        offload: whether what they keep for that is on the host meanwhile.
+        of_batch: what micro-batches are given of the whole batch, by the weight of their loss and the name of the node.
+        name: what to call it in errors.
+    """
+
+    split: Split
+    plan: Plan
+    batch: GlobalBatch
+    needs_gradient: bool
+    seed: int
+    step: int
+    graph_key: str
+    is_sum: bool
+    recomputing: frozenset[int]
+    splitting: frozenset[int] = frozenset()
+    offload: bool = False
+    of_batch: Mapping[float, dict[str, Tensor]] = field(default_factory=dict)
+    name: str = "the call"
+
+    def rank_weight(self, rank: int) -> float:
+        """Returns the weight of a rank's own loss in that of the global batch: its share of samples, or one."""
+        if self.is_sum:
+            return 1.0
+        return self.batch.num_samples_of(rank) / self.batch.num_samples
+
+    def rank_of(self, stage: int, micro_batch: int) -> int:
+        """Returns the rank that runs a micro-batch at a stage."""
+        return self.plan.rank_of(stage, micro_batch)

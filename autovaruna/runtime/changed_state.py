@@ -1,14 +1,17 @@
-"""Keeps what forwards change of parameters and buffers from those that must not find it."""
+"""Looks after parameters and buffers that forwards change, over the micro-batches of a call and over the ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from autovaruna._torch import preserve_version_counter
 from autovaruna.graph.traced import TracedModel
+from autovaruna.runtime.weights.placement import OwnedState, Placement
+from autovaruna.runtime.world import World
 from autovaruna.stage.module import StageModule
 
 
@@ -60,3 +63,32 @@ def _overwrite(state: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> Non
     for name, value in values.items():
         with preserve_version_counter(state[name]):
             state[name].copy_(value)
+
+
+def share_state(changed: Collection[str], state: OwnedState, placement: Placement, world: World) -> None:
+    """Overwrites what a call has changed with what the first rank that holds it has. Collective.
+
+    Args:
+        changed: Names of buffers, which go to every rank, and of parameters, which go to the ranks that hold them.
+        state: The model's parameters and buffers.
+        placement: Who holds which.
+        world: The ranks.
+    """
+    every = tuple(range(world.num_ranks))
+    groups: dict[tuple[int, tuple[int, ...], torch.dtype], list[Tensor]] = {}
+    for name in sorted(changed):
+        tensor, holders = state.tensor(name), placement.ranks_of(name)
+        ranks = holders if isinstance(tensor, nn.Parameter) else every
+        groups.setdefault((holders[0], ranks, tensor.dtype), []).append(tensor.detach())
+    for (root, ranks, _), tensors in sorted(groups.items(), key=lambda group: str(group[0])):
+        if len(ranks) > 1 and world.rank in ranks:
+            _overwrite_on_ranks(tensors, root, ranks, world)
+
+
+def _overwrite_on_ranks(tensors: Sequence[Tensor], root: int, ranks: tuple[int, ...], world: World) -> None:
+    """Overwrites tensors of one dtype on `ranks` by those of rank `root`."""
+    flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+    world.broadcast(flat, root, ranks)
+    if world.rank != root:
+        for tensor, part in zip(tensors, torch.split(flat, [each.numel() for each in tensors]), strict=True):
+            tensor.data.copy_(part.view(tensor.shape))  # autograd may have kept it

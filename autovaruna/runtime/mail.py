@@ -1,24 +1,135 @@
 """Carries lists of tensors between the ranks of a pipeline, in order, with receives posted ahead.
 
-The first message of a kind is preceded by its layouts (`Layout`); both ends remember them, so that later ones are the
-bare numbers and can be received before they are needed. Posting a receive takes time, too: so as a rule a rank does it
-while it waits for a message.
+A message keeps the memory layout of its tensors: kernels choose their order of operations by the strides of their
+arguments, so that other strides could change the last bit. The first message of a kind is preceded by its layouts;
+both ends remember them, so that later ones are the bare numbers and can be received before they are needed. Posting a
+receive takes time, too: as a rule a rank does it while it waits for a message.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import prod
 from time import perf_counter
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeGuard
 
 import torch
 from torch import Tensor
 
 from autovaruna.errors import RankError
-from autovaruna.runtime.layout import Layout, Layouts, layouts_of, packed, unpacked
-from autovaruna.runtime.transport.base import DONE, Pending
-from autovaruna.runtime.worlds.world import World
+from autovaruna.runtime.transport.base import DONE, Pending, distinct
+from autovaruna.runtime.world import World
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Shape, strides and dtype of one tensor of a message: a `Blank`, if it is dense.
+
+    Attributes:
+        is_dense: whether its elements fill memory without holes.
+        num_bytes: what travels of it.
+    """
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    is_dense: bool = field(init=False, compare=False)
+    num_bytes: int = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "is_dense", self._fills_memory())
+        object.__setattr__(self, "num_bytes", prod(self._narrow_shape) * self.dtype.itemsize)
+
+    @property
+    def _narrow_shape(self) -> tuple[int, ...]:
+        """The shape without repeats: a dimension of stride 0 is sent once."""
+        pairs = zip(self.shape, self.strides, strict=True)
+        return tuple(min(length, 1) if stride == 0 else length for length, stride in pairs)
+
+    def _fills_memory(self) -> bool:
+        expected = 1
+        for stride, length in sorted(zip(self.strides, self.shape, strict=True)):
+            if length > 1:
+                if stride != expected:
+                    return False
+                expected *= length
+        return True
+
+    def fits(self, tensor: Tensor | None) -> TypeGuard[Tensor]:
+        """Says whether a tensor has this layout."""
+        return (
+            tensor is not None
+            and tensor.dtype is self.dtype
+            and tensor.shape == self.shape
+            and tensor.stride() == self.strides
+        )
+
+    def pack(self, tensor: Tensor) -> Tensor:
+        """Returns what travels of a tensor with holes, or with numbers that are there twice: a copy without."""
+        return distinct(tensor).contiguous()
+
+    def buffer(self, device: torch.device) -> Tensor:
+        """Returns memory for what travels."""
+        if self.is_dense:
+            return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=device)
+        return torch.empty(self._narrow_shape, dtype=self.dtype, device=device)
+
+    @property
+    def travelling(self) -> Layout:
+        """The layout of what travels: this one, unless it has holes."""
+        if self.is_dense:
+            return self
+        shape = self._narrow_shape
+        return Layout(shape, torch.empty(shape, device="meta").stride(), self.dtype)
+
+    def unpack(self, buffer: Tensor) -> Tensor:
+        """Returns the tensor as the sender had it, of one that is not dense."""
+        tensor = torch.empty_strided(self._narrow_shape, self.strides, dtype=self.dtype, device=buffer.device)
+        return tensor.copy_(buffer).expand(self.shape)
+
+
+Layouts = tuple[Layout | None, ...]
+
+
+def packed(layouts: Layouts, tensors: Sequence[Tensor | None]) -> list[Tensor] | None:
+    """Returns what of a message travels; None: it has other layouts."""
+    if len(layouts) != len(tensors):
+        return None
+    if len(layouts) == 1 and (only := layouts[0]) is not None and only.is_dense and only.fits(tensors[0]):
+        return [tensors[0]]  # what most messages are
+    travelling = []
+    for layout, tensor in zip(layouts, tensors, strict=True):
+        if layout is None or tensor is None:
+            if not (layout is None and tensor is None):
+                return None
+        elif layout.fits(tensor):
+            travelling.append(tensor if layout.is_dense else layout.pack(tensor))
+        else:
+            return None
+    return travelling
+
+
+def unpacked(layouts: Layouts, travelled: Sequence[Tensor]) -> list[Tensor | None]:
+    """Returns a message as the sender had it, from what of it has travelled."""
+    if len(travelled) == len(layouts) == 1 and (only := layouts[0]) is not None and only.is_dense:
+        return [travelled[0]]  # what most messages are
+    come, found = iter(travelled), list[Tensor | None]()
+    for layout in layouts:
+        if layout is None:
+            found.append(None)
+        else:
+            found.append(next(come) if layout.is_dense else layout.unpack(next(come)))
+    return found
+
+
+def layouts_of(tensors: Sequence[Tensor | None]) -> Layouts:
+    """Returns the layouts of a message; None stands for a gradient that is not there."""
+    return tuple(
+        None if tensor is None else Layout(tuple(tensor.shape), tensor.stride(), tensor.dtype) for tensor in tensors
+    )
+
 
 TensorList = list[Tensor | None]
 AHEAD = 3

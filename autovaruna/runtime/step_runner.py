@@ -23,32 +23,24 @@ from torch import Tensor
 
 from autovaruna.errors import InputError, OrderError
 from autovaruna.graph.call import InputSpec
-from autovaruna.graph.kept_whole.kept import forgetting
-from autovaruna.graph.origin import failed_at
+from autovaruna.graph.opaque.run import forgetting
 from autovaruna.graph.outputs import OutputKind, OutputSpec
-from autovaruna.graph.pieces.weight_gradients import Deferred
+from autovaruna.graph.pieces.deferral import Deferred
 from autovaruna.graph.precision import is_autocast, without_autocast
 from autovaruna.graph.random import RandomStream, untouched_generator
-from autovaruna.runtime.arrival import arrive, go_backward
-from autovaruna.runtime.batch import GlobalBatch, MicroBatch
-from autovaruna.runtime.changed_state import ChangedState
-from autovaruna.runtime.events import EventTrace
-from autovaruna.runtime.exchange import GradientExchange
-from autovaruna.runtime.gradient_sums.gradient_book import Backwards, GradientBook
-from autovaruna.runtime.in_flight import NOTHING, InFlight
-from autovaruna.runtime.job import Job
+from autovaruna.graph.source_lines import failed_at
+from autovaruna.runtime.autograd import Finish, Gradients, arrive, follows_a_call, go_backward, publish, while_unchanged
+from autovaruna.runtime.batch import GlobalBatch, Job, MicroBatch
+from autovaruna.runtime.changed_state import ChangedState, share_state
+from autovaruna.runtime.gradients import Backwards, GradientBook
+from autovaruna.runtime.in_flight import NOTHING, InFlight, OwnSamples, Stash
 from autovaruna.runtime.mail import Mail
-from autovaruna.runtime.offload import Stash
 from autovaruna.runtime.optimizers.scaler import LossScale
-from autovaruna.runtime.outputs import OutputCollector
-from autovaruna.runtime.own_samples import OwnSamples
-from autovaruna.runtime.publish import Finish, Gradients, follows_a_call, publish
-from autovaruna.runtime.recorder import Recorder
-from autovaruna.runtime.shared_state import share_state
+from autovaruna.runtime.outputs import GradientExchange, OutputCollector
+from autovaruna.runtime.trace import EventTrace, Recorder
 from autovaruna.runtime.traffic import Act, Traffic
-from autovaruna.runtime.unchanged import while_unchanged
 from autovaruna.runtime.weights.placement import OwnedState, Placement
-from autovaruna.runtime.worlds.world import World
+from autovaruna.runtime.world import World
 from autovaruna.schedule.instruction import Kind
 from autovaruna.stage.module import ParameterUse, StageModule
 

@@ -2,14 +2,21 @@
 
 from autovaruna.schedule.bound import Bounds, lower_bound
 from autovaruna.schedule.check import check
-from autovaruna.schedule.depth import deepest_in_flight, latency_depth, textbook_depth
 from autovaruna.schedule.instruction import Instruction, Kind, Schedule
-from autovaruna.schedule.pipeline import Edge, Links, Pipeline, StageTimes, free_link
+from autovaruna.schedule.pipeline import (
+    Edge,
+    Links,
+    Pipeline,
+    StageTimes,
+    deepest_in_flight,
+    free_link,
+    latency_depth,
+    textbook_depth,
+)
 from autovaruna.schedule.policy import Policy
 from autovaruna.schedule.registry import POLICIES
-from autovaruna.schedule.simulation import Event, LostTime, Reduction, Simulation
+from autovaruna.schedule.simulation import Event, LostTime, Reduction, Simulation, draw, render
 from autovaruna.schedule.simulator import replay, simulate, step_seconds
-from autovaruna.schedule.timeline import draw, render
 
 __all__ = [
     "POLICIES",

@@ -22,9 +22,8 @@ from itertools import cycle, islice
 from typing import NamedTuple
 
 from autovaruna.profiler.records import LinkCost
-from autovaruna.schedule.costs import distinct_replicas, work_seconds
 from autovaruna.schedule.instruction import BACKWARD, FORWARD, RECOMPUTE, WEIGHT
-from autovaruna.schedule.messages import exact, seconds_of
+from autovaruna.schedule.messages import distinct_replicas, exact, seconds_of, work_seconds
 from autovaruna.schedule.pipeline import Pipeline, StageTimes
 
 

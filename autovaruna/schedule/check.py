@@ -19,8 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NoReturn
 
 from autovaruna.errors import ScheduleError
-from autovaruna.schedule.grid import grid
-from autovaruna.schedule.instruction import Instruction, Kind, Schedule
+from autovaruna.schedule.instruction import Instruction, Kind, Schedule, grid
 from autovaruna.schedule.pipeline import Pipeline
 from autovaruna.schedule.simulator import replay
 

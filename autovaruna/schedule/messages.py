@@ -1,17 +1,14 @@
-"""Models messages between ranks.
-
-A message takes the latency of its link plus its bytes over the bandwidth. Sends never block and overlap with work. The
-messages of one directed pair of ranks share its bandwidth: each starts when the one sent before it has left, so
-bandwidth is paid one after another while latencies overlap. Different pairs do not disturb each other. A message of a
-rank to itself is free.
-"""
+"""Says which messages a stage waits for, and what instructions cost."""
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping
+from functools import lru_cache
 
 from autovaruna.profiler.records import LinkCost
-from autovaruna.schedule.pipeline import Pipeline
+from autovaruna.schedule.instruction import Kind
+from autovaruna.schedule.pipeline import Pipeline, StageTimes
 from autovaruna.schedule.replica import Inbox, Replica
 
 TICKS_PER_SECOND = 2.0**40
@@ -117,3 +114,37 @@ class Route:
 def seconds_of(link: LinkCost, num_bytes: float) -> tuple[float, float]:
     """Returns the seconds of a message's latency and of its bytes on a link."""
     return exact(link.latency_seconds), exact(num_bytes / link.bytes_per_second)
+
+
+def work_seconds(pipeline: Pipeline, stage: int, replica: int, *, is_split: bool = False) -> Mapping[Kind, float]:
+    """Returns the seconds of each kind of instruction on one replica, executor overhead included.
+
+    Args:
+        pipeline: The pipeline.
+        stage: The stage.
+        replica: Which of its replicas.
+        is_split: Whether weight gradients are computed apart from backward.
+    """
+    times = pipeline.stages[stage]
+    backward = times.input_seconds if is_split else times.backward_seconds
+    each = times.forward_seconds, times.recompute_seconds, backward, times.weight_seconds
+    return _by_kind(*each, times.speed(replica), pipeline.overhead_seconds)
+
+
+@lru_cache(maxsize=1 << 12)
+def _by_kind(
+    forward: float, recompute: float, backward: float, weight: float, speed: float, overhead: float
+) -> Mapping[Kind, float]:
+    """Returns the seconds by kind; the pipelines of a search have the same few stages."""
+    more = exact(overhead)
+    return {
+        Kind.FORWARD: exact(forward / speed) + more,
+        Kind.RECOMPUTE: exact(recompute / speed) + more,
+        Kind.BACKWARD: exact(backward / speed) + more,
+        Kind.WEIGHT: exact(weight / speed) + more,
+    }
+
+
+def distinct_replicas(times: StageTimes) -> range:
+    """Returns replicas of a stage that stand for all: the first one, where all have one speed."""
+    return range(times.num_replicas if times.speeds else 1)

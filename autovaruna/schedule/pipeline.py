@@ -1,16 +1,45 @@
-"""Defines `Pipeline`: all that the simulator knows of a plan, as plain numbers.
-
-The letters used all over this room: s, t stages; m micro-batch; i, j replicas of a stage; k the k-th micro-batch of one
-replica. Micro-batch m is micro-batch ``k = m // num_replicas`` of replica ``i = m % num_replicas``.
-"""
+"""Defines `Pipeline`: what the simulator knows of a plan, with in-flight depths and the samples of micro-batches."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from autovaruna.profiler.records import LinkCost
+
+
+def slices(mini_batch_sizes: Sequence[int], num_micro_batches: int) -> list[tuple[int, int]]:
+    """Returns where each micro-batch starts in its mini-batch, and how many samples it has.
+
+    The slices of a mini-batch are as equal as can be, the larger ones first. A mini-batch that has more slices than
+    samples has empty ones; one without a slice has samples in none.
+
+    Args:
+        mini_batch_sizes: samples of each mini-batch.
+        num_micro_batches: M, over all mini-batches.
+    """
+    num_groups = len(mini_batch_sizes)
+    found = [(0, 0)] * num_micro_batches
+    for group, samples in enumerate(mini_batch_sizes):
+        places = range(group, num_micro_batches, num_groups)
+        sizes = even_sizes(samples, len(places)) if places else []
+        for m, start, size in zip(places, accumulate(sizes, initial=0), sizes, strict=False):
+            found[m] = start, size
+    return found
+
+
+def even_sizes(num_samples: int, num_parts: int) -> list[int]:
+    """Returns the sizes of parts that are as equal as can be, the larger ones first."""
+    each, more = divmod(num_samples, num_parts)
+    return [each + (place < more) for place in range(num_parts)]
+
+
+def share_of(num_micro_batches: int, num_replicas: int, replica: int) -> int:
+    """Returns how many of M micro-batches a replica of a stage runs."""
+    return len(range(replica, num_micro_batches, num_replicas))
+
 
 Links = Callable[[int, int], LinkCost]
 
@@ -147,3 +176,35 @@ class Pipeline:
     def recomputes(self, stage: int) -> bool:
         """Returns whether the plan has this stage recompute (never in evaluation)."""
         return self.needs_gradients and self.stages[stage].needs_recompute
+
+
+def textbook_depth(num_stages: int, stage: int, num_replicas: Sequence[int] = ()) -> int:
+    """Returns the depth of textbook 1F1B: one micro-batch in every replica from `stage` to the last stage.
+
+    With equal replicas this is S - s. Any depth of at least 1 is free of deadlock; a smaller one leaves ranks idle.
+
+    Args:
+        num_stages: the number of stages S.
+        stage: the stage s.
+        num_replicas: replicas of each stage; empty: equally many everywhere.
+    """
+    replicas = num_replicas or (1,) * num_stages
+    return _per_replica(sum(replicas[stage:]), replicas[stage])
+
+
+def latency_depth(num_stages: int, stage: int, num_replicas: Sequence[int] = ()) -> int:
+    """Returns the depth that also hides messages which take no longer than a stage.
+
+    With equal replicas this is 2(S - 1 - s) + 1: one micro-batch in every later replica, and one on every link.
+    """
+    replicas = num_replicas or (1,) * num_stages
+    return _per_replica(replicas[stage] + 2 * sum(replicas[stage + 1 :]), replicas[stage])
+
+
+def deepest_in_flight(pipeline: Pipeline, stage: int) -> int:
+    """Returns the depth beyond which none matters: the micro-batches of the stage's busiest replica (gpipe's depth)."""
+    return max(1, pipeline.share(stage, 0))
+
+
+def _per_replica(total: int, num_replicas: int) -> int:
+    return -(-total // num_replicas)

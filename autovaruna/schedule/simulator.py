@@ -1,25 +1,154 @@
-"""Simulates a step: makes the schedule and predicts its time, in one.
-
-Event-driven: whenever a rank is idle, the policy picks among the instructions that it may run. Everything that happens
-at one time happens before any choice at that time, and ranks choose in ascending order, so a simulation is
-deterministic.
-"""
+"""Simulates a step of a pipeline, instruction by instruction, over links that are busy one message at a time."""
 
 from __future__ import annotations
 
 import math
+from collections import Counter
+from collections.abc import Sequence
 from heapq import heappop, heappush
 
 from autovaruna.errors import ScheduleError
 from autovaruna.schedule.bound import Bounds
-from autovaruna.schedule.fixed import FixedOrder
-from autovaruna.schedule.instruction import Schedule
-from autovaruna.schedule.messages import TICKS_PER_SECOND, exact
-from autovaruna.schedule.network import Network
-from autovaruna.schedule.pipeline import Pipeline
-from autovaruna.schedule.policy import Policy
-from autovaruna.schedule.reductions import reductions
-from autovaruna.schedule.simulation import Act, Simulation
+from autovaruna.schedule.instruction import BACKWARD, WEIGHT, Kind, Schedule, grid
+from autovaruna.schedule.messages import TICKS_PER_SECOND, Line, Lines, Route, Wires, exact, work_seconds
+from autovaruna.schedule.pipeline import Edge, Pipeline
+from autovaruna.schedule.policy import Choice, Policy
+from autovaruna.schedule.replica import Inbox, Replica
+from autovaruna.schedule.simulation import Act, Reduction, Simulation
+
+
+class FixedOrder(Policy):
+    """Runs each rank's instructions in the order of a schedule, waiting for each."""
+
+    name = "fixed"
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.schedule = schedule
+        self.positions = [0] * len(schedule)
+        self.recomputing = {act.stage for row in schedule for act in row if act.kind is Kind.RECOMPUTE}
+        self.splitting = {act.stage for row in schedule for act in row if act.kind is Kind.WEIGHT}
+
+    def pick(self, replicas: Sequence[Replica]) -> Choice | None:
+        """Chooses the next instruction of the rank's row, if it may run."""
+        rank = replicas[0].rank
+        if self.positions[rank] == len(self.schedule[rank]):
+            return None
+        wanted = self.schedule[rank][self.positions[rank]]
+        for replica in replicas:
+            if replica.stage == wanted.stage and replica.may_start(wanted.kind, wanted.micro_batch):
+                self.positions[rank] += 1
+                return replica, wanted.kind
+        return None
+
+    def depth(self, pipeline: Pipeline, stage: int, replica: int) -> int:
+        """Returns the number of micro-batches: the schedule says how many are in flight."""
+        return pipeline.num_micro_batches
+
+    def recomputes(self, pipeline: Pipeline, stage: int) -> bool:
+        """Returns whether the schedule recomputes anything at the stage."""
+        return stage in self.recomputing
+
+    def splits(self, pipeline: Pipeline, stage: int) -> bool:
+        """Returns whether the schedule computes any weight gradients of the stage apart."""
+        return stage in self.splitting
+
+    def explain(self, by_rank: Sequence[Sequence[Replica]]) -> str:
+        """Returns the grid with the instruction marked that each rank waits at."""
+        return "the schedule never ends; each rank waits at the mark:\n" + grid(
+            self.schedule, dict(enumerate(self.positions))
+        )
+
+
+class Network:
+    """Holds the replicas and routes of one simulation.
+
+    Attributes:
+        stages: ``stages[s][i]`` is replica i of stage s.
+        by_rank: the replicas of each rank, deepest stage first.
+        routes: ``routes[kind][s]`` is where an instruction of this kind at stage s sends its result.
+    """
+
+    def __init__(self, pipeline: Pipeline, policy: Policy) -> None:
+        activations = Counter([edge.destination for edge in pipeline.edges])
+        gradients = Counter([edge.source for edge in pipeline.edges if edge.needs_gradient])
+        self.stages = [
+            [
+                _replica(pipeline, policy, stage, index, activations[stage], gradients[stage])
+                for index in range(times.num_replicas)
+            ]
+            for stage, times in enumerate(pipeline.stages)
+        ]
+        self.by_rank: list[list[Replica]] = [[] for _ in range(pipeline.num_ranks)]
+        for stage in reversed(self.stages):
+            for replica in stage:
+                self.by_rank[replica.rank].append(replica)
+        self.routes: dict[Kind, list[list[Route]]] = {kind: [[] for _ in self.stages] for kind in Kind}
+        lines = Lines(Line)
+        for edge in pipeline.edges:
+            self._join(edge, pipeline, lines)
+            if edge.needs_gradient and pipeline.needs_gradients:
+                self._join_back(edge, pipeline, lines)
+
+    def replicas(self) -> list[Replica]:
+        """Returns all replicas, by stage."""
+        return [replica for stage in self.stages for replica in stage]
+
+    def _join(self, edge: Edge, pipeline: Pipeline, lines: Lines) -> None:
+        inboxes = [replica.activations for replica in self.stages[edge.destination]]
+        wires = Wires(lines, pipeline, edge.source, edge.destination, edge.forward_bytes)
+        self._route(Kind.FORWARD, edge.source, edge.destination, inboxes, wires)
+
+    def _join_back(self, edge: Edge, pipeline: Pipeline, lines: Lines) -> None:
+        inboxes = [replica.gradients for replica in self.stages[edge.source]]
+        wires = Wires(lines, pipeline, edge.destination, edge.source, edge.backward_bytes)
+        self._route(Kind.BACKWARD, edge.destination, edge.source, inboxes, wires)
+
+    def _route(self, kind: Kind, sender: int, receiver: int, inboxes: list[Inbox], wires: Wires) -> None:
+        route = Route(len(self.stages[sender]), self.stages[receiver], inboxes, wires)
+        self.routes[kind][sender].append(route)
+
+
+def _replica(
+    pipeline: Pipeline, policy: Policy, stage: int, index: int, num_activations: int, num_gradients: int
+) -> Replica:
+    """Returns a replica that waits for so many messages before a forward, and so many before a backward."""
+    ranks, share = pipeline.stages[stage].ranks, pipeline.share(stage, index)
+    inboxes = Inbox(share, num_activations), Inbox(share, num_gradients)
+    replica = Replica(ranks[index], stage, index, len(ranks), share, *inboxes)
+    replica.needs_gradients = pipeline.needs_gradients
+    replica.num_later = pipeline.num_stages - 1 - stage
+    if pipeline.needs_gradients:
+        replica.depth = policy.depth(pipeline, stage, index)
+        replica.needs_recompute = policy.recomputes(pipeline, stage)
+        replica.is_split = policy.splits(pipeline, stage)
+        replica.most_deferred = pipeline.stages[stage].deferred
+    replica.seconds = work_seconds(pipeline, stage, index, is_split=replica.is_split)
+    return replica
+
+
+def reductions(pipeline: Pipeline, acts: tuple[list[Act], ...]) -> tuple[Reduction, ...]:
+    """Returns the all-reduces that take time, in the order in which they start."""
+    last = _ends_of_gradients(pipeline, acts)
+    free = [0.0] * pipeline.num_ranks
+    placed = []
+    for stage in sorted(range(pipeline.num_stages), key=lambda s: (last[s], -s)):
+        ranks, seconds = pipeline.stages[stage].ranks, exact(pipeline.stages[stage].reduce_seconds)
+        if seconds > 0 and pipeline.needs_gradients:
+            start = max(last[stage], max(free[rank] for rank in ranks))
+            placed.append(Reduction(stage, ranks, start, start + seconds))
+            for rank in ranks:
+                free[rank] = start + seconds
+    return tuple(placed)
+
+
+def _ends_of_gradients(pipeline: Pipeline, acts: tuple[list[Act], ...]) -> list[float]:
+    """Returns when each stage has all its gradients, on all its replicas."""
+    last = [0.0] * pipeline.num_stages
+    for row in acts:
+        for _, end, replica, kind, _ in row:
+            if end > last[replica.stage] and (kind is BACKWARD or kind is WEIGHT):
+                last[replica.stage] = end
+    return last
 
 
 def simulate(pipeline: Pipeline, policy: Policy) -> Simulation:

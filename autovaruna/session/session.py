@@ -17,29 +17,38 @@ from torch import Tensor, nn
 from autovaruna.errors import RankError
 from autovaruna.graph.call import CallReader, CallSpec
 from autovaruna.graph.traced import TracedModel
-from autovaruna.parallel.calls import Report, SharedCall, compare_settings, input_groups, share_call
-from autovaruna.parallel.machine import give_back_freed_memory, keep_freed_memory, resident_bytes
-from autovaruna.parallel.own_device import on_own_gpu
-from autovaruna.parallel.persistence import Persistence
-from autovaruna.parallel.preparation import Preparation
-from autovaruna.parallel.same_inputs import SameInputs
-from autovaruna.parallel.totals import BatchValues, Totals, ValuesOfBatch
-from autovaruna.parallel.traces import Traces
-from autovaruna.parallel.weights import micro_batch_weights
 from autovaruna.planner.records import Plan
 from autovaruna.runtime.batch import GlobalBatch, cut_batch, weigh
-from autovaruna.runtime.channels.channel_choice import open_channel
-from autovaruna.runtime.engine import Engine
-from autovaruna.runtime.optimizers.joint_norm import join_norms
-from autovaruna.runtime.optimizers.optimizer import CutOptimizer
-from autovaruna.runtime.optimizers.own_part import OwnSteps, with_hooks
-from autovaruna.runtime.optimizers.own_steps import step_over_own_part, watch_later_optimizers
+from autovaruna.runtime.collective import gather_on_all, on_all
+from autovaruna.runtime.engine import Engine, PreparedGraphs
+from autovaruna.runtime.optimizers.clipping import join_norms
+from autovaruna.runtime.optimizers.optimizer import (
+    CutOptimizer,
+    OwnSteps,
+    step_over_own_part,
+    watch_later_optimizers,
+    with_hooks,
+)
 from autovaruna.runtime.optimizers.scaler import LossScale
-from autovaruna.runtime.prepared import PreparedGraphs
-from autovaruna.runtime.weights.split_models import note_split
-from autovaruna.runtime.worlds.on_all import gather_on_all, on_all
-from autovaruna.runtime.worlds.world import World
+from autovaruna.runtime.transport.torch_channel import open_channel
+from autovaruna.runtime.weights.placement import note_split
+from autovaruna.runtime.world import World
+from autovaruna.session.batch_values import BatchValues, Totals, ValuesOfBatch
+from autovaruna.session.calls import (
+    Report,
+    SameInputs,
+    SharedCall,
+    compare_settings,
+    input_groups,
+    micro_batch_weights,
+    share_call,
+)
+from autovaruna.session.device import on_own_gpu
+from autovaruna.session.machine import give_back_freed_memory, keep_freed_memory, resident_bytes
+from autovaruna.session.persistence import Persistence
+from autovaruna.session.preparation import Preparation
 from autovaruna.session.state import State
+from autovaruna.session.traces import Traces
 from autovaruna.session.wrapped import Wrapped
 
 logger = logging.getLogger(__name__)

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from autovaruna.errors import InputError
-from autovaruna.parallel.persistence import Persistence
 from autovaruna.runtime.optimizers.optimizer import CutOptimizer
 from autovaruna.runtime.weights.state import load_part, whole_state
+from autovaruna.session.persistence import Persistence
 from autovaruna.session.wrapped import Wrapped
 
 

@@ -8,20 +8,19 @@ import torch
 from torch import nn
 
 from autovaruna.checkpoint.state import Subject
-from autovaruna.config import log_settings
+from autovaruna.config.resolve import log_settings
+from autovaruna.config.settings import Settings
 from autovaruna.errors import InputError, RankError
 from autovaruna.graph.guards import Guards
 from autovaruna.log import configure
-from autovaruna.parallel.acts import Acts, Digest
-from autovaruna.parallel.own_device import bring_to_own_device
 from autovaruna.runtime.engine import Engine
-from autovaruna.runtime.optimizers.optimizer import CutOptimizer
-from autovaruna.runtime.optimizers.own_part import OwnSteps, with_hooks
-from autovaruna.runtime.weights.lent import Lent
+from autovaruna.runtime.environment import get_world
+from autovaruna.runtime.optimizers.optimizer import CutOptimizer, OwnSteps, with_hooks
 from autovaruna.runtime.weights.placement import OwnedState, Placement
-from autovaruna.runtime.worlds.environment import get_world
-from autovaruna.runtime.worlds.world import World
-from autovaruna.settings import Settings
+from autovaruna.runtime.weights.state import StateCopies
+from autovaruna.runtime.world import World
+from autovaruna.session.device import bring_to_own_device
+from autovaruna.session.script_actions import Digest, ScriptActions
 
 
 class Wrapped:
@@ -56,8 +55,8 @@ class Wrapped:
         self._first_parameters = [(ref(each), name) for name, each in self.state.parameters().items()]
         self.optimizer = None if optimizer is None else CutOptimizer(with_hooks(optimizer), self._names())
         self.own_steps = None if self.optimizer is None else OwnSteps(self.optimizer.optimizer)
-        self.acts = Acts()
-        self.lent = Lent()
+        self.acts = ScriptActions()
+        self.lent = StateCopies()
         if self.optimizer is not None:
             self.acts.watch(self.optimizer.optimizer, self.optimizer.names)
             self.optimizer.optimizer.register_step_pre_hook(self.lent.settle)

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, fx
 
 from autovaruna._torch import enter_autocast, exit_autocast, mark_static
-from autovaruna.graph.exporting.checks import check
-from autovaruna.graph.kept_whole.functions import run_function
-from autovaruna.graph.kept_whole.rehearsal import rehearsal
+from autovaruna.graph.export.assertions import check
+from autovaruna.graph.opaque.functions import run_function
 from autovaruna.graph.pieces.extract import Argument, Piece, Source
+from autovaruna.graph.profiling_mode import profiling_mode
 from autovaruna.graph.random import RandomStream, draw
 from autovaruna.graph.traced import TracedModel
 
@@ -144,7 +144,7 @@ def _learn_orders(piece: Piece, arguments: Sequence[Any]) -> dict[int, tuple[Ord
         learner if argument is stream else argument.clone() if isinstance(argument, Tensor) else argument
         for argument in arguments
     ]
-    with torch.no_grad(), rehearsal():
+    with torch.no_grad(), profiling_mode():
         piece.module(*copies)
     return learner.orders
 

@@ -13,10 +13,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from autovaruna.errors import InputError
-from autovaruna.graph.pieces.deferral import SplitPiece, split_backward
-from autovaruna.graph.pieces.direct import direct
+from autovaruna.graph.pieces.deferral import Deferred, SplitPiece, direct, split_backward
 from autovaruna.graph.pieces.extract import Argument, Source
-from autovaruna.graph.pieces.weight_gradients import Deferred
 from autovaruna.graph.random import RandomStream
 from autovaruna.stage.split import StagePart
 

@@ -9,7 +9,7 @@ from importlib import import_module as _import_module
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 if _TYPE_CHECKING:
-    from autovaruna.graph.cutpoint import CutPoint
+    from autovaruna.graph.cuts import CutPoint
     from autovaruna.varuna.auto_config import AutoConfig
     from autovaruna.varuna.profiler import Profiler
     from autovaruna.varuna.varuna import Varuna

@@ -7,11 +7,11 @@ import os
 from dataclasses import replace
 from functools import cached_property
 
+from autovaruna.config.kinds import whole_number
 from autovaruna.errors import InputError, MeasureError
-from autovaruna.kinds import whole_number
 from autovaruna.profiler.records import Cluster
 from autovaruna.varuna.grids import Choice, Measured, Wishes, choice_at, choices
-from autovaruna.varuna.profile_folder import ProfileFolder
+from autovaruna.varuna.profiler import ProfileFolder
 
 logger = logging.getLogger(__name__)
 

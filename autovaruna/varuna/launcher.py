@@ -2,27 +2,250 @@
 
 from __future__ import annotations
 
+import argparse
 import ctypes
 import json
 import os
+import re
+import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from types import FrameType
+from typing import IO
 
+from autovaruna.config.kinds import at_home
 from autovaruna.errors import AutoVarunaError, ConfigError
 from autovaruna.varuna import rank_script
 from autovaruna.varuna.auto_config import AutoConfig
-from autovaruna.varuna.launcher_options import Options, read_options
-from autovaruna.varuna.launcher_output import Output
-from autovaruna.varuna.stage_map import Grid, grid_of
+from autovaruna.varuna.grids import Grid, grid_of
+from autovaruna.varuna.rank_script import STARTED
+
+DEFAULT_ENV_FILE = "varuna.env"
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a user asked the launcher for; 0 and None: not said."""
+
+    hosts: dict[str, int]
+    batch_size: int | None
+    num_stages: int
+    chunk_size: int
+    variables: dict[str, str]
+    code_dir: Path
+    script: str
+    arguments: tuple[str, ...]
+    profile_folder: str | None
+    resume_step: int | None
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks that there is room for."""
+        return sum(self.hosts.values())
+
+
+def read_options(arguments: Sequence[str] | None = None) -> Options:
+    """Returns the options of a command line.
+
+    Raises:
+        ConfigError: a file that it names cannot be used, or numbers contradict each other.
+    """
+    given = _parser().parse_args(arguments)
+    for name in ("gpus_per_node", "batch_size", "nstages", "chunk_size"):
+        value = getattr(given, name)
+        if value is not None and value < 1:
+            raise ConfigError(f"--{name} is {value}; expected 1 or more")
+    code_dir = Path(given.code_dir).absolute()
+    if not code_dir.is_dir():
+        raise ConfigError(f"--code_dir {given.code_dir} is no directory; expected the directory to run the script in")
+    options = Options(
+        hosts=read_machines(given.machine_list, given.gpus_per_node),
+        batch_size=given.batch_size,
+        num_stages=given.nstages or 0,
+        chunk_size=given.chunk_size or 0,
+        variables=read_variables(given.env_file),
+        code_dir=code_dir,
+        script=_find_script(given.script, code_dir),
+        arguments=tuple(given.arguments),
+        profile_folder=given.profile_folder,
+        resume_step=given.resume_step,
+    )
+    if options.num_stages > options.num_ranks:
+        raise ConfigError(
+            f"--nstages is {options.num_stages}, but there are {options.num_ranks} ranks on {len(options.hosts)} "
+            "machines, and a stage needs one of its own. Lower it, or raise --gpus_per_node"
+        )
+    return options
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m autovaruna.run_varuna",
+        description="Starts a training script on every rank of the machines in a list.",
+        allow_abbrev=False,
+    )
+    add, add_path = parser.add_argument, partial(parser.add_argument, type=at_home)
+    add_path("--machine_list", default="available_machines.out", metavar="FILE", help="a name or address a line")
+    add("--gpus_per_node", type=int, default=4, metavar="G", help="ranks on each machine")
+    add("--batch_size", "--batch-size", type=int, metavar="B", help="samples of a step, over all ranks")
+    add("--nstages", type=int, metavar="S", help="stages of the pipeline; not given: found")
+    add("--chunk_size", "--chunk-size", type=int, metavar="C", help="most samples of a micro-batch; not given: found")
+    add_path("--profile_folder", metavar="DIR", help="what a Profiler wrote; stages and micro-batch size follow")
+    add_path("--env_file", metavar="FILE", help=f"variables of ranks, NAME=value; {DEFAULT_ENV_FILE} if it is there")
+    add_path("--code_dir", default=".", metavar="DIR", help="directory to run in, the same on every machine")
+    add("--resume_step", type=int, metavar="STEP", help="passed on to the script: the checkpoint to go on from")
+    add("--no_morphing", action="store_true", help="taken as Varuna does; jobs are never restarted")
+    add("script", help="the training script, in code_dir")
+    add("arguments", nargs=argparse.REMAINDER, help="its own arguments")
+    return parser
+
+
+def read_machines(path: str, num_slots: int) -> dict[str, int]:
+    """Returns the ranks of each machine; one that is listed twice has twice as many, this one by any of its names.
+
+    Raises:
+        ConfigError: there is no such file, or it lists no machine.
+    """
+    lines = _lines_of(path, "--machine_list", "a machine a line")
+    names = [line.partition("#")[0].strip() for line in lines]
+    machines: dict[str, int] = {}
+    for name in filter(None, names):
+        if len(name.split()) > 1 or name.startswith("-"):
+            raise ConfigError(f"--machine_list {path} holds {name!r}; expected one name or address a line")
+        if is_this_machine(name):  # mpirun would take two of its names for two machines, and then refuse them
+            name = next(filter(is_this_machine, machines), "localhost" if ":" in name else name)
+        machines[name] = machines.get(name, 0) + num_slots
+    if not machines:
+        raise ConfigError(f"--machine_list {path} lists no machine; expected one a line, as localhost")
+    return machines
+
+
+def is_this_machine(name: str) -> bool:
+    """Says whether a name or address is that of the machine that this runs on, whatever machine that is."""
+    own = socket.gethostname()
+    return name in ("localhost", "::1", own, own.partition(".")[0]) or name.startswith("127.")
+
+
+def _lines_of(file: str, option: str, expected: str) -> list[str]:
+    try:
+        return Path(file).read_text(encoding="utf-8-sig").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise ConfigError(f"{option} {file} cannot be read: {why}; expected {expected}") from None
+
+
+def read_variables(path: str | None) -> dict[str, str]:
+    """Returns the variables of an environment file.
+
+    Raises:
+        ConfigError: there is no such file, or a line of it is no ``NAME=value``.
+    """
+    if path is None and not Path(DEFAULT_ENV_FILE).is_file():
+        return {}
+    file = path or DEFAULT_ENV_FILE
+    lines = _lines_of(file, "--env_file", "lines NAME=value")
+    found: dict[str, str] = {}
+    for number, line in enumerate(lines, 1):
+        try:
+            words = shlex.split(line, comments=True)
+            words = words[1:] if words[:1] == ["export"] else words
+            pairs = [word.split("=", 1) for word in words]
+            found |= {name: value for name, value in pairs if name.isidentifier() or 1 / 0}
+        except (ValueError, ZeroDivisionError):
+            raise ConfigError(f"--env_file {file}, line {number}: {line!r}; expected NAME=value") from None
+    return found
+
+
+def _find_script(name: str, code_dir: Path) -> str:
+    """Returns the script's path: in code_dir, else from where the launcher runs."""
+    for path in (code_dir / name, Path(name).absolute()):
+        if path.is_file():
+            return str(path)
+    raise ConfigError(f"there is no script {name} in {code_dir}; expected a Python file")
+
+
+_TAG = re.compile(r"\[\d+,(\d+)\]<std(?:out|err)>: ?")
+
+
+class Output:
+    """Follows the streams of an mpirun; `has_started` says whether a rank has run.
+
+    Args:
+        on_start: Called once, when the first one has.
+    """
+
+    def __init__(self, on_start: Callable[[], None]) -> None:
+        self.has_started = False
+        self._on_start = on_start
+        self._threads: list[threading.Thread] = []
+
+    def follow(self, stream: IO[bytes], target: IO[str]) -> None:
+        """Starts to pass the lines of a stream on."""
+        thread = threading.Thread(target=self._pump, args=(stream, target), daemon=True)
+        thread.start()
+        self._threads.append(thread)
+
+    def wait(self) -> None:
+        """Returns when the streams have ended."""
+        for thread in self._threads:
+            thread.join()
+
+    def _pump(self, stream: IO[bytes], target: IO[str]) -> None:
+        is_lost = False  # the stream is read to its end all the same, or the job would stand still
+        for line in stream:
+            for piece in pieces_of(line.decode(errors="replace")):
+                shown = self._shown(piece)
+                if shown is not None and not is_lost:
+                    is_lost = not _write(target, shown)
+
+    def _shown(self, line: str) -> str | None:
+        """Returns a line as it is shown: ``[rank] text``; words of mpirun itself stay as they are."""
+        tag = _TAG.match(line)
+        if tag is None:
+            return line
+        text = line[tag.end() :]
+        if text == "\0":  # mpirun ends its words about an abort with it
+            return None
+        if text.rstrip("\r\n") == STARTED:
+            if not self.has_started:
+                self.has_started = True
+                self._on_start()
+            return None
+        return f"[{tag[1]}] {text}"
+
+
+def pieces_of(line: str) -> list[str]:
+    """Returns the lines in a line of mpirun's: where a rank's last one has no end, that of another follows at once."""
+    starts = [0, *(tag.start() for tag in _TAG.finditer(line) if tag.start()), len(line)]
+    found = [line[start:stop] for start, stop in pairwise(starts)]
+    return [*(f"{piece}\n" for piece in found[:-1]), *found[-1:]]
+
+
+def _write(target: IO[str], text: str) -> bool:
+    """Writes and flushes a text; returns False if nobody reads it any more."""
+    try:
+        try:
+            target.write(text)
+        except UnicodeEncodeError as error:
+            target.write(text.encode(error.encoding, "backslashreplace").decode(error.encoding))
+        target.flush()
+    except (OSError, ValueError) as error:
+        with suppress(OSError, ValueError):
+            sys.stderr.write(f"run_varuna: the output is lost from here on: {error}\n")
+        return False
+    return True
+
 
 _PASSED_ON = (
     "AUTOVARUNA_",

@@ -1,13 +1,18 @@
-"""Says where a rank is on a grid of stages and replicas, and which samples of a batch are its replica's."""
+"""Says where a rank is: its number on its host, its device, its stage and replica, and which samples are its own."""
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
-from autovaruna.config import replicas_of
+import torch
+
+from autovaruna.config.resolve import replicas_of
 from autovaruna.errors import InputError
+from autovaruna.runtime.environment import local_rank_in
+from autovaruna.runtime.world import World
 from autovaruna.varuna.batches import share_of_replica
-from autovaruna.varuna.stage_map import Grid
+from autovaruna.varuna.grids import Grid
 
 
 @dataclass(frozen=True)
@@ -58,3 +63,31 @@ def place_of(rank: int, grid: Grid, batch_size: int) -> Place:
         )
     stage, index = next((stage, ranks.index(rank)) for stage, ranks in enumerate(grid) if rank in ranks)
     return Place(grid, stage, index % num_replicas, num_replicas, batch_size)
+
+
+def local_rank_of(world: World) -> int:
+    """Returns this rank's number on its host, as the launcher says, else by counting."""
+    said = local_rank_in(os.environ)
+    return said if said is not None else world.hosts[: world.rank].count(world.hosts[world.rank])
+
+
+def device_of(device: int | str | torch.device | None, local_rank: int) -> torch.device:
+    """Returns a device; a number means a GPU, or the CPU where there is none; None, as -1, that of `local_rank`.
+
+    Raises:
+        InputError: there is no such device.
+    """
+    device = -1 if device is None else device
+    if isinstance(device, int):
+        if not torch.cuda.is_available():
+            return torch.device("cpu")
+        number = local_rank % torch.cuda.device_count() if device < 0 else device
+        if number >= torch.cuda.device_count():
+            raise InputError(f"device is {device}: expected the number of one of {torch.cuda.device_count()} GPUs.")
+        return torch.device("cuda", number)
+    try:
+        found = torch.device(device)
+        torch.empty(0, device=found)
+    except (RuntimeError, AssertionError) as error:
+        raise InputError(f"device is {device!r}, which cannot be used here: {error}.") from error
+    return found

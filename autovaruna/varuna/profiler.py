@@ -1,4 +1,4 @@
-"""Defines `Profiler`: measures a model and the links, all ranks at once, into a folder that `AutoConfig` reads."""
+"""Defines `Profiler`: measures a model and the links into a folder that `AutoConfig` reads."""
 
 from __future__ import annotations
 
@@ -6,28 +6,93 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import nn
 
-from autovaruna.config import resolve
-from autovaruna.errors import InputError, OrderError
-from autovaruna.kinds import whole_number
-from autovaruna.parallel.machine import describe_cluster, optimizer_factor
-from autovaruna.parallel.measuring import Subject
-from autovaruna.profiler.cache import ProfileCache
-from autovaruna.profiler.environment import cache_of, environment
+from autovaruna.config.kinds import at_home, whole_number
+from autovaruna.config.resolve import resolve
+from autovaruna.errors import InputError, MeasureError, OrderError
+from autovaruna.graph.records import Graph
+from autovaruna.profiler.cache import ProfileCache, cache_of, environment
+from autovaruna.profiler.files import load_measured, load_profile, save_measured
 from autovaruna.profiler.measure import Key, PartCost
 from autovaruna.profiler.profile import to_profile
-from autovaruna.profiler.records import Profile
-from autovaruna.runtime.worlds.environment import get_world
-from autovaruna.runtime.worlds.on_all import on_all
+from autovaruna.profiler.records import Cluster, Profile
+from autovaruna.runtime.collective import on_all
+from autovaruna.runtime.environment import get_world
+from autovaruna.session.machine import describe_cluster, optimizer_factor
+from autovaruna.session.measuring import Subject
 from autovaruna.session.session import as_in_training
 from autovaruna.varuna.batches import GetBatch, sample_batch
-from autovaruna.varuna.measuring import read_costs, subject_of
-from autovaruna.varuna.parts import keys_between, keys_of
-from autovaruna.varuna.profile_folder import Facts, ProfileFolder
-from autovaruna.varuna.ranks import device_of, local_rank_of
+from autovaruna.varuna.grids import Measured
+from autovaruna.varuna.measure import keys_between, keys_of, read_costs, subject_of
+from autovaruna.varuna.place import device_of, local_rank_of
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a profile says besides graph, costs and cluster.
+
+    Attributes:
+        gpus_per_node: ranks on a host.
+        optimizer_bytes_factor: bytes of optimizer state for each byte of a trained parameter.
+    """
+
+    gpus_per_node: int
+    optimizer_bytes_factor: float
+
+
+class ProfileFolder:
+    """A folder with a profile.
+
+    Args:
+        path: Where it is; made when something is written.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(at_home(path))
+        self.measurements = self.path / "measurements"
+
+    def write(self, graph: Graph, cluster: Cluster, facts: Facts) -> None:
+        """Writes all but the costs.
+
+        Raises:
+            MeasureError: it cannot be written.
+        """
+        for name, record in (("graph", graph), ("cluster", cluster), ("facts", facts)):
+            save_measured(self._file(name), record)
+
+    def write_costs(self, profile: Profile) -> None:
+        """Writes the costs.
+
+        Raises:
+            MeasureError: they cannot be written.
+        """
+        save_measured(self._file("profile"), profile)
+
+    def read(self) -> tuple[Measured, Facts]:
+        """Reads everything.
+
+        Raises:
+            MeasureError: a file is missing or damaged, or they do not belong together; says which.
+        """
+        profile = load_profile(self._file("profile"))
+        graph = load_measured(self._file("graph"), Graph)
+        cluster = load_measured(self._file("cluster"), Cluster)
+        facts = load_measured(self._file("facts"), Facts)
+        if profile.fingerprint != graph.fingerprint:
+            raise MeasureError(
+                f"the profile in {self.path} is of several models: the costs are of graph {profile.fingerprint}, the "
+                f"graph is {graph.fingerprint}; measure again into an empty folder"
+            )
+        return Measured(graph, profile, cluster), facts
+
+    def _file(self, name: str) -> Path:
+        return self.path / f"{name}.json"
+
 
 logger = logging.getLogger(__name__)
 

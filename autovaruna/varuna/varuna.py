@@ -2,37 +2,207 @@
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Mapping, Sequence
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any
+from functools import cached_property
+from types import FrameType
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from autovaruna._torch import parse_to
 from autovaruna.api import AutoVaruna
-from autovaruna.errors import InputError, OrderError
-from autovaruna.kinds import whole_number
-from autovaruna.runtime.worlds.environment import get_world
-from autovaruna.runtime.worlds.world import World
+from autovaruna.config.kinds import whole_number
+from autovaruna.errors import CheckpointError, InputError, OrderError
+from autovaruna.runtime.environment import get_world
+from autovaruna.runtime.world import World
 from autovaruna.session.session import as_in_training
-from autovaruna.varuna.batches import (
-    GetBatch,
-    check_inputs,
-    loss_of,
-    on_device,
-    sample_batch,
-)
-from autovaruna.varuna.evaluation import mean_loss
-from autovaruna.varuna.find import find_grid
-from autovaruna.varuna.gradients import finish, put_aside
-from autovaruna.varuna.loss_scale import StepScale
-from autovaruna.varuna.place import Place, place_of
-from autovaruna.varuna.ranks import device_of, local_rank_of
-from autovaruna.varuna.requests import Requests
+from autovaruna.varuna.batches import GetBatch, check_inputs, loss_of, on_device, sample_batch
+from autovaruna.varuna.grids import Grid, StageMap, read_map
+from autovaruna.varuna.measure import find_grid
+from autovaruna.varuna.place import Place, device_of, local_rank_of, place_of
 from autovaruna.varuna.shared_weights import tie
-from autovaruna.varuna.stage_map import Grid, StageMap, read_map
-from autovaruna.varuna.stored import StoredModule
+from autovaruna.varuna.step import StepScale, finish, mean_loss, put_aside
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+class SplitModule(nn.Module):
+    """A module whose names and numbers are those of another.
+
+    Attributes:
+        model: the wrapped model; not registered, so that names stay the model's own.
+        device: where it is.
+    """
+
+    model: AutoVaruna
+    device: torch.device
+
+    def train(self, mode: bool = True) -> Self:
+        """Sets training mode on the model."""
+        self.training = mode
+        if "model" in self.__dict__:
+            self.model.train(mode)
+        return self
+
+    def to(self, *args: Any, **kwargs: Any) -> Self:
+        """Stays where the model is: wrapping has put it there.
+
+        Raises:
+            InputError: another device or a dtype is asked for.
+        """
+        device, dtype, *_ = parse_to(*args, **kwargs)
+        if dtype is not None or (device is not None and torch.empty(0, device=device).device != self.device):
+            raise InputError(
+                f"The model is split and on {self.device}: got to({device or dtype}). Pass device= to Varuna."
+            )
+        return self
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        """Returns the whole model's state under its own names, on every rank. Collective."""
+        return self.model.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Loads a whole model's state, of which this rank takes its part."""
+        return self.model.load_state_dict(state_dict, strict, assign)
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yields the parameters that this rank holds, under the model's own names.
+
+        Where there are none, as in a stage that is only a loss, it yields one without elements: torch makes no
+        optimizer of nothing.
+        """
+        every = self.model.named_parameters(prefix, recurse, remove_duplicate)
+        own = [(name, parameter) for name, parameter in every if not parameter.is_meta]
+        yield from own or [("no_parameters", self._placeholder)]
+
+    @cached_property
+    def _placeholder(self) -> nn.Parameter:
+        return nn.Parameter(torch.empty(0))
+
+    def _drop_placeholder(self, optimizer: torch.optim.Optimizer) -> None:
+        """Takes what stands for no parameters out of an optimizer."""
+        for group in optimizer.param_groups:
+            group["params"][:] = [each for each in group["params"] if each is not self._placeholder]
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yields the buffers of the model, under its own names."""
+        yield from self.model.named_buffers(prefix, recurse, remove_duplicate)
+
+
+logger = logging.getLogger(__name__)
+
+
+class StoredModule(SplitModule):
+    """A split model in training whose state goes to disk and comes back.
+
+    Attributes:
+        iteration: steps done.
+        optimizer: the optimizer; None: there is none yet.
+    """
+
+    iteration: int
+    optimizer: torch.optim.Optimizer | None
+    _scale: StepScale | None
+
+    def checkpoint(
+        self,
+        global_store: str | os.PathLike[str],
+        step: int | None = None,
+        tempdir: str | None = None,
+        shard: bool = False,
+        on_demand: bool = False,
+    ) -> None:
+        """Writes a checkpoint: weights, buffers, optimizer, loss scale and random state. Collective.
+
+        Args:
+            global_store: Folder of all checkpoints, which every rank reaches.
+            step: Number of the checkpoint; None: the steps done so far.
+            tempdir: Folder of this host to write to first; the copy to `global_store` goes on in the background.
+            shard: Whether replicas share the writing.
+            on_demand: Whether it must be complete on return, as before the process ends.
+        """
+        self.model.save_checkpoint(
+            global_store,
+            step=self.iteration if step is None else step,
+            tempdir=tempdir,
+            background=tempdir is not None and not on_demand,
+            shard=shard,
+            scaler=self._scale.scaler if self._scale else None,
+            extra={"iteration": self.iteration},
+        )
+
+    def load_checkpoint(
+        self, global_store: str | os.PathLike[str], iteration: int | str, check_complete: bool = True
+    ) -> None:
+        """Loads a checkpoint that was written by any number of ranks, on any grid. Collective.
+
+        The optimizer's state is loaded into the one that `set_optimizer` has registered before.
+
+        Args:
+            global_store: Folder of all checkpoints.
+            iteration: Its number, or ``latest``.
+            check_complete: Whether a checkpoint that is not complete is an error; it is never loaded in any case: with
+                False the newest complete one is loaded in its place.
+        """
+        if self.optimizer is None:
+            logger.warning("loading without the optimizer's state: call set_optimizer() before, to go on with it")
+        scaler = self._scale.scaler if self._scale else None
+        try:
+            found = self.model.load_checkpoint(global_store, step=iteration, scaler=scaler)
+        except CheckpointError as error:
+            if check_complete:
+                raise
+            logger.warning("loading the newest complete checkpoint: %s", error)
+            found = self.model.load_checkpoint(global_store, step="latest", scaler=scaler)
+        known = found.extra if isinstance(found.extra, Mapping) else {}
+        self.iteration = int(known.get("iteration", found.step or 0))
+
+
+class Requests:
+    """The signals of a job.
+
+    Args:
+        world: The ranks.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._num_heard = 0
+        self._num_answered = 0
+        self._handler: Callable[[int, FrameType | None], Any] | None = None
+
+    def take_over(self) -> None:
+        """Puts the script's handler aside, if it has one."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        handler = signal.getsignal(signal.SIGUSR1)
+        if callable(handler) and handler != self._note:
+            self._handler = handler
+            signal.signal(signal.SIGUSR1, self._note)
+
+    def answer(self) -> None:
+        """Calls the script's handler if a signal has come to any rank. Collective."""
+        self.take_over()
+        most = max(self._world.gather_objects(self._num_heard, "looking for signals"))
+        if most > self._num_answered:
+            self._num_answered = most
+            if self._handler is not None:
+                self._handler(signal.SIGUSR1, None)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self._num_heard += 1
 
 
 class Varuna(StoredModule):

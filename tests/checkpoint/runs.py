@@ -11,8 +11,8 @@ import torch
 
 from autovaruna import AutoVaruna, CheckpointInfo
 from tests.catalogue import Batch, Case
-from tests.parallel.training import Setup, merge, on_ranks, pipeline, train_rank
 from tests.reference import MakeOptimizer, Record, adamw, sgd
+from tests.session.training import Setup, merge, on_ranks, pipeline, train_rank
 
 SETUPS = {
     "1x1": Setup(),

@@ -16,8 +16,8 @@ from autovaruna.checkpoint.manifest import Bytes
 from autovaruna.checkpoint.tensor_file import Rows
 from tests.catalogue import CASES
 from tests.checkpoint.test_damage import is_same, optimizer_of, snapshot, step, trained
-from tests.parallel.training import on_ranks, pipeline
 from tests.reference import adamw
+from tests.session.training import on_ranks, pipeline
 
 WIDTH = 1 << 19  # 12 MiB of weights, in several chunks
 

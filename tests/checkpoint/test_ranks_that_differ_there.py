@@ -8,8 +8,8 @@ import pytest
 from torch import nn
 
 from autovaruna import AutoVaruna, CheckpointError
-from autovaruna.runtime.worlds.in_process import run_ranks
-from autovaruna.runtime.worlds.world import World
+from autovaruna.runtime.transport.threads import run_ranks
+from autovaruna.runtime.world import World
 
 
 def test_other_steps_are_told(tmp_path: Path) -> None:

@@ -27,9 +27,9 @@ from tests.catalogue import CASES
 from tests.checkpoint.test_damage import is_same, trained
 from tests.checkpoint.test_damage import snapshot as weights_of
 from tests.checkpoint.test_damage import step as train
-from tests.parallel.training import Setup, on_ranks, pipeline
 from tests.products import WHOLE
 from tests.reference import adamw
+from tests.session.training import Setup, on_ranks, pipeline
 
 ROOT = Path(__file__).parents[2]
 NUM_KILLS = 50 if WHOLE else 6

@@ -14,12 +14,11 @@ import torch
 
 from autovaruna import AutoVaruna
 from autovaruna.__main__ import main
-from autovaruna.commands.planning import make_optimizer
-from autovaruna.commands.report import timeline
-from autovaruna.planner.deployments.deployment_file import load
-from autovaruna.profiler.device_file import read_device
+from autovaruna.commands.plan import make_optimizer, timeline
+from autovaruna.planner.deployment_file import load
+from autovaruna.profiler.devices import read_device
+from autovaruna.profiler.files import load_profile
 from autovaruna.profiler.optimizer import state_factor
-from autovaruna.profiler.profile_file import load_profile
 from tests.commands import targets
 
 HERE = "tests.commands.targets"

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from autovaruna.graph.call import CallSpec, describe
 from autovaruna.graph.pieces.extract import Argument, Piece, Source, extract
 from autovaruna.graph.random import RandomStream, untouched_generator
+from autovaruna.graph.trace import trace
 from autovaruna.graph.traced import TracedModel
-from autovaruna.graph.tracing import trace
-from autovaruna.parallel.totals import BatchValues
 from autovaruna.runtime.batch import cut_batch
+from autovaruna.session.batch_values import BatchValues
 
 CPU = torch.device("cpu")
 

@@ -8,7 +8,7 @@ from itertools import chain, combinations, pairwise
 
 import pytest
 
-from autovaruna.graph.candidates import crossing_sizes, merge_free_blocks
+from autovaruna.graph.cuts import crossing_sizes, merge_free_blocks
 from autovaruna.graph.records import Size, Value
 
 Stages = tuple[tuple[int, ...], ...]

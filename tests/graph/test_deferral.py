@@ -12,9 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from autovaruna.graph.pieces.deferral import split_backward
+from autovaruna.graph.pieces.deferral import Deferred, split_backward
 from autovaruna.graph.pieces.extract import Argument, Piece, Source, extract
-from autovaruna.graph.pieces.weight_gradients import Deferred
 from autovaruna.graph.traced import TracedModel
 from tests.graph.models import Function, traced
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autovaruna.graph.pieces.direct import direct
+from autovaruna.graph.pieces.deferral import direct
 
 
 class Net(nn.Module):

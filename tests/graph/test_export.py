@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from autovaruna.errors import TraceError
-from autovaruna.graph.tracing import trace
+from autovaruna.graph.trace import trace
 from tests.graph.models import CPU, Function, Pieces, call_of, traced, traced_function
 
 X = torch.zeros(3, 4)

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from autovaruna.graph.call import describe
 from autovaruna.graph.pieces.extract import Source, extract
 from autovaruna.graph.random import RandomStream, untouched_generator
+from autovaruna.graph.trace import trace
 from autovaruna.graph.traced import TracedModel
-from autovaruna.graph.tracing import trace
 from tests.catalogue import CASES
 from tests.graph.models import CPU, Function, Pieces, traced_function
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autovaruna.errors import TraceError
-from autovaruna.graph.tracing import trace
+from autovaruna.graph.trace import trace
 from tests.graph.models import CPU, Function, call_of
 
 WIDTH, LENGTH = 6, 5

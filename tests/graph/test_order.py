@@ -7,7 +7,7 @@ import random
 import networkx as nx
 import pytest
 
-from autovaruna.graph.order import Sets, free_first, waiting_both_ways
+from autovaruna.graph.grouping import Sets, free_first, waiting_both_ways
 
 
 def drawn(seed: int, *, has_cycles: bool) -> nx.DiGraph[int]:

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from autovaruna.errors import TraceError
 from autovaruna.graph.call import describe
 from autovaruna.graph.outputs import OutputKind
+from autovaruna.graph.trace import trace
 from autovaruna.graph.traced import TracedModel
-from autovaruna.graph.tracing import trace
 from tests.graph.models import CPU, Function
 
 X = torch.zeros(3, 4)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autovaruna.graph.comparisons.both_ways import BothWays
+from autovaruna.graph.verify.eager_vs_graph import EagerVsGraph
 from tests.graph.models import CPU, Function, traced
 
 X = torch.linspace(-1, 1, 4 * 6 * 8).reshape(4, 6, 8).sin()
@@ -27,6 +27,6 @@ def test_padded_places_are_those_of_plain_pytorch(norm: nn.Module | None, paddin
     layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
     model = Function(encoded, encoder=nn.TransformerEncoder(layer, 2, norm=norm)).train(trains)
     with torch.set_grad_enabled(trains):
-        both = BothWays(traced(model, X, padding), model, [X, padding], CPU)
+        both = EagerVsGraph(traced(model, X, padding), model, [X, padding], CPU)
         (ours, *_), (plain, *_) = both.trace(), both.plain()
     torch.testing.assert_close(ours, plain, rtol=1e-5, atol=1e-6)

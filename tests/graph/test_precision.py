@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from autovaruna.graph.call import describe
 from autovaruna.graph.pieces.extract import extract
 from autovaruna.graph.precision import current_precision, precision_of, without_autocast
+from autovaruna.graph.trace import trace
 from autovaruna.graph.traced import TracedModel
-from autovaruna.graph.tracing import trace
 from autovaruna.profiler.measure import measure
 
 BFLOAT16 = torch.autocast("cpu", dtype=torch.bfloat16)

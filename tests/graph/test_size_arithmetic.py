@@ -11,7 +11,7 @@ from torch._dynamo.source import ConstantSource
 from torch.fx.experimental.sym_node import SymNode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
-from autovaruna.graph.exporting.size_arithmetic import recalled_sizes
+from autovaruna.graph.export.size_arithmetic import cached_size_arithmetic
 
 OPERATIONS = ("add", "sub", "mul", "eq", "ne", "lt", "le", "gt", "ge", "sym_max", "sym_min")
 
@@ -39,7 +39,7 @@ def _told(node: Any) -> tuple[Any, ...]:
 def test_recalled_results_are_torchs(name: str, nodes: list[Any]) -> None:
     pairs = list(product(nodes, nodes))
     expected = [_told(getattr(one, name)(two)) for one, two in pairs]
-    with recalled_sizes():
+    with cached_size_arithmetic():
         for _ in range(2):
             assert [_told(getattr(one, name)(two)) for one, two in pairs] == expected
 
@@ -48,14 +48,14 @@ def test_a_repeated_operation_runs_once_and_makes_a_new_size(nodes: list[Any], m
     runs = []
     run = SymNode.mul  # type: ignore[attr-defined]
     monkeypatch.setattr(SymNode, "mul", lambda one, two: (runs.append(one), run(one, two))[1])
-    with recalled_sizes():
+    with cached_size_arithmetic():
         first, second = nodes[0].mul(nodes[1]), nodes[0].mul(nodes[1])
     assert len(runs) == 1 and first is not second
 
 
 def test_a_symbol_that_is_replaced_is_not_recalled(nodes: list[Any]) -> None:
     one, two = nodes[0], nodes[1]
-    with recalled_sizes():
+    with cached_size_arithmetic():
         assert one.maybe_as_int() is None and not one.add(two).expr.is_number
         one.shape_env._set_replacement(one.expr, one.wrap_int(7).expr, "known now")
         assert one.maybe_as_int() == 7 and one.add(two).expr == 7 + two.expr
@@ -63,6 +63,6 @@ def test_a_symbol_that_is_replaced_is_not_recalled(nodes: list[Any]) -> None:
 
 def test_torch_is_as_it_was_afterwards() -> None:
     before = dict(vars(SymNode))
-    with recalled_sizes():
+    with cached_size_arithmetic():
         assert vars(SymNode)["add"] is not before["add"]
     assert dict(vars(SymNode)) == before

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from autovaruna.graph.records import Size
-from autovaruna.graph.tracing import trace
+from autovaruna.graph.trace import trace
 from tests.graph.models import CPU, Function, call_of, named, traced, traced_function
 
 X = torch.zeros(3, 4)

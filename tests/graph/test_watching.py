@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autovaruna.graph.kept_whole import draws
+from autovaruna.graph.opaque import draws
 from tests.graph.models import Function, traced
 
 X = torch.zeros(3, 12)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy
 import pytest
 
-from autovaruna.graph.words import words
+from autovaruna.graph.tree import words
 
 
 class Plain:
@@ -49,9 +49,7 @@ def test_objects_that_differ_have_other_words(one: Any, other: Any) -> None:
 
 
 def test_words_do_not_say_where_an_object_lies_or_how_a_set_is_ordered() -> None:
-    program = (
-        "from autovaruna.graph.words import words; print(words({'a', 'b', 'c'}), words(lambda x: x in {'d', 'e'}))"
-    )
+    program = "from autovaruna.graph.tree import words; print(words({'a', 'b', 'c'}), words(lambda x: x in {'d', 'e'}))"
     found = {
         subprocess.run(
             [sys.executable, "-c", program],

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from autovaruna import AutoVaruna
-from autovaruna.runtime.worlds.environment import get_world
+from autovaruna.runtime.environment import get_world
 from tests.mpi.numbers import FAST, quietly
-from tests.parallel.training import gradients_of, pipeline, planned
+from tests.session.training import gradients_of, pipeline, planned
 
 
 class Tiny(nn.Module):

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from autovaruna import AutoVaruna, get_rank
-from autovaruna.graph.tracing import trace
-from autovaruna.parallel import traces
+from autovaruna.graph.trace import trace
+from autovaruna.session import traces
 
 TEXT = "the story's error"
 FAILING: set[str] = set()

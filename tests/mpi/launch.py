@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from autovaruna.runtime.worlds.environment import get_world
+from autovaruna.runtime.environment import get_world
 from tests.collector import spare_collector
 
 if TYPE_CHECKING:

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from autovaruna import AutoVaruna
-from autovaruna.runtime.worlds.environment import get_world
+from autovaruna.runtime.environment import get_world
 from tests.catalogue import CASES, Batch, Case
-from tests.parallel.training import Setup, planned, share_of, trace_shared, train, train_rank
 from tests.reference import OPTIMIZERS, Record
+from tests.session.training import Setup, planned, share_of, trace_shared, train, train_rank
 
 STEPS, SIZE = 3, 8
 NUM_MICRO_BATCHES = 4
@@ -37,7 +37,7 @@ def wrap(case: Case, optimizer: str = "sgd", **settings: Any) -> tuple[AutoVarun
 def stage_counts(case: Case, num_ranks: int) -> list[int]:
     """Returns the numbers of stages to run: the most that ranks and graph allow, and one less on four ranks.
 
-    `tests.parallel.test_partitions` runs all of them, on ranks that are threads.
+    `tests.session.test_partitions` runs all of them, on ranks that are threads.
     """
     return sorted({min(count, case.max_stages) for count in (num_ranks, 3 if num_ranks == 4 else num_ranks)})
 

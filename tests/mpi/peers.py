@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autovaruna.runtime.worlds.environment import get_world
+from autovaruna.runtime.environment import get_world
 from tests.catalogue import CASES, Case
 from tests.mpi.numbers import NUM_MICRO_BATCHES, wrap
-from tests.parallel.training import gradients_of, share_of, train_rank
+from tests.session.training import gradients_of, share_of, train_rank
 
 TWO_STAGES: dict[str, Any] = {
     "inputs": "replicated",

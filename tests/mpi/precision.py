@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 
 from autovaruna import AutoVaruna
-from autovaruna.runtime.worlds.environment import get_world
+from autovaruna.runtime.environment import get_world
 from tests.catalogue import CASES, Batch
 from tests.mpi.numbers import FAST, Rows, quietly
-from tests.parallel.precision import WAYS, Way, loop
-from tests.parallel.test_precision import MIXED
-from tests.parallel.training import Setup, planned, with_state
 from tests.reference import Record, sgd
+from tests.session.precision import WAYS, Way, loop
+from tests.session.test_precision import MIXED
+from tests.session.training import Setup, planned, with_state
 
 LARGE = Way(autocast=torch.float16, scale=2.0**19)
 CHOSEN = {"autocast": WAYS["autocast"], "scaler": WAYS["scaler"], "overflow": LARGE}

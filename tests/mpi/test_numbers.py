@@ -11,9 +11,9 @@ import pytest
 from tests.catalogue import CASES, HUGGING_FACE, PLAIN, Case
 from tests.mpi.launch import run_on_ranks, warm
 from tests.mpi.numbers import SIZE, STEPS, optimizer_of, sizes_of, stage_counts
-from tests.parallel.training import merge, weighted_losses
 from tests.products import WHOLE
 from tests.reference import OPTIMIZERS, Record, bit_equal, compare, plain_steps
+from tests.session.training import merge, weighted_losses
 
 pytestmark = pytest.mark.timeout(1000)
 NAMES = [case.name for case in PLAIN]
@@ -26,7 +26,7 @@ REPLICATED = ["chain", "tied_three_ways", "skip", "outputs_dict", "two_losses", 
 def names_on(num_ranks: int) -> list[str]:
     """Returns the models that run on a number of ranks: all on one, half on two, a quarter each on three and on four.
 
-    `tests.parallel.test_partitions` runs all on two, three and four ranks that are threads.
+    `tests.session.test_partitions` runs all on two, three and four ranks that are threads.
     """
     return drawn(NAMES, num_ranks) + drawn(LARGE, num_ranks)
 

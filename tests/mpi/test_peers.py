@@ -14,8 +14,8 @@ import torch
 from tests.catalogue import CASES
 from tests.mpi import peers
 from tests.mpi.launch import run_on_ranks
-from tests.parallel.training import merge
 from tests.reference import Record, bit_equal, compare, gradients_of, part, plain_micro_batched, plain_steps, ranges
+from tests.session.training import merge
 
 STORIES = [
     name for name, value in vars(peers).items() if inspect.isfunction(value) and value.__module__ == peers.__name__

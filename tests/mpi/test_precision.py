@@ -10,9 +10,9 @@ import pytest
 from tests.catalogue import CASES
 from tests.mpi.launch import run_on_ranks
 from tests.mpi.precision import CHOSEN, LARGE, SIZE
-from tests.parallel.precision import WAYS, plain_in
-from tests.parallel.training import merge
 from tests.reference import bit_equal, compare
+from tests.session.precision import WAYS, plain_in
+from tests.session.training import merge
 
 
 @cache

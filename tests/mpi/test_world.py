@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from autovaruna.runtime.worlds.environment import get_world, num_ranks_in
+from autovaruna.runtime.environment import get_world, num_ranks_in
 from tests.mpi.launch import mpirun, run_on_ranks
 from tests.runtime.world_laws import LAWS
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from tests.mpi.launch import run_on_ranks
-from tests.parallel.training import merge
 from tests.reference import bit_equal
+from tests.session.training import merge
 
 NAMES = ["dropout", "tied_three_ways"]
 

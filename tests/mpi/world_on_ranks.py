@@ -12,12 +12,10 @@ from typing import Any
 
 import torch
 
-from autovaruna.runtime.channels.links import measure_links
-from autovaruna.runtime.channels.sum_speed import measure_sums
-from autovaruna.runtime.layout import Layout
-from autovaruna.runtime.mail import Kind, Mail, Route
-from autovaruna.runtime.worlds.environment import get_world
-from autovaruna.runtime.worlds.world import World
+from autovaruna.runtime.environment import get_world
+from autovaruna.runtime.mail import Kind, Layout, Mail, Route
+from autovaruna.runtime.transport.links import measure_links, measure_sums
+from autovaruna.runtime.world import World
 from tests.runtime.world_laws import LAWS
 
 

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import torch
 
-from autovaruna.runtime.worlds.environment import get_world
+from autovaruna.runtime.environment import get_world
 from tests.catalogue import CASES
 from tests.mpi.numbers import NUM_MICRO_BATCHES, SIZE, STEPS, Rows, quietly, wrap
-from tests.parallel.training import Setup, planned, train_rank
+from tests.session.training import Setup, planned, train_rank
 
 
 def both_ways(names: Sequence[str]) -> Rows:

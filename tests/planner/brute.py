@@ -8,13 +8,13 @@ from dataclasses import replace
 from itertools import combinations, permutations, product
 
 from autovaruna.planner.candidate import Candidate, Planner
-from autovaruna.planner.options import micro_batch_counts
-from autovaruna.planner.predicting.pipeline import policy_of
+from autovaruna.planner.prediction import policy_of
 from autovaruna.planner.problem import Problem
 from autovaruna.planner.ranges import RangeTables
 from autovaruna.planner.records import Plan, StagePlan
+from autovaruna.planner.search_space import micro_batch_counts
 from autovaruna.profiler.records import LinkCost
-from autovaruna.schedule import simulate
+from autovaruna.schedule.simulator import simulate
 from tests.planner.cases import make_problem
 
 SLOW = LinkCost(2e-3, 1e6)

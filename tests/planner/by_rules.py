@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from autovaruna.planner import search
-from autovaruna.planner.settling import Found
+from autovaruna.planner.memory_fit import Found
 
 
 def leave_found(monkeypatch: pytest.MonkeyPatch) -> None:

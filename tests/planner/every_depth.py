@@ -20,16 +20,16 @@ from math import inf
 from autovaruna.errors import PlanError
 from autovaruna.planner.bounds.proof import WORTH
 from autovaruna.planner.candidate import Candidate, Planner
-from autovaruna.planner.memory.fitting import Option
-from autovaruna.planner.options import micro_batch_counts
+from autovaruna.planner.local_search import seconds_of
+from autovaruna.planner.memory.rank_memory import Option
+from autovaruna.planner.memory_fit import is_within
 from autovaruna.planner.problem import SPLIT_SCHEDULE, Problem
 from autovaruna.planner.ranges import RangeTables
 from autovaruna.planner.records import Plan
 from autovaruna.planner.search import make_plan
-from autovaruna.planner.settling import is_within
-from autovaruna.planner.tuning import seconds_of
+from autovaruna.planner.search_space import micro_batch_counts
 from autovaruna.profiler.records import LinkCost
-from autovaruna.schedule import Bounds
+from autovaruna.schedule.bound import Bounds
 from tests.planner.brute import INTERLEAVED, orders, patterns
 from tests.planner.cases import make_problem, make_split, make_uneven
 from tests.planner.draws import with_memory

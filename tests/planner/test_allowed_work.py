@@ -5,14 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from autovaruna.planner.costs import Array
-from autovaruna.planner.memory.allowed import Ways
-from autovaruna.planner.memory.stage_bytes import StageBytes
+from autovaruna.planner.cost_table import Array
+from autovaruna.planner.memory.recompute_options import RecomputeOptions
+from autovaruna.planner.memory.stage_memory import StageBytes
 
 SHAPE = (9, 7)
 
 
-def _ways(rng: np.random.Generator) -> Ways:
+def _ways(rng: np.random.Generator) -> RecomputeOptions:
     """Draws a fast way that takes much memory and a slow one that takes less; the last column is in no range."""
 
     def drawn(most: float) -> Array:
@@ -23,7 +23,7 @@ def _ways(rng: np.random.Generator) -> Ways:
     work, times = drawn(4), (1.0, 0.4)
     none = np.zeros(SHAPE)
     held = (StageBytes(drawn(9) * f, drawn(3) * f, drawn(6) * f, drawn(9) * f, none, none, none) for f in times)
-    return Ways(tuple(zip((work, work + drawn(2)), held, strict=True)))
+    return RecomputeOptions(tuple(zip((work, work + drawn(2)), held, strict=True)))
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -8,19 +8,19 @@ from dataclasses import replace
 
 import pytest
 
-from autovaruna.planner.bounds.bound import StepBound
-from autovaruna.planner.options import micro_batch_counts
+from autovaruna.planner.bounds.proof import StepBound
+from autovaruna.planner.costs import SizedProblem
 from autovaruna.planner.problem import Problem
 from autovaruna.planner.ranges import RangeTables
 from autovaruna.planner.search import make_plan
-from autovaruna.planner.sized import Sized
+from autovaruna.planner.search_space import micro_batch_counts
 from tests.planner.brute import every_plan, small_problem
 from tests.planner.cases import make_problem, make_uneven
 
 
 def bounds(problem: Problem, positions: Sequence[int] = ()) -> dict[int, float]:
     tables = RangeTables(problem.graph, positions or range(len(problem.graph.blocks) + 1))
-    return {m: StepBound(Sized(problem, tables, m)).seconds(float("inf")) for m in micro_batch_counts(problem)}
+    return {m: StepBound(SizedProblem(problem, tables, m)).seconds(float("inf")) for m in micro_batch_counts(problem)}
 
 
 def forced(problem: Problem, dice: random.Random) -> Problem:

@@ -8,12 +8,11 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from autovaruna.planner.chain import partition_chain
-from autovaruna.planner.costs import Array
+from autovaruna.planner.cost_table import Array
+from autovaruna.planner.costs import SizedProblem
 from autovaruna.planner.problem import Problem
-from autovaruna.planner.ranges import RangeTables
-from autovaruna.planner.replicas import ReplicaSearch
-from autovaruna.planner.sized import Sized
+from autovaruna.planner.ranges import RangeTables, partition_chain
+from autovaruna.planner.splits import ReplicaSearch
 from tests.own_time import takes_at_most
 from tests.planner.cases import make_problem
 
@@ -76,7 +75,7 @@ def test_cuts_and_replicas_equal_the_best_of_all(seed: int) -> None:
     memory = rng.choice([1e12, 1.5e6, 8e5])
     problem: Problem = make_problem(rng.randint(2, 6), rng.randint(1, 4), 8, seed, skips=2, memory_bytes=memory)
     n, num_ranks = len(problem.graph.blocks), problem.cluster.num_ranks
-    sized = Sized(problem, RangeTables(problem.graph, range(n + 1)), rng.randint(1, 8))
+    sized = SizedProblem(problem, RangeTables(problem.graph, range(n + 1)), rng.randint(1, 8))
     search = ReplicaSearch(sized, range(num_ranks), range(1, num_ranks + 1), min(n, num_ranks))
     found = {(len(chain.starts), sum(chain.replicas)): chain for chain in search.chains()}
     for num_stages in range(1, min(n, num_ranks) + 1):

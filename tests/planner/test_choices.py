@@ -7,8 +7,8 @@ import logging
 import pytest
 
 from autovaruna.errors import PlanError
-from autovaruna.planner.choices import _grids, plan_choices
 from autovaruna.planner.search import make_plan
+from autovaruna.planner.table import _grids, plan_choices
 from tests.planner.cases import make_problem
 
 

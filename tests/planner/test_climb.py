@@ -8,12 +8,12 @@ from dataclasses import replace
 import pytest
 
 from autovaruna.graph.records import Size, Value
-from autovaruna.planner import climb as climb_module
+from autovaruna.planner import local_search as climb_module
 from autovaruna.planner.candidate import Candidate, Planner
-from autovaruna.planner.climb import climb
+from autovaruna.planner.evaluator import Evaluator
+from autovaruna.planner.local_search import improve
 from autovaruna.planner.problem import Problem
 from autovaruna.planner.ranges import RangeTables
-from autovaruna.planner.trials import Trials
 from autovaruna.profiler.records import LinkCost
 from tests.planner.cases import make_problem
 
@@ -30,10 +30,10 @@ def dear_but_at(places: Sequence[int]) -> Problem:
 
 def climbed(problem: Problem, start: int) -> tuple[int, ...]:
     """Where the second stage starts after climbing."""
-    trials = Trials(Planner(problem, RangeTables(problem.graph, range(NUM_BLOCKS + 1))), is_small=False)
+    trials = Evaluator(Planner(problem, RangeTables(problem.graph, range(NUM_BLOCKS + 1))), is_small=False)
     candidate = Candidate((0, start), ((0,), (1,)), 1)
     trials.attempt(candidate, float("inf"))
-    assert climb(trials, candidate, 10.0, lambda planner, other: iter(()))
+    assert improve(trials, candidate, 10.0, lambda planner, other: iter(()))
     return trials.best_few(1)[0].starts
 
 

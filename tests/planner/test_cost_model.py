@@ -9,18 +9,17 @@ from pathlib import Path
 import pytest
 
 from autovaruna.planner.candidate import Candidate, Planner
-from autovaruna.planner.deployments.deployment import deployment_of, plan_from
-from autovaruna.planner.deployments.deployment_file import load, save
-from autovaruna.planner.deployments.fingerprint import Fingerprint
-from autovaruna.planner.predicting.all_reduces import AllReduces
-from autovaruna.planner.predicting.pipeline import pipeline_of, policy_of
+from autovaruna.planner.costs import AllReduces
+from autovaruna.planner.deployment import Fingerprint, deployment_of, plan_from
+from autovaruna.planner.deployment_file import load, save
+from autovaruna.planner.prediction import pipeline_of, policy_of
 from autovaruna.planner.problem import Problem
 from autovaruna.planner.ranges import RangeTables
 from autovaruna.planner.records import Plan
 from autovaruna.planner.search import make_plan
 from autovaruna.planner.table import explain
 from autovaruna.profiler.records import LinkCost, OptimizerCost
-from autovaruna.schedule import simulate
+from autovaruna.schedule.simulator import simulate
 from tests.planner.cases import make_cluster, make_problem
 
 HOSTS = ("a", "a", "b", "b")

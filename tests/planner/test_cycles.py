@@ -7,12 +7,14 @@ from dataclasses import replace
 
 import pytest
 
+from autovaruna.planner import prediction as prediction_module
 from autovaruna.planner.candidate import Candidate, Planner
-from autovaruna.planner.predicting import prediction as prediction_module
-from autovaruna.planner.predicting.cycles import cycle_seconds, is_plain
+from autovaruna.planner.prediction import cycle_seconds, is_plain
 from autovaruna.planner.ranges import RangeTables
 from autovaruna.profiler.records import LinkCost
-from autovaruna.schedule import POLICIES, Edge, Pipeline, StageTimes, simulate
+from autovaruna.schedule.pipeline import Edge, Pipeline, StageTimes
+from autovaruna.schedule.registry import POLICIES
+from autovaruna.schedule.simulator import simulate
 from tests.planner.cases import make_problem
 
 POLICY = POLICIES["1f1b"]

@@ -10,8 +10,8 @@ from itertools import combinations, pairwise
 import numpy as np
 import pytest
 
-from autovaruna.planner.bounds.demand import Computed, Demand, Listed, Needs
-from autovaruna.planner.bounds.ways import Way
+from autovaruna.planner.bounds.range_bounds import Computed, Demand, Listed, Needs
+from autovaruna.planner.memory.recompute_options import RecomputeOption
 
 
 def listed(dice: np.random.Generator, num_ranges: int) -> Needs:
@@ -22,7 +22,10 @@ def listed(dice: np.random.Generator, num_ranges: int) -> Needs:
 def computed(dice: np.random.Generator, num_ranges: int) -> Needs:
     work, again, trip = (dice.uniform(0.1, 1.0, num_ranges) for _ in range(3))
     depth = dice.integers(0, 4, num_ranges).astype(float)
-    ways = [Way(work, 0 * again, trip, depth, is_full=False), Way(work + again, again, trip, depth + 1, is_full=False)]
+    ways = [
+        RecomputeOption(work, 0 * again, trip, depth, is_full=False),
+        RecomputeOption(work + again, again, trip, depth + 1, is_full=False),
+    ]
     return Computed(8, work * 9, trip, ways)
 
 

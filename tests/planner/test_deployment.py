@@ -12,10 +12,9 @@ from typing import Any
 import pytest
 
 from autovaruna.errors import DeploymentError
-from autovaruna.planner.deployments.deployment import Deployment, deployment_of, plan_from
-from autovaruna.planner.deployments.deployment_file import load, save
-from autovaruna.planner.deployments.fingerprint import Fingerprint, differences, host_counts
-from autovaruna.planner.predicting.orders import Orders
+from autovaruna.planner.deployment import Deployment, Fingerprint, deployment_of, differences, host_counts, plan_from
+from autovaruna.planner.deployment_file import load, save
+from autovaruna.planner.prediction import Orders
 from autovaruna.planner.problem import Problem
 from autovaruna.planner.search import make_plan
 from tests.planner.cases import make_problem

@@ -10,19 +10,18 @@ import pytest
 from autovaruna.errors import PlanError
 from autovaruna.graph.records import Graph
 from autovaruna.planner import ranges
-from autovaruna.planner.bounds.bound import StepBound
+from autovaruna.planner.bounds.proof import StepBound
 from autovaruna.planner.candidate import Candidate, Planner
-from autovaruna.planner.deployments.deployment import deployment_of, plan_from
-from autovaruna.planner.deployments.deployment_file import load, save
-from autovaruna.planner.deployments.fingerprint import Fingerprint
-from autovaruna.planner.options import micro_batch_counts
-from autovaruna.planner.predicting.orders import Orders
-from autovaruna.planner.predicting.pipeline import pipeline_of
+from autovaruna.planner.costs import SizedProblem
+from autovaruna.planner.deployment import Fingerprint, deployment_of, plan_from
+from autovaruna.planner.deployment_file import load, save
+from autovaruna.planner.prediction import Orders, pipeline_of
 from autovaruna.planner.problem import Problem
 from autovaruna.planner.ranges import RangeTables
 from autovaruna.planner.search import make_plan
-from autovaruna.planner.sized import Sized
-from autovaruna.schedule import Kind, check
+from autovaruna.planner.search_space import micro_batch_counts
+from autovaruna.schedule import check
+from autovaruna.schedule.instruction import Kind
 from tests.planner.brute import every_plan, small_problem
 from tests.planner.cases import make_problem, make_split, make_uneven
 
@@ -58,7 +57,7 @@ def test_no_split_plan_beats_the_bound(start: int) -> None:
         problem = asking(make_split(problem, dice), "zero_bubble")
         tables = RangeTables(problem.graph, range(len(problem.graph.blocks) + 1))
         counts = micro_batch_counts(problem)
-        least = {m: StepBound(Sized(problem, tables, m, is_split=True)).seconds(float("inf")) for m in counts}
+        least = {m: StepBound(SizedProblem(problem, tables, m, is_split=True)).seconds(float("inf")) for m in counts}
         for plan in every_plan(problem, is_ordered=False, schedules=("zero_bubble",)):
             assert least[plan.num_micro_batches] <= plan.predicted_seconds, (seed, plan)
 

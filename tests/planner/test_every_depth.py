@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from autovaruna.planner.local_search import seconds_of
 from autovaruna.planner.search import make_plan
-from autovaruna.planner.tuning import seconds_of
 from tests.planner.every_depth import BETTER, any_problem, compare
 from tests.products import some
 

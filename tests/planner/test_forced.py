@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from autovaruna.errors import PlanError
-from autovaruna.planner.predicting.orders import Orders
+from autovaruna.planner.prediction import Orders
 from autovaruna.planner.records import Plan
 from autovaruna.planner.search import make_plan
 from tests.planner.cases import make_problem

@@ -8,21 +8,23 @@ from itertools import pairwise
 
 import pytest
 
-from autovaruna.planner.groups import GroupSearch, is_small
-from autovaruna.planner.options import micro_batch_counts
-from autovaruna.planner.placing import classes_of
+from autovaruna.planner.costs import SizedProblem
+from autovaruna.planner.exhaustive import GroupSearch, is_small
+from autovaruna.planner.placement import classes_of
 from autovaruna.planner.problem import Problem
 from autovaruna.planner.ranges import RangeTables
 from autovaruna.planner.records import Plan
 from autovaruna.planner.search import make_plan
-from autovaruna.planner.sized import Sized
+from autovaruna.planner.search_space import micro_batch_counts
 from tests.planner.brute import every_plan, small_problem
 from tests.planner.cases import make_problem, make_uneven
 
 
 def searches(problem: Problem, forced_stages: int = 0) -> dict[int, GroupSearch]:
     tables = RangeTables(problem.graph, range(len(problem.graph.blocks) + 1))
-    return {count: GroupSearch(Sized(problem, tables, count), forced_stages) for count in micro_batch_counts(problem)}
+    return {
+        count: GroupSearch(SizedProblem(problem, tables, count), forced_stages) for count in micro_batch_counts(problem)
+    }
 
 
 def shape(plan: Plan, classes: tuple[int, ...]) -> tuple[object, ...]:

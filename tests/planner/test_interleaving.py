@@ -9,20 +9,18 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from autovaruna.planner.bounds.bound_of_all import bound_of_all
+from autovaruna.planner.bounds.proof import bound_of_all
 from autovaruna.planner.candidate import Planner
-from autovaruna.planner.deployments.edited import memory_complaint
-from autovaruna.planner.deployments.fingerprint import Fingerprint
-from autovaruna.planner.interleaving import Interleaving
-from autovaruna.planner.options import micro_batch_counts
-from autovaruna.planner.predicting.orders import Orders
+from autovaruna.planner.costs import SizedProblem
+from autovaruna.planner.deployment import Fingerprint, memory_complaint
+from autovaruna.planner.evaluator import Evaluator
+from autovaruna.planner.interleaved import Interleaving, cut_evenly, patterns
+from autovaruna.planner.prediction import Orders
 from autovaruna.planner.problem import Problem
 from autovaruna.planner.ranges import RangeTables
 from autovaruna.planner.records import Plan
-from autovaruna.planner.rounds import cut_evenly, patterns
 from autovaruna.planner.search import make_plan
-from autovaruna.planner.sized import Sized
-from autovaruna.planner.trials import Trials
+from autovaruna.planner.search_space import micro_batch_counts
 from autovaruna.profiler.records import LinkCost, Profile
 from tests.planner.brute import every_interleaved_plan, every_plan, small_problem
 from tests.planner.cases import make_problem, make_uneven
@@ -94,7 +92,7 @@ def test_no_plan_is_better_by_a_hundredth_and_none_beats_the_bound(start: int, i
             *every_interleaved_plan(problem, is_ordered=not is_uneven),
         ]
         tables = RangeTables(problem.graph, range(len(problem.graph.blocks) + 1))
-        least = {count: bound_of_all(Sized(problem, tables, count)) for count in micro_batch_counts(problem)}
+        least = {count: bound_of_all(SizedProblem(problem, tables, count)) for count in micro_batch_counts(problem)}
         assert all(least[plan.num_micro_batches] <= plan.predicted_seconds for plan in plans), seed
         best = min((plan.predicted_seconds for plan in plans), default=None)
         if best is not None:
@@ -158,7 +156,7 @@ def test_the_stages_of_a_rank_share_its_process() -> None:
 
 def test_shapes_of_many_ranks_hold_every_number_of_groups_that_leaves_no_rank_over() -> None:
     problem = make_problem(48, 24, 24)
-    trials = Trials(planner := Planner(problem, RangeTables(problem.graph, range(49))), is_small=False)
+    trials = Evaluator(planner := Planner(problem, RangeTables(problem.graph, range(49))), is_small=False)
     found = Interleaving(planner, 4, 0, list(range(24))).shapes([24], trials)
     assert {len(shape.groups) for shape in found} >= {2, 3, 4, 6, 8, 12}
     assert all(len(shape.pattern) > len(shape.groups) for shape in found)
@@ -170,7 +168,7 @@ def test_shapes_are_tried_in_the_order_of_what_no_schedule_beats() -> None:
     hosts = tuple(f"h{rank // 4}" for rank in range(16))
     problem = replace(problem, cluster=replace(problem.cluster, hosts=hosts))
     planner = Planner(problem, RangeTables(problem.graph, range(49)))
-    known = Trials(planner, is_small=False)
+    known = Evaluator(planner, is_small=False)
     interleaving = Interleaving(planner, 4, 0, list(range(16)))
     pairs = interleaving._by_bound([16, 32], known, planner.spent_seconds + 0.5)
     assert [bound for bound, _ in pairs] == sorted(bound for bound, _ in pairs)
@@ -178,4 +176,4 @@ def test_shapes_are_tried_in_the_order_of_what_no_schedule_beats() -> None:
     assert [bound for bound, _ in bounds] == sorted(bound for bound, _ in bounds)
     assert len({candidate.ranks for _, candidate in bounds}) > 1
     for bound, candidate in bounds[:3]:
-        assert bound <= Trials(planner, is_small=False).attempt(candidate, float("inf"))
+        assert bound <= Evaluator(planner, is_small=False).attempt(candidate, float("inf"))

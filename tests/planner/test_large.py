@@ -9,15 +9,17 @@ from itertools import pairwise
 
 import pytest
 
-from autovaruna.planner import options
+from autovaruna.planner import prediction as prediction_module
+from autovaruna.planner import search_space
 from autovaruna.planner.candidate import Candidate, Planner
-from autovaruna.planner.predicting import prediction as prediction_module
-from autovaruna.planner.predicting.folding import fold, schedule_by_parts, telling
-from autovaruna.planner.predicting.pipeline import policy_of
+from autovaruna.planner.prediction import fold, policy_of, schedule_by_parts, telling
 from autovaruna.planner.ranges import RangeTables
 from autovaruna.planner.search import make_plan
 from autovaruna.profiler.records import LinkCost
-from autovaruna.schedule import Edge, Pipeline, Schedule, StageTimes, check, simulate
+from autovaruna.schedule import check
+from autovaruna.schedule.instruction import Schedule
+from autovaruna.schedule.pipeline import Edge, Pipeline, StageTimes
+from autovaruna.schedule.simulator import simulate
 from tests.own_time import takes_at_most
 from tests.planner.cases import make_problem
 
@@ -106,7 +108,7 @@ def test_hundreds_of_blocks_on_many_ranks() -> None:
 def test_segments_lose_little_and_keep_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = make_problem(120, 4, 32, num_stages=4, num_replicas=1, num_micro_batches=16)
     fine = make_plan(problem)
-    monkeypatch.setattr(options, "MAX_SEGMENTS", 30)
+    monkeypatch.setattr(search_space, "MAX_SEGMENTS", 30)
     coarse = make_plan(problem)
     assert coarse.predicted_seconds <= fine.predicted_seconds * 1.01
     assert coarse.bound_seconds <= fine.predicted_seconds

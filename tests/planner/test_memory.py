@@ -10,12 +10,18 @@ import numpy as np
 import pytest
 
 from autovaruna.graph.records import Graph
-from autovaruna.planner.costs import Array, CostTable
-from autovaruna.planner.cuts import stage_blocks
-from autovaruna.planner.memory.holdings import Holdings, HoldingsByRange, holdings_of_ranges, holdings_of_stage
-from autovaruna.planner.memory.stage_bytes import StageBytes, deepest
-from autovaruna.planner.memory.stage_memory import MemoryModel
-from autovaruna.planner.predicting.edges import Edges
+from autovaruna.planner.cost_table import Array, CostTable
+from autovaruna.planner.cut_points import stage_blocks
+from autovaruna.planner.memory.stage_memory import (
+    Holdings,
+    HoldingsByRange,
+    MemoryModel,
+    StageBytes,
+    deepest,
+    holdings_of_ranges,
+    holdings_of_stage,
+)
+from autovaruna.planner.prediction import Edges
 from autovaruna.planner.ranges import RangeTables, gradient_bytes
 from tests.planner.cases import make_graph, make_profile
 

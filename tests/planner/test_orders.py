@@ -8,9 +8,10 @@ from dataclasses import replace
 import pytest
 
 from autovaruna.errors import ScheduleError
-from autovaruna.planner.predicting.orders import Dependence, Orders
+from autovaruna.planner.prediction import Dependence, Orders
 from autovaruna.planner.search import make_plan
-from autovaruna.schedule import Edge, Pipeline, check
+from autovaruna.schedule import check
+from autovaruna.schedule.pipeline import Edge, Pipeline
 from tests.planner.cases import make_problem
 
 CHAIN: list[Dependence] = [(0, 1, True), (1, 2, True)]

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from autovaruna.planner.predicting.priced import priced
+from autovaruna.planner.candidate import priced
 from autovaruna.planner.problem import Problem
 from autovaruna.planner.search import make_plan
 from autovaruna.profiler.records import BlockCost

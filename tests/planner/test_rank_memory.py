@@ -8,12 +8,14 @@ from dataclasses import fields, replace
 import pytest
 
 from autovaruna.planner.memory.rank_memory import peak_of_instructions
-from autovaruna.planner.memory.stage_bytes import StageBytes
-from autovaruna.planner.predicting.orders import Orders
+from autovaruna.planner.memory.stage_memory import StageBytes
+from autovaruna.planner.prediction import Orders
 from autovaruna.planner.records import Peak, Plan, together
 from autovaruna.planner.search import make_plan
 from autovaruna.planner.table import explain
-from autovaruna.schedule import POLICIES, Instruction, Kind, simulate
+from autovaruna.schedule.instruction import Instruction, Kind
+from autovaruna.schedule.registry import POLICIES
+from autovaruna.schedule.simulator import simulate
 from tests.planner.cases import make_problem
 from tests.schedule.pipelines import chain, placed
 

@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import pytest
 
-from autovaruna.planner.bounds.bound_of_all import bound_of_all
-from autovaruna.planner.bounds.room import lost_seconds
+from autovaruna.planner.bounds.memory_bound import lost_seconds
+from autovaruna.planner.bounds.proof import bound_of_all
+from autovaruna.planner.costs import SizedProblem
 from autovaruna.planner.problem import Problem
 from autovaruna.planner.ranges import RangeTables
 from autovaruna.planner.search import make_plan
-from autovaruna.planner.sized import Sized
 from autovaruna.profiler.records import LinkCost, Profile
 from tests.planner.brute import every_interleaved_plan, every_plan
 from tests.planner.cases import make_problem, make_uneven
@@ -20,9 +20,9 @@ from tests.planner.cases import make_problem, make_uneven
 CHOICES = ({"recompute": "none"}, {"num_replicas": 1}, {"num_replicas": 1, "recompute": "none"}, {})
 
 
-def sized(problem: Problem) -> Sized:
+def sized(problem: Problem) -> SizedProblem:
     tables = RangeTables(problem.graph, range(len(problem.graph.blocks) + 1))
-    return Sized(problem, tables, problem.constraints.num_micro_batches)
+    return SizedProblem(problem, tables, problem.constraints.num_micro_batches)
 
 
 def state_bytes(problem: Problem) -> float:

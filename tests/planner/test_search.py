@@ -8,7 +8,7 @@ import pytest
 
 from autovaruna.errors import PlanError
 from autovaruna.planner import search as search_module
-from autovaruna.planner.predicting.orders import Orders
+from autovaruna.planner.prediction import Orders
 from autovaruna.planner.records import Plan
 from autovaruna.planner.search import make_plan
 from autovaruna.profiler.records import LinkCost

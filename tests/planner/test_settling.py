@@ -9,8 +9,7 @@ from functools import cache
 import pytest
 
 from autovaruna.errors import PlanError
-from autovaruna.planner.deployments.edited import memory_complaint
-from autovaruna.planner.deployments.fingerprint import Fingerprint
+from autovaruna.planner.deployment import Fingerprint, memory_complaint
 from autovaruna.planner.problem import Problem
 from autovaruna.planner.records import Plan
 from autovaruna.planner.search import make_plan

@@ -7,13 +7,12 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from autovaruna.planner.infeasible import readable
-from autovaruna.planner.predicting.pipeline import pipeline_of
+from autovaruna.planner.infeasible import ranks_text, readable
+from autovaruna.planner.prediction import pipeline_of
 from autovaruna.planner.records import Plan
 from autovaruna.planner.search import make_plan
 from autovaruna.planner.table import explain, module_range, plan_table, seconds
-from autovaruna.planner.words import ranks_text
-from autovaruna.schedule import lower_bound
+from autovaruna.schedule.bound import lower_bound
 from tests.planner.cases import make_graph, make_problem
 
 

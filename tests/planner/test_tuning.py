@@ -9,12 +9,12 @@ import pytest
 
 from autovaruna.errors import PlanError
 from autovaruna.planner import search
-from autovaruna.planner.predicting.pipeline import pipeline_of, policy_of
+from autovaruna.planner.prediction import pipeline_of, policy_of
 from autovaruna.planner.problem import Problem
 from autovaruna.planner.records import Plan
 from autovaruna.planner.search import make_plan
-from autovaruna.schedule import Instruction, simulate
-from autovaruna.schedule.instruction import BACKWARD, FORWARD
+from autovaruna.schedule.instruction import BACKWARD, FORWARD, Instruction
+from autovaruna.schedule.simulator import simulate
 from tests.planner.by_rules import leave_found
 from tests.planner.draws import draw
 from tests.planner.every_depth import any_problem
@@ -31,9 +31,9 @@ def test_stages_defer_as_much_as_suits_each_of_them(seed: int, monkeypatch: pyte
 @pytest.mark.parametrize(
     ("kind", "seed", "without"),
     [
-        ("split", 80024, "autovaruna.planner.changes._MOST_TOGETHER"),
-        ("split", 80046, "autovaruna.planner.tuning._SHARE_OF_PAIRS"),
-        ("shared", 70085, "autovaruna.planner.tuning._SHARE_OF_PAIRS"),
+        ("split", 80024, "autovaruna.planner.local_search._MOST_TOGETHER"),
+        ("split", 80046, "autovaruna.planner.local_search._SHARE_OF_PAIRS"),
+        ("shared", 70085, "autovaruna.planner.local_search._SHARE_OF_PAIRS"),
     ],
 )
 def test_stages_change_together_where_no_change_is_of_use_alone(

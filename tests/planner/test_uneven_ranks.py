@@ -9,7 +9,7 @@ import pytest
 
 from autovaruna.errors import PlanError
 from autovaruna.planner.candidate import Planner
-from autovaruna.planner.placing import classes_of, layouts, order_of, rank_orders
+from autovaruna.planner.placement import classes_of, layouts, order_of, rank_orders
 from autovaruna.planner.problem import Problem
 from autovaruna.planner.ranges import RangeTables
 from autovaruna.planner.search import make_plan

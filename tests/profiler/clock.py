@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autovaruna.graph import flops
-from autovaruna.profiler import timing
+from autovaruna.profiler import time
 
 TICK_SECONDS = 1e-6
 """What an operation on numbers takes."""
@@ -55,8 +55,8 @@ def work_clock(*modules: ModuleType) -> Iterator[WorkClock]:
         for module in modules:
             patch.setattr(module, "perf_counter", clock, raising=False)
             patch.setattr(module, "own_clock", lambda device: clock)
-        for measured in (timing.call_seconds, timing.split_seconds):
-            patch.setattr(timing, measured.__name__, lru_cache(measured.__wrapped__))
+        for measured in (time.call_seconds, time.split_seconds):
+            patch.setattr(time, measured.__name__, lru_cache(measured.__wrapped__))
         yield clock
 
 

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from autovaruna.graph.call import describe
+from autovaruna.graph.trace import trace
 from autovaruna.graph.traced import TracedModel
-from autovaruna.graph.tracing import trace
 from tests.catalogue import CASES
 
 CPU = torch.device("cpu")

@@ -7,8 +7,8 @@ from threading import Thread
 import pytest
 import torch
 
-from autovaruna.profiler import memory
-from autovaruna.profiler.allocations import AllocationMeter
+from autovaruna.profiler import bytes
+from autovaruna.profiler.bytes import AllocationMeter
 
 NUM_BYTES = 1 << 20
 
@@ -34,10 +34,10 @@ def test_memory_of_a_kernel_counts() -> None:
     """An index of 32 bits is made one of 64 inside the operation, which returns one number."""
     numbers, places = torch.ones(8), torch.zeros(NUM_BYTES, dtype=torch.int32)
     known = [numbers, places]
-    with memory.meter_of(torch.device("cpu"), known) as meter:
+    with bytes.meter_of(torch.device("cpu"), known) as meter:
         numbers.index_select(0, places).sum()
         peak = meter.restart()
-    with memory._OperationMeter(set()) as seen:
+    with bytes._OperationMeter(set()) as seen:
         torch.ones(8).sum()
         operations = seen.restart()
     assert peak >= 4 * NUM_BYTES > operations
@@ -69,7 +69,7 @@ def test_nothing_is_printed(capfd: pytest.CaptureFixture[str]) -> None:
 
 def test_a_script_that_is_profiled_stays_so() -> None:
     with torch.profiler.profile() as profiler:
-        with memory.meter_of(torch.device("cpu"), []) as meter:
+        with bytes.meter_of(torch.device("cpu"), []) as meter:
             kept = torch.ones(NUM_BYTES, dtype=torch.uint8)
             assert meter.restart() == NUM_BYTES
         del kept

@@ -7,11 +7,10 @@ import torch
 from torch import Tensor, nn
 
 from autovaruna.graph.traced import TracedModel
-from autovaruna.profiler.memory import Bytes, count_bytes
+from autovaruna.profiler.bytes import Bytes, count_bytes
 from autovaruna.profiler.parts import Part
 from autovaruna.profiler.profile import profile
-from autovaruna.profiler.samples import Samples
-from autovaruna.profiler.work import make_work
+from autovaruna.profiler.work import Samples, make_work
 from tests.profiler.models import CPU, WIDTH, Mlp, traced, traced_case
 
 

@@ -10,11 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autovaruna.config import resolve
-from autovaruna.profiler.cache import ProfileCache
-from autovaruna.profiler.environment import cache_of, environment
+from autovaruna.config.resolve import resolve
+from autovaruna.profiler.bytes import Bytes, Made
+from autovaruna.profiler.cache import ProfileCache, cache_of, environment
 from autovaruna.profiler.measure import Key, PartCost, lasting_keys, measure
-from autovaruna.profiler.memory import Bytes, Made
 from autovaruna.profiler.profile import profile
 from tests.profiler.models import CPU, WIDTH, Mlp, traced, traced_case
 

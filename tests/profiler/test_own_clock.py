@@ -12,10 +12,9 @@ import pytest
 import torch
 from torch import nn
 
-from autovaruna.profiler import own_clock as clocks
-from autovaruna.profiler.own_clock import own_clock
+from autovaruna.profiler import time as clocks
 from autovaruna.profiler.profile import profile
-from autovaruna.profiler.speed import measure_pace
+from autovaruna.profiler.time import measure_pace, own_clock
 from tests.profiler.models import CPU, traced
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs a system that pins to cores")

@@ -11,13 +11,12 @@ from torch import Tensor, nn
 from autovaruna.errors import MeasureError
 from autovaruna.graph import flops
 from autovaruna.graph.traced import TracedModel
-from autovaruna.profiler import memory, parts
-from autovaruna.profiler.code import Code, make_code
-from autovaruna.profiler.device_file import DeviceSpec
-from autovaruna.profiler.meter import touched_bytes
+from autovaruna.profiler import bytes, parts
+from autovaruna.profiler.devices import DeviceSpec
+from autovaruna.profiler.parts import Code, make_code
 from autovaruna.profiler.profile import profile
 from autovaruna.profiler.records import LinkCost
-from autovaruna.profiler.roofline import optimizer_cost, predict
+from autovaruna.profiler.roofline import optimizer_cost, predict, touched_bytes
 from tests.catalogue import CASES
 from tests.profiler.models import CPU, WIDTH, Mlp, traced, traced_case
 
@@ -85,7 +84,7 @@ def test_bytes_are_those_that_are_counted_when_the_model_is_measured(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without what kernels take for themselves: only who runs them finds out."""
-    monkeypatch.setattr(memory, "is_profiled", lambda: True)
+    monkeypatch.setattr(bytes, "is_profiled", lambda: True)
     model, graph, tensors = traced_case(name, 3)
     predicted = predict(graph, model, [4], SPEC).costs[0]
     measured = profile(graph, model, [4], CPU, iterations=1, budget_seconds=0, inputs=tensors).costs[0]

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from autovaruna.graph.call import describe
-from autovaruna.graph.tracing import trace
-from autovaruna.profiler import speed, timing
+from autovaruna.graph.trace import trace
+from autovaruna.profiler import time
 from autovaruna.profiler.parts import layer_parts
 from autovaruna.profiler.profile import profile
-from autovaruna.profiler.speed import measure_pace
+from autovaruna.profiler.time import measure_pace
 from tests.catalogue import CASES
 from tests.profiler.clock import TICK_SECONDS, plain_seconds, work_clock
 from tests.profiler.models import CPU, Mlp, traced
@@ -23,7 +23,7 @@ def test_blocks_add_up_to_the_model(name: str) -> None:
     model, (args, kwargs) = case.model(), case.batch(16, 0)
     tensors, call = describe(model, args, kwargs)
     graph = trace(model, call, CPU)
-    with work_clock(timing) as clock:
+    with work_clock(time) as clock:
         costs = profile(graph, model, [16], CPU, iterations=2, inputs=tensors).costs[0]
         forward, backward = plain_seconds(clock, lambda: case.loss_of(model(*args, **kwargs), (args, kwargs)))
     assert sum(cost.forward_seconds for cost in costs) == pytest.approx(forward, rel=0.02)
@@ -36,7 +36,7 @@ def test_twice_the_layers_take_twice_as_long() -> None:
     for num_layers in (24, 48):
         model = Mlp(num_layers, 64)
         graph = traced(model, torch.zeros(3, 64))
-        with work_clock(timing):
+        with work_clock(time):
             costs = profile(graph, model, [32], CPU, iterations=2).costs[0]
         totals.append(sum(cost.forward_seconds + cost.backward_seconds for cost in costs))
     assert totals[1] / totals[0] == pytest.approx(2.0, rel=0.02)
@@ -53,15 +53,15 @@ def test_layers_hold_every_block_once() -> None:
 
 def test_an_empty_call_costs_little() -> None:
     """What is subtracted from every measurement is the work of an operation or two, and never less than nothing."""
-    with work_clock(timing):
-        forward, backward = timing.call_seconds(2, CPU)
+    with work_clock(time):
+        forward, backward = time.call_seconds(2, CPU)
     assert 0 <= forward < 1e-5 and 0 <= backward < 1e-5
-    assert all(seconds > 0 for seconds in timing.call_seconds(2, CPU))
+    assert all(seconds > 0 for seconds in time.call_seconds(2, CPU))
 
 
 def test_speed_is_that_of_a_fixed_kernel() -> None:
     """Two products and two passes over their results, each time."""
-    with work_clock(speed):
+    with work_clock(time):
         pace = measure_pace(CPU)
     assert pace.typical == pytest.approx(pace.mean) == pytest.approx(TICK_SECONDS * 2 * (256**3 + 2 * 256**2))
     assert measure_pace(CPU).typical > 0

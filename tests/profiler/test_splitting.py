@@ -10,15 +10,14 @@ import torch
 from torch import nn
 
 from autovaruna.errors import MeasureError
-from autovaruna.profiler import timing
-from autovaruna.profiler.memory import count_deferred_bytes
+from autovaruna.profiler import time
+from autovaruna.profiler.bytes import count_deferred_bytes
+from autovaruna.profiler.files import load_profile, save_measured
 from autovaruna.profiler.parts import Part, block_parts
 from autovaruna.profiler.profile import profile
-from autovaruna.profiler.profile_file import load_profile, save_measured
 from autovaruna.profiler.records import Profile
 from autovaruna.profiler.roofline import predict
-from autovaruna.profiler.samples import Samples
-from autovaruna.profiler.work import make_work
+from autovaruna.profiler.work import Samples, make_work
 from tests.profiler.clock import work_clock
 from tests.profiler.models import CPU, WIDTH, Mlp, traced, traced_case
 from tests.profiler.test_roofline import COMPUTE
@@ -46,7 +45,7 @@ def test_measured_weight_gradients_are_half_of_the_backward_of_a_linear_layer() 
     """The first layer, whose input needs no gradient, has nothing else."""
     model = Mlp(3, 256)
     graph = traced(model, torch.zeros(5, 256))
-    with work_clock(timing):
+    with work_clock(time):
         costs = profile(graph, model, [64], CPU, iterations=2).costs[0]
     shares = [cost.weight_seconds / cost.backward_seconds for cost in costs if cost.weight_seconds > 0]
     assert shares == pytest.approx([1.0, 0.5, 0.5], rel=0.02)
@@ -56,9 +55,9 @@ def test_measured_weight_gradients_are_half_of_the_backward_of_a_linear_layer() 
 
 def test_splitting_an_operation_does_none_of_its_work_twice() -> None:
     """All that it takes is Python."""
-    with work_clock(timing):
-        assert 0 <= timing.split_seconds(CPU) < 1e-5
-    assert timing.split_seconds(CPU) >= 0
+    with work_clock(time):
+        assert 0 <= time.split_seconds(CPU) < 1e-5
+    assert time.split_seconds(CPU) >= 0
 
 
 def test_what_is_kept_is_the_operand_and_the_gradient() -> None:

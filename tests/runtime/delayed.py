@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from autovaruna.runtime.transport.base import Pending
-from autovaruna.runtime.worlds.world import World
+from autovaruna.runtime.world import World
 
 
 class Delayed(Pending):

@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 
 from autovaruna.runtime.batch import cut_batch
-from autovaruna.schedule.slices import even_sizes, slices
+from autovaruna.schedule.pipeline import even_sizes, slices
 
 
 @pytest.mark.parametrize("groups", [((0,), (1,), (2,)), ((0, 1, 2),), ((0, 2), (1,))])

@@ -8,14 +8,13 @@ import torch
 from autovaruna.errors import ConfigError, RankError
 from autovaruna.planner.records import Plan, StagePlan
 from autovaruna.profiler.records import LinkCost
-from autovaruna.runtime.channels.channel_choice import lacking_for_nccl, open_channel, open_to_measure, pairs_of
-from autovaruna.runtime.channels.links import measure_links
-from autovaruna.runtime.channels.sum_speed import measure_sums
-from autovaruna.runtime.worlds.in_process import run_ranks
-from autovaruna.runtime.worlds.world import World
+from autovaruna.runtime.transport.links import measure_links, measure_sums
+from autovaruna.runtime.transport.threads import run_ranks
+from autovaruna.runtime.transport.torch_channel import lacking_for_nccl, open_channel, open_to_measure, pairs_of
+from autovaruna.runtime.world import World
 from tests.catalogue import PLAIN
-from tests.parallel.training import Setup, train
 from tests.reference import compare, plain_steps, sgd
+from tests.session.training import Setup, train
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.bool, torch.int64, torch.uint8]

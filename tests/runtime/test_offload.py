@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from autovaruna.runtime.offload import Stash
+from autovaruna.runtime.in_flight import Stash
 from tests.catalogue import PLAIN
-from tests.parallel.training import Setup, train
 from tests.reference import compare, plain_steps, sgd
+from tests.session.training import Setup, train
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))]
 

@@ -12,10 +12,10 @@ import torch
 
 from autovaruna.runtime import mail
 from autovaruna.runtime.mail import AHEAD, Kind, Mail, Parcel, Route
-from autovaruna.runtime.worlds.in_process import make_worlds
+from autovaruna.runtime.transport.threads import make_worlds
 from tests.catalogue import PLAIN
-from tests.parallel.training import Setup, train
 from tests.reference import sgd
+from tests.session.training import Setup, train
 
 pytestmark = pytest.mark.timeout(60)
 CASE = next(case for case in PLAIN if case.max_stages >= 2).without_dropout()

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from autovaruna.errors import RankError
-from autovaruna.runtime.layout import Layout
+from autovaruna.runtime.mail import Layout
 from autovaruna.runtime.transport import rings
 from autovaruna.runtime.transport.base import DONE, Part
 from autovaruna.runtime.transport.rings import (
@@ -30,8 +30,8 @@ from autovaruna.runtime.transport.rings import (
     RingSender,
     open_rings,
 )
-from autovaruna.runtime.worlds.in_process import run_ranks
-from autovaruna.runtime.worlds.world import World
+from autovaruna.runtime.transport.threads import run_ranks
+from autovaruna.runtime.world import World
 
 LARGE = Layout((600, 700), (700, 1), torch.float32)
 

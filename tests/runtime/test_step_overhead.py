@@ -15,17 +15,17 @@ import torch
 
 from autovaruna import AutoVaruna
 from autovaruna.runtime import step_runner
-from autovaruna.runtime.arrival import arrive, go_backward
+from autovaruna.runtime.autograd import arrive, go_backward
 from autovaruna.runtime.engine import Engine
 from autovaruna.runtime.mail import Kind, Mail, Route
 from autovaruna.runtime.outputs import OutputCollector
 from autovaruna.runtime.transport.base import SMALL_BYTES
-from autovaruna.runtime.weights.elsewhere import Elsewhere
-from autovaruna.runtime.worlds.in_process import make_worlds
-from autovaruna.runtime.worlds.world import Message, World
+from autovaruna.runtime.transport.threads import make_worlds
+from autovaruna.runtime.weights.remote_parameter import RemoteTensor
+from autovaruna.runtime.world import Message, World
 from tests.catalogue import PLAIN
-from tests.parallel.training import QUIET, Setup, train
 from tests.reference import sgd
+from tests.session.training import QUIET, Setup, train
 
 pytestmark = pytest.mark.timeout(60)
 CASE = next(case for case in PLAIN if case.max_stages >= 2).without_dropout()
@@ -84,7 +84,7 @@ def test_a_step_asks_nothing_of_what_is_elsewhere(monkeypatch: pytest.MonkeyPatc
     """Each question goes through Python, for each parameter that other ranks hold."""
     asked: list[str] = []
     running = threading.local()
-    run, answer = Engine.run, Elsewhere.__dict__["__torch_function__"].__func__
+    run, answer = Engine.run, RemoteTensor.__dict__["__torch_function__"].__func__
 
     def noted_run(self: Engine, *args: Any) -> Any:
         running.is_on = True
@@ -99,7 +99,7 @@ def test_a_step_asks_nothing_of_what_is_elsewhere(monkeypatch: pytest.MonkeyPatc
         return answer(cls, func, *rest)
 
     monkeypatch.setattr(Engine, "run", noted_run)
-    monkeypatch.setattr(Elsewhere, "__torch_function__", classmethod(noted_answer))
+    monkeypatch.setattr(RemoteTensor, "__torch_function__", classmethod(noted_answer))
     train(CASE, Setup(((0,), (1,)), 4), [CASE.batch(8, step) for step in range(3)], sgd)
     assert asked == []
 

@@ -14,15 +14,15 @@ import pytest
 import torch
 
 from autovaruna.runtime.deadlock import Watch
-from autovaruna.runtime.worlds.in_process import make_worlds
-from autovaruna.runtime.worlds.world import World
+from autovaruna.runtime.transport.threads import make_worlds
+from autovaruna.runtime.world import World
 from autovaruna.schedule.instruction import Instruction, Kind
 from autovaruna.stage.module import StageModule
 from tests.catalogue import PLAIN
-from tests.parallel.training import Setup, train
 from tests.reference import sgd
 from tests.runtime import delayed
 from tests.runtime.delayed import delay_messages
+from tests.session.training import Setup, train
 
 CASE = next(case for case in PLAIN if case.max_stages >= 4).without_dropout()
 Times = dict[str, tuple[int, float, float]]

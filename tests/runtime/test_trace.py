@@ -11,12 +11,12 @@ import torch
 
 from autovaruna import AutoVaruna, ConfigError
 from autovaruna.__main__ import main
-from autovaruna.runtime.lost import account
-from autovaruna.runtime.worlds.clock import offset_to_first
-from autovaruna.runtime.worlds.in_process import run_ranks
+from autovaruna.runtime.collective import offset_to_first
+from autovaruna.runtime.trace import account
+from autovaruna.runtime.transport.threads import run_ranks
 from tests.catalogue import PLAIN
-from tests.parallel.training import QUIET, Setup, train
 from tests.reference import sgd
+from tests.session.training import QUIET, Setup, train
 
 CASE = next(case for case in PLAIN if case.max_stages >= 4).without_dropout()
 NUM_STEPS = 3

@@ -8,8 +8,8 @@ import pytest
 
 from autovaruna.runtime.traffic import Traffic
 from tests.catalogue import PLAIN
-from tests.parallel.training import Setup, train
 from tests.reference import sgd
+from tests.session.training import Setup, train
 
 pytestmark = pytest.mark.timeout(60)
 CASE = next(case for case in PLAIN if case.max_stages >= 2).without_dropout()

@@ -6,13 +6,12 @@ import pytest
 import torch
 
 from autovaruna.profiler.records import LinkCost
-from autovaruna.runtime.channels import links
-from autovaruna.runtime.channels.staging import is_dense
-from autovaruna.runtime.channels.sum_speed import measure_sums, sample
-from autovaruna.runtime.worlds.ending import status_of
-from autovaruna.runtime.worlds.environment import count_sharing, num_ranks_in, share_threads
-from autovaruna.runtime.worlds.in_process import run_ranks, single_world
-from autovaruna.runtime.worlds.world import World
+from autovaruna.runtime.environment import count_sharing, num_ranks_in, share_threads, status_of
+from autovaruna.runtime.transport import links
+from autovaruna.runtime.transport.base import is_dense
+from autovaruna.runtime.transport.links import measure_sums, sample_of_gradients
+from autovaruna.runtime.transport.threads import run_ranks, single_world
+from autovaruna.runtime.world import World
 
 CPU = torch.device("cpu")
 
@@ -72,7 +71,7 @@ def test_a_rank_alone_has_free_links() -> None:
     ],
 )
 def test_the_gradients_that_are_summed_are_the_models_own(sizes: list[int], num_tensors: int, num_bytes: int) -> None:
-    taken = list(sample(sizes))
+    taken = list(sample_of_gradients(sizes))
     assert (len(taken), 4 * sum(taken)) == (num_tensors, num_bytes)
 
 

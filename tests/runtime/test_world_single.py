@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from autovaruna.errors import RankError
-from autovaruna.runtime.worlds.in_process import single_world
+from autovaruna.runtime.transport.threads import single_world
 from tests.runtime.world_laws import LAWS
 
 

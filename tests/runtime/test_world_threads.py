@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from autovaruna.errors import RankError
+from autovaruna.runtime.environment import get_world
 from autovaruna.runtime.transport.base import GROUP_CHANNEL, Part
-from autovaruna.runtime.worlds.environment import get_world
-from autovaruna.runtime.worlds.in_process import ThreadTransport, run_ranks
-from autovaruna.runtime.worlds.world import World
+from autovaruna.runtime.transport.threads import ThreadTransport, run_ranks
+from autovaruna.runtime.world import World
 from tests.runtime.world_laws import LAWS
 
 

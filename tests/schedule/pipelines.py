@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable
 
 from autovaruna.profiler.records import LinkCost
-from autovaruna.schedule import Edge, Pipeline, StageTimes, deepest_in_flight, textbook_depth
+from autovaruna.schedule.pipeline import Edge, Pipeline, StageTimes, deepest_in_flight, textbook_depth
 
 
 def chain(

@@ -8,7 +8,11 @@ import re
 import pytest
 
 from autovaruna.errors import ScheduleError
-from autovaruna.schedule import POLICIES, Instruction, Kind, Pipeline, Schedule, check, replay, simulate
+from autovaruna.schedule import check
+from autovaruna.schedule.instruction import Instruction, Kind, Schedule
+from autovaruna.schedule.pipeline import Pipeline
+from autovaruna.schedule.registry import POLICIES
+from autovaruna.schedule.simulator import replay, simulate
 from tests.schedule.pipelines import chain, placed
 
 

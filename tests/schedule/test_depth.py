@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from autovaruna.schedule import POLICIES, deepest_in_flight, latency_depth, lower_bound, simulate, textbook_depth
+from autovaruna.schedule.bound import lower_bound
+from autovaruna.schedule.pipeline import deepest_in_flight, latency_depth, textbook_depth
+from autovaruna.schedule.registry import POLICIES
+from autovaruna.schedule.simulator import simulate
 from tests.schedule.pipelines import chain, placed
 
 

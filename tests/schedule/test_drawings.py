@@ -6,7 +6,9 @@ import inspect
 
 import pytest
 
-from autovaruna.schedule import POLICIES, draw, simulate
+from autovaruna.schedule.registry import POLICIES
+from autovaruna.schedule.simulation import draw
+from autovaruna.schedule.simulator import simulate
 from tests.schedule.pipelines import chain, deepened, placed
 
 

@@ -9,7 +9,10 @@ import statistics
 
 import pytest
 
-from autovaruna.schedule import POLICIES, Pipeline, StageTimes, latency_depth, lower_bound, simulate, textbook_depth
+from autovaruna.schedule.bound import lower_bound
+from autovaruna.schedule.pipeline import Pipeline, StageTimes, latency_depth, textbook_depth
+from autovaruna.schedule.registry import POLICIES
+from autovaruna.schedule.simulator import simulate
 from tests.schedule.pipelines import chain, placed
 
 DEPTHS = {"textbook": textbook_depth, "latency": latency_depth}

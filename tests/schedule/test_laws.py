@@ -9,18 +9,13 @@ import math
 import pytest
 
 from autovaruna.profiler.records import LinkCost
-from autovaruna.schedule import (
-    POLICIES,
-    Bounds,
-    Kind,
-    Pipeline,
-    Simulation,
-    check,
-    lower_bound,
-    replay,
-    simulate,
-    step_seconds,
-)
+from autovaruna.schedule import check
+from autovaruna.schedule.bound import Bounds, lower_bound
+from autovaruna.schedule.instruction import Kind
+from autovaruna.schedule.pipeline import Pipeline
+from autovaruna.schedule.registry import POLICIES
+from autovaruna.schedule.simulation import Simulation
+from autovaruna.schedule.simulator import replay, simulate, step_seconds
 from tests.schedule.pipelines import chain, deepened, placed, random_pipeline
 
 NUM_RANDOM = 250

@@ -7,7 +7,11 @@ from functools import cache
 
 import pytest
 
-from autovaruna.schedule import POLICIES, Edge, Kind, Pipeline, Simulation, StageTimes, simulate
+from autovaruna.schedule.instruction import Kind
+from autovaruna.schedule.pipeline import Edge, Pipeline, StageTimes
+from autovaruna.schedule.registry import POLICIES
+from autovaruna.schedule.simulation import Simulation
+from autovaruna.schedule.simulator import simulate
 
 NUM_STAGES, NUM_REPLICAS, NUM_MICRO_BATCHES = 49, 6, 683
 SHARE = NUM_MICRO_BATCHES / NUM_REPLICAS

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import product
 
-from autovaruna.schedule.slices import slices
+from autovaruna.schedule.pipeline import slices
 
 
 def test_the_slices_of_a_mini_batch_follow_each_other_and_are_even() -> None:

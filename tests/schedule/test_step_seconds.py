@@ -8,7 +8,11 @@ import itertools
 import pytest
 
 from autovaruna.profiler.records import LinkCost
-from autovaruna.schedule import POLICIES, Edge, Kind, Pipeline, StageTimes, latency_depth, lower_bound, simulate
+from autovaruna.schedule.bound import lower_bound
+from autovaruna.schedule.instruction import Kind
+from autovaruna.schedule.pipeline import Edge, Pipeline, StageTimes, latency_depth
+from autovaruna.schedule.registry import POLICIES
+from autovaruna.schedule.simulator import simulate
 from tests.own_time import takes_at_most
 from tests.schedule.pipelines import chain, deepened, placed
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 
-from autovaruna.schedule import POLICIES, render, simulate
+from autovaruna.schedule.registry import POLICIES
+from autovaruna.schedule.simulation import render
+from autovaruna.schedule.simulator import simulate
 from tests.schedule.pipelines import chain, random_pipeline
 
 

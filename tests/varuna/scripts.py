@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autovaruna.runtime.worlds.in_process import run_ranks
-from autovaruna.runtime.worlds.world import World
+from autovaruna.runtime.transport.threads import run_ranks
+from autovaruna.runtime.world import World
 from autovaruna.varuna import CutPoint, Varuna
-from tests.parallel.training import trace_shared
+from tests.session.training import trace_shared
 
 WORDS, WIDTH, LAYERS = 40, 12, 4
 QUIET: dict[str, Any] = {

@@ -13,12 +13,11 @@ from autovaruna import CutPoint
 from autovaruna.errors import InputError, PlanError, TraceError
 from autovaruna.graph.call import describe
 from autovaruna.graph.records import CutMark, Graph
+from autovaruna.graph.trace import trace
 from autovaruna.graph.traced import TracedModel
-from autovaruna.graph.tracing import trace
-from autovaruna.planner import Constraints, make_plan
-from autovaruna.planner.cuts import resolve_cut
-from autovaruna.planner.marks import PREFER_MARGIN
-from autovaruna.planner.problem import Problem
+from autovaruna.planner.cut_points import PREFER_MARGIN, resolve_cut
+from autovaruna.planner.problem import Constraints, Problem
+from autovaruna.planner.search import make_plan
 from autovaruna.profiler.records import BlockCost, Profile
 from tests.planner.cases import make_cluster, make_graph
 from tests.varuna.scripts import net

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autovaruna.planner.predicting.orders import Orders
+from autovaruna.planner.prediction import Orders
 from autovaruna.schedule.instruction import Kind
 from autovaruna.varuna import CutPoint, Varuna
 from tests.varuna.scripts import batch, close, net, on_ranks, plain_steps, steps, wrap

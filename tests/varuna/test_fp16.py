@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from autovaruna.errors import InputError
-from autovaruna.varuna.loss_scale import GROWTH_INTERVAL, StepScale
+from autovaruna.varuna.step import GROWTH_INTERVAL, StepScale
 from tests.varuna.scripts import batch, net, on_ranks, steps, wrap
 
 

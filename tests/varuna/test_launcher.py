@@ -13,8 +13,7 @@ import pytest
 
 from autovaruna.errors import ConfigError
 from autovaruna.varuna import launcher, rank_script
-from autovaruna.varuna.launcher_options import read_machines, read_options, read_variables
-from autovaruna.varuna.launcher_output import Output
+from autovaruna.varuna.launcher import Output, read_machines, read_options, read_variables
 
 
 @pytest.fixture(autouse=True)

@@ -13,12 +13,12 @@ import sympy
 import torch
 from torch import Tensor, fx
 
-from autovaruna.graph.arguments import MEAN, SUM, arguments, give
 from autovaruna.graph.batch.additions import Additions
 from autovaruna.graph.batch.interpret import has_numbers, picked_symbols
 from autovaruna.graph.batch.operators import SUM_OF, Trait, aten, has
 from autovaruna.graph.batch.values import count_by_class
 from autovaruna.graph.sizes import Sizes
+from autovaruna.graph.versions import MEAN, SUM, arguments, give
 
 _HALF = frozenset({torch.float16, torch.bfloat16})
 

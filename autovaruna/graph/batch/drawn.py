@@ -16,7 +16,7 @@ from torch import Tensor, fx
 
 from autovaruna._torch import OpOverload
 from autovaruna.graph.batch.operators import Trait, has
-from autovaruna.graph.kept_whole.returned import Join
+from autovaruna.graph.opaque.run import Reduction
 from autovaruna.graph.sizes import Sizes
 
 _PARTS = (3, 2)
@@ -26,7 +26,7 @@ _ALLOWED = 1e-3
 _HALF = frozenset({torch.float16, torch.bfloat16})
 
 
-def join_tried(node: fx.Node, sizes: Sizes) -> Join:
+def join_tried(node: fx.Node, sizes: Sizes) -> Reduction:
     """Returns how an operation of torch's makes one number of those of several samples: a sum, a mean, or neither.
 
     Args:
@@ -35,15 +35,15 @@ def join_tried(node: fx.Node, sizes: Sizes) -> Join:
     """
     made: Any = node.args[0] if node.target is getitem else node
     if not isinstance(made.target, OpOverload) or _is_random(made):
-        return Join.UNKNOWN
+        return Reduction.UNKNOWN
     leaves = [each for each in made.all_input_nodes if isinstance(each.meta["val"], Tensor)]
     try:
         whole, one, other = (each.double() for each in _computed(node, leaves, sizes, is_whole=False))
     except Exception:  # it takes numbers of its own kind, or sizes that only data decide
-        return Join.UNKNOWN
+        return Reduction.UNKNOWN
     if _are_close(whole, (_PARTS[0] * one + _PARTS[1] * other) / _ALL):
-        return Join.MEAN
-    return Join.SUM if _are_close(whole, one + other) else Join.OTHER
+        return Reduction.MEAN
+    return Reduction.SUM if _are_close(whole, one + other) else Reduction.OTHER
 
 
 def are_in_turn(index: fx.Node, length: Any, sizes: Sizes) -> bool:

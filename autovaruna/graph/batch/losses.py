@@ -16,18 +16,18 @@ from torch import Tensor, fx
 
 from autovaruna._torch import OpOverload
 from autovaruna.errors import InputError
-from autovaruna.graph.arguments import MEAN, arguments
 from autovaruna.graph.batch.drawn import join_tried
 from autovaruna.graph.batch.interpret import Values
 from autovaruna.graph.batch.operators import Means, Trait, has, is_listed, name_of, operator_of
 from autovaruna.graph.batch.powers import Powers
 from autovaruna.graph.batch.values import Source
-from autovaruna.graph.kept_whole.function_joins import join_of
-from autovaruna.graph.kept_whole.functions import run_function
-from autovaruna.graph.kept_whole.returned import Join
-from autovaruna.graph.origin import origin
+from autovaruna.graph.opaque.functions import run_function
+from autovaruna.graph.opaque.infer_reduction import reduction_of
+from autovaruna.graph.opaque.run import Reduction
 from autovaruna.graph.outputs import OutputKind
+from autovaruna.graph.source_lines import origin
 from autovaruna.graph.traced import TracedModel
+from autovaruna.graph.versions import MEAN, arguments
 
 logger = logging.getLogger(__name__)
 
@@ -123,7 +123,7 @@ class _Means:
 
     def _breaks(self, node: fx.Node) -> bool:
         if node.target is getitem:
-            return self._is_unknown(node) or join_tried(node, self._sizes) is Join.OTHER
+            return self._is_unknown(node) or join_tried(node, self._sizes) is Reduction.OTHER
         if not isinstance(node.target, OpOverload):
             return False
         row = operator_of(node)
@@ -143,16 +143,16 @@ class _Means:
         if Trait.PICKS in row.traits or self._averages_counted(node):
             return True
         is_made = any(map(self._sizes.has_samples, node.all_input_nodes))
-        return is_made and not is_listed(node) and join_tried(node, self._sizes) is Join.OTHER
+        return is_made and not is_listed(node) and join_tried(node, self._sizes) is Reduction.OTHER
 
     def _is_unknown(self, node: fx.Node) -> bool:
         """Whether a node is what a module or function that is kept whole makes of means, or of samples, but no mean."""
         made: Any = node.args[0]
-        join = join_of(node)
+        join = reduction_of(node)
         if join is None:
             return False
-        is_guess = join is Join.UNKNOWN and made.target is run_function
-        return join is Join.OTHER or is_guess or any(map(self._is_joint, made.all_input_nodes))
+        is_guess = join is Reduction.UNKNOWN and made.target is run_function
+        return join is Reduction.OTHER or is_guess or any(map(self._is_joint, made.all_input_nodes))
 
     def _averages_counted(self, node: fx.Node) -> bool:
         """Whether a node is a mean over as many numbers as numbers of the model say; counts of inputs are parted."""

@@ -15,16 +15,16 @@ from torch import Tensor, fx
 
 from autovaruna._torch import OpOverload
 from autovaruna.errors import TraceError
-from autovaruna.graph.arguments import MEAN, arguments
 from autovaruna.graph.batch.drawn import are_in_turn, follows_place
 from autovaruna.graph.batch.interpret import Values, has_numbers, is_long, read
 from autovaruna.graph.batch.operators import Trait, has, name_of, operator_of
 from autovaruna.graph.batch.values import Reach
 from autovaruna.graph.facts import Fact, tensors_in
-from autovaruna.graph.kept_whole.function_joins import join_of, name_of_kept
-from autovaruna.graph.kept_whole.returned import Join
-from autovaruna.graph.origin import origin
+from autovaruna.graph.opaque.infer_reduction import opaque_name, reduction_of
+from autovaruna.graph.opaque.run import Reduction
 from autovaruna.graph.sizes import Sizes
+from autovaruna.graph.source_lines import origin
+from autovaruna.graph.versions import MEAN, arguments
 
 ADVICE = (
     "Expected a model that treats samples one by one, so that a batch can go through in micro-batches. Pass tensors "
@@ -148,9 +148,9 @@ class _Meetings:
 
     def _inside(self, node: fx.Node) -> str:
         """Finds modules and functions that are kept whole, and make something else of the parts of a batch."""
-        if node.target is not getitem or join_of(node) is not Join.OTHER:
+        if node.target is not getitem or reduction_of(node) is not Reduction.OTHER:
             return ""
-        what = f"what {name_of_kept(node)}, which is kept whole, returns"
+        what = f"what {opaque_name(node)}, which is kept whole, returns"
         if self._reach(node) is Reach.NONE:
             return f"the gradient of {what} for the whole batch is no sum of those for its samples"
         return f"{what} for a sample, or its gradient, depends on others," if is_long(node) else ""

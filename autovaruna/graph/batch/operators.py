@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, fx, nn
 
 from autovaruna._torch import OpOverload
-from autovaruna.graph.arguments import MEAN, SUM, arguments
 from autovaruna.graph.batch.values import Merge
-from autovaruna.graph.kept_whole.kept import run_kept
+from autovaruna.graph.opaque.run import run_opaque
+from autovaruna.graph.versions import MEAN, SUM, arguments
 
 aten = torch.ops.aten
 
@@ -343,7 +343,7 @@ def is_random(module: nn.Module, node: fx.Node) -> bool:
     """Whether a node draws random numbers, itself or in a region that it wraps; a dropout that is off draws none."""
     if node.op != "call_function":
         return False
-    if node.target is run_kept:
+    if node.target is run_opaque:
         return True
     if isinstance(node.target, OpOverload):
         return torch.Tag.nondeterministic_seeded in node.target.tags and not _draws_nothing(node)

@@ -17,9 +17,8 @@ from autovaruna.graph.batch.drawn import join_tried
 from autovaruna.graph.batch.interpret import Values, is_number
 from autovaruna.graph.batch.operators import KEEPING, SCALING, Means, Trait, adds_up, has, is_listed, operator_of
 from autovaruna.graph.batch.values import Source, Use, is_of_batch
-from autovaruna.graph.kept_whole.function_joins import join_of
-from autovaruna.graph.kept_whole.kept import kept_by
-from autovaruna.graph.kept_whole.returned import Join
+from autovaruna.graph.opaque.infer_reduction import reduction_of
+from autovaruna.graph.opaque.run import Reduction, opaque_module_of
 from autovaruna.graph.sizes import Sizes
 
 _SIZES = (1, 2, 3, 8)
@@ -52,7 +51,9 @@ class Powers:
     def no_sum_in(self, node: Any) -> fx.Node | None:
         """Returns the part of a value that is no sum over the samples; None if all of it is one, or may be."""
         parts = self._reduced(node, 0.0, set())
-        return next((made for made, power in parts if power != 1.0 and join_of(made) is not Join.UNKNOWN), None)
+        return next(
+            (made for made, power in parts if power != 1.0 and reduction_of(made) is not Reduction.UNKNOWN), None
+        )
 
     def ends_in_sums(self, node: fx.Node, tail: Collection[fx.Node]) -> bool:
         """Whether numbers of samples are scaled and added up over the samples, and nothing else.
@@ -126,12 +127,12 @@ class Powers:
     def _is_sum(self, node: fx.Node) -> bool:
         if node.target is getitem:
             made: Any = node.args[0]
-            kept = kept_by(made)
+            kept = opaque_module_of(made)
             is_named = kept is not None and kept.adds_up(int(node.args[1]))  # type: ignore[arg-type]
-            return is_named or (join_of(node) or join_tried(node, self._sizes)) is Join.SUM
+            return is_named or (reduction_of(node) or join_tried(node, self._sizes)) is Reduction.SUM
         if is_listed(node) or not any(map(self._grows, node.all_input_nodes)):
             return adds_up(node)
-        return join_tried(node, self._sizes) is Join.SUM
+        return join_tried(node, self._sizes) is Reduction.SUM
 
     def _grows(self, node: Any) -> bool:
         return isinstance(node, fx.Node) and self._sizes.has_samples(node)

@@ -17,13 +17,13 @@ import torch
 from torch import fx
 
 from autovaruna.errors import InputError
-from autovaruna.graph.arguments import written
 from autovaruna.graph.batch.operators import changed_statistics, is_random
 from autovaruna.graph.batch.values import is_of_batch
 from autovaruna.graph.facts import Fact
-from autovaruna.graph.kept_whole.kept import KeptModule, kept_by
-from autovaruna.graph.regions import REGION, inside
+from autovaruna.graph.opaque.run import OpaqueModule, opaque_module_of
+from autovaruna.graph.precision import REGION, inside
 from autovaruna.graph.traced import TracedModel
+from autovaruna.graph.versions import written
 
 Memory = frozenset[int]
 _NONE: Memory = frozenset()
@@ -86,7 +86,7 @@ class _Step:
     reads: Memory
     writes: Memory
     is_random: bool
-    kept: KeptModule | None
+    kept: OpaqueModule | None
     state: tuple[Memory, ...]
 
 
@@ -113,7 +113,7 @@ class _Steps:
         sources: list[Any] = [self._outer.get(each, each) for each in node.all_input_nodes]
         if node.target is getitem and sources[0] in self._returned:
             sources.append(self._returned[sources[0]][node.args[1]])  # type: ignore[index]
-        kept = kept_by(node)
+        kept = opaque_module_of(node)
         state: Any = node.args[_STATE] if kept is not None else ()
         found = tuple(each for each in sources if isinstance(each, fx.Node))
         yield _Step(node, found, self._of(found), writes, draws, kept, tuple(self._of([each]) for each in state))
@@ -146,7 +146,7 @@ def _follow(steps: Iterable[_Step], inputs: Iterable[fx.Node], read: _Read, vari
             varied |= step.writes if step.kept is None else _buffers(step.kept, step.state)
 
 
-def _buffers(kept: KeptModule, state: tuple[Memory, ...]) -> Memory:
+def _buffers(kept: OpaqueModule, state: tuple[Memory, ...]) -> Memory:
     """Returns the memory of the buffers of a kept module: it may change each of them by its samples."""
     return _NONE.union(*state[kept.num_parameters :])
 

@@ -19,7 +19,6 @@ from torch import Tensor, fx
 
 from autovaruna._torch import OpOverload
 from autovaruna.errors import TraceError
-from autovaruna.graph.arguments import arguments
 from autovaruna.graph.batch.additions import Additions
 from autovaruna.graph.batch.counted_means import part_means
 from autovaruna.graph.batch.interpret import Values, from_inputs, has_numbers, is_number
@@ -27,8 +26,9 @@ from autovaruna.graph.batch.operators import KEEPING, WITH_TENSORS, Means, Trait
 from autovaruna.graph.batch.powers import Powers
 from autovaruna.graph.batch.values import Merge, Share, Source, Use, as_tensor, is_of_batch, of_batch
 from autovaruna.graph.facts import Fact, outliving_storages
-from autovaruna.graph.origin import origin
 from autovaruna.graph.sizes import Sizes
+from autovaruna.graph.source_lines import origin
+from autovaruna.graph.versions import arguments
 
 _NUMBERS = frozenset({"Tensor", "number", "float", "Optional[number]", "Optional[float]", "Optional[Tensor]"})
 """Kinds of arguments that are computed with; others are shapes and places."""

@@ -1,21 +1,175 @@
-"""Finds the operations of a piece whose weight gradients can be computed apart from backward, and makes them so.
-
-These are products, convolutions and lookups that get a weight straight, or through views and casts. A weight that
-anything else uses too stays in backward as a whole: the order of its sum is one of backward's.
-"""
+"""Splits backwards: gradients of inputs at once, those of weights later, by operations that are called directly."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+import linecache
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
+from types import MethodType
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from autovaruna.graph.pieces.direct import direct
+from autovaruna._torch import OpOverload, run_backward
 from autovaruna.graph.pieces.extract import Argument, Piece, Source
-from autovaruna.graph.pieces.weight_gradients import defer, defer_einsum
+from autovaruna.graph.source_lines import GENERATED
+
+_OPERATION = re.compile(r"torch\.ops\.(\w+)\.(\w+)\.(\w+)(?=\()")
+_numbers = count()
+
+
+def direct(module: fx.GraphModule) -> Callable[..., Any]:
+    """Returns what runs a graph as its ``forward`` does, line by line the same: errors name the same nodes."""
+    code = module.graph.python_code("self")
+    called: dict[str, Any] = {}
+
+    def bare(match: re.Match[str]) -> str:
+        name = match[0].replace(".", "_")
+        operation = getattr(getattr(getattr(torch.ops, match[1]), match[2]), match[3])
+        if type(operation) is not OpOverload:
+            return match[0]
+        called[name] = operation._op
+        return name
+
+    source = _OPERATION.sub(bare, code.src)
+    file = f"{GENERATED}.direct_{next(_numbers)}"
+    linecache.cache[file] = len(source), None, source.splitlines(keepends=True), file
+    names = {**code.globals, **called}
+    exec(compile(source, file, "exec"), names)
+    return MethodType(names["forward"], module)
+
+
+_root = torch.zeros((), requires_grad=True)
+_NOT_THE_ARGUMENTS = 5
+
+
+class Deferred:
+    """The weight gradients of one micro-batch that are still to be computed."""
+
+    def __init__(self) -> None:
+        self._edges: list[GradientEdge] = []
+        self._gradients: list[Tensor] = []
+
+    def add(self, edge: GradientEdge, gradient: Tensor) -> None:
+        """Notes an operation by the edge of its result, and the gradient that came in there."""
+        self._edges.append(edge)
+        self._gradients.append(gradient)
+
+    def compute(self, weights: Sequence[Tensor], *, is_last: bool = True) -> None:
+        """Computes the gradients and adds them to those of the weights.
+
+        Args:
+            weights: The leaves that the operations get their weights from.
+            is_last: Whether the graphs are let go of; False to compute them again.
+        """
+        if self._edges:
+            edges, gradients = tuple(self._edges), tuple(self._gradients)
+            if is_last:
+                self._edges, self._gradients = [], []
+            run_backward(
+                edges, gradients, not is_last, False, tuple(weights), allow_unreachable=True, accumulate_grad=True
+            )
+
+    @property
+    def gradients(self) -> tuple[Tensor, ...]:
+        """The gradients that are kept until then."""
+        return tuple(self._gradients)
+
+
+def defer(deferred: Deferred, operation: Callable[..., Any], weights: Sequence[int], *args: Any, **kwargs: Any) -> Any:
+    """Runs an operation whose weight gradients are deferred; a function, since graphs call functions.
+
+    Args:
+        deferred: Collects them.
+        operation: The operation; it returns one tensor.
+        weights: Which of its arguments are weights, or views and casts of them.
+        *args: Its arguments.
+        **kwargs: More arguments, no tensors among them.
+    """
+    hidden = tuple((place, args[place]) for place in weights)
+    visible = [None if place in weights else value for place, value in enumerate(args)]
+    return _Deferring.apply(deferred, operation, hidden, kwargs, _root, *visible)  # type: ignore[no-untyped-call]
+
+
+def defer_einsum(deferred: Deferred, weights: Sequence[int], equation: str, *operands: Tensor) -> Any:
+    """Runs an einsum whose weight gradients are deferred; `weights` count from the equation on."""
+    return defer(deferred, _einsum, weights, equation, *operands)
+
+
+def _einsum(equation: str, *operands: Tensor) -> Tensor:
+    result: Tensor = torch.ops.aten.einsum.default(equation, operands)
+    return result
+
+
+class _Deferring(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        deferred: Deferred,
+        operation: Callable[..., Any],
+        hidden: Sequence[tuple[int, Tensor]],
+        kwargs: Mapping[str, Any],
+        root: Tensor,
+        *args: Any,
+    ) -> Tensor:
+        arguments = list(args)
+        inputs: list[tuple[int, GradientEdge]] = []
+        with torch.enable_grad():
+            for place, value in hidden:
+                arguments[place] = value
+            for place, value in enumerate(args):
+                if isinstance(value, Tensor) and value.requires_grad:
+                    arguments[place] = _entered(value)
+                    inputs.append((place, get_gradient_edge(arguments[place])))
+            result: Tensor = operation(*arguments, **kwargs)
+            ctx.result = get_gradient_edge(result)  # the edge, not the tensor, whose memory need not last
+        ctx.deferred, ctx.inputs, ctx.num_arguments = deferred, inputs, len(args)
+        ctx.set_materialize_grads(False)
+        return result.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor | None) -> Any:
+        found: list[Tensor | None] = [None] * (_NOT_THE_ARGUMENTS + ctx.num_arguments)
+        if gradient is None:
+            return tuple(found)
+        if ctx.inputs:
+            edges = tuple(edge for _, edge in ctx.inputs)
+            gradients = run_backward(
+                (ctx.result,), (gradient,), True, False, edges, allow_unreachable=True, accumulate_grad=False
+            )
+            for (place, _), each in zip(ctx.inputs, gradients, strict=True):
+                found[_NOT_THE_ARGUMENTS + place] = each
+        ctx.deferred.add(ctx.result, gradient)
+        return tuple(found)
+
+
+class _Entered(torch.autograd.Function):
+    """Begins an operation's own graph; nothing goes backward through it."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, root: Tensor) -> Tensor:
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return None, None
+
+
+def _entered(tensor: Tensor) -> Tensor:
+    """Returns a tensor on the same memory where an operation's own graph begins.
+
+    Under autocast no leaf: autocast would keep its copy of a leaf till the end of the step, and a leaf's node keeps
+    the leaf, of which the operation needs its copy alone.
+    """
+    if torch.is_autocast_enabled(tensor.device.type):
+        entered: Tensor = _Entered.apply(tensor, _root)  # type: ignore[no-untyped-call]
+        return entered
+    return tensor.detach().requires_grad_()
+
 
 aten = torch.ops.aten
 _BIAS_PLACE: dict[Any, int] = {

@@ -1,22 +1,67 @@
-"""Takes blocks out of a traced graph as one callable piece; nothing but its arguments reaches it from outside."""
+"""Takes stages out of a graph; a stage sees a lone sample as it was traced, as one of two."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from autovaruna.graph.batch.values import is_of_batch
-from autovaruna.graph.kept_whole.kept import KeptModule, run_kept
-from autovaruna.graph.pieces.lone_sample import is_norm, normalize
+from autovaruna.graph.opaque.run import OpaqueModule, run_opaque
 from autovaruna.graph.precision import Switch, precision_of
 from autovaruna.graph.random import draw
 from autovaruna.graph.traced import TracedModel
+
+aten = torch.ops.aten
+_NORMS = frozenset({aten.batch_norm.default, aten.instance_norm.default})
+_CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+
+
+def is_norm(node: fx.Node) -> bool:
+    """Whether a node of a graph is to run by `normalize`, if it needs a gradient."""
+    return node.target in _NORMS
+
+
+def normalize(operation: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    """Runs a batch or instance normalisation; a function, since graphs call functions.
+
+    Args:
+        operation: The operation.
+        *args: Its arguments.
+        **kwargs: More arguments.
+    """
+    result = operation(*args, **kwargs)
+    if torch.compiler.is_compiling():  # what it makes of the backward asks nobody for an order
+        return result
+    value: Tensor = args[0]
+    if value.shape[0] == 1 and value.dim() in _CHANNELS_LAST and result.requires_grad and not value.is_cuda:
+        is_joined = operation is aten.instance_norm.default
+        result.register_hook(_in_rows if is_joined else partial(_told_apart, order_of(value)))  # type: ignore[no-untyped-call]
+    return result
+
+
+def order_of(tensor: Tensor) -> torch.memory_format | None:
+    """Returns in which order one sample lies in memory, whatever the stride of its batch; None: in neither."""
+    orders = torch.contiguous_format, _CHANNELS_LAST[tensor.dim()]
+    return next((order for order in orders if tensor.is_contiguous(memory_format=order)), None)
+
+
+def _in_rows(gradient: Tensor) -> Tensor | None:
+    return gradient.contiguous()
+
+
+def _told_apart(order: torch.memory_format | None, gradient: Tensor) -> Tensor | None:
+    """Returns a gradient of another order than the input's with strides that say so."""
+    its = order_of(gradient)
+    if its is order or its is None or order is None:
+        return None
+    return torch.empty_like(gradient, memory_format=_CHANNELS_LAST[gradient.dim()]).copy_(gradient)
 
 
 class Source(str, Enum):
@@ -122,7 +167,7 @@ class _Extraction:
         self.graph = fx.Graph()
         self.arguments: dict[Argument, fx.Node] = {}
         self.copies: dict[str, fx.Node] = {}
-        self.regions: dict[str, fx.GraphModule | KeptModule] = {}
+        self.regions: dict[str, fx.GraphModule | OpaqueModule] = {}
 
     def run(self, outputs: Sequence[str]) -> Piece:
         switch = Switch(self.graph)
@@ -146,7 +191,7 @@ class _Extraction:
         if not self.traced.facts[node.name].is_random:
             return self.graph.create_node(node.op, node.target, args, kwargs, node.name)
         stream = self._argument(Argument(Source.RANDOM, "stream"))
-        if operation is run_kept:
+        if operation is run_opaque:
             operation, args = args[0], args[1:]
         return self.graph.call_function(draw, (stream, self.traced.places[node.name], operation, *args), kwargs)
 
@@ -178,7 +223,7 @@ class _Extraction:
         if name in self.traced.constants:
             return self._argument(Argument(Source.CONSTANT, name))
         region = getattr(self.traced.module, name)
-        assert isinstance(region, fx.GraphModule | KeptModule)
+        assert isinstance(region, fx.GraphModule | OpaqueModule)
         self.regions[name] = region
         return self.graph.get_attr(name)
 

@@ -1,16 +1,304 @@
-"""Predicts the memory of a stage on one replica.
-
-One formula serves a single stage (numbers) and all ranges of a chain at once (matrices): see `Holdings`.
-"""
+"""Predicts the memory of a stage on one replica: what it holds, and the peak as its in-flight depth asks for it."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import functools
+import math
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, fields, replace
+from typing import Generic, TypeVar
 
 import numpy as np
 
-from autovaruna.planner.memory.holdings import Holdings
-from autovaruna.planner.memory.stage_bytes import Bytes, StageBytes
+from autovaruna.graph.records import Graph
+from autovaruna.planner.cost_table import Array, Costs
+from autovaruna.planner.ranges import RangeTables, gradient_bytes
+from autovaruna.planner.records import Peak
+
+Bytes = TypeVar("Bytes", float, Array)
+
+
+@dataclass(frozen=True, slots=True)
+class StageBytes(Generic[Bytes]):
+    """The peak of a stage as its in-flight depth asks for it, and what it defers.
+
+    Attributes:
+        once: there as long as micro-batches run, at any depth.
+        each: on top for each micro-batch in flight.
+        least: the peak after the last backward, in the optimizer's step.
+        first: in place of `once` in the first backward of a step, which gradients come with.
+        running: the part of `once` that is there while the stage runs alone.
+        gradients: the part of `once` that comes with the first backward.
+        each_deferred: on top for each micro-batch whose weight gradients are deferred.
+    """
+
+    once: Bytes
+    each: Bytes
+    least: Bytes
+    first: Bytes
+    running: Bytes
+    gradients: Bytes
+    each_deferred: Bytes
+
+    @property
+    def waiting(self) -> Bytes:
+        """The part of `once` that is there before the first backward, while others run."""
+        return self.once - self.running - self.gradients
+
+    def at(self, in_flight: float, share: float = math.inf, deferred: float = 0) -> Bytes:
+        """Returns the peak over the whole step.
+
+        Args:
+            in_flight: forwards not yet backwarded, at most.
+            share: micro-batches of the replica. If all of them are in flight before the first backward, one less is
+                there when all gradients are.
+            deferred: backwards whose weight gradients are not yet computed, at most; none before the first backward.
+        """
+        first, later = self._peaks(in_flight, share, deferred)
+        return _greatest(first, later, self.least)
+
+    def depth_within(self: StageBytes[Array], limit: float, share: float) -> Array:
+        """Returns the greatest depth at which the peak over the whole step is within a limit, 0 or less if none is.
+
+        Args:
+            limit: in bytes.
+            share: micro-batches of the replica. At a depth of all of them, one less is there when all gradients are.
+        """
+        depth = np.zeros_like(self.least)
+        left = np.flatnonzero(self.least <= limit)
+        each = self.each.take(left)
+        first, later = (_depth_in(limit - part.take(left), each) for part in (self.first, self.once))
+        is_whole = (first >= share) & (later >= share - 1) if share > 1 else first >= 1
+        depth.put(left, np.where(is_whole, share, np.floor(np.minimum(first, later))))
+        return depth
+
+    def _peaks(self, in_flight: float, share: float, deferred: float) -> tuple[Bytes, Bytes]:
+        """Returns the peak of the first backward, and that of all others."""
+        first = self.first + self.each * in_flight
+        if in_flight < share:
+            return first, self.once + self._held(in_flight, share, deferred)
+        if in_flight > 1 or deferred:
+            return first, self.once + self._held(in_flight - 1, share, deferred)
+        return first, self.least
+
+    def _held(self, in_flight: float, share: float, deferred: float) -> Bytes:
+        """Returns the most that micro-batches hold: those that are deferred are in flight no longer."""
+        if not deferred:
+            return self.each * in_flight
+        most_deferred, rest = min(deferred, share), max(share - in_flight, 0.0)
+        return _greatest(
+            self.each * in_flight + self.each_deferred * min(deferred, rest),
+            self.each * min(in_flight, share - most_deferred) + self.each_deferred * most_deferred,
+        )
+
+    def beside_others(self, in_flight: float, share: float = math.inf, deferred: float = 0) -> Bytes:
+        """Returns the peak while other stages of the rank run, in the optimizer's step at the latest."""
+        idle = self.once - self.running
+        if in_flight >= share:
+            later = idle + self._held(in_flight - 1, share, deferred)
+            return _greatest(idle + self.each * in_flight - self.gradients, later, self.least)
+        return _greatest(idle + self._held(in_flight, share, deferred), self.least)
+
+    def peak(
+        self: StageBytes[float], in_flight: float, share: float, process_bytes: float, deferred: float = 0
+    ) -> Peak:
+        """Returns the peak over the whole step, with what other stages of the rank use as well: the process, too."""
+        peak = float(self.at(in_flight, share, deferred))
+        return Peak(peak, peak - float(self.beside_others(in_flight, share, deferred)) + process_bytes)
+
+    def on_top_of(self, lasting: Bytes) -> StageBytes[Bytes]:
+        """Returns the same with something that is always there."""
+        return replace(self, once=self.once + lasting, least=self.least + lasting, first=self.first + lasting)
+
+    def map(self, change: Callable[[Bytes], Bytes]) -> StageBytes[Bytes]:
+        """Returns the same with every part changed."""
+        return StageBytes(*(change(getattr(self, part.name)) for part in fields(self)))
+
+
+def _greatest(*parts: Bytes) -> Bytes:
+    """Returns the greatest of some numbers, or of each entry of some arrays."""
+    if isinstance(parts[0], float):  # a comparison of two numbers takes numpy ten times as long
+        return max(parts)
+    return functools.reduce(np.maximum, parts)
+
+
+def _depth_in(room: Array, each: Array) -> Array:
+    """Returns how many micro-batches there is room for, with a fraction."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.where(each > 0, room / each, np.where(room >= 0, np.inf, 0.0))
+
+
+def deepest(held: StageBytes[Array], limit: float, least_share: float) -> Array:
+    """Returns the greatest depth at which a peak may be within a limit; a replica has `least_share` or more."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        some, whole = (
+            np.floor(np.where(held.each > 0, (limit - part) / held.each, np.where(part <= limit, np.inf, 0.0)))
+            for part in (held.once, held.first)
+        )
+    some = np.maximum(some, 0.0)
+    whole = np.minimum(whole, some + 1.0)
+    depth = np.maximum(some, np.where(whole >= least_share, whole, 0.0))
+    return np.where(held.least <= limit, depth, 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Holdings(Generic[Bytes]):
+    """What a stage holds, in bytes; the last ten are for one micro-batch.
+
+    Attributes:
+        parameters: of all parameters it uses; `trained` of those that get a gradient, `largest` of the largest of them.
+        tied: gradient accumulators, one for each block that uses a parameter of several blocks; `tied_once`, of those
+            parameters, what is in `trained`: one accumulator ends as the gradient.
+        buffers: of its buffers.
+        inputs: the caller's tensors that it uses.
+        received, sent: activations from earlier and to later stages.
+        gradients_received, gradients_sent: gradients from later and to earlier stages.
+        saved: what forward keeps for backward.
+        work: what forward and backward need on top of all that is saved. While a block runs backward, what later ones
+            saved is gone: so a block at the front needs the less.
+        deferred: what is kept for weight gradients that are computed apart from backward.
+        work_of_first: what the first backward of a step needs, with the gradients that it makes, on top of all that is
+            saved: while a block runs, later ones have made theirs, and what they saved is gone.
+    """
+
+    parameters: Bytes
+    trained: Bytes
+    largest: Bytes
+    tied: Bytes
+    tied_once: Bytes
+    buffers: Bytes
+    inputs: Bytes
+    received: Bytes
+    sent: Bytes
+    gradients_received: Bytes
+    gradients_sent: Bytes
+    saved: Bytes
+    work: Bytes
+    deferred: Bytes = 0.0  # type: ignore[assignment]
+    work_of_first: Bytes = math.inf  # type: ignore[assignment]
+
+
+def holdings_of_stage(
+    graph: Graph, costs: Costs, blocks: Collection[int], made: Array | None = None
+) -> Holdings[float]:
+    """Returns what a stage of any blocks holds (not only of a range); `made` are the graph's `gradient_bytes`."""
+    inside, size = set(blocks), math.ceil(costs.micro_batch_size)
+    used = [p for p in graph.parameters if not inside.isdisjoint(p.blocks)]
+    trained = [p for p in used if p.needs_gradient]
+    last = max(inside)
+    held = [v for v in graph.values if v.producer in inside or not inside.isdisjoint(v.consumers)]
+    received = [v for v in held if v.producer not in inside]
+    sent = [v for v in held if max(v.consumers) > last]
+    index = sorted(inside)
+    saved = costs.saved_bytes[index]
+    gradients = (gradient_bytes(graph) if made is None else made)[index]
+    at_peak, after = saved.cumsum() + costs.work_bytes[index] - saved.sum(), gradients.sum() - gradients.cumsum()
+    return Holdings(
+        parameters=float(sum(p.num_bytes for p in used)),
+        trained=float(sum(p.num_bytes for p in trained)),
+        largest=float(max((p.num_bytes for p in trained), default=0)),
+        tied=float(sum(p.num_bytes * len(inside & set(p.blocks)) for p in trained if len(p.blocks) > 1)),
+        tied_once=float(sum(p.num_bytes for p in trained if len(p.blocks) > 1)),
+        buffers=float(sum(graph.blocks[k].buffer_bytes for k in inside)),
+        inputs=sum(i.size.at(size) for i in graph.inputs if not inside.isdisjoint(i.consumers)),
+        received=sum(v.size.at(size) for v in received),
+        sent=sum(v.size.at(size) for v in sent),
+        gradients_received=sum(v.size.at(size) for v in sent if v.needs_gradient),
+        gradients_sent=sum(v.size.at(size) for v in received if v.needs_gradient),
+        saved=float(saved.sum()),
+        work=float(at_peak.max()),
+        deferred=float(costs.deferred_bytes[index].sum()),
+        work_of_first=float((at_peak + after).max()),
+    )
+
+
+def holdings_of_ranges(tables: RangeTables, costs: Costs) -> Holdings[Array]:
+    """Returns what every range of segments holds, as matrices ``[i, j]``; entries with i >= j mean nothing."""
+    size = math.ceil(costs.micro_batch_size)
+    return replace(
+        state_of_ranges(tables),
+        inputs=tables.inputs.at(size),
+        received=tables.received.at(size),
+        sent=tables.sent.at(size),
+        gradients_received=tables.gradients_received.at(size),
+        gradients_sent=tables.gradients_sent.at(size),
+        saved=tables.add_up(costs.saved_bytes),
+        work=_work_of_ranges(tables, costs, np.zeros_like(costs.work_bytes)),
+        deferred=tables.add_up(costs.deferred_bytes),
+        work_of_first=_work_of_ranges(tables, costs, tables.gradient_bytes),
+    )
+
+
+def state_of_ranges(tables: RangeTables) -> Holdings[Array]:
+    """Returns what every range of segments holds without any micro-batch, as matrices."""
+    none = np.zeros(())
+    return Holdings(
+        parameters=tables.parameter_bytes,
+        trained=tables.trained_bytes,
+        largest=tables.largest_bytes,
+        tied=tables.tied_bytes,
+        tied_once=tables.tied_once_bytes,
+        buffers=tables.buffer_bytes,
+        inputs=none,
+        received=none,
+        sent=none,
+        gradients_received=none,
+        gradients_sent=none,
+        saved=none,
+        work=none,
+    )
+
+
+def _work_of_ranges(tables: RangeTables, costs: Costs, gradients: Array) -> Array:
+    """Returns what is saved up to a block, what it needs, and later gradients, less all that is saved; at most."""
+    at_peak, at_ends = _work_of_blocks(tables, costs, gradients)
+    return np.asarray(np.maximum(tables.greatest(at_peak) - at_ends[None, :], 0.0), dtype=np.float64)
+
+
+def _work_of_blocks(tables: RangeTables, costs: Costs, gradients: Array) -> tuple[Array, Array]:
+    """Returns what is there while each block works, and where a range ends, both with all that came before it."""
+    saved, made = costs.saved_bytes.cumsum(), gradients.cumsum()
+    return saved + costs.work_bytes - made, (np.append(0.0, saved) - np.append(0.0, made))[tables.positions]
+
+
+class HoldingsByRange:
+    """Says what single ranges of segments hold, to the bit what `holdings_of_ranges` does, without its matrices.
+
+    Args:
+        tables: of the graph.
+        costs: at some micro-batch size.
+    """
+
+    def __init__(self, tables: RangeTables, costs: Costs) -> None:
+        self.tables, self.size = tables, math.ceil(costs.micro_batch_size)
+        self._saved, self._deferred = tables.prefix(costs.saved_bytes), tables.prefix(costs.deferred_bytes)
+        self._work = _work_of_blocks(tables, costs, np.zeros_like(costs.work_bytes))
+        self._work_of_first = _work_of_blocks(tables, costs, tables.gradient_bytes)
+
+    def of(self, i: int, j: int) -> Holdings[float]:
+        """Returns what the range of the segments i .. j-1 holds."""
+        tables, size = self.tables, self.size
+        return Holdings(
+            parameters=float(tables.parameter_bytes[i, j]),
+            trained=float(tables.trained_bytes[i, j]),
+            largest=float(tables.largest_bytes[i, j]),
+            tied=float(tables.tied_bytes[i, j]),
+            tied_once=float(tables.tied_once_bytes[i, j]),
+            buffers=float(tables.buffer_bytes[i, j]),
+            inputs=tables.inputs.of(i, j, size),
+            received=tables.received.of(i, j, size),
+            sent=tables.sent.of(i, j, size),
+            gradients_received=tables.gradients_received.of(i, j, size),
+            gradients_sent=tables.gradients_sent.of(i, j, size),
+            saved=max(float(self._saved[j] - self._saved[i]), 0.0),
+            work=self._most(i, j, *self._work),
+            deferred=max(float(self._deferred[j] - self._deferred[i]), 0.0),
+            work_of_first=self._most(i, j, *self._work_of_first),
+        )
+
+    def _most(self, i: int, j: int, at_peak: Array, at_ends: Array) -> float:
+        positions = self.tables.positions
+        return max(float(at_peak[positions[i] : positions[j]].max() - at_ends[j]), 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,3 +393,51 @@ class MemoryModel:
         once = gradients + messages + running
         first, least = once + self.before_gradients(held), gradients + updating
         return StageBytes(once, each, least, first, running, gradients, deferred).on_top_of(self.lasting(held))
+
+
+class Peaks:
+    """The peaks of stages on one of their replicas, with M micro-batches.
+
+    Args:
+        model: the rules of memory.
+        num_micro_batches: M.
+    """
+
+    def __init__(self, model: MemoryModel, num_micro_batches: int) -> None:
+        self.model, self.num_micro_batches = model, num_micro_batches
+        self._of_stages: dict[tuple[int, bool], tuple[Holdings[float], StageBytes[float]]] = {}
+        self._known: dict[tuple[int, bool, int, int, int, bool], Peak] = {}
+
+    def of(
+        self,
+        held: Holdings[float],
+        needs_recompute: bool,
+        deferred: int,
+        in_flight: int,
+        num_replicas: int,
+        *,
+        is_short: bool = False,
+    ) -> Peak:
+        """Returns the peak of a stage.
+
+        Args:
+            held: what it holds; it is known by its identity, and kept.
+            needs_recompute, deferred, in_flight: as in `StagePlan`.
+            num_replicas: how many share its micro-batches.
+            is_short: whether the replica has one micro-batch less than others.
+        """
+        key = id(held), needs_recompute, deferred, in_flight, num_replicas, is_short
+        peak = self._known.get(key)
+        if peak is None:
+            share = max(-(-self.num_micro_batches // num_replicas) - is_short, 1)
+            stage, most = self._of_stage(held, needs_recompute), share if is_short else in_flight
+            peak = stage.peak(min(in_flight, most), share, self.model.process_bytes, deferred)
+            self._known[key] = peak
+        return peak
+
+    def _of_stage(self, held: Holdings[float], needs_recompute: bool) -> StageBytes[float]:
+        """Returns the peak of a stage for any number of forwards not yet backwarded."""
+        key = id(held), needs_recompute
+        if key not in self._of_stages:
+            self._of_stages[key] = held, self.model.of_stage(held, needs_recompute)
+        return self._of_stages[key][1]

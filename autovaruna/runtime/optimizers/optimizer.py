@@ -1,18 +1,193 @@
-"""Cuts an optimizer down to the parameters of this rank, in place, and puts its state together again."""
+"""Cuts an optimizer down to the parameters of this rank, in place, and puts its state together again.
+
+Between steps the groups are those of plain PyTorch, so that a script that goes over them sees what is elsewhere, and
+whatever joins numbers of several ranks raises. While the step itself runs, inside of all hooks, they are cut down. An
+optimizer whose steps join numbers of several parameters is refused.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial, wraps
+from threading import Lock
+from types import MethodType
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from autovaruna.errors import InputError
-from autovaruna.runtime.optimizers.own_part import own_part, own_state
-from autovaruna.runtime.weights.elsewhere import Elsewhere
-from autovaruna.runtime.weights.placement import Placement
-from autovaruna.runtime.worlds.world import World
+from autovaruna.profiler.separable import Steps, steps_of
+from autovaruna.runtime.weights.placement import Placement, split_models
+from autovaruna.runtime.weights.remote_parameter import PLAIN, RemoteTensor
+from autovaruna.runtime.world import World
+
+_HOOKS = tuple(
+    f"_optimizer_{what}_{when}_hooks" for what in ("step", "state_dict", "load_state_dict") for when in ("pre", "post")
+)
+
+
+def own_of(parameters: list[Tensor]) -> list[Tensor]:
+    """Returns those parameters whose numbers this rank has."""
+    return [each for each in parameters if not isinstance(each, RemoteTensor)]
+
+
+Whole = list[tuple[list[Tensor], list[Tensor]]]
+"""The list of parameters of each group, and what was in it."""
+
+
+def cut_down(optimizer: Optimizer) -> Whole:
+    """Takes what is elsewhere out of the groups; the lists are the same ones, for others may share them."""
+    whole = [(group["params"], group["params"][:]) for group in optimizer.param_groups]
+    for parameters, every in whole:
+        parameters[:] = own_of(every)
+    return whole
+
+
+def give_back(optimizer: Optimizer, whole: Whole) -> None:
+    """Puts back into the groups what `cut_down` has taken out of them."""
+    for group, (parameters, every) in zip(optimizer.param_groups, whole, strict=False):
+        parameters[:] = every
+        group["params"] = parameters
+
+
+@contextmanager
+def own_part(optimizer: Optimizer) -> Iterator[None]:
+    """Takes what is elsewhere out of the groups for a while."""
+    whole = cut_down(optimizer)
+    try:
+        yield
+    finally:
+        give_back(optimizer, whole)
+
+
+@contextmanager
+def own_state(optimizer: Optimizer) -> Iterator[None]:
+    """Takes what is elsewhere out of groups and state for a while."""
+    away: dict[Tensor, Any] = {
+        each: optimizer.state[each] for each in optimizer.state if isinstance(each, RemoteTensor)
+    }
+    for each in away:
+        del optimizer.state[each]
+    try:
+        with own_part(optimizer):
+            yield
+    finally:
+        optimizer.state.update(away)
+
+
+def with_hooks(optimizer: Optimizer) -> Optimizer:
+    """Returns an optimizer, which calls hooks from now on if its class, one that steps with another, has left them out.
+
+    The class stays as it is, for the sake of other instances.
+    """
+    vars(optimizer).setdefault("defaults", {})
+    if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
+        for name in _HOOKS:
+            setattr(optimizer, name, OrderedDict())
+        optimizer.step = MethodType(Optimizer.profile_hook_step(type(optimizer).step), optimizer)  # type: ignore[method-assign]
+    return optimizer
+
+
+class OwnSteps:
+    """Cuts the groups of an optimizer down while its step runs, once it may.
+
+    It is there from the start, for what a step is given to call may be the call of the model that splits it.
+
+    Args:
+        optimizer: The optimizer; its ``step`` and ``zero_grad`` are replaced by ones that do this.
+
+    Attributes:
+        is_on: Whether groups are cut down; until then, and where that is not right, nothing is done.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.is_on = False
+        self._optimizer = optimizer
+        self._whole: Whole | None = None
+        self._depth = 0
+        self._before = optimizer.register_step_pre_hook(self._enter)
+        self._after = optimizer.register_step_post_hook(self._leave)
+        optimizer.step = _around(optimizer, optimizer.step, self._step)  # type: ignore[method-assign]
+        optimizer.zero_grad = _around(optimizer, optimizer.zero_grad, self._zero_grad)  # type: ignore[method-assign]
+
+    def _step(self, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Runs a step; hooks, and what the script gives it to call, see the parameters of all ranks."""
+        if not (self.is_on or args or kwargs):  # nothing that it calls could turn this on
+            return plain()
+        before: Any = self._optimizer._optimizer_step_pre_hooks
+        after: Any = self._optimizer._optimizer_step_post_hooks
+        before.move_to_end(self._before.id)
+        after.move_to_end(self._after.id, last=False)
+        args = tuple(map(self._outside, args))
+        try:
+            return plain(*args, **{name: self._outside(value) for name, value in kwargs.items()})
+        finally:
+            self._depth = 0
+            self._give_back()
+
+    def _zero_grad(self, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not self.is_on:
+            plain(*args, **kwargs)
+            return
+        with own_part(self._optimizer):
+            plain(*args, **kwargs)
+        if (args[0] if args else kwargs.get("set_to_none", True)) is False:
+            return
+        with PLAIN():  # one after the other through `Elsewhere` takes long
+            for group in self._optimizer.param_groups:
+                for each in group["params"]:
+                    if isinstance(each, RemoteTensor):
+                        each.grad = None
+
+    def _enter(self, *_: Any) -> None:
+        self._depth += 1
+        if self._depth == 1 and self.is_on:
+            self._whole = cut_down(self._optimizer)
+
+    def _leave(self, *_: Any) -> None:
+        self._depth -= 1
+        if self._depth == 0:
+            self._give_back()
+
+    def _give_back(self) -> None:
+        if self._whole is not None:
+            whole, self._whole = self._whole, None
+            give_back(self._optimizer, whole)
+
+    def _outside(self, value: Any) -> Any:
+        """Returns a closure that is called with the whole groups; anything else as it is."""
+        if not callable(value) or isinstance(value, Tensor):
+            return value
+
+        @wraps(value)
+        def closure(*args: Any, **kwargs: Any) -> Any:
+            depth, self._depth = self._depth, 0
+            self._give_back()
+            try:
+                return value(*args, **kwargs)
+            finally:
+                for _ in range(depth):
+                    self._enter()
+
+        return closure
+
+
+def _around(optimizer: Optimizer, plain: Any, act: Callable[..., Any]) -> Any:
+    """Returns a method that has `act` call another one; learning-rate schedules take methods apart."""
+    function = plain.__func__ if isinstance(plain, MethodType) else None
+
+    @wraps(function or plain)
+    def method(own: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        return act(plain if function is None else partial(function, own), *args, **kwargs)
+
+    return MethodType(method, optimizer)
 
 
 class CutOptimizer:
@@ -94,7 +269,7 @@ class CutOptimizer:
             now = [parameters[name] for name in names]
             for old, new in zip(group["params"], now, strict=True):
                 state = self.optimizer.state.pop(old, None)
-                if state is not None and not isinstance(new, Elsewhere):
+                if state is not None and not isinstance(new, RemoteTensor):
                     self.optimizer.state[new] = state
             group["params"][:] = now
         self._is_cut = True
@@ -184,3 +359,80 @@ class _Shape:
 
 def _without_numbers(state: Mapping[str, Any]) -> dict[str, Any]:
     return {key: _Shape(value) if isinstance(value, Tensor) else value for key, value in state.items()}
+
+
+logger = logging.getLogger(__name__)
+_known: WeakSet[Optimizer] = WeakSet()
+_is_watching = False
+_one_at_a_time = Lock()
+
+
+def step_over_own_part(optimizer: Optimizer, own: OwnSteps, num_ranks: int, device: torch.device) -> None:
+    """Cuts the steps of an optimizer down to this rank's part of its parameters.
+
+    Args:
+        optimizer: The optimizer, some of whose parameters are not on every rank.
+        own: What cuts them down.
+        num_ranks: How many ranks there are.
+        device: Where it steps.
+
+    Raises:
+        InputError: its steps join numbers of several parameters, or draw random numbers.
+    """
+    steps = steps_of(optimizer, device)
+    if steps.kind in ("joint", "random"):
+        raise InputError(_refusal(type(optimizer).__name__, steps, num_ranks))
+    own.is_on = steps.kind == "separate"
+    if not own.is_on:
+        logger.warning(
+            "cannot try out whether %s updates each parameter by itself (%s): each rank steps over all parameters, "
+            "and what joins numbers of several ranks will raise",
+            type(optimizer).__name__,
+            steps.what,
+        )
+    _known.add(optimizer)
+
+
+def watch_later_optimizers() -> None:
+    """Does the same for other optimizers that have parameters that are elsewhere, at the first step of each."""
+    global _is_watching
+    with _one_at_a_time:  # ranks may be threads
+        if not _is_watching:
+            register_optimizer_step_pre_hook(_note)
+            _is_watching = True
+
+
+def _note(optimizer: Optimizer, *_: Any) -> None:
+    if optimizer in _known:
+        return
+    parameters = [each for group in optimizer.param_groups for each in group["params"]]
+    away = [each for each in parameters if isinstance(each, RemoteTensor)]
+    if away:
+        home = away[0].home
+        step_over_own_part(optimizer, OwnSteps(optimizer), 1 + max(home.rank, *home.ranks), home.device)
+        _show_whole_state(optimizer, parameters)
+
+
+def _show_whole_state(optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> None:
+    """Lets the optimizer's own methods give and take the state of all parameters, if they are of one model."""
+    for model in split_models():
+        names = model.names()
+        if all(id(each) in names for each in parameters):
+            cut = CutOptimizer(optimizer, names)
+            cut.cut(model.parameters())
+            rank = model.world.rank
+            optimizer.state_dict = partial(cut.state_dict, model.placement, model.world)  # type: ignore[method-assign]
+            optimizer.load_state_dict = partial(  # type: ignore[method-assign]
+                cut.load_state_dict, placement=model.placement, rank=rank
+            )
+
+
+def _refusal(name: str, steps: Steps, num_ranks: int) -> str:
+    """Returns what to say to an optimizer that would step otherwise than in plain PyTorch."""
+    does = "joins numbers of several parameters" if steps.kind == "joint" else "draws random numbers"
+    return (
+        f"{name} {does} in its steps, and the plan splits the model, so that no rank holds all parameters: got an "
+        f"optimizer that was tried out, where {steps.what}. Expected one that updates each parameter by its own "
+        f"numbers alone; or pass num_stages=1 and num_replicas={num_ranks}, so that every rank holds them all; or, if "
+        "it clips by a norm of all gradients, turn that off and call model.clip_grad_norm_() before its step."
+    )

@@ -19,9 +19,9 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from autovaruna.errors import InputError
-from autovaruna.runtime.optimizers.own_part import own_part
-from autovaruna.runtime.worlds.on_all import gather_on_all
-from autovaruna.runtime.worlds.world import World
+from autovaruna.runtime.collective import gather_on_all
+from autovaruna.runtime.optimizers.optimizer import own_part
+from autovaruna.runtime.world import World
 
 Unscaled = dict[torch.device, Tensor]
 

@@ -1,23 +1,91 @@
-"""Gives each rank its own part of the model: weights start as rank 0's, and what a rank does not hold is let go."""
+"""Gives each rank its own part of the model: weights start as rank 0's, and what a rank does not hold is released.
+
+Parameters on ``meta`` get their numbers here; models that are split are known, to find the one that a tensor is of.
+"""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
+from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
 
-from autovaruna.errors import InputError
-from autovaruna.graph.exporting.fake import put
+from autovaruna.errors import InputError, PlanError
+from autovaruna.graph.export.fakes import put
+from autovaruna.graph.random import default_generator, untouched_generator
 from autovaruna.planner.records import Plan
-from autovaruna.runtime.channels.staging import distinct
-from autovaruna.runtime.weights.elsewhere import Home
-from autovaruna.runtime.weights.let_go import let_go
-from autovaruna.runtime.weights.materialize import materialize
-from autovaruna.runtime.worlds.world import World
-from autovaruna.stage.assignment import Assignment
+from autovaruna.runtime.transport.base import distinct
+from autovaruna.runtime.weights.remote_parameter import PLAIN, Home, release
+from autovaruna.runtime.world import World
+from autovaruna.stage.split import Assignment
+
+
+def materialize(
+    state: OwnedState, held: Iterable[str], device: torch.device, seed: int, given: Container[str] = ()
+) -> list[str]:
+    """Initialises parameters and buffers that are on ``meta``.
+
+    Each module is initialised from a seed of its own path, so that its numbers do not depend on the partition.
+
+    Args:
+        state: The model's state.
+        held: First names of those that get memory on this rank.
+        device: Where its numbers go.
+        seed: What they are drawn from.
+        given: First names of what a checkpoint will fill; it gets memory alone, unless its module has other tensors.
+
+    Returns:
+        First names of what was initialised, or is to be filled.
+
+    Raises:
+        PlanError: a module with tensors on ``meta`` has no initialiser.
+    """
+    wanted = set(held)
+    missing = {name for name in state.places if state.tensor(name).is_meta and name in wanted}
+    for name in missing:
+        if name in given:
+            state.replace(name, _empty_like(state.tensor(name), device))
+    drawn = {name for name in missing if name not in given}
+    with untouched_generator(device):
+        for path, module in state.model.named_modules():
+            names = [*module._parameters.keys(), *module._buffers.keys()]
+            own = [path + "." + name if path else name for name in names]
+            if any(state.first_name.get(name) in drawn for name in own):
+                _initialise(state, path, module, own, device, seed)
+    return sorted(missing)
+
+
+def _initialise(
+    state: OwnedState, path: str, module: nn.Module, own: list[str], device: torch.device, seed: int
+) -> None:
+    names = [state.first_name[name] for name in own if name in state.first_name]
+    for name in names:
+        if state.tensor(name).is_meta:
+            state.replace(name, _empty_like(state.tensor(name), device))
+    digest = hashlib.blake2b(f"{seed},{path}".encode(), digest_size=7).digest()
+    default_generator(device).manual_seed(int.from_bytes(digest, "little"))
+    reset = getattr(module, "reset_parameters", None)
+    initialise = getattr(state.model, "_init_weights", None)
+    with torch.no_grad():
+        if callable(initialise):
+            initialise(module)
+        elif callable(reset):
+            reset()
+        else:
+            raise PlanError(
+                f"{path or type(module).__qualname__} is on the meta device and has neither reset_parameters() nor, in "
+                "its model, _init_weights(module): got no numbers for "
+                f"{', '.join(names)}. Give the module a reset_parameters(), or load a checkpoint first."
+            )
+
+
+def _empty_like(tensor: Tensor, device: torch.device) -> Tensor:
+    empty = torch.zeros_like(tensor, device=device)
+    return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
 
 
 class _Now(Mapping[str, Tensor]):
@@ -134,7 +202,7 @@ class OwnedState:
         self._types = {name: (each.dtype, each.device) for name, each in own.items()}
         for name in self.places.keys() - held:
             if isinstance(tensor := self.tensor(name), nn.Parameter):
-                self.replace(name, let_go(tensor, Home(name, placement.ranks_of(name), world.rank, device)))
+                self.replace(name, release(tensor, Home(name, placement.ranks_of(name), world.rank, device)))
 
     def follow_frozen(self, placement: Placement, world: World) -> bool:
         """Lets parameters that this rank does not hold need a gradient if they do where they are held. Collective.
@@ -175,3 +243,48 @@ class OwnedState:
         """Puts another tensor in every place of a parameter or buffer."""
         for module, attribute in self.places[name]:
             put(module, attribute, tensor)
+
+
+@dataclass(frozen=True, eq=False)
+class SplitModel:
+    """A model of which this rank has a part.
+
+    Attributes:
+        known_state: Its parameters, as long as the model is there.
+        placement: Who holds them.
+        world: The ranks.
+        limits: What this rank has clipped its gradients to the last time; empty: it has not.
+    """
+
+    known_state: ReferenceType[OwnedState]
+    placement: Placement
+    world: World
+    limits: list[float] = field(default_factory=list)
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """Returns the parameters by first name."""
+        state = self.known_state()
+        return {} if state is None else state.parameters()
+
+    def names(self) -> dict[int, str]:
+        """Returns the first name of each parameter, by identity."""
+        return {id(each): name for name, each in self.parameters().items()}
+
+    def names_of_gradients(self) -> dict[int, str]:
+        """Returns the first name of each parameter that has a gradient, by identity of the gradient."""
+        with PLAIN():  # many may be elsewhere
+            gradients = {name: each.grad for name, each in self.parameters().items()}
+        return {id(each): name for name, each in gradients.items() if each is not None}
+
+
+_models: WeakKeyDictionary[OwnedState, SplitModel] = WeakKeyDictionary()
+
+
+def note_split(state: OwnedState, placement: Placement, world: World) -> None:
+    """Takes a model in, for as long as its state is there."""
+    _models[state] = SplitModel(ref(state), placement, world)
+
+
+def split_models() -> list[SplitModel]:
+    """Returns the models that are split."""
+    return list(_models.values())

@@ -1,20 +1,55 @@
-"""Puts the state of a distributed model together under its original names, and takes it apart again."""
+"""Puts the state of a distributed model together under its original names, and takes it apart again.
+
+What a script writes into a state that it was given reaches the model, as in plain PyTorch (`StateCopies`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor
 
 from autovaruna._torch import IncompatibleKeys
-from autovaruna.runtime.weights.lent import Lent
 from autovaruna.runtime.weights.placement import OwnedState, Placement
-from autovaruna.runtime.worlds.world import World
+from autovaruna.runtime.world import World
 
 
-def whole_state(state: OwnedState, placement: Placement, world: World, what: str, lent: Lent) -> dict[str, Any]:
+class StateCopies:
+    """Copies of parameters and buffers that a script was given, in which it may write.
+
+    They are kept until `settle`, so that writes into a state that the script has dropped count, too; and followed from
+    then on for as long as the script keeps them.
+    """
+
+    def __init__(self) -> None:
+        self._kept: list[Tensor] = []
+        self._known: list[tuple[Callable[[], Tensor | None], int, Tensor]] = []
+
+    def lend(self, given: Tensor, own: Tensor) -> None:
+        """Notes that a script was given a copy of a tensor."""
+        self._kept.append(given)
+        self._known.append((ref(given), given._version, own))
+
+    def settle(self, *_: object) -> None:
+        """Copies what has been written since into the model; a hook of the optimizer, too."""
+        if not self._known:
+            return
+        known, self._known = self._known, []
+        with torch.no_grad():
+            for find, version, own in known:
+                if (given := find()) is None:
+                    continue
+                if given._version != version:
+                    own.copy_(given)
+                self._known.append((find, given._version, own))
+        given = None
+        self._kept.clear()
+
+
+def whole_state(state: OwnedState, placement: Placement, world: World, what: str, lent: StateCopies) -> dict[str, Any]:
     """Returns the whole model's ``state_dict`` on every rank. Collective; `what` names it in errors.
 
     Tied entries share one tensor, as in plain PyTorch. What a script writes into them reaches the model through `lent`.

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from autovaruna.errors import ScheduleError
-from autovaruna.schedule.depth import deepest_in_flight
 from autovaruna.schedule.instruction import BACKWARD, FORWARD, RECOMPUTE
-from autovaruna.schedule.pipeline import Pipeline
+from autovaruna.schedule.pipeline import Pipeline, deepest_in_flight
 from autovaruna.schedule.policy import Choice, Policy
 from autovaruna.schedule.replica import Replica
 

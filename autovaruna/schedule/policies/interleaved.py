@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from autovaruna.schedule.policy import Choice, Policy
+from autovaruna.schedule.policy import Choice, Policy, num_in_flight, pick_in_turn
 from autovaruna.schedule.replica import Replica
-from autovaruna.schedule.turns import num_in_flight, pick_in_turn
 
 
 class Interleaved(Policy):

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from autovaruna.schedule.pipeline import Pipeline
-from autovaruna.schedule.policy import Choice, Policy
+from autovaruna.schedule.policy import Choice, Policy, pick_in_turn
 from autovaruna.schedule.replica import Replica
-from autovaruna.schedule.turns import pick_in_turn
 
 
 class OneFOneB(Policy):

@@ -1,0 +1,1 @@
+"""Settings and the files they come from; `resolve` reads them, `settings` declares each one once."""

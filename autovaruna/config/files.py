@@ -1,0 +1,260 @@
+"""Reads and writes small files: the conf directory's TOML, and JSON records by the types of their fields."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import re
+import tempfile
+import zlib
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+import tomli
+
+from autovaruna.config.kinds import at_home
+from autovaruna.errors import ConfigError
+
+
+def write_whole(path: str | os.PathLike[str], text: str, *, is_synced: bool = True) -> None:
+    """Writes a text, and makes the folder if need be: the file is the old one or the new one, never half of it.
+
+    What is no file, as a pipe or ``/dev/null``, is written to and stays what it is. Unless it is synced, the file may
+    be lost with the machine's power.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    target = Path(at_home(path)).resolve()
+    if _is_special(target):
+        target.write_text(text, encoding="utf-8")
+        return
+    target.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+            if is_synced:
+                file.flush()
+                os.fsync(file.fileno())
+        os.chmod(name, 0o644)
+        os.replace(name, target)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+def check_writable(option: str, path: str | os.PathLike[str]) -> None:
+    """Makes sure that a file can be written, before what takes long; leaves nothing behind.
+
+    Args:
+        option: Names it, for the message.
+        path: The file; its folder need not be there.
+
+    Raises:
+        ConfigError: it cannot be.
+    """
+    target = Path(at_home(path)).resolve()
+    try:
+        if target.is_dir():
+            raise IsADirectoryError(None, "it is a folder")
+        if not _is_special(target):
+            folder = next(each for each in target.parents if each.exists())
+            with tempfile.TemporaryFile(dir=folder):
+                pass
+    except OSError as error:
+        raise ConfigError(
+            f"{option} is {path}, which cannot be written: {error.strerror or error}; expected a file in a folder that "
+            "can be written to"
+        ) from error
+
+
+def _is_special(target: Path) -> bool:
+    """Returns whether something is there that no file may take the place of."""
+    return target.exists() and not target.is_file()
+
+
+CONF_DIR_VARIABLE = "AUTOVARUNA_CONF_DIR"
+PACKAGED = Path(__file__).parents[1] / "conf"
+
+
+def conf_dir(environ: Mapping[str, str]) -> Path:
+    """Returns the user's conf directory, which exists only if the environment names it.
+
+    Raises:
+        ConfigError: the directory that the environment names does not exist, or there is no home directory.
+    """
+    named = environ.get(CONF_DIR_VARIABLE)
+    if not named:
+        return _at_home()
+    path = Path(named).expanduser()
+    if not path.is_dir():
+        raise ConfigError(f"{CONF_DIR_VARIABLE}={named}: there is no such directory; create it or unset the variable")
+    return path
+
+
+def _at_home() -> Path:
+    try:
+        return Path("~/.autovaruna").expanduser()
+    except RuntimeError as error:
+        raise ConfigError(
+            "This user has no home directory: HOME is not set, and the system knows none. Set HOME, or set "
+            f"{CONF_DIR_VARIABLE} to a directory for settings and measurements."
+        ) from error
+
+
+def read_toml(path: Path) -> dict[str, object]:
+    """Returns the content of a TOML file, empty if there is no such file.
+
+    Raises:
+        ConfigError: the file cannot be read or is not TOML; the message has the file and line.
+    """
+    try:
+        with path.open("rb") as file:
+            return tomli.load(file)
+    except FileNotFoundError:
+        return {}
+    except tomli.TOMLDecodeError as error:
+        raise ConfigError(f"{path}, line {error.lineno}: not TOML: {error.msg}; correct the line") from error
+    except UnicodeDecodeError as error:
+        line = error.object.count(b"\n", 0, error.start) + 1
+        raise ConfigError(f"{path}, line {line}: not UTF-8 text; correct the line") from error
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}; make it readable or remove it") from error
+
+
+Record = TypeVar("Record")
+Amount = Annotated[float, msgspec.Meta(ge=0, lt=1e18)]
+Positive = Annotated[float, msgspec.Meta(gt=0)]
+Count = Annotated[int, msgspec.Meta(ge=1)]
+Whole = Annotated[int, msgspec.Meta(ge=0)]
+
+_CHECKSUM = "checksum"
+_WORDS = {
+    "int": "a whole number",
+    "float": "a number",
+    "str": "text",
+    "bool": "true or false",
+    "array": "a list",
+    "object": "an object",
+    "null": "null",
+}
+
+
+def parse(text: str | bytes) -> Any:
+    """Returns what a text of JSON says.
+
+    Raises:
+        json.JSONDecodeError: it is none, or none that this Python can read.
+    """
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        raise
+    except (RecursionError, ValueError) as error:  # too many lists in lists, too many digits, no UTF-8
+        raise json.JSONDecodeError(str(error), "", 0) from error
+
+
+def read_record(content: Any, kind: type[Record]) -> Record:
+    """Returns the record (a dataclass or a `msgspec.Struct`) that parsed JSON holds.
+
+    Raises:
+        ValueError: something is missing, unknown or of another kind; names the key, what was got and what is expected.
+    """
+    try:
+        return msgspec.convert(content, kind)
+    except msgspec.ValidationError as error:
+        raise ValueError(_complaint(str(error), content, kind)) from error
+
+
+def write_record(path: str | os.PathLike[str], record: Any, *, is_synced: bool = True) -> None:
+    """Writes a dataclass with a checksum, which no order of keys and no blanks change.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    content = asdict(record)
+    text = json.dumps({**content, _CHECKSUM: _checksum(content)}, indent=1)
+    write_whole(path, text + "\n", is_synced=is_synced)
+
+
+def load_record(path: str | os.PathLike[str], kind: type[Record]) -> Record:
+    """Reads what `write_record` has written.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it is no JSON, is not what was written, or not such a record; says what is wrong.
+    """
+    try:
+        content = parse(Path(at_home(path)).read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"it is no JSON (line {error.lineno}, column {error.colno}: {error.msg})") from error
+    return read_record(_checked(content), kind)
+
+
+def _checked(content: Any) -> Any:
+    """Returns the content without its checksum, if that is right or somebody has taken it out."""
+    if not isinstance(content, Mapping) or _CHECKSUM not in content:
+        return content
+    rest = {key: value for key, value in content.items() if key != _CHECKSUM}
+    if content[_CHECKSUM] != _checksum(rest):
+        raise ValueError(
+            f"{_CHECKSUM} is {content[_CHECKSUM]!r}, that of the numbers is {_checksum(rest)!r}, so some have changed "
+            f"since they were written (if you have changed them, take {_CHECKSUM} out)"
+        )
+    return rest
+
+
+def _checksum(content: Mapping[str, Any]) -> str:
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    return f"{zlib.crc32(text.encode()):08x}"
+
+
+def _complaint(message: str, content: Any, kind: Any) -> str:
+    """Returns a complaint of msgspec, as "Expected `int`, got `str` - at `$.stages[0].cut`", in our words."""
+    what, _, place = message.partition(" - at `$")
+    place = place.rstrip("`").lstrip(".")
+    field = re.search("field `(.*)`", what)
+    if field:
+        key = ".".join(part for part in (place, field[1]) if part)
+        return f"{key} is missing" if "missing" in what else f"{key} is unknown{_meant(field[1], place, kind)}"
+    value = _at(content, place)
+    if "enum" in what:
+        return f"{place} is {value!r}, expected {' or '.join(_info_at(kind, place).values)}"
+    expected = re.sub("`([a-z]+)`", lambda match: _WORDS.get(match[1], match[1]), what.partition(", got")[0])
+    shown = repr(value)
+    shown = shown if len(shown) <= 60 else f"{shown[:57]}..."
+    expected = re.sub(r" >= ([0-9]+)(\.0)?", r" of \1 or more", re.sub(r" > ([0-9]+)(\.0)?", r" above \1", expected))
+    return f"{place or 'the content'} is {shown}, {expected[0].lower()}{expected[1:]}"
+
+
+def _meant(name: str, place: str, kind: Any) -> str:
+    """Returns which key may have been meant by one that the record at a place does not have."""
+    known = [each.encode_name for each in _info_at(kind, place).fields]
+    nearest = difflib.get_close_matches(name, known, 1)
+    return f"; did you mean {nearest[0]}?" if nearest else f"; expected one of {', '.join(known)}"
+
+
+def _steps(place: str) -> list[str]:
+    return [each for each in re.split(r"[.\[\]]+", place) if each]
+
+
+def _at(content: Any, place: str) -> Any:
+    for step in _steps(place):
+        content = content[int(step) if isinstance(content, list | tuple) else step] if step != "..." else content
+    return content
+
+
+def _info_at(kind: Any, place: str) -> Any:
+    info: Any = msgspec.inspect.type_info(kind)
+    for step in _steps(place):
+        if step.isdigit() or step == "...":
+            info = info.item_type
+        else:
+            info = next(each.type for each in info.fields if each.encode_name == step)
+        info = next((each for each in getattr(info, "types", ()) if hasattr(each, "fields")), info)  # X | None
+    return info

@@ -1,0 +1,223 @@
+"""Watches what a trace goes by in sizes: lines that fix the batch size or tell one sample from several, and conditions
+that hold for all sizes, or up to some size.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from threading import get_ident
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from autovaruna._torch import ValueRanges, int_oo
+from autovaruna.errors import TraceError
+from autovaruna.graph.export.errors import in_transform
+from autovaruna.graph.source_lines import is_users, users_line
+
+_MANY = sympy.Integer(2**24)
+
+
+@contextmanager
+def noted_branches() -> Iterator[tuple[list[str], list[str]]]:
+    """Notes ``at file:line (code)`` of branches, on this thread, that one sample, or very many, would not take.
+
+    torch takes it for granted that a size that is kept free is at least two, and says nothing of it.
+
+    Yields:
+        The branches on one sample in the user's own lines, and the lines that came to a branch on many.
+    """
+    tracing, lone, large = get_ident(), list[str](), list[str]()
+    known: Any = torch.SymBool.__bool__
+
+    def noting(self: torch.SymBool) -> bool:
+        answer: bool = known(self)
+        if get_ident() == tracing and _differs_for(sympy.Integer(1), self, answer) and _is_users_branch():
+            lone.append(users_line())
+        elif get_ident() == tracing and _differs_for(_MANY, self, answer):
+            large.append(users_line())
+        return answer
+
+    torch.SymBool.__bool__ = noting  # type: ignore[method-assign]
+    try:
+        yield lone, large
+    finally:
+        torch.SymBool.__bool__ = known  # type: ignore[method-assign]
+
+
+def _is_users_branch() -> bool:
+    frame = sys._getframe(2)
+    while frame.f_back is not None and frame.f_code.co_filename == torch.__file__:  # ``if x.shape[0] - 1:``
+        frame = frame.f_back
+    return is_users(frame.f_code.co_filename)
+
+
+def _differs_for(size: sympy.Integer, condition: torch.SymBool, answer: bool) -> bool:
+    """Whether a condition on one size that an input has is otherwise where that is `size`."""
+    expression = condition.node.expr
+    symbols = expression.free_symbols
+    if len(symbols) != 1 or not symbols <= condition.node.shape_env.backed_var_to_val.keys():
+        return False
+    found = expression.xreplace(dict.fromkeys(symbols, size))
+    return found in (sympy.true, sympy.false) and bool(found) != answer
+
+
+class TransformError(Exception):
+    """Stops a trace in a function transform, whose result would hold for one batch size alone."""
+
+
+@contextmanager
+def noted_sizes() -> Iterator[tuple[list[str], list[str], list[str]]]:
+    """Notes lines that fix a size, that tell one sample from several, and that tell many, while the context lasts."""
+    with noted_fixed_sizes() as fixing, noted_branches() as (lone, large):
+        yield fixing, lone, large
+
+
+@contextmanager
+def noted_fixed_sizes() -> Iterator[list[str]]:
+    """Notes ``at file:line (code)`` of each line that fixes a size while the context lasts."""
+    places: list[str] = []
+    known: Any = getattr(ShapeEnv, "_set_replacement", None)  # private to torch: without it, no line is noted
+
+    def noting(self: ShapeEnv, symbol: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(value, sympy.Integer):
+            stack = traceback.extract_stack()
+            if in_transform(stack):
+                raise TransformError("it uses a function transform of torch.func, which fixes the size of a batch")
+            frames = [frame for frame in stack if is_users(frame.filename)]
+            places.extend(f" at {frame.filename}:{frame.lineno} ({frame.line})" for frame in frames[-1:])
+        return known(self, symbol, value, *args, **kwargs)
+
+    if known is not None:
+        ShapeEnv._set_replacement = noting  # type: ignore[method-assign, assignment]
+    try:
+        yield places
+    finally:
+        if known is not None:
+            ShapeEnv._set_replacement = known  # type: ignore[method-assign]
+
+
+_SIZES = (*range(1, 513), *(2**power + step for power in range(10, 32) for step in (-1, 0, 1)))
+
+
+@contextmanager
+def tried_guards(least: int) -> Iterator[list[int]]:
+    """Takes conditions that hold for every batch size out of those on which a trace stands, while the context lasts.
+
+    A model may compare sizes that are equal in a way that torch's solver does not see: ``min(64, 768 * batch)`` is 64.
+    Conditions that hold up to some size, and for none above it, are taken out as well, and that size is noted: what
+    larger batches would need is for `thresholds` to find out.
+
+    Args:
+        least: The smallest batch size that is asked for.
+    """
+    tracing, produce = get_ident(), ShapeEnv.produce_guards
+    greatest: list[int] = []
+
+    def producing(self: ShapeEnv, *args: Any, **kwargs: Any) -> Any:
+        if get_ident() == tracing and kwargs.get("guards") is None:
+            kwargs["guards"] = _fixing(self, least, greatest)
+        return produce(self, *args, **kwargs)
+
+    ShapeEnv.produce_guards = producing  # type: ignore[method-assign]
+    try:
+        yield greatest
+    finally:
+        ShapeEnv.produce_guards = produce  # type: ignore[method-assign]
+
+
+def _fixing(shapes: ShapeEnv, least: int, greatest: list[int]) -> list[Any]:
+    """Returns the conditions that hold neither for all sizes nor, if that goes for all of them, up to one of them.
+
+    Those on several sizes are left to torch, which knows that they are equal.
+    """
+    known = dict(shapes.var_to_range)
+    bounds = _open_ranges(shapes, least)
+    conditions = [(each, shapes.simplify(each.expr)) for each in shapes.guards]
+    others = [each for each, condition in conditions if len(condition.free_symbols) != 1]
+    ours = ((each, condition) for each, condition in conditions if len(condition.free_symbols) == 1)
+    reached = [(each, _holds_up_to(condition, least)) for each, condition in ours]
+    bounds += [size for _, size in reached if size < _SIZES[-1]]
+    if 0 in bounds:
+        shapes.var_to_range.update(known)
+        return others + [each for each, size in reached if size < _SIZES[-1]]
+    greatest += bounds
+    return others
+
+
+def _open_ranges(shapes: ShapeEnv, least: int) -> list[int]:
+    """Takes bounds out of what a trace has learned of sizes, unless they leave out small ones; returns upper ones."""
+    bounds = []
+    for symbol, known in list(shapes.var_to_range.items()):
+        if symbol in shapes.backed_var_to_val and known.is_int and known.lower <= max(2, least):
+            bounds += [] if known.upper == int_oo else [int(known.upper)]
+            shapes.var_to_range[symbol] = ValueRanges(min(known.lower, 2), int_oo)
+    return bounds
+
+
+@lru_cache(maxsize=4096)
+def _holds_up_to(condition: sympy.Basic, least: int) -> int:
+    """Returns the greatest size up to which a condition on one size holds, from `least` on; 0: there is no such size.
+
+    Tried are the small ones, and those around powers of two.
+    """
+    symbols, sizes = condition.free_symbols, [size for size in _SIZES if size >= least]
+    held = 0
+    for size in sizes:
+        if condition.xreplace(dict.fromkeys(symbols, size)) != sympy.true:
+            break
+        held = size
+    above = [size for size in sizes if size > held]
+    return 0 if held and any(condition.xreplace(dict.fromkeys(symbols, size)) == sympy.true for size in above) else held
+
+
+_ROUNDS = 4
+_MANY_SAMPLES, _FAR = 2**16, 2**24
+"""Above the first, one look is enough, at the second: libraries then ask for each tensor whether it is too large for a
+kernel, a size for each; above the second there is no micro-batch."""
+Again = Callable[[int, int], tuple[fx.GraphModule, int | None]]
+
+
+def find_threshold(module: fx.GraphModule, greatest: int | None, again: Again) -> int | None:
+    """Returns the greatest batch size for which a graph holds; None: it holds for all.
+
+    Args:
+        module: The graph.
+        greatest: The batch size up to which the trace has taken this way; None: there is no such size.
+        again: Traces again, for batch sizes from its first argument on, the second standing for them; returns as this
+            function is given.
+    """
+    for _ in range(_ROUNDS):
+        if greatest is None or greatest >= _FAR:
+            return None
+        least = greatest + 1 if greatest < _MANY_SAMPLES else _FAR
+        try:
+            larger, next_greatest = again(least, int(sympy.nextprime(least + 5)))
+        except TraceError:
+            return greatest
+        if any(a != b for a, b in itertools.zip_longest(_lines(larger), _lines(module))):
+            return greatest
+        greatest = next_greatest
+    return greatest
+
+
+def _lines(module: fx.GraphModule) -> Iterator[str]:
+    """Yields what a graph computes, and its regions, without copies into another order of memory."""
+    for part in module.modules():
+        if isinstance(part, fx.GraphModule):
+            names: dict[fx.Node, str] = {}
+            count = itertools.count()
+            for node in part.graph.nodes:
+                if node.target is torch.ops.aten.contiguous.default:
+                    names[node] = names[node.args[0]]
+                else:
+                    names[node] = f"_{next(count)}"
+                    yield f"{node.op} {node.target} {fx.map_arg((node.args, node.kwargs), names.__getitem__)}"

@@ -1,0 +1,214 @@
+"""Says why a model could not be traced: which line of the user's code stopped the trace, and what to write instead."""
+
+from __future__ import annotations
+
+import io
+import logging
+import re
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stderr
+from pathlib import Path
+
+from torch import Tensor, nn
+
+from autovaruna._torch import EXPORT, FAKE_TENSORS, FUNCTORCH, FakeTensorMode
+from autovaruna.errors import TraceError
+from autovaruna.graph.call import CallSpec, InputSpec
+from autovaruna.graph.source_lines import is_users
+
+_OF_TRACERS = ("data-dependent", "DataDependent", "DynamicOutputShape")
+# NumPy, formats, and torch's C++
+_OF_OTHERS = ("tensor subclasses", "FakeTensor.__format__", "got FakeTensor", "concrete integers")
+_OF_KEYS = "unhashable type: non-nested SymInt"
+_BOUNDS = re.compile(r"Expected op to be '==', got \S+ for (.*\bbatch\b.*)")
+"""What torch says of a bound on the batch size that is no whole number."""
+_IN_LIST = re.compile(r"\[[01]\]\[(.+?)\]\[\d+\]")
+_MOST_NAMES = 3
+_TRANSFORM = "function transform of torch.func"
+TRANSFORMS = tuple(str(Path(*FUNCTORCH.split("."), name)) for name in ("eager_transforms.py", "vmap.py"))
+_WANTS_NUMBERS = (*_OF_TRACERS, *_OF_OTHERS)
+"""What is said where the numbers in a tensor are wanted, and a trace has none."""
+
+
+def own_error(flat: nn.Module, inputs: list[Tensor], mode: FakeTensorMode) -> Exception | None:
+    """Returns what the model itself raises on such inputs, not because it is traced."""
+    try:
+        with mode:
+            flat(inputs)
+    except Exception as error:
+        is_of_tracer = type(error).__module__.startswith(("torch", "autovaruna")) or "fake impl" in str(error)
+        return None if is_of_tracer or _is_about_data(error) or isinstance(error, TraceError) else error
+    return None
+
+
+def explain(
+    error: Exception, model: nn.Module, call: CallSpec, is_dynamic: bool, fixing: list[str], own: Exception | None
+) -> TraceError:
+    """Says which line of the user's code stopped the trace, and what to do."""
+    name = type(model).__qualname__
+    if own is not None:
+        inputs = ", ".join(f"{spec.name} {tuple(spec.shape)} {spec.dtype}" for spec in call.inputs)
+        return TraceError(
+            f"{name} raises {type(own).__name__} on these inputs{_where(own)}: {first_line(own)}. Got {inputs}. "
+            "Expected inputs that the model takes on one process, without AutoVaruna; try it so."
+        )
+    if _OF_KEYS in str(error):
+        return _of_key(name, _where(error))
+    if uses_transform(error):
+        return _of_transform(name, _where(error), error)
+    if is_dynamic and is_about_batch(error):
+        where = fixing[0] if fixing else _where(error)
+        return of_batch_size(name, where, _size_reason(error), _of_numbers(where) + _of_inputs(call))
+    return TraceError(
+        f"{name} cannot be traced{_where(error)}: {reason_of(error)}. Expected a forward whose Python control flow "
+        "does not depend on the numbers in tensors. Replace the branch by torch.where or torch.cond, move it out of "
+        "forward, or into a submodule, which is then kept whole as one operation."
+    )
+
+
+def of_batch_size(name: str, where: str, reason: str, inputs: str = "") -> TraceError:
+    """Returns the error of a model whose graph does not hold for all batch sizes; `inputs` says what is odd of them."""
+    return TraceError(
+        f"{name} fixes its batch size or mixes the samples of a batch{where}: {reason}. {inputs}Expected a model that "
+        "treats samples one by one, so that a batch can go through in micro-batches. Move what mixes samples (a "
+        "contrastive loss, say) out of the model, or pass dynamic_batch=False: each micro-batch is then a batch of its "
+        "own to the model."
+    )
+
+
+def _of_numbers(where: str) -> str:
+    """Returns what to write at a line that makes a number of Python of a size."""
+    is_integer = re.search(r"\bint\(|\brange\(", where) is not None
+    return "Write x.shape[0] without int() or range(), which need a fixed number. " if is_integer else ""
+
+
+def _of_inputs(call: CallSpec) -> str:
+    """Returns what may be wrong with the inputs of a call: batches in another dimension, and lists of samples."""
+    first = next(spec for spec in call.inputs if spec.is_batch)
+    others = [spec for spec in call.inputs if not spec.is_batch and _has_elsewhere(spec, first)]
+    if others:
+        kinds = ", ".join(f"{spec.name} {spec.shape}" for spec in others[:_MOST_NAMES])
+        return (
+            f"The first dimension of {first.name} {first.shape} is taken for the batch, which {kinds} "
+            f"{'has' if len(others) == 1 else 'have'} in another one: pass tensors whose first dimension is the batch, "
+            "and transpose them in forward. "
+        )
+    paths = zip(call.tree.tensor_paths(), call.inputs, strict=True)
+    listed = [spec.name for path, spec in paths if _IN_LIST.match(path)]
+    if not listed:
+        return ""
+    return (
+        f"Tensors in a list ({', '.join(listed[:_MOST_NAMES])}) are inputs of their own, of which the first dimension "
+        "is taken for the batch: pass one padded tensor and a mask, or, if each is a sample, num_micro_batches=1 with "
+        "dynamic_batch=False and inputs='replicated'. "
+    )
+
+
+def _has_elsewhere(spec: InputSpec, first: InputSpec) -> bool:
+    """Whether an input has the batch size in another dimension, or its first one is another dimension of a batch."""
+    return first.shape[0] in spec.shape[1:] or spec.shape[:1] in [(length,) for length in first.shape[1:]]
+
+
+def _of_key(name: str, where: str) -> TraceError:
+    return TraceError(
+        f"{name} cannot be traced{where}: a length that has no fixed number in a trace, that of the batch or one that "
+        "numbers in tensors decide, is hashed there, as a key of a dict, a member of a set, or an argument of a cached "
+        "function. Expected lengths that are compared and computed with. Leave the set or the cache out, move the line "
+        "out of forward, or into a submodule, which is then kept whole as one operation; if it is the batch size, "
+        "dynamic_batch=False fixes that."
+    )
+
+
+def uses_transform(error: BaseException) -> bool:
+    """Whether a function transform of ``torch.func`` has stopped a trace, or what runs in one."""
+    frames = [frame for link in chain_of(error) for frame in traceback.extract_tb(link.__traceback__)]
+    return _TRANSFORM in str(error) or in_transform(frames)
+
+
+def in_transform(frames: Sequence[traceback.FrameSummary]) -> bool:
+    """Whether one of some frames is that of a function transform."""
+    return any(frame.filename.endswith(TRANSFORMS) for frame in frames)
+
+
+def _of_transform(name: str, where: str, error: Exception) -> TraceError:
+    reason = first_line(error) if _TRANSFORM in str(error) else f"it uses a {_TRANSFORM}, inside of which a trace stops"
+    return TraceError(
+        f"{name} cannot be traced{where}: {reason}. Expected a forward of the model itself without vmap, grad, jacrev, "
+        "jvp and the like. Move the line into a submodule, which is then kept whole as one operation, or write it with "
+        "ordinary operations."
+    )
+
+
+def reason_of(error: Exception) -> str:
+    """Returns why an operation cannot run without numbers."""
+    return (
+        "it needs the number in a tensor, which a trace does not have" if _is_about_data(error) else first_line(error)
+    )
+
+
+def _size_reason(error: Exception) -> str:
+    """Returns torch's words, unless they are about marks that the user has not made, or an error of its report."""
+    line = first_line(error)
+    if bounds := _BOUNDS.search(line):
+        return f"it holds for {bounds[1]} alone"
+    return "its result for one batch size does not hold for others" if line.startswith("Constraints violated") else line
+
+
+def first_line(error: Exception) -> str:
+    """Returns the first line of an error's text, or its name."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0].removesuffix(".")
+
+
+def _is_about_data(error: Exception) -> bool:
+    text = f"{type(error).__name__} {error}"
+    return any(words in text for words in _WANTS_NUMBERS)
+
+
+def is_about_batch(error: Exception) -> bool:
+    """Whether the batch size (a symbol like ``s0``) stopped the trace, and not a number in a tensor (``u0``)."""
+    if _is_about_data(error):
+        return False
+    text = f"{type(error).__name__} {error}"
+    if _BOUNDS.search(text):
+        return True
+    marks = ("ConstraintViolation", "Constraints violated", "specialized", "batch !=", "Eq(")
+    return any(mark in text for mark in marks) or re.search(r"\bs\d+\b", text) is not None
+
+
+def _where(error: BaseException) -> str:
+    """Returns `` at file:line (code)`` for the deepest frame outside torch and this package."""
+    for link in reversed(list(chain_of(error))):
+        for frame in reversed(traceback.extract_tb(link.__traceback__)):
+            if is_users(frame.filename):
+                return f" at {frame.filename}:{frame.lineno} ({frame.line})"
+    return ""
+
+
+def chain_of(error: BaseException) -> Iterator[BaseException]:
+    """Yields an error, what caused it, and so on."""
+    seen: BaseException | None = error
+    while seen is not None:
+        yield seen
+        seen = seen.__cause__ or seen.__context__
+
+
+_LOGGERS = (EXPORT, FAKE_TENSORS)
+
+
+@contextmanager
+def quiet_failure() -> Iterator[None]:
+    """Drops what is written to standard error, and logged by the tracer, if what it surrounds raises."""
+    loggers = [logging.getLogger(name) for name in _LOGGERS]
+    before = [logger.disabled for logger in loggers]
+    written = io.StringIO()
+    try:
+        for logger in loggers:
+            logger.disabled = True
+        with redirect_stderr(written):
+            yield
+        sys.stderr.write(written.getvalue())
+    finally:
+        for logger, was_disabled in zip(loggers, before, strict=True):
+            logger.disabled = was_disabled

@@ -1,0 +1,259 @@
+"""Looks at each function of torch that a forward calls: what torch.export takes for something else, or would drop.
+
+A mode of torch sees the calls, so that nothing of Python or torch is replaced.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from threading import get_ident
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributions import Distribution
+from torch.overrides import TorchFunctionMode
+
+from autovaruna._torch import FakeTensor, FunctionalTensor, all_true, check, pack_by_lengths, top_saved_tensors_hooks
+from autovaruna.errors import TraceError
+from autovaruna.graph.export.assertions import left_check, truth
+from autovaruna.graph.opaque.packed import Padded, called_on_padded, packing, refuse_lengths
+from autovaruna.graph.source_lines import is_users, users_line
+
+
+@contextmanager
+def padded_encoders() -> Iterator[None]:
+    """Traces such encoders so on this thread, while the context lasts."""
+    tracing, plain = get_ident(), nn.TransformerEncoder.forward
+
+    def forward(
+        self: Any,
+        src: Tensor,
+        mask: Tensor | None = None,
+        src_key_padding_mask: Tensor | None = None,
+        is_causal: bool | None = None,
+    ) -> Tensor:
+        is_plain = get_ident() != tracing or mask is not None or is_causal
+        if is_plain or src_key_padding_mask is None or not _nests(self, src):
+            return plain(self, src, mask, src_key_padding_mask, is_causal)
+        return _evaluated(self, src, src_key_padding_mask)
+
+    nn.TransformerEncoder.forward = forward  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.TransformerEncoder.forward = plain  # type: ignore[method-assign]
+
+
+def _nests(encoder: Any, src: Tensor) -> bool:
+    """Whether plain PyTorch makes a nested tensor of what an encoder gets with a padding mask."""
+    first = encoder.layers[0]
+    is_meant = getattr(encoder, "use_nested_tensor", False) and torch.backends.mha.get_fastpath_enabled()
+    if not is_meant or first.training or src.dim() != 3 or torch.is_autocast_enabled():
+        return False
+    return not (torch.is_grad_enabled() and any(each.requires_grad for each in (src, *first.parameters())))
+
+
+def _evaluated(encoder: Any, src: Tensor, padding: Tensor) -> Tensor:
+    """Runs an encoder; in front of its norm, padded places are zero if all padding is at the ends."""
+    is_word = padding.logical_not()
+    output = src
+    for layer in encoder.layers:
+        output = layer(output, src_key_padding_mask=padding)
+    is_aligned = (is_word[:, 1:] <= is_word[:, :-1]).all()
+    output = torch.where((is_word | ~is_aligned).unsqueeze(-1), output, 0.0)
+    return output if encoder.norm is None else encoder.norm(output)
+
+
+_LOSSES = (
+    *("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "kl_div", "poisson_nll_loss"),
+    *("binary_cross_entropy_with_logits", "soft_margin_loss"),
+)
+_HOLDERS = {
+    "torch": torch,
+    "torch.nn.functional": nn.functional,
+    "torch.linalg": torch.linalg,
+    "torch.special": torch.special,
+    "torch.fft": torch.fft,
+    "torch.Tensor": Tensor,
+}
+_OF_NUMBERS = frozenset({"item", "tolist", "numpy", "is_nonzero", "equal", "allclose", "nonzero", "masked_select"})
+"""Functions that return numbers of tensors, or as many as those say: none of them can be kept whole."""
+_STOPS = frozenset({"DataDependentOutputException", "DynamicOutputShapeException", "UnsupportedOperatorException"})
+
+
+class Idioms(TorchFunctionMode):
+    """Sees the functions of torch that a forward calls on fake tensors.
+
+    Args:
+        kept: what to call in place of functions that are kept whole.
+
+    Attributes:
+        stopped: names of the functions in which the trace has stopped, the innermost first.
+    """
+
+    def __init__(self, kept: Mapping[Any, Callable[..., Any]]) -> None:
+        super().__init__()
+        self.stopped: list[str] = []
+        self._kept = kept
+        self._before = _modes()
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Sees what this thread calls while the context lasts; distributions do not check their arguments meanwhile."""
+        checks = Distribution._validate_args
+        Distribution.set_default_validate_args(False)
+        try:
+            with self:
+                yield
+        finally:
+            Distribution.set_default_validate_args(checks)
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Runs a function, or what is to run in its place."""
+        if _modes() != self._before:
+            _refuse_modes(self._before)
+        given: dict[str, Any] = kwargs or {}
+        if any(isinstance(each, Padded) for each in args):
+            return called_on_padded(function, args)
+        act = self._kept.get(function) or _HANDLERS.get(function)
+        try:
+            return function(*args, **given) if act is None else act(*args, **given)
+        except Exception as error:
+            if type(error).__name__ in _STOPS and (name := _name_of(function)):
+                self.stopped.append(name)
+            raise
+
+
+def refuse_hook(what: str) -> TraceError:
+    """Returns the error of a forward that sets a hook.
+
+    Args:
+        what: What it sets.
+    """
+    return TraceError(
+        f"forward {what}{users_line()}, which a trace cannot keep. Expected a forward without hooks; write what the "
+        "hook does to the gradient as operations, or set it in a submodule, which is then kept whole."
+    )
+
+
+def refuse_backward(name: str) -> TraceError:
+    """Returns the error of a forward that goes backward itself, by the function `name`."""
+    return TraceError(
+        f"forward goes backward itself ({name}){users_line()}, which a trace cannot keep. Expected a forward that "
+        "leaves that to the caller; move what needs gradients into a submodule, which is then kept whole as one "
+        "operation, or write the derivative as operations."
+    )
+
+
+def _modes() -> tuple[Any, ...]:
+    """Returns what a forward may set that a trace would drop: inference mode, and hooks of saved tensors."""
+    return torch.is_inference_mode_enabled(), top_saved_tensors_hooks(True)
+
+
+def _refuse_modes(before: tuple[Any, ...]) -> None:
+    is_inference, hooks = _modes()
+    if is_inference and not before[0]:
+        raise TraceError(
+            f"forward enters torch.inference_mode(){users_line()}, which a trace cannot keep. Expected "
+            "torch.no_grad(), which gives the same numbers."
+        )
+    if hooks != before[1] and hooks is not None and is_users(hooks[0].__code__.co_filename):
+        raise refuse_hook("sets hooks for saved tensors")
+
+
+def _length(tensor: Tensor) -> int:
+    length = tensor.shape[0] if tensor.dim() else 0
+    if isinstance(length, torch.SymInt):
+        raise TraceError(
+            f"forward asks for len() of a tensor{users_line()}: got a tensor whose length varies, but len() returns "
+            "fixed numbers alone. Write x.shape[0] in place of len(x), or pass dynamic_batch=False."
+        )
+    return int(Tensor.__len__(tensor))  # type: ignore[no-untyped-call]
+
+
+def _integer(tensor: Tensor) -> int:
+    if _is_traced(tensor):
+        raise TraceError(
+            f"forward asks for int() of a tensor{users_line()}: it needs the number in a tensor, which a trace does "
+            "not have. Write x.item() in place of int(x): the result can be a length of other tensors. Where Python "
+            "goes by the number, move the line into a submodule, which is then kept whole."
+        )
+    return Tensor.__int__(tensor)
+
+
+def _truth(tensor: Tensor) -> bool:
+    return truth(tensor, sys._getframe(2)) if _is_traced(tensor) else Tensor.__bool__(tensor)
+
+
+def _all_true(tensor: Tensor) -> Any:
+    return left_check(tensor) if _is_traced(tensor) else all_true(tensor)
+
+
+def _assign(target: Tensor, value: Tensor) -> None:
+    """Copies what is assigned to ``data``, which torch.export does not see."""
+    if value.shape != target.shape or value.dtype != target.dtype:
+        raise TraceError(
+            f"forward assigns to the data of a tensor: got {tuple(value.shape)} {value.dtype}, expected "
+            f"{tuple(target.shape)} {target.dtype}. Keep the shape and dtype, or make a new tensor."
+        )
+    target.detach().copy_(value.detach())
+
+
+def _of_one_length(loss: Callable[..., Any], input: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
+    """Calls a loss; what masks have picked of both tensors is of one length, which only data could tell."""
+    if isinstance(input, Tensor) and isinstance(target, Tensor):
+        for one, other in zip(input.shape, target.shape, strict=False):
+            if _is_of_data(one) and _is_of_data(other):
+                check(one == other)  # type: ignore[no-untyped-call]
+    return loss(input, target, *args, **kwargs)
+
+
+def _to(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+    packed = packing(sys._getframe(2), tensor)
+    return tensor.to(*args, **kwargs) if packed is None else packed
+
+
+def _refusing(refuse: Callable[[str], TraceError], what: str) -> Callable[..., Any]:
+    def act(*args: Any, **kwargs: Any) -> Any:
+        raise refuse(what)
+
+    return act
+
+
+def _is_traced(tensor: Any) -> bool:
+    return isinstance(tensor, FakeTensor | FunctionalTensor)
+
+
+def _is_of_data(length: Any) -> bool:
+    return isinstance(length, torch.SymInt) and not length.node.has_hint()
+
+
+def _name_of(function: Any) -> str:
+    """Returns what a model calls a function by; empty: it is none that can be kept whole."""
+    name = getattr(function, "__name__", "")
+    if name.startswith("_") or name in _OF_NUMBERS:
+        return ""
+    holders = (path for path, holder in _HOLDERS.items() if getattr(holder, name, None) is function)
+    return next((f"{path}.{name}" for path in holders), "")
+
+
+_HANDLERS: dict[Any, Callable[..., Any]] = {
+    Tensor.__len__: _length,
+    Tensor.__int__: _integer,
+    Tensor.__bool__: _truth,
+    all_true: _all_true,
+    Tensor.data.__get__: Tensor.detach,  # type: ignore[attr-defined]
+    Tensor.data.__set__: _assign,  # type: ignore[attr-defined]
+    Tensor.to: _to,
+    pack_by_lengths: refuse_lengths,
+    Tensor.grad_fn.__get__: _refusing(refuse_hook, "takes the node of a tensor (grad_fn)"),  # type: ignore[union-attr]
+    Tensor.register_hook: _refusing(refuse_hook, "registers a hook on a tensor"),
+    Tensor.register_post_accumulate_grad_hook: _refusing(refuse_hook, "registers a hook on a tensor"),
+    Tensor.backward: _refusing(refuse_backward, "backward()"),
+    torch.autograd.grad: _refusing(refuse_backward, "torch.autograd.grad"),
+    **{each: partial(_of_one_length, each) for each in (getattr(nn.functional, name) for name in _LOSSES)},
+}

@@ -1,0 +1,257 @@
+"""Exports a call by as many attempts as it takes: `nn.Module` in, `torch.fx.GraphModule` with plain names out."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import NoReturn
+
+import torch
+from torch import Tensor, fx, nn
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from autovaruna._torch import FakeTensorMode
+from autovaruna.errors import InputError, TraceError
+from autovaruna.graph.call import CallSpec
+from autovaruna.graph.cuts import Marker, named_cut_points, take_markers
+from autovaruna.graph.export.assertions import take_checks
+from autovaruna.graph.export.autograd import FunctionCall, hooked, watched, with_own_backward
+from autovaruna.graph.export.batch_size import find_threshold, noted_sizes, tried_guards
+from autovaruna.graph.export.call import FlatCall, program_of
+from autovaruna.graph.export.errors import explain, is_about_batch, of_batch_size, own_error, quiet_failure
+from autovaruna.graph.export.fakes import example_inputs, faked
+from autovaruna.graph.export.idioms import Idioms, padded_encoders
+from autovaruna.graph.export.refused import check_layouts, check_operations
+from autovaruna.graph.export.retry import Opaque, RetryError, outermost, retry
+from autovaruna.graph.export.tidy import PREFIX, drop_idle, open_free_regions, tidy
+from autovaruna.graph.exported import Exported
+from autovaruna.graph.module_state import as_before, warn_of_left
+from autovaruna.graph.opaque.draws import Draws, noted_draws
+from autovaruna.graph.opaque.functions import take_functions
+from autovaruna.graph.opaque.keep import Keeper, is_of_keeper, take_modules
+from autovaruna.graph.opaque.packed import kept_or_packed
+from autovaruna.graph.precision import in_precision, noted_precision, switch_in_regions
+from autovaruna.graph.random import python_generators
+from autovaruna.graph.source_lines import short_stacks
+from autovaruna.graph.tree import Tree
+from autovaruna.graph.warn import warn_once
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One trace of a call.
+
+    Attributes:
+        model: its parameters may be on ``meta``.
+        call: the call to trace.
+        batch_size: the number that stands for the batch while tracing.
+        is_dynamic: whether the graph must serve every batch size.
+        device: where the graph will run.
+        kept: what is kept whole.
+        least: the batch size from which on the graph must hold.
+    """
+
+    model: nn.Module
+    call: CallSpec
+    batch_size: int
+    is_dynamic: bool
+    device: torch.device
+    kept: Opaque
+    least: int = 1
+
+    def run(self) -> Exported:
+        """Traces the call.
+
+        Raises:
+            KeepMoreError: another attempt may do better.
+            TraceError: none will.
+        """
+        mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+        output_trees: list[Tree] = []
+        left: list[str] = []
+        flat = FlatCall(self.model, self.call, output_trees, left, self.kept.is_told)
+        with self._noted(mode) as notes:
+            flat.note_batch, flat.idioms = notes.keeper.note_batch, notes.idioms.entered
+            inputs = example_inputs(self.call, self.batch_size, mode, self.device)
+            notes.draws.start()
+            try:
+                graph_module = self._graph(flat, inputs)
+                notes.draws.check()
+            except InputError:
+                raise
+            except Exception as error:
+                self._stop(error, flat, mode, notes)
+        if torch.is_grad_enabled() and (found := with_own_backward(notes.function_calls)):
+            raise RetryError(replace(self.kept, functions=self.kept.functions | found))
+        assert output_trees
+        constants, markers = self._tidy(graph_module)
+        return Exported(
+            module=graph_module,
+            output_tree=output_trees[-1],
+            constants=constants,
+            is_dynamic=self.is_dynamic,
+            markers=markers,
+            left=tuple(left),
+            greatest=min(notes.bounds, default=None) if self.is_dynamic else None,
+            asks_for_many=next(iter(notes.large), ""),
+            asks_for_one=next(iter(notes.lone), ""),
+        )
+
+    @contextmanager
+    def _noted(self, mode: FakeTensorMode) -> Iterator[_Notes]:
+        """Has the model run on fake tensors, and all that it does otherwise be noted."""
+        model, kept = self.model, self.kept
+        with (
+            as_before(model),
+            torch.compiler.set_stance("force_eager"),  # torch.compile has nothing to compile on fake tensors
+            kept_or_packed(model, outermost(kept.modules), kept.operations, self.device) as keeper,
+            faked(model, mode, self.device),
+            named_cut_points(model),
+            watched(kept.functions) as function_calls,
+            noted_sizes() as (fixing, lone, large),
+            tried_guards(self.least) as bounds,
+            noted_draws(model, kept.notes_draws) as draws,
+            in_precision(self.call.precision),
+            python_generators(0),
+            padded_encoders(),
+            noted_precision(self.call.precision),
+            short_stacks(),
+        ):
+            yield _Notes(keeper, draws, function_calls, Idioms(keeper.functions), fixing, lone, large, bounds)
+
+    def _graph(self, flat: FlatCall, inputs: list[Tensor]) -> fx.GraphModule:
+        """Returns torch.export's graph, with parameters, buffers and what is kept whole as attributes."""
+        dimension = torch.export.Dim("batch", min=1)
+        shapes = [{0: dimension} if spec.is_batch and self.is_dynamic else None for spec in self.call.inputs]
+        with warnings.catch_warnings():  # recurrent modules keep their weights twice; torch.export warns of it
+            warnings.filterwarnings("ignore", message="The tensor attribute")
+            program = program_of(flat, inputs, shapes)
+        graph_module = program.module(check_guards=False)
+        assert isinstance(graph_module, fx.GraphModule)
+        take_modules(graph_module)
+        take_checks(graph_module)
+        check_operations(graph_module)
+        return graph_module
+
+    def _stop(self, error: Exception, flat: FlatCall, mode: FakeTensorMode, notes: _Notes) -> NoReturn:
+        """Asks for another attempt if one may do better than this one, which an error has stopped; else explains it."""
+        kept = self.kept
+        if notes.draws.are_hidden():
+            raise RetryError(replace(kept, notes_draws=True)) from error
+        refusal = own_error(flat, example_inputs(self.call, self.call.batch_size, mode, self.device), mode)
+        drawn = notes.draws.error()
+        if kept.can_grow and (drawn or not (self.is_dynamic and refusal is None and is_about_batch(error))):
+            retry(drawn or error, self.model, kept, notes.idioms.stopped)
+        if isinstance(error, TraceError):
+            raise error
+        raise explain(error, self.model, self.call, self.is_dynamic, notes.fixing or notes.large, refusal) from error
+
+    def _tidy(self, graph_module: fx.GraphModule) -> tuple[dict[str, Tensor], tuple[Marker, ...]]:
+        """Gives a graph plain names and regions.
+
+        Returns:
+            Its tensors that are neither parameters nor buffers, and the user's cut points.
+        """
+        inputs = self.call.inputs
+        parameters = {PREFIX + name for name, _ in self.model.named_parameters(remove_duplicate=False)}
+        state = parameters | {PREFIX + name for name, _ in self.model.named_buffers(remove_duplicate=False)}
+        drop_idle(graph_module)
+        open_free_regions(graph_module, parameters, [spec.needs_gradient for spec in inputs])
+        switch_in_regions(graph_module)
+        take_functions(graph_module)
+        constants = tidy(graph_module, [spec.name for spec in inputs], state)
+        return constants, take_markers(graph_module)
+
+
+@dataclass(frozen=True)
+class _Notes:
+    """What is noted while a model is traced.
+
+    Attributes:
+        keeper: of modules and operations that are kept whole.
+        draws: of Python's generators.
+        function_calls: of autograd functions.
+        idioms: sees functions of torch, and notes in which ones the trace has stopped.
+        fixing: where the model fixes the batch size.
+        lone: where it does something else for a batch of one sample.
+        large: where it may do something else for large batches.
+        bounds: batch sizes up to which the trace has taken this way.
+    """
+
+    keeper: Keeper
+    draws: Draws
+    function_calls: list[FunctionCall]
+    idioms: Idioms
+    fixing: list[str]
+    lone: list[str]
+    large: list[str]
+    bounds: list[int]
+
+
+logger = logging.getLogger(__name__)
+_OF_HOOKS = (
+    "{} have hooks of backward, and are kept whole, never cut. Each hook runs once a micro-batch, on the gradients of "
+    "its samples alone: where it goes by all samples of a batch (a norm over them, say), pass num_micro_batches=1"
+)
+
+
+def export(model: nn.Module, call: CallSpec, batch_size: int, is_dynamic: bool, device: torch.device) -> Exported:
+    """Traces one call of a model in its present mode, without running it.
+
+    A submodule in which that fails is kept whole.
+
+    Args:
+        model: The model; its parameters may be on ``meta``.
+        call: The call to trace.
+        batch_size: The number that stands for the batch while tracing.
+        is_dynamic: Whether the graph must serve every batch size.
+        device: Where the graph will run.
+
+    Raises:
+        TraceError: the model cannot be traced; says which line and what to do.
+    """
+    check_layouts(model)
+    first = Opaque(modules=hooked(model))
+    if first.modules:
+        warn_once(logger, model, _OF_HOOKS.format(", ".join(sorted(first.modules))))
+    kept: Opaque | None = first
+    while kept is not None:
+        attempt = Attempt(model, call, batch_size, is_dynamic, device, kept)
+        try:
+            with quiet_failure():
+                found = attempt.run()
+            if found.greatest is not None:
+                _check_larger(found, attempt)
+            warn_of_left(found.left, model)
+            return found
+        except RetryError as stopped:
+            kept = stopped.kept
+        except TraceError as error:
+            is_first = kept == replace(first, functions=kept.functions, notes_draws=kept.notes_draws)
+            if is_first or not is_of_keeper(error):
+                raise
+            kept = None
+    with quiet_failure():  # fails again, and says why: nobody has asked for what was kept whole
+        last = replace(first, can_grow=False, notes_draws=True)
+        return Attempt(model, call, batch_size, is_dynamic, device, last).run()
+
+
+def _check_larger(found: Exported, attempt: Attempt) -> None:
+    """Makes sure that a graph holds for the batch sizes for which the model takes another way, too."""
+
+    def again(least: int, batch_size: int) -> tuple[fx.GraphModule, int | None]:
+        try:
+            with quiet_failure():
+                larger = replace(attempt, batch_size=batch_size, least=least).run()
+        except RetryError as stopped:
+            raise TraceError("larger batches need other modules kept whole") from stopped
+        return larger.module, larger.greatest
+
+    greatest = find_threshold(found.module, found.greatest, again)
+    if greatest is not None:
+        raise of_batch_size(
+            type(attempt.model).__qualname__, found.asks_for_many, f"it holds for batch <= {greatest} alone"
+        )

@@ -1,0 +1,153 @@
+"""Tidies a graph of torch.export: plain names, no checks, no idle operations, no regions without gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from operator import getitem
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from autovaruna._torch import OpOverload
+from autovaruna.graph.precision import REGION, inside
+
+aten = torch.ops.aten
+_NO_END = 2**63 - 1
+
+
+def drop_idle(module: fx.GraphModule) -> None:
+    """Puts its argument in the place of each operation that returns it, in regions (``torch.no_grad()``) as well."""
+    for part in module.modules():
+        if isinstance(part, fx.GraphModule):
+            for operation, is_idle in _IDLE.items():
+                for node in part.graph.find_nodes(op="call_function", target=operation):
+                    if is_idle(*node.args, **node.kwargs):
+                        node.replace_all_uses_with(node.args[0])
+                        part.graph.erase_node(node)
+
+
+def _is_whole(source: fx.Node, dim: int = 0, start: object = None, end: object = None, step: object = 1) -> bool:
+    """Whether a slice takes all."""
+    if start not in (None, 0) or step != 1:
+        return False
+    if end is None or end == _NO_END:
+        return True
+    value = source.meta.get("val")
+    size = value.shape[dim] if isinstance(value, Tensor) else None
+    return isinstance(size, int) and size == end  # of a size that varies with the batch, nothing is asked
+
+
+def _drops_nothing(source: fx.Node, p: float, train: bool) -> bool:
+    """Whether a dropout keeps everything."""
+    return p == 0 or not train
+
+
+def _is_there(source: fx.Node, dtype: torch.dtype, non_blocking: bool = False, copy: bool = False) -> bool:
+    """Whether a cast without more wishes is to the dtype that a tensor has."""
+    value = source.meta.get("val")
+    return not copy and isinstance(value, Tensor) and value.dtype == dtype
+
+
+_DROPOUTS = (aten.dropout, aten.alpha_dropout, aten.feature_dropout, aten.feature_alpha_dropout)
+_IDLE: dict[OpOverload, Callable[..., bool]] = {
+    aten.slice.Tensor: _is_whole,
+    **{dropout.default: _drops_nothing for dropout in _DROPOUTS},
+    aten.to.dtype: _is_there,
+}
+
+
+def open_free_regions(module: fx.GraphModule, parameters: Collection[str], have_gradients: Sequence[bool]) -> None:
+    """Puts the operations of each such region in its place.
+
+    Args:
+        module: A graph of torch.export; changed.
+        parameters: Names of the attributes that are parameters.
+        have_gradients: Whether each input gets a gradient.
+    """
+    inputs = dict(zip(module.graph.find_nodes(op="placeholder"), have_gradients, strict=True))
+    free: set[fx.Node] = {node for node, has_gradient in inputs.items() if not has_gradient}
+    for node in list(module.graph.nodes):
+        if node.target is REGION and free.issuperset(_tensors(node)):
+            free |= _open(module, node)
+        elif node.op == "get_attr":
+            free |= set() if str(node.target) in parameters else {node}
+        elif node.op == "call_function" and free.issuperset(node.all_input_nodes):
+            free.add(node)
+
+
+def _tensors(region: fx.Node) -> list[fx.Node]:
+    """Returns what goes into a region, beside its graph."""
+    return [argument for argument in region.args[2:] if isinstance(argument, fx.Node)]
+
+
+def _open(module: fx.GraphModule, region: fx.Node) -> set[fx.Node]:
+    """Puts the operations of a region in its place, and returns them; a region that holds attributes stays."""
+    inner, given = inside(module, region)
+    if inner.graph.find_nodes(op="get_attr"):
+        return {region}
+    copies = dict(given)
+    with module.graph.inserting_before(region):
+        results: Any = module.graph.graph_copy(inner.graph, copies)
+    for user in list(region.users):
+        assert user.target is getitem, "a region returns a tuple"
+        user.replace_all_uses_with(results[user.args[1]])
+        module.graph.erase_node(user)
+    module.graph.erase_node(region)
+    return {copy for node, copy in copies.items() if node not in given}
+
+
+PREFIX = "model."
+"""What the names of the model's tensors start with in a graph of torch.export."""
+_CHECKS = {
+    aten._assert_tensor_metadata.default,
+    aten._assert_async.msg,
+    aten._assert_scalar.default,
+}
+
+
+def tidy(module: fx.GraphModule, input_names: list[str], state: set[str]) -> dict[str, Tensor]:
+    """Renames placeholders and attributes, drops checks, and returns the constant tensors by attribute name."""
+    for node in list(module.graph.nodes):
+        if (node.op == "call_module" and node.target == "_guards_fn") or node.target in _CHECKS:
+            module.graph.erase_node(node)
+    module.graph.eliminate_dead_code(lambda node: has_effect(module, node))
+    _name_placeholders(module, input_names)
+    constants: dict[str, Tensor] = {}
+    for node in module.graph.find_nodes(op="get_attr"):
+        target = str(node.target)
+        if target in state:
+            node.target = target.removeprefix(PREFIX)
+        elif isinstance(value := _attribute(module, target), Tensor):
+            constants[target] = value.detach()
+    return constants
+
+
+def has_effect(module: nn.Module, node: fx.Node) -> bool:
+    """Whether a node changes a tensor in place, itself or in a region that it wraps (``torch.no_grad()``)."""
+    if node.is_impure():
+        return True
+    if isinstance(node.target, OpOverload):  # wraps nothing
+        return False
+    regions = [arg for arg in node.all_input_nodes if arg.op == "get_attr"]
+    inner = [region for arg in regions if isinstance(region := _attribute(module, str(arg.target)), fx.GraphModule)]
+    return any(
+        has_effect(region, child)
+        for region in inner
+        for child in region.graph.nodes
+        if child.op not in ("placeholder", "output")
+    )
+
+
+def _name_placeholders(module: fx.GraphModule, names: list[str]) -> None:
+    placeholders = module.graph.find_nodes(op="placeholder")
+    used = {node.name for node in module.graph.nodes if node.op != "placeholder"}
+    for node, name in zip(placeholders, names, strict=True):
+        node.name = node.target = name if name not in used else f"input_{name}"
+
+
+def _attribute(module: nn.Module, target: str) -> Any:
+    value: Any = module
+    for part in target.split("."):
+        value = getattr(value, part)
+    return value

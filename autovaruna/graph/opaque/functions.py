@@ -1,0 +1,345 @@
+"""Keeps autograd functions opaque where their backward is not the derivative of their forward; finds their weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from functools import partial, wraps
+from threading import Lock, local
+from types import FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from autovaruna._torch import TorchDispatchMode, pytree
+from autovaruna.errors import TraceError
+
+Function = type[torch.autograd.Function]
+
+_METHODS = ("forward", "setup_context")
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a function: of its forward, or of its ``setup_context``, which follows where it has one.
+
+    Attributes:
+        function: The function.
+        is_forward: Whether its forward is called.
+        context: What torch calls ``ctx``; None: a forward that takes none.
+        arguments: What the function was called with.
+        run: Runs what is called, as torch does; to be called once, if at all.
+    """
+
+    function: Function
+    is_forward: bool
+    context: Any
+    arguments: tuple[Any, ...]
+    run: Callable[[], Any]
+
+    @property
+    def wants_gradient(self) -> bool:
+        """Whether gradients may be on; torch turns them off for the forward, and tells by what its context has."""
+        return self.context is None or bool(self.context.next_functions) or not any(self.context.needs_input_grad)
+
+
+Handler = Callable[[Call], Any]
+"""Returns what the call returns."""
+
+
+class _Thread(local):
+    """What this thread does: its handlers, and the function whose next forward none of them sees."""
+
+    def __init__(self) -> None:
+        self.handlers: list[Handler] = []
+        self.plain: Function | None = None
+
+
+_thread = _Thread()
+_lock = Lock()
+_num_handlers = 0
+_replaced: list[tuple[Function, str, Any]] = []
+
+
+def plain_apply(function: Function, *args: Any) -> Any:
+    """Calls a function as torch does, whatever handlers there are; they see what its forward calls."""
+    _thread.plain = function if _num_handlers else None
+    try:
+        return function.apply(*args)  # type: ignore[no-untyped-call]
+    finally:
+        _thread.plain = None
+
+
+@contextmanager
+def applied_by(handler: Handler) -> Iterator[None]:
+    """Has autograd functions that are called on this thread run by `handler` while the context lasts."""
+    _count(+1)
+    _thread.handlers.append(handler)
+    try:
+        yield
+    finally:
+        _thread.handlers.pop()
+        _count(-1)
+
+
+def _count(change: int) -> None:
+    """Counts the handlers of all threads; functions are changed while there are any."""
+    global _num_handlers
+    with _lock:
+        before, _num_handlers = _num_handlers, _num_handlers + change
+        if not before:
+            _replace([*_subclasses(torch.autograd.Function)])
+            torch.autograd.Function.__init_subclass__ = classmethod(_replace_new)  # type: ignore[assignment]
+        if not _num_handlers:
+            del torch.autograd.Function.__init_subclass__
+            _put_back()
+
+
+def _subclasses(function: Function) -> Iterator[Function]:
+    for each in function.__subclasses__():
+        yield each
+        yield from _subclasses(each)
+
+
+def _replace_new(function: Function, /, **options: Any) -> None:
+    super(torch.autograd.Function, function).__init_subclass__(**options)
+    _replace([function])
+
+
+def _replace(functions: list[Function]) -> None:
+    found = [(each, name, getattr(each, name)) for each in functions if _is_users(each) for name in _METHODS]
+    for function, name, known in found:
+        if name == "forward" or _has_setup(function):
+            _replaced.append((function, name, vars(function).get(name)))
+            setattr(function, name, staticmethod(_handled(function, name, getattr(known, "plain", known))))
+
+
+def _put_back() -> None:
+    while _replaced:
+        function, name, known = _replaced.pop()
+        if known is not None:
+            setattr(function, name, known)
+        else:
+            delattr(function, name)
+
+
+def _handled(function: Function, name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
+    is_forward = name == "forward"
+    has_context = not (is_forward and _has_setup(function))
+
+    @wraps(plain)
+    def method(*args: Any, **kwargs: Any) -> Any:
+        def run() -> Any:
+            return plain(*args, **kwargs)
+
+        if _thread.plain is function or not _thread.handlers:
+            _thread.plain = None
+            return run()
+        context = args[0] if has_context else None
+        given = args[has_context:] if is_forward else args[1]
+        return _thread.handlers[-1](Call(function, is_forward, context, given, run))
+
+    method.plain = plain  # type: ignore[attr-defined]
+    return method
+
+
+def _is_users(function: Function) -> bool:
+    return not function.__module__.startswith("torch.")
+
+
+def _has_setup(function: Function) -> bool:
+    return function.setup_context is not torch.autograd.Function.setup_context
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Stands for a tensor among arguments or results."""
+
+    index: int
+
+
+@dataclass
+class _Call:
+    """A kept function with everything but its tensors; `results` is what it returned, with places for tensors."""
+
+    function: Function
+    arguments: tuple[Any, ...]
+    results: Any = None
+
+    def run(self, tensors: Sequence[Tensor]) -> Any:
+        filled = pytree.tree_map_only(_Place, lambda place: tensors[place.index], self.arguments)
+        return plain_apply(self.function, *filled)
+
+
+_calls: dict[str, _Call] = {}
+
+
+def run_function(key: str, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Runs a kept function; returns the tensors among its results."""
+    return [leaf for leaf in pytree.tree_leaves(_calls[key].run(tensors)) if isinstance(leaf, Tensor)]
+
+
+def function_name(key: str) -> str:
+    """Returns the name of a kept function."""
+    return _calls[key].function.__qualname__
+
+
+@torch.library.custom_op("autovaruna::function", mutates_args=())
+def _kept(tensors: Sequence[Tensor], key: str) -> list[Tensor]:
+    """Stands for a call in a trace; `_fake` says what comes out."""
+    return [tensor.clone() for tensor in run_function(key, tensors)]
+
+
+@_kept.register_fake
+def _fake(tensors: Sequence[Tensor], key: str) -> list[Tensor]:
+    call = _calls[key]
+    versions = [tensor._version for tensor in tensors]
+    with _NoRandomness(call.function):
+        results = call.run(tensors)
+    if [tensor._version for tensor in tensors] != versions:
+        raise TraceError(_refusal(call.function, "it changes its arguments in place"))
+    found, call.results = _without_tensors(results)
+    return [torch.empty_strided(each.shape, each.stride(), dtype=each.dtype, device=each.device) for each in found]
+
+
+def keep(function: Function, args: tuple[Any, ...]) -> Any:
+    """Calls a function so that a trace keeps it whole; returns what it returns.
+
+    Raises:
+        TraceError: it cannot be kept.
+    """
+    tensors, arguments = _without_tensors(args)
+    if any(isinstance(leaf, torch.SymInt | torch.SymFloat) for leaf in pytree.tree_leaves(arguments)):
+        raise TraceError(_refusal(function, "it takes a size of the batch as a number"))
+    key = _key_of(_Call(function, arguments))
+    made = _kept(tensors, key)
+    return pytree.tree_map_only(_Place, lambda place: made[place.index], _calls[key].results)
+
+
+def take_functions(module: fx.GraphModule) -> None:
+    """Has a graph call `run_function` where a function was kept."""
+    for node in module.graph.nodes:
+        if node.target is torch.ops.autovaruna.function.default:
+            tensors, key = node.args
+            node.target, node.args = run_function, (key, tensors)
+
+
+def _key_of(call: _Call) -> str:
+    """Notes a call, and returns its key: the same for the same function and arguments, and on every rank."""
+    name = f"{call.function.__module__}.{call.function.__qualname__}{call.arguments!r}"
+    for number in range(len(_calls) + 1):
+        key = f"{name} {number}" if number else name
+        known = _calls.setdefault(key, call)
+        if known.function is call.function and _is_same(known.arguments, call.arguments):
+            return key
+    raise AssertionError("one key is always free")
+
+
+def _is_same(known: Any, given: Any) -> bool:
+    """Whether arguments are equal; those that only say where they lie in memory are, if they are one object."""
+    try:
+        return bool(known == given)
+    except Exception:
+        return False
+
+
+def _without_tensors(values: Any) -> tuple[list[Tensor], Any]:
+    """Returns the tensors of a structure, and the structure with places in their stead."""
+    tensors: list[Tensor] = []
+
+    def take(tensor: Tensor) -> _Place:
+        tensors.append(tensor)
+        return _Place(len(tensors) - 1)
+
+    return tensors, pytree.tree_map_only(Tensor, take, values)
+
+
+class _NoRandomness(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Refuses random operations, which are to depend on step and micro-batch alone."""
+
+    def __init__(self, function: Function) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.function = function
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            raise TraceError(_refusal(self.function, f"its forward draws random numbers ({func})"))
+        return func(*args, **(kwargs or {}))
+
+
+def _refusal(function: Function, reason: str) -> str:
+    return (
+        f"The torch.autograd.Function {function.__qualname__} cannot be traced: its backward is not the derivative of "
+        f"its forward, and it cannot be kept whole, since {reason}. Expected a function of tensors that returns new "
+        "ones; draw random numbers outside and pass them in, or write it with ordinary operations (a straight-through "
+        "estimator is x + (f(x) - x).detach())."
+    )
+
+
+def holder_of_weights(function: Function, arguments: Any) -> str:
+    """Returns the name of a module, or kind of tensor, with gradients that a function can reach; empty: there is none.
+
+    Tensors among its arguments do not count.
+    """
+    waiting = [*pytree.tree_leaves(arguments), function.forward, function.backward]
+    seen: set[int] = set()
+    while waiting:
+        value = waiting.pop()
+        if id(value) in seen or isinstance(value, Tensor):
+            continue
+        seen.add(id(value))
+        if isinstance(value, nn.Module) and any(each.requires_grad for each in value.parameters()):
+            return type(value).__qualname__
+        for each in _within(value):
+            if isinstance(each, Tensor) and each.requires_grad:
+                return type(each).__qualname__
+            waiting.append(each)
+    return ""
+
+
+@contextmanager
+def with_weights_in_backward(put: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
+    """Has functions that reach weights, called on this thread while the context lasts, go backward in another one.
+
+    Args:
+        put: Makes that context, which puts weights into modules.
+    """
+
+    def applied(call: Call) -> Any:
+        if call.context is not None and call.wants_gradient and holder_of_weights(call.function, call.arguments):
+            call.context._forward_cls = _going_backward_in(put, call.function)
+        return call.run()
+
+    with applied_by(applied):
+        yield
+
+
+def _going_backward_in(put: Callable[[], AbstractContextManager[None]], function: Function) -> Function:
+    own = function.backward
+
+    @wraps(own)
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        with put():
+            return own(ctx, *gradients)
+
+    return type(function.__name__, (function,), {"backward": staticmethod(backward)})
+
+
+def _within(value: Any) -> Iterator[Any]:
+    """Yields what a function holds besides its code."""
+    if isinstance(value, MethodType):
+        yield from (value.__self__, value.__func__)
+    elif isinstance(value, partial):
+        yield from pytree.tree_leaves((value.func, value.args, value.keywords))
+    elif isinstance(value, FunctionType):
+        cells = [cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell)]
+        yield from pytree.tree_leaves((cells, value.__defaults__ or (), value.__kwdefaults__ or {}))
+
+
+def _is_filled(cell: Any) -> bool:
+    try:
+        return cell.cell_contents is not cell
+    except ValueError:
+        return False

@@ -1,0 +1,212 @@
+"""Keeps submodules that cannot be traced whole: each call of one is one node of the graph.
+
+While a model is traced, a call of such a module leaves the operator ``autovaruna::module``; `take_modules` makes each a
+call of `run_kept`. What the module returns is learned by trying it out (`trial.py`).
+"""
+
+from __future__ import annotations
+
+import pkgutil
+import traceback
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from autovaruna.errors import TraceError
+from autovaruna.graph.guards import HOOKS
+from autovaruna.graph.opaque.infer_outputs import CannotKeepError, Trial, copy_of, own_tensors, run_apart
+from autovaruna.graph.opaque.infer_reduction import infer_reductions
+from autovaruna.graph.opaque.run import OpaqueModule, places_of, run_opaque
+from autovaruna.graph.precision import current_precision
+from autovaruna.graph.tree import Constant, Opaque, flatten
+
+_calls: dict[str, OpaqueModule] = {}
+
+
+@torch.library.custom_op("autovaruna::module", mutates_args=())
+def _module(tensors: Sequence[Tensor], state: Sequence[Tensor], batch: int, key: str) -> list[Tensor]:
+    """Stands for a call in a trace; `_fake` says what comes out."""
+    return [each.clone() for each in _calls[key](batch, tensors, state)]
+
+
+@_module.register_fake
+def _fake(tensors: Sequence[Tensor], state: Sequence[Tensor], batch: int, key: str) -> list[Tensor]:
+    device = (*tensors, *state)[0].device
+    return [line.make(batch, device) for line in _calls[key].returned.tensors]
+
+
+@contextmanager
+def kept_whole(
+    model: nn.Module, paths: Collection[str], functions: Collection[str], device: torch.device
+) -> Iterator[Keeper]:
+    """Keeps modules and functions of torch whole while the context lasts; hooks of modules run inside of them.
+
+    Args:
+        model: The model, with its own tensors.
+        paths: Paths of the modules; none is inside of another.
+        functions: Names of the functions.
+        device: Where the graph will run.
+
+    Yields:
+        What takes the batch size of the trace.
+    """
+    keeper = Keeper(device, functions)
+    own: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    try:
+        for path in sorted(paths):
+            module = model.get_submodule(path)
+            place = module.__dict__
+            if any(place is known for known, _ in own):
+                continue
+            keep = partial(keeper.call, path, module, _Spare.of(module))
+            before = {name: place[name] for name in ("forward", *HOOKS) if name in place}
+            own.append((place, before))
+            place["forward"] = keep
+            place.update({name: OrderedDict() for name in HOOKS if name in before})
+        yield keeper
+    finally:
+        _calls.clear()
+        for place, before in own:
+            place.pop("forward", None)
+            place.update(before)
+
+
+class KeptFunction(nn.Module):
+    """Calls a function of torch that is kept whole."""
+
+    def __init__(self, name: str, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.name = name
+        self.function = function
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the function."""
+        return self.function(*args, **kwargs)
+
+    def extra_repr(self) -> str:
+        """Returns the function's name."""
+        return self.name
+
+
+@dataclass(frozen=True)
+class _Spare:
+    """What a module is tried out with: a copy, or why there is none, and the module's own tensors."""
+
+    found: nn.Module | CannotKeepError
+    state: Sequence[Tensor]
+
+    @classmethod
+    def of(cls, module: nn.Module) -> _Spare:
+        """Returns what a module is tried out with."""
+        try:
+            return cls(copy_of(module), own_tensors(module))
+        except CannotKeepError as error:
+            return cls(error, ())
+
+    def copy(self) -> nn.Module:
+        """Returns the copy.
+
+        Raises:
+            CannotKeepError: there is none.
+        """
+        if isinstance(self.found, CannotKeepError):
+            raise self.found
+        return self.found
+
+
+def spare_of(module: nn.Module) -> _Spare:
+    """Returns what a module is tried out with, while it has its own tensors."""
+    return _Spare.of(module)
+
+
+class Keeper:
+    """Leaves nodes for the calls of modules and functions that are kept whole.
+
+    Args:
+        device: Where the graph will run.
+        functions: Names of the functions.
+
+    Attributes:
+        functions: what to call in place of each.
+    """
+
+    def __init__(self, device: torch.device, functions: Collection[str] = ()) -> None:
+        self.functions = {pkgutil.resolve_name(name): partial(self._call_function, name) for name in functions}
+        self._device = device
+        self._batch: list[Any] = []
+
+    def note_batch(self, sizes: list[Any]) -> None:
+        """Takes the batch size of each batch input, a symbol or a number, when a trace begins; they will be equal."""
+        self._batch = sizes
+
+    def _call_function(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        module = KeptFunction(name, pkgutil.resolve_name(name))
+        return self.call(name, module, _Spare.of(module), *args, **kwargs)
+
+    def call(self, path: str, module: nn.Module, spare: _Spare, *args: Any, **kwargs: Any) -> Any:
+        """Leaves a node for a call of a module.
+
+        Raises:
+            TraceError: the module cannot be kept whole.
+        """
+        try:
+            return self._leave_node(path, module, spare, args, kwargs)
+        except TraceError:
+            raise
+        except Exception as error:
+            reason = str(error) if isinstance(error, CannotKeepError) else f"{type(error).__name__}: {error}"
+            raise TraceError(
+                f"The module {path} ({type(module).__qualname__}) can neither be traced nor kept whole: {reason}. "
+                "Expected a module of tensors that returns tensors."
+            ) from error
+
+    def _leave_node(self, path: str, module: nn.Module, spare: _Spare, args: Any, kwargs: Any) -> Any:
+        tensors, call = flatten((args, kwargs))
+        for leaf in call.leaves:
+            if isinstance(leaf, Opaque):
+                raise CannotKeepError(f"it takes a {leaf.type_name}, which hides tensors")
+            if isinstance(leaf, Constant) and isinstance(leaf.value, torch.SymInt | torch.SymFloat | torch.SymBool):
+                raise CannotKeepError("it takes a size of the batch as a number")
+        places = places_of(module)
+        state = own_tensors(module)
+        if not tensors and not state:
+            raise CannotKeepError("it neither takes nor holds a tensor")
+        mode = current_precision(), torch.is_grad_enabled()
+        trial = Trial(spare.copy(), spare.state, call, tensors, self._batch, self._device, *mode)
+        num_parameters = sum(1 for (owner, name), *_ in places if name in owner._parameters)
+        returned = run_apart(lambda: infer_reductions(trial), self._device)
+        key = f"{path} {len(_calls)}"
+        _calls[key] = OpaqueModule(path, module, spare.copy(), call, returned, num_parameters)
+        results = _module(tensors, state, self._batch[0], key)
+        return returned.tree.unflatten(results)
+
+
+def is_of_keeper(error: BaseException) -> bool:
+    """Whether an error says that a module cannot be kept whole."""
+    return any(frame.f_code is Keeper.call.__code__ for frame, _ in traceback.walk_tb(error.__traceback__))
+
+
+def take_modules(module: fx.GraphModule) -> None:
+    """Has a graph, and the regions in it, call `run_kept` where a module was kept."""
+    for each in list(module.modules()):
+        if isinstance(each, fx.GraphModule):
+            _take_from(each)
+
+
+def _take_from(module: fx.GraphModule) -> None:
+    for number, node in enumerate(list(module.graph.nodes)):
+        if node.target is torch.ops.autovaruna.module.default:
+            tensors, state, batch, key = node.args
+            name = f"kept_{number}"
+            setattr(module, name, _calls[key])
+            with module.graph.inserting_before(node):
+                kept = module.graph.create_node("get_attr", name)
+            kept.meta["precision"] = node.meta.get("precision", ())
+            node.target, node.args = run_opaque, (kept, batch, tensors, state)
+    module.recompile()

@@ -1,0 +1,309 @@
+"""Runs a submodule that cannot be traced: one node of the graph calls it as it is, with the tensors of this rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from enum import Enum
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from autovaruna._torch import FakeTensor, top_saved_tensors_hooks
+from autovaruna.errors import InputError, OrderError
+from autovaruna.graph.export.autograd import plain_checkpoints
+from autovaruna.graph.export.fakes import put
+from autovaruna.graph.opaque.functions import with_weights_in_backward
+from autovaruna.graph.precision import current_precision, in_precision
+from autovaruna.graph.profiling_mode import is_profiling
+from autovaruna.graph.random import default_generator, own_cache, python_generators
+from autovaruna.graph.tree import Tree, flatten
+
+
+class Reduction(str, Enum):
+    """How what a module returns for parts of a batch becomes what it returns for all of it."""
+
+    UNKNOWN = "unknown"
+    SAMPLES = "samples"
+    """Each part has its samples."""
+    MEAN = "mean"
+    """A mean over the samples, or nothing of them."""
+    SUM = "sum"
+    """A sum over the samples."""
+    OTHER = "other"
+    """It is in none of these ways."""
+
+
+@dataclass(frozen=True)
+class OutputShape:
+    """A tensor that a module returns, for every batch size.
+
+    Attributes:
+        lengths: slope and start of each dimension: it has ``slope * batch + start`` elements.
+        order: its dimensions from the slowest in memory to the fastest.
+        dtype: of its elements.
+        join: how it follows from what the module returns for parts of the batch.
+    """
+
+    lengths: tuple[tuple[int, int], ...]
+    order: tuple[int, ...]
+    dtype: torch.dtype
+    join: Reduction = Reduction.UNKNOWN
+
+    def shape(self, batch: Any) -> list[Any]:
+        """Returns its shape for a batch size, a number or a symbol."""
+        return [slope * batch + start if slope else start for slope, start in self.lengths]
+
+    def make(self, batch: Any, device: torch.device) -> Tensor:
+        """Returns an empty tensor of its shape, strides and dtype."""
+        shape, strides, step = self.shape(batch), [1] * len(self.order), 1
+        for dimension in reversed(self.order):
+            strides[dimension] = step
+            step = step * shape[dimension]
+        return torch.empty_strided(shape, strides, dtype=self.dtype, device=device)
+
+
+@dataclass(frozen=True)
+class Returned:
+    """What a module returns: a structure, and its tensors."""
+
+    tree: Tree
+    tensors: tuple[OutputShape, ...]
+
+
+Places = tuple[tuple[tuple[nn.Module, str], ...], ...]
+"""Where each tensor of a module's state is: the modules and attribute names that share it."""
+
+
+def places_of(module: nn.Module) -> Places:
+    """Returns where the tensors of a module's state are: parameters first, each once, in the order of their names."""
+    found: dict[str, dict[int, list[tuple[nn.Module, str]]]] = {"_parameters": {}, "_buffers": {}}
+    for each in module.modules():
+        for kind, places in found.items():
+            for name, tensor in getattr(each, kind).items():
+                if tensor is not None:
+                    places.setdefault(id(tensor), []).append((each, name))
+    return tuple(tuple(shared) for places in found.values() for shared in places.values())
+
+
+@contextmanager
+def with_state(places: Places, tensors: Sequence[Tensor]) -> Iterator[None]:
+    """Puts tensors in the place of a module's own."""
+    own = [getattr(*shared[0]) for shared in places]
+    try:
+        for shared, tensor in zip(places, tensors, strict=True):
+            for module, name in shared:
+                put(module, name, tensor)
+        yield
+    finally:
+        for shared, tensor in zip(places, own, strict=True):
+            for module, name in shared:
+                put(module, name, tensor)
+
+
+@contextmanager
+def in_place(places: Places, tensors: Sequence[Tensor]) -> Iterator[None]:
+    """Puts tensors in the place of a module's own, also where functions of its forward go backward later."""
+    put_again = partial(with_state, places, tensors)
+    with with_state(places, tensors), with_weights_in_backward(put_again):
+        yield
+
+
+class OpaqueModule:
+    """A submodule that is kept whole.
+
+    Args:
+        path: Its path in the model.
+        module: The module.
+        stand_in: A copy of it without numbers, which runs when only time and memory count.
+        call: Structure of its arguments.
+        returned: What it returns.
+        num_parameters: How many of the tensors of its state are parameters; buffers follow them.
+
+    Attributes:
+        returned: what it returns.
+        num_parameters: how many of the tensors of its state are parameters.
+        may_choose: whether it may use parameters in one call that it does not use in another.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        module: nn.Module,
+        stand_in: nn.Module,
+        call: Tree,
+        returned: Returned,
+        num_parameters: int,
+    ) -> None:
+        self.path = path
+        self._modules = {False: module, True: stand_in}
+        self._places = {is_stand_in: places_of(each) for is_stand_in, each in self._modules.items()}
+        self._call = call
+        self.returned = returned
+        self.num_parameters = num_parameters
+        self.may_choose = num_parameters > 0
+
+    def adds_up(self, place: int) -> bool:
+        """Whether a tensor that it returns is a sum over the samples: it was tried out, or is asked for by name."""
+        if (join := self.returned.tensors[place].join) is not Reduction.UNKNOWN:
+            return join is Reduction.SUM
+        return any("reduction" in path and words == "'sum'" for path, words in self._call.constants())
+
+    def __repr__(self) -> str:
+        module = self._modules[False]
+        return f"KeptModule({type(module).__qualname__}, {module!r}, {self._call.key()}, {self.returned.tree.key()})"
+
+    def __call__(self, batch: int, tensors: Sequence[Tensor], state: Sequence[Tensor]) -> list[Tensor]:
+        """Runs the module.
+
+        Args:
+            batch: Samples in the micro-batch.
+            tensors: The tensors among its arguments.
+            state: Its parameters, then its buffers, which it may change.
+
+        Returns:
+            The tensors that it returns.
+
+        Raises:
+            InputError: it returns something else than when it was traced.
+        """
+        if any(isinstance(each, FakeTensor) for each in (*tensors, *state)):
+            return self._pretend(batch, tensors, state)
+        is_stand_in = is_profiling()
+        module, places = self._modules[is_stand_in], self._places[is_stand_in]
+        given = [*state[: self.num_parameters], *(buffer.clone() for buffer in state[self.num_parameters :])]
+        args, kwargs = self._call.unflatten(tensors)
+        device = next(each.device for each in (*given, *tensors))
+        seed = default_generator(device).initial_seed()
+        with in_place(places, given), plain_checkpoints(), python_generators(seed), own_cache(), _saving():
+            outputs, tree = flatten(_called(module, args, kwargs), "output")
+            self._take_buffers(places, state)
+        self._check(outputs, tree, batch)
+        return _apart(outputs, [*tensors, *given])
+
+    def _take_buffers(self, places: Places, state: Sequence[Tensor]) -> None:
+        """Copies the module's buffers, changed or assigned, into this rank's."""
+        with torch.no_grad():
+            for ((module, name), *_), buffer in list(zip(places, state, strict=True))[self.num_parameters :]:
+                buffer.copy_(getattr(module, name))
+
+    def _check(self, outputs: Sequence[Tensor], tree: Tree, batch: int) -> None:
+        got = [(tuple(each.shape), each.dtype) for each in outputs]
+        expected = [(tuple(line.shape(batch)), line.dtype) for line in self.returned.tensors]
+        if got != expected or tree.key() != self.returned.tree.key():
+            raise InputError(
+                f"The module {self.path}, which is kept whole since it cannot be traced, returns something else than "
+                f"when it was tried: got {_words(got)}, expected {_words(expected)} for {batch} samples and the same "
+                "values in place of what is no tensor. Return tensors whose shapes follow from those of the arguments."
+            )
+
+    def _pretend(self, batch: int, tensors: Sequence[Tensor], state: Sequence[Tensor]) -> list[Tensor]:
+        """Returns fake results of fake arguments; all buffers count as changed."""
+        for buffer in state[self.num_parameters :]:
+            torch.autograd.graph.increment_version(buffer)
+        made = [line.make(batch, (*tensors, *state)[0].device) for line in self.returned.tensors]
+        sources = [each for each in (*tensors, *state) if each.requires_grad]
+        if not sources or not torch.is_grad_enabled():
+            return made
+        return list(_Through.apply(made, *sources))  # type: ignore[no-untyped-call]
+
+
+class _Through(torch.autograd.Function):
+    """Joins fake results to the fake tensors that they follow from; keeps these, as a module would keep some."""
+
+    @staticmethod
+    def forward(ctx: Any, results: list[Tensor], *sources: Tensor) -> Any:
+        """Returns the results."""
+        ctx.mark_non_differentiable(*(each for each in results if not is_differentiable(each)))
+        ctx.save_for_backward(*sources)
+        return tuple(results)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        """Returns empty gradients."""
+        return (None, *map(torch.empty_like, ctx.saved_tensors))
+
+
+def is_differentiable(tensor: Tensor) -> bool:
+    """Whether a tensor can have a gradient."""
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def opaque_module_of(node: fx.Node) -> OpaqueModule | None:
+    """Returns the module that a node runs as it is; None: the node runs something else."""
+    if node.target is not run_opaque:
+        return None
+    holder: Any = node.args[0]
+    kept: OpaqueModule = getattr(node.graph.owning_module, holder.target)
+    return kept
+
+
+def run_opaque(kept: OpaqueModule, batch: int, tensors: Sequence[Tensor], state: Sequence[Tensor]) -> list[Tensor]:
+    """Runs a module that is kept whole; a function, since graphs call functions."""
+    return kept(batch, tensors, state)
+
+
+def _called(module: nn.Module, args: Any, kwargs: Any) -> Any:
+    """Calls a module; where function transforms refuse that saved tensors are watched, on a thread where none are."""
+    try:
+        return module(*args, **kwargs)
+    except RuntimeError as error:
+        if "saved tensor hooks" not in str(error):
+            raise
+    is_enabled, precision = torch.is_grad_enabled(), current_precision()
+
+    def run() -> Any:
+        with torch.set_grad_enabled(is_enabled), in_precision(precision):
+            return module(*args, **kwargs)
+
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(run).result()
+
+
+@contextmanager
+def _saving() -> Iterator[None]:
+    """Lets a forward that goes backward itself do so where nothing is saved for a backward."""
+    with saved_tensors_hooks(_same, _same) if _is_forgetting() else nullcontext():
+        yield
+
+
+def forgetting() -> saved_tensors_hooks:
+    """Keeps nothing for a backward; under no_grad, lstm and others choose another kernel, with other last bits."""
+    return saved_tensors_hooks(lambda tensor: None, _refuse_backward)
+
+
+def _refuse_backward(nothing: None) -> Tensor:
+    raise OrderError(
+        "Backward reached a tensor that forward has left beside what it returns (by a hook, in an attribute or a "
+        "global), while its trace was tried out. Expected a loss made of what the model returns; return that tensor, "
+        "too."
+    )
+
+
+def _is_forgetting() -> bool:
+    """Whether autograd is told how to save tensors."""
+    return top_saved_tensors_hooks(True) is not None
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _apart(outputs: Sequence[Tensor], given: Sequence[Tensor]) -> list[Tensor]:
+    """Returns tensors with memory of their own, which the graph may change in place."""
+    taken = {each.untyped_storage().data_ptr() for each in given}
+    found: list[Tensor] = []
+    for each in outputs:
+        memory = each.untyped_storage().data_ptr()
+        found.append(each.clone() if memory in taken else each)
+        taken.add(memory)
+    return found
+
+
+def _words(kinds: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> str:
+    return ", ".join(f"{shape} {str(dtype).removeprefix('torch.')}" for shape, dtype in kinds) or "no tensor"

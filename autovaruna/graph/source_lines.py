@@ -1,0 +1,111 @@
+"""Finds the line of the user's model that an operation of a traced graph came from, and notes it while tracing."""
+
+from __future__ import annotations
+
+import linecache
+import re
+import sys
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from traceback import FrameSummary, StackSummary
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx import proxy
+
+_HIDDEN = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), "<")
+_FRAME = re.compile(r'File "(.+)", line (\d+), in .*\n\s*(.*)')
+GENERATED = "<eval_with_key>"  # what torch.fx calls the code of a graph
+
+
+def is_users(filename: str) -> bool:
+    """Whether a file is neither torch's nor of this package."""
+    return not filename.startswith(_HIDDEN)
+
+
+def users_line() -> str:
+    """Returns `` at file:line (code)`` of the innermost line of a user's file that runs now; empty: there is none."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not is_users(frame.f_code.co_filename):
+        frame = frame.f_back
+    if frame is None:
+        return ""
+    file, line = frame.f_code.co_filename, frame.f_lineno
+    return f" at {file}:{line} ({linecache.getline(file, line, frame.f_globals).strip()})"
+
+
+def origin(node: fx.Node) -> str:
+    """Returns ``file:line (code)`` of the user's line that made a node; empty if it is not known."""
+    frames = _FRAME.findall(node.meta.get("stack_trace") or "")
+    return next((f"{file}:{line} ({code})" for file, line, code in reversed(frames) if is_users(file)), "")
+
+
+def modules_of(node: fx.Node) -> list[str]:
+    """Returns the paths of the modules that a node of a traced graph is in, the outermost first."""
+    stack = (node.meta.get("nn_module_stack") or {}).values()
+    return [str(path).removeprefix("model").removeprefix(".") for path, _ in stack]
+
+
+def failed_at(error: BaseException, nodes: Mapping[str, fx.Node]) -> str:
+    """Returns ``, at file:line (code)`` of the user's line whose operation raised while a graph ran; else nothing.
+
+    Args:
+        error: What was raised.
+        nodes: The nodes of the graph that was traced, by name; parts of it have nodes of the same names.
+    """
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if frame.filename.startswith(GENERATED):
+            node = nodes.get(re.split(r"\W", frame.line or "", maxsplit=1)[0])
+            return f", at {origin(node)}" if node is not None and origin(node) else ""
+    return ""
+
+
+_NAME = "CapturedTraceback"
+_FORWARD = FrameSummary(__file__, 1, "forward", line="forward")  # torch leaves out what is outside of a forward
+
+
+@contextmanager
+def short_stacks() -> Iterator[None]:
+    """Lets nodes that are made while the context lasts know no more of the stack than that line."""
+    full: Any = getattr(proxy, _NAME, None)  # private to torch: without it, stacks are whole
+    if full is not None:
+        setattr(proxy, _NAME, _Stack)
+    try:
+        yield
+    finally:
+        if full is not None:
+            setattr(proxy, _NAME, full)
+
+
+def line_of_forward() -> StackSummary:
+    """Returns the innermost line of a user's forward, as nodes that are made now would know it."""
+    return _Stack.extract().summary()
+
+
+class _Stack:
+    """Stands for torch's record of a stack."""
+
+    def __init__(self, frames: list[FrameSummary]) -> None:
+        self.frames = frames
+
+    @classmethod
+    def extract(cls, *args: Any, **kwargs: Any) -> _Stack:
+        """Returns the stack of the caller."""
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and not (frame.f_code.co_name == "forward" and is_users(frame.f_code.co_filename)):
+            frame = frame.f_back
+        return cls([_FORWARD] if frame is None else [_FORWARD, _summary(frame)])
+
+    def summary(self) -> StackSummary:
+        """Returns its frames, the outermost first."""
+        return StackSummary.from_list(self.frames)
+
+
+def _summary(frame: FrameType) -> FrameSummary:
+    code, line = frame.f_code, frame.f_lineno
+    text = linecache.getline(code.co_filename, line, frame.f_globals).strip()
+    return FrameSummary(code.co_filename, line, code.co_name, line=text)

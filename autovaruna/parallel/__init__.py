@@ -1,1 +1,0 @@
-"""Joins the rooms: `wrapper.AutoVaruna`. Nothing is imported here."""

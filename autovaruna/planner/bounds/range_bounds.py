@@ -1,0 +1,512 @@
+"""Bounds how soon a range of blocks can end as a stage, and counts the ranks that a split needs to end in time."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autovaruna.graph.records import Value
+from autovaruna.planner.cost_table import Array
+from autovaruna.planner.costs import SizedProblem
+from autovaruna.planner.memory.recompute_options import ROUNDING, RecomputeOption
+from autovaruna.planner.memory.stage_memory import deepest
+from autovaruna.planner.ranges import Flow
+from autovaruna.profiler.records import Cluster, LinkCost
+
+
+@dataclass(frozen=True, slots=True)
+class Waits:
+    """Seconds by block p, one entry more for the end of the graph.
+
+    Attributes:
+        before: of a stage that starts at p, before its first forward.
+        after: of a stage that starts at p, after its last backward, until the step ends.
+        trip: of a stage that ends before p, between a forward and its backward.
+        messages: what of `before` and `after` together is messages to and from the stage that starts at p.
+        activation, gradient: of the line between the stages that meet at p, for each of their messages.
+    """
+
+    before: Array
+    after: Array
+    trip: Array
+    messages: Array
+    activation: Array
+    gradient: Array
+
+
+def waits_of(sized: SizedProblem) -> Waits:
+    """Returns the least waits of a problem, on its fastest ranks and links."""
+    problem, costs = sized.problem, sized.costs
+    cluster, flow, back = problem.cluster, problem.flow, problem.gradient_flow
+    speed, link, each = max(cluster.speeds), fastest_link(cluster), cluster.overhead_seconds
+    activation = flow.neighbour_bytes(sized.micro_batch_size) / link.bytes_per_second
+    gradient = back.neighbour_bytes(sized.micro_batch_size) / link.bytes_per_second
+    before = np.append(flow.fill_seconds(costs.forward_seconds / speed), 0.0)
+    after = np.append(back.fill_seconds(sized.backward_seconds / speed), 0.0)
+    there, back_again = link.latency_seconds + activation, link.latency_seconds + gradient
+    return Waits(
+        before=np.where(before > 0, before + link.latency_seconds + activation + each, 0.0),
+        after=np.where(after > 0, after + link.latency_seconds + gradient + each, 0.0),
+        trip=_trips(back, sized.urgent_seconds / speed, 2 * (link.latency_seconds + each) + activation + gradient),
+        messages=np.where(before > 0, there, 0.0) + np.where(after > 0, back_again, 0.0),
+        activation=activation,
+        gradient=gradient,
+    )
+
+
+def fastest_link(cluster: Cluster) -> LinkCost:
+    """Returns a link as good as the best between two ranks, in latency and in bandwidth."""
+    hosts = cluster.hosts
+    links = [cluster.local_link] if len(set(hosts)) < len(hosts) else []
+    links += [cluster.remote_link] if len(set(hosts)) > 1 else []
+    links = links or [cluster.local_link]
+    return LinkCost(min(link.latency_seconds for link in links), max(link.bytes_per_second for link in links))
+
+
+def _trips(gradients: Flow, block_seconds: Array, messages: Array) -> Array:
+    """Returns the least seconds of later stages between a forward and its backward.
+
+    A stage that ends before p waits for the one that starts at p if block p needs something that block p - 1 has. That
+    one ends anywhere, and waits in its turn.
+    """
+    n, holders = gradients.num_blocks, gradients.last_holders
+    work, each = [0.0, *np.cumsum(block_seconds).tolist()], messages.tolist()
+    trips = [0.0] * (n + 1)
+    earliest = work[n]
+    for p in range(n - 1, 0, -1):
+        if holders[p] == p - 1:
+            trips[p] = earliest - work[p] + each[p]
+        earliest = min(earliest, work[p] + trips[p])
+    return np.array(trips)
+
+
+_Holders = dict[int, list[int]]
+"""For each block, the blocks before it that were the last to hold a value that it uses."""
+
+
+@dataclass(frozen=True, slots=True)
+class RangeWaits:
+    """Least seconds of other stages, by ``[i, j]`` of a stage of the segments i .. j-1.
+
+    Attributes:
+        before: before its first forward.
+        after: after its last backward, until the step ends.
+        trip: by j alone, between a forward and its backward.
+        line: by the position of a cut, of each message between the stages that meet there.
+    """
+
+    before: Array
+    after: Array
+    trip: Array
+    line: Array
+
+
+def range_waits_of(each: Sequence[SizedProblem], *, is_exact: bool) -> list[RangeWaits]:
+    """Returns the least waits of a problem at some numbers of micro-batches, on its fastest ranks and links.
+
+    Args:
+        each: the problem at M micro-batches, for every M; all at once takes hardly longer than one.
+        is_exact: False if cuts may lie inside of segments: i and j are then those in which a stage begins and ends.
+    """
+    problem, positions = each[0].problem, each[0].tables.positions
+    cluster = problem.cluster
+    once, speed = fastest_link(cluster).latency_seconds + cluster.overhead_seconds, max(cluster.speeds)
+    there, back = _holders(problem.flow.values), _holders(problem.gradient_flow.values)
+    waits = [waits_of(sized) for sized in each]
+    forward = np.stack([sized.costs.forward_seconds for sized in each]) / speed
+    backward = np.stack([sized.backward_seconds for sized in each]) / speed
+    before = _fill(there, forward, once, np.stack([one.activation for one in waits]), positions, is_exact)
+    after = _fill(back, backward, once, np.stack([one.gradient for one in waits]), positions, is_exact)
+    trips = [_range_trips(back, sized.urgent_seconds / speed, one) for sized, one in zip(each, waits, strict=True)]
+    if is_exact:
+        lines = [np.maximum(one.activation, one.gradient)[positions] for one in waits]
+        return list(map(RangeWaits, before, after, [trip[positions] for trip in trips], lines))
+    lines = [np.zeros(len(positions))] * len(each)
+    return list(map(RangeWaits, before, after, [_least_inside(trip, positions) for trip in trips], lines))
+
+
+def _holders(values: Iterable[Value]) -> _Holders:
+    found: dict[int, set[int]] = {}
+    for value in values:
+        for holder, user in pairwise(sorted({value.producer, *value.consumers})):
+            found.setdefault(user, set()).add(holder)
+    return {user: sorted(holders) for user, holders in found.items()}
+
+
+def _fill(
+    holders: _Holders, seconds: Array, once: float, messages: Array, positions: NDArray[np.int64], is_exact: bool
+) -> Array:
+    """Returns the least waits of every range, for each row of `seconds` and `messages`.
+
+    A stage from block p to block q waits for the stages that were the last to hold what it uses. The one that holds
+    block h starts at some block i, has waited itself, and works till the end of h at least.
+
+    Args:
+        holders: whom each block waits for.
+        seconds: of each block.
+        once: seconds that a message takes whatever its bytes.
+        messages: by block p, seconds of the bytes that block p - 1 has and block p uses.
+        positions: where segments start, and the end.
+        is_exact: whether stages start there and nowhere else.
+    """
+    rows, n = seconds.shape
+    work = np.concatenate([np.zeros((rows, 1)), seconds.cumsum(axis=1)], axis=1)
+    fill, from_neighbour, slack = np.zeros((rows, n)), np.zeros((rows, n)), np.zeros((rows, n))
+    least = np.zeros((rows, n))  # of the waits of all blocks up to each, less the work before them
+    starts = positions[:-1]
+    waits, table = np.zeros((rows, len(starts))), np.zeros((rows, len(positions), len(positions)))
+    columns, changed = {int(position): column for column, position in enumerate(positions)}, 0
+    for q in range(n):
+        before = q
+        for h in holders.get(q, ()):
+            since = work[:, h + 1] + slack[:, h]
+            np.maximum(fill[:, h + 1 : q + 1], since[:, None], out=fill[:, h + 1 : q + 1])
+            before = min(before, h + 1)
+            if h == q - 1:
+                from_neighbour[:, q] = since + messages[:, q]
+        _continue_least(least, fill[:, before : q + 1] - work[:, before : q + 1], before)
+        slack[:, q] = least[:, q]
+        changed = min(changed, before)  # What is before is as it was for the column before.
+        if q + 1 in columns:
+            column, first = columns[q + 1], int(starts.searchsorted(changed, side="right")) - 1
+            own = starts[first:column]
+            where = own if is_exact else slice(own[0], q + 1)
+            filled, near = fill[:, where], from_neighbour[:, where]
+            new = np.where(filled > 0, np.maximum(filled, near) + once, 0.0)
+            waits[:, first:column] = new if is_exact else np.minimum.reduceat(new, own - own[0], axis=1)
+            table[:, column, :column] = waits[:, :column]
+            changed = q + 1
+    return table.swapaxes(1, 2)
+
+
+def _continue_least(least: Array, values: Array, first: int) -> None:
+    """Puts the least of all values up to each into `least`, which knows it before the first of these."""
+    if first:
+        np.minimum(values[:, 0], least[:, first - 1], out=values[:, 0])
+    np.minimum.accumulate(values, axis=1, out=least[:, first : first + values.shape[1]])
+
+
+def _range_trips(holders: _Holders, seconds: Array, waits: Waits) -> Array:
+    """Returns, by block p, the least seconds of later stages between a forward and its backward of one that ends there.
+
+    A value that block p - 1 is the last to hold before block u goes to the stage with block u. That one starts at u or
+    before, ends anywhere behind, and waits in its turn. If u is p, `waits.trip` knows the messages too.
+    """
+    n = len(seconds)
+    work = np.append(0.0, np.cumsum(seconds))
+    users: dict[int, list[int]] = {}
+    for user, each in holders.items():
+        for holder in each:
+            users.setdefault(holder + 1, []).append(user)
+    trips, earliest = np.zeros(n + 1), np.full(n + 2, work[n])
+    for p in range(n - 1, 0, -1):
+        trips[p] = max([waits.trip[p], *(earliest[u + 1] - work[u] for u in users.get(p, ()))])
+        earliest[p] = min(earliest[p + 1], work[p] + trips[p])
+    return trips
+
+
+def _least_inside(waits: Array, positions: NDArray[np.int64]) -> Array:
+    """Returns the least of each segment, and of the end."""
+    return np.append(np.minimum.reduceat(waits[:-1], positions[:-1]), waits[-1])
+
+
+class Needs(Protocol):
+    """The fewest replicas of some ranges, one entry a range."""
+
+    def at(self, seconds: float) -> Array:
+        """Returns the fewest replicas that end in so many seconds, infinite if none do; never more for more seconds."""
+
+    def only(self, which: NDArray[np.bool_]) -> Needs:
+        """Returns the same of some of the ranges."""
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """Needs by what each number of replicas takes, the greatest number first."""
+
+    seconds: Sequence[tuple[int, Array]]
+
+    def at(self, seconds: float) -> Array:
+        """Returns the fewest replicas that end in so many seconds."""
+        needed = np.full(len(self.seconds[0][1]), np.inf)
+        for replicas, each in self.seconds:
+            needed[each <= seconds] = replicas
+        return needed
+
+    def only(self, which: NDArray[np.bool_]) -> Listed:
+        """Returns the same of some of the ranges."""
+        return Listed([(replicas, each[which]) for replicas, each in self.seconds])
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """Needs by the share of the micro-batches that one replica finishes in time.
+
+    Attributes:
+        num_micro_batches: M.
+        alone: seconds on one replica.
+        reserved: seconds before and after the work.
+        ways: the ways to run each range.
+        whole_reserved, whole_ways: another bound of the same kind, if there is one.
+    """
+
+    num_micro_batches: int
+    alone: Array
+    reserved: Array
+    ways: Sequence[RecomputeOption]
+    whole_reserved: Array | None = None
+    whole_ways: Sequence[RecomputeOption] = ()
+
+    def at(self, seconds: float) -> Array:
+        """Returns the fewest replicas that end in so many seconds."""
+        spare = seconds - self.reserved
+        share = np.maximum.reduce([way.greatest_share(spare) for way in self.ways])
+        if self.whole_reserved is not None:
+            spare = seconds - self.whole_reserved
+            share = np.minimum(share, np.maximum.reduce([way.busy_share(spare) for way in self.whole_ways]))
+        with np.errstate(divide="ignore"):
+            several = np.maximum(np.ceil(self.num_micro_batches / share), 2.0)
+        needed = np.where((share >= 1) & (spare >= 0), several, np.inf)
+        return np.where(self.alone <= seconds, 1.0, needed)
+
+    def only(self, which: NDArray[np.bool_]) -> Computed:
+        """Returns the same of some of the ranges."""
+        return Computed(
+            self.num_micro_batches,
+            self.alone[which],
+            self.reserved[which],
+            [way.only(which) for way in self.ways],
+            None if self.whole_reserved is None else self.whole_reserved[which],
+            [way.only(which) for way in self.whole_ways],
+        )
+
+
+class Demand:
+    """Says whether ranks suffice for splits that end in time.
+
+    Args:
+        needs: of all ranges, row by row.
+        places: ``i * (n + 1) + j`` of each range.
+        num_segments: n.
+        num_stages: of the split; 0: any number.
+        num_ranks: how many ranks there are.
+    """
+
+    def __init__(
+        self, needs: Needs, places: NDArray[np.int64], num_segments: int, num_stages: int, num_ranks: int
+    ) -> None:
+        self.needs, self.places, self.num_stages, self.num_ranks = needs, places, num_stages, num_ranks
+        self.table = np.full((num_segments + 1, num_segments + 1), np.inf)
+        self.short = np.full(len(places), np.inf)  # what is needed in too few seconds: no time, no split
+        self.long = np.zeros(len(places))  # what is needed in enough seconds, as far as is known
+
+    def is_met(self, seconds: float) -> bool:
+        """Returns whether some split ends in so many seconds.
+
+        Args:
+            seconds: more than have been too few, fewer than have been enough.
+        """
+        needed = self.needs.at(seconds)
+        needed[needed > self.num_ranks] = np.inf
+        self.table.ravel()[self.places] = needed
+        is_met = _fewest(self.table, self.num_stages) <= self.num_ranks
+        if is_met:
+            self.long = needed
+        else:
+            self.short = needed
+        self._close(self.short != self.long)
+        return is_met
+
+    def _close(self, is_open: NDArray[np.bool_]) -> None:
+        """Lets go of ranges that need as many whatever else is asked; the table keeps what they need."""
+        if not is_open.all():
+            self.needs, self.places = self.needs.only(is_open), self.places[is_open]
+            self.short, self.long = self.short[is_open], self.long[is_open]
+
+
+def _fewest(need: Array, num_stages: int) -> float:
+    """Returns the fewest ranks of a split into `num_stages` stages (0: any number)."""
+    n = need.shape[0] - 1
+    if num_stages:
+        best = np.full(n + 1, np.inf)
+        best[n] = 0.0
+        for _ in range(num_stages):
+            best = (need + best[None, :]).min(axis=1)
+        return float(best[0])
+    best = np.zeros(n + 1)
+    for i in range(n - 1, -1, -1):
+        best[i] = (need[i, i + 1 :] + best[i + 1 :]).min()
+    return float(best[0])
+
+
+_FEW_RANKS = 16
+
+
+class RangeSeconds:
+    """The least seconds of a stage for every range of segments.
+
+    Args:
+        sized: the problem at M micro-batches.
+        ranks: if given, what is said holds for a stage on just these, in whatever order.
+        waits: what `range_waits_of` says, if that is known.
+    """
+
+    def __init__(self, sized: SizedProblem, ranks: Sequence[int] = (), waits: RangeWaits | None = None) -> None:
+        self.sized = sized
+        self.constraints, self.cluster = sized.problem.constraints, sized.problem.cluster
+        self.num_ranks = self.cluster.num_ranks
+        self.num_micro_batches = sized.num_micro_batches
+        self.is_exact = is_exact(sized)
+        # Replicas with most micro-batches may be on the ranks that have most memory; others need less.
+        num_full = self.num_micro_batches % len(ranks) or len(ranks) if ranks else 1
+        ranks = ranks or range(self.num_ranks)
+        self.speeds = sorted((self.cluster.speeds[rank] for rank in ranks), reverse=True)
+        self.limit_bytes = sorted((self.cluster.memory_bytes[rank] for rank in ranks), reverse=True)[num_full - 1]
+        self.hosts = Counter(self.cluster.hosts[rank] for rank in ranks)
+        self.waits = waits or range_waits_of([sized], is_exact=self.is_exact)[0]
+        self._rows, self._columns = sized.tables.ranges
+        first = self._rows if self.is_exact else self._rows + 1
+        self._before, self._after = (table[sized.tables.ranges] for table in (self.waits.before, self.waits.after))
+        self._inside = first * (sized.tables.num_segments + 1) + self._columns
+        self._is_empty = np.flatnonzero(first == self._columns)
+
+    @property
+    def places(self) -> NDArray[np.int64]:
+        """Where each range is in a matrix with a row and a column for each end of a segment, row after row."""
+        return np.asarray(self._rows * (self.sized.tables.num_segments + 1) + self._columns)
+
+    def needs(self) -> Needs:
+        """Returns how many ranks each range needs to end in time."""
+        forced = self.constraints.num_replicas
+        if forced or self.num_ranks <= _FEW_RANKS:
+            counts = [forced] if forced else range(self.num_ranks, 0, -1)
+            return Listed([(count, self._seconds_of(count)) for count in counts])
+        before = self._before
+        return Computed(
+            self.num_micro_batches,
+            self._seconds_of(1),
+            before + self._reduce_tail(2),
+            self._ways,
+            before + self._finish_seconds(2) if self.sized.is_split else None,
+            self._whole_ways if self.sized.is_split else (),
+        )
+
+    def stage_seconds(self, replicas: int) -> Array:
+        """Returns the least seconds to the end of the step of each range on so many replicas, as a matrix."""
+        n = self.sized.tables.num_segments
+        seconds = np.full((n + 1, n + 1), np.inf)
+        seconds[self._rows, self._columns] = self._seconds_of(replicas)
+        return seconds
+
+    @cached_property
+    def _ways(self) -> list[RecomputeOption]:
+        return [self._way(again, self.sized.urgent_work) for again in self.sized.recompute_choices]
+
+    @cached_property
+    def _whole_ways(self) -> list[RecomputeOption]:
+        """The same with all of the work, as far as some of it is computed apart."""
+        return [self._way(again, self.sized.work) for again in self.sized.recompute_choices]
+
+    @cached_property
+    def _optimizer(self) -> Array:
+        return self._inner(self.sized.optimizer_seconds) / self.speeds[0]
+
+    @cached_property
+    def _trained_bytes(self) -> Array:
+        return self._inner(self.sized.tables.trained_bytes)
+
+    def _seconds_of(self, replicas: int) -> Array:
+        share = -(-self.num_micro_batches // replicas)
+        best = np.minimum.reduce([way.work_seconds(share, self._busy_seconds(way, replicas)) for way in self._ways])
+        best = np.maximum(best, self._line_seconds(replicas)) + self._reduce_tail(replicas)
+        if self.sized.is_split:
+            busy = np.minimum.reduce([self._busy_seconds(way, replicas) for way in self._whole_ways])
+            best = np.maximum(best, busy + self._finish_seconds(replicas))
+        return np.asarray(self._before + best, dtype=np.float64)
+
+    def _busy_seconds(self, way: RecomputeOption, replicas: int) -> Array:
+        """Returns the least seconds that the busiest or slowest replica works, on the fastest ranks.
+
+        Replicas with a micro-batch more are charged to faster ranks: the other way round, the greatest is no less.
+        """
+        count, fastest = self.num_micro_batches, self.speeds[0]
+        shares = (-(-(count - k) // replicas) for k in range(min(replicas, count)))
+        loads = set(zip(shares, (fastest / speed for speed in self.speeds[:replicas]), strict=False))
+        overhead = self.sized.overhead_seconds + self.cluster.overhead_seconds
+        busy = [share * np.maximum(way.work * slower - overhead * (slower - 1.0), way.work) for share, slower in loads]
+        return np.asarray(np.maximum.reduce(busy), dtype=np.float64)
+
+    def _line_seconds(self, replicas: int) -> Array:
+        """Returns the seconds that messages of a range take on its busiest line, and the work on one of them.
+
+        A line joins two ranks, and there are no more lines between two stages than pairs of replicas.
+        """
+        forced = self.constraints.num_replicas
+        lines = forced or replicas * max(self.num_ranks - replicas, 1)
+        each = max(-(-self.num_micro_batches // lines) - 1, 0) * self.waits.line
+        work = np.minimum.reduce([way.work for way in self._ways])
+        return np.asarray(np.maximum(each[self._rows], each[self._columns]) + work)
+
+    def _reduce_tail(self, replicas: int) -> Array:
+        """Returns the least seconds from a range's last backward to the end of the step."""
+        return np.maximum(self._after, self._finish_seconds(replicas))
+
+    def _finish_seconds(self, replicas: int) -> Array:
+        """Returns the least seconds from a range's last gradients to the end of the step, without waits for others."""
+        is_local = replicas <= max(self.hosts.values())
+        reduce = self.sized.reduce_seconds(replicas, self._trained_bytes, is_local=is_local)
+        slowest = self.speeds[0] / self.speeds[min(replicas, len(self.speeds)) - 1]
+        optimizer = self._optimizer * np.where(reduce > 0, slowest, 1.0)  # An all-reduce ends on all its ranks at once.
+        return np.asarray(reduce + optimizer, dtype=np.float64)
+
+    def _way(self, needs_recompute: bool, table: Array) -> RecomputeOption:
+        sized, speed = self.sized, self.speeds[0]
+        work, again = self._inner(table) / speed + sized.overhead_seconds, np.zeros(len(self._rows))
+        if needs_recompute:
+            forward = self._inner(sized.tables.add_up(sized.costs.forward_seconds))
+            again = forward / speed + self.cluster.overhead_seconds
+            again[self._columns == sized.tables.num_segments] = 0.0  # Some schedules never recompute the last stage.
+        work[self._is_empty] = again[self._is_empty] = 0.0
+        trip, is_full = self.waits.trip[self._columns], self.constraints.schedule == "gpipe"
+        return RecomputeOption(work + again, again, trip, self._depths(needs_recompute), is_full)
+
+    def _depths(self, needs_recompute: bool) -> Array:
+        """Returns the greatest in-flight depth of each range that memory and settings allow."""
+        if not self.is_exact:
+            return self._loose_depths(needs_recompute)
+        held = (self.sized.recomputed_bytes if needs_recompute else self.sized.plain_bytes).map(self._inner)
+        least_share = -(-self.sized.num_micro_batches // self.cluster.num_ranks)
+        depth = deepest(held, self.limit_bytes * (1 + ROUNDING), least_share)
+        is_forced = self.constraints.in_flight and self.constraints.schedule != "gpipe"  # which holds all of them
+        if self.sized.problem.needs_gradient and is_forced:
+            depth = np.where(depth > 0, np.minimum(depth, self.constraints.in_flight), depth)
+        return np.maximum(depth, 0.0)
+
+    def _loose_depths(self, needs_recompute: bool) -> Array:
+        """Returns the same of what more segments can only add to: state, gradients, and what is saved for backward."""
+        sized = self.sized
+        room = self.limit_bytes * (1 + ROUNDING) - self._inner(sized.fixed_bytes)
+        room[self._is_empty] = np.inf
+        depth = np.full_like(room, np.inf)
+        if sized.problem.needs_gradient and not needs_recompute:
+            with np.errstate(divide="ignore", invalid="ignore"):
+                depth = np.floor(room / self._inner(sized.saved_bytes)) + 1.0  # The last one may come as others go.
+            depth[np.isnan(depth)] = np.inf
+        return np.where(room >= 0, depth, 0.0)
+
+    def _inner(self, table: Array) -> Array:
+        """Returns the entries of a table for the segments that a stage of each range is sure to have whole."""
+        return np.asarray(table.ravel().take(self._inside))
+
+
+def is_exact(sized: SizedProblem) -> bool:
+    """Returns whether stages start where segments do and nowhere else."""
+    problem = sized.problem
+    return problem.constraints.has_fixed_places or sized.tables.num_segments == len(problem.graph.blocks)

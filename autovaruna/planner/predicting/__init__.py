@@ -1,1 +1,0 @@
-"""Predicts the step of a plan by simulation."""

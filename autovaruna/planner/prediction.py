@@ -1,0 +1,493 @@
+"""Predicts the step of a plan: its pipeline for the simulator, folded where replicas are alike, and a rank's order."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import lru_cache
+from itertools import pairwise
+
+import numpy as np
+
+from autovaruna.errors import PlanError, ScheduleError
+from autovaruna.graph.records import Graph
+from autovaruna.planner.cost_table import Array
+from autovaruna.planner.records import Plan, StagePlan
+from autovaruna.profiler.records import LinkCost
+from autovaruna.schedule import check
+from autovaruna.schedule.bound import Bounds, lower_bound
+from autovaruna.schedule.instruction import Instruction, Kind, Schedule
+from autovaruna.schedule.messages import work_seconds
+from autovaruna.schedule.pipeline import Edge, Pipeline, StageTimes
+from autovaruna.schedule.policy import Policy
+from autovaruna.schedule.registry import POLICIES
+from autovaruna.schedule.simulator import simulate, step_seconds
+
+
+class Edges:
+    """Finds the edges of plans of one graph, all values at once: a search asks for thousands of plans.
+
+    Args:
+        graph: the graph.
+    """
+
+    def __init__(self, graph: Graph) -> None:
+        self.num_blocks = len(graph.blocks)
+        holders = [(v, block) for v, value in enumerate(graph.values) for block in (value.producer, *value.consumers)]
+        self.values, self.blocks = np.array(holders, dtype=np.int64).reshape(-1, 2).T
+        self.fixed_bytes = np.array([value.size.fixed_bytes for value in graph.values], dtype=np.float64)
+        self.sample_bytes = np.array([value.size.sample_bytes for value in graph.values], dtype=np.float64)
+        self.has_gradient = np.array([value.needs_gradient for value in graph.values], dtype=bool)
+        self.known = lru_cache(maxsize=64)(self._between)
+
+    def between(self, stages: tuple[tuple[int, ...], ...], micro_batch_size: float) -> tuple[Edge, ...]:
+        """Returns the edges between stages.
+
+        Args:
+            stages: the blocks of each stage.
+            micro_batch_size: how many samples a message is about.
+        """
+        return self.known(stages, micro_batch_size)
+
+    def _between(self, stages: tuple[tuple[int, ...], ...], micro_batch_size: float) -> tuple[Edge, ...]:
+        stage_of, count = np.empty(self.num_blocks, dtype=np.int64), len(stages)
+        for stage, blocks in enumerate(stages):
+            is_range = blocks[-1] - blocks[0] + 1 == len(blocks)
+            stage_of[slice(blocks[0], blocks[-1] + 1) if is_range else list(blocks)] = stage
+        held = np.sort(self.values * count + stage_of[self.blocks])
+        values, holders = np.divmod(held, count)
+        is_sent = (values[1:] == values[:-1]) & (held[1:] != held[:-1])
+        sent = values[1:][is_sent]
+        pairs, pair_of = np.unique((holders[:-1] * count + holders[1:])[is_sent], return_inverse=True)
+        num_bytes = (self.fixed_bytes + self.sample_bytes * micro_batch_size)[sent]
+        has_gradient = self.has_gradient[sent]
+        forward = np.bincount(pair_of, num_bytes, len(pairs))
+        backward = np.bincount(pair_of, np.where(has_gradient, num_bytes, 0.0), len(pairs))
+        goes_back = np.bincount(pair_of, has_gradient, len(pairs)) > 0
+        columns = (pairs // count, pairs % count, forward, backward, goes_back)
+        return tuple(Edge(*row) for row in zip(*(column.tolist() for column in columns), strict=True))
+
+
+def pipeline_of(plan: Plan, graph: Graph, edges: Edges | None = None) -> Pipeline:
+    """Returns the plan as the simulator sees it. Needs nothing but the plan and the graph: no profile, no cluster.
+
+    Args:
+        plan: the plan.
+        graph: its graph.
+        edges: of the graph, if they are at hand.
+    """
+    return Pipeline(
+        tuple(_times(stage) for stage in plan.stages),
+        (edges or Edges(graph)).between(tuple(stage.blocks for stage in plan.stages), plan.micro_batch_size),
+        plan.num_ranks,
+        plan.num_micro_batches,
+        plan.link,
+        plan.needs_gradient,
+        plan.overhead_seconds,
+        plan.optimizer_seconds(),
+    )
+
+
+def policy_of(name: str) -> Policy:
+    """Returns the policy of that name.
+
+    Raises:
+        PlanError: if there is none.
+    """
+    if name not in POLICIES:
+        raise PlanError(f"schedule is {name!r}, expected one of {', '.join(sorted(POLICIES))}")
+    return POLICIES[name]
+
+
+def _times(stage: StagePlan) -> StageTimes:
+    return StageTimes(
+        ranks=stage.ranks,
+        forward_seconds=stage.forward_seconds,
+        backward_seconds=stage.backward_seconds,
+        in_flight=stage.in_flight,
+        needs_recompute=stage.needs_recompute,
+        recompute_seconds=stage.recompute_seconds,
+        reduce_seconds=stage.reduce_seconds,
+        speeds=stage.speeds,
+        deferred=stage.deferred,
+        input_seconds=stage.input_seconds,
+        weight_seconds=stage.weight_seconds,
+    )
+
+
+_ACTS_OF_A_WHOLE_STEP = 1_000_000
+ACTS_OF_A_SHARED_ACT = 3
+"""A rank with several stages has more to choose from."""
+
+
+def short_enough(pipeline: Pipeline) -> Pipeline:
+    """Returns the pipeline, or, if it has too many instructions to simulate all, the part that takes longest."""
+    num_acts = 3 * pipeline.num_micro_batches * pipeline.num_stages * acts_of_an_act(pipeline)
+    return pipeline if num_acts <= _ACTS_OF_A_WHOLE_STEP else fold(pipeline)
+
+
+def telling(pipeline: Pipeline) -> Pipeline:
+    """Returns a pipeline that takes as long, with ranks that hold as much: one part if all are alike, else all of it.
+
+    If that has too many instructions to simulate, it is the part that takes longest.
+    """
+    return fold(pipeline) if _is_alike(pipeline) else short_enough(pipeline)
+
+
+def acts_of_an_act(pipeline: Pipeline) -> int:
+    """Returns what an instruction costs to simulate, in those of a rank with one stage."""
+    is_shared = sum(stage.num_replicas for stage in pipeline.stages) > pipeline.num_ranks
+    return ACTS_OF_A_SHARED_ACT if is_shared else 1
+
+
+def fold(pipeline: Pipeline) -> Pipeline:
+    """Returns the part of a pipeline that takes longest, if the rest runs beside it with the same times.
+
+    Exact where messages take the same links in all parts; else the one of the greatest bound.
+    """
+    found = unlike_parts(pipeline)
+    return found[0] if len(found) == 1 else max(found, key=lower_bound)
+
+
+def unlike_parts(pipeline: Pipeline) -> list[Pipeline]:
+    """Returns the parts of which one takes longest: of those whose links are the same, that of most micro-batches."""
+    parts = _num_parts(pipeline)
+    return [pipeline] if parts == 1 else [_part(pipeline, parts, place) for place in _unlike_places(pipeline, parts)]
+
+
+def schedule_by_parts(pipeline: Pipeline, schedule_of: Callable[[Pipeline], Schedule]) -> Schedule:
+    """Returns a schedule in which every part of a pipeline goes as the first one like it.
+
+    Args:
+        pipeline: The pipeline.
+        schedule_of: Makes the schedule of a part.
+    """
+    parts = _num_parts(pipeline)
+    known: dict[tuple[object, int], Schedule] = {}
+    rows: list[tuple[Instruction, ...]] = [()] * pipeline.num_ranks
+    for place in range(min(parts, pipeline.num_micro_batches)):
+        part = _part(pipeline, parts, place)
+        key = part.stages, part.num_micro_batches
+        if key not in known:
+            known[key] = schedule_of(part)
+        for rank, row in zip(_ranks_of_part(pipeline, parts, place), known[key], strict=True):
+            rows[rank] = tuple([Instruction(act.stage, act.kind, act.micro_batch * parts + place) for act in row])
+    return tuple(rows)
+
+
+def _num_parts(pipeline: Pipeline) -> int:
+    """Returns g; 1 if parts share ranks, or may be of other speeds."""
+    parts = math.gcd(*(stage.num_replicas for stage in pipeline.stages))
+    is_alike = not any(stage.speeds for stage in pipeline.stages) and _keep_apart(pipeline, parts)
+    return parts if is_alike else 1
+
+
+def _is_alike(pipeline: Pipeline) -> bool:
+    """Returns whether all parts run as many micro-batches, on ranks with the same stages, over the same links."""
+    parts, groups = _num_parts(pipeline), {stage.ranks for stage in pipeline.stages}
+    if pipeline.num_micro_batches % parts or len(set().union(*groups)) < sum(map(len, groups)):
+        return False
+    return parts == 1 or len(_unlike_places(pipeline, parts)) == 1
+
+
+def _unlike_places(pipeline: Pipeline, parts: int) -> list[int]:
+    """Returns the first of all parts whose messages take the same links; the first has the most micro-batches."""
+    pairs = {(pipeline.stages[edge.source].ranks, pipeline.stages[edge.destination].ranks) for edge in pipeline.edges}
+    lines = [
+        (senders[m % len(senders)], receivers[m % len(receivers)], m % parts)
+        for senders, receivers in (*pairs, *((b, a) for a, b in pairs))
+        for m in range(min(math.lcm(len(senders), len(receivers)), pipeline.num_micro_batches))
+    ]
+    links: list[list[LinkCost]] = [[] for _ in range(min(parts, pipeline.num_micro_batches))]
+    for source, destination, place in lines:
+        links[place].append(pipeline.links(source, destination))
+    first: dict[tuple[LinkCost, ...], int] = {}
+    for place, each in enumerate(links):
+        first.setdefault(tuple(each), place)
+    return list(first.values())
+
+
+def _part(pipeline: Pipeline, parts: int, place: int) -> Pipeline:
+    """Returns the part of the micro-batches with m mod g = `place`, its ranks numbered from 0 on."""
+    kept = _ranks_of_part(pipeline, parts, place)
+    number = {rank: k for k, rank in enumerate(kept)}
+    optimizer = tuple(pipeline.optimizer_seconds[rank] for rank in kept) if pipeline.optimizer_seconds else ()
+
+    def links(source: int, destination: int) -> LinkCost:
+        return pipeline.links(kept[source], kept[destination])
+
+    return replace(
+        pipeline,
+        stages=tuple(
+            [stage.on(tuple([number[rank] for rank in stage.ranks[place::parts]])) for stage in pipeline.stages]
+        ),
+        num_ranks=len(kept),
+        num_micro_batches=len(range(place, pipeline.num_micro_batches, parts)),
+        links=links,
+        optimizer_seconds=optimizer,
+    )
+
+
+def _ranks_of_part(pipeline: Pipeline, parts: int, place: int) -> list[int]:
+    """Returns the ranks of a part, in the order in which its stages have them."""
+    return list(dict.fromkeys(rank for stage in pipeline.stages for rank in stage.ranks[place::parts]))
+
+
+def _keep_apart(pipeline: Pipeline, parts: int) -> bool:
+    """Returns whether each rank has the same place, modulo `parts`, in all stages that it holds."""
+    groups = {stage.ranks for stage in pipeline.stages}
+    if len(set().union(*groups)) == sum(map(len, groups)):  # stages share all their ranks, or none
+        return True
+    places: dict[int, int] = {}
+    for ranks in groups:
+        for place, rank in enumerate(ranks):
+            if places.setdefault(rank, place % parts) != place % parts:
+                return False
+    return True
+
+
+Dependence = tuple[int, int, bool]
+"""Two stages of which the later one needs what the earlier one makes; whether a gradient goes back."""
+
+
+class Orders:
+    """The schedules of one plan.
+
+    Another call of the model (with layers that were frozen before, or on another path) may have messages that the
+    planned one has not. Then ranks that kept the planned order could wait for each other for ever.
+
+    Args:
+        plan: The plan.
+        graph: The graph that was planned.
+
+    Raises:
+        ScheduleError: the plan allows no schedule.
+    """
+
+    def __init__(self, plan: Plan, graph: Graph) -> None:
+        self.pipeline = pipeline_of(plan, graph)
+        self._policy = policy_of(plan.schedule)
+        self.planned = checked(self.pipeline, self._policy)
+
+    def along(self, dependences: Iterable[Dependence]) -> Schedule:
+        """Returns the schedule of a graph with these dependences: the planned one, if they are among its own.
+
+        Raises:
+            ScheduleError: the plan allows no schedule.
+        """
+        known = {(edge.source, edge.destination): edge for edge in self.pipeline.edges}
+        edges = dict(known)
+        for source, destination, needs_gradient in dependences:
+            edge = edges.get((source, destination)) or Edge(source, destination, 0.0, 0.0, needs_gradient)
+            edges[source, destination] = replace(edge, needs_gradient=edge.needs_gradient or needs_gradient)
+        if edges == known:
+            return self.planned
+        pipeline = replace(self.pipeline, edges=tuple(edges.values()))
+        try:
+            return checked(pipeline, self._policy)
+        except ScheduleError:  # its depths were chosen for fewer messages
+            return checked(pipeline, policy_of("1f1b"))
+
+
+def checked(pipeline: Pipeline, policy: Policy) -> Schedule:
+    """Returns a schedule that is proven free of deadlock; of parts that run alike, or of a long one, part by part."""
+    if telling(pipeline) is not pipeline:
+        return schedule_by_parts(pipeline, lambda part: _checked(part, policy))
+    return _checked(pipeline, policy)
+
+
+def _checked(pipeline: Pipeline, policy: Policy) -> Schedule:
+    schedule = simulate(pipeline, policy).schedule
+    check(schedule, pipeline)
+    return schedule
+
+
+_APART = 2.0**20
+"""More seconds than a step takes: keeps runs of stages apart in one running maximum."""
+
+
+def is_plain(pipeline: Pipeline, policy: Policy) -> bool:
+    """Returns whether the order can be foreseen.
+
+    Every stage is one rank of its own and talks to its neighbours alone, and has fewer micro-batches in flight than the
+    stage before it; with as many, a stage would often wait for its forward, and go backward out of turn.
+    """
+    if policy.name != "1f1b" or not pipeline.needs_gradients:
+        return False
+    ranks = {stage.ranks[0] for stage in pipeline.stages}
+    neighbours = {(s, s + 1) for s in range(pipeline.num_stages - 1)}
+    joined = {(edge.source, edge.destination) for edge in pipeline.edges if edge.needs_gradient}
+    is_single = all(stage.num_replicas == 1 for stage in pipeline.stages) and len(ranks) == pipeline.num_stages
+    depths = [min(stage.in_flight, pipeline.num_micro_batches) for stage in pipeline.stages]
+    falls = all(b < a or a == pipeline.num_micro_batches for a, b in pairwise(depths))
+    return is_single and falls and joined == neighbours and len(pipeline.edges) == len(joined)
+
+
+def cycle_seconds(pipeline: Pipeline) -> float:
+    """Returns the seconds of a step of a plain pipeline in the fixed order of 1F1B."""
+    cycles = _Cycles(pipeline)
+    for m in range(int(cycles.depth.max())):
+        cycles.fill(m)
+    for b in range(pipeline.num_micro_batches):
+        cycles.backward()
+        cycles.forward(b)
+    optimizer = [pipeline.optimizer_seconds[s.ranks[0]] if pipeline.optimizer_seconds else 0.0 for s in pipeline.stages]
+    reduce = [stage.reduce_seconds for stage in pipeline.stages]
+    return float((cycles.ends + np.array(reduce) + np.array(optimizer)).max())
+
+
+class _Cycles:
+    """Where each stage stands: `ends` is when its last instruction ends, ``forwards[m]`` when forward m does."""
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        num_stages, self.count = pipeline.num_stages, pipeline.num_micro_batches
+        seconds = [work_seconds(pipeline, s, 0) for s in range(num_stages)]
+        self.work = {kind: np.array([each[kind] for each in seconds]) for kind in Kind}
+        self.work[Kind.RECOMPUTE] *= [s + 1 < num_stages and pipeline.recomputes(s) for s in range(num_stages)]
+        # What is in flight on a stage is so on all before it.
+        in_flight = [min(stage.in_flight, self.count) for stage in pipeline.stages]
+        self.depth = np.minimum.accumulate(np.array(in_flight))
+        self.down, self.up = _message_seconds(pipeline)
+        self.ends = np.zeros(num_stages)
+        self.forwards = np.full((self.count, num_stages), -np.inf)
+        self._prepare()
+
+    def _prepare(self) -> None:
+        """Adds up what does not change: the way down to each stage, and the way up to it."""
+        self.way_down = np.cumsum(self.work[Kind.FORWARD] + self.down)
+        self.way_up = np.cumsum((self.work[Kind.BACKWARD] + self.up)[::-1])[::-1]
+        self.stages = np.arange(len(self.depth))
+        self.starts_run = np.append(True, self.depth[1:] != self.depth[:-1])
+        self.apart = np.cumsum(self.starts_run) * _APART
+
+    def fill(self, m: int) -> None:
+        """Runs forward m on all stages whose depth it fills."""
+        here = int(np.count_nonzero(self.depth > m))
+        way = self.way_down[:here]
+        own = np.maximum(self.ends[:here], 0.0) + self.work[Kind.FORWARD][:here]
+        self.ends[:here] = self.forwards[m, :here] = np.maximum.accumulate(own - way) + way
+
+    def backward(self) -> None:
+        """Runs the next backward, after its recompute, on all stages."""
+        own = self.ends + self.work[Kind.RECOMPUTE] + self.work[Kind.BACKWARD]
+        self.ends = np.maximum.accumulate((own - self.way_up)[::-1])[::-1] + self.way_up
+
+    def forward(self, b: int) -> None:
+        """Runs forward b + depth where there is one; stages of one depth run the same, others are ahead."""
+        m = b + self.depth
+        has = m < self.count
+        if not has.any():
+            return
+        row = np.minimum(m, self.count - 1)
+        before = np.where(self.starts_run & (self.stages > 0), self.forwards[row, self.stages - 1] + self.down, 0.0)
+        own = np.maximum(self.ends, before) + self.work[Kind.FORWARD]
+        ends = np.maximum.accumulate(own - self.way_down + self.apart) + self.way_down - self.apart
+        self.ends = np.where(has, ends, self.ends)
+        self.forwards[m[has], self.stages[has]] = ends[has]
+
+
+def _message_seconds(pipeline: Pipeline) -> tuple[Array, Array]:
+    """Returns what activations take to each stage, and gradients to each stage (0 at the ends)."""
+    down, up = np.zeros(pipeline.num_stages), np.zeros(pipeline.num_stages)
+    for edge in pipeline.edges:
+        source, destination = (pipeline.stages[s].ranks[0] for s in (edge.source, edge.destination))
+        there, back = pipeline.links(source, destination), pipeline.links(destination, source)
+        down[edge.destination] = there.latency_seconds + edge.forward_bytes / there.bytes_per_second
+        up[edge.source] = back.latency_seconds + edge.backward_bytes / back.bytes_per_second
+    return down, up
+
+
+_ACTS_OF_A_BOUND = 8
+"""What a bound costs, for each stage, counted in acts of the simulator."""
+_ACTS_OF_A_CYCLE, _ACTS_OF_A_PLAIN_STEP = 10, 40_000
+_ACTS_OF_A_SHORT_STEP = 20_000
+_MOST_PARTS = 8
+"""Of the parts of a pipeline that run beside each other, over other links, those with the greatest bounds tell."""
+SECONDS_OF_AN_ACT = 4e-6
+
+
+class Predictor:
+    """Predicts steps; `num_acts` is what that took so far."""
+
+    def __init__(self) -> None:
+        self.num_acts = 0
+        self._known: tuple[Pipeline | None, list[Bounds]] = None, []
+
+    @property
+    def spent_seconds(self) -> float:
+        """What simulations took so far, counted, not measured, so that it is the same everywhere."""
+        return self.num_acts * SECONDS_OF_AN_ACT
+
+    def bound(self, pipeline: Pipeline) -> float:
+        """Returns seconds that a pipeline cannot beat with any depths and any schedule."""
+        return self._parts(pipeline)[0].lower
+
+    def step_seconds(self, pipeline: Pipeline, policy: Policy, below: float = math.inf) -> float:
+        """Simulates a step; of a long one two shorter ones that end alike, since its middle repeats itself.
+
+        Where even these are long, and the order of instructions is plain, that order alone says the seconds.
+
+        Args:
+            pipeline: what to simulate.
+            policy: the order of its instructions.
+            below: steps that take as long or longer may come out as infinite.
+        """
+        longest = 0.0
+        for part in self._parts(pipeline):
+            longest = max(longest, self._seconds_of_part(part, policy, below))
+            if longest >= below:
+                break
+        return longest
+
+    def _seconds_of_part(self, bounds: Bounds, policy: Policy, below: float) -> float:
+        pipeline = bounds.pipeline
+        counts = [stage.num_replicas for stage in pipeline.stages]
+        period, warm = math.lcm(*counts), (3 if max(counts) == 1 else 8) * sum(counts)
+        repeats = (pipeline.num_micro_batches - warm) // period
+        extra = -(-(1 if max(counts) == 1 else 4) * sum(counts) // period)
+        if repeats <= 3 * extra or 2 * pipeline.num_micro_batches * len(counts) <= _ACTS_OF_A_SHORT_STEP:
+            if 2 * pipeline.num_micro_batches * len(counts) > _ACTS_OF_A_PLAIN_STEP and is_plain(pipeline, policy):
+                self.num_acts += _ACTS_OF_A_CYCLE * pipeline.num_micro_batches
+                return cycle_seconds(pipeline)
+            return self._simulate(pipeline, policy, below, bounds)
+        short = pipeline.num_micro_batches - repeats * period
+        once = self._simulate(replace(pipeline, num_micro_batches=short), policy)
+        longer = replace(pipeline, num_micro_batches=short + extra * period)
+        more = self._simulate(longer, policy, once + (below - once) * extra / repeats)
+        return once + (more - once) * repeats / extra
+
+    def _parts(self, pipeline: Pipeline) -> list[Bounds]:
+        """Returns the bounds of the parts that may take longest, the greatest first.
+
+        A pipeline is bounded first and then simulated, by one schedule after the other.
+        """
+        known, parts = self._known
+        if pipeline is not known:
+            parts = sorted(map(Bounds, unlike_parts(pipeline)), key=lambda part: -part.lower)
+            self.num_acts += _ACTS_OF_A_BOUND * pipeline.num_stages * len(parts)
+            parts = parts[:_MOST_PARTS]
+            self._known = pipeline, parts
+        return parts
+
+    def _simulate(
+        self, pipeline: Pipeline, policy: Policy, below: float = math.inf, bounds: Bounds | None = None
+    ) -> float:
+        """Simulates a step; one that is given up since it takes too long counts as a whole one."""
+        self.num_acts += policy.num_instructions(pipeline) * acts_of_an_act(pipeline)
+        return step_seconds(pipeline, policy, below, bounds)
+
+
+def least_seconds(counts: list[int], num_micro_batches: int, *, is_shared: bool) -> float:
+    """Returns what the simulation of a step takes at least, counted as `spent_seconds` is.
+
+    Args:
+        counts: replicas of each stage.
+        num_micro_batches: M.
+        is_shared: whether ranks hold several stages.
+    """
+    parts = math.gcd(*counts)
+    count = num_micro_batches / parts
+    num_acts = 2 * count * len(counts)
+    is_quick = num_acts > _ACTS_OF_A_PLAIN_STEP and all(each == parts for each in counts) and not is_shared
+    return (_ACTS_OF_A_CYCLE * count if is_quick else num_acts) * SECONDS_OF_AN_ACT

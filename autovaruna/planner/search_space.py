@@ -1,0 +1,174 @@
+"""Lists what a search tries: places to cut, numbers of micro-batches and stages, depths and schedules."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from autovaruna.errors import PlanError
+from autovaruna.planner.candidate import DEEPEST
+from autovaruna.planner.cost_table import Array
+from autovaruna.planner.cut_points import cut_point_blocks, resolve_cuts
+from autovaruna.planner.prediction import policy_of
+from autovaruna.planner.problem import Problem, forced_stages, micro_batch_range, most_stages_per_rank
+from autovaruna.planner.records import Plan
+
+MAX_SEGMENTS = 400
+"""Matrices over ranges have the square of this many entries."""
+MAX_SEGMENTS_OF_MANY_RANKS = 1000
+_MAX_COUNTS = 32
+MAX_UNITS = 12
+"""With more ranks than this, not every replica count is tried for every stage."""
+_MAX_STAGES = 2048
+FEWEST_GROUPS = 2
+_OF_SHARED_RANKS = ("interleaved", "deepest_first", "1f1b", "varuna")
+
+
+def cut_positions(problem: Problem) -> list[int]:
+    """Returns the blocks where a stage may start, from 0, and the number of blocks at the end.
+
+    All of them, or the forced ones, or those of cut points, or in a large graph the cheapest to cut among those near
+    each even share of work.
+    """
+    graph = problem.graph
+    n = len(graph.blocks)
+    if problem.constraints.cuts:
+        return [0, *resolve_cuts(graph, problem.constraints.cuts), n]
+    if problem.constraints.cutpoints == "only":
+        return [0, *cut_point_blocks(graph), n]
+    limit = MAX_SEGMENTS if problem.cluster.num_ranks <= MAX_UNITS else MAX_SEGMENTS_OF_MANY_RANKS
+    if n <= limit:
+        return list(range(n + 1))
+    costs = problem.cost_table.at(problem.profile.micro_batch_sizes[0])
+    work = np.cumsum(costs.forward_seconds + costs.backward_seconds)
+    shares = np.minimum((work / work[-1] * limit).astype(int), limit - 1)
+    crossing = _crossing_bytes(problem)
+    positions = {0, n}
+    for share in np.unique(shares[: n - 1]):
+        inside = np.flatnonzero(shares[: n - 1] == share) + 1
+        positions.add(int(inside[np.argmin(crossing[inside])]))
+    return sorted(positions)
+
+
+def zoomed_positions(problem: Problem, cuts: Sequence[int], num_segments: int) -> list[int]:
+    """Returns every block near the given cuts (first blocks of stages), as positions."""
+    n = len(problem.graph.blocks)
+    reach = min(max(2, 2 * n // num_segments), MAX_SEGMENTS // max(len(cuts), 1) // 2 + 1)
+    near = {block for cut in cuts[1:] for block in range(cut - reach, cut + reach + 1)}
+    return sorted({0, n, *cuts} | {block for block in near if 0 < block < n})
+
+
+def _crossing_bytes(problem: Problem) -> Array:
+    change = np.zeros(len(problem.graph.blocks) + 2)
+    for value in problem.graph.values:
+        change[value.producer + 1] += value.size.at(1)
+        change[max(value.consumers) + 1] -= value.size.at(1)
+    return np.asarray(np.cumsum(change), dtype=np.float64)
+
+
+def micro_batch_counts(problem: Problem) -> list[int]:
+    """Returns the numbers of micro-batches to try: all, or where there are many, about evenly spaced in ratio."""
+    low, high = micro_batch_range(problem)
+    if high - low < _MAX_COUNTS:
+        return list(range(low, high + 1))
+    batch, step = problem.global_batch_size, problem.cluster.num_ranks
+    counts = {low, high} | {math.ceil(batch / samples) for samples in spread(1, batch // low)}
+    if step <= MAX_UNITS:
+        counts |= {count // step * step for count in counts} | set(spread(low, high, 1.25))
+    return sorted(count for count in counts if low <= count <= high)
+
+
+def spread(low: int, high: int, ratio: float = 1.12) -> list[int]:
+    """Returns whole numbers from low to high, ever fewer: each at least `ratio` times the one before."""
+    numbers = {low, high}
+    number = float(low)
+    while number < high:
+        numbers.add(int(number))
+        number = max(number + 1, number * ratio)
+    return sorted(numbers)
+
+
+def nearby_counts(problem: Problem, count: int) -> list[int]:
+    """Returns numbers of micro-batches close to one that was found good."""
+    low, high = micro_batch_range(problem)
+    near = {count + change for change in (-2, -1, 1, 2)} | {math.ceil(count / 2), count * 2}
+    step = problem.cluster.num_ranks
+    near |= {count // step * step, count // step * step + step}
+    return sorted(other for other in near if low <= other <= high and other != count)
+
+
+def stage_limit(problem: Problem, num_segments: int) -> int:
+    """Returns the greatest number of stages to try."""
+    constraints = problem.constraints
+    return forced_stages(problem) or min(
+        problem.cluster.num_ranks // max(constraints.num_replicas, 1), num_segments, _MAX_STAGES
+    )
+
+
+def stages_per_rank(problem: Problem) -> int:
+    """Returns the most stages of a rank that the search may choose; more than asked for only if ranks are too few."""
+    constraints = problem.constraints
+    num_groups = problem.cluster.num_ranks // max(constraints.num_replicas, 1)
+    if constraints.stage_ranks or num_groups < FEWEST_GROUPS or 0 < forced_stages(problem) <= num_groups:
+        return 1
+    return most_stages_per_rank(problem)
+
+
+def variants(problem: Problem, num_stages: int, is_interleaved: bool = False) -> list[tuple[str, str]]:
+    """Returns the (depth, schedule) pairs to simulate."""
+    constraints = problem.constraints
+    depths = ["textbook"] if num_stages == 1 or constraints.in_flight else ["latency", "textbook"]
+    if constraints.schedule != "auto":
+        policy_of(constraints.schedule)
+        is_full = constraints.schedule == "gpipe"
+        depths += [DEEPEST] if len(depths) > 1 else []
+        return [(depth, constraints.schedule) for depth in (depths[:1] if is_full else depths)]
+    if is_interleaved:
+        depths = [*reversed(depths), DEEPEST] if len(depths) > 1 else depths
+        return [(depth, schedule) for depth in depths for schedule in _OF_SHARED_RANKS]
+    pairs = [(depth, "1f1b") for depth in depths]
+    if problem.needs_gradient and (num_stages > 1 or constraints.recompute != "none"):
+        pairs += [(depth, "varuna") for depth in depths]
+    if num_stages > 1 and not constraints.in_flight:
+        pairs += [("textbook", "gpipe"), (DEEPEST, "1f1b"), (DEEPEST, "varuna")]
+    return pairs
+
+
+_TIMES_MORE = 4
+
+_log = logging.getLogger(__name__)
+
+
+def plan_with_more(problem: Problem, search: Callable[[Problem], Plan]) -> Plan:
+    """Returns the best plan; if none fits and the limit of micro-batches is not the user's, one beyond the limit.
+
+    Args:
+        problem: What to plan.
+        search: Finds the best plan of a problem.
+
+    Raises:
+        PlanError: none fits with any number of micro-batches that the batch and the settings allow.
+    """
+    while True:
+        try:
+            return search(problem)
+        except PlanError as error:
+            wider = _wider(problem) if error.lacks_memory else None
+            if wider is None:
+                raise
+        problem = wider
+        _log.info("no plan fits into memory; trying up to %d micro-batches", problem.constraints.max_micro_batches)
+
+
+def _wider(problem: Problem) -> Problem | None:
+    """Returns the problem with a higher limit of micro-batches; None if it may not, or need not, be raised."""
+    constraints, batch = problem.constraints, problem.global_batch_size
+    most = constraints.max_micro_batches
+    is_forced = constraints.num_micro_batches or constraints.micro_batch_size
+    if not constraints.may_exceed_max or is_forced or not 0 < most < batch:
+        return None
+    return replace(problem, constraints=replace(constraints, max_micro_batches=min(_TIMES_MORE * most, batch)))

@@ -1,0 +1,315 @@
+"""Counts the bytes of one forward and backward: what is saved for backward, and what is needed while they run."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from contextlib import contextmanager
+from dataclasses import dataclass
+from threading import Lock
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.profiler import profile
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from autovaruna._torch import FakeTensor, TorchDispatchMode, is_profiler_enabled, pytree
+from autovaruna.config.files import Whole
+from autovaruna.graph.facts import storage_of
+from autovaruna.graph.pieces.deferral import Deferred
+from autovaruna.profiler.work import Work
+
+_QUIET = "KINETO_LOG_LEVEL", "99"
+_alone = Lock()
+"""The profiler is one for the process."""
+
+
+class AllocationMeter:
+    """Finds the most memory that this thread has allocated and not yet freed while its context runs.
+
+    Attributes:
+        events: the bytes of each allocation up to the last `restart`, less than 0 where it is freed, and its address.
+    """
+
+    def __enter__(self) -> AllocationMeter:
+        _alone.acquire()
+        self.events: list[tuple[int, int]] = []
+        self._live: dict[int, int] = {}
+        self._start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        try:
+            self._stop()
+        finally:
+            _alone.release()
+
+    def restart(self) -> int:
+        """Returns the most there has been, in bytes, and counts from what is there now."""
+        peak = self._stop()
+        self._start()
+        return peak
+
+    def _start(self) -> None:
+        self._profile = profile(profile_memory=True)
+        with _quiet():
+            self._profile.__enter__()  # type: ignore[no-untyped-call]
+
+    def _stop(self) -> int:
+        with _quiet():
+            self._profile.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        now = peak = sum(self._live.values())
+        self.events = _allocations(self._profile)
+        for num_bytes, address in self.events:
+            if num_bytes > 0:
+                self._live[address] = num_bytes
+                now += num_bytes
+                peak = max(peak, now)
+            else:
+                now -= self._live.pop(address, 0)
+        return peak
+
+
+def is_profiled() -> bool:
+    """Returns whether the script runs the profiler, of which there is one at a time."""
+    return bool(is_profiler_enabled())
+
+
+def _allocations(done: profile) -> list[tuple[int, int]]:
+    """Returns the bytes of each allocation, less than 0 where it is freed, and its address, in order."""
+    assert done.kineto_results is not None
+    found = [
+        (event.start_time_ns, order, int(event.extra_fields.alloc_size), int(event.extra_fields.ptr))
+        for order, event in enumerate(_events(done.kineto_results.experimental_event_tree()))
+        if event.tag.name == "Allocation" and event.extra_fields.device.type == "cpu"
+    ]
+    return [(num_bytes, address) for _, _, num_bytes, address in sorted(found)]
+
+
+def _events(tree: Iterable[Any]) -> Iterator[Any]:
+    for event in tree:
+        yield event
+        yield from _events(event.children)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Lets the profiler start without a line on the terminal."""
+    name, value = _QUIET
+    if name in os.environ:
+        yield
+        return
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        del os.environ[name]
+
+
+@dataclass(frozen=True)
+class Made:
+    """Memory that was made inside and goes out: its first output's place, and whether the part itself saves it."""
+
+    place: Whole
+    num_bytes: Whole
+    is_saved: bool
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """What one run of a part keeps and needs.
+
+    Attributes:
+        inside: saved memory that neither came in nor goes out.
+        saved_values: place among the part's values, and bytes, of each one that is saved.
+        made: memory that goes out.
+        forward_work: the most that forward needs beside what is saved and what goes out.
+        work: the same of backward, gradients that come in included; what goes out and is not saved is gone by then.
+    """
+
+    inside: Whole
+    saved_values: tuple[tuple[Whole, Whole], ...]
+    made: tuple[Made, ...]
+    forward_work: Whole
+    work: Whole
+
+
+def count_bytes(work: Work, device: torch.device) -> Bytes:
+    """Runs `work` once, forward and backward, and counts."""
+    arguments = {storage_of(tensor): tensor for tensor in work.arguments if isinstance(tensor, Tensor)}
+    arguments |= _casts(work)
+    meter = meter_of(device, arguments.values())
+    with _transient_gradients(work), meter:
+        outputs, saved = _run(work)
+        made = _made(outputs, saved, arguments)
+        inside = sum(_num_bytes(saved[key]) for key in saved.keys() - arguments.keys() - made.keys())
+        values = tuple((k, _num_bytes(value)) for k, value in enumerate(work.values) if storage_of(value) in saved)
+        saved.clear()
+        kept = inside + sum(each.num_bytes for each in made.values())
+        forward_work = max(0, meter.restart() - kept)
+        if work.needs_gradient:
+            work.backward(outputs)
+        return Bytes(inside, values, tuple(made.values()), forward_work, max(0, meter.restart() - kept))
+
+
+def count_deferred_bytes(work: Work) -> tuple[int, Deferred]:
+    """Runs a split backward of `work`; returns the bytes kept till its weight gradients are computed, and these.
+
+    What came in is counted too, since a stage may begin here; so blocks that keep the same count it more than once.
+    """
+    weights = {id(weight) for weight in work.weights}
+    arguments = [_copied(each) if id(each) not in weights else each for each in work.arguments]
+    seen: dict[int, tuple[Callable[[], bool], int]] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        seen[storage_of(tensor)] = _gone(tensor), _num_bytes(tensor)
+        return tensor.detach()
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        deferred = work.run_split(arguments)
+    del arguments
+    known = {storage_of(weight) for weight in work.weights} | _casts(work).keys()
+    kept = {storage: num_bytes for storage, (is_gone, num_bytes) in seen.items() if not is_gone()}
+    kept |= {storage_of(gradient): _num_bytes(gradient) for gradient in deferred.gradients}
+    return sum(num_bytes for storage, num_bytes in kept.items() if storage not in known), deferred
+
+
+def _copied(argument: Any) -> Any:
+    """Returns a copy of a tensor, which lives only as long as something keeps it."""
+    if not isinstance(argument, Tensor):
+        return argument
+    return argument.detach().clone().requires_grad_(argument.requires_grad)
+
+
+def _run(work: Work) -> tuple[Sequence[Tensor], dict[int, Tensor]]:
+    """Runs forward and returns its outputs, and what is saved for backward by memory."""
+    saved: dict[int, Tensor] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        kept = tensor.detach()
+        saved[storage_of(kept)] = kept
+        return kept
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        return work.forward(), saved
+
+
+def _casts(work: Work) -> dict[int, Tensor]:
+    """Returns the copies of weights that autocast keeps: what two runs, both alive, save of the same memory."""
+    if not work.is_cast:
+        return {}
+    first, second = (_run(work)[1] for _ in range(2))
+    return {storage: tensor for storage, tensor in first.items() if storage in second}
+
+
+@contextmanager
+def _transient_gradients(work: Work) -> Iterator[None]:
+    """Frees each parameter's gradient once it is there: a step adds it to memory that the planner counts."""
+    values = {id(value) for value in work.values}
+    leaves = [
+        each for each in work.arguments if isinstance(each, Tensor) and each.requires_grad and id(each) not in values
+    ]
+    gradients = [leaf.grad for leaf in leaves]
+    hooks = [leaf.register_post_accumulate_grad_hook(_forget_gradient) for leaf in leaves]  # type: ignore[no-untyped-call]
+    try:
+        for leaf in leaves:
+            leaf.grad = None
+        yield
+    finally:
+        for leaf, gradient, hook in zip(leaves, gradients, hooks, strict=True):
+            leaf.grad = gradient
+            hook.remove()
+
+
+def _forget_gradient(tensor: Tensor) -> None:
+    tensor.grad = None
+
+
+def _made(outputs: Iterable[Tensor], saved: dict[int, Tensor], arguments: dict[int, Tensor]) -> dict[int, Made]:
+    made: dict[int, Made] = {}
+    for place, output in enumerate(outputs):
+        storage = storage_of(output)
+        if storage not in arguments:
+            made.setdefault(storage, Made(place, _num_bytes(output), storage in saved))
+    return made
+
+
+class Meter(Protocol):
+    """Finds the most memory that is made and not yet freed while its context runs."""
+
+    def restart(self) -> int:
+        """Returns the most there has been, in bytes, and counts from what is there now."""
+
+    def __enter__(self) -> Any: ...
+
+    def __exit__(self, *error: Any) -> Any: ...
+
+
+def meter_of(device: torch.device, known: Iterable[Tensor]) -> Meter:
+    """Returns a meter of memory on a device; that of `known` was there before."""
+    if device.type == "cuda":
+        return _AllocatorMeter(device)
+    tensors = tuple(known)
+    if any(isinstance(tensor, FakeTensor) for tensor in tensors) or is_profiled():
+        return _OperationMeter({storage_of(tensor) for tensor in tensors})
+    return AllocationMeter()
+
+
+class _OperationMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Follows the results of operations, each from its first sight until the last tensor on its memory is gone."""
+
+    def __init__(self, known: Set[int]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.known = known
+        self.live: dict[int, tuple[Callable[[], bool], int]] = {}
+        self._peak_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in pytree.tree_leaves(result):
+            if isinstance(tensor, Tensor) and storage_of(tensor) not in self.known:
+                self.live[storage_of(tensor)] = (_gone(tensor), _num_bytes(tensor))
+        self._peak_bytes = max(self._peak_bytes, self._live_bytes())
+        return result
+
+    def restart(self) -> int:
+        """Returns the most there has been, in bytes, and counts from what is there now."""
+        peak, self._peak_bytes = self._peak_bytes, self._live_bytes()
+        return peak
+
+    def _live_bytes(self) -> int:
+        self.live = {storage: entry for storage, entry in self.live.items() if not entry[0]()}
+        return sum(num_bytes for _, num_bytes in self.live.values())
+
+
+def _gone(tensor: Tensor) -> Callable[[], bool]:
+    """Returns what says whether a tensor's memory is free."""
+    reference = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+    gone: Callable[[], bool] = reference.expired
+    return gone
+
+
+class _AllocatorMeter:
+    """Asks the device's allocator, which also sees what an operation needs for itself."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def __enter__(self) -> _AllocatorMeter:
+        torch.cuda.reset_peak_memory_stats(self.device)
+        self.before = int(torch.cuda.memory_allocated(self.device))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Leaves the allocator as it is."""
+
+    def restart(self) -> int:
+        """Returns the most there has been, in bytes, and counts from what is there now."""
+        peak = int(torch.cuda.max_memory_allocated(self.device)) - self.before
+        torch.cuda.reset_peak_memory_stats(self.device)
+        return peak
+
+
+def _num_bytes(tensor: Tensor) -> int:
+    return tensor.untyped_storage().nbytes()

@@ -1,0 +1,136 @@
+"""Joins stages and steps to autograd: what a stage receives, and what a call returns to its caller.
+
+A received tensor becomes a view of a leaf that notes its gradient and accumulates none. A leaf that accumulates would
+do the same, but autograd copies a gradient into ``.grad`` when somebody else holds it, or when its strides are not the
+leaf's: a copy of every message, and other last bits in the stage before. No operation writes into what it received
+(`graph/grouping.py`), which autograd would refuse of a view of a leaf.
+
+What `model(...)` returns is the output of one autograd function whose inputs are the parameters of this rank and the
+inputs that need a gradient. So ``loss.backward()`` accumulates into ``.grad``, fires hooks, and scales by the gradient
+that comes in, exactly as autograd does for any other function.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Variable
+
+from autovaruna._torch import SingleLevelFunction, is_graph_kept
+from autovaruna.errors import OrderError
+
+
+def arrive(tensor: Tensor, gradients: dict[str, Tensor], name: str) -> Tensor:
+    """Returns a tensor that shares the memory of `tensor`, and whose gradient is noted in ``gradients[name]``."""
+    leaf = tensor.detach().requires_grad_()
+    leaf._backward_hooks = {0: partial(gradients.__setitem__, name)}
+    arrived = leaf[...]
+    leaf.requires_grad_(False)  # from here on autograd only calls the hook
+    return arrived
+
+
+def go_backward(roots: Sequence[Tensor], gradients: Sequence[Tensor], is_kept: bool = False) -> None:
+    """Runs backward as ``torch.autograd.backward``, whose checks take as long as a small stage computes."""
+    for root, gradient in zip(roots, gradients, strict=True):
+        assert root.shape == gradient.shape, f"gradient of shape {gradient.shape} for a tensor of shape {root.shape}"
+    Variable._execution_engine.run_backward(
+        tuple(roots), tuple(gradients), is_kept, False, (), allow_unreachable=True, accumulate_grad=True
+    )
+
+
+Gradients = Sequence[Tensor | None]
+Finish = Callable[[Gradients, bool], Gradients]
+"""Turns gradients of outputs into those of sources; told whether the caller may go backward again (`retain_graph`)."""
+
+
+class _Published(SingleLevelFunction):
+    """Without the layer of `torch.autograd.Function` for torch.func, which looks at every parameter."""
+
+    @staticmethod
+    def forward(ctx: Any, finish: Finish, outputs: Sequence[Tensor], carries: Sequence[bool], *roots: Tensor) -> Any:
+        ctx.finish = finish
+        ctx.materialize_grads = False
+        fresh = tuple(output.detach() for output in outputs)
+        ctx.mark_non_differentiable(*(output for output, carry in zip(fresh, carries, strict=True) if not carry))
+        return fresh
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        if torch.is_grad_enabled():
+            raise OrderError(
+                "A second derivative of a step: got create_graph=True, but a step computes numbers alone. Expected a "
+                "backward without it; compute a penalty on gradients in the model's own forward."
+            )
+        finish, is_kept = ctx.finish, _is_graph_kept()
+        if finish is None:
+            raise OrderError(
+                "Backward through the same step a second time: its gradients have been given out. Call the model "
+                "again, or pass retain_graph=True to every backward but the last."
+            )
+        if not is_kept:
+            ctx.finish = None
+        return None, None, None, None, *finish(gradients, is_kept)
+
+
+def _is_graph_kept() -> bool:
+    """Whether the backward that runs now keeps its graph for another one."""
+    return bool(is_graph_kept())
+
+
+def follows_a_call(tensor: Tensor) -> bool:
+    """Whether a tensor was made from what a call of a model returned, so that a backward goes on into that call."""
+    waiting, seen = [tensor.grad_fn], {tensor.grad_fn}
+    while waiting:
+        node = waiting.pop()
+        if node is None:
+            continue
+        if getattr(node, "_forward_cls", None) is _Published:
+            return True
+        new = {source for source, _ in node.next_functions} - seen
+        seen |= new
+        waiting += new
+    return False
+
+
+def publish(
+    outputs: Sequence[Tensor], carries: Sequence[bool], sources: Sequence[Tensor], finish: Finish
+) -> list[Tensor]:
+    """Returns `outputs` as results of an autograd function of `sources`.
+
+    Args:
+        outputs: What the call computed.
+        carries: Which outputs a backward may start from.
+        sources: Parameters and inputs that get gradients.
+        finish: Turns the gradients of `outputs` into those of `sources`; called once, and again after each backward
+            that keeps the graph.
+    """
+    root = torch.zeros((), requires_grad=True)  # a rank without parameters takes part in backward, too
+    return list(_Published.apply(finish, tuple(outputs), tuple(carries), root, *sources))  # type: ignore[attr-defined]
+
+
+def while_unchanged(finish: Finish, held: Mapping[str, Tensor], saved: Collection[str]) -> Finish:
+    """Returns `finish`, for as long as nothing changes some weights in place.
+
+    Args:
+        finish: Turns the gradients of what a call returns into those of its sources.
+        held: The parameters of this rank by name.
+        saved: Names of those whose numbers autograd saves.
+    """
+    weights = {name: held[name] for name in saved if name in held}
+    versions = {name: weight._version for name, weight in weights.items()}
+
+    def checked(gradients: Gradients, is_kept: bool) -> Gradients:
+        changed = [name for name, weight in weights.items() if weight._version != versions[name]]
+        if changed:
+            raise OrderError(
+                f"A backward after weights have changed: got other numbers in {sorted(changed)[0]} than the call of "
+                "the model had, whose gradients need those (an optimizer has stepped, say). Expected all backwards of "
+                "a call before that; go backward first, or call the model again."
+            )
+        return finish(gradients, is_kept)
+
+    return checked

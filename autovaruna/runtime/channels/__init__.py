@@ -1,1 +1,0 @@
-"""Carries tensors between the devices of ranks, and measures what that costs."""

@@ -1,1 +1,0 @@
-"""Collects the gradients of a step and sums them over ranks."""

@@ -1,0 +1,511 @@
+"""Collects the gradients of a step: sums them over the uses of a parameter and over the ranks that hold it.
+
+A parameter that several blocks use has one accumulator for each of them. They are summed from the last use to the
+first, the order in which autograd meets them on one process, whatever stages the uses are on: a partial sum travels
+from the last stage that holds the parameter to the first, each adding its own, and the total goes back to all.
+Over ranks large tensors are summed where they lie, small ones together in flat buckets; sums start in the order in
+which tensors are added, the same on every rank of a group, and few buckets are under way at once.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby
+from operator import attrgetter
+
+import torch
+from torch import Tensor, nn
+
+from autovaruna.planner.records import Plan
+from autovaruna.runtime.transport.base import Done, Pending
+from autovaruna.runtime.weights.placement import OwnedState, Placement
+from autovaruna.runtime.weights.remote_parameter import RemoteTensor, note_gradients
+from autovaruna.runtime.world import World
+from autovaruna.stage.module import ParameterUse, StageModule
+from autovaruna.stage.split import Split
+
+LARGE_BYTES = 256 << 10
+BUCKET_BYTES, HOST_BUCKET_BYTES = 16 << 20, 4 << 20
+"""On the host a bucket has to find a place between gradients, where large holes are few."""
+BUCKETS_AT_ONCE = 2
+
+Ranks = tuple[int, ...]
+
+
+class Large:
+    """A tensor that is summed where it lies."""
+
+    is_copy = False
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+        self._pending: Pending = Done()
+
+    def start(self, world: World, ranks: Ranks) -> None:
+        """Starts the sum."""
+        self._pending = world.start_all_reduce(self._tensor, ranks)
+
+    def finish(self) -> None:
+        """Waits for the sum."""
+        self._pending.wait()
+
+
+class Bucket:
+    """Small tensors of one dtype that are summed in one message."""
+
+    is_copy = True
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensors = [tensor]
+        self._num_bytes = tensor.nbytes
+        self._flat = tensor
+        self._pending: Pending = Done()
+
+    def take(self, tensor: Tensor) -> bool:
+        """Takes a tensor in, if it is of the same dtype and there is room; says whether."""
+        most_bytes = HOST_BUCKET_BYTES if tensor.is_cpu else BUCKET_BYTES
+        is_fitting = self._tensors[0].dtype == tensor.dtype and self._num_bytes + tensor.nbytes <= most_bytes
+        if is_fitting:
+            self._tensors.append(tensor)
+            self._num_bytes += tensor.nbytes
+        return is_fitting
+
+    def start(self, world: World, ranks: Ranks) -> None:
+        """Packs the tensors and starts to sum them."""
+        self._flat = torch.cat([tensor.reshape(-1) for tensor in self._tensors])
+        self._pending = world.start_all_reduce(self._flat, ranks)
+
+    def finish(self) -> None:
+        """Waits for the sum and unpacks it."""
+        self._pending.wait()
+        values = torch.split(self._flat, [tensor.numel() for tensor in self._tensors])
+        for tensor, value in zip(self._tensors, values, strict=True):
+            tensor.copy_(value.view(tensor.shape))
+
+
+class Queue:
+    """The sums of one group of ranks, which start in the order added on each of them, whatever else a rank does."""
+
+    def __init__(self, world: World, ranks: Ranks) -> None:
+        self._world = world
+        self._ranks = ranks
+        self._open: dict[torch.dtype, Bucket] = {}
+        self._coming: deque[Large | Bucket] = deque()
+        self._started: deque[Large | Bucket] = deque()
+
+    def add(self, tensor: Tensor, *, is_contiguous: bool) -> None:
+        """Adds a tensor; all ranks add the same shapes."""
+        if is_contiguous and tensor.nbytes >= LARGE_BYTES:
+            self._coming.append(Large(tensor))
+            return
+        bucket = self._open.get(tensor.dtype)
+        if bucket is None or not bucket.take(tensor):
+            self._open[tensor.dtype] = bucket = Bucket(tensor)
+            self._coming.append(bucket)
+
+    def start(self) -> None:
+        """Starts what has been added, as far as few copies are under way."""
+        self._open = {}
+        while self._coming and self._num_copies < BUCKETS_AT_ONCE:
+            self._coming[0].start(self._world, self._ranks)
+            self._started.append(self._coming.popleft())
+
+    def finish(self) -> None:
+        """Waits for everything."""
+        self.start()
+        while self._started:
+            self._started.popleft().finish()
+            self.start()
+
+    @property
+    def _num_copies(self) -> int:
+        return sum(each.is_copy for each in self._started)
+
+
+class Sums:
+    """Sums on their way, over any groups of ranks.
+
+    Args:
+        world: The ranks.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._queues: dict[Ranks, Queue] = {}
+
+    def add(self, tensor: Tensor, ranks: Ranks, *, is_contiguous: bool) -> None:
+        """Adds a tensor that is overwritten by its sum over `ranks` once `finish` is through.
+
+        Args:
+            tensor: The tensor.
+            ranks: The group; its ranks add the same shapes in the same order, between the same calls of `start`.
+            is_contiguous: Whether the tensor is, on every rank.
+        """
+        if ranks not in self._queues:
+            self._queues[ranks] = Queue(self._world, ranks)
+        self._queues[ranks].add(tensor, is_contiguous=is_contiguous)
+
+    def start(self) -> None:
+        """Starts what has been added."""
+        for queue in self._queues.values():
+            queue.start()
+
+    def finish(self) -> None:
+        """Waits for everything; group by group in one order for all ranks, so that they never wait for each other."""
+        self.start()
+        for ranks in sorted(self._queues):
+            self._queues[ranks].finish()
+
+
+_CHAIN_TAG = 1 << 19
+
+
+@dataclass(frozen=True)
+class Use:
+    """One use of a parameter: the block, its stage, and the ranks of that stage."""
+
+    block: int
+    stage: int
+    ranks: tuple[int, ...]
+
+
+class Order:
+    """The parameters of one rank that get a gradient, in the order in which they are summed.
+
+    The parameters of a stage are summed over its replicas together. Where several stages have the same ranks, the later
+    ones come first, on every rank.
+
+    Args:
+        uses: The parameters of this rank, each with all its uses that get a gradient, the last first.
+        holders: The ranks that hold each of them: a use without a gradient, and another graph, may need it elsewhere.
+
+    Attributes:
+        spread: those that several stages use, or that ranks without a gradient hold, with the ranks that get the sum.
+        uses: their uses.
+        stages: the uses of the others, by the ranks that sum them and by stage.
+    """
+
+    def __init__(self, uses: Mapping[str, list[Use]], holders: Mapping[str, tuple[int, ...]]) -> None:
+        self.uses: dict[str, list[Use]] = {}
+        self.spread: dict[str, tuple[int, ...]] = {}
+        self.stages: dict[tuple[int, ...], dict[int, dict[str, list[Use]]]] = {}
+        for name, each in uses.items():
+            if len({use.stage for use in each}) > 1 or set(holders[name]) != set(each[0].ranks):
+                self.uses[name], self.spread[name] = each, tuple(sorted(holders[name]))
+        for name, each in sorted(uses.items(), key=lambda item: -item[1][0].stage):
+            if name not in self.spread:
+                self.stages.setdefault(each[0].ranks, {}).setdefault(each[0].stage, {})[name] = each
+
+
+class GradientSum:
+    """Sums gradients for one split.
+
+    Args:
+        split: The stages.
+        plan: Their ranks.
+        world: The ranks' way to talk.
+        parameters: This rank's parameters by first name.
+        placement: Who holds each parameter, and so needs its gradient.
+    """
+
+    def __init__(
+        self,
+        split: Split,
+        plan: Plan,
+        world: World,
+        parameters: Mapping[str, nn.Parameter],
+        placement: Placement,
+    ) -> None:
+        self._world = world
+        self._parameters = parameters
+        self._placement = placement
+        self._uses: dict[str, list[Use]] = {}
+        for parameter in split.traced.graph.parameters:
+            if parameter.needs_gradient:
+                self._uses[parameter.name] = [_use(split, plan, block) for block in reversed(parameter.blocks)]
+        self._orders: dict[str, Order] = {}
+        self._varies = split.traced.has_kept_modules
+
+    def begin(self, origin: str) -> Summation | None:
+        """Returns the sums of a step, to be started stage by stage; None while ranks do not know what they will sum."""
+        order = None if self._varies else self._orders.get(origin)
+        return None if order is None else Summation(order, self._world, self._parameters)
+
+    def total(self, accumulators: Mapping[ParameterUse, Tensor], origin: str | None) -> dict[str, Tensor]:
+        """Sums the accumulators of all ranks. Collective for the ranks that hold a stage.
+
+        Args:
+            accumulators: This rank's, by use; they are overwritten.
+            origin: What the backward started from; None: several, so that ranks must agree anew.
+
+        Returns:
+            For each parameter of this rank that has a gradient, the gradient of the global batch.
+        """
+        order = self._agree(accumulators, origin)
+        return Summation(order, self._world, self._parameters).finish(accumulators)
+
+    def _agree(self, accumulators: Mapping[ParameterUse, Tensor], origin: str | None) -> Order:
+        """Returns what is summed: all that has a gradient on any rank. Collective, once an origin.
+
+        Where a call goes backward from the same outputs, its graph gives the same parameters a gradient, unless a
+        module that is kept whole chooses among its own.
+        """
+        origin = None if self._varies else origin
+        order = None if origin is None else self._orders.get(origin)
+        if order is None:
+            agreed = set().union(*self._world.gather_objects(set(accumulators), "agreeing on gradients"))
+            live = {name: [use for use in uses if (name, use.block) in agreed] for name, uses in self._uses.items()}
+            holders = {name: self._placement.ranks_of(name) for name, uses in live.items() if uses}
+            order = Order({name: live[name] for name in holders if self._world.rank in holders[name]}, holders)
+        if origin is not None:
+            self._orders[origin] = order
+        return order
+
+
+class Summation:
+    """The gradients of one step on their way.
+
+    The parameters of a stage are summed over its replicas as soon as its last backward on this rank has ended.
+
+    Args:
+        order: What is summed.
+        world: The ranks.
+        parameters: This rank's parameters by first name.
+    """
+
+    def __init__(self, order: Order, world: World, parameters: Mapping[str, nn.Parameter]) -> None:
+        self._world = world
+        self._parameters = parameters
+        self._sums = Sums(world)
+        self._totals: dict[str, Tensor] = {}
+        self._accumulators: dict[ParameterUse, Tensor] = {}
+        self._order = order
+        self._coming = {ranks: dict(stages) for ranks, stages in order.stages.items()}
+        self._ended: set[int] = set()
+
+    def end_stage(self, stage: int, accumulators: Mapping[ParameterUse, Tensor]) -> None:
+        """Starts the sums of a stage, given its accumulators; never blocks."""
+        self._accumulators.update(accumulators)
+        self._ended.add(stage)
+        self._start()
+
+    def finish(self, accumulators: Mapping[ParameterUse, Tensor]) -> dict[str, Tensor]:
+        """Sums what is left and waits for everything; returns the gradient of each parameter."""
+        self._accumulators.update(accumulators)
+        self._ended.update(stage for stages in self._coming.values() for stage in stages)
+        self._start()
+        for name, uses in self._order.uses.items():
+            self._totals[name] = self._chain(name, uses)
+        self._sums.finish()
+        self._spread()
+        return self._totals
+
+    def _start(self) -> None:
+        for ranks, stages in self._coming.items():
+            while stages and next(iter(stages)) in self._ended:
+                self._add(stages.pop(next(iter(stages))), ranks)
+                self._sums.start()
+
+    def _add(self, stage: Mapping[str, list[Use]], ranks: tuple[int, ...]) -> None:
+        """Adds up the uses of each parameter of a stage; its ranks, if there are several, sum the totals."""
+        for name, (first, *others) in stage.items():
+            total = self._take(name, first)
+            for use in others:
+                total.add_(self._take(name, use))
+            if len(ranks) > 1:
+                is_contiguous = self._parameters[name].is_contiguous()
+                total = total.contiguous() if is_contiguous else total
+                self._sums.add(total, ranks, is_contiguous=is_contiguous)
+            self._totals[name] = total
+
+    def _take(self, name: str, use: Use) -> Tensor:
+        """Returns an accumulator; a replica that had no micro-batch adds zeros."""
+        found = self._accumulators.pop((name, use.block), None)
+        return found if found is not None else torch.zeros_like(self._parameters[name])
+
+    def _chain(self, name: str, uses: list[Use]) -> Tensor:
+        """Sums a parameter over the stages that use it, some of them again after others.
+
+        The total is on the first rank of the one that uses it first.
+        """
+        runs = [list(run) for _, run in groupby(uses, key=attrgetter("stage"))]
+        mine = [use for use in uses if self._world.rank in use.ranks]
+        parts = {use.block: self._take(name, use) for use in mine}
+        for use in mine:
+            if len(use.ranks) > 1:
+                self._world.all_reduce(parts[use.block], use.ranks)
+        heads = [run[0].ranks[0] for run in runs]
+        total: Tensor | None = None
+        for place, run in enumerate(runs):
+            if heads[place] != self._world.rank:
+                continue
+            before = heads[place - 1] if place else self._world.rank
+            if before != self._world.rank:
+                total = torch.empty_like(self._parameters[name])
+                self._world.receive([total], before, _CHAIN_TAG).wait()
+            own = [parts[use.block] for use in run]
+            total = _add_all(own if total is None else [total, *own])
+            after = heads[place + 1] if place + 1 < len(runs) else self._world.rank
+            if after != self._world.rank:
+                self._world.send([total], after, _CHAIN_TAG).wait()
+        return total if total is not None else torch.empty_like(self._parameters[name])
+
+    def _spread(self) -> None:
+        """Gives these sums to every rank that holds the parameter."""
+        for name, ranks in self._order.spread.items():
+            if len(ranks) > 1:
+                self._world.broadcast(self._totals[name], self._order.uses[name][-1].ranks[0], ranks)
+
+
+def _use(split: Split, plan: Plan, block: int) -> Use:
+    node = split.traced.graph.blocks[block].nodes[0]
+    stage = split.assignment.stage_of[node]
+    return Use(block, stage, plan.stages[stage].ranks)
+
+
+def _add_all(parts: list[Tensor]) -> Tensor:
+    total = parts[0]
+    for part in parts[1:]:
+        total.add_(part)
+    return total
+
+
+class GradientBook:
+    """Takes gradients from the leaves of a graph's stages, and keeps back what is not to be summed yet.
+
+    Args:
+        total: Sums over ranks.
+        stages: This rank's stages.
+        world: The ranks' way to talk.
+    """
+
+    def __init__(self, total: GradientSum, stages: Sequence[StageModule], world: World) -> None:
+        self._sum = total
+        self._stages = stages
+        self._world = world
+        self._kept: dict[ParameterUse, Tensor] = {}
+        self._may_have_kept = False
+        self._early: Summation | None = None
+
+    def begin(self, origin: str) -> None:
+        """Begins a step whose gradients will be summed, stage by stage if ranks know what they will sum."""
+        self._early = self._sum.begin(origin)
+
+    def end_stage(self, stage: int) -> None:
+        """Starts the sums of a stage whose last gradients on this rank are there; never blocks."""
+        if self._early is not None:
+            self._early.end_stage(stage, _taken([each for each in self._stages if each.index == stage]))
+
+    def keeps_back(self) -> None:
+        """Notes that gradients of this step will be kept back; every rank of the step does."""
+        self._may_have_kept = True
+
+    def take(self) -> dict[ParameterUse, Tensor]:
+        """Takes the gradients of the last step away from the leaves, by use."""
+        return _taken(self._stages)
+
+    def keep(self, accumulators: Mapping[ParameterUse, Tensor]) -> None:
+        """Keeps gradients of this rank back until the next `take_kept`."""
+        for use, gradient in accumulators.items():
+            self._kept[use] = self._kept[use].add_(gradient) if use in self._kept else gradient
+
+    def total(self, accumulators: Mapping[ParameterUse, Tensor], origin: str) -> dict[str, Tensor]:
+        """Sums gradients over uses and ranks, of which `begin` may have started some; see `GradientSum.total`."""
+        early, self._early = self._early, None
+        return self._sum.total(accumulators, origin) if early is None else early.finish(accumulators)
+
+    def take_kept(self) -> dict[str, Tensor]:
+        """Sums what was kept back. Collective."""
+        if not self._may_have_kept:
+            return {}
+        kept, self._kept, self._may_have_kept = self._kept, {}, False
+        is_any = any(self._world.gather_objects(bool(kept), "summing kept gradients"))
+        return self._sum.total(kept, None) if is_any else {}
+
+    def forget_step(self) -> None:
+        """Drops what a step that has failed leaves behind."""
+        self._early = None
+        _taken(self._stages)
+
+
+class Backwards:
+    """The caller's backwards through all calls of one model, and the gradients that they have left to be summed.
+
+    Args:
+        state: The model's parameters.
+        books: Those of the model's graphs, which grow with these.
+
+    Attributes:
+        num: how many backwards there were.
+        last_gradient: what came into the last one.
+    """
+
+    def __init__(self, state: OwnedState, books: Sequence[GradientBook]) -> None:
+        self.num = 0
+        self.last_gradient = "none"
+        self._state = state
+        self._books = books
+        self._owes_gradients = False
+
+    def note(self, gradient: str) -> None:
+        """Counts a backward of the caller, and the gradient that comes into it."""
+        self.num += 1
+        self.last_gradient = gradient
+
+    def note_gradients(self, is_summed: bool) -> None:
+        """Shows gradients of the parameters that other ranks hold, where plain PyTorch has them."""
+        self._owes_gradients = not is_summed
+        if is_summed:
+            note_gradients(self._away)
+
+    def synchronise(self) -> None:
+        """Sums the gradients that were kept back and adds them to ``.grad``. Collective."""
+        self._add(self._kept())
+        if self._owes_gradients:
+            self.note_gradients(True)
+
+    def take_kept(self) -> dict[str, Tensor]:
+        """Sums the gradients that were kept back; no backward gives a parameter its own that was frozen since."""
+        kept = self._kept()
+        if not kept:
+            return {}
+        parameters = self._state.parameters()
+        self._add({name: total for name, total in kept.items() if not parameters[name].requires_grad})
+        return {name: total for name, total in kept.items() if parameters[name].requires_grad}
+
+    def forget_step(self) -> None:
+        """Drops what a step that has failed leaves behind."""
+        for book in self._books:
+            book.forget_step()
+
+    def _add(self, totals: Mapping[str, Tensor]) -> None:
+        parameters = self._state.parameters()
+        for name, total in totals.items():
+            gradient = parameters[name].grad
+            parameters[name].grad = total if gradient is None else gradient.add_(total)
+
+    def _kept(self) -> dict[str, Tensor]:
+        """Sums the gradients that were kept back and returns them by parameter. Collective."""
+        totals: dict[str, Tensor] = {}
+        for book in self._books:
+            for name, total in book.take_kept().items():
+                totals[name] = totals[name].add_(total) if name in totals else total
+        return totals
+
+    @cached_property
+    def _away(self) -> list[RemoteTensor]:
+        """The parameters that other ranks hold."""
+        return [each for each in self._state.parameters().values() if isinstance(each, RemoteTensor)]
+
+
+def _taken(stages: Iterable[StageModule]) -> dict[ParameterUse, Tensor]:
+    """Takes the gradients away from the leaves of stages."""
+    taken: dict[ParameterUse, Tensor] = {}
+    for stage in stages:
+        for use, leaf in stage.leaves.items():
+            if leaf.grad is not None:
+                taken[use], leaf.grad = leaf.grad, None
+    return taken

@@ -1,0 +1,175 @@
+"""Defines `ThreadTransport`: ranks that are threads of one process, for tests of what ranks do together."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn, TypeVar
+
+import torch
+from torch import Tensor
+
+from autovaruna.errors import RankError
+from autovaruna.runtime.deadlock import Failure, encoded
+from autovaruna.runtime.transport.base import DONE, SMALL_BYTES, Part, Transport, flat, show, status_after
+from autovaruna.runtime.world import World, describe
+
+Result = TypeVar("Result")
+_of_thread = threading.local()
+Address = tuple[int, int, int, int]
+"""Source, destination, channel, tag."""
+
+
+class Mailboxes:
+    """What the ranks share: messages and notices on the way."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self.messages: dict[tuple[Address, int], Tensor] = {}
+        self.notices: list[deque[tuple[int, bytes]]] = [deque() for _ in range(num_ranks)]
+
+
+class Delivery(Part):
+    """The n-th receive from an address, which takes the n-th message sent to it."""
+
+    def __init__(self, mailboxes: Mailboxes, key: tuple[Address, int], buffer: Tensor) -> None:
+        self._mailboxes = mailboxes
+        self._key = key
+        self._buffer = buffer
+        self.needs_calls = buffer.nbytes > SMALL_BYTES
+
+    def is_done(self) -> bool:
+        """Fills the buffer if the message has come."""
+        data = self._mailboxes.messages.pop(self._key, None)
+        if data is None:
+            return False
+        buffer = flat(self._buffer).view(torch.uint8)
+        if data.numel() != buffer.numel():
+            raise RankError(f"rank {self._key[0][0]} sent {data.numel()} bytes where {buffer.numel()} were expected")
+        buffer.copy_(data)
+        return True
+
+
+class ThreadTransport(Transport):
+    """One rank of several in one process."""
+
+    def __init__(self, rank: int, mailboxes: Mailboxes) -> None:
+        self.rank = rank
+        self.hosts = (socket.gethostname(),) * len(mailboxes.notices)
+        self._mailboxes = mailboxes
+        self._num_sent: Counter[Address] = Counter()
+        self._num_received: Counter[Address] = Counter()
+
+    def post_send(self, tensor: Tensor, destination: int, channel: int, tag: int) -> Part:
+        """Puts a copy into the mailbox of the destination."""
+        address = self.rank, destination, channel, tag
+        self._mailboxes.messages[address, self._num_sent[address]] = flat(tensor).view(torch.uint8).clone()
+        self._num_sent[address] += 1
+        return DONE
+
+    def post_receive(self, tensor: Tensor, source: int, channel: int, tag: int) -> Part:
+        """Takes a number in the order of receives from this address."""
+        address = source, self.rank, channel, tag
+        number = self._num_received[address]
+        self._num_received[address] += 1
+        return Delivery(self._mailboxes, (address, number), tensor)
+
+    def send_notice(self, data: bytes, destination: int) -> None:
+        """Puts a notice into the mailbox of the destination."""
+        self._mailboxes.notices[destination].append((self.rank, data))
+
+    def take_notices(self) -> Iterator[tuple[int, bytes]]:
+        """Yields the notices that have come, each with its source."""
+        notices = self._mailboxes.notices[self.rank]
+        while notices:
+            yield notices.popleft()
+
+    def rest(self, waited_seconds: float) -> None:
+        """Lets the other threads run; a long wait becomes longer by a fiftieth at most."""
+        time.sleep(0.0 if waited_seconds < 1e-3 else min(100e-6 + waited_seconds / 50, 3e-3))
+
+    def abort(self, error: BaseException, where: str) -> NoReturn:
+        """Ends the waits of all ranks with an error that quotes this one, and raises it."""
+        self.fail(f"{where}: {describe(error)}")
+        raise error
+
+    def fail(self, text: str) -> None:
+        """Lets the waits of all ranks end with an error, unless they already do."""
+        for rank in range(len(self.hosts)):
+            self.send_notice(encoded(Failure(text, is_final=True)), rank)
+
+
+class SingleTransport(ThreadTransport):
+    """The only rank of a process without mpirun. It starts no MPI; messages to itself work as everywhere."""
+
+    def __init__(self) -> None:
+        super().__init__(0, Mailboxes(1))
+
+    def abort(self, error: BaseException, where: str) -> NoReturn:
+        """Prints the traceback, headed by `where`, and ends the program with `status_after`."""
+        show(error, where)
+        self.end(status_after(error))
+
+
+def single_world() -> World:
+    """Returns the world of a process that is the only rank."""
+    return World(SingleTransport())
+
+
+def make_worlds(num_ranks: int) -> list[World]:
+    """Returns the worlds of `num_ranks` ranks that talk to each other."""
+    mailboxes = Mailboxes(num_ranks)
+    return [World(ThreadTransport(rank, mailboxes)) for rank in range(num_ranks)]
+
+
+def world_of_thread() -> World | None:
+    """Returns the world of the rank that this thread is, None if it is none."""
+    return getattr(_of_thread, "world", None)
+
+
+def run_ranks(num_ranks: int, function: Callable[[World], Result], timeout_seconds: float = 500.0) -> list[Result]:
+    """Runs `function(world)` on each rank, a thread each; returns the results by rank.
+
+    Raises:
+        BaseException: the first error of any rank, once all have ended.
+        TimeoutError: ranks had not ended in time.
+    """
+    results: dict[int, Result] = {}
+    errors: list[BaseException] = []
+    worlds = make_worlds(num_ranks)
+    threads = [
+        threading.Thread(target=_run_rank, args=(world, function, results, errors), daemon=True) for world in worlds
+    ]
+    deadline = time.monotonic() + timeout_seconds
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    if errors:
+        raise errors[0]
+    late = [rank for rank, thread in enumerate(threads) if thread.is_alive()]
+    if late:
+        text = f"ranks {late} took longer than {timeout_seconds} s"
+        _fail(worlds[0], text)
+        raise TimeoutError(text)
+    return [results[rank] for rank in range(num_ranks)]
+
+
+def _run_rank(
+    world: World, function: Callable[[World], Any], results: dict[int, Any], errors: list[BaseException]
+) -> None:
+    """Runs one rank to its end, and keeps its result or its error."""
+    _of_thread.world = world
+    try:
+        results[world.rank] = function(world)
+        world.leave()
+    except BaseException as error:
+        errors.append(error)
+        _fail(world, f"rank {world.rank} failed: {describe(error)}")
+
+
+def _fail(world: World, text: str) -> None:
+    assert isinstance(world.transport, ThreadTransport)
+    world.transport.fail(text)

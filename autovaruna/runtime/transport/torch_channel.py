@@ -1,0 +1,360 @@
+"""Carries tensors through torch.distributed: NCCL between GPUs (or gloo, which tests the same code without any).
+
+A send of NCCL waits on its stream until the receiver has come to the matching receive, and two ranks that both send
+first wait for ever. So each direction of each pair of ranks has a process group, and with it a stream, of its own, and
+receives are posted in the order of the sender: a header of each tensor goes ahead through the transport, and the
+receiver, when it sees one, posts the receive at once, into the buffer that waits for this tag or into a spare one. So
+nothing that is sent can be stuck behind something else, whatever the order in which the receiver wants it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict, deque
+from collections.abc import Iterable, Iterator, Set
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
+from itertools import count
+from math import lcm
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from autovaruna.errors import ConfigError, RankError
+from autovaruna.planner.records import Plan
+from autovaruna.runtime.transport import links
+from autovaruna.runtime.transport.base import HEADER_CHANNEL, Pair, Part, Pending, flat
+from autovaruna.runtime.world import World
+
+
+class Transfer(Part):
+    """One tensor on its way; `work` is there once it has been started."""
+
+    def __init__(self, channel: TorchChannel, tensor: Tensor, *, is_send: bool) -> None:
+        self.tensor = tensor
+        self.work: Any = None
+        self.spare: Tensor | None = None
+        self._channel = channel
+        self._is_send = is_send
+
+    def is_done(self) -> bool:
+        """Says whether it may be used: on a GPU a receive may as soon as the stream waits for it."""
+        if self.work is None:
+            self._channel.advance()
+        if self.work is None or not self._is_finished():
+            return False
+        if self.spare is not None:
+            self._take_spare(self.spare)
+        return True
+
+    def _take_spare(self, spare: Tensor) -> None:
+        if spare.numel() != self.tensor.nbytes:
+            raise RankError(f"a rank sent {spare.numel()} bytes where {self.tensor.nbytes} were expected")
+        flat(self.tensor).view(torch.uint8).copy_(spare)
+        self.spare = None
+
+    def _is_finished(self) -> bool:
+        if self._channel.is_on_host:
+            return bool(self.work.done())
+        if self._is_send:
+            return bool(self.work.is_completed())
+        self.work.wait()
+        return True
+
+
+class Sum(Pending):
+    """A sum over a group on its way."""
+
+    def __init__(self, channel: TorchChannel, work: Any, tensor: Tensor, result: Tensor) -> None:
+        self._channel = channel
+        self._work = work
+        self._tensor = tensor
+        self._result = result
+
+    def is_done(self) -> bool:
+        """Says whether it has finished."""
+        return bool(self._work.is_completed())
+
+    def wait(self) -> None:
+        """Waits: the host with gloo, the stream on a GPU."""
+        if self._channel.is_on_host:
+            self._channel.world.watch.wait_until(self.is_done, lambda: ("for a sum over torch.distributed", ()))
+        self._work.wait()
+        if self._result is not self._tensor:
+            self._tensor.copy_(self._result)
+
+
+class EmptyWork:
+    """Work on a tensor without elements: done."""
+
+    def done(self) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+    def wait(self) -> bool:
+        return True
+
+
+_TIMEOUT = timedelta(days=7)  # the deadlock detector finds waits that cannot end
+_HEADER_NUMBERS = 2
+_POOL_THREADS = 32
+
+Ranks = tuple[int, ...]
+
+
+class TorchChannel:
+    """Process groups between pairs of ranks, and among groups. Opening one is collective.
+
+    Args:
+        world: The ranks; carries the headers.
+        backend: ``nccl`` or ``gloo``.
+        device: Where this rank's tensors are.
+    """
+
+    def __init__(self, world: World, backend: str, device: torch.device) -> None:
+        self.is_on_host = backend == "gloo"
+        self.world = world
+        self._backend = backend
+        self._store = self._open_store()
+        self._pool = ThreadPoolExecutor(_POOL_THREADS, "autovaruna-gloo") if self.is_on_host else None
+        self.device = device
+        self._out: dict[int, Any] = {}
+        self._in: dict[int, Any] = {}
+        self._sums: dict[Ranks, Any] = {}
+        self._waiting: dict[tuple[int, int], deque[Transfer]] = defaultdict(deque)
+        self._early: dict[tuple[int, int], deque[tuple[Any, Tensor]]] = defaultdict(deque)
+        self._headers: dict[int, tuple[Tensor, Part]] = {}
+
+    def is_like(self, backend: str, device: torch.device) -> bool:
+        """Whether this is what carries tensors on a device by a backend."""
+        return (backend, device) == (self._backend, self.device)
+
+    def connect(self, pairs: Iterable[Pair], groups: Iterable[Ranks]) -> None:
+        """Makes the process groups that are not there yet. Collective.
+
+        Args:
+            pairs: (sender, receiver) of messages, over all ranks.
+            groups: The ranks of sums.
+        """
+        rank = self.world.rank
+        new = [ends for ends in sorted(set(pairs)) if rank in ends and ends[0] != ends[1] and not self._connects(ends)]
+        by_ends = {ends: self._group("pair", ends) for ends in new}
+        mine = [ranks for ranks in sorted(set(groups)) if rank in ranks and len(ranks) > 1 and ranks not in self._sums]
+        by_ranks = {ranks: self._group("sum", ranks) for ranks in mine}
+        self._out |= {receiver: group for (sender, receiver), group in by_ends.items() if sender == rank}
+        self._in |= {sender: group for (sender, receiver), group in by_ends.items() if receiver == rank}
+        self._sums |= by_ranks
+        if not self.is_on_host:
+            self._greet(new, mine)
+        for source in [sender for sender, receiver in new if receiver == rank]:
+            self._await_header(source)
+
+    def _connects(self, ends: Pair) -> bool:
+        sender, receiver = ends
+        return receiver in self._out if sender == self.world.rank else sender in self._in
+
+    def sends_to(self, rank: int) -> bool:
+        """Whether messages to a rank go this way; its `receives_from` says the same."""
+        return rank in self._out
+
+    def receives_from(self, rank: int) -> bool:
+        """Whether messages of a rank come this way."""
+        return rank in self._in
+
+    def post_send(self, tensor: Tensor, destination: int, tag: int) -> Part:
+        """Starts to send a dense tensor."""
+        data = flat(tensor).view(torch.uint8)
+        header = torch.tensor([tag, data.numel()], dtype=torch.int64, device="cpu")
+        self.world.keep(self.world.transport.post_send(header, destination, HEADER_CHANNEL, 0))
+        transfer = Transfer(self, tensor, is_send=True)
+        transfer.work = self._start(self._out[destination].send, [data], 1)
+        return transfer
+
+    def post_receive(self, tensor: Tensor, source: int, tag: int) -> Part:
+        """Posts the receive of a dense tensor."""
+        transfer = Transfer(self, tensor, is_send=False)
+        early = self._early[source, tag]
+        if early:
+            transfer.work, transfer.spare = early.popleft()
+        else:
+            self._waiting[source, tag].append(transfer)
+        return transfer
+
+    def start_all_reduce(self, tensor: Tensor, ranks: Ranks) -> Pending | None:
+        """Starts to sum over a group; None if the group was not opened."""
+        group = self._sums.get(ranks)
+        if group is None:
+            return None
+        if tensor.dtype is torch.bool:
+            return None
+        half = tensor.dtype in (torch.float16, torch.bfloat16)
+        result = tensor.to(torch.float32) if half else tensor
+        return Sum(self, group.allreduce([flat(result)]), tensor, result)
+
+    def advance(self) -> None:
+        """Posts the receives of all tensors whose headers have come; never blocks."""
+        for source in self._in:
+            header, pending = self._headers[source]
+            while pending.is_done():
+                tag, num_bytes = header.tolist()
+                self._post(source, tag, num_bytes)
+                header, pending = self._await_header(source)
+
+    def _post(self, source: int, tag: int, num_bytes: int) -> None:
+        waiting = self._waiting[source, tag]
+        if waiting and waiting[0].tensor.nbytes == num_bytes:
+            transfer = waiting.popleft()
+            transfer.work = self._start(self._in[source].recv, [flat(transfer.tensor).view(torch.uint8)], 0)
+            return
+        spare = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+        work = self._start(self._in[source].recv, [spare], 0)
+        if waiting:
+            waiting[0].work, waiting[0].spare = work, spare  # of another size: its copy says so
+            waiting.popleft()
+        else:
+            self._early[source, tag].append((work, spare))
+
+    def _start(self, act: Any, tensors: list[Tensor], peer: int) -> Any:
+        """Starts to send or receive; gloo, whose work cannot be asked whether it has finished, waits in a thread."""
+        if tensors[0].numel() == 0:
+            return EmptyWork()
+        work = act(tensors, peer, 0)
+        if self._pool is None:
+            return work
+        waiting: Future[Any] = self._pool.submit(work.wait)
+        return waiting
+
+    def _await_header(self, source: int) -> tuple[Tensor, Part]:
+        header = torch.empty(_HEADER_NUMBERS, dtype=torch.int64, device="cpu")
+        self._headers[source] = header, self.world.transport.post_receive(header, source, HEADER_CHANNEL, 0)
+        return self._headers[source]
+
+    def _open_store(self) -> Store:
+        """Opens a store on rank 0 that the others find through the world."""
+        error: Exception | None = None
+        store: Any = None
+        open_store: Any = dist.TCPStore  # type: ignore[attr-defined]
+        if self.world.rank == 0:
+            try:
+                store = open_store("0.0.0.0", 0, is_master=True, wait_for_workers=False)
+            except Exception as caught:
+                error = caught
+        self.world.agree(error, "opening a channel")
+        port = self.world.broadcast_object(None if store is None else store.port, 0, "opening a channel")
+        if store is None:
+            first = self.world.hosts[0]
+            host = "127.0.0.1" if first == self.world.hosts[self.world.rank] else first
+            store = open_store(host, port, is_master=False)
+        return PrefixStore(self.world.broadcast_object(_next_name(), 0, "naming a channel"), store)
+
+    def _group(self, kind: str, ranks: Ranks) -> Any:
+        """Makes a process group of some ranks; all of them make theirs in one order."""
+        store = PrefixStore("-".join([kind, *map(str, ranks)]), self._store)
+        place = ranks.index(self.world.rank)
+        if self.is_on_host:
+            return dist.ProcessGroupGloo(store, place, len(ranks), _TIMEOUT)
+        from torch.distributed import ProcessGroupNCCL  # not there in every PyTorch
+
+        options = ProcessGroupNCCL.Options()
+        options._timeout = _TIMEOUT
+        return ProcessGroupNCCL(store, place, len(ranks), options)
+
+    def _greet(self, pairs: Iterable[Pair], groups: Iterable[Ranks]) -> None:
+        """Makes NCCL open its communicators now, in one order, where no rank waits for another in a step."""
+        one = torch.zeros(1, dtype=torch.uint8, device=self.device)
+        for sender, receiver in pairs:
+            is_sender = sender == self.world.rank
+            work = self._out[receiver].send([one], 1, 0) if is_sender else self._in[sender].recv([one], 0, 0)
+            work.wait()
+        for ranks in groups:
+            self._sums[ranks].allreduce([torch.zeros(1, device=self.device)]).wait()
+        torch.cuda.synchronize(self.device)
+
+
+_numbers = count()
+
+
+def _next_name() -> str:
+    return f"autovaruna-{next(_numbers)}"
+
+
+logger = logging.getLogger(__name__)
+
+
+def open_channel(setting: str, plan: Plan, world: World, device: torch.device) -> None:
+    """Opens the channel of a plan. Collective.
+
+    Args:
+        setting: ``auto``, ``mpi``, ``nccl`` or ``gloo``.
+        plan: Says who talks to whom.
+        world: The ranks.
+        device: Where this rank computes.
+
+    Raises:
+        ConfigError: NCCL is asked for where it cannot be; on every rank.
+    """
+    groups = {stage.ranks for stage in plan.stages if len(stage.ranks) > 1}
+    backend = _open_backend(setting, world, device, set(pairs_of(plan)), groups)
+    if device.type != "cpu" and backend:
+        logger.info("tensors go between ranks through %s", backend)
+
+
+def open_to_measure(setting: str, world: World, device: torch.device) -> None:
+    """Opens the channel for what is measured before there is a plan: neighbours talk, and all sum. Collective.
+
+    Arguments and errors are those of `open_channel`.
+    """
+    neighbours = {pair for ends in links.pairs_of(world.hosts) for pair in (ends, ends[::-1])}
+    _open_backend(setting, world, device, neighbours, {tuple(range(world.num_ranks))})
+
+
+def _open_backend(setting: str, world: World, device: torch.device, pairs: Set[Pair], groups: Set[Ranks]) -> str:
+    """Opens the channel for messages between pairs, and sums over groups; returns its name, empty if none is needed."""
+    if world.num_ranks == 1:
+        return ""
+    lacking = [] if setting in ("mpi", "gloo") else lacking_for_nccl(world, device)
+    if setting == "nccl" and lacking:
+        raise ConfigError(f"channel='nccl' needs a GPU for each rank: {'; '.join(lacking)}. Pass channel='mpi'.")
+    backend = ("mpi" if lacking else "nccl") if setting == "auto" else setting
+    if backend != "mpi":
+        carrier = world.carrier
+        if not isinstance(carrier, TorchChannel) or not carrier.is_like(backend, device):
+            carrier = world.carrier = TorchChannel(world, backend, device)
+        carrier.connect(pairs, groups)
+    elif setting == "auto":
+        world.open_rings(pairs, device.type == "cpu")
+    return backend
+
+
+def lacking_for_nccl(world: World, device: torch.device) -> list[str]:
+    """Returns in words why NCCL cannot connect the ranks; nothing if it can. Collective."""
+    known = world.gather_objects((device.type, _identity_of(device), dist.is_nccl_available()), "choosing a channel")
+    lacking = [f"rank {rank} computes on {kind}" for rank, (kind, _, _) in enumerate(known) if kind != "cuda"]
+    lacking += [f"rank {rank}'s PyTorch has no NCCL" for rank, (_, _, has_nccl) in enumerate(known) if not has_nccl]
+    first: dict[str, int] = {}
+    for rank, (kind, identity, _) in enumerate(known):
+        if kind == "cuda" and first.setdefault(identity, rank) != rank:
+            lacking.append(f"ranks {first[identity]} and {rank} share a GPU")
+    return lacking
+
+
+def _identity_of(device: torch.device) -> str:
+    """Returns a name of this device that no other device of any host has."""
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
+
+
+def pairs_of(plan: Plan) -> Iterator[Pair]:
+    """Yields the ranks that a micro-batch takes from one stage to another, both ways."""
+    for source in range(plan.num_stages):
+        for destination in range(source + 1, plan.num_stages):
+            period = lcm(len(plan.stages[source].ranks), len(plan.stages[destination].ranks))
+            for micro_batch in range(min(period, plan.num_micro_batches)):
+                ends = plan.rank_of(source, micro_batch), plan.rank_of(destination, micro_batch)
+                if ends[0] != ends[1]:
+                    yield ends
+                    yield ends[::-1]

@@ -1,0 +1,472 @@
+"""Defines `World`: how ranks talk, composed of a transport, which moves bytes, and a watch, which ends hopeless waits.
+
+Two kinds of calls. *Collectives* (`gather_objects`, `broadcast_object`, `agree`, `barrier`) are called by every rank in
+the same order with the same label `what`; ranks that are in different ones all get a `RankError` that says who is
+where. *Messages* (`send`, `receive`) and the tensor collectives of a group (`broadcast`, `all_reduce`) are called by
+the ranks that take part only. Messages with the same source, destination and tag arrive in the order sent.
+"""
+
+from __future__ import annotations
+
+import pickle
+import traceback
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from operator import is_
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from autovaruna.errors import AutoVarunaError, RankError
+from autovaruna.runtime.deadlock import Event, Need, Watch
+from autovaruna.runtime.reduction import Group, broadcast_in_tree
+from autovaruna.runtime.transport.base import (
+    CARRIER_CHANNEL,
+    DONE,
+    MAX_PART_BYTES,
+    OBJECT_CHANNEL,
+    TENSOR_CHANNEL,
+    Blank,
+    Carrier,
+    Pair,
+    Part,
+    Pending,
+    Transport,
+    check_dense,
+    empty_on_host,
+    rows_on_host,
+    split,
+    to_host,
+)
+
+SENDS_AT_ONCE = 16
+_ERRORS = AutoVarunaError.__module__
+
+
+class Message(Pending):
+    """A list of tensors on the way: done when all its parts are.
+
+    Args:
+        world: The ranks.
+        parts: The parts that are on the way.
+        event: What this rank does: ``sent`` or ``received``.
+        count: How often it has done that, with these parts.
+        finish: Runs when all have arrived or left.
+    """
+
+    __slots__ = ("_count", "_event", "_finish", "_parts", "_world")
+
+    def __init__(
+        self, world: World, parts: list[Part], event: Event, count: int, finish: Callable[[], None] | None = None
+    ) -> None:
+        self._world = world
+        self._parts = parts
+        self._event = event
+        self._count = count
+        self._finish = finish
+        for part in parts:
+            if part.needs_calls:
+                world.lagging.add(self)
+
+    def is_done(self) -> bool:
+        """Says whether every part has arrived or left."""
+        parts = self._parts
+        while parts:
+            if not parts[-1].is_done():
+                return False
+            parts.pop()
+        self._world.coming.discard(self)
+        self._world.lagging.discard(self)
+        if self._finish is not None:
+            finish, self._finish = self._finish, None
+            finish()
+        return True
+
+    def wait(self) -> None:
+        """Blocks until every part has arrived or left."""
+        if not self.is_done():
+            self._world.watch.wait_until(self.is_done, self.waiting)
+
+    def waiting(self) -> tuple[str, tuple[Need, ...]]:
+        """Says in words and for the deadlock detector what is missing: that the other rank does its part."""
+        what, other, channel, tag = self._event
+        if what == "sent":
+            need = Need(other, ("received", self._world.rank, channel, tag), self._count)
+            return f"for rank {other} to receive a message (tag {tag})", (need,)
+        need = Need(other, ("sent", self._world.rank, channel, tag), self._count)
+        return f"for a message of rank {other} (tag {tag})", (need,)
+
+
+class Brought(Message):
+    """A message that makes its own tensors: `tensors`, complete once it is done.
+
+    Args:
+        world, event, count: As of any message.
+        bring: Gives the next tensor, if it is here.
+        blanks: The layouts of the tensors.
+    """
+
+    __slots__ = ("_blanks", "_bring", "tensors")
+
+    def __init__(
+        self,
+        world: World,
+        bring: Callable[[Blank], Tensor | None],
+        blanks: Sequence[Blank],
+        event: Event,
+        count: int,
+    ) -> None:
+        self._world = world
+        self._bring = bring
+        self._blanks = blanks
+        self._event = event
+        self._count = count
+        self.tensors: list[Tensor] = []
+
+    def is_done(self) -> bool:
+        """Says whether all have come."""
+        tensors = self.tensors
+        while len(tensors) < len(self._blanks):
+            tensor = self._bring(self._blanks[len(tensors)])
+            if tensor is None:
+                return False
+            tensors.append(tensor)
+        return True
+
+
+class World:
+    """The ranks of one program, seen from one of them.
+
+    Args:
+        transport: Moves the bytes.
+
+    Attributes:
+        rank: number of this rank.
+        num_ranks: number of ranks N.
+        hosts: host name of every rank.
+        num_models: how many models this rank's script has called; their order tells them apart.
+        transport: what moves the bytes.
+        watch: what waits for other ranks.
+        carrier: what moves tensors of some ranks straight between their devices, if anything.
+        coming: the messages that are on their way to this rank.
+        lagging: messages on their way, either way, that advance only while this rank calls the transport.
+    """
+
+    def __init__(self, transport: Transport) -> None:
+        self.rank = transport.rank
+        self.num_ranks = len(transport.hosts)
+        self.hosts = transport.hosts
+        self.num_models = 0
+        self.transport = transport
+        self.watch = Watch(transport, self._advance)
+        self.carrier: Carrier | None = None
+        self.coming: set[Message] = set()
+        self.lagging: set[Message] = set()
+        self._sends: deque[Part] = deque()
+        self._groups: dict[tuple[int, ...], Group] = {}
+
+    # Collectives of all ranks.
+
+    def gather_objects(self, value: object, what: str) -> list[Any]:
+        """Returns the values that the ranks passed, by rank; those that are alike may be one object. Collective.
+
+        Args:
+            value: a small object that pickles.
+            what: what the ranks do here, for errors; must be the same on every rank.
+
+        Raises:
+            RankError: ranks came with different labels, or a rank ended its script.
+        """
+        return self.watch.gather(value, what)
+
+    def broadcast_object(self, value: object, root: int, what: str) -> Any:
+        """Returns the value of rank `root`. Collective; raises as `gather_objects`."""
+        return self.gather_objects(value if self.rank == root else None, what)[root]
+
+    def barrier(self, what: str) -> None:
+        """Returns once every rank has come. Collective; raises as `gather_objects`."""
+        self.gather_objects(None, what)
+
+    def agree(self, error: BaseException | None, what: str, value: object = None) -> list[Any]:
+        """Raises on every rank if any rank passes an error; returns the values that the ranks passed. Collective.
+
+        A rank with an error ends those that do not come soon to hear of it.
+
+        Raises:
+            BaseException: `error` itself, on the ranks that passed one.
+            AutoVarunaError: on the others, with the message and traceback of the first rank that failed; of the kind
+                of its error, so that a script can catch the same on every rank; RankError if it is not of our tree.
+        """
+        report = None if error is None else (kind_of(error), describe(error))
+        give_up = None if error is None else partial(self.abort, error, f"rank {self.rank} failed while {what}")
+        try:
+            reports = self.watch.gather((report, value), what, give_up)
+        except RankError as mismatch:
+            raise mismatch if error is None else error from mismatch
+        if error is not None:
+            raise error
+        for rank, (report, _) in enumerate(reports):
+            if report is not None:
+                kind, text = report
+                passed_on: AutoVarunaError = kind(f"rank {rank} failed while {what}: {text}")
+                passed_on.is_second_hand = True
+                raise passed_on
+        return [value for _, value in reports]
+
+    # Messages.
+
+    def send(self, tensors: Sequence[Tensor], destination: int, tag: int) -> Pending:
+        """Starts to send `tensors`; never blocks. They must not change until it is done.
+
+        Args:
+            tensors: dense tensors (contiguous, in any order of dimensions) of any dtype.
+            destination: the receiving rank; may be this one.
+            tag: at least 0, below 2 ** 20.
+        """
+        carrier = self.carrier
+        if len(tensors) == 1 and tensors[0].is_cpu and carrier is None:
+            return self._send_one(tensors[0], destination, tag)
+        if carrier is not None and carrier.sends_to(destination):
+            there = [part for each in tensors for part in split(each.detach().to(carrier.device))]
+            parts = [carrier.post_send(part, destination, tag) for part in there]
+            return self._sent(parts, destination, CARRIER_CHANNEL, tag)
+        parts = self.transport.post_sends(
+            [each if each.is_cpu else to_host(each) for each in tensors], destination, TENSOR_CHANNEL, tag
+        )
+        return self._sent(parts, destination, TENSOR_CHANNEL, tag)
+
+    def _send_one(self, tensor: Tensor, destination: int, tag: int) -> Pending:
+        """Does the same for one tensor of the host: what most messages are, and small stages wait for each line."""
+        if tensor.nbytes > MAX_PART_BYTES:
+            parts = self.transport.post_sends([tensor], destination, TENSOR_CHANNEL, tag)
+            return self._sent(parts, destination, TENSOR_CHANNEL, tag)
+        if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+            check_dense(tensor)
+        part = self.transport.post_send(tensor, destination, TENSOR_CHANNEL, tag)
+        event, counts = ("sent", destination, TENSOR_CHANNEL, tag), self.watch.counts
+        count = counts[event] = counts[event] + 1
+        if part is DONE:
+            return DONE
+        message = Message(self, [part], event, count)
+        self._sends.append(message)
+        return message
+
+    def _sent(self, parts: list[Part], destination: int, channel: int, tag: int) -> Pending:
+        """Returns what has been started as a message, which is kept until it has left."""
+        event = "sent", destination, channel, tag
+        count = self.watch.count(event, len(parts))
+        if parts.count(DONE) == len(parts):
+            return DONE
+        message = Message(self, parts, event, count)
+        self._sends.append(message)
+        return message
+
+    def receive(self, buffers: Sequence[Tensor], source: int, tag: int) -> Pending:
+        """Posts the receive of a message into `buffers`, which are laid out as the tensors that were sent.
+
+        The buffers are filled once it is done.
+
+        Raises:
+            RankError: in `wait`: the message has another number of bytes than the buffers.
+        """
+        carrier = self.carrier
+        if carrier is not None and carrier.receives_from(source):
+            landing = [_on_device(buffer, carrier.device) for buffer in buffers]
+            parts = [carrier.post_receive(part, source, tag) for each in landing for part in split(each)]
+            return self._received(parts, source, CARRIER_CHANNEL, tag, _filling(buffers, landing))
+        landing = [buffer if buffer.is_cpu else empty_on_host(buffer) for buffer in buffers]
+        parts = self.transport.post_receives(landing, source, TENSOR_CHANNEL, tag)
+        return self._received(parts, source, TENSOR_CHANNEL, tag, _filling(buffers, landing))
+
+    def _received(
+        self, parts: list[Part], source: int, channel: int, tag: int, finish: Callable[[], None] | None = None
+    ) -> Message:
+        event = "received", source, channel, tag
+        message = Message(self, parts, event, self.watch.count(event, len(parts)), finish)
+        self.coming.add(message)
+        return message
+
+    def brings(self, source: int, blanks: Sequence[Blank]) -> bool:
+        """Says whether tensors of `source` come by themselves, so that `bring` is called in place of `receive`."""
+        return self.transport.brings(source, blanks)
+
+    def bring(self, blanks: Sequence[Blank], source: int, tag: int) -> Brought:
+        """Waits for the next message of `source`, without memory posted for it; where `brings` says so.
+
+        Raises:
+            RankError: in `is_done` or `wait`: the message has another number of bytes than the blanks.
+        """
+        event, counts = ("received", source, TENSOR_CHANNEL, tag), self.watch.counts
+        count = counts[event] = counts[event] + len(blanks)
+        return Brought(self, self.transport.bringing(source, tag), blanks, event, count)
+
+    def send_object(self, value: object, destination: int, tag: int) -> Pending:
+        """Starts to send an object that pickles; never blocks. Its tags are apart from those of tensors."""
+        data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        length = torch.tensor([data.numel()], device="cpu")
+        parts = self.transport.post_sends([length], destination, OBJECT_CHANNEL, tag)
+        parts += self.transport.post_sends([data], destination, OBJECT_CHANNEL, tag)  # apart, as they are received
+        return self._sent(parts, destination, OBJECT_CHANNEL, tag)
+
+    def receive_object(self, source: int, tag: int) -> Any:
+        """Returns the next object that `source` sent with `tag`; blocks."""
+        length = torch.empty(1, dtype=torch.int64, device="cpu")
+        self._receive_now(length, source, tag)
+        data = torch.empty(int(length.item()), dtype=torch.uint8, device="cpu")
+        self._receive_now(data, source, tag)
+        return pickle.loads(data.numpy().tobytes())
+
+    def _receive_now(self, tensor: Tensor, source: int, tag: int) -> None:
+        parts = self.transport.post_receives([tensor], source, OBJECT_CHANNEL, tag)
+        self._received(parts, source, OBJECT_CHANNEL, tag).wait()
+
+    def open_rings(self, pairs: Iterable[Pair], has_host_memory: bool) -> None:
+        """Sends messages between ranks of one host a shorter way from now on, if the transport has one. Collective.
+
+        Args:
+            pairs: (sender, receiver), the same on every rank.
+            has_host_memory: Whether all that this rank sends and receives lies in the host's memory.
+        """
+        self.transport.open_rings(pairs, has_host_memory, self.gather_objects)
+
+    # Groups of ranks.
+
+    def broadcast(self, tensor: Tensor, root: int, ranks: tuple[int, ...]) -> None:
+        """Overwrites `tensor` with that of rank `root`, on `ranks` (ascending or not, the same order on each)."""
+        assert root in ranks, f"root {root} must be among ranks {ranks}"
+        host = rows_on_host(tensor)
+        broadcast_in_tree(self._group(ranks), host, root)
+        if host is not tensor and self.rank != root:
+            tensor.detach().copy_(host)
+
+    def all_reduce(self, tensor: Tensor, ranks: tuple[int, ...]) -> None:
+        """Overwrites `tensor` with its sum over `ranks`, as `start_all_reduce`, and waits for it."""
+        self.start_all_reduce(tensor, ranks).wait()
+
+    def start_all_reduce(self, tensor: Tensor, ranks: tuple[int, ...]) -> Pending:
+        """Starts to overwrite `tensor` with its sum over `ranks`; every rank gets the same bits.
+
+        Sums of a group start in the same order on each of its ranks. bfloat16 and float16 are summed in float32 and
+        rounded once; bool is a logical or.
+        """
+        check_dense(tensor)
+        if len(ranks) == 1 or tensor.numel() == 0:
+            return DONE
+        if self.carrier is not None and tensor.device.type == self.carrier.device.type:
+            carried = self.carrier.start_all_reduce(tensor, ranks)
+            if carried is not None:
+                return carried
+        return self._group(ranks).start(tensor)
+
+    def _group(self, ranks: tuple[int, ...]) -> Group:
+        if ranks not in self._groups:
+            assert self.rank in ranks, f"rank {self.rank} must be among {ranks}"
+            group = Group(self.transport, self.watch, ranks)
+            assert all(known.tag != group.tag for known in self._groups.values()), f"tag {group.tag} is taken"
+            self._groups[ranks] = group
+        return self._groups[ranks]
+
+    # Progress.
+
+    def progress(self) -> None:
+        """Lets pending messages and sums advance and forgets finished sends; never blocks.
+
+        Raises:
+            RankError: another rank failed or ended, so that no rank can go on.
+        """
+        if self._sends:
+            self._forget_sends()
+        if self.carrier is not None:
+            self.carrier.advance()
+        self._advance()
+        self.watch.listen()
+        self.watch.raise_failure()
+
+    def glance(self) -> None:
+        """Does as `progress` if anything is on its way that does not advance by itself; called between instructions."""
+        if len(self._sends) > SENDS_AT_ONCE or self.carrier is not None:
+            self.progress()
+            return
+        for message in list(self.lagging):
+            if not message.is_done():  # to ask for one lets all advance
+                break
+        for group in self._groups.values():
+            if group.active:
+                self.progress()
+                return
+
+    def keep(self, part: Part) -> None:
+        """Keeps what is on its way until it has left."""
+        self._sends.append(part)
+
+    def flush(self) -> None:
+        """Blocks until everything that this rank sent has left it."""
+        for group in self._groups.values():
+            self.watch.wait_until(group.is_idle, group.waiting)
+        while self._sends:
+            part = self._sends.popleft()
+            waiting = part.waiting if isinstance(part, Message) else lambda: ("for a message to leave", ())
+            self.watch.wait_until(part.is_done, waiting)
+
+    def _forget_sends(self) -> None:
+        """Forgets finished sends, looking at some of them in turn: thousands may be on their way."""
+        for _ in range(min(len(self._sends), SENDS_AT_ONCE)):
+            message = self._sends.popleft()
+            if not message.is_done():
+                self._sends.append(message)
+
+    def _advance(self) -> None:
+        """Lets sums advance, and what the transport moves only while it is called."""
+        for group in self._groups.values():
+            group.is_idle()
+        self.transport.advance()
+
+    # The end.
+
+    def abort(self, error: BaseException, where: str) -> NoReturn:
+        """Ends all ranks, after this rank's traceback, headed by `where`, on standard error."""
+        self.transport.abort(error, where)
+
+    def leave(self) -> None:
+        """Says goodbye to the other ranks, and ends the transport once all have.
+
+        Raises:
+            RankError: another rank waits for an act of this one.
+        """
+        self.watch.leave()
+        self.transport.close()
+
+
+def _on_device(buffer: Tensor, device: torch.device) -> Tensor:
+    """Returns memory on a device that is laid out as `buffer`: itself, if it is there."""
+    if buffer.device.type == device.type:
+        return buffer
+    return torch.empty_strided(buffer.size(), buffer.stride(), dtype=buffer.dtype, device=device)
+
+
+def _filling(buffers: Sequence[Tensor], landing: Sequence[Tensor]) -> Callable[[], None] | None:
+    """Returns what copies memory that a message has landed in to its buffers; None: it landed there."""
+    if all(map(is_, buffers, landing)):
+        return None
+    return partial(_copy_all, [(buffer, other) for buffer, other in zip(buffers, landing, strict=True)])
+
+
+def _copy_all(landed: list[tuple[Tensor, Tensor]]) -> None:
+    with torch.no_grad():
+        for buffer, other in landed:
+            if other is not buffer:
+                buffer.copy_(other)
+
+
+def kind_of(error: BaseException) -> type[AutoVarunaError]:
+    """Returns the kind of error that tells other ranks of this one."""
+    return type(error) if isinstance(error, AutoVarunaError) and type(error).__module__ == _ERRORS else RankError
+
+
+def describe(error: BaseException) -> str:
+    """Returns type, message and traceback of an error as text."""
+    name = type(error).__name__
+    trace = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    return f"{name}: {error}\n{trace}"

@@ -1,0 +1,142 @@
+"""Computes the values of the whole batch that a graph uses, from the inputs of all ranks, before its micro-batches run.
+
+Each rank computes the totals of its own mini-batch; they travel with what it says of its call, in one exchange.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autovaruna.graph.batch.values import Merge
+from autovaruna.graph.pieces.deferral import direct
+from autovaruna.graph.pieces.extract import Argument, Piece, Source, extract
+from autovaruna.graph.precision import is_autocast, without_autocast
+from autovaruna.graph.traced import TracedModel
+from autovaruna.runtime.batch import GlobalBatch
+
+Totals = list[Any]
+"""What a rank says of its mini-batch: one number, or nested lists of them, for each total; empty: it has no samples."""
+ValuesOfBatch = Mapping[float, dict[str, Tensor]]
+"""By the weight of a micro-batch's loss, what it is given for each call of `of_batch`, by the name of the node."""
+
+
+class BatchValues:
+    """The values of the whole batch of one graph.
+
+    Args:
+        traced: The graph.
+        buffers: Returns the model's buffers by first name, as they are now.
+        device: Where the model computes.
+    """
+
+    def __init__(self, traced: TracedModel, buffers: Callable[[], Mapping[str, Tensor]], device: torch.device) -> None:
+        self._traced = traced
+        self._totals = traced.totals
+        self._buffers = buffers
+        self._device = device
+        made_of = [name for name, _ in self._totals.values.values()]
+        self._before = extract(traced, self._totals.before, list(self._totals.merges), is_bare=True)
+        self._after = extract(traced, self._totals.after, list(dict.fromkeys(made_of)), is_bare=True)
+        self._run_before, self._run_after = direct(self._before.module), direct(self._after.module)
+
+    def of_samples(self, tensors: Sequence[Tensor], num_samples: int) -> Totals:
+        """Returns the totals of a mini-batch.
+
+        Args:
+            tensors: Its tensors, in the order of the call's inputs.
+            num_samples: Samples in it.
+        """
+        if not num_samples:
+            return []
+        found = self._run(self._before, self._run_before, tensors, num_samples, {})
+        return [total.tolist() if isinstance(total, Tensor) else total for total in found.values()]
+
+    def of_batch(
+        self, reported: Sequence[Totals], sizes: Sequence[int], tensors: Sequence[Tensor], batch: GlobalBatch
+    ) -> ValuesOfBatch:
+        """Returns what the micro-batches of a global batch are given.
+
+        Args:
+            reported: The totals of each of its mini-batches.
+            sizes: The samples in each.
+            tensors: This rank's tensors; those that are no batch are the same on all ranks.
+            batch: Its micro-batches.
+        """
+        parts = [(totals, size) for totals, size in zip(reported, sizes, strict=True) if size]
+        counts = [size for _, size in parts]
+        made: dict[str, Any] = {
+            name: self._merged(name, [each[place] for each, _ in parts], counts)
+            for place, name in enumerate(self._totals.merges)
+        }
+        if self._totals.after:
+            totals = {name: self._as_traced(name, total) for name, total in made.items()}
+            made = self._run(self._after, self._run_after, tensors, batch.num_samples, totals)
+        return {share: self._given(made, share) for share in {part.share for part in batch.micro_batches.values()}}
+
+    def _merged(self, name: str, totals: Sequence[Any], sizes: Sequence[int]) -> Any:
+        """Returns a total of all mini-batches, of `sizes` samples each: a number, or a tensor of them."""
+        is_number = not isinstance(totals[0], list)
+        parts = totals if is_number else torch.tensor(totals, dtype=_widest(self._dtype(name)))
+        match self._totals.merges[name]:
+            case Merge.SUM:
+                return sum(parts)
+            case Merge.MEAN:
+                return sum(part * size for part, size in zip(parts, sizes, strict=True)) / sum(sizes)
+            case Merge.LARGEST:
+                return max(parts) if is_number else torch.as_tensor(parts).amax(0)
+            case Merge.SMALLEST:
+                return min(parts) if is_number else torch.as_tensor(parts).amin(0)
+
+    def _given(self, made: Mapping[str, Any], share: float) -> dict[str, Tensor]:
+        """Returns what micro-batches of a share are given, by the name of the call of `of_batch`."""
+        return {
+            name: torch.as_tensor(use.of_share(made[source], share)).to(self._device, self._dtype(name))
+            for name, (source, use) in self._totals.values.items()
+        }
+
+    def _as_traced(self, name: str, total: Any) -> Any:
+        """Returns a merged total as the operation would that computes it."""
+        is_tensor = isinstance(self._traced.nodes[name].meta["val"], Tensor)
+        return torch.as_tensor(total).to(self._device, self._dtype(name)) if is_tensor else total
+
+    def _dtype(self, name: str) -> torch.dtype:
+        return self._traced.nodes[name].meta["val"].dtype  # type: ignore[no-any-return]
+
+    def _run(
+        self,
+        piece: Piece,
+        run: Callable[..., Sequence[Any]],
+        tensors: Sequence[Tensor],
+        num_samples: int,
+        totals: Mapping[str, Any],
+    ) -> dict[str, Any]:
+        inputs = dict(zip(self._traced.inputs, tensors, strict=True))
+        given = [self._argument(argument, inputs, num_samples, totals) for argument in piece.arguments]
+        with torch.no_grad(), without_autocast() if is_autocast() else nullcontext():  # it enters it as its nodes say
+            return dict(zip(piece.outputs, run(*given), strict=True))
+
+    def _argument(
+        self, argument: Argument, inputs: Mapping[str, Tensor], num_samples: int, totals: Mapping[str, Any]
+    ) -> Any:
+        match argument.source:
+            case Source.INPUT:
+                return inputs[argument.name].detach().to(self._device).contiguous()  # as micro-batches are
+            case Source.SIZE:
+                return self._traced.sizes.number(self._traced.nodes[argument.name].meta["val"], num_samples)
+            case Source.BUFFER:
+                return self._buffers()[argument.name]
+            case Source.CONSTANT:
+                return self._traced.constants[argument.name].to(self._device)
+            case _:
+                return totals[argument.name]
+
+
+def _widest(dtype: torch.dtype) -> torch.dtype:
+    if dtype.is_complex:
+        return torch.complex128
+    return torch.float64 if dtype.is_floating_point else torch.int64

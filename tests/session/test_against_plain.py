@@ -1,0 +1,194 @@
+"""Holds steps to plain PyTorch on the whole global batch, dropout off: DESIGN.md 6.1 to 6.3."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+
+from autovaruna import AutoVaruna, InputError
+from tests.catalogue import CASES, HUGGING_FACE, PLAIN, Batch, Case
+from tests.reference import (
+    OPTIMIZERS,
+    Record,
+    adamw,
+    compare,
+    gradients_of,
+    part,
+    plain_micro_batched,
+    plain_steps,
+    ranges,
+)
+from tests.session.training import Setup, TooFewBlocksError, on_ranks, pipeline, share_of, train, weighted_mean
+
+STEPS = 3
+REPLICAS = {"replicas": Setup(((0, 1),)), "unequal_replicas": Setup(((0,), (1, 2)))}
+SIZES: dict[str, tuple[Setup, list[list[int]]]] = {
+    "equal": (Setup(((0, 1),), 4), [[4, 4]] * STEPS),
+    "uneven": (Setup(((0, 1),), 4), [[5, 2], [1, 6], [3, 4]]),
+    "empty": (Setup(((0, 1, 2),), 6), [[3, 4, 0], [0, 4, 3], [7, 0, 0]]),
+    "pipeline": (pipeline(3, num_micro_batches=6), [[3, 0, 4], [1, 1, 5], [2, 3, 2]]),
+    "grid": (Setup(((0, 1), (2, 3)), 8), [[2, 3, 1, 4], [1, 1, 1, 0], [4, 4, 4, 4]]),
+    "unequal_replicas": (Setup(((0,), (1, 2)), 5), [[3, 2, 2], [0, 4, 3], [4, 1, 2]]),
+    "fewer_samples_than_micro_batches": (Setup(((0,), (1,)), 8), [[5, 4], [1, 2], [2, 1]]),
+}
+
+
+def batches_of(case: Case, sizes: Sequence[int]) -> list[Batch]:
+    """Returns a global batch a step."""
+    return [case.batch(size, step) for step, size in enumerate(sizes)]
+
+
+@cache
+def plain(name: str, optimizer: str, num_micro_batches: int) -> Record:
+    """Returns what plain PyTorch gives for three batches of seven."""
+    case = CASES[name].without_dropout()
+    batches = batches_of(case, [7] * STEPS)
+    if case.has_batch_norm:
+        cut = [[part(batch, *bounds) for bounds in ranges(7, num_micro_batches)] for batch in batches]
+        return plain_micro_batched(case, cut, OPTIMIZERS[optimizer])
+    return plain_steps(case, batches, OPTIMIZERS[optimizer])
+
+
+def hold(case: Case, setup: Setup, optimizer: str, has_all_buffers: bool) -> None:
+    """Asserts that a setup trains as plain PyTorch does."""
+    quiet = case.without_dropout()
+    if quiet.has_dropout:
+        pytest.skip("always random")
+    try:
+        got = train(quiet, setup, batches_of(quiet, [7] * STEPS), OPTIMIZERS[optimizer])
+    except TooFewBlocksError:
+        pytest.skip("one block")
+    expected = plain(case.name, optimizer, setup.num_micro_batches)
+    compare(without_buffers(got, expected, has_all_buffers), without_buffers(expected, got, has_all_buffers))
+
+
+def without_buffers(record: Record, other: Record, has_all: bool) -> Record:
+    """Leaves out buffers that only one of two records has (they are not in a state_dict), or all."""
+    kept = {name: value for name, value in record.buffers.items() if has_all and name in other.buffers}
+    return Record(record.losses, record.gradients, record.weights, kept)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("case", PLAIN, ids=str)
+def test_a_pipeline_trains_as_plain_pytorch(case: Case, optimizer: str) -> None:
+    hold(case, pipeline(min(2, case.max_stages)), optimizer, has_all_buffers=True)
+
+
+@pytest.mark.parametrize("setup", REPLICAS)
+@pytest.mark.parametrize("case", [case for case in PLAIN if case.name != "moving_average"], ids=str)
+def test_replicas_train_as_plain_pytorch(case: Case, setup: str) -> None:
+    given = replace(REPLICAS[setup], num_micro_batches=2) if case.has_batch_norm else REPLICAS[setup]
+    hold(case, given, "sgd", has_all_buffers=False)  # statistics of two samples amplify the last bit
+
+
+@pytest.mark.parametrize("case", HUGGING_FACE, ids=str)
+def test_a_hugging_face_model_trains_as_plain_pytorch(case: Case) -> None:
+    pytest.importorskip("transformers")
+    hold(case, Setup(((0,), (1, 0)), 3), "adamw", has_all_buffers=False)
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("name", ["chain", "tied_three_ways", "skip", "outputs_dict", "two_losses", "nested_inputs"])
+def test_mini_batches_of_any_size(name: str, sizes: str) -> None:
+    case = CASES[name].without_dropout()
+    setup, given = SIZES[sizes]
+    batches = batches_of(case, [sum(each) for each in given])
+    compare(train(case, setup, batches, sizes=given), plain_steps(case, batches))
+
+
+@pytest.mark.parametrize("setup", [Setup(), pipeline(2), REPLICAS["unequal_replicas"]])
+@pytest.mark.parametrize("max_norm", [None, 0.05])
+def test_gradients_accumulate_over_calls(setup: Setup, max_norm: float | None) -> None:
+    case = CASES["tied"]
+    batches = batches_of(case, [7, 5, 6] * 2)
+    options = {"max_norm": max_norm, "num_accumulated": 3}
+    got = train(case, setup, batches, adamw, **options)
+    compare(got, plain_steps(case, batches, adamw, **options))
+    assert len(got.losses) == 6 and len(got.gradients) == 2
+
+
+def keep_back(case: Case, batches: Sequence[Batch], how: str, model: AutoVaruna) -> dict[str, torch.Tensor]:
+    """Goes backward three times, and sums over ranks once."""
+
+    def step(batch: Batch) -> None:
+        case.loss_of(model(*batch[0], **batch[1]), batch).backward()  # type: ignore[no-untyped-call]
+
+    if how == "no_sync":
+        with model.no_sync():
+            step(batches[0])
+            step(batches[1])
+        step(batches[2])
+    else:
+        model.delay_grad_allreduce(True)
+        for batch in batches:
+            step(batch)
+        assert all(parameter.grad is None for parameter in model.parameters())
+        model.allreduce_grads()
+    return gradients_of(model)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("how", ["no_sync", "delay"])
+@pytest.mark.parametrize("name", ["tied_three_ways", "outputs_tuple", "two_losses"])
+def test_gradients_are_summed_over_ranks_once(name: str, how: str) -> None:
+    case = CASES[name]
+    sizes = [[4, 3, 2], [1, 0, 5], [2, 2, 2]]
+    batches = batches_of(case, [sum(each) for each in sizes])
+    expected = plain_steps(case, batches, num_accumulated=3).gradients[0]
+
+    def run(model: AutoVaruna, optimizer: torch.optim.Optimizer, rank: int) -> dict[str, torch.Tensor]:
+        own = [share_of(batch, each, rank) for batch, each in zip(batches, sizes, strict=True)]
+        return keep_back(case, own, how, model)
+
+    setup = Setup(((0,), (1, 2)), 6, settings={"inputs": "per_rank"})
+    found: dict[str, torch.Tensor] = {}
+    for gradients in on_ranks(setup, case.model(), run, token=(name, False)):
+        found |= gradients
+    compare(Record(gradients=[found]), Record(gradients=[expected]))
+
+
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
+def test_clipping_is_that_of_torch(norm_type: float) -> None:
+    case, batch = CASES["tied_three_ways"], CASES["tied_three_ways"].batch(7, 0)
+    model = case.model()
+    case.loss_of(model(**batch[1]), batch).backward()  # type: ignore[no-untyped-call]
+    expected = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05, norm_type)
+
+    def run(wrapped: AutoVaruna, optimizer: torch.optim.Optimizer, rank: int) -> tuple[float, dict[str, torch.Tensor]]:
+        wrapped(**batch[1]).backward()
+        return wrapped.clip_grad_norm_(0.05, norm_type).item(), gradients_of(wrapped)
+
+    found = [on_ranks(setup, case.model(), run, token=(case.name, False)) for setup in (Setup(), pipeline(3))]
+    norms = {norm for ranks in found for norm, _ in ranks}
+    assert len(norms) == 1, "the norm depends on the partition or on the rank"
+    assert norms.pop() == pytest.approx(expected.item(), rel=1e-6)
+    merged = {name: gradient for _, gradients in found[1] for name, gradient in gradients.items()}
+    compare(Record(gradients=[merged]), Record(gradients=[gradients_of(model)]))
+
+
+def test_batch_norm_statistics_are_those_of_replica_0() -> None:
+    case = CASES["conv_net_batch_norm"]
+    batch = case.batch(8, 0)
+    got = train(case, Setup(((0, 1),), 4), [batch], torch.optim.SGD)
+    model = case.model()
+    for place, bounds in enumerate(ranges(8, 4)):
+        if place % 2 == 0:
+            model(**part(batch, *bounds)[1])
+    expected = {name: value for name, value in model.state_dict().items() if name in got.buffers}
+    expected["body.1.num_batches_tracked"] = torch.tensor(1)  # it counts calls
+    compare(Record(buffers=got.buffers), Record(buffers=expected))
+
+
+def test_a_micro_batch_of_one_sample_is_too_small_for_batch_norm() -> None:
+    case = CASES["batch_norm"]
+    with pytest.raises(InputError, match="leaves batch_norm one value for each of 12 channels"):
+        train(case, pipeline(2, num_micro_batches=4), [case.batch(7, 0)])
+    train(CASES["conv_net_batch_norm"], pipeline(2, num_micro_batches=4), [CASES["conv_net_batch_norm"].batch(7, 0)])
+
+
+def test_a_loss_of_ranks_is_the_mean_over_samples() -> None:
+    losses = [torch.tensor(1.0), torch.tensor(float("nan")), torch.tensor(4.0)]
+    assert weighted_mean(losses, [2, 0, 1]).item() == 2.0

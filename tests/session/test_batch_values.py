@@ -1,0 +1,188 @@
+"""What a loss counts in its inputs is counted over the whole batch, however it is cut: the numbers of plain PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.catalogue import Batch, Case
+from tests.catalogue.case import floats, generator, integers
+from tests.reference import compare, plain_steps
+from tests.session.training import Setup, pipeline, train
+
+WIDTH, LENGTH, CLASSES, SIZE = 6, 4, 5, 7
+IGNORED = -100
+Loss = Callable[[nn.Module, Tensor, Tensor, Tensor], Tensor]
+
+
+class Model(nn.Module):
+    """Returns a loss of scores ``s`` (batch, LENGTH, CLASSES), labels ``y`` and a mask ``m``, both (batch, LENGTH)."""
+
+    def __init__(self, loss: Loss) -> None:
+        super().__init__()
+        self.layers, self.loss = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, CLASSES)), loss
+        self.register_buffer("weights", torch.linspace(0.5, 2.0, CLASSES))
+
+    def forward(self, x: Tensor, y: Tensor, m: Tensor) -> Tensor:
+        return self.loss(self, self.layers(x), y, m)
+
+
+def uneven(seed: int) -> Batch:
+    """Returns samples of which the first two have no label that counts, and the last has all."""
+    g = generator(seed)
+    m = integers(2, SIZE, LENGTH, of=g)
+    m[:2], m[-1] = 0, 1
+    y = integers(CLASSES, SIZE, LENGTH, of=g).masked_fill(m == 0, IGNORED)
+    return (), {"x": floats(SIZE, LENGTH, WIDTH, of=g), "y": y, "m": m}
+
+
+def labels(self: nn.Module, s: Tensor, y: Tensor, m: Tensor) -> Tensor:
+    return F.cross_entropy(s.flatten(0, 1), y.flatten())
+
+
+def weighted(self: nn.Module, s: Tensor, y: Tensor, m: Tensor) -> Tensor:
+    return F.cross_entropy(s.transpose(1, 2), y, weight=self.weights, label_smoothing=0.1)
+
+
+def constant(self: nn.Module, s: Tensor, y: Tensor, m: Tensor) -> Tensor:
+    """Weighs classes by numbers that forward makes itself."""
+    return F.cross_entropy(s.transpose(1, 2), y, weight=torch.tensor([0.5, 1.0, 1.5, 2.0, 3.0]))
+
+
+def balanced(self: nn.Module, s: Tensor, y: Tensor, m: Tensor) -> Tensor:
+    """Weighs classes by how seldom they are in the batch."""
+    counts = (F.one_hot(y.clamp(min=0), CLASSES) * m.unsqueeze(-1)).sum((0, 1))
+    return F.cross_entropy(s.flatten(0, 1), y.flatten(), weight=counts.sum() / (CLASSES * counts.clamp(min=1)))
+
+
+def seldom(self: nn.Module, s: Tensor, y: Tensor, m: Tensor) -> Tensor:
+    """Weighs classes by the number of samples over how many there are of each."""
+    counts = F.one_hot(y[:, 0].clamp(min=0), CLASSES).sum(0)
+    return F.cross_entropy(s[:, 0], y[:, 0], weight=len(y) / (CLASSES * counts.clamp(min=1)))
+
+
+def hidden(self: nn.Module, s: Tensor, y: Tensor, m: Tensor) -> Tensor:
+    """Writes into labels of its own which are ignored."""
+    own = y.clamp(min=0)
+    own[m == 0] = IGNORED
+    return F.nll_loss(s.log_softmax(-1).flatten(0, 1), own.flatten())
+
+
+def several(self: nn.Module, s: Tensor, y: Tensor, m: Tensor) -> Tensor:
+    """Adds terms over unequal numbers of labels, and one over all."""
+    return F.cross_entropy(s[:, 0], y[:, 0]) + 0.5 * F.cross_entropy(s[:, 1], y[:, 1]) + s.square().mean()
+
+
+def masked(self: nn.Module, s: Tensor, y: Tensor, m: Tensor) -> Tensor:
+    return (s.square().sum(-1) * m).sum() / m.sum().clamp(min=1)
+
+
+def unseen(self: nn.Module, s: Tensor, y: Tensor, m: Tensor) -> Tensor:
+    """Counts where no gradient is noted, and multiplies by one over a number."""
+    with torch.no_grad():
+        count = (y != IGNORED).sum().item()
+    return F.cross_entropy(s.flatten(0, 1), y.flatten(), reduction="sum") * (1.0 / count)
+
+
+def picked(self: nn.Module, s: Tensor, y: Tensor, m: Tensor) -> Tensor:
+    """Averages over the places that a mask picks, in a loss and in a mean."""
+    return F.mse_loss(s[m > 0], s.detach()[m > 0] + 1.0) + s[m > 0].square().mean()
+
+
+def relative(self: nn.Module, s: Tensor, y: Tensor, m: Tensor) -> Tensor:
+    """Divides each sample by the greatest number of the batch, if there is any."""
+    return torch.where(m.any(), s.sum(-1) / m.sum(1).max(), s.sum(-1)).mean()
+
+
+def from_the_end(self: nn.Module, s: Tensor, y: Tensor, m: Tensor) -> Tensor:
+    """Counts from the batch's greatest length: integers are those of the batch, too."""
+    length = m.sum(1)
+    longest = length == length.max()
+    return (s.square().mean((1, 2)) * self.weights[length.max() - length] * (1 + longest)).mean()
+
+
+def cut(self: nn.Module, s: Tensor, y: Tensor, m: Tensor) -> Tensor:
+    """Goes as far as the longest sample: all that the others have there counts in their means."""
+    longest = m.sum(1).max().item()
+    places = torch.arange(longest) < m.sum(1, keepdim=True)
+    return s[:, :longest].mean(1).square().mean() + (s[:, :longest].square().sum(-1) * places).mean(1).mean()
+
+
+def as_rows(self: nn.Module, s: Tensor, y: Tensor, m: Tensor) -> Tensor:
+    """Makes one dimension of samples and as many places as the greatest label says."""
+    places = y.clamp(min=0).flatten().max(0)[0].item() + 1
+    rows = (
+        s.new_zeros(len(s), places, 2).reshape(len(s) * places, 2)
+        + s.square().mean((1, 2)).repeat_interleave(places)[:, None]
+    )
+    return rows.view(len(s), places, 2).sum((1, 2)).mean()
+
+
+LOSSES = (labels, weighted, constant, balanced, seldom, hidden, several, masked, unseen, picked, relative, from_the_end)
+LENGTHS = (cut, as_rows)
+SETUPS = {
+    "three": pipeline(3, num_micro_batches=4),
+    "recompute": pipeline(2, recompute=True),
+    "replicas": Setup(((0,), (1, 2)), num_micro_batches=5),
+}
+
+
+def case_of(loss: Loss) -> Case:
+    return Case(f"over_the_batch_{loss.__name__}", lambda: Model(loss), lambda size, seed: uneven(seed))
+
+
+@pytest.mark.parametrize("loss", (*LOSSES, *LENGTHS), ids=lambda loss: loss.__name__)
+def test_a_count_is_that_of_the_whole_batch(loss: Loss) -> None:
+    """A micro-batch may have nothing to count: alone, its loss would be no number."""
+    case, batches = case_of(loss), [uneven(0), uneven(1)]
+    compare(train(case, SETUPS["recompute"], batches), plain_steps(case, batches))
+
+
+@pytest.mark.parametrize("setup", ("three", "replicas"))
+def test_so_it_is_in_any_pipeline(setup: str) -> None:
+    case, batches = case_of(several), [uneven(0), uneven(1)]
+    compare(train(case, SETUPS[setup], batches), plain_steps(case, batches))
+
+
+def test_ranks_count_together() -> None:
+    """Each rank has samples of its own, one of them none in the second call."""
+    for loss in (balanced, relative, cut):
+        case, batches = case_of(loss), [uneven(0), uneven(1), uneven(2)]
+        sizes = [[2, 5], [7, 0], [3, 4]]
+        compare(train(case, pipeline(2, num_micro_batches=4), batches, sizes=sizes), plain_steps(case, batches))
+
+
+def test_labels_may_lie_in_memory_as_they_like() -> None:
+    """A caller passes the words but the first, a view of all of them; a micro-batch of them is a tensor of its own."""
+
+    def viewed(self: nn.Module, s: Tensor, y: Tensor, m: Tensor) -> Tensor:
+        return F.cross_entropy(s.view(-1, CLASSES), y.view(-1))
+
+    case, batch = case_of(viewed), uneven(0)
+    words = torch.cat([batch[1]["y"], batch[1]["y"][:, :1]], dim=1)
+    view, copy = (((), {**batch[1], "y": each}) for each in (words[:, 1:], words[:, 1:].contiguous()))
+    compare(train(case, pipeline(2), [view, view]), plain_steps(case, [copy, copy]))
+
+
+def test_a_weight_of_the_user_s_comes_first() -> None:
+    """Micro-batches then count over their own samples, as weights and sums expect."""
+    case, batch = case_of(labels), uneven(0)
+    by_labels = {"micro_batch_weight": lambda arguments: float(arguments["m"].sum())}
+    setup = replace(pipeline(2, num_micro_batches=2), settings=by_labels)
+    compare(train(case, setup, [batch]), plain_steps(case, [batch]))
+
+
+def test_state_follows_micro_batches() -> None:
+    """What becomes a buffer alone is no value of the whole batch: it would be added once a micro-batch."""
+
+    def counting(self: nn.Module, s: Tensor, y: Tensor, m: Tensor) -> Tensor:
+        self.weights += F.one_hot(y.clamp(min=0), CLASSES).sum((0, 1))
+        return s.square().mean()
+
+    case, batch = case_of(counting), uneven(0)
+    compare(train(case, pipeline(2), [batch]), plain_steps(case, [batch]))

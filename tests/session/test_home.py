@@ -1,0 +1,60 @@
+"""Paths that a script, or an option as ``--profile=~/file``, gives may begin with ``~``; a shell leaves these alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+
+from autovaruna import AutoVaruna, load_checkpoint
+from autovaruna.__main__ import main
+from autovaruna.profiler.files import load_profile, save_measured
+from autovaruna.profiler.records import BlockCost, Profile
+from autovaruna.varuna.launcher import read_options
+from autovaruna.varuna.profiler import ProfileFolder
+
+TARGET = str(Path(__file__).parents[1] / "commands" / "targets.py")
+
+
+@pytest.fixture(autouse=True)
+def home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """The user's directory, which is not the one that the test runs in."""
+    (tmp_path / "home").mkdir()
+    (tmp_path / "here").mkdir()
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path / "here")
+    return tmp_path / "home"
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_checkpoints_are_there(background: bool, home: Path, tmp_path: Path) -> None:
+    (home / "local").mkdir()
+    model = AutoVaruna(nn.Linear(2, 2))
+    model.save_checkpoint("~/saved", step=3, tempdir="~/local", background=background)
+    model.wait_checkpoint()
+    assert [each.name for each in (home / "saved").iterdir() if each.is_dir()] == ["step-00000003"]
+    assert model.load_checkpoint("~/saved").step == load_checkpoint("~/saved", nn.Linear(2, 2)).step == 3
+    assert not list((tmp_path / "here").iterdir())
+
+
+def test_profiles_are_there(home: Path) -> None:
+    profile = Profile("graph", "cpu", (1,), ((BlockCost(1.0, 2.0, 3.0, 4.0),),))
+    save_measured("~/profile.json", profile)
+    assert (home / "profile.json").is_file() and load_profile("~/profile.json") == profile
+    assert ProfileFolder("~/folder").path == home / "folder"
+
+
+def test_deployments_are_there(home: Path, tmp_path: Path, capsys: Any) -> None:
+    words = ["--ranks", "2", "--device", "h100", "--output=~/plan.json"]
+    assert main(["plan", f"{TARGET}:mlp", *words]) == 0 and (home / "plan.json").is_file()
+    assert main(["show", "~/plan.json"]) == 0 and "stage" in capsys.readouterr().out
+    assert not list((tmp_path / "here").iterdir())
+
+
+def test_the_launcher_s_files_are_there(home: Path) -> None:
+    for name, text in (("machines", "localhost"), ("env", "COLOUR=blue"), ("job.py", "")):
+        (home / name).write_text(text)
+    options = read_options(["--machine_list=~/machines", "--env_file=~/env", "--code_dir=~", "job.py"])
+    assert options.variables == {"COLOUR": "blue"} and options.script == str(home / "job.py")

@@ -1,0 +1,300 @@
+"""Idioms that a trace takes for something else, and operations that want numbers of their own kind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributions import Normal, kl_divergence
+
+from autovaruna import AutoVaruna, TraceError
+from tests.catalogue.case import Case
+from tests.catalogue.small import CLASSES, WIDTH, Classifier, labelled
+from tests.reference import bit_equal, compare, part, plain_micro_batched, plain_steps, ranges
+from tests.session.training import QUIET, pipeline, train
+
+SIZE, STEPS = 6, 2
+FIRST, LAST = (lambda: nn.Linear(WIDTH, WIDTH)), (lambda: nn.Linear(WIDTH, CLASSES))
+
+
+class Steps(nn.Module):
+    """Is a function between two layers."""
+
+    def __init__(self, function: Callable[[nn.Module, Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.last, self.function = FIRST(), LAST(), function
+        self.register_buffer("codes", torch.randn(7, WIDTH))
+        self.compiled = torch.compile(FIRST(), backend="eager")
+        self.layers = nn.ModuleDict({name: FIRST() for name in ("block-1", "2-3", "class", "a b")})
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.function(self, torch.tanh(self.first(x)), y)
+
+
+def distributions(self: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """Uses distributions, which check their arguments."""
+    spread = Normal(x, x.exp())
+    return F.cross_entropy(self.last(spread.mean), y) + kl_divergence(spread, Normal(0.0, 1.0)).mean()
+
+
+def distances(self: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """Uses distances, which torch computes in one of two ways, by the batch size."""
+    return F.cross_entropy(self.last(x) * torch.cdist(x, self.codes).min(1)[0][:, None], y)
+
+
+def checked(self: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """Uses a loss that looks at its numbers, in the model's own forward."""
+    return F.gaussian_nll_loss(self.last(x).sum(1), y.float(), x.exp().sum(1))
+
+
+def unknown(self: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """Uses a loss that cannot be traced."""
+    scores = self.last(x)[None].expand(4, -1, -1).log_softmax(-1)
+    lengths = torch.ones_like(y)
+    return F.ctc_loss(scores, (y.clamp(min=1))[:, None], 4 * lengths, lengths)
+
+
+def counted(self: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """Uses a loss that cannot be traced, on as many numbers as the labels say."""
+    scores = self.last(x)[None].expand(4, -1, -1).log_softmax(-1)
+    return F.ctc_loss(scores, y.masked_select(y > 0), torch.full_like(y, 4), (y > 0).long())
+
+
+def probabilities(self: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """Uses a loss that takes probabilities alone."""
+    return F.binary_cross_entropy(torch.sigmoid(self.last(x)), F.one_hot(y, CLASSES).float())
+
+
+def matrices(self: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """Uses the root of a matrix that has one."""
+    square = x[:, :9].view(-1, 3, 3)
+    root = torch.linalg.cholesky(square @ square.mT + torch.eye(3))
+    return F.cross_entropy(self.last(x) * root.sum((1, 2))[:, None], y)
+
+
+def per_sample(self: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """Sends samples that data chooses through a layer."""
+    chosen = (y > 1).nonzero().squeeze(1)
+    return F.cross_entropy(self.last(x.index_add(0, chosen, self.first(x[chosen]))), y)
+
+
+def dispatched(self: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """Sends parts of samples through all experts, with sizes that fit in a way that torch's solver does not see."""
+    rows, experts = x.flatten().view(-1, 4), self.first.weight.view(9, 4, 4)
+    scores = torch.sigmoid(rows.sum(1, keepdim=True) * experts[:, 0, 0])
+    routed = rows.repeat(9, 1) * scores.t().reshape(-1, 1)
+    mixed = torch.bmm(routed.view(9, -1, 4), experts).view(-1, 4).reshape(9, -1, 4).sum(0)
+    return F.cross_entropy(self.last(rows.clone().add_(mixed).view(x.shape)), y)
+
+
+def behind(self: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """Goes past autograd through ``data``, of values and of a buffer, which it changes and assigns."""
+    with torch.no_grad():
+        self.codes.data[0].mul_(0.9).add_(x.data.mean(0))
+    self.codes.data = self.codes / 2
+    nearest = self.codes[(x.data @ self.codes.t()).argmax(1)]
+    return F.cross_entropy(self.last(x + (nearest - x).data), y)
+
+
+@torch.compile(backend="eager")
+def squashed(x: Tensor) -> Tensor:
+    return torch.tanh(x) / 2
+
+
+def compiled(self: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """Calls a function and a module that torch.compile has wrapped."""
+    return F.cross_entropy(self.last(self.compiled(squashed(x))), y)
+
+
+def named(self: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """Calls layers whose names are no names of Python."""
+    for layer in self.layers.values():
+        x = layer(x)
+    return F.cross_entropy(self.last(x), y)
+
+
+PASSING = (
+    *(distributions, distances, checked, unknown, counted),
+    *(probabilities, matrices, per_sample, dispatched, behind),
+    *(compiled, named),
+)
+
+
+@pytest.mark.parametrize("function", PASSING, ids=lambda function: function.__name__)
+def test_right_numbers(function: Callable[[nn.Module, Tensor, Tensor], Tensor]) -> None:
+    """They train with the bits of plain PyTorch, and their parts can be measured."""
+    case = Case(f"steps_{function.__name__}", lambda: Steps(function), labelled)
+    batches = [case.batch(SIZE, step) for step in range(STEPS)]
+    bit_equal(train(case, pipeline(2, num_micro_batches=1), batches), plain_steps(case, batches))
+    plain = plain_micro_batched(case, [[part(batch, *bounds) for bounds in ranges(SIZE, 3)] for batch in batches])
+    compare(train(case, pipeline(2), batches), plain)
+    AutoVaruna(case.model(), num_micro_batches=2, **QUIET)(**batches[0][1]).backward()
+
+
+def test_data_of_another_kind_is_refused() -> None:
+    def shorten(self: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        self.codes.data = self.codes[:3]
+        return F.cross_entropy(self.last(x), y)
+
+    with pytest.raises(TraceError, match=r"got \(3, 12\) .*Keep the shape"):
+        AutoVaruna(Steps(shorten), num_micro_batches=2, **QUIET)(**labelled(SIZE, 0)[1])
+
+
+class Mapped(nn.Module):
+    """Maps a function over samples, and takes its derivative."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = FIRST()
+        self.last = LAST()
+
+    def forward(self, x: Tensor) -> Tensor:
+        slope = torch.func.vmap(torch.func.jacrev(lambda row: torch.tanh(self.layer(row)).sum()))(x)
+        out: Tensor = self.last(torch.func.vmap(self.layer)(x) + slope)
+        return out
+
+
+def test_function_transforms_are_kept_whole() -> None:
+    """What a transform traces would be a constant; the module that uses one is kept whole, and can recompute."""
+    case = Case("mapped", lambda: Classifier(nn.Sequential(FIRST(), Mapped(), nn.LayerNorm(CLASSES))), labelled)
+    batches = [case.batch(SIZE, step) for step in range(STEPS)]
+    bit_equal(train(case, pipeline(2, num_micro_batches=1, recompute=True), batches), plain_steps(case, batches))
+    AutoVaruna(case.model(), num_micro_batches=2, **QUIET)(**batches[0][1]).backward()
+
+
+class Along(nn.Module):
+    """Takes the derivative of a layer along a direction."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Sequential(FIRST(), nn.Tanh())
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = torch.func.jvp(self.layer, (x,), (torch.ones_like(x),))[1]
+        return out
+
+
+def test_a_transform_that_fixes_sizes_is_kept_whole_with_what_it_calls() -> None:
+    case = Case("along", lambda: Classifier(nn.Sequential(FIRST(), Along(), LAST())), labelled)
+    batches = [case.batch(SIZE, step) for step in range(STEPS)]
+    plain = plain_steps(case, batches)  # torch compiles what it needs for jvp at the first one of a process
+    compare(train(case, pipeline(2), batches), plain)
+
+
+@pytest.mark.parametrize("transform", (torch.func.vmap, lambda layer: torch.func.vmap(torch.func.jacrev(layer))))
+def test_a_transform_in_the_models_own_forward_is_refused(transform: Any) -> None:
+    def mapped(self: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        out: Tensor = transform(self.last)(x)
+        return out.square().mean()
+
+    with pytest.raises(TraceError, match=r"uses a function transform of torch\.func.*Move the line into a submodule"):
+        AutoVaruna(Steps(mapped), num_micro_batches=2, **QUIET)(**labelled(SIZE, 0)[1])
+
+
+class Sparse(nn.Module):
+    """Has a weight with sparse gradients, or a sparse buffer."""
+
+    def __init__(self, is_buffer: bool) -> None:
+        super().__init__()
+        self.table = nn.Embedding(CLASSES, CLASSES, sparse=not is_buffer)
+        self.register_buffer("mixer", torch.eye(CLASSES).to_sparse() if is_buffer else torch.eye(CLASSES))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(self.table(y) @ self.mixer, y)
+
+
+@pytest.mark.parametrize(("is_buffer", "words"), [(False, r"sparse=True at .*Expected sparse=False"), (True, "mixer")])
+def test_sparse_tensors_are_refused(is_buffer: bool, words: str) -> None:
+    with pytest.raises(TraceError, match=words):
+        AutoVaruna(Sparse(is_buffer), num_micro_batches=2, **QUIET)(**labelled(SIZE, 0)[1])
+
+
+def returned(self: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """Sorts labels, and puts them back at places that it writes into empty memory, which it uses again."""
+    out = torch.tanh(self.first(x))
+    order = out.sum(1).argsort()
+    back = torch.empty_like(order)
+    back[order] = torch.arange(y.shape[0])
+    labels = y[order][back]
+    return F.cross_entropy(self.last(out), labels) + back.zero_().float().mean()
+
+
+def test_what_is_measured_does_not_index_with_what_memory_holds() -> None:
+    """A part that gets its permutation from another is measured, though zeros are none."""
+    torch.use_deterministic_algorithms(True)  # torch fills empty memory then, with numbers that are no index
+    try:
+        AutoVaruna(Steps(returned), num_micro_batches=2, **QUIET)(**labelled(SIZE, 0)[1]).backward()
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def joined(self: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """Joins two batches, whose sizes are equal though nothing compares them, and compares all samples of both."""
+    both = torch.cat([x, F.one_hot(y, WIDTH).to(x.dtype)])
+    scores = self.last(both) @ self.last(both).t()
+    return F.cross_entropy(scores, torch.arange(2 * x.shape[0]))
+
+
+def test_two_batches_have_one_size() -> None:
+    case = Case("steps_joined", lambda: Steps(joined), labelled)
+    batches = [case.batch(SIZE, step) for step in range(STEPS)]
+    bit_equal(train(case, pipeline(2, num_micro_batches=1), batches), plain_steps(case, batches))
+
+
+def length(self: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(self.last(x), y, reduction="sum") / len(x)
+
+
+def integer(self: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(self.last(x), y, reduction="sum") / int(x.shape[0])
+
+
+def integer_of_data(self: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(self.last(x)[:, : int(y.max())], y)
+
+
+def by_bytes(self: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(self.last(torch.where((x > 0).byte(), x, 2 * x)), y)
+
+
+def backward(self: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return torch.autograd.grad(self.last(x).sum(), x, create_graph=True)[0].square().mean()
+
+
+def inference(self: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    with torch.inference_mode():
+        weight = torch.tanh(self.first(x))
+    return F.cross_entropy(self.last(x * weight.clone()), y)
+
+
+REFUSED = {
+    length: r"len\(\) of a tensor at .*len\(x\).*Write x\.shape\[0\]",
+    integer: r"fixes its batch size.*int\(x\.shape\[0\]\).*Write x\.shape\[0\]",
+    integer_of_data: r"int\(\) of a tensor at .*int\(y\.max\(\)\).*Write x\.item\(\)",
+    by_bytes: r"at .*byte\(\).*expected predicate to be bool",
+    backward: r"goes backward itself \(torch\.autograd\.grad\) at .*create_graph.*into a submodule",
+    inference: r"inference_mode\(\) at .*torch\.tanh.*Expected torch\.no_grad",
+}
+
+
+@pytest.mark.parametrize("function", REFUSED, ids=lambda function: function.__name__)
+def test_others_are_refused_by_their_line(function: Callable[[nn.Module, Tensor, Tensor], Tensor]) -> None:
+    """The error says what to write instead."""
+    with pytest.raises(TraceError, match=REFUSED[function]):
+        AutoVaruna(Steps(function), num_micro_batches=2, **QUIET)(**labelled(SIZE, 0)[1])
+
+
+def hashed(self: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """Puts the batch size into a set."""
+    return F.cross_entropy(self.last(x), y) * len({x.shape[0], y.shape[0]})
+
+
+def test_a_batch_size_that_is_hashed_is_refused_by_its_line() -> None:
+    with pytest.raises(
+        TraceError, match=r"at .*test_idioms\.py.*len\(\{x\.shape.*is hashed there.*dynamic_batch=False"
+    ):
+        AutoVaruna(Steps(hashed), num_micro_batches=2, **QUIET)(**labelled(SIZE, 0)[1])

@@ -1,0 +1,410 @@
+"""Calls of every kind: outputs mode, scaled losses, weights, sums, hooks, frozen parameters, other shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from autovaruna import AutoVaruna
+from tests.catalogue import CASES, Batch, Case
+from tests.catalogue.structure import Answer
+from tests.reference import Record, bit_equal, compare, part, plain_steps, sgd
+from tests.reference import gradients_of as plain_gradients
+from tests.session.training import Setup, gradients_of, held, merge, on_ranks, pipeline, share_of, train, train_rank
+
+Backward = Callable[[Any, int], None]
+SETUPS = {
+    "one": Setup(),
+    "three": pipeline(3),
+    "recompute": pipeline(2, recompute=True),
+    "unequal": Setup(((0,), (1, 2))),
+}
+
+
+def gradients(case: Case, batches: list[Batch], backward: Backward, setup: Setup) -> dict[str, Tensor]:
+    """Returns the gradients of a backward for each of some batches, added up."""
+
+    def run(wrapped: AutoVaruna, optimizer: Any, rank: int) -> Record:
+        for step, batch in enumerate(batches):
+            backward(wrapped(*batch[0], **batch[1]), step)
+        return Record(gradients=[gradients_of(wrapped)])
+
+    return merge(on_ranks(setup, case.model(), run, token=(case.name, case.has_dropout))).gradients[0]
+
+
+def plain(model: nn.Module, batches: list[Batch], backward: Backward) -> dict[str, Tensor]:
+    """Returns the same of plain PyTorch."""
+    for step, batch in enumerate(batches):
+        backward(model(*batch[0], **batch[1]), step)
+    return plain_gradients(model)
+
+
+def hold(case: Case, backward: Backward, setup: Setup, num_batches: int = 1) -> None:
+    """Asserts that a backward gives the gradients of plain PyTorch."""
+    batches = [case.batch(7, step) for step in range(num_batches)]
+    found = gradients(case, batches, backward, setup)
+    compare(Record(gradients=[found]), Record(gradients=[plain(case.model(), batches, backward)]))
+
+
+@pytest.mark.parametrize("setup", SETUPS)
+def test_backward_from_a_given_gradient(setup: str) -> None:
+    given = torch.linspace(-1.0, 1.0, 7 * 5).view(7, 5)
+    hold(CASES["returned_scores"], lambda output, step: output.backward(given), SETUPS[setup])
+
+
+@pytest.mark.parametrize("setup", SETUPS)
+@pytest.mark.parametrize("name", ["two_losses", "outputs_tuple"])
+def test_each_backward_may_start_from_other_outputs(name: str, setup: str) -> None:
+    def backward(output: Any, step: int) -> None:
+        wanted = [(0,), (1,), (0, 1), (0,)][step]
+        torch.stack([output[place].sum() for place in wanted]).sum().backward()  # type: ignore[no-untyped-call]
+
+    hold(CASES[name], backward, SETUPS[setup], num_batches=4)
+
+
+def test_ranks_may_use_different_outputs() -> None:
+    case, batch = CASES["outputs_tuple"], CASES["outputs_tuple"].batch(7, 0)
+    sizes = [4, 3]
+
+    def run(model: AutoVaruna, optimizer: Any, rank: int) -> Record:
+        model(*share_of(batch, sizes, rank)[0])[rank].mean().backward()
+        return Record(gradients=[gradients_of(model)])
+
+    found = merge(on_ranks(pipeline(2, num_micro_batches=4, settings={"inputs": "per_rank"}), case.model(), run))
+    model = case.model()
+    first, second = (model(*share_of(batch, sizes, rank)[0])[rank].mean() for rank in (0, 1))
+    ((4 * first + 3 * second) / 7).backward()
+    compare(found, Record(gradients=[plain_gradients(model)]))
+
+
+@pytest.mark.parametrize("kind", ["tuple", "dict", "dataclass", "none"])
+def test_outputs_come_in_their_container(kind: str) -> None:
+    case, batch = CASES[f"outputs_{kind}"], CASES[f"outputs_{kind}"].batch(7, 0)
+    expected = case.model()(*batch[0])
+
+    def run(model: AutoVaruna, optimizer: Any, rank: int) -> None:
+        output = model(*batch[0])
+        torch.testing.assert_close(flat(output), flat(expected))
+        assert type(output) is type(expected) and model.loss_mode == "outputs"
+        assert kind != "none" or (output[1] is None and output[2]["nothing"] is None)
+        assert kind != "dataclass" or output.note is None
+
+    on_ranks(pipeline(2), case.model(), run)
+
+
+def flat(value: Any) -> Any:
+    """Turns an `Answer` into a tuple, which comparisons know."""
+    return (value.scores, value.features) if isinstance(value, Answer) else value
+
+
+def test_two_calls_before_one_backward() -> None:
+    case = CASES["outputs_tuple"]
+    first, second = case.batch(7, 0), case.batch(5, 1)
+
+    def loss_of(model: nn.Module) -> Tensor:
+        one, two = model(*first[0]), model(*second[0])
+        loss: Tensor = one[0].square().mean() + two[1].sum()
+        return loss
+
+    def run(model: AutoVaruna, optimizer: Any, rank: int) -> Record:
+        loss_of(model).backward()  # type: ignore[no-untyped-call]
+        return Record(gradients=[gradients_of(model)])
+
+    model = case.model()
+    loss_of(model).backward()  # type: ignore[no-untyped-call]
+    compare(merge(on_ranks(pipeline(3), case.model(), run)), Record(gradients=[plain_gradients(model)]))
+
+
+@pytest.mark.parametrize("setup", SETUPS)
+def test_a_loss_is_scaled_before_backward(setup: str) -> None:
+    hold(CASES["tied"], lambda loss, step: (loss * 8.0 / (step + 1)).backward(), SETUPS[setup], num_batches=2)
+
+
+def test_a_loss_may_be_asked_for_by_mode() -> None:
+    case, batch = CASES["loss_and_scores"], CASES["loss_and_scores"].batch(7, 0)
+    batches, backward = [batch], lambda output, step: (output["loss"] + output["scores"].square().mean()).backward()
+    setup = pipeline(2, settings={"loss_mode": "outputs"})
+    found = gradients(case, batches, backward, setup)
+    compare(Record(gradients=[found]), Record(gradients=[plain(case.model(), batches, backward)]))
+
+
+@pytest.mark.parametrize("setup", SETUPS)
+@pytest.mark.parametrize("is_loss", [True, False])
+def test_inputs_get_their_gradients(setup: str, is_loss: bool) -> None:
+    case = CASES["shared_input" if is_loss else "returned_scores"]
+    batch = case.batch(7, 0)
+
+    def gradient(model: nn.Module) -> Tensor:
+        x = (batch[1]["x"] if is_loss else batch[0][0]).clone().requires_grad_()
+        (model(x=x, y=batch[1]["y"]) if is_loss else model(x).square().mean()).mul(3.0).backward()
+        assert x.grad is not None
+        return x.grad
+
+    expected = gradient(case.model())
+    for found in on_ranks(SETUPS[setup], case.model(), lambda model, optimizer, rank: gradient(model)):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
+
+
+class Tokens(nn.Module):
+    """Averages its loss over the words that are no padding."""
+
+    def __init__(self, reduction: str = "mean") -> None:
+        super().__init__()
+        self.words = nn.Embedding(23, 12)
+        self.head = nn.Linear(12, 23)
+        self.reduction = reduction
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        scores = self.head(torch.tanh(self.words(x)))
+        return F.cross_entropy(scores.flatten(0, 1), y.flatten(), ignore_index=-1, reduction=self.reduction)
+
+
+def padded(seed: int) -> Batch:
+    """Returns words and the same words as labels, some of them padding."""
+    words = CASES["tied"].batch(7, seed)[1]["tokens"]
+    keep = torch.arange(words.shape[1]) < torch.tensor([8, 1, 3, 8, 2, 5, 7])[:, None]
+    return (), {"x": words, "y": torch.where(keep, words, -1)}
+
+
+def count_tokens(batch: dict[str, Any]) -> float:
+    """Weighs a micro-batch by its words."""
+    return float((batch["y"] != -1).sum())
+
+
+@pytest.mark.parametrize("setup", SETUPS)
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_a_loss_over_tokens_is_that_of_the_whole_batch(setup: str, reduction: str) -> None:
+    case = Case("tokens", lambda: Tokens(reduction), lambda size, seed: padded(seed))
+    weight = {"micro_batch_weight": count_tokens} if reduction == "mean" else {"reduction": "sum"}
+    given = replace(SETUPS[setup], settings=weight)
+    batches = [padded(0), padded(1)]
+
+    def make(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=1e-3)
+
+    expected = plain_steps(case, batches, make)
+    found = train(replace(case, name=f"tokens_{reduction}_{setup}"), given, batches, make)
+    compare(found, expected)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "dropout"])
+def test_shapes_change_from_call_to_call(name: str) -> None:
+    if name == "gpt2":
+        pytest.importorskip("transformers")
+    case = CASES[name]
+    batches = [case.batch(7, 0), case.batch(5, 1), case.batch(3, 2), case.batch(7, 3)]
+    if name == "gpt2":
+        batches[2:2] = [((), {key: value[:, :6] for key, value in case.batch(4, 4)[1].items()})]
+    bit_equal(train(case, pipeline(2), batches), train(case, Setup(), batches))
+
+
+def test_hooks_of_parameters_fire_on_the_ranks_that_hold_them() -> None:
+    case, batch = CASES["chain"], CASES["chain"].batch(7, 0)
+
+    def run(model: AutoVaruna, optimizer: Any, rank: int) -> None:
+        seen: list[str] = []
+        model(**batch[1])
+        for name, parameter in model.named_parameters():
+            parameter.register_hook(lambda gradient, name=name: seen.append(name))
+            parameter.register_post_accumulate_grad_hook(lambda parameter, name=name: seen.append(f"{name}!"))
+        model(**batch[1]).backward()
+        own = held(model)
+        assert sorted(seen) == sorted([*own, *(f"{name}!" for name in own)])
+
+    on_ranks(pipeline(2), case.model(), run)
+
+
+def test_the_callers_generator_is_untouched() -> None:
+    case, batch = CASES["dropout"], CASES["dropout"].batch(7, 0)
+
+    def run(model: AutoVaruna, optimizer: Any, rank: int) -> None:
+        for _ in range(2):
+            before = torch.get_rng_state()
+            model(**batch[1]).backward()
+            assert torch.equal(before, torch.get_rng_state())
+
+    on_ranks(Setup(((0,), (0,)), recompute=True), case.model(), run)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_calls_without_gradients(mode: Any) -> None:
+    case, batch = CASES["conv_net_batch_norm"], CASES["conv_net_batch_norm"].batch(6, 0)
+
+    def run(model: AutoVaruna, optimizer: Any, rank: int) -> Record:
+        model.eval()
+        with mode():
+            before = model(**batch[1])
+        assert not before.requires_grad
+        model.train()
+        record = train_rank(case, model, optimizer, [batch])
+        model.eval()
+        with mode():
+            return replace(record, losses=[before, *record.losses, model(**batch[1])])
+
+    bit_equal(merge(on_ranks(pipeline(3), case.model(), run)), merge(on_ranks(Setup(), case.model(), run)))
+
+
+def test_bags_of_embeddings_evaluate() -> None:
+    """Where bags begin counts the samples, but what is in them does not follow from it."""
+
+    class Bags(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bag, self.last = nn.EmbeddingBag(9, 4), nn.Linear(4, 3)
+
+        def forward(self, words: Tensor) -> Tensor:
+            return self.last(self.bag(words))  # type: ignore[no-any-return]
+
+    model, words = Bags(), torch.arange(21).view(7, 3) % 9
+
+    def run(wrapped: Any, optimizer: Any, rank: int) -> Tensor:
+        with torch.no_grad():
+            return wrapped(words)  # type: ignore[no-any-return]
+
+    for found in on_ranks(pipeline(2), model, run):
+        torch.testing.assert_close(found, model(words))
+
+
+@pytest.mark.parametrize("setup", SETUPS)
+def test_parameters_without_a_gradient_have_none(setup: str) -> None:
+    batch = CASES["frozen"].batch(7, 0)
+    for name, missing in (("frozen", "body.0.weight"), ("unused_parameter", "body.never")):
+
+        def run(model: AutoVaruna, optimizer: Any, rank: int) -> set[str]:
+            model(**batch[1]).backward()
+            return {name for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+        model = CASES[name].model()
+        model(**batch[1]).backward()
+        expected = {name for name, parameter in model.named_parameters() if parameter.grad is not None}
+        found = set[str]().union(*on_ranks(SETUPS[setup], CASES[name].model(), run))
+        assert found == expected and missing not in found
+
+
+def test_parameters_may_be_frozen_and_set_free_between_calls() -> None:
+    case = CASES["frozen"]
+
+    def run(model: AutoVaruna, optimizer: Any, rank: int) -> Record:
+        train_rank(case, model, optimizer, [case.batch(7, 0)])
+        for parameter in model.parameters():
+            parameter.requires_grad_(True)
+        return train_rank(case, model, optimizer, [case.batch(7, 1)])
+
+    got, one = (merge(on_ranks(setup, case.model(), run)) for setup in (pipeline(3), Setup()))
+    bit_equal(got, one)
+    assert len(got.gradients[0]) == len(list(case.model().parameters()))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "varuna", "gpipe"])
+@pytest.mark.parametrize("ranks", [((0,), (1,), (2,)), ((0,), (0,), (1,))], ids=str)
+def test_what_was_planned_frozen_may_be_trained(ranks: Any, schedule: str) -> None:
+    """Gradients then go back where none did when the order of instructions was chosen."""
+    case, setup = CASES["skip"], Setup(ranks, 5, schedule=schedule)
+
+    def run(model: AutoVaruna, optimizer: Any, rank: int) -> Record:
+        for name, parameter in model.module.named_parameters():
+            parameter.requires_grad_("head" in name)
+        train_rank(case, model, optimizer, [case.batch(7, 0)])
+        for parameter in model.module.parameters():
+            parameter.requires_grad_(True)
+        return train_rank(case, model, optimizer, [case.batch(7, 1), case.batch(7, 2)])
+
+    bit_equal(*(merge(on_ranks(each, case.model(), run)) for each in (setup, Setup(((0,),), 5))))
+
+
+class Branching(nn.Module):
+    """Uses a layer, and another one a second time, only when it is asked to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.extra = (nn.Linear(4, 4) for _ in range(3))
+        self.head = nn.Linear(4, 1)
+
+    def forward(self, x: Tensor, more: bool) -> Tensor:
+        x = torch.tanh(self.second(torch.tanh(self.first(x))))
+        if more:
+            x = torch.tanh(self.second(self.extra(x)))
+        loss: Tensor = self.head(x).square().mean()
+        return loss
+
+
+@pytest.mark.parametrize("order", ["fttft", "tfftf"])
+@pytest.mark.parametrize("setup", [pipeline(2), pipeline(3), Setup(((0, 1), (2,)))], ids=str)
+def test_layers_that_some_calls_do_not_use_are_the_same_everywhere(setup: Setup, order: str) -> None:
+    """Each rank that holds such a layer, or holds one at a stage that this call does not need, gets its gradient."""
+    case = Case("branching", Branching, lambda size, seed: ((torch.randn(size, 4), order[seed] == "t"), {}))
+    torch.manual_seed(3)
+    batches = [case.batch(6, step) for step in range(len(order))]
+    compare(train(case, setup, batches), plain_steps(case, batches))
+
+
+def test_modules_are_those_of_the_model() -> None:
+    case = CASES["conv_net_batch_norm"]
+
+    def run(model: AutoVaruna, optimizer: Any, rank: int) -> Record:
+        first = train_rank(case, model, optimizer, [case.batch(7, 0)])
+        for module in model.modules():
+            if isinstance(module, nn.BatchNorm2d):
+                module.eval()
+        second = train_rank(case, model, optimizer, [case.batch(7, 1)])
+        assert [*dict(model.named_modules())] == [*dict(case.model().named_modules())]
+        torch.testing.assert_close(second.buffers, first.buffers, rtol=0, atol=0)
+        return second
+
+    got, one = (merge(on_ranks(setup, case.model(), run)) for setup in (pipeline(3), Setup()))
+    bit_equal(got, one)
+
+
+def test_a_gradient_is_added_to_what_is_there() -> None:
+    case = CASES["tied"]
+    batch = case.batch(7, 0)
+    once = gradients(case, [batch], lambda loss, step: loss.backward(), pipeline(2))
+    twice = gradients(case, [batch, batch], lambda loss, step: loss.backward(), pipeline(2))
+    compare(Record(gradients=[twice]), Record(gradients=[{name: 2 * value for name, value in once.items()}]))
+
+
+@pytest.mark.parametrize("name", ["dropout", "lstm", "conv_net_batch_norm", "outputs_dict"])
+def test_one_process_without_settings_is_the_plain_model(name: str) -> None:
+    case = CASES[name]
+    records = []
+    for wrap in (lambda model, optimizer: model, lambda model, optimizer: AutoVaruna(model, optimizer, progress=False)):
+        model = case.model()
+        optimizer = sgd(model.parameters())
+        wrapped = wrap(model, optimizer)
+        torch.manual_seed(11)
+        losses = []
+        for step in range(3):
+            batch = case.batch(7, step)
+            losses.append(case.loss_of(wrapped(*batch[0], **batch[1]), batch))
+            losses[-1].backward()
+            torch.nn.utils.clip_grad_norm_(wrapped.parameters(), 0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+        state = {key: value.clone() for key, value in wrapped.state_dict().items()}
+        records.append(Record([loss.detach() for loss in losses], weights=state))
+    bit_equal(*records)
+
+
+def test_one_process_returns_the_models_own_objects() -> None:
+    class Same(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.last: Any = None
+            self.layer = nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> Any:
+            self.last = {"y": self.layer(x), "n": object()}
+            return self.last
+
+    model = Same()
+    assert AutoVaruna(model)(torch.ones(2, 3)) is model.last
+
+
+def test_a_batch_part_is_a_batch() -> None:
+    assert part(padded(0), 0, 2)[1]["x"].shape == (2, 8)

@@ -1,0 +1,311 @@
+"""Trains models of the catalogue with AutoVaruna on ranks that are threads, on plans that a test lays down."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
+from threading import Lock
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autovaruna import AutoVaruna
+from autovaruna.graph.call import CallSpec
+from autovaruna.graph.records import Graph
+from autovaruna.graph.trace import trace
+from autovaruna.graph.traced import TracedModel
+from autovaruna.planner.records import Plan, StagePlan
+from autovaruna.profiler.separable import Steps, steps_of
+from autovaruna.runtime.optimizers import optimizer
+from autovaruna.runtime.transport.threads import run_ranks
+from autovaruna.runtime.world import World
+from autovaruna.session import traces
+from autovaruna.session.preparation import Preparation
+from tests.catalogue import Batch, Case, batch_size
+from tests.reference import MakeOptimizer, Record, part, sgd
+
+Ranks = tuple[tuple[int, ...], ...]
+QUIET: dict[str, Any] = {"load_deployment": False, "save_deployment": False, "progress": False, "seed": 5}
+
+
+@dataclass(frozen=True)
+class Setup:
+    """How a model is to be run.
+
+    Attributes:
+        stage_ranks: ranks of each stage.
+        num_micro_batches: M.
+        shares: where stages start, as shares of the blocks; empty: evenly.
+        recompute: whether all stages but the last recompute.
+        schedule: name of the policy.
+        whole: stages whose backward is not split where the schedule splits others.
+        num_ranks: 0: as many as `stage_ranks` names.
+        settings: more settings.
+    """
+
+    stage_ranks: Ranks = ((0,),)
+    num_micro_batches: int = 3
+    shares: tuple[float, ...] = ()
+    recompute: bool = False
+    schedule: str = "1f1b"
+    whole: tuple[int, ...] = ()
+    num_ranks: int = 0
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks."""
+        return self.num_ranks or 1 + max(rank for ranks in self.stage_ranks for rank in ranks)
+
+    def plan(self, graph: Graph) -> Plan | None:
+        """Returns the plan for a graph; None if the graph has too few blocks."""
+        num_blocks, num_stages = len(graph.blocks), len(self.stage_ranks)
+        if num_blocks < num_stages:
+            return None
+        shares = self.shares or tuple(stage / num_stages for stage in range(1, num_stages))
+        starts = [0]
+        for stage, share in enumerate(shares, 1):
+            starts.append(min(max(round(share * num_blocks), starts[-1] + 1), num_blocks - num_stages + stage))
+        ends = [*starts[1:], num_blocks]
+        stages = [
+            StagePlan(
+                tuple(range(start, end)), ranks, self.recompute, self._depth(stage), 1.0, 2.0, **self._apart(stage)
+            )
+            for stage, (start, end, ranks) in enumerate(zip(starts, ends, self.stage_ranks, strict=True))
+        ]
+        return Plan(tuple(stages), self.world_size, self.num_micro_batches, 1.0, self.schedule)
+
+    def _apart(self, stage: int) -> dict[str, Any]:
+        """Returns what a stage whose backward is split has in its plan."""
+        if self.schedule != "zero_bubble" or stage in self.whole:
+            return {}
+        return {"deferred": 2, "input_seconds": 1.0, "weight_seconds": 1.0}
+
+    def _depth(self, stage: int) -> int:
+        return self.num_micro_batches if self.schedule == "gpipe" else len(self.stage_ranks) - stage
+
+
+def pipeline(num_stages: int, **changes: Any) -> Setup:
+    """Returns the setup of a pipeline with one rank a stage."""
+    return Setup(tuple((stage,) for stage in range(num_stages)), **changes)
+
+
+@contextmanager
+def planned(setup: Setup, token: object = None) -> Iterator[None]:
+    """Lets every preparation take the plan of `setup`, without measuring; equal models (`token`) are traced once.
+
+    So are equal optimizers of torch's tried out.
+    """
+    search = Preparation._new_plan
+
+    def lay_down(self: Preparation) -> Plan:
+        given = setup if self._traced.loss is not None else replace(setup, schedule="gpipe")
+        plan = given.plan(self._traced.graph)
+        if plan is None:
+            raise TooFewBlocksError(len(self._traced.graph.blocks))
+        return plan
+
+    Preparation._new_plan = lay_down  # type: ignore[method-assign]
+    optimizer.steps_of = try_once  # type: ignore[attr-defined]
+    try:
+        with trace_shared(token) if token is not None else nullcontext():
+            yield
+    finally:
+        Preparation._new_plan = search  # type: ignore[method-assign]
+        optimizer.steps_of = steps_of  # type: ignore[attr-defined]
+
+
+@contextmanager
+def trace_shared(token: object) -> Iterator[None]:
+    """Lets equal models (`token`) share their graphs."""
+    traces.trace = partial(trace_once, token)  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        traces.trace = trace  # type: ignore[attr-defined]
+
+
+class TooFewBlocksError(Exception):
+    """A graph cannot be cut into as many stages as asked for."""
+
+
+_known: dict[Any, TracedModel] = {}
+_one_at_a_time = Lock()
+
+
+def trace_once(token: object, model: nn.Module, call: CallSpec, device: torch.device, **options: Any) -> TracedModel:
+    """Traces a call of one of several equal models; the graph holds no numbers, so it serves them all.
+
+    A graph that calls modules of the model, kept whole, serves that model alone.
+    """
+    asked = {**options, "micro_batch_size": 0} if options["is_dynamic"] else options
+    key = (token, repr(model), call.key(), *asked.items())
+    with _one_at_a_time:
+        if key in _known:
+            return _known[key]
+        traced = trace(model, call, device, **options)
+        if not traced.has_kept_modules:
+            _known[key] = traced
+        return traced
+
+
+_tried: dict[Any, Steps] = {}
+
+
+def try_once(optimizer: torch.optim.Optimizer, device: torch.device) -> Steps:
+    """Tries one of several optimizers of torch's that are equal but for their numbers; others are tried each."""
+    if not type(optimizer).__module__.startswith("torch.optim."):
+        return steps_of(optimizer, device)
+    groups = [
+        [(name, str(value)) for name, value in group.items() if name != "params"]
+        + [(tuple(each.shape), each.dtype, each.requires_grad) for each in group["params"]]
+        for group in optimizer.param_groups
+    ]
+    key = (type(optimizer), device, str(groups), *vars(optimizer), *(len(each) for each in optimizer.state.values()))
+    with _one_at_a_time:
+        if key not in _tried:
+            _tried[key] = steps_of(optimizer, device)
+        return _tried[key]
+
+
+Run = Callable[[AutoVaruna, torch.optim.Optimizer, int], Any]
+
+
+def on_ranks(
+    setup: Setup,
+    model: nn.Module,
+    run: Run,
+    make_optimizer: MakeOptimizer = sgd,
+    token: object = None,
+    timeout: float = 500.0,
+    wrap: Callable[..., AutoVaruna] = AutoVaruna,
+) -> list[Any]:
+    """Runs ``run(model, optimizer, rank)`` on every rank, each with a copy of `model`, wrapped by `wrap`."""
+    copies = [copy.deepcopy(model) for _ in range(setup.world_size)]
+    settings = {**QUIET, "num_micro_batches": setup.num_micro_batches, "inputs": "replicated", **setup.settings}
+
+    def be_rank(world: World) -> Any:
+        optimizer = make_optimizer(copies[world.rank].parameters())
+        return run(wrap(copies[world.rank], optimizer, **settings), optimizer, world.rank)
+
+    with planned(setup, token):
+        return run_ranks(setup.world_size, be_rank, timeout_seconds=timeout)
+
+
+def train(
+    case: Case,
+    setup: Setup,
+    batches: Sequence[Batch],
+    make_optimizer: MakeOptimizer = sgd,
+    sizes: Sequence[Sequence[int]] = (),
+    **options: Any,
+) -> Record:
+    """Trains for a call a batch, and puts the records of the ranks together.
+
+    Args:
+        case: The model.
+        setup: How it is run.
+        batches: Global batches.
+        make_optimizer: Makes each rank's optimizer.
+        sizes: Samples that each rank passes of each batch; empty: all ranks pass all of them.
+        **options: For `train_rank`.
+    """
+    if sizes:
+        setup = replace(setup, settings={**setup.settings, "inputs": "per_rank"})
+
+    def run(model: AutoVaruna, optimizer: torch.optim.Optimizer, rank: int) -> Record:
+        own = [share_of(batch, given, rank) for batch, given in zip(batches, sizes, strict=True)] if sizes else batches
+        return train_rank(case, model, optimizer, own, **options)
+
+    records = on_ranks(setup, case.model(), run, make_optimizer, token=(case.name, case.has_dropout))
+    return merge(weighted_losses(case, records, sizes))
+
+
+def weighted_losses(case: Case, records: Sequence[Record], sizes: Sequence[Sequence[int]]) -> Sequence[Record]:
+    """Puts the loss of the global batch in the place of the losses that ranks made of outputs of their own."""
+    if not sizes or case.loss is None or records[0].losses[0].item() == records[-1].losses[0].item():
+        return records
+    columns = zip(*(record.losses for record in records), strict=True)
+    losses = [weighted_mean(column, given) for column, given in zip(columns, sizes, strict=True)]
+    return [replace(record, losses=losses) for record in records]
+
+
+def share_of(batch: Batch, sizes: Sequence[int], rank: int) -> Batch:
+    """Returns the mini-batch of a rank, of a global batch that is cut into `sizes`."""
+    assert sum(sizes) == batch_size(batch)
+    start = sum(sizes[:rank])
+    return part(batch, start, start + sizes[rank])
+
+
+def weighted_mean(losses: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
+    """Returns the mean of the ranks' own losses over all samples."""
+    return torch.stack([loss * size for loss, size in zip(losses, sizes, strict=True) if size]).sum() / sum(sizes)
+
+
+def train_rank(
+    case: Case,
+    model: AutoVaruna,
+    optimizer: torch.optim.Optimizer,
+    batches: Sequence[Batch],
+    max_norm: float | None = None,
+    num_accumulated: int = 1,
+) -> Record:
+    """Trains on one rank; the gradients in its record are those that the rank holds."""
+    record = Record()
+    for call, batch in enumerate(batches, 1):
+        loss = case.loss_of(model(*batch[0], **batch[1]), batch)
+        loss.backward()  # type: ignore[no-untyped-call]
+        record.losses.append(loss.detach())
+        if call % num_accumulated:
+            continue
+        if max_norm is not None:
+            model.clip_grad_norm_(max_norm)
+        record.gradients.append(gradients_of(model))
+        optimizer.step()
+        optimizer.zero_grad()
+    return with_state(record, model)
+
+
+def held(model: AutoVaruna) -> dict[str, nn.Parameter]:
+    """Returns the parameters whose numbers a rank holds."""
+    return {name: parameter for name, parameter in model.named_parameters() if not parameter.is_meta}
+
+
+def gradients_of(model: AutoVaruna) -> dict[str, Tensor]:
+    """Returns copies of the gradients that a rank holds, by name."""
+    gradients = {name: parameter.grad for name, parameter in held(model).items()}
+    return {name: gradient.detach().clone() for name, gradient in gradients.items() if gradient is not None}
+
+
+def with_state(record: Record, model: AutoVaruna) -> Record:
+    """Adds the whole model's weights and buffers to a record. Collective."""
+    state = model.state_dict()
+    names = dict(model.module.named_parameters(remove_duplicate=False))
+    record.weights = {name: value.detach().clone() for name, value in state.items() if name in names}
+    record.buffers = {name: value.detach().clone() for name, value in state.items() if name not in names}
+    return record
+
+
+def merge(records: Sequence[Record]) -> Record:
+    """Puts the records of all ranks together, which must agree bit for bit in what several of them have."""
+    first = records[0]
+    merged = Record(first.losses, [{} for _ in first.gradients], first.weights, first.buffers)
+    for rank, record in enumerate(records):
+        assert len(record.losses) == len(first.losses), "losses differ"
+        assert all(map(_are_equal, record.losses, first.losses)), "losses differ"
+        for name, value in {**first.weights, **first.buffers}.items():
+            assert _are_equal({**record.weights, **record.buffers}[name], value), f"{name} differs on rank {rank}"
+        for step, gradients in enumerate(record.gradients):
+            for name, gradient in gradients.items():
+                known = merged.gradients[step].setdefault(name, gradient)
+                assert _are_equal(known, gradient), f"gradient of {name} differs on rank {rank} in step {step}"
+    return merged
+
+
+def _are_equal(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors hold the same bits, those that are no numbers included."""
+    return torch.equal(one.isnan(), other.isnan()) and torch.equal(one.nan_to_num(), other.nan_to_num())
