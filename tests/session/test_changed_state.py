@@ -118,24 +118,6 @@ class Taught(Layers):
         return F.cross_entropy(self.last(x), y) + (x - taught).square().mean()
 
 
-class Turned(nn.Module):
-    """Is kept whole, for it branches on its count of calls; a copy of its weight follows that."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(WIDTH, WIDTH)
-        self.register_buffer("slow", self.layer.weight.detach().clone())
-        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.calls.item() % 2:
-            x = 0.5 * x
-        self.calls += 1
-        self.slow.lerp_(self.layer.weight.detach(), 0.5)
-        out: Tensor = self.layer(x) + x @ self.slow
-        return out
-
-
 class Averaged(nn.Module):
     """Subtracts a mean of all that it has seen, which its count of calls weighs."""
 
@@ -150,21 +132,6 @@ class Averaged(nn.Module):
         return x - self.mean
 
 
-class WithTurned(Layers):
-    """Has such a module twice: once where gradients are wanted, once under ``no_grad``."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = Turned()
-        self.slow = Turned().requires_grad_(False)
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        with torch.no_grad():
-            wanted = self.slow(x)
-        x = self.first(x)
-        return F.cross_entropy(self.last(torch.tanh(x)), y) + F.mse_loss(x, wanted)
-
-
 class WithAveraged(Layers):
     """Has such a module."""
 
@@ -176,7 +143,7 @@ class WithAveraged(Layers):
         return F.cross_entropy(self.last(torch.tanh(self.slow(self.first(x)))), y)
 
 
-MODELS = (Scaled, Twofold, Corrected, Followed, Shrunk, Normed, Taught, WithTurned, WithAveraged)
+MODELS = (Scaled, Twofold, Corrected, Followed, Shrunk, Normed, Taught, WithAveraged)
 STEADY = (Followed, Shrunk, Normed)
 """Models that change nothing by what is in the samples."""
 

@@ -272,9 +272,9 @@ def inference(self: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 
 
 REFUSED = {
-    length: r"len\(\) of a tensor at .*len\(x\).*Write x\.shape\[0\]",
+    length: r"len\(\) of a tensor at .*len\(x\).*Expected x\.shape\[0\]",
     integer: r"fixes its batch size.*int\(x\.shape\[0\]\).*Write x\.shape\[0\]",
-    integer_of_data: r"int\(\) of a tensor at .*int\(y\.max\(\)\).*Write x\.item\(\)",
+    integer_of_data: r"int\(\) of a tensor at .*int\(y\.max\(\)\).*Expected x\.item\(\)",
     by_bytes: r"at .*byte\(\).*expected predicate to be bool",
     backward: r"goes backward itself \(torch\.autograd\.grad\) at .*create_graph.*into a submodule",
     inference: r"inference_mode\(\) at .*torch\.tanh.*Expected torch\.no_grad",

@@ -172,4 +172,5 @@ def take_checks(module: fx.GraphModule) -> None:
                 node.target = check
             elif node.target is aten._assert_async.msg:
                 node.target, node.args = check, (node.args[0], True, Path(origin(node)).name)
-        each.recompile()
+        if each is not module:
+            each.recompile()

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from autovaruna.graph.call import CallSpec
 from autovaruna.graph.export.autograd import check_state, plain_state
 from autovaruna.graph.export.constant_values import hide_fakes, hide_tracing
-from autovaruna.graph.export.idioms import refuse_backward
-from autovaruna.graph.export.refused import ChangedStateError
+from autovaruna.graph.export.refused import ChangedStateError, refuse_backward
 from autovaruna.graph.export.size_arithmetic import cached_size_arithmetic
 from autovaruna.graph.module_state import left_tensors
 from autovaruna.graph.tree import Tree, flatten

@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from autovaruna._torch import FakeTensor, FunctionalTensor, all_true, check, pack_by_lengths, top_saved_tensors_hooks
 from autovaruna.errors import TraceError
 from autovaruna.graph.export.assertions import left_check, truth
+from autovaruna.graph.export.refused import refuse_backward, refuse_hook
 from autovaruna.graph.opaque.packed import Padded, called_on_padded, packing, refuse_lengths
 from autovaruna.graph.source_lines import is_users, users_line
 
@@ -128,27 +129,6 @@ class Idioms(TorchFunctionMode):
             raise
 
 
-def refuse_hook(what: str) -> TraceError:
-    """Returns the error of a forward that sets a hook.
-
-    Args:
-        what: What it sets.
-    """
-    return TraceError(
-        f"forward {what}{users_line()}, which a trace cannot keep. Expected a forward without hooks; write what the "
-        "hook does to the gradient as operations, or set it in a submodule, which is then kept whole."
-    )
-
-
-def refuse_backward(name: str) -> TraceError:
-    """Returns the error of a forward that goes backward itself, by the function `name`."""
-    return TraceError(
-        f"forward goes backward itself ({name}){users_line()}, which a trace cannot keep. Expected a forward that "
-        "leaves that to the caller; move what needs gradients into a submodule, which is then kept whole as one "
-        "operation, or write the derivative as operations."
-    )
-
-
 def _modes() -> tuple[Any, ...]:
     """Returns what a forward may set that a trace would drop: inference mode, and hooks of saved tensors."""
     return torch.is_inference_mode_enabled(), top_saved_tensors_hooks(True)
@@ -170,7 +150,7 @@ def _length(tensor: Tensor) -> int:
     if isinstance(length, torch.SymInt):
         raise TraceError(
             f"forward asks for len() of a tensor{users_line()}: got a tensor whose length varies, but len() returns "
-            "fixed numbers alone. Write x.shape[0] in place of len(x), or pass dynamic_batch=False."
+            "fixed numbers alone. Expected x.shape[0] in place of len(x); or pass dynamic_batch=False."
         )
     return int(Tensor.__len__(tensor))  # type: ignore[no-untyped-call]
 
@@ -179,7 +159,7 @@ def _integer(tensor: Tensor) -> int:
     if _is_traced(tensor):
         raise TraceError(
             f"forward asks for int() of a tensor{users_line()}: it needs the number in a tensor, which a trace does "
-            "not have. Write x.item() in place of int(x): the result can be a length of other tensors. Where Python "
+            "not have. Expected x.item() in place of int(x): the result can be a length of other tensors. Where Python "
             "goes by the number, move the line into a submodule, which is then kept whole."
         )
     return Tensor.__int__(tensor)
@@ -241,6 +221,7 @@ def _name_of(function: Any) -> str:
     return next((f"{path}.{name}" for path in holders), "")
 
 
+_grad_fn: Any = Tensor.grad_fn
 _HANDLERS: dict[Any, Callable[..., Any]] = {
     Tensor.__len__: _length,
     Tensor.__int__: _integer,
@@ -250,7 +231,7 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     Tensor.data.__set__: _assign,  # type: ignore[attr-defined]
     Tensor.to: _to,
     pack_by_lengths: refuse_lengths,
-    Tensor.grad_fn.__get__: _refusing(refuse_hook, "takes the node of a tensor (grad_fn)"),  # type: ignore[union-attr]
+    _grad_fn.__get__: _refusing(refuse_hook, "takes the node of a tensor (grad_fn)"),
     Tensor.register_hook: _refusing(refuse_hook, "registers a hook on a tensor"),
     Tensor.register_post_accumulate_grad_hook: _refusing(refuse_hook, "registers a hook on a tensor"),
     Tensor.backward: _refusing(refuse_backward, "backward()"),

@@ -9,7 +9,7 @@ from torch import fx, nn
 
 from autovaruna._torch import FUNCTORCH, FakeTensor
 from autovaruna.errors import TraceError
-from autovaruna.graph.source_lines import origin
+from autovaruna.graph.source_lines import origin, users_line
 
 _SPARSE: dict[Any, int] = {
     torch.ops.aten.embedding.default: 4,
@@ -68,6 +68,27 @@ def check_layouts(model: nn.Module) -> None:
                 f"{name} is a sparse tensor: got {tensor.layout}, expected torch.strided. Register a dense one "
                 "(to_dense()), or its indices and values, and make the sparse tensor in forward."
             )
+
+
+def refuse_hook(what: str) -> TraceError:
+    """Returns the error of a forward that sets a hook.
+
+    Args:
+        what: What it sets.
+    """
+    return TraceError(
+        f"forward {what}{users_line()}, which a trace cannot keep. Expected a forward without hooks; write what the "
+        "hook does to the gradient as operations, or set it in a submodule, which is then kept whole."
+    )
+
+
+def refuse_backward(name: str) -> TraceError:
+    """Returns the error of a forward that goes backward itself, by the function `name`."""
+    return TraceError(
+        f"forward goes backward itself ({name}){users_line()}, which a trace cannot keep. Expected a forward that "
+        "leaves that to the caller; move what needs gradients into a submodule, which is then kept whole as one "
+        "operation, or write the derivative as operations."
+    )
 
 
 def _is_lost(module: nn.Module, target: str) -> bool:

@@ -27,6 +27,7 @@ from autovaruna.graph.export.idioms import Idioms, padded_encoders
 from autovaruna.graph.export.refused import check_layouts, check_operations
 from autovaruna.graph.export.retry import Opaque, RetryError, outermost, retry
 from autovaruna.graph.export.tidy import PREFIX, drop_idle, open_free_regions, tidy
+from autovaruna.graph.export.unlift import unlift
 from autovaruna.graph.exported import Exported
 from autovaruna.graph.module_state import as_before, warn_of_left
 from autovaruna.graph.opaque.draws import Draws, noted_draws
@@ -129,8 +130,7 @@ class Attempt:
         with warnings.catch_warnings():  # recurrent modules keep their weights twice; torch.export warns of it
             warnings.filterwarnings("ignore", message="The tensor attribute")
             program = program_of(flat, inputs, shapes)
-        graph_module = program.module(check_guards=False)
-        assert isinstance(graph_module, fx.GraphModule)
+        graph_module = unlift(program)
         take_modules(graph_module)
         take_checks(graph_module)
         check_operations(graph_module)

@@ -197,6 +197,8 @@ def take_modules(module: fx.GraphModule) -> None:
     for each in list(module.modules()):
         if isinstance(each, fx.GraphModule):
             _take_from(each)
+            if each is not module:  # a name in the model may be a word of Python, which cannot be compiled
+                each.recompile()
 
 
 def _take_from(module: fx.GraphModule) -> None:
@@ -209,4 +211,3 @@ def _take_from(module: fx.GraphModule) -> None:
                 kept = module.graph.create_node("get_attr", name)
             kept.meta["precision"] = node.meta.get("precision", ())
             node.target, node.args = run_opaque, (kept, batch, tensors, state)
-    module.recompile()

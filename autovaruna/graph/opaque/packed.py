@@ -169,7 +169,7 @@ def _pad(padded: Padded, batch_first: bool, padding_value: float, total_length: 
     tensor = padded.tensor[:, :greatest]
     if padding_value != 0.0:
         is_padded = torch.arange(greatest, device=tensor.device) >= padded.lengths.to(tensor.device)[:, None]
-        tensor = tensor.masked_fill(is_padded.unflatten(1, (-1, *[1] * (tensor.dim() - 2))), padding_value)  # type: ignore[no-untyped-call]
+        tensor = tensor.masked_fill(is_padded[(..., *[None] * (tensor.dim() - 2))], padding_value)
     if total_length:
         shape = [tensor.shape[0], total_length - greatest, *tensor.shape[2:]]
         tensor = torch.cat([tensor, tensor.new_full(shape, padding_value)], 1)
