@@ -286,7 +286,7 @@ def name_of(node: fx.Node) -> str:
 def operator_of(node: fx.Node) -> Operator:
     """Returns the row of the operator that a node calls; an empty one for what is not listed."""
     name = name_of(node)
-    return _row(name, node.target._overloadname) if name else _NO_ROW  # type: ignore[union-attr]
+    return _row(name, str(node.target).removeprefix("aten.")) if name else _NO_ROW
 
 
 @cache
@@ -298,10 +298,8 @@ def rows() -> dict[str, Operator]:
 @cache
 def _row(name: str, overload: str) -> Operator:
     known = rows()
-    for key in (f"{name}.{overload}", name):
-        if key in known:
-            return known[key]
-    return next((row for pattern, row in known.items() if fnmatchcase(name, pattern)), _NO_ROW)
+    matching = (row for pattern, row in known.items() if fnmatchcase(name, pattern))
+    return known.get(overload) or known.get(name) or next(matching, _NO_ROW)
 
 
 def has(node: fx.Node, trait: Trait) -> bool:

@@ -127,7 +127,8 @@ class _Steps:
                 writes = self._of([*written(node), *changed_statistics(inner, node)])
                 yield from self._called(inner, node, writes, is_random(inner, node))
         returned: Any = inner.graph.output_node().args[0]
-        self._returned[region] = tuple(returned) if isinstance(returned, tuple | list) else (returned,)
+        results = returned if isinstance(returned, tuple | list) else (returned,)
+        self._returned[region] = tuple(self._outer.get(each, each) for each in results)
 
     def _of(self, nodes: Iterable[fx.Node]) -> Memory:
         return _NONE.union(*(self._memory.get(self._outer.get(each, each), _NONE) for each in nodes))

@@ -10,26 +10,29 @@ others: of that a micro-batch has its own where a loss divides sums over the sam
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
+import sympy
 import torch
 from torch import Tensor, fx
 
 from autovaruna._torch import OpOverload
 from autovaruna.errors import TraceError
-from autovaruna.graph.batch.additions import Additions
-from autovaruna.graph.batch.counted_means import part_means
-from autovaruna.graph.batch.interpret import Values, from_inputs, has_numbers, is_number
-from autovaruna.graph.batch.operators import KEEPING, WITH_TENSORS, Means, Trait, has, operator_of
+from autovaruna.graph.batch.interpret import Values, from_inputs, has_numbers, is_number, picked_symbols
+from autovaruna.graph.batch.operators import KEEPING, SUM_OF, WITH_TENSORS, Means, Trait, aten, has, operator_of
 from autovaruna.graph.batch.powers import Powers
-from autovaruna.graph.batch.values import Merge, Share, Source, Use, as_tensor, is_of_batch, of_batch
-from autovaruna.graph.facts import Fact, outliving_storages
+from autovaruna.graph.batch.values import Merge, Share, Source, Use, as_tensor, count_by_class, is_of_batch, of_batch
+from autovaruna.graph.facts import Fact, outliving_storages, storage_of, tensors_in
+from autovaruna.graph.precision import in_precision, precision_of
 from autovaruna.graph.sizes import Sizes
 from autovaruna.graph.source_lines import origin
-from autovaruna.graph.versions import arguments
+from autovaruna.graph.versions import MEAN, SUM, arguments, give
 
+_HALF = frozenset({torch.float16, torch.bfloat16})
+_KEPT = ("stack_trace", "nn_module_stack", "precision")
+"""What a new node has of the one before which it is put."""
 _NUMBERS = frozenset({"Tensor", "number", "float", "Optional[number]", "Optional[float]", "Optional[Tensor]"})
 """Kinds of arguments that are computed with; others are shapes and places."""
 
@@ -80,8 +83,8 @@ def take_totals(
     """
     if sizes.symbol is None:
         return NO_TOTALS
-    additions = Additions(graph, facts)
-    part_means(graph, from_inputs(graph, facts, parameters), sizes, additions)
+    additions = _Additions(graph, facts)
+    _part_means(graph, from_inputs(graph, facts, parameters), sizes, additions)
     known = from_inputs(graph, facts, parameters)
     values = Values(graph, facts, sizes, batch, known)
     marks = _Marks(graph, facts, sizes, values, additions)
@@ -125,7 +128,7 @@ class _Marks:
     """
 
     def __init__(
-        self, graph: fx.Graph, facts: Mapping[str, Fact], sizes: Sizes, values: Values, additions: Additions
+        self, graph: fx.Graph, facts: Mapping[str, Fact], sizes: Sizes, values: Values, additions: _Additions
     ) -> None:
         self._graph = graph
         self._facts = facts
@@ -322,3 +325,180 @@ def _replace(user: fx.Node, number: fx.Node, given: fx.Node) -> None:
             )
         user.target = WITH_TENSORS[target]
     user.replace_input_with(number, given)
+
+
+def _part_means(graph: fx.Graph, known: Collection[fx.Node], sizes: Sizes, additions: _Additions) -> None:
+    """Parts the means of a graph whose counts follow from its inputs; `known` are the nodes that follow from them."""
+    means = _Means(graph, set(known), sizes, additions)
+    for node in list(graph.nodes):
+        count = means.count_of(node) if node.op == "call_function" else None
+        if count is not None:
+            means.part(node, count)
+
+
+class _Means:
+    """Parts each mean over a number of elements that the inputs decide into a sum and its count.
+
+    Such are the losses over the labels that are not ignored, and means of what a mask has picked. Micro-batches have
+    unequal counts, so the mean of their means is not that of the batch; a sum over the count of them all is its part.
+    """
+
+    def __init__(self, graph: fx.Graph, known: set[fx.Node], sizes: Sizes, additions: _Additions) -> None:
+        self._known = known
+        self._sizes = sizes
+        self._add = additions
+        self._masks = {symbol: mask for symbol, mask in picked_symbols(graph).items() if mask in known}
+
+    def count_of(self, node: fx.Node) -> Callable[[], fx.Node] | None:
+        """Returns what adds the count to the graph over which a node averages; None: it does not, or over all alike."""
+        if has(node, Trait.AVERAGES_LABELS):
+            given = arguments(node)
+            target, weight = given["target"], given.get("weight")
+            is_known = target in self._known and (weight is None or weight in self._known)
+            if given["reduction"] != MEAN or not is_known or not self._counts_labels(target):
+                return None
+            return lambda: self._labels(node, target, weight, given["ignore_index"])
+        if node.target in SUM_OF or arguments(node).get("reduction") == MEAN:
+            return self._picked(node)
+        return None
+
+    def part(self, node: fx.Node, count: Callable[[], fx.Node]) -> None:
+        """Puts a sum over the count in the place of a mean."""
+        users = list(node.users)
+        made = count()
+        dtype = node.meta["val"].dtype
+        if dtype in _HALF:  # a sum of many would overflow
+            node.args = tuple(self._wide(node, argument) for argument in node.args)
+        if node.target in SUM_OF:
+            node.target = SUM_OF[node.target]
+        else:
+            give(node, reduction=SUM)
+        self._add.learn(node)
+        after = node.next
+        mean = self._add.before(after, aten.div.Tensor, node, made)
+        if dtype in _HALF:
+            mean = self._add.before(after, aten.to.dtype, mean, dtype)
+        for user in users:
+            user.replace_input_with(node, mean)
+
+    def _wide(self, node: fx.Node, argument: Any) -> Any:
+        value = argument.meta["val"] if isinstance(argument, fx.Node) else None
+        is_half = isinstance(value, Tensor) and value.dtype in _HALF
+        return self._add.before(node, aten.to.dtype, argument, torch.float32) if is_half else argument
+
+    def _counts_labels(self, target: fx.Node) -> bool:
+        """Whether a target is one of class numbers that grows with the batch, or with what was picked from it."""
+        return not has_numbers(target.meta["val"]) and self._sizes.has_samples(target)
+
+    def _labels(self, node: fx.Node, target: fx.Node, weight: fx.Node | None, ignored: int) -> fx.Node:
+        """Adds the number of labels that are not ignored, or the sum of the weights of their classes."""
+        is_counted = self._add.before(node, aten.ne.Scalar, target, ignored)
+        if weight is None:
+            return self._add.before(node, aten.sum.default, is_counted)
+        if weight.op in ("get_attr", "placeholder"):
+            some_class = self._add.before(node, aten.mul.Tensor, target, is_counted)
+            weights = self._add.before(node, aten.index.Tensor, weight, [some_class])
+            weights = self._add.before(node, aten.mul.Tensor, weights, is_counted)
+        else:  # it may itself be made of the labels
+            num_classes = weight.meta["val"].shape[0]
+            by_class = self._add.before(node, count_by_class, target, ignored, num_classes)
+            weights = self._add.before(node, aten.mul.Tensor, weight, by_class)
+        return self._add.before(node, aten.sum.default, weights)
+
+    def _picked(self, node: fx.Node) -> Callable[[], fx.Node] | None:
+        """Returns what adds the number of elements that a node averages, if they were picked by the inputs."""
+        value, result = node.args[0], node.meta["val"]
+        if not isinstance(value, fx.Node) or not self._sizes.depends_on_data(value) or not isinstance(result, Tensor):
+            return None
+        if self._sizes.depends_on_data(node) or not isinstance(value.meta["val"], Tensor):
+            return None
+        averaged = sympy.Integer(1)
+        for length in value.meta["val"].shape:
+            averaged *= length.node.expr if isinstance(length, torch.SymInt) else length
+        for length in result.shape:
+            averaged /= length.node.expr if isinstance(length, torch.SymInt) else length
+        symbols = [symbol for symbol in averaged.free_symbols if symbol in self._masks]
+        if len(symbols) != 1 or not (averaged / symbols[0]).is_Integer:
+            return None
+        factor = int(averaged / symbols[0])
+
+        def add() -> fx.Node:
+            count = self._add.before(node, aten.count_nonzero.default, self._masks[symbols[0]])
+            return count if factor == 1 else self._add.before(node, aten.mul.Tensor, count, factor)
+
+        return add
+
+
+class _Additions:
+    """Adds nodes to a graph.
+
+    Args:
+        graph: The graph.
+        facts: What is known of each node; gets what is known of the new ones.
+    """
+
+    def __init__(self, graph: fx.Graph, facts: MutableMapping[str, Fact]) -> None:
+        self._graph = graph
+        self._facts = facts
+        placeholder = next(iter(graph.find_nodes(op="placeholder")))
+        self._modes = placeholder.meta["val"].fake_mode, facts[placeholder.name].value.fake_mode
+
+    def before(self, user: fx.Node, target: Any, *args: Any) -> fx.Node:
+        """Returns a new call of a function, right before a node, of whose line of the model it becomes a part."""
+        with self._graph.inserting_before(user):
+            node = self._graph.call_function(target, args)
+        node.meta = {name: user.meta[name] for name in _KEPT if name in user.meta}
+        self.learn(node)
+        return node
+
+    def again(self, node: fx.Node, made: Mapping[fx.Node, fx.Node]) -> fx.Node:
+        """Returns a copy of a node, right after it, with other arguments of the same kinds in place of some."""
+        with self._graph.inserting_after(node):
+            copy = self._graph.node_copy(node, lambda each: made.get(each, each))
+        reads = frozenset(storage for each in copy.all_input_nodes for storage in self._facts[each.name].makes)
+        self._facts[copy.name] = replace(self._facts[node.name], reads=reads)
+        return copy
+
+    def drop_unused(self, nodes: Iterable[fx.Node]) -> None:
+        """Takes nodes out that nothing uses, users before what they use."""
+        for node in nodes:
+            if not node.users:
+                self._graph.erase_node(node)
+                del self._facts[node.name]
+
+    def has(self, name: str) -> bool:
+        """Whether there is a node of a name."""
+        return name in self._facts
+
+    def learn(self, node: fx.Node) -> None:
+        """Notes what a node returns, and what else is known of it: that it is new, or has other arguments now."""
+        symbolic, numeric = self._modes
+        with torch.no_grad(), symbolic:
+            node.meta["val"] = _run(node, lambda each: each.meta["val"])
+        with numeric:
+            value = _run(node, lambda each: self._facts[each.name].value)
+        tensors = tensors_in(value)
+        known = self._facts.get(node.name)
+        given = [self._facts[each.name] for each in node.all_input_nodes]
+        memory = {
+            storage_of(fact.value): storage
+            for fact in given
+            if isinstance(fact.value, Tensor)
+            for storage in fact.makes
+        }
+        self._facts[node.name] = Fact(
+            value=value,
+            needs_gradient=any(tensor.requires_grad for tensor in tensors),
+            reads=frozenset(storage for fact in given for storage in fact.makes),
+            writes=frozenset(),
+            makes=frozenset(memory.get(storage_of(each), storage_of(each)) for each in tensors),
+            is_random=False,
+            num_flops=0.0 if known is None else known.num_flops,
+        )
+
+
+def _run(node: fx.Node, value_of: Callable[[fx.Node], Any]) -> Any:
+    target: Any = node.target
+    args, kwargs = fx.map_arg((node.args, node.kwargs), value_of)
+    with in_precision(precision_of(node)):
+        return target(*args, **kwargs)
