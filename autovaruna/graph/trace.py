@@ -20,6 +20,7 @@ from autovaruna.graph.batch.totals import NO_TOTALS, take_totals
 from autovaruna.graph.build import Builder
 from autovaruna.graph.call import CallSpec
 from autovaruna.graph.cuts import crossing_sizes, locate, merge_free_blocks
+from autovaruna.graph.export.refused import BatchSizeError
 from autovaruna.graph.export.run import export
 from autovaruna.graph.export.tidy import PREFIX
 from autovaruna.graph.exported import Exported
@@ -97,6 +98,7 @@ def _copy_what_is_written(exported: Exported, facts: dict[str, Fact], model: nn.
 
 
 ONE_AT_A_TIME = Lock()  # torch.export keeps state of its own that threads share
+_OF_EACH_SIZE = "There is one micro-batch, so the model is traced for its size alone, and anew for each other size."
 _HINTS = (7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47)
 
 
@@ -118,12 +120,13 @@ def trace(
         model: The model; its parameters may be on ``meta``.
         call: The call, from `describe`.
         device: Where the graph will run.
-        is_dynamic: Whether the graph serves every batch size.
+        is_dynamic: Whether the graph serves every batch size, as far as the model lets it.
         micro_batch_size: The one size that it serves if not.
         loss_mode: ``auto``, ``loss`` or ``outputs``.
         has_totals: Whether micro-batches use what was counted over the whole batch; else, over their own samples.
         is_added: Whether losses of micro-batches are added up, rather than averaged.
-        is_parted: Whether there may be several micro-batches, for which samples must not meet.
+        is_parted: Whether there may be several micro-batches, for which samples must not meet. If not, a model that
+            fixes its batch size is traced for `micro_batch_size` samples.
 
     Raises:
         TraceError: the model cannot be traced.
@@ -145,7 +148,14 @@ def _trace(
     is_parted: bool,
 ) -> TracedModel:
     batch_size = _hint(model, call) if is_dynamic else micro_batch_size
-    exported = export(model, call, batch_size, is_dynamic, device)
+    try:
+        exported = export(model, call, batch_size, is_dynamic, device, is_parted)
+    except BatchSizeError as error:
+        if is_parted:
+            raise
+        warn_once(logger, model, f"{_OF_EACH_SIZE} {error}")
+        batch_size = micro_batch_size
+        exported = export(model, call, batch_size, False, device)
     sizes = _sizes(exported, call, batch_size)
     facts = learn_written(exported, model, call, batch_size, device)
     module = exported.module

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from autovaruna._torch import EXPORT, FAKE_TENSORS, FUNCTORCH, FakeTensorMode
 from autovaruna.errors import TraceError
 from autovaruna.graph.call import CallSpec, InputSpec
+from autovaruna.graph.export.refused import BatchSizeError
 from autovaruna.graph.source_lines import is_users
 
 _OF_TRACERS = ("data-dependent", "DataDependent", "DynamicOutputShape")
@@ -68,9 +69,9 @@ def explain(
     )
 
 
-def of_batch_size(name: str, where: str, reason: str, inputs: str = "") -> TraceError:
+def of_batch_size(name: str, where: str, reason: str, inputs: str = "") -> BatchSizeError:
     """Returns the error of a model whose graph does not hold for all batch sizes; `inputs` says what is odd of them."""
-    return TraceError(
+    return BatchSizeError(
         f"{name} fixes its batch size or mixes the samples of a batch{where}: {reason}. {inputs}Expected a model that "
         "treats samples one by one, so that a batch can go through in micro-batches. Move what mixes samples (a "
         "contrastive loss, say) out of the model, or pass dynamic_batch=False: each micro-batch is then a batch of its "

@@ -27,6 +27,10 @@ class InModuleError(Exception):
         self.path = path
 
 
+class BatchSizeError(TraceError):
+    """Says that a graph would hold for one batch size alone."""
+
+
 class ChangedStateError(TraceError):
     """Says that forward changes what its next call reads, and a trace would fix."""
 

@@ -24,7 +24,7 @@ from autovaruna.graph.export.call import FlatCall, program_of
 from autovaruna.graph.export.errors import explain, is_about_batch, of_batch_size, own_error, quiet_failure
 from autovaruna.graph.export.fakes import example_inputs, faked
 from autovaruna.graph.export.idioms import Idioms, padded_encoders
-from autovaruna.graph.export.refused import check_layouts, check_operations
+from autovaruna.graph.export.refused import BatchSizeError, check_layouts, check_operations
 from autovaruna.graph.export.retry import Opaque, RetryError, outermost, retry
 from autovaruna.graph.export.tidy import PREFIX, drop_idle, open_free_regions, tidy
 from autovaruna.graph.export.unlift import unlift
@@ -53,6 +53,7 @@ class Attempt:
         device: where the graph will run.
         kept: what is kept whole.
         least: the batch size from which on the graph must hold.
+        is_parted: whether there may be several micro-batches; if not, a graph of one batch size does as well.
     """
 
     model: nn.Module
@@ -62,12 +63,13 @@ class Attempt:
     device: torch.device
     kept: Opaque
     least: int = 1
+    is_parted: bool = True
 
     def run(self) -> Exported:
         """Traces the call.
 
         Raises:
-            KeepMoreError: another attempt may do better.
+            RetryError: another attempt may do better.
             TraceError: none will.
         """
         mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
@@ -139,6 +141,8 @@ class Attempt:
     def _stop(self, error: Exception, flat: FlatCall, mode: FakeTensorMode, notes: _Notes) -> NoReturn:
         """Asks for another attempt if one may do better than this one, which an error has stopped; else explains it."""
         kept = self.kept
+        if isinstance(error, BatchSizeError) and not (self.is_parted or kept.can_tell):
+            raise error
         if notes.draws.are_hidden():
             raise RetryError(replace(kept, notes_draws=True)) from error
         refusal = own_error(flat, example_inputs(self.call, self.call.batch_size, mode, self.device), mode)
@@ -198,7 +202,14 @@ _OF_HOOKS = (
 )
 
 
-def export(model: nn.Module, call: CallSpec, batch_size: int, is_dynamic: bool, device: torch.device) -> Exported:
+def export(
+    model: nn.Module,
+    call: CallSpec,
+    batch_size: int,
+    is_dynamic: bool,
+    device: torch.device,
+    is_parted: bool = True,
+) -> Exported:
     """Traces one call of a model in its present mode, without running it.
 
     A submodule in which that fails is kept whole.
@@ -209,8 +220,11 @@ def export(model: nn.Module, call: CallSpec, batch_size: int, is_dynamic: bool, 
         batch_size: The number that stands for the batch while tracing.
         is_dynamic: Whether the graph must serve every batch size.
         device: Where the graph will run.
+        is_parted: Whether there may be several micro-batches; if not, the first line that fixes the batch size stops
+            the trace, even inside of a submodule that could be kept whole.
 
     Raises:
+        BatchSizeError: the graph would hold for one batch size alone.
         TraceError: the model cannot be traced; says which line and what to do.
     """
     check_layouts(model)
@@ -219,7 +233,7 @@ def export(model: nn.Module, call: CallSpec, batch_size: int, is_dynamic: bool, 
         warn_once(logger, model, _OF_HOOKS.format(", ".join(sorted(first.modules))))
     kept: Opaque | None = first
     while kept is not None:
-        attempt = Attempt(model, call, batch_size, is_dynamic, device, kept)
+        attempt = Attempt(model, call, batch_size, is_dynamic, device, kept, is_parted=is_parted)
         try:
             with quiet_failure():
                 found = attempt.run()
@@ -230,6 +244,8 @@ def export(model: nn.Module, call: CallSpec, batch_size: int, is_dynamic: bool, 
         except RetryError as stopped:
             kept = stopped.kept
         except TraceError as error:
+            if isinstance(error, BatchSizeError) and not is_parted:
+                raise
             is_first = kept == replace(first, functions=kept.functions, notes_draws=kept.notes_draws)
             if is_first or not is_of_keeper(error):
                 raise
