@@ -20,10 +20,9 @@ from autovaruna.graph.batch.totals import NO_TOTALS, take_totals
 from autovaruna.graph.build import Builder
 from autovaruna.graph.call import CallSpec
 from autovaruna.graph.cuts import crossing_sizes, locate, merge_free_blocks
-from autovaruna.graph.export.refused import BatchSizeError
+from autovaruna.graph.export.errors import BatchSizeError, warn_once
+from autovaruna.graph.export.exported import PREFIX, Exported
 from autovaruna.graph.export.run import export
-from autovaruna.graph.export.tidy import PREFIX
-from autovaruna.graph.exported import Exported
 from autovaruna.graph.facts import Fact, learn
 from autovaruna.graph.grouping import Grouping, group
 from autovaruna.graph.opaque.infer_reduction import infer_function_reductions
@@ -32,7 +31,6 @@ from autovaruna.graph.records import Graph
 from autovaruna.graph.sizes import Sizes
 from autovaruna.graph.traced import TracedModel
 from autovaruna.graph.tree import Opaque
-from autovaruna.graph.warn import warn_once
 
 logger = logging.getLogger(__name__)
 

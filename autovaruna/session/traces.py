@@ -16,13 +16,13 @@ from autovaruna.errors import InputError, RankError
 from autovaruna.graph.batch.losses import refuse_other_losses
 from autovaruna.graph.batch.state import refuse_single_values
 from autovaruna.graph.call import CallSpec
-from autovaruna.graph.export.refused import ChangedStateError
+from autovaruna.graph.export.errors import ChangedStateError
 from autovaruna.graph.guards import GONE, Guards, Unusable, UsedError
 from autovaruna.graph.module_state import settle
 from autovaruna.graph.trace import ONE_AT_A_TIME, trace
 from autovaruna.graph.traced import TracedModel, is_same_graph
 from autovaruna.graph.verify.by_parts import Parts, warn_untried
-from autovaruna.graph.verify.compare import compare
+from autovaruna.graph.verify.eager_vs_graph import compare
 from autovaruna.runtime.batch import GlobalBatch
 from autovaruna.runtime.collective import differences, on_all
 from autovaruna.runtime.weights.remote_parameter import RemoteTensor

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autovaruna.graph.opaque import draws
+from autovaruna.graph import random as generators
 from tests.graph.models import Function, traced
 
 X = torch.zeros(3, 12)
@@ -19,8 +19,8 @@ X = torch.zeros(3, 12)
 
 def test_modules_are_not_looked_at_one_by_one_unless_something_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     looks = []
-    place = draws._place
-    monkeypatch.setattr(draws, "_place", lambda: (looks.append(1), place())[1])
+    place = generators._place
+    monkeypatch.setattr(generators, "_place", lambda: (looks.append(1), place())[1])
     traced(nn.Sequential(*(nn.Linear(12, 12) for _ in range(9))), X)
     assert len(looks) == 2
 

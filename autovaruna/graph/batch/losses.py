@@ -18,7 +18,7 @@ from autovaruna._torch import OpOverload
 from autovaruna.errors import InputError
 from autovaruna.graph.batch.drawn import join_tried
 from autovaruna.graph.batch.interpret import Values
-from autovaruna.graph.batch.operators import Means, Trait, has, is_listed, name_of, operator_of
+from autovaruna.graph.batch.operators import MEAN, Means, Trait, arguments, has, is_listed, name_of, operator_of
 from autovaruna.graph.batch.powers import Powers
 from autovaruna.graph.batch.values import Source
 from autovaruna.graph.opaque.functions import run_function
@@ -27,7 +27,6 @@ from autovaruna.graph.opaque.run import Reduction
 from autovaruna.graph.outputs import OutputKind
 from autovaruna.graph.source_lines import origin
 from autovaruna.graph.traced import TracedModel
-from autovaruna.graph.versions import MEAN, arguments
 
 logger = logging.getLogger(__name__)
 

@@ -17,14 +17,13 @@ from autovaruna._torch import OpOverload
 from autovaruna.errors import TraceError
 from autovaruna.graph.batch.drawn import are_in_turn, follows_place
 from autovaruna.graph.batch.interpret import Values, has_numbers, is_long, read
-from autovaruna.graph.batch.operators import Trait, has, name_of, operator_of
+from autovaruna.graph.batch.operators import MEAN, Trait, arguments, has, name_of, operator_of
 from autovaruna.graph.batch.values import Reach
 from autovaruna.graph.facts import Fact, tensors_in
 from autovaruna.graph.opaque.infer_reduction import opaque_name, reduction_of
 from autovaruna.graph.opaque.run import Reduction
 from autovaruna.graph.sizes import Sizes
 from autovaruna.graph.source_lines import origin
-from autovaruna.graph.versions import MEAN, arguments
 
 ADVICE = (
     "Expected a model that treats samples one by one, so that a batch can go through in micro-batches. Pass tensors "

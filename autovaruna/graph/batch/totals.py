@@ -21,14 +21,26 @@ from torch import Tensor, fx
 from autovaruna._torch import OpOverload
 from autovaruna.errors import TraceError
 from autovaruna.graph.batch.interpret import Values, from_inputs, has_numbers, is_number, picked_symbols
-from autovaruna.graph.batch.operators import KEEPING, SUM_OF, WITH_TENSORS, Means, Trait, aten, has, operator_of
+from autovaruna.graph.batch.operators import (
+    KEEPING,
+    MEAN,
+    SUM,
+    SUM_OF,
+    WITH_TENSORS,
+    Means,
+    Trait,
+    arguments,
+    aten,
+    give,
+    has,
+    operator_of,
+)
 from autovaruna.graph.batch.powers import Powers
 from autovaruna.graph.batch.values import Merge, Share, Source, Use, as_tensor, count_by_class, is_of_batch, of_batch
 from autovaruna.graph.facts import Fact, outliving_storages, storage_of, tensors_in
 from autovaruna.graph.precision import in_precision, precision_of
 from autovaruna.graph.sizes import Sizes
 from autovaruna.graph.source_lines import origin
-from autovaruna.graph.versions import MEAN, SUM, arguments, give
 
 _HALF = frozenset({torch.float16, torch.bfloat16})
 _KEPT = ("stack_trace", "nn_module_stack", "precision")

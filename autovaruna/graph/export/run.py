@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, fx, nn
@@ -18,27 +18,116 @@ from autovaruna.errors import InputError, TraceError
 from autovaruna.graph.call import CallSpec
 from autovaruna.graph.cuts import Marker, named_cut_points, take_markers
 from autovaruna.graph.export.assertions import take_checks
-from autovaruna.graph.export.autograd import FunctionCall, hooked, watched, with_own_backward
-from autovaruna.graph.export.batch_size import find_threshold, noted_sizes, tried_guards
-from autovaruna.graph.export.call import FlatCall, program_of
-from autovaruna.graph.export.errors import explain, is_about_batch, of_batch_size, own_error, quiet_failure
+from autovaruna.graph.export.autograd import FunctionCall, check_state, hooked, plain_state, watched, with_own_backward
+from autovaruna.graph.export.batch_size import cached_size_arithmetic, find_threshold, noted_sizes, tried_guards
+from autovaruna.graph.export.constant_values import hide_fakes, hide_tracing
+from autovaruna.graph.export.errors import (
+    BatchSizeError,
+    ChangedStateError,
+    check_layouts,
+    check_operations,
+    explain,
+    is_about_batch,
+    of_batch_size,
+    own_error,
+    quiet_failure,
+    refuse_backward,
+    warn_once,
+)
+from autovaruna.graph.export.exported import PREFIX, Exported, drop_idle, open_free_regions, tidy, unlift
 from autovaruna.graph.export.fakes import example_inputs, faked
 from autovaruna.graph.export.idioms import Idioms, padded_encoders
-from autovaruna.graph.export.refused import BatchSizeError, check_layouts, check_operations
 from autovaruna.graph.export.retry import Opaque, RetryError, outermost, retry
-from autovaruna.graph.export.tidy import PREFIX, drop_idle, open_free_regions, tidy
-from autovaruna.graph.export.unlift import unlift
-from autovaruna.graph.exported import Exported
-from autovaruna.graph.module_state import as_before, warn_of_left
-from autovaruna.graph.opaque.draws import Draws, noted_draws
+from autovaruna.graph.module_state import as_before, left_tensors, warn_of_left
 from autovaruna.graph.opaque.functions import take_functions
 from autovaruna.graph.opaque.keep import Keeper, is_of_keeper, take_modules
 from autovaruna.graph.opaque.packed import kept_or_packed
 from autovaruna.graph.precision import in_precision, noted_precision, switch_in_regions
-from autovaruna.graph.random import python_generators
+from autovaruna.graph.random import Draws, noted_draws, python_generators
 from autovaruna.graph.source_lines import short_stacks
-from autovaruna.graph.tree import Tree
-from autovaruna.graph.warn import warn_once
+from autovaruna.graph.tree import Tree, flatten
+
+
+class FlatCall(nn.Module):
+    """Calls the model on a flat list of tensors and returns a flat tuple of them."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        call: CallSpec,
+        output_trees: list[Tree],
+        left: list[str],
+        is_told: bool,
+    ) -> None:
+        super().__init__()
+        self.is_told = is_told
+        self.model = model
+        self.call = call
+        self.note_batch: Callable[[list[Any]], None] = lambda sizes: None
+        self.idioms: Callable[[], AbstractContextManager[None]] = nullcontext
+        self.report = output_trees.append  # torch.export puts back every attribute that a trace sets
+        self.report_left = left.extend
+
+    def forward(self, tensors: list[Tensor]) -> tuple[Tensor, ...]:
+        pairs = zip(tensors, self.call.inputs, strict=True)
+        sizes = [each.shape[0] for each, spec in pairs if spec.is_batch]
+        assert all(size == sizes[0] for size in sizes)  # the trace has one symbol for them from now on
+        self.note_batch(sizes)
+        args, kwargs = self.call.tree.unflatten(tensors)
+        before = [(module, dict(module._buffers)) for module in self.model.modules()]
+        numbers = plain_state(self.model)
+        with self._hidden(), self.idioms():
+            returned = self.model(*args, **kwargs)
+        if any(each.grad is not None for each in self.model.parameters()):
+            raise refuse_backward("torch.autograd.backward")
+        outputs, tree = flatten(returned, "output")
+        check_state(numbers, plain_state(self.model))
+        self.report_left(left_tensors(self.model))
+        for module, buffers in before:
+            _write_back(module, buffers)
+        self.report(tree)
+        return tuple(outputs)
+
+    @contextmanager
+    def _hidden(self) -> Iterator[None]:
+        """Hides that the model is traced, unless it is to be told."""
+        if self.is_told:
+            yield
+        else:
+            with hide_tracing(), hide_fakes():
+                yield
+
+
+def _write_back(module: nn.Module, before: dict[str, Tensor | None]) -> None:
+    """Turns assignments to buffers into copies into them; torch.export sees those of the root module alone."""
+    for name, new in list(module._buffers.items()):
+        old = before.get(name)
+        if new is old:
+            continue
+        if old is None or new is None or new.shape != old.shape or new.dtype != old.dtype:
+            raise ChangedStateError(
+                f"{type(module).__qualname__}.forward replaces its buffer {name!r} by one of another kind: got "
+                f"{_kind(new)}, expected {_kind(old)}. Keep the shape and dtype of a buffer that forward assigns, or "
+                "run one batch through the model before it is wrapped."
+            )
+        old.copy_(new.detach())
+        module._buffers[name] = old
+
+
+def _kind(tensor: Tensor | None) -> str:
+    return "none" if tensor is None else f"{tuple(tensor.shape)} {tensor.dtype}"
+
+
+def program_of(flat: FlatCall, inputs: list[Tensor], shapes: list[Any]) -> torch.export.ExportedProgram:
+    """Runs torch.export.
+
+    Args:
+        flat: Calls the model.
+        inputs: What it is called with.
+        shapes: Which of their dimensions are the batch.
+    """
+    with cached_size_arithmetic():
+        return torch.export.export(flat, (inputs,), dynamic_shapes=(shapes,), strict=False)
 
 
 @dataclass(frozen=True)
