@@ -63,11 +63,6 @@ def _described(node: fx.Node) -> str:
     return " ".join([_operation(node.target), *map(str, precision_of(node))])
 
 
-def _precision(node: fx.Node) -> str:
-    """Returns the autocasts under which a node runs."""
-    return "".join(f" {each}" for each in node.meta.get("precision", ()))
-
-
 def _operation(target: Any) -> str:
     if isinstance(target, str | OpOverload) or not hasattr(target, "__qualname__"):
         return str(target)

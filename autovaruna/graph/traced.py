@@ -120,6 +120,11 @@ class TracedModel:
         """The graph, and those within it."""
         return [each for each in self.module.modules() if isinstance(each, fx.GraphModule)]
 
+    @property
+    def code(self) -> list[str]:
+        """The code of the graph, and of those within it."""
+        return [each.graph.python_code("self").src for each in self._regions]
+
     @cached_property
     def needs_gradient(self) -> bool:
         """Whether any output does."""
@@ -182,11 +187,6 @@ def is_same_graph(one: TracedModel, other: TracedModel) -> bool:
     """Whether two traces compute the same, numbers and all."""
     if one.graph.fingerprint != other.graph.fingerprint or one.output_tree.key() != other.output_tree.key():
         return False
-    if one.constants.keys() != other.constants.keys() or _code(one) != _code(other):
+    if one.constants.keys() != other.constants.keys() or one.code != other.code:
         return False
     return all(torch.equal(tensor, other.constants[name]) for name, tensor in one.constants.items())
-
-
-def _code(traced: TracedModel) -> list[str]:
-    regions = [each for each in traced.module.modules() if isinstance(each, fx.GraphModule)]
-    return [each.graph.python_code("self").src for each in regions]

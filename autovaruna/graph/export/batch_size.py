@@ -195,13 +195,6 @@ class TransformError(Exception):
 
 
 @contextmanager
-def noted_sizes() -> Iterator[tuple[list[str], list[str], list[str]]]:
-    """Notes lines that fix a size, that tell one sample from several, and that tell many, while the context lasts."""
-    with noted_fixed_sizes() as fixing, noted_branches() as (lone, large):
-        yield fixing, lone, large
-
-
-@contextmanager
 def noted_fixed_sizes() -> Iterator[list[str]]:
     """Notes ``at file:line (code)`` of each line that fixes a size while the context lasts."""
     places: list[str] = []

@@ -19,7 +19,13 @@ from autovaruna.graph.call import CallSpec
 from autovaruna.graph.cuts import Marker, named_cut_points, take_markers
 from autovaruna.graph.export.assertions import take_checks
 from autovaruna.graph.export.autograd import FunctionCall, check_state, hooked, plain_state, watched, with_own_backward
-from autovaruna.graph.export.batch_size import cached_size_arithmetic, find_threshold, noted_sizes, tried_guards
+from autovaruna.graph.export.batch_size import (
+    cached_size_arithmetic,
+    find_threshold,
+    noted_branches,
+    noted_fixed_sizes,
+    tried_guards,
+)
 from autovaruna.graph.export.constant_values import hide_fakes, hide_tracing
 from autovaruna.graph.export.errors import (
     BatchSizeError,
@@ -34,14 +40,14 @@ from autovaruna.graph.export.errors import (
     refuse_backward,
     warn_once,
 )
-from autovaruna.graph.export.exported import PREFIX, Exported, drop_idle, open_free_regions, tidy, unlift
+from autovaruna.graph.export.exported import PREFIX, Exported, drop_idle, open_free_regions, tidy
 from autovaruna.graph.export.fakes import example_inputs, faked
 from autovaruna.graph.export.idioms import Idioms, padded_encoders
 from autovaruna.graph.export.retry import Opaque, RetryError, outermost, retry
 from autovaruna.graph.module_state import as_before, left_tensors, warn_of_left
 from autovaruna.graph.opaque.functions import take_functions
-from autovaruna.graph.opaque.keep import Keeper, is_of_keeper, take_modules
-from autovaruna.graph.opaque.packed import kept_or_packed
+from autovaruna.graph.opaque.keep import Keeper, is_of_keeper, kept_whole, take_modules
+from autovaruna.graph.opaque.packed import packed_sequences
 from autovaruna.graph.precision import in_precision, noted_precision, switch_in_regions
 from autovaruna.graph.random import Draws, noted_draws, python_generators
 from autovaruna.graph.source_lines import short_stacks
@@ -199,11 +205,13 @@ class Attempt:
         with (
             as_before(model),
             torch.compiler.set_stance("force_eager"),  # torch.compile has nothing to compile on fake tensors
-            kept_or_packed(model, outermost(kept.modules), kept.operations, self.device) as keeper,
+            kept_whole(model, outermost(kept.modules), kept.operations, self.device) as keeper,
+            packed_sequences(model, keeper),
             faked(model, mode, self.device),
             named_cut_points(model),
             watched(kept.functions) as function_calls,
-            noted_sizes() as (fixing, lone, large),
+            noted_fixed_sizes() as fixing,
+            noted_branches() as (lone, large),
             tried_guards(self.least) as bounds,
             noted_draws(model, kept.notes_draws) as draws,
             in_precision(self.call.precision),
@@ -221,7 +229,8 @@ class Attempt:
         with warnings.catch_warnings():  # recurrent modules keep their weights twice; torch.export warns of it
             warnings.filterwarnings("ignore", message="The tensor attribute")
             program = program_of(flat, inputs, shapes)
-        graph_module = unlift(program)
+        graph_module = program.module(check_guards=False)
+        assert isinstance(graph_module, fx.GraphModule)
         take_modules(graph_module)
         take_checks(graph_module)
         check_operations(graph_module)

@@ -89,7 +89,6 @@ def _seed(func: Any, args: Any, kwargs: Mapping[str, Any]) -> int:
 
 
 _SEED = 0
-Around = AbstractContextManager[Any]
 Returned = dict[str, list[Tensor]]
 """What modules have returned last, by path, in that order."""
 
