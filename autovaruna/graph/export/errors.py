@@ -11,6 +11,7 @@ import sys
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -111,9 +112,7 @@ def _is_lost(module: nn.Module, target: str) -> bool:
     """Whether an attribute is a value of the trace, and none of the model."""
     if "lifted_tensor" not in target:
         return False
-    value: Any = module
-    for part in target.split("."):
-        value = getattr(value, part)
+    value = attrgetter(target)(module)
     return isinstance(value, FakeTensor) and not isinstance(value, nn.Parameter)
 
 

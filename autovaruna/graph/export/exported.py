@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from operator import getitem
+from operator import attrgetter, getitem
 from typing import Any
 
 import torch
@@ -149,7 +149,7 @@ def tidy(module: fx.GraphModule, input_names: list[str], state: set[str]) -> dic
         target = str(node.target)
         if target in state:
             node.target = target.removeprefix(PREFIX)
-        elif isinstance(value := _attribute(module, target), Tensor):
+        elif isinstance(value := attrgetter(target)(module), Tensor):
             constants[target] = value.detach()
     return constants
 
@@ -161,7 +161,7 @@ def has_effect(module: nn.Module, node: fx.Node) -> bool:
     if isinstance(node.target, OpOverload):  # wraps nothing
         return False
     regions = [arg for arg in node.all_input_nodes if arg.op == "get_attr"]
-    inner = [region for arg in regions if isinstance(region := _attribute(module, str(arg.target)), fx.GraphModule)]
+    inner = [region for arg in regions if isinstance(region := attrgetter(str(arg.target))(module), fx.GraphModule)]
     return any(
         has_effect(region, child)
         for region in inner
@@ -175,10 +175,3 @@ def _name_placeholders(module: fx.GraphModule, names: list[str]) -> None:
     used = {node.name for node in module.graph.nodes if node.op != "placeholder"}
     for node, name in zip(placeholders, names, strict=True):
         node.name = node.target = name if name not in used else f"input_{name}"
-
-
-def _attribute(module: nn.Module, target: str) -> Any:
-    value: Any = module
-    for part in target.split("."):
-        value = getattr(value, part)
-    return value
