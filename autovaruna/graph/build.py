@@ -120,12 +120,8 @@ class Builder:
         return Graph(blocks, values, inputs, parameters, fingerprint, tuple(marks))
 
     def values(self) -> tuple[Value, ...]:
-        """Returns what crosses cuts."""
-        return tuple(self._value(name) for name in self.crossing())
-
-    def crossing(self) -> list[str]:
-        """Returns the names of the tensors that are used by another block than their own, in execution order."""
-        return [name for name in self.nodes if name in self.block_of and self._later_users(name)]
+        """Returns the tensors that are used by another block than their own, in execution order."""
+        return tuple(self._value(name) for name in self.nodes if name in self.block_of and self._later_users(name))
 
     def users(self, node: fx.Node) -> set[int]:
         """Returns the blocks that use a node, directly or through repeated nodes and sizes."""

@@ -131,67 +131,59 @@ def trace(
     """
     warn_of_untried()
     with ONE_AT_A_TIME:
-        return _trace(model, call, device, is_dynamic, micro_batch_size, loss_mode, has_totals, is_added, is_parted)
+        exported, batch_size = _export(model, call, device, is_dynamic, micro_batch_size, is_parted)
+        sizes = _sizes(exported, call, batch_size)
+        facts = learn_written(exported, model, call, batch_size, device)
+        module = exported.module
+        placeholders = module.graph.find_nodes(op="placeholder")
+        batch = frozenset(node.name for node, spec in zip(placeholders, call.inputs, strict=True) if spec.is_batch)
+        parameters = _first_names(dict(model.named_parameters(remove_duplicate=False)))
+        totals = take_totals(module.graph, facts, sizes, batch, parameters, is_added) if has_totals else NO_TOTALS
+        infer_function_reductions(module.graph, facts, batch, device)
+        name = type(model).__qualname__
+        joining = refuse_mixing(name, module.graph, facts, sizes, batch) if is_parted else []
+        _check_computes(exported, name)
+        grouping = group(module.graph, facts, sizes.is_given, sizes.depends_on_data, parameters)
+        buffers = _first_names(dict(model.named_buffers(remove_duplicate=False)))
+        graph = _build(exported, facts, sizes, grouping, parameters, buffers)
+        state = parameters | buffers
+        changed = changed_state(module, facts, state)
+        steady = frozenset(state[name] for name in steady_state(module, facts, batch, parameters, changed))
+        if is_parted:
+            _say_what_follows_samples({state[name] for name in changed} - steady, model)
+        logger.info("traced %s: %d operations in %d blocks", type(model).__name__, len(facts), len(graph.blocks))
+        return TracedModel(
+            module=module,
+            facts=facts,
+            sizes=sizes,
+            graph=graph,
+            repeated=grouping.repeated,
+            call=call,
+            output_tree=exported.output_tree,
+            outputs=classify(module.graph, facts, sizes, exported.output_tree.tensor_paths(), loss_mode),
+            parameters=parameters,
+            buffers=buffers,
+            constants=exported.constants,
+            changed_state=frozenset(state[name] for name in changed),
+            steady_state=steady,
+            totals=totals,
+            joins_counts=tuple(node.name for node in joining),
+            asks_for_one=exported.asks_for_one,
+        )
 
 
-def _trace(
-    model: nn.Module,
-    call: CallSpec,
-    device: torch.device,
-    is_dynamic: bool,
-    micro_batch_size: int,
-    loss_mode: str,
-    has_totals: bool,
-    is_added: bool,
-    is_parted: bool,
-) -> TracedModel:
+def _export(
+    model: nn.Module, call: CallSpec, device: torch.device, is_dynamic: bool, micro_batch_size: int, is_parted: bool
+) -> tuple[Exported, int]:
+    """Returns what torch.export makes of a call, and the number that stands for the batch in it."""
     batch_size = _hint(model, call) if is_dynamic else micro_batch_size
     try:
-        exported = export(model, call, batch_size, is_dynamic, device, is_parted)
+        return export(model, call, batch_size, is_dynamic, device, is_parted), batch_size
     except BatchSizeError as error:
         if is_parted:
             raise
         warn_once(logger, model, f"{_OF_EACH_SIZE} {error}")
-        batch_size = micro_batch_size
-        exported = export(model, call, batch_size, False, device)
-    sizes = _sizes(exported, call, batch_size)
-    facts = learn_written(exported, model, call, batch_size, device)
-    module = exported.module
-    placeholders = module.graph.find_nodes(op="placeholder")
-    batch = frozenset(node.name for node, spec in zip(placeholders, call.inputs, strict=True) if spec.is_batch)
-    parameters = _first_names(dict(model.named_parameters(remove_duplicate=False)))
-    totals = take_totals(module.graph, facts, sizes, batch, parameters, is_added) if has_totals else NO_TOTALS
-    infer_function_reductions(module.graph, facts, batch, device)
-    name = type(model).__qualname__
-    joining = refuse_mixing(name, module.graph, facts, sizes, batch) if is_parted else []
-    _check_computes(exported, name)
-    grouping = group(module.graph, facts, sizes.is_given, sizes.depends_on_data, parameters)
-    buffers = _first_names(dict(model.named_buffers(remove_duplicate=False)))
-    graph = _build(exported, facts, sizes, grouping, parameters, buffers)
-    state = parameters | buffers
-    changed = changed_state(module, facts, state)
-    steady = frozenset(state[name] for name in steady_state(module, facts, batch, parameters, changed))
-    if is_parted:
-        _say_what_follows_samples({state[name] for name in changed} - steady, model)
-    logger.info("traced %s: %d operations in %d blocks", type(model).__name__, len(facts), len(graph.blocks))
-    return TracedModel(
-        module=module,
-        facts=facts,
-        sizes=sizes,
-        graph=graph,
-        repeated=grouping.repeated,
-        call=call,
-        output_tree=exported.output_tree,
-        outputs=classify(module.graph, facts, sizes, exported.output_tree.tensor_paths(), loss_mode),
-        parameters=parameters,
-        buffers=buffers,
-        constants=exported.constants,
-        changed_state=frozenset(state[name] for name in changed),
-        steady_state=steady,
-        totals=totals,
-        joins_counts=tuple(node.name for node in joining),
-        asks_for_one=exported.asks_for_one,
-    )
+    return export(model, call, micro_batch_size, False, device), micro_batch_size
 
 
 def _build(

@@ -40,7 +40,7 @@ from autovaruna.graph.export.errors import (
     refuse_backward,
     warn_once,
 )
-from autovaruna.graph.export.exported import PREFIX, Exported, drop_idle, open_free_regions, tidy
+from autovaruna.graph.export.exported import PREFIX, Exported, drop_idle, open_free_regions, tidy, unlift
 from autovaruna.graph.export.fakes import example_inputs, faked
 from autovaruna.graph.export.idioms import Idioms, padded_encoders
 from autovaruna.graph.export.retry import Opaque, RetryError, outermost, retry
@@ -229,8 +229,7 @@ class Attempt:
         with warnings.catch_warnings():  # recurrent modules keep their weights twice; torch.export warns of it
             warnings.filterwarnings("ignore", message="The tensor attribute")
             program = program_of(flat, inputs, shapes)
-        graph_module = program.module(check_guards=False)
-        assert isinstance(graph_module, fx.GraphModule)
+        graph_module = unlift(program)
         take_modules(graph_module)
         take_checks(graph_module)
         check_operations(graph_module)
