@@ -21,7 +21,7 @@ from autovaruna._torch import FakeTensor, FunctionalTensor, all_true, check, pac
 from autovaruna.errors import TraceError
 from autovaruna.graph.export.assertions import left_check, truth
 from autovaruna.graph.export.errors import BatchSizeError, refuse_backward, refuse_hook
-from autovaruna.graph.opaque.packed import Padded, called_on_padded, packing, refuse_lengths
+from autovaruna.graph.opaque.keep import Padded, called_on_padded, packing, refuse_lengths
 from autovaruna.graph.source_lines import is_users, users_line
 
 
