@@ -1,7 +1,11 @@
-"""Weight gradients computed apart from backward: the same bits, of what can be left for later and nothing else."""
+"""Weight gradients computed apart from backward: the same bits, of what can be left for later and nothing else.
+
+Code whose operations are called directly does what a graph's forward does, and fails where it fails.
+"""
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from autovaruna.graph.pieces.deferral import Deferred, split_backward
+from autovaruna.graph.pieces.deferral import Deferred, direct, split_backward
 from autovaruna.graph.pieces.extract import Argument, Piece, Source, extract
 from autovaruna.graph.traced import TracedModel
 from tests.graph.models import Function, traced
@@ -212,3 +216,36 @@ def test_only_operands_and_gradients_last_until_weight_gradients_are_computed() 
 
 def _reference(tensor: Tensor) -> StorageWeakRef:
     return StorageWeakRef(tensor.untyped_storage())
+
+
+class Net(nn.Module):
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+        z = torch.tanh(x @ y)
+        return z, *torch.split(z, 1, dim=1)[:2], z.sum(0, keepdim=True)
+
+
+def exported() -> torch.fx.GraphModule:
+    return torch.export.export(Net(), (torch.randn(3, 4), torch.randn(4, 2))).graph_module
+
+
+def test_it_computes_the_same_bits() -> None:
+    module, x, y = exported(), torch.randn(3, 4, requires_grad=True), torch.randn(4, 2)
+    for one, other in zip(direct(module)(x, y), module(x, y), strict=True):
+        assert torch.equal(one, other) and one.requires_grad and one.stride() == other.stride()
+
+
+def test_no_operation_goes_through_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    run, x, y = direct(exported()), torch.randn(3, 4), torch.randn(4, 2)
+
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise AssertionError("an operation was called through Python")
+
+    monkeypatch.setattr(torch._ops.OpOverload, "__call__", refuse)
+    run(x, y)
+
+
+def test_what_fails_is_shown_with_the_line_of_its_node() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        direct(exported())(torch.randn(3, 4), torch.randn(5, 2))
+    frame = traceback.extract_tb(caught.tb)[-1]
+    assert frame.filename.startswith("<eval_with_key>") and (frame.line or "").startswith("matmul = ")

@@ -1,4 +1,4 @@
-"""Holds that pieces, run one after the other, are the model: bit for bit, forward and backward."""
+"""Holds that pieces, run one after the other, are the model, bit for bit; what they need is known without them."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ import torch
 from torch import Tensor, nn
 
 from autovaruna.graph.call import describe
-from autovaruna.graph.pieces.extract import Source, extract
+from autovaruna.graph.pieces.extract import Source, extract, reads
 from autovaruna.graph.random import RandomStream, untouched_generator
 from autovaruna.graph.trace import trace
 from autovaruna.graph.traced import TracedModel
 from tests.catalogue import CASES
 from tests.graph.models import CPU, Function, Pieces, traced_function
+from tests.profiler.models import traced_case
 
 NAMES = [
     "one_operation", "chain", "embedding", "dropout", "batch_norm", "conv_net", "constant", "frozen", "lstm",
@@ -120,3 +121,15 @@ def test_random_numbers_depend_on_step_micro_batch_and_node_alone() -> None:
         others = [drawn(0, 2, 3, 4), drawn(1, 0, 3, 4), drawn(1, 2, 0, 4), drawn(1, 2, 3, 0), drawn(1, 3, 2, 4)]
     assert not any(torch.equal(first, other) for other in others)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("name", ["chain", "tied", "skip", "three_users", "shared_input", "constant", "bert", "t5"])
+def test_reads_are_the_arguments_of_the_piece(name: str) -> None:
+    _, graph, _ = traced_case(name, 3)
+    half = len(graph.graph.blocks) // 2
+    for blocks in (graph.graph.blocks[:half], graph.graph.blocks[half:]):
+        nodes = [node for block in blocks for node in block.nodes]
+        made = {block.index for block in blocks}
+        outputs = [value.name for value in graph.graph.values if value.producer in made]
+        piece = extract(graph, nodes, outputs)
+        assert reads(graph, nodes, outputs) == (piece.named(Source.VALUE), piece.named(Source.INPUT))
