@@ -33,141 +33,7 @@ from autovaruna.varuna.step import StepScale, finish, mean_loss, put_aside
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-
-class SplitModule(nn.Module):
-    """A module whose names and numbers are those of another.
-
-    Attributes:
-        model: the wrapped model; not registered, so that names stay the model's own.
-        device: where it is.
-    """
-
-    model: AutoVaruna
-    device: torch.device
-
-    def train(self, mode: bool = True) -> Self:
-        """Sets training mode on the model."""
-        self.training = mode
-        if "model" in self.__dict__:
-            self.model.train(mode)
-        return self
-
-    def to(self, *args: Any, **kwargs: Any) -> Self:
-        """Stays where the model is: wrapping has put it there.
-
-        Raises:
-            InputError: another device or a dtype is asked for.
-        """
-        device, dtype, *_ = parse_to(*args, **kwargs)
-        if dtype is not None or (device is not None and torch.empty(0, device=device).device != self.device):
-            raise InputError(
-                f"The model is split and on {self.device}: got to({device or dtype}). Pass device= to Varuna."
-            )
-        return self
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """Returns the whole model's state under its own names, on every rank. Collective."""
-        return self.model.state_dict(*args, **kwargs)
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Loads a whole model's state, of which this rank takes its part."""
-        return self.model.load_state_dict(state_dict, strict, assign)
-
-    def named_parameters(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yields the parameters that this rank holds, under the model's own names.
-
-        Where there are none, as in a stage that is only a loss, it yields one without elements: torch makes no
-        optimizer of nothing.
-        """
-        every = self.model.named_parameters(prefix, recurse, remove_duplicate)
-        own = [(name, parameter) for name, parameter in every if not parameter.is_meta]
-        yield from own or [("no_parameters", self._placeholder)]
-
-    @cached_property
-    def _placeholder(self) -> nn.Parameter:
-        return nn.Parameter(torch.empty(0))
-
-    def _drop_placeholder(self, optimizer: torch.optim.Optimizer) -> None:
-        """Takes what stands for no parameters out of an optimizer."""
-        for group in optimizer.param_groups:
-            group["params"][:] = [each for each in group["params"] if each is not self._placeholder]
-
-    def named_buffers(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, Tensor]]:
-        """Yields the buffers of the model, under its own names."""
-        yield from self.model.named_buffers(prefix, recurse, remove_duplicate)
-
-
 logger = logging.getLogger(__name__)
-
-
-class StoredModule(SplitModule):
-    """A split model in training whose state goes to disk and comes back.
-
-    Attributes:
-        iteration: steps done.
-        optimizer: the optimizer; None: there is none yet.
-    """
-
-    iteration: int
-    optimizer: torch.optim.Optimizer | None
-    _scale: StepScale | None
-
-    def checkpoint(
-        self,
-        global_store: str | os.PathLike[str],
-        step: int | None = None,
-        tempdir: str | None = None,
-        shard: bool = False,
-        on_demand: bool = False,
-    ) -> None:
-        """Writes a checkpoint: weights, buffers, optimizer, loss scale and random state. Collective.
-
-        Args:
-            global_store: Folder of all checkpoints, which every rank reaches.
-            step: Number of the checkpoint; None: the steps done so far.
-            tempdir: Folder of this host to write to first; the copy to `global_store` goes on in the background.
-            shard: Whether replicas share the writing.
-            on_demand: Whether it must be complete on return, as before the process ends.
-        """
-        self.model.save_checkpoint(
-            global_store,
-            step=self.iteration if step is None else step,
-            tempdir=tempdir,
-            background=tempdir is not None and not on_demand,
-            shard=shard,
-            scaler=self._scale.scaler if self._scale else None,
-            extra={"iteration": self.iteration},
-        )
-
-    def load_checkpoint(
-        self, global_store: str | os.PathLike[str], iteration: int | str, check_complete: bool = True
-    ) -> None:
-        """Loads a checkpoint that was written by any number of ranks, on any grid. Collective.
-
-        The optimizer's state is loaded into the one that `set_optimizer` has registered before.
-
-        Args:
-            global_store: Folder of all checkpoints.
-            iteration: Its number, or ``latest``.
-            check_complete: Whether a checkpoint that is not complete is an error; it is never loaded in any case: with
-                False the newest complete one is loaded in its place.
-        """
-        if self.optimizer is None:
-            logger.warning("loading without the optimizer's state: call set_optimizer() before, to go on with it")
-        scaler = self._scale.scaler if self._scale else None
-        try:
-            found = self.model.load_checkpoint(global_store, step=iteration, scaler=scaler)
-        except CheckpointError as error:
-            if check_complete:
-                raise
-            logger.warning("loading the newest complete checkpoint: %s", error)
-            found = self.model.load_checkpoint(global_store, step="latest", scaler=scaler)
-        known = found.extra if isinstance(found.extra, Mapping) else {}
-        self.iteration = int(known.get("iteration", found.step or 0))
 
 
 class Requests:
@@ -205,7 +71,7 @@ class Requests:
         self._num_heard += 1
 
 
-class Varuna(StoredModule):
+class Varuna(nn.Module):
     """Trains a model with cut points on a grid of stages and replicas; one step is one call of `step`.
 
     Wrapping plans and splits the model. The optimizer is made afterwards, from ``parameters()`` of this rank's stages,
@@ -225,10 +91,18 @@ class Varuna(StoredModule):
         auto_partitioned: Whether the model may be cut anywhere, whatever cut points it has.
         settings: More settings, as for `AutoVaruna`.
 
+    Attributes:
+        model: The wrapped model; not registered, so that names stay the model's own.
+        device: Where it is.
+        iteration: Steps done.
+        optimizer: The optimizer; None: there is none yet.
+
     Raises:
         InputError: an argument cannot be used; says which.
         PlanError: the model cannot be cut so.
     """
+
+    model: AutoVaruna
 
     def __init__(
         self,
@@ -299,7 +173,7 @@ class Varuna(StoredModule):
             settings["num_micro_batches"] = min(self.data_depth * each, self.global_batch_size)
         wrapped = AutoVaruna(
             model,
-            scaler=self._scale.scaler if self._scale else None,
+            scaler=self._scaler,
             **{**settings, "stage_ranks": [list(ranks) for ranks in grid]},
         )
         with as_in_training(model), self._precision():
@@ -309,6 +183,8 @@ class Varuna(StoredModule):
 
     def _precision(self) -> Any:
         return torch.autocast(self.device.type, dtype=torch.float16) if self.fp16 else nullcontext()
+
+    # what it is
 
     @property
     def micro_batch_size(self) -> int:
@@ -321,6 +197,12 @@ class Varuna(StoredModule):
     def samples(self) -> slice:
         """Which samples of a global batch this rank's replica passes to `step`."""
         return self.place.samples
+
+    @property
+    def _scaler(self) -> torch.amp.GradScaler | None:
+        return self._scale.scaler if self._scale else None
+
+    # steps
 
     def set_optimizer(
         self,
@@ -340,7 +222,8 @@ class Varuna(StoredModule):
         Raises:
             InputError: the optimizer has other parameters.
         """
-        self._drop_placeholder(optimizer)
+        for group in optimizer.param_groups:
+            group["params"][:] = [each for each in group["params"] if each is not self._placeholder]
         self.model._session.adopt(optimizer)
         if self._scale is not None:
             self._scale.configure(loss_scale, init_loss_scale, min_loss_scale)
@@ -415,3 +298,109 @@ class Varuna(StoredModule):
         """Drops the gradients of this rank."""
         self._has_stepped = False
         super().zero_grad(set_to_none)
+
+    # state
+
+    def checkpoint(
+        self,
+        global_store: str | os.PathLike[str],
+        step: int | None = None,
+        tempdir: str | None = None,
+        shard: bool = False,
+        on_demand: bool = False,
+    ) -> None:
+        """Writes a checkpoint: weights, buffers, optimizer, loss scale and random state. Collective.
+
+        Args:
+            global_store: Folder of all checkpoints, which every rank reaches.
+            step: Number of the checkpoint; None: the steps done so far.
+            tempdir: Folder of this host to write to first; the copy to `global_store` goes on in the background.
+            shard: Whether replicas share the writing.
+            on_demand: Whether it must be complete on return, as before the process ends.
+        """
+        self.model.save_checkpoint(
+            global_store,
+            step=self.iteration if step is None else step,
+            tempdir=tempdir,
+            background=tempdir is not None and not on_demand,
+            shard=shard,
+            scaler=self._scaler,
+            extra={"iteration": self.iteration},
+        )
+
+    def load_checkpoint(
+        self, global_store: str | os.PathLike[str], iteration: int | str, check_complete: bool = True
+    ) -> None:
+        """Loads a checkpoint that was written by any number of ranks, on any grid. Collective.
+
+        The optimizer's state is loaded into the one that `set_optimizer` has registered before.
+
+        Args:
+            global_store: Folder of all checkpoints.
+            iteration: Its number, or ``latest``.
+            check_complete: Whether a checkpoint that is not complete is an error; it is never loaded in any case: with
+                False the newest complete one is loaded in its place.
+        """
+        if self.optimizer is None:
+            logger.warning("loading without the optimizer's state: call set_optimizer() before, to go on with it")
+        try:
+            found = self.model.load_checkpoint(global_store, step=iteration, scaler=self._scaler)
+        except CheckpointError as error:
+            if check_complete:
+                raise
+            logger.warning("loading the newest complete checkpoint: %s", error)
+            found = self.model.load_checkpoint(global_store, step="latest", scaler=self._scaler)
+        known = found.extra if isinstance(found.extra, Mapping) else {}
+        self.iteration = int(known.get("iteration", found.step or 0))
+
+    # the module that it shows
+
+    def train(self, mode: bool = True) -> Self:
+        """Sets training mode on the model."""
+        self.training = mode
+        if "model" in self.__dict__:
+            self.model.train(mode)
+        return self
+
+    def to(self, *args: Any, **kwargs: Any) -> Self:
+        """Stays where the model is: wrapping has put it there.
+
+        Raises:
+            InputError: another device or a dtype is asked for.
+        """
+        device, dtype, *_ = parse_to(*args, **kwargs)
+        if dtype is not None or (device is not None and torch.empty(0, device=device).device != self.device):
+            raise InputError(
+                f"The model is split and on {self.device}: got to({device or dtype}). Pass device= to Varuna."
+            )
+        return self
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        """Returns the whole model's state under its own names, on every rank. Collective."""
+        return self.model.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Loads a whole model's state, of which this rank takes its part."""
+        return self.model.load_state_dict(state_dict, strict, assign)
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yields the parameters that this rank holds, under the model's own names.
+
+        Where there are none, as in a stage that is only a loss, it yields one without elements: torch makes no
+        optimizer of nothing.
+        """
+        every = self.model.named_parameters(prefix, recurse, remove_duplicate)
+        own = [(name, parameter) for name, parameter in every if not parameter.is_meta]
+        yield from own or [("no_parameters", self._placeholder)]
+
+    @cached_property
+    def _placeholder(self) -> nn.Parameter:
+        return nn.Parameter(torch.empty(0))
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yields the buffers of the model, under its own names."""
+        yield from self.model.named_buffers(prefix, recurse, remove_duplicate)
