@@ -82,11 +82,6 @@ def _take(value: Any, rows: Tensor, size: int) -> Any:
     return pytree.tree_map(take, value)
 
 
-def share_of_replica(batch_size: int, replica: int, num_replicas: int) -> int:
-    """Returns the samples of a replica; the first ones have one more where the batch does not divide."""
-    return batch_size // num_replicas + (replica < batch_size % num_replicas)
-
-
 def loss_of(output: Any) -> Tensor:
     """Returns the scalar loss in what a model returned.
 

@@ -11,7 +11,6 @@ from autovaruna.config.resolve import replicas_of
 from autovaruna.errors import InputError
 from autovaruna.runtime.environment import local_rank_in
 from autovaruna.runtime.world import World
-from autovaruna.varuna.batches import share_of_replica
 from autovaruna.varuna.grids import Grid
 
 
@@ -46,8 +45,8 @@ class Place:
         return slice(start, start + self.share_of(self.replica))
 
     def share_of(self, replica: int) -> int:
-        """Returns how many samples are a replica's."""
-        return share_of_replica(self.batch_size, replica, self.num_replicas)
+        """Returns the samples of a replica; the first ones have one more where the batch does not divide."""
+        return self.batch_size // self.num_replicas + (replica < self.batch_size % self.num_replicas)
 
 
 def place_of(rank: int, grid: Grid, batch_size: int) -> Place:
