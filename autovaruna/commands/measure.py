@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from autovaruna.commands.options import add_settings, settings_of
+from autovaruna.commands.config import add_settings, settings_of
 from autovaruna.commands.printing import show
 from autovaruna.commands.target import Target
 from autovaruna.config.files import check_writable
@@ -13,8 +13,7 @@ from autovaruna.config.settings import Settings
 from autovaruna.errors import ConfigError
 from autovaruna.log import progress_bar
 from autovaruna.profiler.cache import cache_of
-from autovaruna.profiler.measure import lasting_keys, measure, merge
-from autovaruna.profiler.profile import to_profile
+from autovaruna.profiler.measure import lasting_keys, measure, merge, to_profile
 from autovaruna.profiler.records import Profile
 from autovaruna.session.device import find_device
 
@@ -69,7 +68,7 @@ def run(options: argparse.Namespace) -> None:
     """Measures, saves, and says what was measured."""
     pass  # imports torch
     from autovaruna.commands.target import load_target
-    from autovaruna.profiler.files import save_measured
+    from autovaruna.profiler.cache import save_measured
 
     check_writable("--output", options.output)
     settings = settings_of(options)

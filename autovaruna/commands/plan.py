@@ -13,8 +13,8 @@ from rich import box
 from rich.table import Table
 from torch import nn
 
+from autovaruna.commands.config import add_settings, settings_of
 from autovaruna.commands.measure import measure_here
-from autovaruna.commands.options import add_settings, settings_of
 from autovaruna.commands.printing import checked_plot, columns, plot, show
 from autovaruna.commands.target import load_target
 from autovaruna.config.files import check_writable
@@ -29,10 +29,9 @@ from autovaruna.planner.problem import Problem
 from autovaruna.planner.records import UNKNOWN_LINK, Plan
 from autovaruna.planner.search import make_plan
 from autovaruna.planner.table import Choice, explain, plan_choices, plan_table, seconds
-from autovaruna.profiler.devices import read_device
-from autovaruna.profiler.files import load_profile
+from autovaruna.profiler.cache import load_profile
 from autovaruna.profiler.records import Cluster, OptimizerCost, Profile
-from autovaruna.profiler.roofline import optimizer_cost, predict
+from autovaruna.profiler.roofline import optimizer_cost, predict, read_device
 from autovaruna.schedule.pipeline import Pipeline
 from autovaruna.schedule.simulation import render
 from autovaruna.schedule.simulator import simulate

@@ -10,7 +10,7 @@ from functools import cached_property
 from autovaruna.config.kinds import whole_number
 from autovaruna.errors import InputError, MeasureError
 from autovaruna.profiler.records import Cluster
-from autovaruna.varuna.grids import Choice, Measured, Wishes, choice_at, choices
+from autovaruna.varuna.grid import Choice, Measured, Wishes, choice_at, choices
 from autovaruna.varuna.profiler import ProfileFolder
 
 logger = logging.getLogger(__name__)

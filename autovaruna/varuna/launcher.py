@@ -28,7 +28,7 @@ from autovaruna.config.kinds import at_home
 from autovaruna.errors import AutoVarunaError, ConfigError
 from autovaruna.varuna import rank_script
 from autovaruna.varuna.auto_config import AutoConfig
-from autovaruna.varuna.grids import Grid, grid_of
+from autovaruna.varuna.grid import Grid, grid_of
 from autovaruna.varuna.rank_script import STARTED
 
 DEFAULT_ENV_FILE = "varuna.env"

@@ -1,22 +1,151 @@
-"""Ends a step in Varuna's way: scales the loss, unscales and clips gradients, says what overflowed; and evaluates."""
+"""Takes a step in Varuna's way: its batch and loss, the scale of the loss, gradients that overflow or are clipped."""
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Iterable, Iterator, Sequence
+import signal
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import FrameType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from autovaruna._torch import foreach_mul_
+from autovaruna._torch import foreach_mul_, pytree
 from autovaruna.api import AutoVaruna
 from autovaruna.errors import InputError
 from autovaruna.graph.call import describe
 from autovaruna.runtime.collective import on_all
 from autovaruna.runtime.world import World
-from autovaruna.varuna.batches import Inputs, loss_of, rows_of
+
+Inputs = dict[str, Any]
+GetBatch = Callable[..., Mapping[str, Any]]
+
+
+def sample_batch(get_batch_fn: GetBatch, model: nn.Module, size: int, device: torch.device) -> Inputs:
+    """Returns a batch of `size` samples on a device; one of another size is repeated or cut.
+
+    Args:
+        get_batch_fn: Takes a size, and ``device=`` if it likes; returns the model's keyword arguments.
+        model: The model.
+        size: Samples wanted.
+        device: Where.
+
+    Raises:
+        InputError: it is no function, or returns no dictionary.
+    """
+    if not callable(get_batch_fn):
+        raise InputError(
+            f"get_batch_fn is {get_batch_fn!r}; expected a function that takes a number of samples and returns as many."
+        )
+    takes_device = "device" in inspect.signature(get_batch_fn).parameters
+    batch = get_batch_fn(size, device=torch.device("cpu")) if takes_device else get_batch_fn(size)
+    inputs = on_device(check_inputs(batch, "get_batch_fn returns"), device)
+    spec = describe(model, (), inputs)[1]
+    if spec.batch_size in (0, size):
+        return inputs
+    rows = torch.arange(size, device=device) % spec.batch_size
+    return {name: _take(value, rows, spec.batch_size) for name, value in inputs.items()}
+
+
+def check_inputs(inputs: object, who: str) -> Inputs:
+    """Returns the inputs.
+
+    Raises:
+        InputError: they are no dictionary of keyword arguments.
+    """
+    if not isinstance(inputs, Mapping) or not all(isinstance(name, str) for name in inputs):
+        raise InputError(
+            f"{who} a {type(inputs).__name__}: expected a dictionary of the model's keyword arguments, as "
+            "{'input_ids': tokens, 'labels': labels}."
+        )
+    return dict(inputs)
+
+
+def on_device(inputs: Inputs, device: torch.device) -> Inputs:
+    """Returns the inputs with their tensors on a device; nested ones too."""
+    return {name: _move(value, device) for name, value in inputs.items()}
+
+
+def rows_of(inputs: Inputs, size: int, start: int, stop: int) -> Inputs:
+    """Returns the samples from `start` to `stop` of a batch of `size`; what is no batch stays whole."""
+
+    def cut(value: Any) -> Any:
+        return value[start:stop] if isinstance(value, Tensor) and value.dim() and value.shape[0] == size else value
+
+    return {name: pytree.tree_map(cut, value) for name, value in inputs.items()}
+
+
+def _move(value: Any, device: torch.device) -> Any:
+    return pytree.tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, value)
+
+
+def _take(value: Any, rows: Tensor, size: int) -> Any:
+    def take(leaf: Any) -> Any:
+        return leaf[rows] if isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] == size else leaf
+
+    return pytree.tree_map(take, value)
+
+
+def loss_of(output: Any) -> Tensor:
+    """Returns the scalar loss in what a model returned.
+
+    Raises:
+        InputError: there is none.
+    """
+    if isinstance(output, Mapping):
+        output = output.get("loss")
+    elif isinstance(output, tuple | list):
+        output = output[0] if output else None
+    else:
+        output = getattr(output, "loss", output)
+    if isinstance(output, Tensor) and output.numel() == 1:
+        return output.reshape(())
+    raise InputError(
+        f"Varuna trains a model that returns its loss: got {type(output).__name__}"
+        f"{f' of shape {tuple(output.shape)}' if isinstance(output, Tensor) else ''}. Expected a tensor with one "
+        "number, alone, first of a tuple, or under the name loss."
+    )
+
+
+class Requests:
+    """The signals of a job.
+
+    Args:
+        world: The ranks.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._num_heard = 0
+        self._num_answered = 0
+        self._handler: Callable[[int, FrameType | None], Any] | None = None
+
+    def take_over(self) -> None:
+        """Puts the script's handler aside, if it has one."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        handler = signal.getsignal(signal.SIGUSR1)
+        if callable(handler) and handler != self._note:
+            self._handler = handler
+            signal.signal(signal.SIGUSR1, self._note)
+
+    def answer(self) -> None:
+        """Calls the script's handler if a signal has come to any rank. Collective."""
+        self.take_over()
+        most = max(self._world.gather_objects(self._num_heard, "looking for signals"))
+        if most > self._num_answered:
+            self._num_answered = most
+            if self._handler is not None:
+                self._handler(signal.SIGUSR1, None)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self._num_heard += 1
+
 
 GROWTH_INTERVAL = 2000
 """Steps without an overflow after which the scale doubles."""

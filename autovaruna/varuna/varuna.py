@@ -5,12 +5,10 @@ from __future__ import annotations
 import logging
 import math
 import os
-import signal
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from difflib import get_close_matches
 from functools import cached_property
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,12 +21,19 @@ from autovaruna.errors import CheckpointError, InputError, OrderError
 from autovaruna.runtime.environment import get_world
 from autovaruna.runtime.world import World
 from autovaruna.session.session import as_in_training
-from autovaruna.varuna.batches import GetBatch, check_inputs, loss_of, on_device, sample_batch
-from autovaruna.varuna.grids import Grid, StageMap, read_map
-from autovaruna.varuna.measure import find_grid
-from autovaruna.varuna.place import Place, device_of, local_rank_of, place_of
-from autovaruna.varuna.shared_weights import tie
-from autovaruna.varuna.step import StepScale, finish, mean_loss, put_aside
+from autovaruna.varuna.grid import Grid, Place, StageMap, device_of, local_rank_of, place_of, read_map
+from autovaruna.varuna.profiler import find_grid
+from autovaruna.varuna.step import (
+    GetBatch,
+    StepScale,
+    check_inputs,
+    finish,
+    loss_of,
+    mean_loss,
+    on_device,
+    put_aside,
+    sample_batch,
+)
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -36,39 +41,51 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class Requests:
-    """The signals of a job.
+def tie(model: nn.Module, pairs: Sequence[tuple[str, str]] | None) -> None:
+    """Ties the parameters of each pair, in place; the first name's numbers stay.
+
+    Pairs may form chains. Tied parameters get one gradient, the sum over all their uses, whatever stages these are on.
 
     Args:
-        world: The ranks.
+        model: The model.
+        pairs: Names of parameters.
+
+    Raises:
+        InputError: a name is no parameter, or a pair differs in shape or dtype.
     """
+    for pair in pairs or ():
+        if isinstance(pair, str) or len(pair) != 2:
+            raise InputError(f"shared_weights holds {pair!r}; expected pairs of parameter names.")
+        first, second = (_parameter(model, name) for name in pair)
+        if first is not second:
+            _check(pair, first, second)
+            _replace(model, second, first)
 
-    def __init__(self, world: World) -> None:
-        self._world = world
-        self._num_heard = 0
-        self._num_answered = 0
-        self._handler: Callable[[int, FrameType | None], Any] | None = None
 
-    def take_over(self) -> None:
-        """Puts the script's handler aside, if it has one."""
-        if threading.current_thread() is not threading.main_thread():
-            return
-        handler = signal.getsignal(signal.SIGUSR1)
-        if callable(handler) and handler != self._note:
-            self._handler = handler
-            signal.signal(signal.SIGUSR1, self._note)
+def _parameter(model: nn.Module, name: str) -> nn.Parameter:
+    known = dict(model.named_parameters(remove_duplicate=False))
+    if name not in known:
+        near = get_close_matches(name, known, 3, cutoff=0.4)
+        hint = f"; did you mean {' or '.join(near)}?" if near else "."
+        raise InputError(f"shared_weights names {name!r}, which is no parameter of {type(model).__name__}{hint}")
+    return known[name]
 
-    def answer(self) -> None:
-        """Calls the script's handler if a signal has come to any rank. Collective."""
-        self.take_over()
-        most = max(self._world.gather_objects(self._num_heard, "looking for signals"))
-        if most > self._num_answered:
-            self._num_answered = most
-            if self._handler is not None:
-                self._handler(signal.SIGUSR1, None)
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self._num_heard += 1
+def _check(pair: Sequence[str], first: nn.Parameter, second: nn.Parameter) -> None:
+    if first.shape != second.shape or first.dtype != second.dtype:
+        raise InputError(
+            f"shared_weights ties {pair[0]} {tuple(first.shape)} {first.dtype} and {pair[1]} {tuple(second.shape)} "
+            f"{second.dtype}; expected two parameters of one shape and dtype."
+        )
+    if not first.is_meta and not second.is_meta and not torch.equal(first, second):
+        logger.warning("%s and %s are tied, but differ: the numbers of %s stay", pair[0], pair[1], pair[0])
+
+
+def _replace(model: nn.Module, old: nn.Parameter, new: nn.Parameter) -> None:
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is old:
+                module._parameters[name] = new
 
 
 class Varuna(nn.Module):

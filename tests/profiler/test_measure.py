@@ -9,9 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from autovaruna.errors import MeasureError
-from autovaruna.profiler.measure import measure, merge
-from autovaruna.profiler.parts import block_parts
-from autovaruna.profiler.profile import profile, to_profile
+from autovaruna.profiler.measure import measure, merge, profile, to_profile
+from autovaruna.profiler.work import block_parts
 from tests.profiler.models import CPU, WIDTH, Mlp, traced, traced_case
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from autovaruna.profiler import time as clocks
-from autovaruna.profiler.profile import profile
+from autovaruna.profiler.measure import profile
 from autovaruna.profiler.time import measure_pace, own_clock
 from tests.profiler.models import CPU, traced
 

@@ -8,9 +8,9 @@ import torch
 from autovaruna.graph.call import describe
 from autovaruna.graph.trace import trace
 from autovaruna.profiler import time
-from autovaruna.profiler.parts import layer_parts
-from autovaruna.profiler.profile import profile
+from autovaruna.profiler.measure import profile
 from autovaruna.profiler.time import measure_pace
+from autovaruna.profiler.work import layer_parts
 from tests.catalogue import CASES
 from tests.profiler.clock import TICK_SECONDS, plain_seconds, work_clock
 from tests.profiler.models import CPU, Mlp, traced

@@ -14,7 +14,7 @@ from autovaruna.errors import InputError, MeasureError, PlanError
 from autovaruna.graph.records import CutMark
 from autovaruna.profiler import measure as measuring
 from autovaruna.varuna import AutoConfig, Profiler
-from autovaruna.varuna.grids import grid_of, map_text
+from autovaruna.varuna.grid import grid_of, map_text
 from autovaruna.varuna.profiler import Facts, ProfileFolder
 from tests.planner.cases import make_cluster, make_graph, make_profile
 from tests.varuna.scripts import LAYERS, batch, net, on_ranks

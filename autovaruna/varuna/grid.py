@@ -1,11 +1,15 @@
-"""Reads ``stage_to_rank_map``, and finds the best grid of stages and replicas: one search for each depth."""
+"""Lays stages and replicas over ranks: reads ``stage_to_rank_map``, finds the best grid, says where a rank is in it."""
 
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import torch
+
+from autovaruna.config.resolve import replicas_of
 from autovaruna.errors import InputError, PlanError
 from autovaruna.graph.records import Graph
 from autovaruna.planner.cut_points import cut_point_blocks
@@ -13,6 +17,8 @@ from autovaruna.planner.problem import Constraints, Problem
 from autovaruna.planner.records import Plan
 from autovaruna.planner.search import make_plan
 from autovaruna.profiler.records import Cluster, Profile
+from autovaruna.runtime.environment import local_rank_in
+from autovaruna.runtime.world import World
 
 AUTO = "auto"
 """What the launcher passes on in place of a map that is still to be found."""
@@ -214,3 +220,81 @@ def _first_ranks(cluster: Cluster, num_ranks: int) -> Cluster:
         speeds=cluster.speeds[:num_ranks],
         own_process_bytes=cluster.own_process_bytes[:num_ranks],
     )
+
+
+@dataclass(frozen=True)
+class Place:
+    """The place of a rank.
+
+    Attributes:
+        grid: the ranks of each stage.
+        stage: its stage.
+        replica: its replica of the whole model; where stages have different numbers of ranks, several of one stage may
+            be of one replica.
+        num_replicas: how many there are.
+        batch_size: samples of a step, over all replicas.
+    """
+
+    grid: Grid
+    stage: int
+    replica: int
+    num_replicas: int
+    batch_size: int
+
+    @property
+    def leaders(self) -> tuple[int, ...]:
+        """One rank of each replica."""
+        return self.grid[0][: self.num_replicas]
+
+    @property
+    def samples(self) -> slice:
+        """Which samples of a batch are the replica's."""
+        start = sum(map(self.share_of, range(self.replica)))
+        return slice(start, start + self.share_of(self.replica))
+
+    def share_of(self, replica: int) -> int:
+        """Returns the samples of a replica; the first ones have one more where the batch does not divide."""
+        return self.batch_size // self.num_replicas + (replica < self.batch_size % self.num_replicas)
+
+
+def place_of(rank: int, grid: Grid, batch_size: int) -> Place:
+    """Returns the place of a rank.
+
+    Raises:
+        InputError: there are fewer samples than replicas.
+    """
+    num_replicas = len(replicas_of(grid))
+    if batch_size < num_replicas:
+        raise InputError(
+            f"batch_size is {batch_size} for {num_replicas} replicas; expected at least one sample for each."
+        )
+    stage, index = next((stage, ranks.index(rank)) for stage, ranks in enumerate(grid) if rank in ranks)
+    return Place(grid, stage, index % num_replicas, num_replicas, batch_size)
+
+
+def local_rank_of(world: World) -> int:
+    """Returns this rank's number on its host, as the launcher says, else by counting."""
+    said = local_rank_in(os.environ)
+    return said if said is not None else world.hosts[: world.rank].count(world.hosts[world.rank])
+
+
+def device_of(device: int | str | torch.device | None, local_rank: int) -> torch.device:
+    """Returns a device; a number means a GPU, or the CPU where there is none; None, as -1, that of `local_rank`.
+
+    Raises:
+        InputError: there is no such device.
+    """
+    device = -1 if device is None else device
+    if isinstance(device, int):
+        if not torch.cuda.is_available():
+            return torch.device("cpu")
+        number = local_rank % torch.cuda.device_count() if device < 0 else device
+        if number >= torch.cuda.device_count():
+            raise InputError(f"device is {device}: expected the number of one of {torch.cuda.device_count()} GPUs.")
+        return torch.device("cuda", number)
+    try:
+        found = torch.device(device)
+        torch.empty(0, device=found)
+    except (RuntimeError, AssertionError) as error:
+        raise InputError(f"device is {device!r}, which cannot be used here: {error}.") from error
+    return found
