@@ -17,8 +17,8 @@ from autovaruna.commands.config import add_settings, settings_of
 from autovaruna.commands.measure import measure_here
 from autovaruna.commands.printing import checked_plot, columns, plot, show
 from autovaruna.commands.target import load_target
-from autovaruna.config.files import check_writable
-from autovaruna.config.kinds import BYTES, REFUSALS, at_home
+from autovaruna.config.files import at_home, check_writable
+from autovaruna.config.kinds import BYTES, REFUSALS
 from autovaruna.errors import ConfigError
 from autovaruna.log import progress_bar, status_bar
 from autovaruna.planner.deployment import Deployment, Fingerprint, deployment_of, host_counts

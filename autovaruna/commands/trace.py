@@ -13,7 +13,7 @@ from typing import Any
 from rich.table import Table
 
 from autovaruna.commands.printing import checked_plot, show
-from autovaruna.config.kinds import at_home
+from autovaruna.config.files import at_home
 from autovaruna.errors import ConfigError
 
 HELP = "show the trace of a run: steps as measured and as predicted"

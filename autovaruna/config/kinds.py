@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, SupportsIndex
 
+from autovaruna.config.files import at_home
 from autovaruna.errors import InputError
 
 _BOOLEANS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
@@ -32,11 +33,6 @@ class Kind:
     expected: str
     read: Callable[[object], object]
     parse: Callable[[str], object] = str
-
-
-def at_home(path: str | os.PathLike[str]) -> str:
-    """Returns a path with the user's directory in place of ``~``, which shells leave alone in ``--option=~/file``."""
-    return os.path.expanduser(os.fspath(path))
 
 
 def is_whole(value: Any) -> bool:

@@ -6,8 +6,21 @@ from collections.abc import Callable
 from dataclasses import Field, dataclass, field, fields
 from typing import Any, Literal, TypeVar
 
-from autovaruna.config import kinds
-from autovaruna.config.kinds import BOOLEAN, BYTES, NAMES, PATH, RANK_LISTS, TEXT, Kind, choice, count, either, number
+from autovaruna.config.kinds import (
+    AUTO_SEED,
+    BOOLEAN,
+    BYTES,
+    CALLABLE,
+    NAMES,
+    PATH,
+    RANK_LISTS,
+    TEXT,
+    Kind,
+    choice,
+    count,
+    either,
+    number,
+)
 
 T = TypeVar("T")
 GIBIBYTE = 2**30
@@ -120,7 +133,7 @@ class Settings:
         choice("mean", "sum"), "mean", "Whether the model's loss is a mean over its samples, or their sum."
     )
     micro_batch_weight: Callable[..., float] | None = _setting(
-        kinds.CALLABLE,
+        CALLABLE,
         None,
         "Weight of a micro-batch in the loss, a function of its batch; not given: the loss is that of the whole batch.",
     )
@@ -133,7 +146,7 @@ class Settings:
         choice("all", "loss"), "all", "What a whole step gives back: all outputs, or the loss alone."
     )
     seed: int | None = _setting(
-        kinds.AUTO_SEED, None, "Seed of random operations such as dropout; auto: torch's seed on rank 0."
+        AUTO_SEED, None, "Seed of random operations such as dropout; auto: torch's seed on rank 0."
     )
 
     # Measuring, and the files of a run.

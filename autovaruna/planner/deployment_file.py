@@ -11,8 +11,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from autovaruna.config.files import Amount, Count, Positive, Whole, parse, read_record, write_whole
-from autovaruna.config.kinds import at_home
+from autovaruna.config.files import Amount, Count, Positive, Whole, at_home, parse, read_record, write_whole
 from autovaruna.errors import DeploymentError
 from autovaruna.planner.deployment import Deployment, Fingerprint
 from autovaruna.planner.records import BlockBytes, Plan, StagePlan

@@ -24,7 +24,7 @@ from pathlib import Path
 from types import FrameType
 from typing import IO
 
-from autovaruna.config.kinds import at_home
+from autovaruna.config.files import at_home
 from autovaruna.errors import AutoVarunaError, ConfigError
 from autovaruna.varuna import rank_script
 from autovaruna.varuna.auto_config import AutoConfig

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from autovaruna.config.kinds import at_home, whole_number
+from autovaruna.config.files import at_home
+from autovaruna.config.kinds import whole_number
 from autovaruna.config.resolve import resolve
 from autovaruna.config.settings import Settings
 from autovaruna.errors import InputError, MeasureError, OrderError

@@ -25,6 +25,7 @@ from autovaruna.varuna.grid import Grid, Place, StageMap, device_of, local_rank_
 from autovaruna.varuna.profiler import find_grid
 from autovaruna.varuna.step import (
     GetBatch,
+    Requests,
     StepScale,
     check_inputs,
     finish,
