@@ -10,9 +10,7 @@ from rich.text import Text
 
 from autovaruna.commands.printing import show
 from autovaruna.config.files import PACKAGED
-from autovaruna.config.kinds import REFUSALS
-from autovaruna.config.resolve import resolve
-from autovaruna.config.settings import Settings, declarations, known_names
+from autovaruna.config.settings import REFUSALS, Settings, declarations, known_names, resolve
 from autovaruna.errors import ConfigError
 
 

@@ -18,7 +18,7 @@ from autovaruna.commands.measure import measure_here
 from autovaruna.commands.printing import checked_plot, columns, plot, show
 from autovaruna.commands.target import load_target
 from autovaruna.config.files import at_home, check_writable
-from autovaruna.config.kinds import BYTES, REFUSALS
+from autovaruna.config.settings import BYTES, REFUSALS
 from autovaruna.errors import ConfigError
 from autovaruna.log import progress_bar, status_bar
 from autovaruna.planner.deployment import Deployment, Fingerprint, deployment_of, host_counts

@@ -21,7 +21,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from autovaruna._torch import FakeTensorMode, OpOverload, TorchDispatchMode, current_fake_mode, pytree
 from autovaruna.config.files import PACKAGED, Amount, Positive, conf_dir, read_record, read_toml
-from autovaruna.config.kinds import BYTES, REFUSALS
+from autovaruna.config.settings import BYTES, REFUSALS
 from autovaruna.errors import ConfigError, MeasureError
 from autovaruna.graph import flops
 from autovaruna.graph.export.fakes import fake_like

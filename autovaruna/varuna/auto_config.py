@@ -7,7 +7,7 @@ import os
 from dataclasses import replace
 from functools import cached_property
 
-from autovaruna.config.kinds import whole_number
+from autovaruna.config.settings import whole_number
 from autovaruna.errors import InputError, MeasureError
 from autovaruna.profiler.records import Cluster
 from autovaruna.varuna.grid import Choice, Measured, Wishes, choice_at, choices

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from autovaruna.config.resolve import replicas_of
+from autovaruna.config.settings import replicas_of
 from autovaruna.errors import InputError, PlanError
 from autovaruna.graph.records import Graph
 from autovaruna.planner.cut_points import cut_point_blocks

@@ -14,9 +14,7 @@ import torch
 from torch import nn
 
 from autovaruna.config.files import at_home
-from autovaruna.config.kinds import whole_number
-from autovaruna.config.resolve import resolve
-from autovaruna.config.settings import Settings
+from autovaruna.config.settings import Settings, resolve, whole_number
 from autovaruna.errors import InputError, MeasureError, OrderError
 from autovaruna.graph.call import describe
 from autovaruna.graph.records import Graph

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from autovaruna._torch import parse_to
 from autovaruna.api import AutoVaruna
-from autovaruna.config.kinds import whole_number
+from autovaruna.config.settings import whole_number
 from autovaruna.errors import CheckpointError, InputError, OrderError
 from autovaruna.runtime.environment import get_world
 from autovaruna.runtime.world import World

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autovaruna.config.resolve import resolve
+from autovaruna.config.settings import resolve
 from autovaruna.profiler.bytes import Bytes, Made
 from autovaruna.profiler.cache import ProfileCache, cache_of, environment
 from autovaruna.profiler.measure import Key, PartCost, lasting_keys, measure, profile
