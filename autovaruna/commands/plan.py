@@ -35,7 +35,7 @@ from autovaruna.profiler.roofline import optimizer_cost, predict, read_device
 from autovaruna.schedule.pipeline import Pipeline
 from autovaruna.schedule.simulation import render
 from autovaruna.schedule.simulator import simulate
-from autovaruna.session.machine import host_memory, optimizer_factor
+from autovaruna.session.machine import host_memory, keep_freed_memory, optimizer_factor
 from autovaruna.session.measuring import SHAPING, constraints_of, needs_gradient, sizes_to_measure
 from autovaruna.session.saved_plan import GLOBAL_BATCH
 
@@ -374,10 +374,6 @@ def run(options: argparse.Namespace) -> None:
         check_writable("--output", options.output)
     if options.plot:
         options.plot = checked_plot(options.plot)
-    pass  # imports torch
-    pass
-    from autovaruna.session.machine import keep_freed_memory
-
     keep_freed_memory()  # the planner makes and frees matrices of megabytes by the thousand
     report(Planning(options), options)
 

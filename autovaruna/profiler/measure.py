@@ -32,7 +32,17 @@ from autovaruna.graph.traced import TracedModel
 from autovaruna.profiler.bytes import Bytes, count_bytes, count_deferred_bytes
 from autovaruna.profiler.records import BlockCost, Profile
 from autovaruna.profiler.time import split_seconds, time_splitting, time_weights, time_work
-from autovaruna.profiler.work import Numbers, Part, Samples, block_parts, layer_parts, make_work, repeated_part
+from autovaruna.profiler.work import (
+    Numbers,
+    Part,
+    Samples,
+    all_parts,
+    block_parts,
+    distinct,
+    layer_parts,
+    make_work,
+    repeated_part,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -122,7 +132,7 @@ def measure(
 
 def lasting_keys(traced: TracedModel, micro_batch_sizes: Sequence[int]) -> list[Key]:
     """Returns what is measured and costs the same in another program: operators of other libraries may change."""
-    parts = [part for part in _distinct(traced) if part.is_of_torch]
+    parts = [part for part in distinct(all_parts(traced)) if part.is_of_torch]
     return [(part.signature, size) for size in micro_batch_sizes for part in parts]
 
 
@@ -144,15 +154,10 @@ def _undisturbed(seconds: Sequence[float]) -> float:
 def _jobs(traced: TracedModel, sizes: Sequence[int]) -> list[tuple[Part, int]]:
     """Returns what to measure: a part with all sizes at once, since machines drift; each rank comes by every size."""
     found: list[tuple[Part, int]] = []
-    for place, part in enumerate(_distinct(traced)):
+    for place, part in enumerate(distinct(all_parts(traced))):
         first = place % len(sizes)
         found += [(part, size) for size in (*sizes[first:], *sizes[:first])]
     return found
-
-
-def _distinct(traced: TracedModel) -> list[Part]:
-    parts = [*block_parts(traced), *layer_parts(traced), repeated_part(traced)]
-    return list({part.signature: part for part in reversed(parts) if part.nodes}.values())[::-1]
 
 
 def _measure_one(
@@ -196,33 +201,6 @@ def _explain(part: Part, size: int, error: Exception, where: str) -> str:
         "those of the first batch, or zeros). If memory ran out, lower the micro-batch size; if its operations refuse "
         "such numbers, please report the module."
     )
-
-
-def profile(
-    traced: TracedModel,
-    model: nn.Module,
-    micro_batch_sizes: Sequence[int],
-    device: torch.device,
-    *,
-    iterations: int = 5,
-    budget_seconds: float = 10.0,
-    known: Mapping[Key, PartCost] | None = None,
-    inputs: Sequence[Tensor] = (),
-    on_progress: Callable[[int, int], None] | None = None,
-) -> Profile:
-    """Measures all of a model on this rank; the arguments are those of `measure`, and `known` is not measured again."""
-    costs = measure(
-        traced,
-        model,
-        micro_batch_sizes,
-        device,
-        iterations=iterations,
-        budget_seconds=budget_seconds,
-        known=known or {},
-        inputs=inputs,
-        on_progress=on_progress,
-    )
-    return to_profile(traced, merge([known or {}, costs]), device)
 
 
 def to_profile(

@@ -32,7 +32,7 @@ from autovaruna.graph.traced import TracedModel
 from autovaruna.profiler.bytes import count_bytes, count_deferred_bytes
 from autovaruna.profiler.measure import Key, PartCost, to_profile
 from autovaruna.profiler.records import LinkCost, OptimizerCost, Profile
-from autovaruna.profiler.work import Part, Samples, Work, block_parts, make_work, repeated_part
+from autovaruna.profiler.work import Part, Samples, Work, block_parts, distinct, make_work, repeated_part
 
 Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
 
@@ -290,9 +290,8 @@ def predict(
     Raises:
         MeasureError: a block cannot run without numbers; says which.
     """
-    blocks = [*block_parts(traced), repeated_part(traced)]
-    distinct = list({part.signature: part for part in reversed(blocks) if part.nodes}.values())[::-1]
-    jobs = [(part, size) for size in micro_batch_sizes for part in distinct]
+    parts = distinct([part for part in (*block_parts(traced), repeated_part(traced)) if part.nodes])
+    jobs = [(part, size) for size in micro_batch_sizes for part in parts]
     costs: dict[Key, PartCost] = {}
     formulas = flops.formulas()
     samples = _FakeSamples(traced, model, _CPU, is_gpu=device.kind == "cuda")

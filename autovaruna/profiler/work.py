@@ -160,6 +160,16 @@ class Part:
         return used or name in returned
 
 
+def all_parts(traced: TracedModel) -> list[Part]:
+    """Returns everything that is measured of a model: blocks, layers, and what all stages repeat."""
+    return [part for part in (*block_parts(traced), *layer_parts(traced), repeated_part(traced)) if part.nodes]
+
+
+def distinct(parts: Sequence[Part]) -> list[Part]:
+    """Returns the first part with each signature."""
+    return list({part.signature: part for part in reversed(parts)}.values())[::-1]
+
+
 def block_parts(traced: TracedModel) -> list[Part]:
     """Returns each block as a part."""
     return [_part(traced, [block]) for block in traced.graph.blocks]

@@ -11,12 +11,11 @@ import torch
 
 from autovaruna.config.settings import replicas_of
 from autovaruna.errors import InputError, PlanError
-from autovaruna.graph.records import Graph
 from autovaruna.planner.cut_points import cut_point_blocks
-from autovaruna.planner.problem import Constraints, Problem
+from autovaruna.planner.problem import Problem
 from autovaruna.planner.records import Plan
 from autovaruna.planner.search import make_plan
-from autovaruna.profiler.records import Cluster, Profile
+from autovaruna.profiler.records import Cluster
 from autovaruna.runtime.environment import local_rank_in
 from autovaruna.runtime.world import World
 
@@ -114,95 +113,71 @@ class Choice:
         return grid_of(self.num_stages, self.num_replicas)
 
 
-@dataclass(frozen=True)
-class Measured:
-    """A model, what it costs and the ranks."""
-
-    graph: Graph
-    profile: Profile
-    cluster: Cluster
-
-
-@dataclass(frozen=True)
-class Wishes:
-    """What is already decided; 0: nothing.
-
-    Attributes:
-        batch_size: samples of a step, over all replicas.
-        num_stages, chunk_size: stages, and samples of a micro-batch.
-        cutpoints: where cuts may lie.
-        optimizer_bytes_factor: bytes of optimizer state for each byte of a trained parameter.
-        uses_all_ranks: whether every rank must have a place.
-    """
-
-    batch_size: int
-    num_stages: int = 0
-    chunk_size: int = 0
-    cutpoints: str = "only"
-    optimizer_bytes_factor: float = 2.0
-    uses_all_ranks: bool = False
-
-
-def depths(measured: Measured, wishes: Wishes) -> list[int]:
+def depths(problem: Problem, uses_all_ranks: bool = False) -> list[int]:
     """Returns the numbers of stages to try."""
-    num_ranks = measured.cluster.num_ranks
-    if wishes.num_stages:
-        return [wishes.num_stages]
-    most = len(measured.graph.blocks)
-    if wishes.cutpoints == "only":
-        most = len(cut_point_blocks(measured.graph)) + 1
+    num_ranks, most = problem.cluster.num_ranks, len(problem.graph.blocks)
+    if problem.constraints.cutpoints == "only":
+        most = len(cut_point_blocks(problem.graph)) + 1
     every = range(1, num_ranks + 1)
     tried: Iterable[int] = every if num_ranks <= _ALL_DEPTHS else {num_ranks // replicas for replicas in every}
     return sorted(
         depth
         for depth in tried
         if depth <= most
-        and num_ranks // depth <= wishes.batch_size
-        and (num_ranks % depth == 0 or not wishes.uses_all_ranks)
+        and num_ranks // depth <= problem.global_batch_size
+        and (num_ranks % depth == 0 or not uses_all_ranks)
     )
 
 
-def choice_at(measured: Measured, wishes: Wishes, num_stages: int) -> Choice:
+def choice_at(problem: Problem, num_stages: int, chunk_size: int = 0) -> Choice:
     """Returns the best plan with so many stages, of as many replicas as there are ranks for.
+
+    Args:
+        problem: The model, what it costs, all ranks, the batch, and where cuts may lie.
+        num_stages: Stages.
+        chunk_size: Most samples of a micro-batch; 0: found.
 
     Raises:
         PlanError: none fits.
     """
-    replicas = measured.cluster.num_ranks // num_stages
+    batch_size, replicas = problem.global_batch_size, problem.cluster.num_ranks // num_stages
     if not replicas:
-        raise PlanError(f"{num_stages} stages need as many ranks: there are {measured.cluster.num_ranks}")
-    share = math.ceil(wishes.batch_size / replicas)
-    count = replicas * math.ceil(share / wishes.chunk_size) if wishes.chunk_size else 0
-    problem = Problem(
-        graph=measured.graph,
-        profile=measured.profile,
-        cluster=_first_ranks(measured.cluster, num_stages * replicas),
-        global_batch_size=wishes.batch_size,
-        optimizer_bytes_factor=wishes.optimizer_bytes_factor,
-        min_micro_batches_for_inputs=replicas,
-        constraints=Constraints(
-            num_micro_batches=min(count, wishes.batch_size),
-            cutpoints=wishes.cutpoints,
-            stage_ranks=grid_of(num_stages, replicas),
-        ),
+        raise PlanError(f"{num_stages} stages need as many ranks: there are {problem.cluster.num_ranks}")
+    share = math.ceil(batch_size / replicas)
+    count = replicas * math.ceil(share / chunk_size) if chunk_size else 0
+    plan = make_plan(
+        replace(
+            problem,
+            cluster=_first_ranks(problem.cluster, num_stages * replicas),
+            min_micro_batches_for_inputs=replicas,
+            constraints=replace(
+                problem.constraints,
+                num_micro_batches=min(count, batch_size),
+                stage_ranks=grid_of(num_stages, replicas),
+            ),
+        )
     )
-    plan = make_plan(problem)
-    size = wishes.chunk_size or math.ceil(share / (plan.num_micro_batches // replicas))
+    size = chunk_size or math.ceil(share / (plan.num_micro_batches // replicas))
     memory = max(plan.rank_bytes())
     return Choice(num_stages, replicas, size, plan.num_micro_batches, plan.predicted_seconds, memory, plan)
 
 
-def choices(measured: Measured, wishes: Wishes) -> list[Choice]:
+def choices(problem: Problem, chunk_size: int = 0, uses_all_ranks: bool = False) -> list[Choice]:
     """Returns the best plan of each depth that fits, the fastest first.
+
+    Args:
+        problem: As for `choice_at`.
+        chunk_size: Likewise.
+        uses_all_ranks: Whether every rank must have a place.
 
     Raises:
         PlanError: none fits at any depth; says why for each.
     """
     found: list[Choice] = []
     refusals: list[str] = []
-    for depth in depths(measured, wishes):
+    for depth in depths(problem, uses_all_ranks):
         try:
-            found.append(choice_at(measured, wishes, depth))
+            found.append(choice_at(problem, depth, chunk_size))
         except PlanError as error:
             refusals.append(f"{depth} stages: {error}")
     if not found:

@@ -21,10 +21,11 @@ from autovaruna.graph.records import Graph
 from autovaruna.graph.trace import trace
 from autovaruna.graph.traced import TracedModel
 from autovaruna.planner.cut_points import cut_point_blocks
+from autovaruna.planner.problem import Constraints, Problem
 from autovaruna.profiler.cache import ProfileCache, cache_of, environment, load_measured, load_profile, save_measured
 from autovaruna.profiler.measure import Key, PartCost, merge, to_profile
 from autovaruna.profiler.records import Cluster, Profile
-from autovaruna.profiler.work import Part, block_parts, layer_parts, repeated_part
+from autovaruna.profiler.work import all_parts, distinct
 from autovaruna.runtime.collective import on_all
 from autovaruna.runtime.environment import get_world
 from autovaruna.runtime.world import World
@@ -32,7 +33,7 @@ from autovaruna.session.device import find_device
 from autovaruna.session.machine import SpeedWatch, describe_cluster, optimizer_factor
 from autovaruna.session.measuring import Subject
 from autovaruna.session.session import as_in_training
-from autovaruna.varuna.grid import Grid, Measured, Wishes, choices, device_of, grid_of, local_rank_of
+from autovaruna.varuna.grid import Choice, Grid, choices, device_of, grid_of, local_rank_of
 from autovaruna.varuna.step import GetBatch, Inputs, sample_batch
 
 
@@ -54,14 +55,9 @@ def read_costs(world: World, caches: Sequence[ProfileCache], keys: Collection[Ke
     return costs
 
 
-def parts_of(traced: TracedModel) -> list[Part]:
-    """Returns everything that is measured of a model."""
-    return [part for part in (*block_parts(traced), *layer_parts(traced), repeated_part(traced)) if part.nodes]
-
-
 def keys_of(traced: TracedModel, sizes: Sequence[int]) -> list[Key]:
     """Returns the measurements of a whole model."""
-    return [(part.signature, size) for size in sizes for part in parts_of(traced)]
+    return [(part.signature, size) for size in sizes for part in distinct(all_parts(traced))]
 
 
 def keys_between(traced: TracedModel, sizes: Sequence[int], wanted: Collection[int]) -> set[Key]:
@@ -75,7 +71,7 @@ def keys_between(traced: TracedModel, sizes: Sequence[int], wanted: Collection[i
     if unknown:
         raise InputError(f"pstages_to_profile names {unknown[0]}; expected parts from 0 to {len(starts) - 2}.")
     blocks = {block for place in wanted for block in range(starts[place], starts[place + 1])}
-    chosen = [part for part in parts_of(traced) if not part.blocks or any(b.index in blocks for b in part.blocks)]
+    chosen = [part for part in all_parts(traced) if not part.blocks or any(b.index in blocks for b in part.blocks)]
     return {(part.signature, size) for size in sizes for part in chosen}
 
 
@@ -117,15 +113,19 @@ def find_grid(
         if cache and world.rank == 0:
             cache.write(fresh)
     cluster = describe_cluster(subject.watch, subject.traced.graph, known)
-    measured = Measured(subject.traced.graph, to_profile(subject.traced, costs, device), cluster)
-    wishes = Wishes(
+    problem = Problem(
+        subject.traced.graph,
+        to_profile(subject.traced, costs, device),
+        cluster,
         batch_size,
-        chunk_size=chunk_size or 0,
-        cutpoints=known.cutpoints,
-        optimizer_bytes_factor=2.0 if known.optimizer_bytes_factor == "auto" else float(known.optimizer_bytes_factor),
-        uses_all_ranks=True,
+        2.0 if known.optimizer_bytes_factor == "auto" else float(known.optimizer_bytes_factor),
+        constraints=Constraints(cutpoints=known.cutpoints),
     )
-    found = on_all(world, lambda: choices(measured, wishes) if world.rank == 0 else [], "finding stages and replicas")
+
+    def search() -> list[Choice]:
+        return choices(problem, chunk_size or 0, uses_all_ranks=True) if world.rank == 0 else []
+
+    found = on_all(world, search, "finding stages and replicas")
     best = world.broadcast_object(found[0] if found else None, 0, "sharing stages and replicas")
     logger.info(
         "found %d stages of %d replicas, micro-batches of %d samples: %.6g s a step",
@@ -178,7 +178,7 @@ class ProfileFolder:
         """
         save_measured(self._file("profile"), profile)
 
-    def read(self) -> tuple[Measured, Facts]:
+    def read(self) -> tuple[Graph, Profile, Cluster, Facts]:
         """Reads everything.
 
         Raises:
@@ -193,7 +193,7 @@ class ProfileFolder:
                 f"the profile in {self.path} is of several models: the costs are of graph {profile.fingerprint}, the "
                 f"graph is {graph.fingerprint}; measure again into an empty folder"
             )
-        return Measured(graph, profile, cluster), facts
+        return graph, profile, cluster, facts
 
     def _file(self, name: str) -> Path:
         return self.path / f"{name}.json"

@@ -8,7 +8,6 @@ import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
@@ -49,7 +48,7 @@ def sample_batch(get_batch_fn: GetBatch, model: nn.Module, size: int, device: to
     if spec.batch_size in (0, size):
         return inputs
     rows = torch.arange(size, device=device) % spec.batch_size
-    return {name: _take(value, rows, spec.batch_size) for name, value in inputs.items()}
+    return rows_of(inputs, spec.batch_size, rows)
 
 
 def check_inputs(inputs: object, who: str) -> Inputs:
@@ -68,27 +67,20 @@ def check_inputs(inputs: object, who: str) -> Inputs:
 
 def on_device(inputs: Inputs, device: torch.device) -> Inputs:
     """Returns the inputs with their tensors on a device; nested ones too."""
-    return {name: _move(value, device) for name, value in inputs.items()}
+    return _mapped(inputs, lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf)
 
 
-def rows_of(inputs: Inputs, size: int, start: int, stop: int) -> Inputs:
-    """Returns the samples from `start` to `stop` of a batch of `size`; what is no batch stays whole."""
+def rows_of(inputs: Inputs, size: int, rows: slice | Tensor) -> Inputs:
+    """Returns some samples of a batch of `size`; what is no batch stays whole."""
 
-    def cut(value: Any) -> Any:
-        return value[start:stop] if isinstance(value, Tensor) and value.dim() and value.shape[0] == size else value
-
-    return {name: pytree.tree_map(cut, value) for name, value in inputs.items()}
-
-
-def _move(value: Any, device: torch.device) -> Any:
-    return pytree.tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, value)
-
-
-def _take(value: Any, rows: Tensor, size: int) -> Any:
     def take(leaf: Any) -> Any:
         return leaf[rows] if isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] == size else leaf
 
-    return pytree.tree_map(take, value)
+    return _mapped(inputs, take)
+
+
+def _mapped(inputs: Inputs, change: Callable[[Any], Any]) -> Inputs:
+    return {name: pytree.tree_map(change, value) for name, value in inputs.items()}
 
 
 def loss_of(output: Any) -> Tensor:
@@ -220,19 +212,6 @@ class StepScale:
 Gradients = Sequence[tuple[nn.Parameter, Tensor]]
 
 
-@dataclass(frozen=True)
-class Finished:
-    """What is known of the gradients of a step.
-
-    Attributes:
-        has_overflow: whether one of them is not finite, on any rank.
-        norm: of all of them, before clipping; None: nobody asked.
-    """
-
-    has_overflow: bool = False
-    norm: float | None = None
-
-
 def put_aside(parameters: Iterable[nn.Parameter]) -> Gradients:
     """Takes gradients that are not scaled out of the way of those that will be; returns them."""
     held = [(each, each.grad) for each in parameters if each.grad is not None]
@@ -247,7 +226,7 @@ def finish(
     scale: StepScale | None,
     earlier: Gradients,
     max_norm: float | None,
-) -> Finished:
+) -> tuple[float | None, bool]:
     """Unscales gradients, adds those of earlier steps, and clips them. Collective.
 
     Args:
@@ -256,16 +235,19 @@ def finish(
         scale: Of the loss; it follows what overflows. None: there is none.
         earlier: What `put_aside` returned.
         max_norm: Most that the norm of all gradients may be; None: anything.
+
+    Returns:
+        The norm of all gradients before clipping (None: nobody asked), and whether one is not finite, on any rank.
     """
     if scale is None:
-        return Finished(norm=None if max_norm is None else model.clip_grad_norm_(max_norm).item())
+        return None if max_norm is None else model.clip_grad_norm_(max_norm).item(), False
     scale.unscale(parameters)
     for parameter, gradient in earlier:
         parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
     norm = model.clip_grad_norm_(math.inf if max_norm is None else max_norm).item()
     has_overflow = not math.isfinite(norm)
     scale.update(has_overflow)
-    return Finished(has_overflow, norm)
+    return norm, has_overflow
 
 
 def mean_loss(model: AutoVaruna, inputs: Inputs, batch_size: int, leaders: Sequence[int], world: World) -> float:
@@ -292,7 +274,7 @@ def mean_loss(model: AutoVaruna, inputs: Inputs, batch_size: int, leaders: Seque
             bounds = [(size * place // num_parts, size * (place + 1) // num_parts) for size in sizes]
             count = sum(bounds[rank][1] - bounds[rank][0] for rank in leaders)
             if count:
-                total += count * loss_of(model(**rows_of(inputs, own, *bounds[world.rank]))).item()
+                total += count * loss_of(model(**rows_of(inputs, own, slice(*bounds[world.rank])))).item()
                 num_samples += count
     return total / num_samples
 

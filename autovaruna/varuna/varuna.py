@@ -291,14 +291,14 @@ class Varuna(nn.Module):
         with torch.enable_grad(), self._precision():
             loss = loss_of(self.model(**batch))
         (self._scale.scaled(loss) if self._scale else loss).backward()  # type: ignore[no-untyped-call]
-        found = finish(self.model, list(self.parameters()), self._scale, earlier, clip_grad_max_norm)
-        self.grad_norm = self.grad_norm if found.norm is None else found.norm
-        if found.has_overflow:
+        norm, has_overflow = finish(self.model, list(self.parameters()), self._scale, earlier, clip_grad_max_norm)
+        self.grad_norm = self.grad_norm if norm is None else norm
+        if has_overflow:
             self.zero_grad()
         self.iteration += 1
         self.current_step += 1
         self.average_loss = loss.item()
-        return self.average_loss, found.has_overflow
+        return self.average_loss, has_overflow
 
     def evaluate(self, inputs: Mapping[str, Any], batch_size: int | None = None) -> float:
         """Returns the mean loss over the inputs of all replicas, in eval mode, on every rank. Collective.

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from autovaruna.config.settings import resolve
 from autovaruna.profiler.bytes import Bytes, Made
 from autovaruna.profiler.cache import ProfileCache, cache_of, environment
-from autovaruna.profiler.measure import Key, PartCost, lasting_keys, measure, profile
-from tests.profiler.models import CPU, WIDTH, Mlp, traced, traced_case
+from autovaruna.profiler.measure import Key, PartCost, lasting_keys, measure
+from tests.profiler.models import CPU, WIDTH, Mlp, profile, traced, traced_case
 
 COST = PartCost(0.5, 0.25, Bytes(7, ((0, 8), (2, 16)), (Made(1, 24, True),), 5, 9))
 KEY: Key = ("abc", 4)

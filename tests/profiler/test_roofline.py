@@ -12,12 +12,11 @@ from autovaruna.errors import MeasureError
 from autovaruna.graph import flops
 from autovaruna.graph.traced import TracedModel
 from autovaruna.profiler import bytes, work
-from autovaruna.profiler.measure import profile
 from autovaruna.profiler.records import LinkCost
 from autovaruna.profiler.roofline import DeviceSpec, optimizer_cost, predict, touched_bytes
 from autovaruna.profiler.work import Code, make_code
 from tests.catalogue import CASES
-from tests.profiler.models import CPU, WIDTH, Mlp, traced, traced_case
+from tests.profiler.models import CPU, WIDTH, Mlp, profile, traced, traced_case
 
 LINK = LinkCost(1e-6, 1e10)
 SPEC = DeviceSpec("test", "cpu", {"float32": 1e12}, 1e11, 0.0, 0, LINK, LINK, 1e10, 1e10, 0.0)

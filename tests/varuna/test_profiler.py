@@ -127,8 +127,8 @@ def test_folders_of_an_older_library_are_read(folder: Path, tmp_path: Path) -> N
     assert len(content["own_process_bytes"]) == 2
     del content["own_process_bytes"], content["checksum"]
     (tmp_path / "cluster.json").write_text(json.dumps(content))
-    older, _ = ProfileFolder(tmp_path).read()
-    assert older.cluster.own_process_bytes == () and older.cluster.num_ranks == 2
+    _, _, older, _ = ProfileFolder(tmp_path).read()
+    assert older.own_process_bytes == () and older.num_ranks == 2
 
 
 def test_what_is_missing_or_damaged_is_named(folder: Path, tmp_path: Path) -> None:
