@@ -160,10 +160,12 @@ def read_variables(path: str | None) -> dict[str, str]:
         try:
             words = shlex.split(line, comments=True)
             words = words[1:] if words[:1] == ["export"] else words
-            pairs = [word.split("=", 1) for word in words]
-            found |= {name: value for name, value in pairs if name.isidentifier() or 1 / 0}
-        except (ValueError, ZeroDivisionError):
+            pairs = dict(word.split("=", 1) for word in words)
+            if not all(name.isidentifier() for name in pairs):
+                raise ValueError
+        except ValueError:
             raise ConfigError(f"--env_file {file}, line {number}: {line!r}; expected NAME=value") from None
+        found |= pairs
     return found
 
 
@@ -374,7 +376,9 @@ class Job:
                 )
             except OSError as error:
                 raise ConfigError(f"{self.mpirun} cannot be started: {error.strerror}") from error
-            self._pass_output_on(self._process)
+            for stream, target in ((self._process.stdout, sys.stdout), (self._process.stderr, sys.stderr)):
+                assert stream is not None
+                self._output.follow(stream, target)
             status = self._process.wait()
             self._output.wait()
         if not self._output.has_started and status and not self._num_ends:
@@ -385,18 +389,14 @@ class Job:
             )
         return status if status >= 0 else 128 - status
 
-    def _pass_output_on(self, process: subprocess.Popen[bytes]) -> None:
-        for stream, target in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
-            assert stream is not None
-            self._output.follow(stream, target)
-
     @contextmanager
     def _forwarding(self) -> Iterator[None]:
         """Passes signals on to the ranks while the context lasts."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        heard = [number for number in _FORWARDED if number != signal.SIGHUP or not _is_ignored(number)]
+        is_nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+        heard = [number for number in _FORWARDED if number != signal.SIGHUP or not is_nohup]
         before = {number: signal.signal(number, self._forward) for number in heard}
         try:
             yield
@@ -434,11 +434,6 @@ class Job:
         if self._process is None:
             raise KeyboardInterrupt
         self._process.terminate()
-
-
-def _is_ignored(number: signal.Signals) -> bool:
-    """Says whether a signal is ignored, as ``nohup`` has it."""
-    return signal.getsignal(number) == signal.SIG_IGN
 
 
 def _end_with_parent() -> None:

@@ -161,22 +161,14 @@ class ProfileFolder:
         self.path = Path(at_home(path))
         self.measurements = self.path / "measurements"
 
-    def write(self, graph: Graph, cluster: Cluster, facts: Facts) -> None:
-        """Writes all but the costs.
-
-        Raises:
-            MeasureError: it cannot be written.
-        """
-        for name, record in (("graph", graph), ("cluster", cluster), ("facts", facts)):
-            save_measured(self._file(name), record)
-
-    def write_costs(self, profile: Profile) -> None:
-        """Writes the costs.
+    def write(self, **records: Graph | Cluster | Facts | Profile) -> None:
+        """Writes records: ``graph``, ``cluster`` and ``facts``, and the costs as ``profile``.
 
         Raises:
             MeasureError: they cannot be written.
         """
-        save_measured(self._file("profile"), profile)
+        for name, record in records.items():
+            save_measured(self._file(name), record)
 
     def read(self) -> tuple[Graph, Profile, Cluster, Facts]:
         """Reads everything.
@@ -303,7 +295,7 @@ class Profiler:
         traced = self._subject.traced
         cluster = describe_cluster(self._subject.watch, traced.graph, self.settings)
         facts = Facts(self.gpus_per_node, self._optimizer_factor())
-        self._on_first(lambda: self.folder.write(traced.graph, cluster, facts))
+        self._on_first(lambda: self.folder.write(graph=traced.graph, cluster=cluster, facts=facts))
         costs = read_costs(self.world, self._caches, keys_of(traced, sizes))
         for size in sizes:
             costs |= self._measure(size, costs)
@@ -312,7 +304,7 @@ class Profiler:
             logger.info("%d of %d measurements are still to be made", len(wanted - costs.keys()), len(wanted))
             return None
         profile = to_profile(traced, {key: costs[key] for key in wanted}, self.device)
-        self._on_first(lambda: self.folder.write_costs(profile))
+        self._on_first(lambda: self.folder.write(profile=profile))
         return profile
 
     def _measure(self, size: int, known: dict[Key, PartCost]) -> dict[Key, PartCost]:
@@ -337,8 +329,4 @@ class Profiler:
 
     def _on_first(self, act: Callable[[], None]) -> None:
         """Writes on rank 0; an error there is an error on all. Collective."""
-        on_all(self.world, act if self.rank == 0 else _nothing, "writing the profile")
-
-
-def _nothing() -> None:
-    """Writes nothing."""
+        on_all(self.world, act if self.rank == 0 else lambda: None, "writing the profile")

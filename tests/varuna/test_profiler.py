@@ -103,8 +103,8 @@ def test_memory_is_a_limit(tmp_path: Path) -> None:
     parameters = tuple(replace(each, num_bytes=2**30) for each in graph.parameters)
     graph = replace(graph, parameters=parameters, cut_marks=tuple(CutMark(f"cut{k}", k) for k in range(1, 8)))
     written = ProfileFolder(tmp_path)
-    written.write(graph, make_cluster(2), Facts(4, 2.0))
-    written.write_costs(make_profile(graph))
+    written.write(graph=graph, cluster=make_cluster(2), facts=Facts(4, 2.0))
+    written.write(profile=make_profile(graph))
     assert 1 in AutoConfig(4, 8, tmp_path).batch_times
     found = AutoConfig(4, 8, tmp_path, memory_bytes=20 * 2**30)  # weights, gradients and AdamW's state: 32 GiB
     assert set(found.batch_times) == {2, 3, 4}
