@@ -178,7 +178,7 @@ def _deployment(file: _File) -> Deployment:
     _check(not first, "stages[0].cut", repr(first), '"": the first stage starts with the model')
     _check(file.schedule in POLICIES, "schedule", repr(file.schedule), f"one of {', '.join(sorted(POLICIES))}")
     for number, stage in enumerate(file.stages):
-        are_ranks = len({*stage.ranks} & {*range(num_ranks)}) == len(stage.ranks)
+        are_ranks = len(set(stage.ranks)) == len(stage.ranks) and all(0 <= rank < num_ranks for rank in stage.ranks)
         _check(are_ranks, f"stages[{number}].ranks", list(stage.ranks), ranks)
     for key, numbers in (
         ("predicted.rank_memory_bytes", predicted.rank_memory_bytes),

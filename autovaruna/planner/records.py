@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from autovaruna.config.files import Amount, Count
 from autovaruna.profiler.records import LinkCost
 
 FORMAT_VERSION = 1
@@ -76,14 +77,14 @@ class BlockBytes:
     are computed apart.
     """
 
-    micro_batch_size: int
-    saved_bytes: tuple[float, ...]
-    work_bytes: tuple[float, ...]
-    process_bytes: float = 0.0
-    fragmentation: float = 1.0
-    work_of_all: float = 0.0
-    work_of_largest: float = 0.0
-    deferred_bytes: tuple[float, ...] = ()
+    micro_batch_size: Count
+    saved_bytes: tuple[Amount, ...]
+    work_bytes: tuple[Amount, ...]
+    process_bytes: Amount = 0.0
+    fragmentation: Amount = 1.0
+    work_of_all: Amount = 0.0
+    work_of_largest: Amount = 0.0
+    deferred_bytes: tuple[Amount, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

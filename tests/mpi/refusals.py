@@ -47,7 +47,7 @@ class Mixing(Net):
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         out = self.output(x)
-        return nn.functional.cross_entropy(out @ y.t(), torch.arange(len(x)))  # the mixing
+        return nn.functional.cross_entropy(out @ y.t(), torch.arange(x.shape[0]))  # the mixing
 
 
 class FixedBatch(Net):

@@ -23,7 +23,7 @@ def test_a_message_that_nobody_sends_is_an_error() -> None:
 
 def test_no_mpi_without_mpirun() -> None:
     script = (
-        "import sys; from autovaruna.runtime.worlds.environment import get_world; "
+        "import sys; from autovaruna.runtime.environment import get_world; "
         "assert get_world().num_ranks == 1; assert get_world() is get_world(); assert 'mpi4py' not in sys.modules"
     )
     variables = {"PATH": "", "OMP_NUM_THREADS": "1"}

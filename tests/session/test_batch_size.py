@@ -39,21 +39,23 @@ class Sized(nn.Module):
 
 
 LOSSES: dict[str, Loss] = {
-    "a divided layer": lambda model, x, y: model.losses(model.first(x) / len(x), y).mean(),
+    "a divided layer": lambda model, x, y: model.losses(model.first(x) / x.shape[0], y).mean(),
     "a root": lambda model, x, y: model.losses(model.first(x) / x.size(0) ** 0.5, y).sum() / x.size(0),
     "a power": lambda model, x, y: model.losses(model.first(x).sigmoid() ** x.size(0), y).mean(),
     "a tensor": lambda model, x, y: model.losses(model.first(x) * torch.full((), x.size(0)) / 9, y).mean(),
-    "a divided weight": lambda model, x, y: model.losses(F.linear(x, model.first.weight / len(x)), y).mean(),
-    "a divided penalty": lambda model, x, y: model.losses(model.first(x), y).mean() + model.penalty() / len(x),
-    "a scaled penalty": lambda model, x, y: model.losses(model.first(x), y).sum() / len(x) + model.penalty() * len(x),
-    "divided losses": lambda model, x, y: (model.losses(model.first(x), y) / len(x)).sum(),
+    "a divided weight": lambda model, x, y: model.losses(F.linear(x, model.first.weight / x.shape[0]), y).mean(),
+    "a divided penalty": lambda model, x, y: model.losses(model.first(x), y).mean() + model.penalty() / x.shape[0],
+    "a scaled penalty": lambda model, x, y: (
+        model.losses(model.first(x), y).sum() / x.shape[0] + model.penalty() * x.shape[0]
+    ),
+    "divided losses": lambda model, x, y: (model.losses(model.first(x), y) / x.shape[0]).sum(),
     "shares": lambda model, x, y: (
         model.losses(model.first(x), y) * (x[:, 0].exp() / x[:, 0].exp().sum()) / 2 + model.last(x)[:, 0] / y.sum()
     ).sum(),
     "a mean of shares": lambda model, x, y: (
         model.losses(model.first(x), y) * (x[:, 0].exp() / x[:, 0].exp().sum())
     ).mean(),
-    "places": lambda model, x, y: F.log_softmax(model.last(model.first(x)), 1)[torch.arange(len(x)), y].mean(),
+    "places": lambda model, x, y: F.log_softmax(model.last(model.first(x)), 1)[torch.arange(x.shape[0]), y].mean(),
 }
 
 
@@ -65,28 +67,28 @@ def test_the_size_is_that_of_the_whole_batch(name: str) -> None:
 
 
 def clamped(model: Sized, x: Tensor, y: Tensor) -> Tensor:
-    return model.losses(model.first(x).clamp(max=len(x) / 2), y).mean()
+    return model.losses(model.first(x).clamp(max=x.shape[0] / 2), y).mean()
 
 
 def doubly_averaged(model: Sized, x: Tensor, y: Tensor) -> Tensor:
-    return (model.losses(model.first(x), y) / len(x)).mean()
+    return (model.losses(model.first(x), y) / x.shape[0]).mean()
 
 
 def with_a_penalty(model: Sized, x: Tensor, y: Tensor) -> Tensor:
-    return (model.losses(model.first(x), y).sum() + model.penalty()) / len(x)
+    return (model.losses(model.first(x), y).sum() + model.penalty()) / x.shape[0]
 
 
 def numbered(model: Sized, x: Tensor, y: Tensor) -> Tensor:
-    return model.losses(model.first(x) * torch.arange(len(x))[:, None], y).mean()
+    return model.losses(model.first(x) * torch.arange(x.shape[0])[:, None], y).mean()
 
 
 def cumulated(model: Sized, x: Tensor, y: Tensor) -> Tensor:
-    return model.losses(model.first(x) + torch.ones(len(x), 1).cumsum(0), y).mean()
+    return model.losses(model.first(x) + torch.ones(x.shape[0], 1).cumsum(0), y).mean()
 
 
 def looked_up(model: Sized, x: Tensor, y: Tensor) -> Tensor:
     table = model.first.weight.repeat(9, 1)
-    return model.losses(model.first(x) + table[torch.arange(len(x))], y).mean()
+    return model.losses(model.first(x) + table[torch.arange(x.shape[0])], y).mean()
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,7 @@ def balanced(self: nn.Module, s: Tensor, y: Tensor, m: Tensor) -> Tensor:
 def seldom(self: nn.Module, s: Tensor, y: Tensor, m: Tensor) -> Tensor:
     """Weighs classes by the number of samples over how many there are of each."""
     counts = F.one_hot(y[:, 0].clamp(min=0), CLASSES).sum(0)
-    return F.cross_entropy(s[:, 0], y[:, 0], weight=len(y) / (CLASSES * counts.clamp(min=1)))
+    return F.cross_entropy(s[:, 0], y[:, 0], weight=y.shape[0] / (CLASSES * counts.clamp(min=1)))
 
 
 def hidden(self: nn.Module, s: Tensor, y: Tensor, m: Tensor) -> Tensor:
@@ -117,10 +117,10 @@ def as_rows(self: nn.Module, s: Tensor, y: Tensor, m: Tensor) -> Tensor:
     """Makes one dimension of samples and as many places as the greatest label says."""
     places = y.clamp(min=0).flatten().max(0)[0].item() + 1
     rows = (
-        s.new_zeros(len(s), places, 2).reshape(len(s) * places, 2)
+        s.new_zeros(s.shape[0], places, 2).reshape(s.shape[0] * places, 2)
         + s.square().mean((1, 2)).repeat_interleave(places)[:, None]
     )
-    return rows.view(len(s), places, 2).sum((1, 2)).mean()
+    return rows.view(s.shape[0], places, 2).sum((1, 2)).mean()
 
 
 LOSSES = (labels, weighted, constant, balanced, seldom, hidden, several, masked, unseen, picked, relative, from_the_end)

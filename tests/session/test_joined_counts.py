@@ -72,7 +72,7 @@ def frequency(self: nn.Module, x: Tensor, n: Tensor) -> Tensor:
 def best_half(self: nn.Module, x: Tensor, n: Tensor) -> Tensor:
     """Goes by numbers of its own."""
     scores = self.experts[0](x).sum(1)
-    return x * (scores.detach().argsort().argsort() < len(x) // 2).unsqueeze(1)
+    return x * (scores.detach().argsort().argsort() < x.shape[0] // 2).unsqueeze(1)
 
 
 def routed(self: nn.Module, x: Tensor, room: int) -> Tensor:

@@ -100,7 +100,7 @@ def share(self: nn.Module, s: Tensor, y: Tensor) -> Tensor:
 
 
 def unbiased(self: nn.Module, s: Tensor, y: Tensor) -> Tensor:
-    return F.cross_entropy(s, y, reduction="sum") / (len(y) - 1)
+    return F.cross_entropy(s, y, reduction="sum") / (y.shape[0] - 1)
 
 
 def own_labels(self: nn.Module, s: Tensor, y: Tensor) -> Tensor:
@@ -146,7 +146,7 @@ def test_a_loss_that_is_no_mean_is_refused(loss: Loss) -> None:
 
 def scaled(self: nn.Module, s: Tensor, y: Tensor) -> Tensor:
     """Scales by parameters and constants, adds, picks, and turns into other types."""
-    first, second = F.cross_entropy(s, y), torch.einsum("bc,bc->", s, s) / len(s)
+    first, second = F.cross_entropy(s, y), torch.einsum("bc,bc->", s, s) / s.shape[0]
     both = torch.stack([first, second.double().float()])
     return (both * torch.exp(-self.weight)).sum() + self.weight.square() - 0.1 * both[0]
 
@@ -160,7 +160,7 @@ def by_sample(self: nn.Module, s: Tensor, y: Tensor) -> Tensor:
 def unlisted(self: nn.Module, s: Tensor, y: Tensor) -> Tensor:
     """Adds samples up, and averages them, with operations that have other names."""
     products = torch.tensordot(s, s, dims=([0, 1], [0, 1])) + torch.linalg.vecdot(s, s, dim=0).sum()
-    return products / len(s) + torch.var_mean(s, 0)[1].sum()
+    return products / s.shape[0] + torch.var_mean(s, 0)[1].sum()
 
 
 def guarded(self: nn.Module, s: Tensor, y: Tensor) -> Tensor:

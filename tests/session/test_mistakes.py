@@ -76,7 +76,7 @@ MISTAKES: tuple[tuple[Callable[[], Any], type[AutoVarunaError], str], ...] = (
     (lambda: pickle.dumps(stepped(AutoVaruna(Net(), **ONE))), InputError, r"pickle.*save_checkpoint\(\)"),
     (second_derivative, OrderError, "create_graph=True"),
     (empty_first, InputError, "empty batch"),
-    (script, TraceError, "TorchScript.*as a submodule"),
+    (script, TraceError, "TorchScript.*take the one that it was made of"),
     (lambda: AutoVaruna(Function(lambda x, y: x), **ONE)(**BATCH), TraceError, "computes nothing"),
 )
 

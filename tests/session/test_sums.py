@@ -57,12 +57,12 @@ def of_several(scores: Tensor, y: Tensor) -> Tensor:
 
 def of_sequences(scores: Tensor, y: Tensor) -> Tensor:
     """Calls what torch.export cannot trace."""
-    steps, length = torch.stack([scores] * 3).log_softmax(2), torch.full((len(y),), 3)
+    steps, length = torch.stack([scores] * 3).log_softmax(2), torch.full((y.shape[0],), 3)
     return F.ctc_loss(steps, y.clamp(min=1)[:, None], length, torch.ones_like(length), reduction="sum") / 10
 
 
 def times_samples(scores: Tensor, y: Tensor) -> Tensor:
-    return F.cross_entropy(scores, y) * len(y) / 100
+    return F.cross_entropy(scores, y) * y.shape[0] / 100
 
 
 def times_length(scores: Tensor, y: Tensor) -> Tensor:
@@ -89,7 +89,7 @@ def test_a_sum_is_added_up_or_refused(loss: Loss) -> None:
 
 
 def divided(scores: Tensor, y: Tensor) -> Tensor:
-    return F.cross_entropy(scores, y, reduction="sum") / len(y)
+    return F.cross_entropy(scores, y, reduction="sum") / y.shape[0]
 
 
 def masked(scores: Tensor, y: Tensor) -> Tensor:
@@ -99,8 +99,8 @@ def masked(scores: Tensor, y: Tensor) -> Tensor:
 
 def by_number(scores: Tensor, y: Tensor) -> Tensor:
     """Divides by the samples in several ways, and multiplies again."""
-    total = (scores @ scores.new_ones(CLASSES)).sum() / torch.scalar_tensor(len(y))
-    return total + scores.mean() * len(y) / scores.shape[0]
+    total = (scores @ scores.new_ones(CLASSES)).sum() / torch.scalar_tensor(y.shape[0])
+    return total + scores.mean() * y.shape[0] / scores.shape[0]
 
 
 def of_features(scores: Tensor, y: Tensor) -> Tensor:
@@ -114,13 +114,13 @@ def test_a_mean_is_no_sum(loss: Loss) -> None:
 
 
 SUMS: dict[str, Callable[[Whole, Tensor, Tensor], Tensor]] = {
-    "a divided layer": lambda model, x, y: model.added(x / len(x), y),
+    "a divided layer": lambda model, x, y: model.added(x / x.shape[0], y),
     "a counted layer": lambda model, x, y: model.added(x * (y > 0).sum(), y),
-    "a penalty a sample": lambda model, x, y: model.added(x, y) + len(x) * model.penalty(),
-    "a quotient": lambda model, x, y: model.added(x, y) / len(x),
-    "divided losses": lambda model, x, y: (model.layers(x).square() / len(x)).sum(),
-    "scaled losses": lambda model, x, y: (model.layers(x).square() * len(x)).mean(),
-    "a product": lambda model, x, y: model.added(x, y) * len(x) / 10,
+    "a penalty a sample": lambda model, x, y: model.added(x, y) + x.shape[0] * model.penalty(),
+    "a quotient": lambda model, x, y: model.added(x, y) / x.shape[0],
+    "divided losses": lambda model, x, y: (model.layers(x).square() / x.shape[0]).sum(),
+    "scaled losses": lambda model, x, y: (model.layers(x).square() * x.shape[0]).mean(),
+    "a product": lambda model, x, y: model.added(x, y) * x.shape[0] / 10,
     "a count": lambda model, x, y: model.added(x, y) / (y > 0).sum(),
     "labels left out": lambda model, x, y: F.cross_entropy(model.layers(x), y, ignore_index=0),
 }

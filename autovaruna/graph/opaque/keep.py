@@ -1,7 +1,7 @@
 """Keeps submodules that cannot be traced whole: each call of one is one node of the graph.
 
 While a model is traced, a call of such a module leaves the operator ``autovaruna::module``; `take_modules` makes each a
-call of `run_kept`. What the module returns is learned by trying it out (`trial.py`).
+call of `run_kept`. What the module returns is learned by trying it out (`infer_outputs.py`).
 """
 
 from __future__ import annotations
