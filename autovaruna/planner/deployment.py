@@ -14,8 +14,7 @@ from typing import Annotated, Any
 import msgspec
 import numpy as np
 
-from autovaruna.config.files import Amount, Count, Positive, Whole, parse, read_record, write_whole
-from autovaruna.config.kinds import at_home
+from autovaruna.config.files import Amount, Count, Positive, Whole, at_home, parse, read_record, write_whole
 from autovaruna.errors import DeploymentError, PlanError
 from autovaruna.graph.records import Graph
 from autovaruna.planner.cost_table import Costs

@@ -25,7 +25,7 @@ from autovaruna.planner.problem import Problem
 from autovaruna.planner.records import Plan
 from autovaruna.planner.search import make_plan
 from autovaruna.planner.table import explain, plan_table
-from autovaruna.profiler.profile import device_name
+from autovaruna.profiler.measure import device_name
 from autovaruna.runtime.collective import on_all
 from autovaruna.runtime.trace import EventTrace
 from autovaruna.runtime.weights.placement import Placement, placement_of

@@ -6,8 +6,7 @@ import logging
 import shutil
 from pathlib import Path
 
-from autovaruna.config.resolve import replicas_of
-from autovaruna.config.settings import Settings
+from autovaruna.config.settings import Settings, replicas_of
 from autovaruna.errors import DeploymentError, ScheduleError
 from autovaruna.graph.records import Graph
 from autovaruna.planner.deployment import Deployment, Fingerprint, differences, load, plan_from
