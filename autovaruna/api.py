@@ -19,9 +19,7 @@ from torch import Tensor, nn
 from autovaruna.checkpoint.load import CheckpointInfo
 from autovaruna.checkpoint.save import Way
 from autovaruna.checkpoint.state import Content
-from autovaruna.config.kinds import whole_number
-from autovaruna.config.resolve import resolve
-from autovaruna.config.settings import Settings
+from autovaruna.config.settings import Settings, resolve, whole_number
 from autovaruna.errors import InputError, OrderError
 from autovaruna.planner.records import Plan
 from autovaruna.runtime.environment import promise

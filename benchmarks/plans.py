@@ -30,9 +30,8 @@ from autovaruna.planner.ranges import RangeTables, partition_chain
 from autovaruna.planner.records import Plan
 from autovaruna.planner.search import make_plan
 from autovaruna.planner.search_space import micro_batch_counts
-from autovaruna.profiler.devices import read_device
 from autovaruna.profiler.records import Cluster, Profile
-from autovaruna.profiler.roofline import optimizer_cost, predict
+from autovaruna.profiler.roofline import optimizer_cost, predict, read_device
 
 BATCH = 64
 SIZES = (1, 4, 16)

@@ -10,8 +10,7 @@ import pytest
 import tomli
 
 import autovaruna
-from autovaruna.config.resolve import log_settings, resolve
-from autovaruna.config.settings import Settings, declarations, known_names
+from autovaruna.config.settings import Settings, declarations, known_names, log_settings, resolve
 from autovaruna.errors import ConfigError
 from autovaruna.schedule.registry import POLICIES
 
@@ -242,7 +241,7 @@ def test_settings_are_plain_data(conf):
 
 
 def test_settings_are_logged_with_their_sources(caplog, conf):
-    with caplog.at_level("INFO", "autovaruna.config.resolve"):
+    with caplog.at_level("INFO", "autovaruna.config.settings"):
         log_settings(resolve({"num_stages": 3}, conf()))
     assert "num_stages = 3 (keyword num_stages)" in caplog.messages
     assert len(caplog.messages) == len(NAMES)

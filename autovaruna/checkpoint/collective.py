@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Mapping
 from typing import TypeVar
 
-from autovaruna.config.kinds import at_home
+from autovaruna.config.files import at_home
 from autovaruna.errors import InputError
 from autovaruna.runtime.collective import differences, gather_on_all, on_all
 from autovaruna.runtime.world import World

@@ -27,7 +27,7 @@ from autovaruna.checkpoint import folder
 from autovaruna.checkpoint.collective import different_requests, on_first, place_of, together
 from autovaruna.checkpoint.state import Content, Part, Subject, compose, config_files
 from autovaruna.checkpoint.write import HostMemory, Report, cannot_write, commit, mark_of, write_part
-from autovaruna.config.kinds import at_home
+from autovaruna.config.files import at_home
 from autovaruna.errors import CheckpointError
 from autovaruna.runtime.collective import gather_on_all
 from autovaruna.runtime.world import World

@@ -18,7 +18,7 @@ from autovaruna.checkpoint.folder import Saved, lock_to_read, saved_in
 from autovaruna.checkpoint.manifest import MANIFEST, NotDamagedError, read_manifest
 from autovaruna.checkpoint.tensor_file import Entry, read_header
 from autovaruna.config.files import parse
-from autovaruna.config.kinds import is_whole
+from autovaruna.config.settings import is_whole
 from autovaruna.errors import CheckpointError
 from autovaruna.runtime.collective import gather_on_all
 from autovaruna.runtime.world import World

@@ -5,16 +5,15 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from autovaruna.commands.options import add_settings, settings_of
+from autovaruna.commands.config import add_settings, settings_of
 from autovaruna.commands.printing import show
-from autovaruna.commands.target import Target
+from autovaruna.commands.target import Target, load_target
 from autovaruna.config.files import check_writable
 from autovaruna.config.settings import Settings
 from autovaruna.errors import ConfigError
 from autovaruna.log import progress_bar
-from autovaruna.profiler.cache import cache_of
-from autovaruna.profiler.measure import lasting_keys, measure, merge
-from autovaruna.profiler.profile import to_profile
+from autovaruna.profiler.cache import cache_of, save_measured
+from autovaruna.profiler.measure import lasting_keys, measure, merge, to_profile
 from autovaruna.profiler.records import Profile
 from autovaruna.session.device import find_device
 
@@ -67,10 +66,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Measures, saves, and says what was measured."""
-    pass  # imports torch
-    from autovaruna.commands.target import load_target
-    from autovaruna.profiler.files import save_measured
-
     check_writable("--output", options.output)
     settings = settings_of(options)
     sizes = read_sizes(options.micro_batch_sizes)

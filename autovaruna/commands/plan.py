@@ -13,30 +13,28 @@ from rich import box
 from rich.table import Table
 from torch import nn
 
+from autovaruna.commands.config import add_settings, settings_of
 from autovaruna.commands.measure import measure_here
-from autovaruna.commands.options import add_settings, settings_of
 from autovaruna.commands.printing import checked_plot, columns, plot, show
 from autovaruna.commands.target import load_target
-from autovaruna.config.files import check_writable
-from autovaruna.config.kinds import BYTES, REFUSALS, at_home
+from autovaruna.config.files import at_home, check_writable
+from autovaruna.config.settings import BYTES, REFUSALS
 from autovaruna.errors import ConfigError
 from autovaruna.log import progress_bar, status_bar
-from autovaruna.planner.deployment import Deployment, Fingerprint, deployment_of, host_counts
-from autovaruna.planner.deployment_file import save
+from autovaruna.planner.deployment import Deployment, Fingerprint, deployment_of, host_counts, save
 from autovaruna.planner.infeasible import readable
 from autovaruna.planner.prediction import pipeline_of, policy_of, short_enough
 from autovaruna.planner.problem import Problem
 from autovaruna.planner.records import UNKNOWN_LINK, Plan
 from autovaruna.planner.search import make_plan
 from autovaruna.planner.table import Choice, explain, plan_choices, plan_table, seconds
-from autovaruna.profiler.devices import read_device
-from autovaruna.profiler.files import load_profile
+from autovaruna.profiler.cache import load_profile
 from autovaruna.profiler.records import Cluster, OptimizerCost, Profile
-from autovaruna.profiler.roofline import optimizer_cost, predict
+from autovaruna.profiler.roofline import optimizer_cost, predict, read_device
 from autovaruna.schedule.pipeline import Pipeline
 from autovaruna.schedule.simulation import render
 from autovaruna.schedule.simulator import simulate
-from autovaruna.session.machine import host_memory, optimizer_factor
+from autovaruna.session.machine import host_memory, keep_freed_memory, optimizer_factor
 from autovaruna.session.measuring import SHAPING, constraints_of, needs_gradient, sizes_to_measure
 from autovaruna.session.saved_plan import GLOBAL_BATCH
 
@@ -318,24 +316,10 @@ def _names(plan: Plan, pipeline: Pipeline) -> list[int]:
 
 HELP = "plan a model for any number of ranks, none of which has to be there"
 _SETTINGS = (
-    "num_stages",
-    "max_stages_per_rank",
-    "num_replicas",
-    "num_micro_batches",
-    "micro_batch_size",
-    "min_micro_batches",
-    "max_micro_batches",
-    "recompute",
-    "schedule",
-    "in_flight",
-    "cuts",
-    "cutpoints",
-    "stage_ranks",
+    *SHAPING,
     "memory_margin",
     "optimizer_bytes_factor",
-    "inputs",
     "batch_inputs",
-    "dynamic_batch",
     "loss_mode",
     "profile_iterations",
     "profile_cache",
@@ -375,10 +359,6 @@ def run(options: argparse.Namespace) -> None:
         check_writable("--output", options.output)
     if options.plot:
         options.plot = checked_plot(options.plot)
-    pass  # imports torch
-    pass
-    from autovaruna.session.machine import keep_freed_memory
-
     keep_freed_memory()  # the planner makes and frees matrices of megabytes by the thousand
     report(Planning(options), options)
 

@@ -6,7 +6,7 @@ import importlib.util
 import os
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -18,14 +18,21 @@ from autovaruna.errors import ConfigError, InputError
 from autovaruna.schedule.instruction import Kind
 from autovaruna.schedule.simulation import Simulation
 
-_COLOURS = {Kind.FORWARD: "#4c78a8", Kind.RECOMPUTE: "#f2cf5b", Kind.BACKWARD: "#54a24b", Kind.WEIGHT: "#b5cf6b"}
+Spans = Sequence[tuple[float, float]]
+"""Begin and length of bars, in seconds."""
+COLOURS = {
+    "forward": "#4c78a8",
+    "recompute": "#f2cf5b",
+    "backward": "#54a24b",
+    "weight gradients": "#b5cf6b",
+    "all-reduce": "#b279a2",
+}
 _NAMES = {
     Kind.FORWARD: "forward",
     Kind.RECOMPUTE: "recompute",
     Kind.BACKWARD: "backward",
     Kind.WEIGHT: "weight gradients",
 }
-_REDUCE = "#b279a2"
 
 
 def checked_plot(path: str) -> str:
@@ -59,22 +66,43 @@ def plot(simulation: Simulation, ranks: Sequence[int], path: str) -> None:
     Raises:
         ConfigError: the file cannot be written, or matplotlib does not know its format.
     """
+    rows: dict[str, dict[str, Spans]] = {}
+    for rank in ranks:
+        acts = simulation.acts[rank]
+        reduced = [each for each in simulation.reductions if rank in each.ranks]
+        rows[f"rank {rank}"] = {
+            **{name: [(act[0], act[1] - act[0]) for act in acts if act[3] is kind] for kind, name in _NAMES.items()},
+            "all-reduce": [(each.start_seconds, each.end_seconds - each.start_seconds) for each in reduced],
+        }
+    draw_bars(rows, COLOURS, path, simulation.step_seconds)
+
+
+def draw_bars(
+    rows: Mapping[str, Mapping[str, Spans]], colours: Mapping[str, str], path: str, end_seconds: float | None = None
+) -> None:
+    """Draws rows of bars from the top, time to the right.
+
+    Args:
+        rows: For each row, the bars of each kind.
+        colours: The kinds, as the legend names them; later ones are drawn over earlier ones.
+        path: The file.
+        end_seconds: Where the picture ends; None: with the last bar.
+
+    Raises:
+        ConfigError: as `plot`.
+    """
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(12, 1.2 + 0.35 * len(ranks)), layout="constrained")
+    figure = Figure(figsize=(12, 1.2 + 0.35 * len(rows)), layout="constrained")
     axes: Any = figure.subplots()
-    for row, rank in enumerate(ranks):
-        for kind in Kind:
-            spans = [(act[0], act[1] - act[0]) for act in simulation.acts[rank] if act[3] is kind]
-            axes.broken_barh(spans, (row - 0.4, 0.8), color=_COLOURS[kind], edgecolor="white", linewidth=0.3)
-        reduced = [each for each in simulation.reductions if rank in each.ranks]
-        spans = [(each.start_seconds, each.end_seconds - each.start_seconds) for each in reduced]
-        axes.broken_barh(spans, (row - 0.4, 0.8), color=_REDUCE)
-    for colour, name in [*((_COLOURS[kind], _NAMES[kind]) for kind in Kind), (_REDUCE, "all-reduce")]:
-        axes.barh(0, 0, color=colour, label=name)
-    axes.set(xlim=(0, simulation.step_seconds), xlabel="seconds", ylim=(len(ranks) - 0.5, -0.5))
-    axes.set_yticks(range(len(ranks)), [f"rank {rank}" for rank in ranks])
-    figure.legend(loc="outside upper center", ncols=4, frameon=False)
+    for place, row in enumerate(rows.values()):
+        for kind, colour in colours.items():
+            axes.broken_barh(row.get(kind, ()), (place - 0.4, 0.8), color=colour, edgecolor="white", linewidth=0.3)
+    for kind, colour in colours.items():
+        axes.barh(0, 0, color=colour, label=kind)
+    axes.set(xlim=(0, end_seconds), xlabel="seconds", ylim=(len(rows) - 0.5, -0.5))
+    axes.set_yticks(range(len(rows)), list(rows))
+    figure.legend(loc="outside upper center", ncols=len(colours), frameon=False)
     try:
         figure.savefig(path, dpi=150)
     except (OSError, ValueError) as error:

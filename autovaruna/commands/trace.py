@@ -12,14 +12,20 @@ from typing import Any
 
 from rich.table import Table
 
-from autovaruna.commands.printing import checked_plot, show
-from autovaruna.config.kinds import at_home
+from autovaruna.commands.printing import COLOURS, checked_plot, draw_bars, show
+from autovaruna.config.files import at_home
 from autovaruna.errors import ConfigError
 
 HELP = "show the trace of a run: steps as measured and as predicted"
 _PROCESSES = ("measured", "predicted")
-_COLOURS = {"F": "#4c78a8", "R": "#f2cf5b", "B": "#54a24b", "a": "#b279a2", "w": "#e8e8e8"}
 _NAMES = {"F": "forward", "R": "recompute", "B": "backward", "a": "all-reduce, loss", "w": "wait for a message"}
+_COLOURS = {
+    "forward": COLOURS["forward"],
+    "recompute": COLOURS["recompute"],
+    "backward": COLOURS["backward"],
+    "all-reduce, loss": COLOURS["all-reduce"],
+    "wait for a message": "#e8e8e8",
+}
 
 
 @dataclass(frozen=True)
@@ -106,23 +112,9 @@ def summary(bars: list[Bar]) -> Table:
 
 def draw(bars: list[Bar], path: str) -> None:
     """Draws one step: for each rank a row as measured and one as predicted, time to the right."""
-    from matplotlib.figure import Figure
-
-    places = sorted({(bar.rank, bar.process) for bar in bars})
-    figure = Figure(figsize=(12, 1.2 + 0.35 * len(places)), layout="constrained")
-    axes: Any = figure.subplots()
     start = min(bar.start_seconds for bar in bars)
-    for row, place in enumerate(places):
-        for kind, colour in _COLOURS.items():
-            mine = [bar for bar in bars if (bar.rank, bar.process) == place and bar.kind == kind]
-            spans = [(bar.start_seconds - start, bar.seconds) for bar in mine]
-            axes.broken_barh(spans, (row - 0.4, 0.8), color=colour, edgecolor="white", linewidth=0.3)
-    for kind, colour in _COLOURS.items():
-        axes.barh(0, 0, color=colour, label=_NAMES[kind])
-    axes.set(xlabel="seconds", ylim=(len(places) - 0.5, -0.5), xlim=(0, None))
-    axes.set_yticks(range(len(places)), [f"rank {rank} {_PROCESSES[process]}" for rank, process in places])
-    figure.legend(loc="outside upper center", ncols=len(_COLOURS), frameon=False)
-    try:
-        figure.savefig(path, dpi=150)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"--plot cannot draw {path}: {error}") from error
+    rows: dict[str, dict[str, list[tuple[float, float]]]] = {}
+    for bar in sorted(bars, key=lambda bar: (bar.rank, bar.process)):
+        row = rows.setdefault(f"rank {bar.rank} {_PROCESSES[bar.process]}", defaultdict(list))
+        row[_NAMES.get(bar.kind, bar.kind)].append((bar.start_seconds - start, bar.seconds))
+    draw_bars(rows, _COLOURS, path)

@@ -16,8 +16,12 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 import tomli
 
-from autovaruna.config.kinds import at_home
 from autovaruna.errors import ConfigError
+
+
+def at_home(path: str | os.PathLike[str]) -> str:
+    """Returns a path with the user's directory in place of ``~``, which shells leave alone in ``--option=~/file``."""
+    return os.path.expanduser(os.fspath(path))
 
 
 def write_whole(path: str | os.PathLike[str], text: str, *, is_synced: bool = True) -> None:

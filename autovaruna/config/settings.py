@@ -1,13 +1,171 @@
-"""Declares every setting, once: name, kind, default, meaning and aliases."""
+"""Declares every setting once, says what kinds of value there are, and reads them: conf.toml, variables, keywords."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import difflib
+import json
+import logging
+import math
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NoReturn, SupportsIndex, TypeVar
 
-from autovaruna.config import kinds
-from autovaruna.config.kinds import BOOLEAN, BYTES, NAMES, PATH, RANK_LISTS, TEXT, Kind, choice, count, either, number
+from autovaruna.config.files import CONF_DIR_VARIABLE, PACKAGED, at_home, conf_dir, read_toml
+from autovaruna.errors import ConfigError, InputError
+
+_BOOLEANS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+
+REFUSALS = (KeyError, TypeError, ValueError)
+"""What `Kind.read` and `Kind.parse` raise for a value that they do not accept."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of value.
+
+    Attributes:
+        expected: what is accepted, for messages.
+        read: turns a value from TOML or a keyword into the setting's; one of `REFUSALS` if it cannot.
+        parse: turns the text of a variable into what `read` accepts; likewise.
+    """
+
+    expected: str
+    read: Callable[[object], object]
+    parse: Callable[[str], object] = str
+
+
+def is_whole(value: Any) -> bool:
+    """Says whether something is a whole number, of whatever type: also 4.0, as divisions give it."""
+    if isinstance(value, float):
+        return value.is_integer()
+    return isinstance(value, SupportsIndex) and not isinstance(value, bool)
+
+
+def whole_number(name: str, value: Any, least: int = 1) -> int:
+    """Returns a whole number that a script gives.
+
+    Raises:
+        InputError: it is none, or below `least`.
+    """
+    if not is_whole(value) or value < least:
+        raise InputError(f"{name} is {value!r}; expected a whole number from {least} on.")
+    return int(value)
+
+
+def count(minimum: int = 0) -> Kind:
+    """Accepts whole numbers of at least `minimum`."""
+
+    def read(value: object) -> int:
+        if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+            raise ValueError
+        return value
+
+    return Kind(f"a whole number of at least {minimum}", read, int)
+
+
+def number(minimum: float = 0.0, below: float = float("inf")) -> Kind:
+    """Accepts numbers from `minimum` up to, not including, `below`."""
+
+    def read(value: object) -> float:
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not minimum <= value < below:
+            raise ValueError
+        return float(value)
+
+    bound = "" if below == float("inf") else f" and below {below:g}"
+    return Kind(f"a number of at least {minimum:g}{bound}", read, float)
+
+
+def choice(*names: str) -> Kind:
+    """Accepts one of some words."""
+
+    def read(value: object) -> object:
+        if not isinstance(value, str) or value not in names:
+            raise ValueError
+        return value
+
+    return Kind("one of " + ", ".join(f'"{name}"' for name in names), read)
+
+
+def either(first: Kind, second: Kind) -> Kind:
+    """Accepts what one of two kinds accepts, the first one first."""
+
+    def read(value: object) -> object:
+        try:
+            return first.read(value)
+        except REFUSALS:
+            return second.read(value)
+
+    def parse(text: str) -> object:
+        try:
+            return first.read(first.parse(text))
+        except REFUSALS:
+            return second.parse(text)
+
+    return Kind(f"{first.expected}, or {second.expected}", read, parse)
+
+
+def _boolean(value: object) -> bool:
+    return _BOOLEANS[str(value).strip().lower()] if isinstance(value, (bool, int, str)) else _refuse()
+
+
+def _bytes(value: object) -> int:
+    if isinstance(value, str):
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?(?:[eE]\+?\d{1,2})?)\s*([a-zA-Z]*)\s*", value)
+        return int(float(match[1]) * _UNITS[match[2].upper()]) if match else _refuse()
+    if isinstance(value, float) and value.is_integer():  # TOML's 2e9
+        value = int(value)
+    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else _refuse()
+
+
+def _path(value: object) -> str:
+    return at_home(value) if isinstance(value, (str, os.PathLike)) else _refuse()
+
+
+def _names(value: object) -> tuple[str, ...]:
+    if isinstance(value, str) or not isinstance(value, Sequence) or not all(isinstance(name, str) for name in value):
+        raise ValueError
+    return tuple(value)
+
+
+def _rank_lists(value: object) -> tuple[tuple[int, ...], ...]:
+    if isinstance(value, Mapping):
+        value = [value[stage] for stage in range(len(value))]
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        raise ValueError
+    return tuple(tuple(_rank(rank) for rank in ranks) for ranks in value)
+
+
+def _rank(value: object) -> int:
+    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else _refuse()
+
+
+def _callable(value: object) -> object:
+    return value if value is None or callable(value) else _refuse()
+
+
+def _none(value: object) -> None:
+    return None if value in (None, "auto") else _refuse()
+
+
+def _refuse() -> NoReturn:
+    raise ValueError
+
+
+BOOLEAN = Kind("true, false, 1, 0, yes or no", _boolean)
+BYTES = Kind('a number of bytes, as 2000000, "500MB" or "2GiB"', _bytes)
+PATH = Kind("a path", _path)
+TEXT = Kind("a text", lambda value: value if isinstance(value, str) else _refuse())
+NAMES = Kind(
+    "a list of names (in a variable: separated by commas)", _names, lambda text: text.split(",") if text else []
+)
+RANK_LISTS = Kind("a list of ranks for each stage, as [[0, 1], [2]]", _rank_lists, json.loads)
+CALLABLE = Kind("a function, given as a keyword", _callable, lambda text: _refuse())
+AUTO_SEED = either(count(), Kind('"auto"', _none))
+
 
 T = TypeVar("T")
 GIBIBYTE = 2**30
@@ -120,7 +278,7 @@ class Settings:
         choice("mean", "sum"), "mean", "Whether the model's loss is a mean over its samples, or their sum."
     )
     micro_batch_weight: Callable[..., float] | None = _setting(
-        kinds.CALLABLE,
+        CALLABLE,
         None,
         "Weight of a micro-batch in the loss, a function of its batch; not given: the loss is that of the whole batch.",
     )
@@ -133,7 +291,7 @@ class Settings:
         choice("all", "loss"), "all", "What a whole step gives back: all outputs, or the loss alone."
     )
     seed: int | None = _setting(
-        kinds.AUTO_SEED, None, "Seed of random operations such as dropout; auto: torch's seed on rank 0."
+        AUTO_SEED, None, "Seed of random operations such as dropout; auto: torch's seed on rank 0."
     )
 
     # Measuring, and the files of a run.
@@ -208,3 +366,121 @@ def known_names() -> dict[str, tuple[Field[Any], Alias]]:
         own = Alias(each.name, each.metadata["kind"], lambda value: value)
         known |= {alias.name: (each, alias) for alias in (own, *each.metadata["aliases"])}
     return known
+
+
+PREFIX = "AUTOVARUNA_"
+_LIST = PACKAGED / "conf.toml"
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """A value as a source gives it; `place` names the source and the key, for messages."""
+
+    name: str
+    value: object
+    place: str
+    is_text: bool = False
+
+
+def resolve(keywords: Mapping[str, object] | None = None, environ: Mapping[str, str] | None = None) -> Settings:
+    """Returns the settings of a run.
+
+    Args:
+        keywords: settings by name or alias, as a program gives them.
+        environ: variables in place of ``os.environ``.
+
+    Raises:
+        ConfigError: a name is unknown or given twice in one source, a value is of the wrong kind, or two settings
+            contradict each other.
+    """
+    environ = os.environ if environ is None else environ
+    values: dict[str, object] = {}
+    sources: dict[str, str] = {}
+    for entries in (_from_file(environ), _from_variables(environ), _from_keywords(keywords or {})):
+        given: dict[str, _Entry] = {}
+        for entry in entries:
+            name, value = _read(entry)
+            if name in given:
+                raise ConfigError(f"{given[name].place} and {entry.place} are the same setting; keep one of them")
+            given[name], values[name], sources[name] = entry, value, entry.place
+    settings = Settings(**values, _sources=tuple(sources.items()))  # type: ignore[arg-type]
+    _check_together(settings)
+    return settings
+
+
+def log_settings(settings: Settings) -> None:
+    """Logs each setting and its source."""
+    for name, value in settings.as_dict().items():
+        logger.info("%s = %r (%s)", name, value, settings.source_of(name))
+
+
+def _from_file(environ: Mapping[str, str]) -> list[_Entry]:
+    path = conf_dir(environ) / "conf.toml"
+    return [_Entry(key, value, f"{path}: {key}") for key, value in read_toml(path).items()]
+
+
+def _from_variables(environ: Mapping[str, str]) -> list[_Entry]:
+    names = sorted(name for name in environ if name.startswith(PREFIX) and name != CONF_DIR_VARIABLE)
+    return [_Entry(name.removeprefix(PREFIX).lower(), environ[name], f"variable {name}", True) for name in names]
+
+
+def _from_keywords(keywords: Mapping[str, object]) -> list[_Entry]:
+    return [_Entry(name, value, f"keyword {name}") for name, value in keywords.items()]
+
+
+def _read(entry: _Entry) -> tuple[str, object]:
+    """Returns the standard name and the value of an entry."""
+    known = known_names()
+    if entry.name not in known:
+        raise ConfigError(f"{entry.place}: there is no such setting{_nearest(entry.name, known)}; {_LIST} has all")
+    declaration, alias = known[entry.name]
+    try:
+        value = alias.kind.parse(str(entry.value)) if entry.is_text else entry.value
+        return declaration.name, alias.convert(alias.kind.read(value))
+    except REFUSALS:
+        raise ConfigError(f"{entry.place} is {entry.value!r}; expected {alias.kind.expected}") from None
+
+
+def _nearest(name: str, known: Mapping[str, object]) -> str:
+    nearest = difflib.get_close_matches(name, known, 1)
+    return f"; did you mean {nearest[0]}?" if nearest else ""
+
+
+def _check_together(settings: Settings) -> None:
+    if settings.num_micro_batches and settings.micro_batch_size:
+        _contradiction(settings, "num_micro_batches", "micro_batch_size", "set one of them, the other to 0")
+    if 0 < settings.max_micro_batches < settings.min_micro_batches:
+        _contradiction(settings, "min_micro_batches", "max_micro_batches", "the first is to be at most the second")
+    if settings.num_stages and settings.cuts and settings.num_stages != len(settings.cuts) + 1:
+        _contradiction(
+            settings, "num_stages", "cuts", f"{len(settings.cuts)} cuts make {len(settings.cuts) + 1} stages"
+        )
+    if settings.num_stages and settings.stage_ranks and settings.num_stages != len(settings.stage_ranks):
+        _contradiction(settings, "num_stages", "stage_ranks", "stage_ranks has one list of ranks for each stage")
+
+    if settings.inputs == "per_replica" and not (settings.stage_ranks and all(settings.stage_ranks)):
+        _contradiction(settings, "inputs", "stage_ranks", "per_replica needs the ranks of each stage")
+    if settings.inputs == "per_replica" and _is_in_two_replicas(settings.stage_ranks):
+        _contradiction(settings, "inputs", "stage_ranks", "a rank passes the mini-batch of one replica alone")
+
+
+def replicas_of(stage_ranks: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
+    """Returns the ranks of each replica of a whole model: as many replicas as divide the ranks of every stage.
+
+    With two ranks for one stage and four for another there are two, of one rank and two; with one and two there is one.
+    """
+    number = math.gcd(*map(len, stage_ranks))
+    every = (dict.fromkeys(rank for ranks in stage_ranks for rank in ranks[first::number]) for first in range(number))
+    return tuple(map(tuple, every))
+
+
+def _is_in_two_replicas(stage_ranks: Sequence[Sequence[int]]) -> bool:
+    replicas = replicas_of(stage_ranks)
+    return sum(map(len, replicas)) > len(set().union(*replicas))
+
+
+def _contradiction(settings: Settings, first: str, second: str, advice: str) -> None:
+    values = [f"{name} = {getattr(settings, name)!r} ({settings.source_of(name)})" for name in (first, second)]
+    raise ConfigError(f"{values[0]} and {values[1]} contradict each other: {advice}")

@@ -1,7 +1,7 @@
-"""Keeps measured costs on disk, so that what was measured once is not measured again, by any model or program.
+"""Keeps on disk what was measured: a `Profile` in a file, and the costs of parts, for any model or program.
 
-A directory for each environment (device, threads, versions), in it a file for each part and micro-batch size. A file
-is written whole under another name and then renamed, so any number of ranks and programs may write at once.
+The cache has a directory for each environment (device, threads, versions), in it a file for each part and micro-batch
+size. A file is written whole under another name and then renamed, so any number of ranks and programs may write.
 """
 
 from __future__ import annotations
@@ -15,18 +15,73 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from autovaruna.config.files import conf_dir, load_record, write_record
 from autovaruna.config.settings import Settings
-from autovaruna.profiler.measure import Key, PartCost
-from autovaruna.profiler.profile import device_name
+from autovaruna.errors import MeasureError
+from autovaruna.profiler.measure import Key, PartCost, device_name
+from autovaruna.profiler.records import FORMAT_VERSION, Profile
+
+Record = TypeVar("Record")
+
+
+def save_measured(path: str | os.PathLike[str], record: Any) -> None:
+    """Writes a profile, or another record of what was measured.
+
+    Raises:
+        MeasureError: it cannot be written.
+    """
+    try:
+        write_record(path, record)
+    except OSError as error:
+        raise MeasureError(f"the profile cannot be written to {path}: {error.strerror or error}") from error
+
+
+def load_measured(path: str | os.PathLike[str], kind: type[Record]) -> Record:
+    """Reads what `save_measured` has written.
+
+    Raises:
+        MeasureError: there is no file, or it is damaged; names the key.
+    """
+    try:
+        return load_record(path, kind)
+    except OSError as error:
+        raise MeasureError(f"the profile {path} cannot be read: {error.strerror or error}; measure first") from error
+    except ValueError as error:
+        raise MeasureError(f"the profile {path} is damaged: {error}; measure again") from error
+
+
+def load_profile(path: str | os.PathLike[str]) -> Profile:
+    """Reads a profile.
+
+    Raises:
+        MeasureError: there is no file, or it is damaged; names the key.
+    """
+    profile = load_measured(path, Profile)
+    complaint = _complaint(profile)
+    if complaint:
+        raise MeasureError(f"the profile {path} is damaged: {complaint}; measure again")
+    return profile
+
+
+def _complaint(profile: Profile) -> str:
+    """Returns what is wrong with a profile as a whole; empty: nothing."""
+    sizes, costs = profile.micro_batch_sizes, profile.costs
+    if profile.format_version != FORMAT_VERSION:
+        return f"format_version is {profile.format_version}, this library reads {FORMAT_VERSION}"
+    if not sizes or len(set(sizes)) < len(sizes):
+        return f"micro_batch_sizes is {list(sizes)}, expected different whole numbers above 0"
+    if len(costs) != len(sizes) or len(set(map(len, costs))) > 1:
+        return f"costs has {[len(each) for each in costs]} blocks, expected as many for each of {len(sizes)} sizes"
+    return ""
+
 
 logger = logging.getLogger(__name__)
 
-FORMAT_VERSION = 1
+CACHE_VERSION = 1
 
 
 @dataclass(frozen=True)
@@ -38,7 +93,7 @@ class _Entry:
     iterations: int
     environment: dict[str, Any]
     cost: PartCost
-    format_version: int = FORMAT_VERSION
+    format_version: int = CACHE_VERSION
 
 
 class ProfileCache:
@@ -68,7 +123,7 @@ class ProfileCache:
             except (OSError, ValueError) as error:
                 logger.warning("measuring again: the saved cost %s cannot be used (%s)", path, error)
                 continue
-            if entry.format_version != FORMAT_VERSION:
+            if entry.format_version != CACHE_VERSION:
                 logger.warning("measuring again: the saved cost %s has format %d", path, entry.format_version)
             elif entry.iterations >= self.iterations:
                 found[key] = entry.cost
@@ -90,7 +145,7 @@ class ProfileCache:
 
 
 _CPU_INFO = Path("/proc/cpuinfo")
-_METHOD = ("bytes", "measure", "parts", "time", "work")
+_METHOD = ("bytes", "measure", "time", "work")
 
 
 def environment(device: torch.device, num_sharing: int = 1, *, splits: bool = True) -> dict[str, Any]:

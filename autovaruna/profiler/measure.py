@@ -1,4 +1,15 @@
-"""Measures: `TracedModel` in, costs out. No rank talks to another here; the caller gathers and merges."""
+"""Measures: `TracedModel` in, costs of its parts out, and from these its `Profile`.
+
+No rank talks to another here; the caller gathers and merges.
+
+Seconds: a block costs what was measured of it alone, times what its layer costs as a whole over the sum of the layer's
+blocks; so blocks of a layer add up to the layer. What splitting its backward adds is measured of a layer, too. The
+repeated operations are counted with the first block that uses them.
+
+Bytes: memory that a block saves and that another block made is counted with the block that made it, and once, so that
+blocks of a stage add up to what the stage keeps. Of memory that repeated operations made, each block that saves it
+counts it: a stage may begin anywhere, and must not hold more than was counted.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +30,19 @@ from autovaruna.graph.random import untouched_generator
 from autovaruna.graph.source_lines import failed_at
 from autovaruna.graph.traced import TracedModel
 from autovaruna.profiler.bytes import Bytes, count_bytes, count_deferred_bytes
-from autovaruna.profiler.parts import Part, block_parts, layer_parts, repeated_part
+from autovaruna.profiler.records import BlockCost, Profile
 from autovaruna.profiler.time import split_seconds, time_splitting, time_weights, time_work
-from autovaruna.profiler.work import Numbers, Samples, make_work
+from autovaruna.profiler.work import (
+    Numbers,
+    Part,
+    Samples,
+    all_parts,
+    block_parts,
+    distinct,
+    layer_parts,
+    make_work,
+    repeated_part,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -111,7 +132,7 @@ def measure(
 
 def lasting_keys(traced: TracedModel, micro_batch_sizes: Sequence[int]) -> list[Key]:
     """Returns what is measured and costs the same in another program: operators of other libraries may change."""
-    parts = [part for part in _distinct(traced) if part.is_of_torch]
+    parts = [part for part in distinct(all_parts(traced)) if part.is_of_torch]
     return [(part.signature, size) for size in micro_batch_sizes for part in parts]
 
 
@@ -133,15 +154,10 @@ def _undisturbed(seconds: Sequence[float]) -> float:
 def _jobs(traced: TracedModel, sizes: Sequence[int]) -> list[tuple[Part, int]]:
     """Returns what to measure: a part with all sizes at once, since machines drift; each rank comes by every size."""
     found: list[tuple[Part, int]] = []
-    for place, part in enumerate(_distinct(traced)):
+    for place, part in enumerate(distinct(all_parts(traced))):
         first = place % len(sizes)
         found += [(part, size) for size in (*sizes[first:], *sizes[:first])]
     return found
-
-
-def _distinct(traced: TracedModel) -> list[Part]:
-    parts = [*block_parts(traced), *layer_parts(traced), repeated_part(traced)]
-    return list({part.signature: part for part in reversed(parts) if part.nodes}.values())[::-1]
 
 
 def _measure_one(
@@ -185,3 +201,105 @@ def _explain(part: Part, size: int, error: Exception, where: str) -> str:
         "those of the first batch, or zeros). If memory ran out, lower the micro-batch size; if its operations refuse "
         "such numbers, please report the module."
     )
+
+
+def to_profile(
+    traced: TracedModel, costs: Mapping[Key, PartCost], device: torch.device, *, has_layers: bool = True
+) -> Profile:
+    """Returns the profile of a graph from the costs of all its parts.
+
+    Args:
+        traced: The traced model.
+        costs: Of every part.
+        device: Where they were measured.
+        has_layers: Whether layers are among them; without, they take what their blocks take.
+    """
+    sizes, blocks = tuple(sorted({size for _, size in costs})), block_parts(traced)
+    layers = layer_parts(traced) if has_layers else []
+    return Profile(
+        fingerprint=traced.graph.fingerprint,
+        device=device_name(device),
+        micro_batch_sizes=sizes,
+        costs=tuple(
+            _block_costs(traced, blocks, layers, {name: cost for (name, at), cost in costs.items() if at == size})
+            for size in sizes
+        ),
+    )
+
+
+def device_name(device: torch.device) -> str:
+    """Returns what a profile is valid for: the kind of device, and the threads of a CPU."""
+    if device.type == "cuda":
+        return str(torch.cuda.get_device_name(device))
+    return f"{device.type}, {torch.get_num_threads()} threads"
+
+
+def _block_costs(
+    traced: TracedModel, blocks: Sequence[Part], layers: Sequence[Part], costs: Mapping[str, PartCost]
+) -> tuple[BlockCost, ...]:
+    own = [costs[part.signature] for part in blocks]
+    forward, backward, added = _seconds(traced, blocks, layers, costs)
+    saved, work = _bytes(traced, blocks, [cost.num_bytes for cost in own])
+    weights = [_share(cost) * seconds for cost, seconds in zip(own, backward, strict=True)]
+    columns = forward, backward, saved, work, weights, added, [cost.deferred_bytes for cost in own]
+    return tuple(BlockCost(*cost) for cost in zip(*columns, strict=True))
+
+
+def _share(cost: PartCost) -> float:
+    """Returns the share of a backward that weight gradients take; measured apart, it may come out as more than all."""
+    return min(cost.weight_seconds / cost.backward_seconds, 1.0) if cost.backward_seconds > 0 else 0.0
+
+
+def _seconds(
+    traced: TracedModel, blocks: Sequence[Part], layers: Sequence[Part], costs: Mapping[str, PartCost]
+) -> tuple[list[float], list[float], list[float]]:
+    """Returns the seconds of each block: forward, backward, and what splitting it adds."""
+    forward = [costs[part.signature].forward_seconds for part in blocks]
+    backward = [costs[part.signature].backward_seconds for part in blocks]
+    added = [costs[part.signature].split_seconds for part in blocks]
+    for layer in layers:
+        whole = costs[layer.signature]
+        _scale(forward, layer, whole.forward_seconds)
+        _scale(backward, layer, whole.backward_seconds)
+        _scale(added, layer, whole.split_seconds)
+    if traced.repeated and blocks:
+        forward[_first_user(traced, blocks)] += costs[repeated_part(traced).signature].forward_seconds
+    return forward, backward, added
+
+
+def _scale(seconds: list[float], layer: Part, whole: float) -> None:
+    places = [block.index for block in layer.blocks]
+    total = sum(seconds[k] for k in places)
+    for k in places:
+        seconds[k] *= whole / total if total > 0 else 1.0
+
+
+def _first_user(traced: TracedModel, blocks: Sequence[Part]) -> int:
+    return next((k for k, part in enumerate(blocks) if traced.repeated.keys() & part.values), 0)
+
+
+def _bytes(traced: TracedModel, blocks: Sequence[Part], measured: Sequence[Bytes]) -> tuple[list[int], list[int]]:
+    """Returns what each block saves, by the rule above, and what it needs on top."""
+    asked = {
+        part.storage(part.values[place])
+        for part, each in zip(blocks, measured, strict=True)
+        for place, _ in each.saved_values
+    }
+    roots = [node.name for node in traced.module.graph.nodes if node.op in ("placeholder", "get_attr")]
+    lasting = {storage for name in roots for storage in traced.facts[name].makes}
+    saved, work = [], []
+    for part, each in zip(blocks, measured, strict=True):
+        kept = [made for made in each.made if made.is_saved or part.storage(part.outputs[made.place]) in asked]
+        repeated = {
+            part.storage(part.values[place]): num_bytes
+            for place, num_bytes in each.saved_values
+            if part.values[place] in traced.repeated
+        }
+        saved.append(
+            each.inside
+            + sum(made.num_bytes for made in kept)
+            + sum(num_bytes for storage, num_bytes in repeated.items() if storage not in lasting)
+        )
+        passing = sum(made.num_bytes for made in each.made if made not in kept)
+        work.append(max(each.forward_work + passing, each.work))
+    return saved, work

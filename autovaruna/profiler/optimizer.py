@@ -142,16 +142,14 @@ def _shrunk(shape: Iterable[int]) -> tuple[int, ...]:
 
 
 def _step_seconds(optimizer: torch.optim.Optimizer, options: Options, trials: list[nn.Parameter]) -> float:
-    copy = _copy(optimizer, options, trials)
+    copy, now = _copy(optimizer, options, trials), own_clock(trials[0].device)
     _step(copy)
-    return min(_seconds(copy, trials[0].device) for _ in range(_NUM_STEPS))
-
-
-def _seconds(optimizer: torch.optim.Optimizer, device: torch.device) -> float:
-    now = own_clock(device)
-    started = now()
-    _step(optimizer)
-    return now() - started
+    seconds = []
+    for _ in range(_NUM_STEPS):
+        started = now()
+        _step(copy)
+        seconds.append(now() - started)
+    return min(seconds)
 
 
 def _step(optimizer: torch.optim.Optimizer) -> None:

@@ -17,8 +17,7 @@ from zlib import crc32
 import torch
 from torch import Tensor, nn
 
-from autovaruna.config.resolve import replicas_of
-from autovaruna.config.settings import Settings
+from autovaruna.config.settings import Settings, replicas_of
 from autovaruna.errors import InputError, RankError
 from autovaruna.graph.call import CallSpec
 from autovaruna.runtime.batch import GlobalBatch, MicroBatch

@@ -18,8 +18,7 @@ from autovaruna.graph.traced import TracedModel
 from autovaruna.log import progress_bar
 from autovaruna.planner.problem import SPLIT_SCHEDULE, Constraints, Problem
 from autovaruna.profiler.cache import cache_of
-from autovaruna.profiler.measure import Key, PartCost, lasting_keys, measure, merge, settle
-from autovaruna.profiler.profile import to_profile
+from autovaruna.profiler.measure import Key, PartCost, lasting_keys, measure, merge, settle, to_profile
 from autovaruna.profiler.records import Profile
 from autovaruna.runtime.collective import gather_on_all
 from autovaruna.session.calls import SharedCall

@@ -19,14 +19,13 @@ from autovaruna.config.settings import Settings
 from autovaruna.errors import ConfigError, DeploymentError
 from autovaruna.graph.traced import TracedModel
 from autovaruna.planner.candidate import priced
-from autovaruna.planner.deployment import Fingerprint, deployment_of, host_counts
-from autovaruna.planner.deployment_file import save
+from autovaruna.planner.deployment import Fingerprint, deployment_of, host_counts, save
 from autovaruna.planner.prediction import Orders
 from autovaruna.planner.problem import Problem
 from autovaruna.planner.records import Plan
 from autovaruna.planner.search import make_plan
 from autovaruna.planner.table import explain, plan_table
-from autovaruna.profiler.profile import device_name
+from autovaruna.profiler.measure import device_name
 from autovaruna.runtime.collective import on_all
 from autovaruna.runtime.trace import EventTrace
 from autovaruna.runtime.weights.placement import Placement, placement_of

@@ -8,8 +8,7 @@ import torch
 from torch import nn
 
 from autovaruna.checkpoint.state import Subject
-from autovaruna.config.resolve import log_settings
-from autovaruna.config.settings import Settings
+from autovaruna.config.settings import Settings, log_settings
 from autovaruna.errors import InputError, RankError
 from autovaruna.graph.guards import Guards
 from autovaruna.log import configure

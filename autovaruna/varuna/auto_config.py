@@ -7,10 +7,11 @@ import os
 from dataclasses import replace
 from functools import cached_property
 
-from autovaruna.config.kinds import whole_number
+from autovaruna.config.settings import whole_number
 from autovaruna.errors import InputError, MeasureError
+from autovaruna.planner.problem import Constraints, Problem
 from autovaruna.profiler.records import Cluster
-from autovaruna.varuna.grids import Choice, Measured, Wishes, choice_at, choices
+from autovaruna.varuna.grid import Choice, choice_at, choices
 from autovaruna.varuna.profiler import ProfileFolder
 
 logger = logging.getLogger(__name__)
@@ -50,12 +51,16 @@ class AutoConfig:
         chunk_size = chunk_size and whole_number("chunk_size", chunk_size)
         if memory_bytes is not None and not memory_bytes > 0:
             raise InputError(f"memory_bytes is {memory_bytes}; expected more than zero")
-        measured, facts = ProfileFolder(profile_folder).read()
-        cluster = cluster_for(measured.cluster, num_ranks, gpus_per_node or facts.gpus_per_node, memory_bytes)
+        graph, profile, known, facts = ProfileFolder(profile_folder).read()
         factor = facts.optimizer_bytes_factor if optimizer_bytes_factor is None else optimizer_bytes_factor
-        self._measured = Measured(measured.graph, measured.profile, cluster)
-        self._wishes = Wishes(
-            batch_size, chunk_size=chunk_size, cutpoints=cutpoints, optimizer_bytes_factor=float(factor)
+        self._chunk_size = chunk_size
+        self._problem = Problem(
+            graph,
+            profile,
+            cluster_for(known, num_ranks, gpus_per_node or facts.gpus_per_node, memory_bytes),
+            batch_size,
+            float(factor),
+            constraints=Constraints(cutpoints=cutpoints),
         )
 
     @cached_property
@@ -65,7 +70,7 @@ class AutoConfig:
         Raises:
             PlanError: none fits; says why for each.
         """
-        return choices(self._measured, self._wishes)
+        return choices(self._problem, self._chunk_size)
 
     @property
     def best(self) -> Choice:
@@ -95,8 +100,8 @@ class AutoConfig:
         Raises:
             PlanError: it does not fit; says what is missing.
         """
-        size = whole_number("micro_batch_size", micro_batch_size) if micro_batch_size else self._wishes.chunk_size
-        return choice_at(self._measured, replace(self._wishes, chunk_size=size), whole_number("stages", stages))
+        size = whole_number("micro_batch_size", micro_batch_size) if micro_batch_size else self._chunk_size
+        return choice_at(self._problem, whole_number("stages", stages), size)
 
 
 def cluster_for(known: Cluster, num_ranks: int, gpus_per_node: int, memory_bytes: float | None) -> Cluster:

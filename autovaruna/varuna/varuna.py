@@ -5,12 +5,10 @@ from __future__ import annotations
 import logging
 import math
 import os
-import signal
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from difflib import get_close_matches
 from functools import cached_property
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,194 +16,80 @@ from torch import Tensor, nn
 
 from autovaruna._torch import parse_to
 from autovaruna.api import AutoVaruna
-from autovaruna.config.kinds import whole_number
+from autovaruna.config.settings import whole_number
 from autovaruna.errors import CheckpointError, InputError, OrderError
 from autovaruna.runtime.environment import get_world
 from autovaruna.runtime.world import World
 from autovaruna.session.session import as_in_training
-from autovaruna.varuna.batches import GetBatch, check_inputs, loss_of, on_device, sample_batch
-from autovaruna.varuna.grids import Grid, StageMap, read_map
-from autovaruna.varuna.measure import find_grid
-from autovaruna.varuna.place import Place, device_of, local_rank_of, place_of
-from autovaruna.varuna.shared_weights import tie
-from autovaruna.varuna.step import StepScale, finish, mean_loss, put_aside
+from autovaruna.varuna.grid import Grid, Place, StageMap, device_of, local_rank_of, place_of, read_map
+from autovaruna.varuna.profiler import find_grid
+from autovaruna.varuna.step import (
+    GetBatch,
+    Requests,
+    StepScale,
+    check_inputs,
+    finish,
+    loss_of,
+    mean_loss,
+    on_device,
+    put_aside,
+    sample_batch,
+)
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-
-class SplitModule(nn.Module):
-    """A module whose names and numbers are those of another.
-
-    Attributes:
-        model: the wrapped model; not registered, so that names stay the model's own.
-        device: where it is.
-    """
-
-    model: AutoVaruna
-    device: torch.device
-
-    def train(self, mode: bool = True) -> Self:
-        """Sets training mode on the model."""
-        self.training = mode
-        if "model" in self.__dict__:
-            self.model.train(mode)
-        return self
-
-    def to(self, *args: Any, **kwargs: Any) -> Self:
-        """Stays where the model is: wrapping has put it there.
-
-        Raises:
-            InputError: another device or a dtype is asked for.
-        """
-        device, dtype, *_ = parse_to(*args, **kwargs)
-        if dtype is not None or (device is not None and torch.empty(0, device=device).device != self.device):
-            raise InputError(
-                f"The model is split and on {self.device}: got to({device or dtype}). Pass device= to Varuna."
-            )
-        return self
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """Returns the whole model's state under its own names, on every rank. Collective."""
-        return self.model.state_dict(*args, **kwargs)
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Loads a whole model's state, of which this rank takes its part."""
-        return self.model.load_state_dict(state_dict, strict, assign)
-
-    def named_parameters(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yields the parameters that this rank holds, under the model's own names.
-
-        Where there are none, as in a stage that is only a loss, it yields one without elements: torch makes no
-        optimizer of nothing.
-        """
-        every = self.model.named_parameters(prefix, recurse, remove_duplicate)
-        own = [(name, parameter) for name, parameter in every if not parameter.is_meta]
-        yield from own or [("no_parameters", self._placeholder)]
-
-    @cached_property
-    def _placeholder(self) -> nn.Parameter:
-        return nn.Parameter(torch.empty(0))
-
-    def _drop_placeholder(self, optimizer: torch.optim.Optimizer) -> None:
-        """Takes what stands for no parameters out of an optimizer."""
-        for group in optimizer.param_groups:
-            group["params"][:] = [each for each in group["params"] if each is not self._placeholder]
-
-    def named_buffers(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, Tensor]]:
-        """Yields the buffers of the model, under its own names."""
-        yield from self.model.named_buffers(prefix, recurse, remove_duplicate)
-
-
 logger = logging.getLogger(__name__)
 
 
-class StoredModule(SplitModule):
-    """A split model in training whose state goes to disk and comes back.
+def tie(model: nn.Module, pairs: Sequence[tuple[str, str]] | None) -> None:
+    """Ties the parameters of each pair, in place; the first name's numbers stay.
 
-    Attributes:
-        iteration: steps done.
-        optimizer: the optimizer; None: there is none yet.
-    """
-
-    iteration: int
-    optimizer: torch.optim.Optimizer | None
-    _scale: StepScale | None
-
-    def checkpoint(
-        self,
-        global_store: str | os.PathLike[str],
-        step: int | None = None,
-        tempdir: str | None = None,
-        shard: bool = False,
-        on_demand: bool = False,
-    ) -> None:
-        """Writes a checkpoint: weights, buffers, optimizer, loss scale and random state. Collective.
-
-        Args:
-            global_store: Folder of all checkpoints, which every rank reaches.
-            step: Number of the checkpoint; None: the steps done so far.
-            tempdir: Folder of this host to write to first; the copy to `global_store` goes on in the background.
-            shard: Whether replicas share the writing.
-            on_demand: Whether it must be complete on return, as before the process ends.
-        """
-        self.model.save_checkpoint(
-            global_store,
-            step=self.iteration if step is None else step,
-            tempdir=tempdir,
-            background=tempdir is not None and not on_demand,
-            shard=shard,
-            scaler=self._scale.scaler if self._scale else None,
-            extra={"iteration": self.iteration},
-        )
-
-    def load_checkpoint(
-        self, global_store: str | os.PathLike[str], iteration: int | str, check_complete: bool = True
-    ) -> None:
-        """Loads a checkpoint that was written by any number of ranks, on any grid. Collective.
-
-        The optimizer's state is loaded into the one that `set_optimizer` has registered before.
-
-        Args:
-            global_store: Folder of all checkpoints.
-            iteration: Its number, or ``latest``.
-            check_complete: Whether a checkpoint that is not complete is an error; it is never loaded in any case: with
-                False the newest complete one is loaded in its place.
-        """
-        if self.optimizer is None:
-            logger.warning("loading without the optimizer's state: call set_optimizer() before, to go on with it")
-        scaler = self._scale.scaler if self._scale else None
-        try:
-            found = self.model.load_checkpoint(global_store, step=iteration, scaler=scaler)
-        except CheckpointError as error:
-            if check_complete:
-                raise
-            logger.warning("loading the newest complete checkpoint: %s", error)
-            found = self.model.load_checkpoint(global_store, step="latest", scaler=scaler)
-        known = found.extra if isinstance(found.extra, Mapping) else {}
-        self.iteration = int(known.get("iteration", found.step or 0))
-
-
-class Requests:
-    """The signals of a job.
+    Pairs may form chains. Tied parameters get one gradient, the sum over all their uses, whatever stages these are on.
 
     Args:
-        world: The ranks.
+        model: The model.
+        pairs: Names of parameters.
+
+    Raises:
+        InputError: a name is no parameter, or a pair differs in shape or dtype.
     """
-
-    def __init__(self, world: World) -> None:
-        self._world = world
-        self._num_heard = 0
-        self._num_answered = 0
-        self._handler: Callable[[int, FrameType | None], Any] | None = None
-
-    def take_over(self) -> None:
-        """Puts the script's handler aside, if it has one."""
-        if threading.current_thread() is not threading.main_thread():
-            return
-        handler = signal.getsignal(signal.SIGUSR1)
-        if callable(handler) and handler != self._note:
-            self._handler = handler
-            signal.signal(signal.SIGUSR1, self._note)
-
-    def answer(self) -> None:
-        """Calls the script's handler if a signal has come to any rank. Collective."""
-        self.take_over()
-        most = max(self._world.gather_objects(self._num_heard, "looking for signals"))
-        if most > self._num_answered:
-            self._num_answered = most
-            if self._handler is not None:
-                self._handler(signal.SIGUSR1, None)
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self._num_heard += 1
+    for pair in pairs or ():
+        if isinstance(pair, str) or len(pair) != 2:
+            raise InputError(f"shared_weights holds {pair!r}; expected pairs of parameter names.")
+        first, second = (_parameter(model, name) for name in pair)
+        if first is not second:
+            _check(pair, first, second)
+            _replace(model, second, first)
 
 
-class Varuna(StoredModule):
+def _parameter(model: nn.Module, name: str) -> nn.Parameter:
+    known = dict(model.named_parameters(remove_duplicate=False))
+    if name not in known:
+        near = get_close_matches(name, known, 3, cutoff=0.4)
+        hint = f"; did you mean {' or '.join(near)}?" if near else "."
+        raise InputError(f"shared_weights names {name!r}, which is no parameter of {type(model).__name__}{hint}")
+    return known[name]
+
+
+def _check(pair: Sequence[str], first: nn.Parameter, second: nn.Parameter) -> None:
+    if first.shape != second.shape or first.dtype != second.dtype:
+        raise InputError(
+            f"shared_weights ties {pair[0]} {tuple(first.shape)} {first.dtype} and {pair[1]} {tuple(second.shape)} "
+            f"{second.dtype}; expected two parameters of one shape and dtype."
+        )
+    if not first.is_meta and not second.is_meta and not torch.equal(first, second):
+        logger.warning("%s and %s are tied, but differ: the numbers of %s stay", pair[0], pair[1], pair[0])
+
+
+def _replace(model: nn.Module, old: nn.Parameter, new: nn.Parameter) -> None:
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is old:
+                module._parameters[name] = new
+
+
+class Varuna(nn.Module):
     """Trains a model with cut points on a grid of stages and replicas; one step is one call of `step`.
 
     Wrapping plans and splits the model. The optimizer is made afterwards, from ``parameters()`` of this rank's stages,
@@ -225,10 +109,18 @@ class Varuna(StoredModule):
         auto_partitioned: Whether the model may be cut anywhere, whatever cut points it has.
         settings: More settings, as for `AutoVaruna`.
 
+    Attributes:
+        model: The wrapped model; not registered, so that names stay the model's own.
+        device: Where it is.
+        iteration: Steps done.
+        optimizer: The optimizer; None: there is none yet.
+
     Raises:
         InputError: an argument cannot be used; says which.
         PlanError: the model cannot be cut so.
     """
+
+    model: AutoVaruna
 
     def __init__(
         self,
@@ -299,7 +191,7 @@ class Varuna(StoredModule):
             settings["num_micro_batches"] = min(self.data_depth * each, self.global_batch_size)
         wrapped = AutoVaruna(
             model,
-            scaler=self._scale.scaler if self._scale else None,
+            scaler=self._scaler,
             **{**settings, "stage_ranks": [list(ranks) for ranks in grid]},
         )
         with as_in_training(model), self._precision():
@@ -309,6 +201,8 @@ class Varuna(StoredModule):
 
     def _precision(self) -> Any:
         return torch.autocast(self.device.type, dtype=torch.float16) if self.fp16 else nullcontext()
+
+    # what it is
 
     @property
     def micro_batch_size(self) -> int:
@@ -321,6 +215,12 @@ class Varuna(StoredModule):
     def samples(self) -> slice:
         """Which samples of a global batch this rank's replica passes to `step`."""
         return self.place.samples
+
+    @property
+    def _scaler(self) -> torch.amp.GradScaler | None:
+        return self._scale.scaler if self._scale else None
+
+    # steps
 
     def set_optimizer(
         self,
@@ -340,7 +240,8 @@ class Varuna(StoredModule):
         Raises:
             InputError: the optimizer has other parameters.
         """
-        self._drop_placeholder(optimizer)
+        for group in optimizer.param_groups:
+            group["params"][:] = [each for each in group["params"] if each is not self._placeholder]
         self.model._session.adopt(optimizer)
         if self._scale is not None:
             self._scale.configure(loss_scale, init_loss_scale, min_loss_scale)
@@ -390,14 +291,14 @@ class Varuna(StoredModule):
         with torch.enable_grad(), self._precision():
             loss = loss_of(self.model(**batch))
         (self._scale.scaled(loss) if self._scale else loss).backward()  # type: ignore[no-untyped-call]
-        found = finish(self.model, list(self.parameters()), self._scale, earlier, clip_grad_max_norm)
-        self.grad_norm = self.grad_norm if found.norm is None else found.norm
-        if found.has_overflow:
+        norm, has_overflow = finish(self.model, list(self.parameters()), self._scale, earlier, clip_grad_max_norm)
+        self.grad_norm = self.grad_norm if norm is None else norm
+        if has_overflow:
             self.zero_grad()
         self.iteration += 1
         self.current_step += 1
         self.average_loss = loss.item()
-        return self.average_loss, found.has_overflow
+        return self.average_loss, has_overflow
 
     def evaluate(self, inputs: Mapping[str, Any], batch_size: int | None = None) -> float:
         """Returns the mean loss over the inputs of all replicas, in eval mode, on every rank. Collective.
@@ -415,3 +316,109 @@ class Varuna(StoredModule):
         """Drops the gradients of this rank."""
         self._has_stepped = False
         super().zero_grad(set_to_none)
+
+    # state
+
+    def checkpoint(
+        self,
+        global_store: str | os.PathLike[str],
+        step: int | None = None,
+        tempdir: str | None = None,
+        shard: bool = False,
+        on_demand: bool = False,
+    ) -> None:
+        """Writes a checkpoint: weights, buffers, optimizer, loss scale and random state. Collective.
+
+        Args:
+            global_store: Folder of all checkpoints, which every rank reaches.
+            step: Number of the checkpoint; None: the steps done so far.
+            tempdir: Folder of this host to write to first; the copy to `global_store` goes on in the background.
+            shard: Whether replicas share the writing.
+            on_demand: Whether it must be complete on return, as before the process ends.
+        """
+        self.model.save_checkpoint(
+            global_store,
+            step=self.iteration if step is None else step,
+            tempdir=tempdir,
+            background=tempdir is not None and not on_demand,
+            shard=shard,
+            scaler=self._scaler,
+            extra={"iteration": self.iteration},
+        )
+
+    def load_checkpoint(
+        self, global_store: str | os.PathLike[str], iteration: int | str, check_complete: bool = True
+    ) -> None:
+        """Loads a checkpoint that was written by any number of ranks, on any grid. Collective.
+
+        The optimizer's state is loaded into the one that `set_optimizer` has registered before.
+
+        Args:
+            global_store: Folder of all checkpoints.
+            iteration: Its number, or ``latest``.
+            check_complete: Whether a checkpoint that is not complete is an error; it is never loaded in any case: with
+                False the newest complete one is loaded in its place.
+        """
+        if self.optimizer is None:
+            logger.warning("loading without the optimizer's state: call set_optimizer() before, to go on with it")
+        try:
+            found = self.model.load_checkpoint(global_store, step=iteration, scaler=self._scaler)
+        except CheckpointError as error:
+            if check_complete:
+                raise
+            logger.warning("loading the newest complete checkpoint: %s", error)
+            found = self.model.load_checkpoint(global_store, step="latest", scaler=self._scaler)
+        known = found.extra if isinstance(found.extra, Mapping) else {}
+        self.iteration = int(known.get("iteration", found.step or 0))
+
+    # the module that it shows
+
+    def train(self, mode: bool = True) -> Self:
+        """Sets training mode on the model."""
+        self.training = mode
+        if "model" in self.__dict__:
+            self.model.train(mode)
+        return self
+
+    def to(self, *args: Any, **kwargs: Any) -> Self:
+        """Stays where the model is: wrapping has put it there.
+
+        Raises:
+            InputError: another device or a dtype is asked for.
+        """
+        device, dtype, *_ = parse_to(*args, **kwargs)
+        if dtype is not None or (device is not None and torch.empty(0, device=device).device != self.device):
+            raise InputError(
+                f"The model is split and on {self.device}: got to({device or dtype}). Pass device= to Varuna."
+            )
+        return self
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        """Returns the whole model's state under its own names, on every rank. Collective."""
+        return self.model.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Loads a whole model's state, of which this rank takes its part."""
+        return self.model.load_state_dict(state_dict, strict, assign)
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yields the parameters that this rank holds, under the model's own names.
+
+        Where there are none, as in a stage that is only a loss, it yields one without elements: torch makes no
+        optimizer of nothing.
+        """
+        every = self.model.named_parameters(prefix, recurse, remove_duplicate)
+        own = [(name, parameter) for name, parameter in every if not parameter.is_meta]
+        yield from own or [("no_parameters", self._placeholder)]
+
+    @cached_property
+    def _placeholder(self) -> nn.Parameter:
+        return nn.Parameter(torch.empty(0))
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yields the buffers of the model, under its own names."""
+        yield from self.model.named_buffers(prefix, recurse, remove_duplicate)

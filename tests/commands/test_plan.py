@@ -15,10 +15,10 @@ import torch
 from autovaruna import AutoVaruna
 from autovaruna.__main__ import main
 from autovaruna.commands.plan import make_optimizer, timeline
-from autovaruna.planner.deployment_file import load
-from autovaruna.profiler.devices import read_device
-from autovaruna.profiler.files import load_profile
+from autovaruna.planner.deployment import load
+from autovaruna.profiler.cache import load_profile
 from autovaruna.profiler.optimizer import state_factor
+from autovaruna.profiler.roofline import read_device
 from tests.commands import targets
 
 HERE = "tests.commands.targets"

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 from autovaruna.graph.call import describe
 from autovaruna.graph.trace import trace
 from autovaruna.graph.traced import TracedModel
+from autovaruna.profiler.measure import Key, PartCost, measure, merge, to_profile
+from autovaruna.profiler.records import Profile
 from tests.catalogue import CASES
 
 CPU = torch.device("cpu")
@@ -38,3 +43,16 @@ def traced_case(name: str, batch_size: int) -> tuple[nn.Module, TracedModel, lis
     args, kwargs = CASES[name].batch(batch_size, 0)
     tensors, call = describe(model, args, kwargs)
     return model, trace(model, call, CPU), tensors
+
+
+def profile(
+    traced: TracedModel,
+    model: nn.Module,
+    micro_batch_sizes: Sequence[int],
+    device: torch.device,
+    known: Mapping[Key, PartCost] | None = None,
+    **options: Any,
+) -> Profile:
+    """Measures all of a model but what is known; the options are those of `measure`."""
+    costs = measure(traced, model, micro_batch_sizes, device, known=known or {}, **options)
+    return to_profile(traced, merge([known or {}, costs]), device)

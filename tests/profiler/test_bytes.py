@@ -8,10 +8,8 @@ from torch import Tensor, nn
 
 from autovaruna.graph.traced import TracedModel
 from autovaruna.profiler.bytes import Bytes, count_bytes
-from autovaruna.profiler.parts import Part
-from autovaruna.profiler.profile import profile
-from autovaruna.profiler.work import Samples, make_work
-from tests.profiler.models import CPU, WIDTH, Mlp, traced, traced_case
+from autovaruna.profiler.work import Part, Samples, make_work
+from tests.profiler.models import CPU, WIDTH, Mlp, profile, traced, traced_case
 
 
 def saved_by_torch(model: nn.Module, *args: Tensor) -> int:

@@ -10,12 +10,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autovaruna.config.resolve import resolve
+from autovaruna.config.settings import resolve
 from autovaruna.profiler.bytes import Bytes, Made
 from autovaruna.profiler.cache import ProfileCache, cache_of, environment
 from autovaruna.profiler.measure import Key, PartCost, lasting_keys, measure
-from autovaruna.profiler.profile import profile
-from tests.profiler.models import CPU, WIDTH, Mlp, traced, traced_case
+from tests.profiler.models import CPU, WIDTH, Mlp, profile, traced, traced_case
 
 COST = PartCost(0.5, 0.25, Bytes(7, ((0, 8), (2, 16)), (Made(1, 24, True),), 5, 9))
 KEY: Key = ("abc", 4)
@@ -108,7 +107,7 @@ def layers_of(model: nn.Module) -> set[Key]:
     """Returns the keys of runs of layers, which end elsewhere in a longer model."""
     graph = traced(model, torch.zeros(3, WIDTH))
     blocks = {(block.signature, 2) for block in graph.graph.blocks}
-    from autovaruna.profiler.parts import layer_parts
+    from autovaruna.profiler.work import layer_parts
 
     return {(part.signature, 2) for part in layer_parts(graph)} - blocks
 

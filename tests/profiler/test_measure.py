@@ -9,10 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from autovaruna.errors import MeasureError
-from autovaruna.profiler.measure import measure, merge
-from autovaruna.profiler.parts import block_parts
-from autovaruna.profiler.profile import profile, to_profile
-from tests.profiler.models import CPU, WIDTH, Mlp, traced, traced_case
+from autovaruna.profiler.measure import measure, merge, to_profile
+from autovaruna.profiler.work import block_parts
+from tests.profiler.models import CPU, WIDTH, Mlp, profile, traced, traced_case
 
 
 class Factor(nn.Module):

@@ -13,9 +13,8 @@ import torch
 from torch import nn
 
 from autovaruna.profiler import time as clocks
-from autovaruna.profiler.profile import profile
 from autovaruna.profiler.time import measure_pace, own_clock
-from tests.profiler.models import CPU, traced
+from tests.profiler.models import CPU, profile, traced
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs a system that pins to cores")
 TRIES = 3

@@ -11,14 +11,12 @@ from torch import Tensor, nn
 from autovaruna.errors import MeasureError
 from autovaruna.graph import flops
 from autovaruna.graph.traced import TracedModel
-from autovaruna.profiler import bytes, parts
-from autovaruna.profiler.devices import DeviceSpec
-from autovaruna.profiler.parts import Code, make_code
-from autovaruna.profiler.profile import profile
+from autovaruna.profiler import bytes, work
 from autovaruna.profiler.records import LinkCost
-from autovaruna.profiler.roofline import optimizer_cost, predict, touched_bytes
+from autovaruna.profiler.roofline import DeviceSpec, optimizer_cost, predict, touched_bytes
+from autovaruna.profiler.work import Code, make_code
 from tests.catalogue import CASES
-from tests.profiler.models import CPU, WIDTH, Mlp, traced, traced_case
+from tests.profiler.models import CPU, WIDTH, Mlp, profile, traced, traced_case
 
 LINK = LinkCost(1e-6, 1e10)
 SPEC = DeviceSpec("test", "cpu", {"float32": 1e12}, 1e11, 0.0, 0, LINK, LINK, 1e10, 1e10, 0.0)
@@ -56,7 +54,7 @@ def test_a_part_is_taken_out_once_for_all_numbers_of_samples(monkeypatch: pytest
         taken.append(nodes)
         return make_code(traced_model, nodes, outputs)
 
-    monkeypatch.setattr(parts, "make_code", counted)
+    monkeypatch.setattr(work, "make_code", counted)
     model, graph, _ = traced_case("gpt2", 2)
     predict(graph, model, [1, 2, 4], SPEC)
     assert taken

@@ -8,12 +8,11 @@ import torch
 from autovaruna.graph.call import describe
 from autovaruna.graph.trace import trace
 from autovaruna.profiler import time
-from autovaruna.profiler.parts import layer_parts
-from autovaruna.profiler.profile import profile
 from autovaruna.profiler.time import measure_pace
+from autovaruna.profiler.work import layer_parts
 from tests.catalogue import CASES
 from tests.profiler.clock import TICK_SECONDS, plain_seconds, work_clock
-from tests.profiler.models import CPU, Mlp, traced
+from tests.profiler.models import CPU, Mlp, profile, traced
 
 
 @pytest.mark.parametrize("name", ["gpt2", "conv_net", "lstm", "three_users", "tied", "returned_scores"])

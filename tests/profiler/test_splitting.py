@@ -12,14 +12,12 @@ from torch import nn
 from autovaruna.errors import MeasureError
 from autovaruna.profiler import time
 from autovaruna.profiler.bytes import count_deferred_bytes
-from autovaruna.profiler.files import load_profile, save_measured
-from autovaruna.profiler.parts import Part, block_parts
-from autovaruna.profiler.profile import profile
+from autovaruna.profiler.cache import load_profile, save_measured
 from autovaruna.profiler.records import Profile
 from autovaruna.profiler.roofline import predict
-from autovaruna.profiler.work import Samples, make_work
+from autovaruna.profiler.work import Part, Samples, block_parts, make_work
 from tests.profiler.clock import work_clock
-from tests.profiler.models import CPU, WIDTH, Mlp, traced, traced_case
+from tests.profiler.models import CPU, WIDTH, Mlp, profile, traced, traced_case
 from tests.profiler.test_roofline import COMPUTE
 
 

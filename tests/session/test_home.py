@@ -10,7 +10,7 @@ from torch import nn
 
 from autovaruna import AutoVaruna, load_checkpoint
 from autovaruna.__main__ import main
-from autovaruna.profiler.files import load_profile, save_measured
+from autovaruna.profiler.cache import load_profile, save_measured
 from autovaruna.profiler.records import BlockCost, Profile
 from autovaruna.varuna.launcher import read_options
 from autovaruna.varuna.profiler import ProfileFolder

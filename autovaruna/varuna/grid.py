@@ -1,18 +1,23 @@
-"""Reads ``stage_to_rank_map``, and finds the best grid of stages and replicas: one search for each depth."""
+"""Lays stages and replicas over ranks: reads ``stage_to_rank_map``, finds the best grid, says where a rank is in it."""
 
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import torch
+
+from autovaruna.config.settings import replicas_of
 from autovaruna.errors import InputError, PlanError
-from autovaruna.graph.records import Graph
 from autovaruna.planner.cut_points import cut_point_blocks
-from autovaruna.planner.problem import Constraints, Problem
+from autovaruna.planner.problem import Problem
 from autovaruna.planner.records import Plan
 from autovaruna.planner.search import make_plan
-from autovaruna.profiler.records import Cluster, Profile
+from autovaruna.profiler.records import Cluster
+from autovaruna.runtime.environment import local_rank_in
+from autovaruna.runtime.world import World
 
 AUTO = "auto"
 """What the launcher passes on in place of a map that is still to be found."""
@@ -108,95 +113,71 @@ class Choice:
         return grid_of(self.num_stages, self.num_replicas)
 
 
-@dataclass(frozen=True)
-class Measured:
-    """A model, what it costs and the ranks."""
-
-    graph: Graph
-    profile: Profile
-    cluster: Cluster
-
-
-@dataclass(frozen=True)
-class Wishes:
-    """What is already decided; 0: nothing.
-
-    Attributes:
-        batch_size: samples of a step, over all replicas.
-        num_stages, chunk_size: stages, and samples of a micro-batch.
-        cutpoints: where cuts may lie.
-        optimizer_bytes_factor: bytes of optimizer state for each byte of a trained parameter.
-        uses_all_ranks: whether every rank must have a place.
-    """
-
-    batch_size: int
-    num_stages: int = 0
-    chunk_size: int = 0
-    cutpoints: str = "only"
-    optimizer_bytes_factor: float = 2.0
-    uses_all_ranks: bool = False
-
-
-def depths(measured: Measured, wishes: Wishes) -> list[int]:
+def depths(problem: Problem, uses_all_ranks: bool = False) -> list[int]:
     """Returns the numbers of stages to try."""
-    num_ranks = measured.cluster.num_ranks
-    if wishes.num_stages:
-        return [wishes.num_stages]
-    most = len(measured.graph.blocks)
-    if wishes.cutpoints == "only":
-        most = len(cut_point_blocks(measured.graph)) + 1
+    num_ranks, most = problem.cluster.num_ranks, len(problem.graph.blocks)
+    if problem.constraints.cutpoints == "only":
+        most = len(cut_point_blocks(problem.graph)) + 1
     every = range(1, num_ranks + 1)
     tried: Iterable[int] = every if num_ranks <= _ALL_DEPTHS else {num_ranks // replicas for replicas in every}
     return sorted(
         depth
         for depth in tried
         if depth <= most
-        and num_ranks // depth <= wishes.batch_size
-        and (num_ranks % depth == 0 or not wishes.uses_all_ranks)
+        and num_ranks // depth <= problem.global_batch_size
+        and (num_ranks % depth == 0 or not uses_all_ranks)
     )
 
 
-def choice_at(measured: Measured, wishes: Wishes, num_stages: int) -> Choice:
+def choice_at(problem: Problem, num_stages: int, chunk_size: int = 0) -> Choice:
     """Returns the best plan with so many stages, of as many replicas as there are ranks for.
+
+    Args:
+        problem: The model, what it costs, all ranks, the batch, and where cuts may lie.
+        num_stages: Stages.
+        chunk_size: Most samples of a micro-batch; 0: found.
 
     Raises:
         PlanError: none fits.
     """
-    replicas = measured.cluster.num_ranks // num_stages
+    batch_size, replicas = problem.global_batch_size, problem.cluster.num_ranks // num_stages
     if not replicas:
-        raise PlanError(f"{num_stages} stages need as many ranks: there are {measured.cluster.num_ranks}")
-    share = math.ceil(wishes.batch_size / replicas)
-    count = replicas * math.ceil(share / wishes.chunk_size) if wishes.chunk_size else 0
-    problem = Problem(
-        graph=measured.graph,
-        profile=measured.profile,
-        cluster=_first_ranks(measured.cluster, num_stages * replicas),
-        global_batch_size=wishes.batch_size,
-        optimizer_bytes_factor=wishes.optimizer_bytes_factor,
-        min_micro_batches_for_inputs=replicas,
-        constraints=Constraints(
-            num_micro_batches=min(count, wishes.batch_size),
-            cutpoints=wishes.cutpoints,
-            stage_ranks=grid_of(num_stages, replicas),
-        ),
+        raise PlanError(f"{num_stages} stages need as many ranks: there are {problem.cluster.num_ranks}")
+    share = math.ceil(batch_size / replicas)
+    count = replicas * math.ceil(share / chunk_size) if chunk_size else 0
+    plan = make_plan(
+        replace(
+            problem,
+            cluster=_first_ranks(problem.cluster, num_stages * replicas),
+            min_micro_batches_for_inputs=replicas,
+            constraints=replace(
+                problem.constraints,
+                num_micro_batches=min(count, batch_size),
+                stage_ranks=grid_of(num_stages, replicas),
+            ),
+        )
     )
-    plan = make_plan(problem)
-    size = wishes.chunk_size or math.ceil(share / (plan.num_micro_batches // replicas))
+    size = chunk_size or math.ceil(share / (plan.num_micro_batches // replicas))
     memory = max(plan.rank_bytes())
     return Choice(num_stages, replicas, size, plan.num_micro_batches, plan.predicted_seconds, memory, plan)
 
 
-def choices(measured: Measured, wishes: Wishes) -> list[Choice]:
+def choices(problem: Problem, chunk_size: int = 0, uses_all_ranks: bool = False) -> list[Choice]:
     """Returns the best plan of each depth that fits, the fastest first.
+
+    Args:
+        problem: As for `choice_at`.
+        chunk_size: Likewise.
+        uses_all_ranks: Whether every rank must have a place.
 
     Raises:
         PlanError: none fits at any depth; says why for each.
     """
     found: list[Choice] = []
     refusals: list[str] = []
-    for depth in depths(measured, wishes):
+    for depth in depths(problem, uses_all_ranks):
         try:
-            found.append(choice_at(measured, wishes, depth))
+            found.append(choice_at(problem, depth, chunk_size))
         except PlanError as error:
             refusals.append(f"{depth} stages: {error}")
     if not found:
@@ -214,3 +195,81 @@ def _first_ranks(cluster: Cluster, num_ranks: int) -> Cluster:
         speeds=cluster.speeds[:num_ranks],
         own_process_bytes=cluster.own_process_bytes[:num_ranks],
     )
+
+
+@dataclass(frozen=True)
+class Place:
+    """The place of a rank.
+
+    Attributes:
+        grid: the ranks of each stage.
+        stage: its stage.
+        replica: its replica of the whole model; where stages have different numbers of ranks, several of one stage may
+            be of one replica.
+        num_replicas: how many there are.
+        batch_size: samples of a step, over all replicas.
+    """
+
+    grid: Grid
+    stage: int
+    replica: int
+    num_replicas: int
+    batch_size: int
+
+    @property
+    def leaders(self) -> tuple[int, ...]:
+        """One rank of each replica."""
+        return self.grid[0][: self.num_replicas]
+
+    @property
+    def samples(self) -> slice:
+        """Which samples of a batch are the replica's."""
+        start = sum(map(self.share_of, range(self.replica)))
+        return slice(start, start + self.share_of(self.replica))
+
+    def share_of(self, replica: int) -> int:
+        """Returns the samples of a replica; the first ones have one more where the batch does not divide."""
+        return self.batch_size // self.num_replicas + (replica < self.batch_size % self.num_replicas)
+
+
+def place_of(rank: int, grid: Grid, batch_size: int) -> Place:
+    """Returns the place of a rank.
+
+    Raises:
+        InputError: there are fewer samples than replicas.
+    """
+    num_replicas = len(replicas_of(grid))
+    if batch_size < num_replicas:
+        raise InputError(
+            f"batch_size is {batch_size} for {num_replicas} replicas; expected at least one sample for each."
+        )
+    stage, index = next((stage, ranks.index(rank)) for stage, ranks in enumerate(grid) if rank in ranks)
+    return Place(grid, stage, index % num_replicas, num_replicas, batch_size)
+
+
+def local_rank_of(world: World) -> int:
+    """Returns this rank's number on its host, as the launcher says, else by counting."""
+    said = local_rank_in(os.environ)
+    return said if said is not None else world.hosts[: world.rank].count(world.hosts[world.rank])
+
+
+def device_of(device: int | str | torch.device | None, local_rank: int) -> torch.device:
+    """Returns a device; a number means a GPU, or the CPU where there is none; None, as -1, that of `local_rank`.
+
+    Raises:
+        InputError: there is no such device.
+    """
+    device = -1 if device is None else device
+    if isinstance(device, int):
+        if not torch.cuda.is_available():
+            return torch.device("cpu")
+        number = local_rank % torch.cuda.device_count() if device < 0 else device
+        if number >= torch.cuda.device_count():
+            raise InputError(f"device is {device}: expected the number of one of {torch.cuda.device_count()} GPUs.")
+        return torch.device("cuda", number)
+    try:
+        found = torch.device(device)
+        torch.empty(0, device=found)
+    except (RuntimeError, AssertionError) as error:
+        raise InputError(f"device is {device!r}, which cannot be used here: {error}.") from error
+    return found
