@@ -4,6 +4,7 @@ import ast
 import re
 from pathlib import Path
 
+import networkx as nx
 import pytest
 
 PACKAGE = Path(__file__).parents[1] / "autovaruna"
@@ -100,3 +101,14 @@ def test_private_names_of_torch_are_in_one_file(file):
 
 def test_no_file_is_a_drawer_for_everything():
     assert not {Path(file).stem for file in FILES} & {"utils", "common", "helpers", "misc"}
+
+
+def test_no_files_import_each_other():
+    modules = {tuple(Path(file).with_suffix("").parts): file for file in FILES}
+    imported = nx.DiGraph()
+    for module, file in modules.items():
+        names = [tuple(name) for name in own_imports(file)]
+        imported.add_edges_from((file, modules[name[:-1]]) for name in names if name[:-1] in modules)
+        imported.add_edges_from((file, modules[name]) for name in names if name in modules and name != module)
+    imported.remove_edges_from(nx.selfloop_edges(imported))
+    assert [sorted(circle) for circle in nx.strongly_connected_components(imported) if len(circle) > 1] == []

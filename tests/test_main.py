@@ -7,8 +7,7 @@ import pytest
 
 from autovaruna.__main__ import main
 from autovaruna.config.settings import declarations
-from autovaruna.planner.deployment import Fingerprint, deployment_of
-from autovaruna.planner.deployment_file import save
+from autovaruna.planner.deployment import Fingerprint, deployment_of, save
 from autovaruna.planner.search import make_plan
 from tests.planner.cases import make_problem
 

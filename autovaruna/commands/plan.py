@@ -21,8 +21,7 @@ from autovaruna.config.files import at_home, check_writable
 from autovaruna.config.settings import BYTES, REFUSALS
 from autovaruna.errors import ConfigError
 from autovaruna.log import progress_bar, status_bar
-from autovaruna.planner.deployment import Deployment, Fingerprint, deployment_of, host_counts
-from autovaruna.planner.deployment_file import save
+from autovaruna.planner.deployment import Deployment, Fingerprint, deployment_of, host_counts, save
 from autovaruna.planner.infeasible import readable
 from autovaruna.planner.prediction import pipeline_of, policy_of, short_enough
 from autovaruna.planner.problem import Problem

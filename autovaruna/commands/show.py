@@ -9,8 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from autovaruna.commands.printing import show
-from autovaruna.planner.deployment import Deployment
-from autovaruna.planner.deployment_file import load
+from autovaruna.planner.deployment import Deployment, load
 from autovaruna.planner.infeasible import ranks_text, readable
 from autovaruna.planner.records import StagePlan
 from autovaruna.planner.table import seconds

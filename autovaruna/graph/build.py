@@ -63,11 +63,6 @@ def _described(node: fx.Node) -> str:
     return " ".join([_operation(node.target), *map(str, precision_of(node))])
 
 
-def _precision(node: fx.Node) -> str:
-    """Returns the autocasts under which a node runs."""
-    return "".join(f" {each}" for each in node.meta.get("precision", ()))
-
-
 def _operation(target: Any) -> str:
     if isinstance(target, str | OpOverload) or not hasattr(target, "__qualname__"):
         return str(target)
@@ -125,12 +120,8 @@ class Builder:
         return Graph(blocks, values, inputs, parameters, fingerprint, tuple(marks))
 
     def values(self) -> tuple[Value, ...]:
-        """Returns what crosses cuts."""
-        return tuple(self._value(name) for name in self.crossing())
-
-    def crossing(self) -> list[str]:
-        """Returns the names of the tensors that are used by another block than their own, in execution order."""
-        return [name for name in self.nodes if name in self.block_of and self._later_users(name)]
+        """Returns the tensors that are used by another block than their own, in execution order."""
+        return tuple(self._value(name) for name in self.nodes if name in self.block_of and self._later_users(name))
 
     def users(self, node: fx.Node) -> set[int]:
         """Returns the blocks that use a node, directly or through repeated nodes and sizes."""

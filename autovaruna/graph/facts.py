@@ -20,14 +20,13 @@ from torch.utils.flop_counter import FlopCounterMode
 from autovaruna._torch import FakeTensorMode, OpOverload, pytree
 from autovaruna.errors import TraceError
 from autovaruna.graph import flops
-from autovaruna.graph.batch.operators import changed_statistics, is_random
+from autovaruna.graph.batch.operators import Counting, changed_statistics, is_random
 from autovaruna.graph.call import CallSpec
 from autovaruna.graph.export.errors import reason_of
+from autovaruna.graph.export.exported import Exported
 from autovaruna.graph.export.fakes import example_inputs, fake_like
-from autovaruna.graph.exported import Exported
 from autovaruna.graph.precision import in_precision, precision_of, without_autocast
 from autovaruna.graph.source_lines import origin
-from autovaruna.graph.versions import Counting
 
 
 @dataclass(frozen=True)

@@ -3,91 +3,16 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from heapq import heapify, heappop, heappush
-from typing import Generic, TypeVar
 
+import networkx as nx
 import torch
 from torch import Tensor, fx
 
 from autovaruna.graph.batch.interpret import counted
 from autovaruna.graph.export.assertions import check
 from autovaruna.graph.facts import Fact, outliving_storages
-
-T = TypeVar("T", bound=Hashable)
-Behind = Mapping[T, Collection[T]]
-"""For each of some things, those that wait for it."""
-
-
-class Sets(Generic[T]):
-    """Things of which each is alone until it is joined with others; ``sets[thing]`` stands for all of its set."""
-
-    def __init__(self, things: Iterable[T]) -> None:
-        self._above = {each: each for each in things}
-
-    def __getitem__(self, thing: T) -> T:
-        above = self._above
-        while (next_above := above[thing]) is not thing:
-            above[thing] = thing = above[next_above]
-        return thing
-
-    def join(self, things: Iterable[T]) -> None:
-        """Makes one set of those of some things."""
-        first, *others = (self[each] for each in things)
-        for each in others:
-            self._above[each] = first
-
-
-def waiting_both_ways(behind: Behind[T]) -> list[list[T]]:
-    """Returns the greatest groups of several things that all wait for one another.
-
-    Reference: M. Sharir, "A strong-connectivity algorithm and its applications in data flow analysis", Computers &
-    Mathematics with Applications 7 (1981), doi:10.1016/0898-1221(81)90008-0.
-    """
-    before: dict[T, list[T]] = {each: [] for each in behind}
-    for each, waiting in behind.items():
-        for other in waiting:
-            before[other].append(each)
-    seen: set[T] = set()
-    groups = [_by_end([start], before, seen) for start in reversed(_by_end(behind, behind, set()))]
-    return [group for group in groups if len(group) > 1]
-
-
-def free_first(behind: Behind[T], key: Callable[[T], int]) -> list[T]:
-    """Returns things so that none comes before what it waits for; of those that may, the one with the least key."""
-    awaited = dict.fromkeys(behind, 0)
-    for waiting in behind.values():
-        for each in waiting:
-            awaited[each] += 1
-    free = [(key(each), each) for each, number in awaited.items() if not number]
-    heapify(free)
-    order: list[T] = []
-    while free:
-        order.append(heappop(free)[1])
-        for each in behind[order[-1]]:
-            awaited[each] -= 1
-            if not awaited[each]:
-                heappush(free, (key(each), each))
-    assert len(order) == len(behind), "some things wait for one another"
-    return order
-
-
-def _by_end(starts: Iterable[T], behind: Behind[T], seen: set[T]) -> list[T]:
-    """Returns starts and what is behind them, but what was seen, each after all that a search in depth then finds."""
-    order: list[T] = []
-    for start in starts:
-        path = [] if start in seen else [(start, iter(behind[start]))]
-        seen.add(start)
-        while path:
-            following = next((each for each in path[-1][1] if each not in seen), None)
-            if following is None:
-                order.append(path.pop()[0])
-            else:
-                seen.add(following)
-                path.append((following, iter(behind[following])))
-    return order
-
 
 _CHEAP_SHARE = 1e-3
 _LOOKUPS = {torch.ops.aten.embedding.default, torch.ops.aten.lstm.input, torch.ops.aten.gru.input}
@@ -149,7 +74,7 @@ class _Rules:
         self.facts = facts
         self.depends_on_data = depends_on_data
         self.position = {node: index for index, node in enumerate(nodes)}
-        self.sets = Sets(nodes)
+        self.sets = nx.utils.UnionFind(nodes)
         self.joins: list[tuple[tuple[str, ...], str]] = []
 
     def tuples_stay_whole(self) -> None:
@@ -203,7 +128,7 @@ class _Rules:
 
     def join_cycles(self, nodes: Sequence[fx.Node]) -> None:
         """Applies rule 6."""
-        for groups in waiting_both_ways(self._behind(nodes)):
+        for groups in nx.strongly_connected_components(self._waiting(nodes)):
             self._join(groups, "operations that wait for each other both ways stay together")
 
     def ordered(self, nodes: Sequence[fx.Node]) -> list[list[fx.Node]]:
@@ -211,27 +136,26 @@ class _Rules:
         members: dict[fx.Node, list[fx.Node]] = {}
         for node in nodes:
             members.setdefault(self.sets[node], []).append(node)
-        order = free_first(self._behind(nodes), lambda root: self.position[members[root][0]])
+        order = nx.lexicographical_topological_sort(self._waiting(nodes), lambda root: self.position[members[root][0]])
         return [members[root] for root in order]
 
-    def _behind(self, nodes: Sequence[fx.Node]) -> dict[fx.Node, set[fx.Node]]:
-        """Returns for each group those that use its values."""
+    def _waiting(self, nodes: Sequence[fx.Node]) -> nx.DiGraph[fx.Node]:
+        """Returns the graph of the groups: an edge leads from each to those that use its values."""
         roots = {node: self.sets[node] for node in nodes}
-        behind: dict[fx.Node, set[fx.Node]] = {root: set() for root in roots.values()}
-        for node, root in roots.items():
-            for source in node.all_input_nodes:
-                if roots.get(source, root) is not root:
-                    behind[roots[source]].add(root)
-        return behind
+        waiting = nx.DiGraph()
+        waiting.add_nodes_from(roots.values())
+        used = ((roots.get(source, root), root) for node, root in roots.items() for source in node.all_input_nodes)
+        waiting.add_edges_from((source, user) for source, user in used if source is not user)
+        return waiting
 
     def outliving_storages(self) -> set[int]:
         """Storages of buffers, parameters, constants and inputs."""
         return outliving_storages(self.nodes[0].graph, self.facts) if self.nodes else set()
 
     def _join(self, nodes: Iterable[fx.Node], rule: str) -> None:
-        known = [node for node in nodes if node in self.position]
+        known = sorted({node for node in nodes if node in self.position}, key=self.position.__getitem__)
         if len(known) > 1:
-            self.sets.join(known)
+            self.sets.union(*known)
             self.joins.append((tuple(node.name for node in known), rule))
 
     def groups(self) -> list[list[fx.Node]]:

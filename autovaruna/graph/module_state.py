@@ -2,7 +2,7 @@
 
 Plain PyTorch's first call may fill a cache, a table of positions or a mask with its length, which later calls read; a
 trace of the first one would fill it each time. So two copies of the model make the first call, on different samples,
-and what both leave alike is put into the model, which is then traced anew.
+and what both leave alike is put into the model, which is then traced anew. What is measured leaves nothing at all.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import copy
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from threading import local
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -20,11 +21,11 @@ from torch import Tensor, nn
 from autovaruna._torch import FakeTensor
 from autovaruna.graph.call import CallSpec
 from autovaruna.graph.export.constant_values import is_known
+from autovaruna.graph.export.errors import warn_once
 from autovaruna.graph.guards import OF_MODULES, entries, full_name, is_plain, records
 from autovaruna.graph.precision import in_precision
 from autovaruna.graph.random import own_cache, python_generators, untouched_generator
 from autovaruna.graph.tree import flatten
-from autovaruna.graph.warn import warn_once
 
 logger = logging.getLogger(__name__)
 _CONTAINERS = (list, dict, set)
@@ -210,3 +211,22 @@ def _same(one: Any, other: Any) -> bool:
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return _is_alike(one, other) and torch.equal(one, other)
     return is_plain(one) and is_plain(other) and type(one) is type(other) and one == other
+
+
+_on_this_thread = local()
+
+
+def is_profiling() -> bool:
+    """Whether only time and memory count on this thread."""
+    return bool(getattr(_on_this_thread, "is_rehearsal", False))
+
+
+@contextmanager
+def profiling_mode() -> Iterator[None]:
+    """Lets copies stand in for modules that are kept whole, so that what is measured leaves no trace in the model."""
+    before = is_profiling()
+    _on_this_thread.is_rehearsal = True
+    try:
+        yield
+    finally:
+        _on_this_thread.is_rehearsal = before

@@ -63,7 +63,7 @@ def classify(
         TraceError: ``loss`` is asked for and no single output can be it.
     """
     nodes: list[fx.Node] = list(graph.output_node().args[0])  # type: ignore[arg-type]
-    fed = _fed_by_batch(graph, sizes)
+    fed = _fed_by_batch(graph)
     specs = [_classify_one(node, path, facts, sizes, fed) for node, path in zip(nodes, paths, strict=True)]
     place = None if loss_mode == "outputs" else _find_loss(specs, facts)
     if place is None and loss_mode == "loss":
@@ -91,7 +91,7 @@ def _classify_one(node: fx.Node, path: str, facts: dict[str, Fact], sizes: Sizes
     return OutputSpec(node.name, path, kind, dimension or 0, facts[node.name].needs_gradient)
 
 
-def _fed_by_batch(graph: fx.Graph, sizes: Sizes) -> set[fx.Node]:
+def _fed_by_batch(graph: fx.Graph) -> set[fx.Node]:
     """Returns the nodes that depend on an input."""
     fed: set[fx.Node] = set()
     for node in graph.nodes:

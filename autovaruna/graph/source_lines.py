@@ -81,11 +81,6 @@ def short_stacks() -> Iterator[None]:
             setattr(proxy, _NAME, full)
 
 
-def line_of_forward() -> StackSummary:
-    """Returns the innermost line of a user's forward, as nodes that are made now would know it."""
-    return _Stack.extract().summary()
-
-
 class _Stack:
     """Stands for torch's record of a stack."""
 

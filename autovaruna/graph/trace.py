@@ -20,9 +20,9 @@ from autovaruna.graph.batch.totals import NO_TOTALS, take_totals
 from autovaruna.graph.build import Builder
 from autovaruna.graph.call import CallSpec
 from autovaruna.graph.cuts import crossing_sizes, locate, merge_free_blocks
+from autovaruna.graph.export.errors import BatchSizeError, warn_once
+from autovaruna.graph.export.exported import PREFIX, Exported
 from autovaruna.graph.export.run import export
-from autovaruna.graph.export.tidy import PREFIX
-from autovaruna.graph.exported import Exported
 from autovaruna.graph.facts import Fact, learn
 from autovaruna.graph.grouping import Grouping, group
 from autovaruna.graph.opaque.infer_reduction import infer_function_reductions
@@ -31,7 +31,6 @@ from autovaruna.graph.records import Graph
 from autovaruna.graph.sizes import Sizes
 from autovaruna.graph.traced import TracedModel
 from autovaruna.graph.tree import Opaque
-from autovaruna.graph.warn import warn_once
 
 logger = logging.getLogger(__name__)
 
@@ -97,6 +96,7 @@ def _copy_what_is_written(exported: Exported, facts: dict[str, Fact], model: nn.
 
 
 ONE_AT_A_TIME = Lock()  # torch.export keeps state of its own that threads share
+_OF_EACH_SIZE = "There is one micro-batch, so the model is traced for its size alone, and anew for each other size."
 _HINTS = (7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47)
 
 
@@ -118,72 +118,72 @@ def trace(
         model: The model; its parameters may be on ``meta``.
         call: The call, from `describe`.
         device: Where the graph will run.
-        is_dynamic: Whether the graph serves every batch size.
+        is_dynamic: Whether the graph serves every batch size, as far as the model lets it.
         micro_batch_size: The one size that it serves if not.
         loss_mode: ``auto``, ``loss`` or ``outputs``.
         has_totals: Whether micro-batches use what was counted over the whole batch; else, over their own samples.
         is_added: Whether losses of micro-batches are added up, rather than averaged.
-        is_parted: Whether there may be several micro-batches, for which samples must not meet.
+        is_parted: Whether there may be several micro-batches, for which samples must not meet. If not, a model that
+            fixes its batch size is traced for `micro_batch_size` samples.
 
     Raises:
         TraceError: the model cannot be traced.
     """
     warn_of_untried()
     with ONE_AT_A_TIME:
-        return _trace(model, call, device, is_dynamic, micro_batch_size, loss_mode, has_totals, is_added, is_parted)
+        exported, batch_size = _export(model, call, device, is_dynamic, micro_batch_size, is_parted)
+        sizes = _sizes(exported, call, batch_size)
+        facts = learn_written(exported, model, call, batch_size, device)
+        module = exported.module
+        placeholders = module.graph.find_nodes(op="placeholder")
+        batch = frozenset(node.name for node, spec in zip(placeholders, call.inputs, strict=True) if spec.is_batch)
+        parameters = _first_names(dict(model.named_parameters(remove_duplicate=False)))
+        totals = take_totals(module.graph, facts, sizes, batch, parameters, is_added) if has_totals else NO_TOTALS
+        infer_function_reductions(module.graph, facts, batch, device)
+        name = type(model).__qualname__
+        joining = refuse_mixing(name, module.graph, facts, sizes, batch) if is_parted else []
+        _check_computes(exported, name)
+        grouping = group(module.graph, facts, sizes.is_given, sizes.depends_on_data, parameters)
+        buffers = _first_names(dict(model.named_buffers(remove_duplicate=False)))
+        graph = _build(exported, facts, sizes, grouping, parameters, buffers)
+        state = parameters | buffers
+        changed = changed_state(module, facts, state)
+        steady = frozenset(state[name] for name in steady_state(module, facts, batch, parameters, changed))
+        if is_parted:
+            _say_what_follows_samples({state[name] for name in changed} - steady, model)
+        logger.info("traced %s: %d operations in %d blocks", type(model).__name__, len(facts), len(graph.blocks))
+        return TracedModel(
+            module=module,
+            facts=facts,
+            sizes=sizes,
+            graph=graph,
+            repeated=grouping.repeated,
+            call=call,
+            output_tree=exported.output_tree,
+            outputs=classify(module.graph, facts, sizes, exported.output_tree.tensor_paths(), loss_mode),
+            parameters=parameters,
+            buffers=buffers,
+            constants=exported.constants,
+            changed_state=frozenset(state[name] for name in changed),
+            steady_state=steady,
+            totals=totals,
+            joins_counts=tuple(node.name for node in joining),
+            asks_for_one=exported.asks_for_one,
+        )
 
 
-def _trace(
-    model: nn.Module,
-    call: CallSpec,
-    device: torch.device,
-    is_dynamic: bool,
-    micro_batch_size: int,
-    loss_mode: str,
-    has_totals: bool,
-    is_added: bool,
-    is_parted: bool,
-) -> TracedModel:
+def _export(
+    model: nn.Module, call: CallSpec, device: torch.device, is_dynamic: bool, micro_batch_size: int, is_parted: bool
+) -> tuple[Exported, int]:
+    """Returns what torch.export makes of a call, and the number that stands for the batch in it."""
     batch_size = _hint(model, call) if is_dynamic else micro_batch_size
-    exported = export(model, call, batch_size, is_dynamic, device)
-    sizes = _sizes(exported, call, batch_size)
-    facts = learn_written(exported, model, call, batch_size, device)
-    module = exported.module
-    placeholders = module.graph.find_nodes(op="placeholder")
-    batch = frozenset(node.name for node, spec in zip(placeholders, call.inputs, strict=True) if spec.is_batch)
-    parameters = _first_names(dict(model.named_parameters(remove_duplicate=False)))
-    totals = take_totals(module.graph, facts, sizes, batch, parameters, is_added) if has_totals else NO_TOTALS
-    infer_function_reductions(module.graph, facts, batch, device)
-    name = type(model).__qualname__
-    joining = refuse_mixing(name, module.graph, facts, sizes, batch) if is_parted else []
-    _check_computes(exported, name)
-    grouping = group(module.graph, facts, sizes.is_given, sizes.depends_on_data, parameters)
-    buffers = _first_names(dict(model.named_buffers(remove_duplicate=False)))
-    graph = _build(exported, facts, sizes, grouping, parameters, buffers)
-    state = parameters | buffers
-    changed = changed_state(module, facts, state)
-    steady = frozenset(state[name] for name in steady_state(module, facts, batch, parameters, changed))
-    if is_parted:
-        _say_what_follows_samples({state[name] for name in changed} - steady, model)
-    logger.info("traced %s: %d operations in %d blocks", type(model).__name__, len(facts), len(graph.blocks))
-    return TracedModel(
-        module=module,
-        facts=facts,
-        sizes=sizes,
-        graph=graph,
-        repeated=grouping.repeated,
-        call=call,
-        output_tree=exported.output_tree,
-        outputs=classify(module.graph, facts, sizes, exported.output_tree.tensor_paths(), loss_mode),
-        parameters=parameters,
-        buffers=buffers,
-        constants=exported.constants,
-        changed_state=frozenset(state[name] for name in changed),
-        steady_state=steady,
-        totals=totals,
-        joins_counts=tuple(node.name for node in joining),
-        asks_for_one=exported.asks_for_one,
-    )
+    try:
+        return export(model, call, batch_size, is_dynamic, device, is_parted), batch_size
+    except BatchSizeError as error:
+        if is_parted:
+            raise
+        warn_once(logger, model, f"{_OF_EACH_SIZE} {error}")
+    return export(model, call, micro_batch_size, False, device), micro_batch_size
 
 
 def _build(

@@ -9,7 +9,7 @@ from functools import cached_property
 import torch
 from torch import Tensor, fx
 
-from autovaruna.graph.batch.operators import is_random
+from autovaruna.graph.batch.operators import SCALING, Means, arguments, is_random, name_of, operator_of
 from autovaruna.graph.batch.totals import NO_TOTALS, BatchTotals
 from autovaruna.graph.call import CallSpec, InputSpec
 from autovaruna.graph.facts import Fact
@@ -17,9 +17,52 @@ from autovaruna.graph.opaque.run import OpaqueModule
 from autovaruna.graph.outputs import OutputKind, OutputSpec
 from autovaruna.graph.precision import precision_of
 from autovaruna.graph.records import Graph
-from autovaruna.graph.saved_weights import saved_weights
 from autovaruna.graph.sizes import Sizes
 from autovaruna.graph.tree import Tree
+
+_LAYERS = frozenset(
+    {
+        *("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "convolution"),
+        *("layer_norm", "group_norm", "batch_norm", "instance_norm", "rms_norm", "prelu", "bilinear"),
+    }
+)
+_ADD_SELF = frozenset({"addmm", "baddbmm"})
+
+
+def saved_weights(graph: fx.Graph, facts: Mapping[str, Fact], parameters: Mapping[str, str]) -> frozenset[str]:
+    """Returns the first names of parameters whose numbers a backward needs, if the weights are trained.
+
+    What autocast casts is saved as a copy, and does not count; nor do operations of which nobody knows.
+
+    Args:
+        graph: A traced graph.
+        facts: What is known of each node.
+        parameters: First name of each parameter, by each of its names.
+    """
+    found = set()
+    weights: dict[fx.Node, str] = {}
+    for node in graph.nodes:
+        if node.op == "get_attr" and str(node.target) in parameters:
+            weights[node] = parameters[str(node.target)]
+        elif node.op == "call_function" and node.name in facts and facts[node.name].is_view:
+            seen = [weights[each] for each in node.all_input_nodes if each in weights]
+            if seen:
+                weights[node] = seen[0]
+        is_saved = name_of(node) in _LAYERS or operator_of(node).means in SCALING | {Means.PRODUCT}
+        if is_saved and not precision_of(node):
+            multiplied = [each for each in _multiplied(node) if each.name in facts and facts[each.name].needs_gradient]
+            if len(multiplied) > 1:
+                found |= {weights[each] for each in multiplied if each in weights}
+    return frozenset(found)
+
+
+def _multiplied(node: fx.Node) -> list[fx.Node]:
+    """Returns the arguments of an operation but those that it adds."""
+    is_sum = name_of(node) in _ADD_SELF
+    given = arguments(node).items()
+    return [
+        each for name, each in given if isinstance(each, fx.Node) and name != "bias" and not (is_sum and name == "self")
+    ]
 
 
 @dataclass(frozen=True)
@@ -76,6 +119,11 @@ class TracedModel:
     def _regions(self) -> list[fx.GraphModule]:
         """The graph, and those within it."""
         return [each for each in self.module.modules() if isinstance(each, fx.GraphModule)]
+
+    @property
+    def code(self) -> list[str]:
+        """The code of the graph, and of those within it."""
+        return [each.graph.python_code("self").src for each in self._regions]
 
     @cached_property
     def needs_gradient(self) -> bool:
@@ -139,11 +187,6 @@ def is_same_graph(one: TracedModel, other: TracedModel) -> bool:
     """Whether two traces compute the same, numbers and all."""
     if one.graph.fingerprint != other.graph.fingerprint or one.output_tree.key() != other.output_tree.key():
         return False
-    if one.constants.keys() != other.constants.keys() or _code(one) != _code(other):
+    if one.constants.keys() != other.constants.keys() or one.code != other.code:
         return False
     return all(torch.equal(tensor, other.constants[name]) for name, tensor in one.constants.items())
-
-
-def _code(traced: TracedModel) -> list[str]:
-    regions = [each for each in traced.module.modules() if isinstance(each, fx.GraphModule)]
-    return [each.graph.python_code("self").src for each in regions]

@@ -1,7 +1,15 @@
 """Plans: `Graph`, `Profile` and `Cluster` in, `Plan` out; a plan as a file and as a table."""
 
-from autovaruna.planner.deployment import Deployment, Fingerprint, deployment_of, differences, host_counts, plan_from
-from autovaruna.planner.deployment_file import load, save
+from autovaruna.planner.deployment import (
+    Deployment,
+    Fingerprint,
+    deployment_of,
+    differences,
+    host_counts,
+    load,
+    plan_from,
+    save,
+)
 from autovaruna.planner.infeasible import readable
 from autovaruna.planner.prediction import Orders, pipeline_of, policy_of
 from autovaruna.planner.problem import Constraints, Problem

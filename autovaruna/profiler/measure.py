@@ -24,8 +24,8 @@ from torch import Tensor, nn
 
 from autovaruna.config.files import Amount, Whole
 from autovaruna.errors import MeasureError
+from autovaruna.graph.module_state import profiling_mode
 from autovaruna.graph.precision import without_autocast
-from autovaruna.graph.profiling_mode import profiling_mode
 from autovaruna.graph.random import untouched_generator
 from autovaruna.graph.source_lines import failed_at
 from autovaruna.graph.traced import TracedModel

@@ -209,7 +209,7 @@ def sizes_to_measure(
     settings: Settings, traced: TracedModel, global_batch_size: int, num_mini_batches: int
 ) -> list[int]:
     """Returns micro-batch sizes that span those a plan may choose; arguments as above."""
-    if not settings.dynamic_batch:
+    if traced.sizes.symbol is None:
         return [traced.sizes.batch_size]
     if settings.micro_batch_size:
         return [min(settings.micro_batch_size, global_batch_size)]

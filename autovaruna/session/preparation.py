@@ -19,8 +19,7 @@ from autovaruna.config.settings import Settings
 from autovaruna.errors import ConfigError, DeploymentError
 from autovaruna.graph.traced import TracedModel
 from autovaruna.planner.candidate import priced
-from autovaruna.planner.deployment import Fingerprint, deployment_of, host_counts
-from autovaruna.planner.deployment_file import save
+from autovaruna.planner.deployment import Fingerprint, deployment_of, host_counts, save
 from autovaruna.planner.prediction import Orders
 from autovaruna.planner.problem import Problem
 from autovaruna.planner.records import Plan

@@ -9,8 +9,7 @@ from pathlib import Path
 from autovaruna.config.settings import Settings, replicas_of
 from autovaruna.errors import DeploymentError, ScheduleError
 from autovaruna.graph.records import Graph
-from autovaruna.planner.deployment import Deployment, Fingerprint, differences, plan_from
-from autovaruna.planner.deployment_file import load
+from autovaruna.planner.deployment import Deployment, Fingerprint, differences, load, plan_from
 from autovaruna.planner.prediction import Orders
 from autovaruna.planner.records import Plan
 

@@ -16,13 +16,13 @@ from autovaruna.errors import InputError, RankError
 from autovaruna.graph.batch.losses import refuse_other_losses
 from autovaruna.graph.batch.state import refuse_single_values
 from autovaruna.graph.call import CallSpec
-from autovaruna.graph.export.refused import ChangedStateError
+from autovaruna.graph.export.errors import ChangedStateError
 from autovaruna.graph.guards import GONE, Guards, Unusable, UsedError
 from autovaruna.graph.module_state import settle
 from autovaruna.graph.trace import ONE_AT_A_TIME, trace
 from autovaruna.graph.traced import TracedModel, is_same_graph
 from autovaruna.graph.verify.by_parts import Parts, warn_untried
-from autovaruna.graph.verify.compare import compare
+from autovaruna.graph.verify.eager_vs_graph import compare
 from autovaruna.runtime.batch import GlobalBatch
 from autovaruna.runtime.collective import differences, on_all
 from autovaruna.runtime.weights.remote_parameter import RemoteTensor
@@ -142,9 +142,12 @@ class Traces:
         return max(1, total // len(shared.groups))
 
     def _find(self, shared: SharedCall, micro_batch_size: int) -> TracedModel:
-        key = shared.key if self._settings.dynamic_batch else f"{shared.key}/{micro_batch_size}"
-        if key not in self._known:
-            self._known[key] = self._trace(shared, micro_batch_size)
+        fixed = f"{shared.key}/{micro_batch_size}"
+        key = next((each for each in (shared.key, fixed) if each in self._known), "")
+        if not key:
+            traced = self._trace(shared, micro_batch_size)
+            key = shared.key if traced.sizes.symbol is not None else fixed
+            self._known[key] = traced
         if self._known[key].asks_for_one and shared.global_batch_size == 1:
             key = f"{key}/alone"
             if key not in self._known:
@@ -167,7 +170,7 @@ class Traces:
             self._model,
             call,
             self._device,
-            is_dynamic=self._settings.dynamic_batch and not is_alone,
+            is_dynamic=self._settings.dynamic_batch and not is_alone and not self.knows(call.key()),
             micro_batch_size=micro_batch_size,
             loss_mode=self._settings.loss_mode,
             has_totals=not (self._settings.micro_batch_weight or is_alone),

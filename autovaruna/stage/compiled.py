@@ -15,9 +15,9 @@ from torch import Tensor, fx
 
 from autovaruna._torch import enter_autocast, exit_autocast, mark_static
 from autovaruna.graph.export.assertions import check
+from autovaruna.graph.module_state import profiling_mode
 from autovaruna.graph.opaque.functions import run_function
 from autovaruna.graph.pieces.extract import Argument, Piece, Source
-from autovaruna.graph.profiling_mode import profiling_mode
 from autovaruna.graph.random import RandomStream, draw
 from autovaruna.graph.traced import TracedModel
 

@@ -15,7 +15,7 @@ import torch
 from autovaruna import AutoVaruna
 from autovaruna.__main__ import main
 from autovaruna.commands.plan import make_optimizer, timeline
-from autovaruna.planner.deployment_file import load
+from autovaruna.planner.deployment import load
 from autovaruna.profiler.cache import load_profile
 from autovaruna.profiler.optimizer import state_factor
 from autovaruna.profiler.roofline import read_device

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from autovaruna.errors import TraceError
 from autovaruna.graph.traced import TracedModel
-from autovaruna.graph.verify.compare import compare, distance
+from autovaruna.graph.verify.eager_vs_graph import compare, distance
 from tests.graph.models import CPU, Function, traced
 
 X = torch.linspace(-1, 1, 48).reshape(4, 12)
@@ -29,7 +29,7 @@ def net(*more: nn.Module) -> nn.Sequential:
 def look(model: nn.Module, trace: TracedModel | None = None) -> None:
     """Compares; a comparison that cannot be made is an error, too."""
     messages: list[str] = []
-    logger = logging.getLogger("autovaruna.graph.verify.compare")
+    logger = logging.getLogger("autovaruna.graph.verify.eager_vs_graph")
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
     level = logger.level

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from autovaruna.errors import TraceError
-from autovaruna.graph.verify.compare import compare
+from autovaruna.graph.verify.eager_vs_graph import compare
 from tests.graph.models import CPU, traced
 
 X = torch.zeros(3, 4)

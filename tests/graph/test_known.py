@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from autovaruna.errors import TraceError
 from autovaruna.graph.call import describe
-from autovaruna.graph.verify.compare import compare
+from autovaruna.graph.verify.eager_vs_graph import compare
 from tests.catalogue import CASES
 from tests.graph.models import CPU, Function, named, traced
 

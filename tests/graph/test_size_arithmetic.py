@@ -11,7 +11,7 @@ from torch._dynamo.source import ConstantSource
 from torch.fx.experimental.sym_node import SymNode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
-from autovaruna.graph.export.size_arithmetic import cached_size_arithmetic
+from autovaruna.graph.export.batch_size import cached_size_arithmetic
 
 OPERATIONS = ("add", "sub", "mul", "eq", "ne", "lt", "le", "gt", "ge", "sym_max", "sym_min")
 

@@ -12,8 +12,16 @@ from typing import Any
 import pytest
 
 from autovaruna.errors import DeploymentError
-from autovaruna.planner.deployment import Deployment, Fingerprint, deployment_of, differences, host_counts, plan_from
-from autovaruna.planner.deployment_file import load, save
+from autovaruna.planner.deployment import (
+    Deployment,
+    Fingerprint,
+    deployment_of,
+    differences,
+    host_counts,
+    load,
+    plan_from,
+    save,
+)
 from autovaruna.planner.prediction import Orders
 from autovaruna.planner.problem import Problem
 from autovaruna.planner.search import make_plan

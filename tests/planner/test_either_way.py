@@ -13,8 +13,7 @@ from autovaruna.planner import ranges
 from autovaruna.planner.bounds.proof import StepBound
 from autovaruna.planner.candidate import Candidate, Planner
 from autovaruna.planner.costs import SizedProblem
-from autovaruna.planner.deployment import Fingerprint, deployment_of, plan_from
-from autovaruna.planner.deployment_file import load, save
+from autovaruna.planner.deployment import Fingerprint, deployment_of, load, plan_from, save
 from autovaruna.planner.prediction import Orders, pipeline_of
 from autovaruna.planner.problem import Problem
 from autovaruna.planner.ranges import RangeTables

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 
 from autovaruna import AutoVaruna, DeploymentError, MeasureError
 from autovaruna.config.settings import Settings
-from autovaruna.planner.deployment import Fingerprint, deployment_of
-from autovaruna.planner.deployment_file import load, save
+from autovaruna.planner.deployment import Fingerprint, deployment_of, load, save
 from autovaruna.planner.records import Plan
 from autovaruna.planner.search import make_plan
 from autovaruna.runtime.transport.threads import run_ranks

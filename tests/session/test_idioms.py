@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -251,6 +252,51 @@ def length(self: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 
 def integer(self: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(self.last(x), y, reduction="sum") / int(x.shape[0])
+
+
+def viewed(self: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(self.last(x).view(len(x), -1), y)
+
+
+def contrastive(self: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """Compares all samples, as CLIP does: the label of each is its place."""
+    scores = self.last(x) @ self.last(self.layers["class"](x)).t()
+    labels = torch.arange(len(scores))
+    return (F.cross_entropy(scores, labels) + F.cross_entropy(scores.t(), labels)) / 2
+
+
+@pytest.mark.parametrize("function", (length, integer, viewed, contrastive), ids=lambda function: function.__name__)
+def test_a_fixed_batch_size_is_traced_anew_where_there_is_one_micro_batch(
+    function: Callable[[nn.Module, Tensor, Tensor], Tensor], caplog: pytest.LogCaptureFixture
+) -> None:
+    """One warning names the line, for any number of sizes."""
+    case = Case(f"steps_{function.__name__}", lambda: Steps(function), labelled)
+    batches = [case.batch(size, step) for step, size in enumerate((SIZE, SIZE + 2, SIZE))]
+    plain = plain_steps(case, batches)
+    caplog.clear()
+    bit_equal(train(case, pipeline(2, num_micro_batches=1), batches), plain)
+    told = {each.message for each in caplog.records if "anew for each other size" in each.message}
+    assert len(told) == 1
+    assert re.search(r"test_idioms\.py:\d+ \(.*(len|int)\(.*(Write|Expected) x\.shape\[0\]", told.pop())
+
+
+class Viewed(nn.Module):
+    """Has layers in a module that fixes its batch size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(FIRST(), nn.Tanh(), LAST())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x).view(len(x), -1)  # type: ignore[no-any-return]
+
+
+def test_a_module_that_fixes_its_batch_size_is_cut_where_there_is_one_micro_batch() -> None:
+    """Where there are more, it is kept whole."""
+    case = Case("viewed", lambda: Classifier(nn.Sequential(Viewed())), labelled)
+    batches = [case.batch(SIZE, step) for step in range(STEPS)]
+    bit_equal(train(case, pipeline(2, num_micro_batches=1), batches), plain_steps(case, batches))
+    AutoVaruna(case.model(), num_micro_batches=2, **QUIET)(**batches[0][1]).backward()
 
 
 def integer_of_data(self: nn.Module, x: Tensor, y: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from torch import Tensor, fx
 
 from autovaruna._torch import OpOverload
 from autovaruna.graph.batch.operators import Trait, has
+from autovaruna.graph.batch.values import reached
 from autovaruna.graph.opaque.run import Reduction
 from autovaruna.graph.sizes import Sizes
 
@@ -86,14 +87,12 @@ def _are_alike(index: fx.Node, made_of: Sequence[fx.Node], length: Any, sizes: S
 
 def _sources(index: fx.Node) -> list[fx.Node]:
     """Returns the tensors that numbers are made of, themselves among them."""
-    waiting, seen = [index], {index: None}
-    while waiting:
-        node = waiting.pop()
-        sources = [] if _is_given(node) else node.all_input_nodes
-        new = [each for each in sources if each not in seen and isinstance(each.meta.get("val"), Tensor)]
-        seen.update(dict.fromkeys(new))
-        waiting += new
-    return list(seen)
+
+    def sources(node: fx.Node) -> list[fx.Node]:
+        found = [] if _is_given(node) else node.all_input_nodes
+        return [each for each in found if isinstance(each.meta.get("val"), Tensor)]
+
+    return list(reached([index], sources))
 
 
 def _is_found(node: fx.Node) -> bool:

@@ -18,7 +18,7 @@ from torch import Tensor, fx
 
 from autovaruna._torch import OpOverload
 from autovaruna.graph.batch.operators import Trait, aten, has, operator_of
-from autovaruna.graph.batch.values import Merge, Reach, Share, Source, Value, count_by_class, is_of_batch
+from autovaruna.graph.batch.values import Merge, Reach, Share, Source, Value, count_by_class, is_of_batch, reached
 from autovaruna.graph.facts import Fact, outliving_storages, tensors_in
 from autovaruna.graph.sizes import Sizes
 
@@ -300,10 +300,5 @@ def counted(
             given.add(node)
     computed = whole - given
     for number in numbers:
-        found: dict[fx.Node, None] = {}
-        waiting = [number]
-        while waiting:
-            sources = [each for each in waiting.pop().all_input_nodes if each in computed and each not in found]
-            waiting += sources
-            found |= dict.fromkeys(sources)
-        yield number, list(found)
+        _, *sources = reached([number], lambda node: filter(computed.__contains__, node.all_input_nodes))
+        yield number, sources

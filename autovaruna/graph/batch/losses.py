@@ -18,16 +18,15 @@ from autovaruna._torch import OpOverload
 from autovaruna.errors import InputError
 from autovaruna.graph.batch.drawn import join_tried
 from autovaruna.graph.batch.interpret import Values
-from autovaruna.graph.batch.operators import Means, Trait, has, is_listed, name_of, operator_of
+from autovaruna.graph.batch.operators import MEAN, Means, Trait, arguments, has, is_listed, name_of, operator_of
 from autovaruna.graph.batch.powers import Powers
-from autovaruna.graph.batch.values import Source
+from autovaruna.graph.batch.values import Source, reached
 from autovaruna.graph.opaque.functions import run_function
 from autovaruna.graph.opaque.infer_reduction import reduction_of
 from autovaruna.graph.opaque.run import Reduction
 from autovaruna.graph.outputs import OutputKind
 from autovaruna.graph.source_lines import origin
 from autovaruna.graph.traced import TracedModel
-from autovaruna.graph.versions import MEAN, arguments
 
 logger = logging.getLogger(__name__)
 
@@ -108,18 +107,12 @@ class _Means:
 
     def broken_in(self, loss: fx.Node) -> fx.Node | None:
         """Returns the first operation that makes something else of a mean; None: there is none."""
-        waiting, seen = [loss], {loss}
-        found: list[fx.Node] = []
-        while waiting:
-            node = waiting.pop()
-            if node.op != "call_function" or not self._is_joint(node):
-                continue
-            if self._breaks(node):
-                found.append(node)
-            new = [source for source in node.all_input_nodes if source not in seen]
-            seen.update(new)
-            waiting += new
-        return min(found, default=None)
+
+        def is_made(node: fx.Node) -> bool:
+            return node.op == "call_function" and self._is_joint(node)
+
+        joint = reached([loss], lambda node: node.all_input_nodes if is_made(node) else ())
+        return min((node for node in joint if is_made(node) and self._breaks(node)), default=None)
 
     def _breaks(self, node: fx.Node) -> bool:
         if node.target is getitem:
@@ -178,15 +171,9 @@ def _averages_labels(node: fx.Node, given: Mapping[str, Any]) -> bool:
 
 def _may_hold(labels: fx.Node, ignored: int) -> bool:
     """Whether integers that a model makes may be those of labels that do not count: it names that number somewhere."""
-    seen, waiting = {labels}, [labels]
-    while waiting:
-        node = waiting.pop()
-        if any(argument == ignored for argument in (*node.args, *node.kwargs.values()) if isinstance(argument, int)):
-            return True
-        new = {each for each in node.all_input_nodes if _is_whole(each)} - seen
-        seen |= new
-        waiting += new
-    return False
+    nodes = reached([labels], lambda node: filter(_is_whole, node.all_input_nodes))
+    given = (argument for node in nodes for argument in (*node.args, *node.kwargs.values()))
+    return any(argument == ignored for argument in given if isinstance(argument, int))
 
 
 def _is_whole(node: fx.Node) -> bool:

@@ -17,14 +17,13 @@ from autovaruna._torch import OpOverload
 from autovaruna.errors import TraceError
 from autovaruna.graph.batch.drawn import are_in_turn, follows_place
 from autovaruna.graph.batch.interpret import Values, has_numbers, is_long, read
-from autovaruna.graph.batch.operators import Trait, has, name_of, operator_of
-from autovaruna.graph.batch.values import Reach
+from autovaruna.graph.batch.operators import MEAN, Trait, arguments, has, name_of, operator_of
+from autovaruna.graph.batch.values import Reach, reached
 from autovaruna.graph.facts import Fact, tensors_in
 from autovaruna.graph.opaque.infer_reduction import opaque_name, reduction_of
 from autovaruna.graph.opaque.run import Reduction
 from autovaruna.graph.sizes import Sizes
 from autovaruna.graph.source_lines import origin
-from autovaruna.graph.versions import MEAN, arguments
 
 ADVICE = (
     "Expected a model that treats samples one by one, so that a batch can go through in micro-batches. Pass tensors "
@@ -173,15 +172,15 @@ def _in_bags(node: fx.Node) -> str:
     """Says how bags of embeddings begin at places among the indices of the whole batch; empty if they do not."""
     if not has(node, Trait.IN_BAGS):
         return ""
-    seen, waiting = set[fx.Node](), [node.args[2]]
-    while waiting:
-        each: Any = waiting.pop()
+    begin: Any = node.args[2]
+    for each in reached([begin], _tensor_sources):
         if each.op == "placeholder":
             return (
                 f"{each.name} says where bags begin among the indices of the whole batch (pass indices of the shape "
                 f"(batch, most in a bag), filled up with padding_idx, and no offsets) in {node.name}"
             )
-        new = {source for source in each.all_input_nodes if isinstance(source.meta.get("val"), Tensor)} - seen
-        seen |= new
-        waiting += new
     return ""
+
+
+def _tensor_sources(node: fx.Node) -> list[fx.Node]:
+    return [source for source in node.all_input_nodes if isinstance(source.meta.get("val"), Tensor)]

@@ -7,7 +7,7 @@ through what only scales, adds or reshapes, to where the samples were reduced.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from operator import getitem
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import fx
 from autovaruna.graph.batch.drawn import join_tried
 from autovaruna.graph.batch.interpret import Values, is_number
 from autovaruna.graph.batch.operators import KEEPING, SCALING, Means, Trait, adds_up, has, is_listed, operator_of
-from autovaruna.graph.batch.values import Source, Use, is_of_batch
+from autovaruna.graph.batch.values import Source, Use, is_of_batch, reached
 from autovaruna.graph.opaque.infer_reduction import reduction_of
 from autovaruna.graph.opaque.run import Reduction, opaque_module_of
 from autovaruna.graph.sizes import Sizes
@@ -62,15 +62,8 @@ class Powers:
             node: The numbers.
             tail: What goes into the outputs by being scaled and added up alone.
         """
-        seen, waiting = {node}, [node]
-        while waiting:
-            each = waiting.pop()
-            if each not in tail or not (self._grows(each) or self._is_sum(each)):
-                return False
-            new = set(each.users) - seen if self._grows(each) else set()
-            seen |= new
-            waiting += new
-        return True
+        scaled = reached([node], lambda each: each.users if self._grows(each) else ())
+        return all(each in tail and (self._grows(each) or self._is_sum(each)) for each in scaled)
 
     def _reduced(self, node: Any, power: float, seen: set[Any]) -> Iterator[tuple[fx.Node, float]]:
         """Yields what samples were reduced to in a value, and with which power of their number it goes into that."""
@@ -99,15 +92,13 @@ class Powers:
 
     def _scales(self, node: fx.Node) -> set[float]:
         """Returns the powers of the batch size that scale the terms of what a node adds up of samples."""
-        terms, waiting = {node}, [node]
-        while waiting:
-            last = waiting.pop()
-            if last is node or last.target is getitem or operator_of(last).means in KEEPING | SCALING:
-                new = {each for each in last.all_input_nodes if self._grows(each)} - terms
-                terms |= new
-                waiting += new
+
+        def terms(last: fx.Node) -> Iterable[fx.Node]:
+            is_through = last is node or last.target is getitem or operator_of(last).means in KEEPING | SCALING
+            return filter(self._grows, last.all_input_nodes) if is_through else ()
+
         found: dict[fx.Node, set[float]] = {}
-        for term in sorted(terms):
+        for term in sorted(reached([node], terms)):
             means = operator_of(term).means
             if means in SCALING:
                 first, second = (self._powers(each, found) for each in term.args[:2])

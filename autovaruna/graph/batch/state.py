@@ -17,13 +17,12 @@ import torch
 from torch import fx
 
 from autovaruna.errors import InputError
-from autovaruna.graph.batch.operators import changed_statistics, is_random
+from autovaruna.graph.batch.operators import changed_statistics, is_random, written
 from autovaruna.graph.batch.values import is_of_batch
 from autovaruna.graph.facts import Fact
 from autovaruna.graph.opaque.run import OpaqueModule, opaque_module_of
 from autovaruna.graph.precision import REGION, inside
 from autovaruna.graph.traced import TracedModel
-from autovaruna.graph.versions import written
 
 Memory = frozenset[int]
 _NONE: Memory = frozenset()

@@ -21,14 +21,36 @@ from torch import Tensor, fx
 from autovaruna._torch import OpOverload
 from autovaruna.errors import TraceError
 from autovaruna.graph.batch.interpret import Values, from_inputs, has_numbers, is_number, picked_symbols
-from autovaruna.graph.batch.operators import KEEPING, SUM_OF, WITH_TENSORS, Means, Trait, aten, has, operator_of
+from autovaruna.graph.batch.operators import (
+    KEEPING,
+    MEAN,
+    SUM,
+    SUM_OF,
+    WITH_TENSORS,
+    Means,
+    Trait,
+    arguments,
+    aten,
+    give,
+    has,
+    operator_of,
+)
 from autovaruna.graph.batch.powers import Powers
-from autovaruna.graph.batch.values import Merge, Share, Source, Use, as_tensor, count_by_class, is_of_batch, of_batch
+from autovaruna.graph.batch.values import (
+    Merge,
+    Share,
+    Source,
+    Use,
+    as_tensor,
+    count_by_class,
+    is_of_batch,
+    of_batch,
+    reached,
+)
 from autovaruna.graph.facts import Fact, outliving_storages, storage_of, tensors_in
 from autovaruna.graph.precision import in_precision, precision_of
 from autovaruna.graph.sizes import Sizes
 from autovaruna.graph.source_lines import origin
-from autovaruna.graph.versions import MEAN, SUM, arguments, give
 
 _HALF = frozenset({torch.float16, torch.bfloat16})
 _KEPT = ("stack_trace", "nn_module_stack", "precision")
@@ -272,19 +294,14 @@ def _scales(user: fx.Node) -> Means | None:
 
 def _linear_tail(graph: fx.Graph) -> set[fx.Node]:
     """Returns what goes into numbers that are outputs by being scaled and added up alone."""
-    (output,) = graph.find_nodes(op="output")
-    waiting = [node for node in output.all_input_nodes if is_number(node)]
-    tail = set(waiting)
-    while waiting:
-        node = waiting.pop()
+
+    def terms(node: fx.Node) -> list[fx.Node]:
         means = operator_of(node).means
-        sources: list[Any] = node.all_input_nodes if means is Means.MULTIPLY or means in KEEPING else []
         if means is Means.DIVIDE:
-            sources = [node.args[0]]
-        new = {each for each in sources if isinstance(each, fx.Node)} - tail
-        tail |= new
-        waiting += new
-    return tail
+            return [each for each in node.args[:1] if isinstance(each, fx.Node)]
+        return node.all_input_nodes if means is Means.MULTIPLY or means in KEEPING else []
+
+    return set(reached(filter(is_number, graph.output_node().all_input_nodes), terms))
 
 
 def _computes_with(user: fx.Node, number: fx.Node) -> bool:

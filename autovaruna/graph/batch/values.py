@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum, Flag, IntEnum, auto
 from typing import Any
@@ -112,6 +113,18 @@ def of_batch(value: Any, use: Use, dtype: torch.dtype) -> Tensor:
 def as_tensor(number: Any, dtype: torch.dtype) -> Tensor:
     """Returns a number as a tensor."""
     return torch.scalar_tensor(number, dtype=dtype)
+
+
+def reached(starts: Iterable[fx.Node], following: Callable[[fx.Node], Iterable[fx.Node]]) -> Iterator[fx.Node]:
+    """Yields nodes and what follows from each by a function, in any direction of the graph; each node once."""
+    waiting = list(dict.fromkeys(starts))
+    seen = set(waiting)
+    while waiting:
+        node = waiting.pop()
+        yield node
+        new = [each for each in dict.fromkeys(following(node)) if each not in seen]
+        seen.update(new)
+        waiting += new
 
 
 def is_of_batch(node: fx.Node) -> bool:

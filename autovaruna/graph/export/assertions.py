@@ -20,7 +20,7 @@ from torch import Tensor, fx
 from autovaruna._torch import FakeTensor
 from autovaruna.errors import InputError
 from autovaruna.graph.export.constant_values import truth_of
-from autovaruna.graph.profiling_mode import is_profiling
+from autovaruna.graph.module_state import is_profiling
 from autovaruna.graph.source_lines import is_users, origin
 
 _LEAVES = (ast.Return, ast.Break, ast.Continue, ast.Yield, ast.YieldFrom, ast.Try, ast.NamedExpr)

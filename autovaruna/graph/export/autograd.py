@@ -14,7 +14,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from autovaruna._torch import pytree
 from autovaruna.errors import TraceError
-from autovaruna.graph.export.refused import ChangedStateError
+from autovaruna.graph.export.errors import ChangedStateError
 from autovaruna.graph.opaque.functions import Call, Function, applied_by, holder_of_weights, keep
 
 

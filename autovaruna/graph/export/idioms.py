@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from autovaruna._torch import FakeTensor, FunctionalTensor, all_true, check, pack_by_lengths, top_saved_tensors_hooks
 from autovaruna.errors import TraceError
 from autovaruna.graph.export.assertions import left_check, truth
-from autovaruna.graph.export.refused import refuse_backward, refuse_hook
+from autovaruna.graph.export.errors import BatchSizeError, refuse_backward, refuse_hook
 from autovaruna.graph.opaque.packed import Padded, called_on_padded, packing, refuse_lengths
 from autovaruna.graph.source_lines import is_users, users_line
 
@@ -148,7 +148,7 @@ def _refuse_modes(before: tuple[Any, ...]) -> None:
 def _length(tensor: Tensor) -> int:
     length = tensor.shape[0] if tensor.dim() else 0
     if isinstance(length, torch.SymInt):
-        raise TraceError(
+        raise BatchSizeError(
             f"forward asks for len() of a tensor{users_line()}: got a tensor whose length varies, but len() returns "
             "fixed numbers alone. Expected x.shape[0] in place of len(x); or pass dynamic_batch=False."
         )

@@ -11,10 +11,8 @@ import torch
 from torch import nn
 
 from autovaruna._torch import call_impl
-from autovaruna.graph.export.errors import TRANSFORMS, chain_of
-from autovaruna.graph.export.refused import InModuleError
+from autovaruna.graph.export.errors import TRANSFORMS, InModuleError, chain_of, warn_once
 from autovaruna.graph.opaque.functions import Function
-from autovaruna.graph.warn import warn_once
 
 _HOLDERS = {"torch.nn.functional": nn.functional, "torch.functional": torch}
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, fx, nn
@@ -18,27 +18,122 @@ from autovaruna.errors import InputError, TraceError
 from autovaruna.graph.call import CallSpec
 from autovaruna.graph.cuts import Marker, named_cut_points, take_markers
 from autovaruna.graph.export.assertions import take_checks
-from autovaruna.graph.export.autograd import FunctionCall, hooked, watched, with_own_backward
-from autovaruna.graph.export.batch_size import find_threshold, noted_sizes, tried_guards
-from autovaruna.graph.export.call import FlatCall, program_of
-from autovaruna.graph.export.errors import explain, is_about_batch, of_batch_size, own_error, quiet_failure
+from autovaruna.graph.export.autograd import FunctionCall, check_state, hooked, plain_state, watched, with_own_backward
+from autovaruna.graph.export.batch_size import (
+    cached_size_arithmetic,
+    find_threshold,
+    noted_branches,
+    noted_fixed_sizes,
+    tried_guards,
+)
+from autovaruna.graph.export.constant_values import hide_fakes, hide_tracing
+from autovaruna.graph.export.errors import (
+    BatchSizeError,
+    ChangedStateError,
+    check_layouts,
+    check_operations,
+    explain,
+    is_about_batch,
+    of_batch_size,
+    own_error,
+    quiet_failure,
+    refuse_backward,
+    warn_once,
+)
+from autovaruna.graph.export.exported import PREFIX, Exported, drop_idle, open_free_regions, tidy, unlift
 from autovaruna.graph.export.fakes import example_inputs, faked
 from autovaruna.graph.export.idioms import Idioms, padded_encoders
-from autovaruna.graph.export.refused import check_layouts, check_operations
 from autovaruna.graph.export.retry import Opaque, RetryError, outermost, retry
-from autovaruna.graph.export.tidy import PREFIX, drop_idle, open_free_regions, tidy
-from autovaruna.graph.export.unlift import unlift
-from autovaruna.graph.exported import Exported
-from autovaruna.graph.module_state import as_before, warn_of_left
-from autovaruna.graph.opaque.draws import Draws, noted_draws
+from autovaruna.graph.module_state import as_before, left_tensors, warn_of_left
 from autovaruna.graph.opaque.functions import take_functions
-from autovaruna.graph.opaque.keep import Keeper, is_of_keeper, take_modules
-from autovaruna.graph.opaque.packed import kept_or_packed
+from autovaruna.graph.opaque.keep import Keeper, is_of_keeper, kept_whole, take_modules
+from autovaruna.graph.opaque.packed import packed_sequences
 from autovaruna.graph.precision import in_precision, noted_precision, switch_in_regions
-from autovaruna.graph.random import python_generators
+from autovaruna.graph.random import Draws, noted_draws, python_generators
 from autovaruna.graph.source_lines import short_stacks
-from autovaruna.graph.tree import Tree
-from autovaruna.graph.warn import warn_once
+from autovaruna.graph.tree import Tree, flatten
+
+
+class FlatCall(nn.Module):
+    """Calls the model on a flat list of tensors and returns a flat tuple of them."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        call: CallSpec,
+        output_trees: list[Tree],
+        left: list[str],
+        is_told: bool,
+    ) -> None:
+        super().__init__()
+        self.is_told = is_told
+        self.model = model
+        self.call = call
+        self.note_batch: Callable[[list[Any]], None] = lambda sizes: None
+        self.idioms: Callable[[], AbstractContextManager[None]] = nullcontext
+        self.report = output_trees.append  # torch.export puts back every attribute that a trace sets
+        self.report_left = left.extend
+
+    def forward(self, tensors: list[Tensor]) -> tuple[Tensor, ...]:
+        pairs = zip(tensors, self.call.inputs, strict=True)
+        sizes = [each.shape[0] for each, spec in pairs if spec.is_batch]
+        assert all(size == sizes[0] for size in sizes)  # the trace has one symbol for them from now on
+        self.note_batch(sizes)
+        args, kwargs = self.call.tree.unflatten(tensors)
+        before = [(module, dict(module._buffers)) for module in self.model.modules()]
+        numbers = plain_state(self.model)
+        with self._hidden(), self.idioms():
+            returned = self.model(*args, **kwargs)
+        if any(each.grad is not None for each in self.model.parameters()):
+            raise refuse_backward("torch.autograd.backward")
+        outputs, tree = flatten(returned, "output")
+        check_state(numbers, plain_state(self.model))
+        self.report_left(left_tensors(self.model))
+        for module, buffers in before:
+            _write_back(module, buffers)
+        self.report(tree)
+        return tuple(outputs)
+
+    @contextmanager
+    def _hidden(self) -> Iterator[None]:
+        """Hides that the model is traced, unless it is to be told."""
+        if self.is_told:
+            yield
+        else:
+            with hide_tracing(), hide_fakes():
+                yield
+
+
+def _write_back(module: nn.Module, before: dict[str, Tensor | None]) -> None:
+    """Turns assignments to buffers into copies into them; torch.export sees those of the root module alone."""
+    for name, new in list(module._buffers.items()):
+        old = before.get(name)
+        if new is old:
+            continue
+        if old is None or new is None or new.shape != old.shape or new.dtype != old.dtype:
+            raise ChangedStateError(
+                f"{type(module).__qualname__}.forward replaces its buffer {name!r} by one of another kind: got "
+                f"{_kind(new)}, expected {_kind(old)}. Keep the shape and dtype of a buffer that forward assigns, or "
+                "run one batch through the model before it is wrapped."
+            )
+        old.copy_(new.detach())
+        module._buffers[name] = old
+
+
+def _kind(tensor: Tensor | None) -> str:
+    return "none" if tensor is None else f"{tuple(tensor.shape)} {tensor.dtype}"
+
+
+def program_of(flat: FlatCall, inputs: list[Tensor], shapes: list[Any]) -> torch.export.ExportedProgram:
+    """Runs torch.export.
+
+    Args:
+        flat: Calls the model.
+        inputs: What it is called with.
+        shapes: Which of their dimensions are the batch.
+    """
+    with cached_size_arithmetic():
+        return torch.export.export(flat, (inputs,), dynamic_shapes=(shapes,), strict=False)
 
 
 @dataclass(frozen=True)
@@ -53,6 +148,7 @@ class Attempt:
         device: where the graph will run.
         kept: what is kept whole.
         least: the batch size from which on the graph must hold.
+        is_parted: whether there may be several micro-batches; if not, a graph of one batch size does as well.
     """
 
     model: nn.Module
@@ -62,12 +158,13 @@ class Attempt:
     device: torch.device
     kept: Opaque
     least: int = 1
+    is_parted: bool = True
 
     def run(self) -> Exported:
         """Traces the call.
 
         Raises:
-            KeepMoreError: another attempt may do better.
+            RetryError: another attempt may do better.
             TraceError: none will.
         """
         mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
@@ -108,11 +205,13 @@ class Attempt:
         with (
             as_before(model),
             torch.compiler.set_stance("force_eager"),  # torch.compile has nothing to compile on fake tensors
-            kept_or_packed(model, outermost(kept.modules), kept.operations, self.device) as keeper,
+            kept_whole(model, outermost(kept.modules), kept.operations, self.device) as keeper,
+            packed_sequences(model, keeper),
             faked(model, mode, self.device),
             named_cut_points(model),
             watched(kept.functions) as function_calls,
-            noted_sizes() as (fixing, lone, large),
+            noted_fixed_sizes() as fixing,
+            noted_branches() as (lone, large),
             tried_guards(self.least) as bounds,
             noted_draws(model, kept.notes_draws) as draws,
             in_precision(self.call.precision),
@@ -139,6 +238,8 @@ class Attempt:
     def _stop(self, error: Exception, flat: FlatCall, mode: FakeTensorMode, notes: _Notes) -> NoReturn:
         """Asks for another attempt if one may do better than this one, which an error has stopped; else explains it."""
         kept = self.kept
+        if isinstance(error, BatchSizeError) and not (self.is_parted or kept.can_tell):
+            raise error
         if notes.draws.are_hidden():
             raise RetryError(replace(kept, notes_draws=True)) from error
         refusal = own_error(flat, example_inputs(self.call, self.call.batch_size, mode, self.device), mode)
@@ -198,7 +299,14 @@ _OF_HOOKS = (
 )
 
 
-def export(model: nn.Module, call: CallSpec, batch_size: int, is_dynamic: bool, device: torch.device) -> Exported:
+def export(
+    model: nn.Module,
+    call: CallSpec,
+    batch_size: int,
+    is_dynamic: bool,
+    device: torch.device,
+    is_parted: bool = True,
+) -> Exported:
     """Traces one call of a model in its present mode, without running it.
 
     A submodule in which that fails is kept whole.
@@ -209,8 +317,11 @@ def export(model: nn.Module, call: CallSpec, batch_size: int, is_dynamic: bool, 
         batch_size: The number that stands for the batch while tracing.
         is_dynamic: Whether the graph must serve every batch size.
         device: Where the graph will run.
+        is_parted: Whether there may be several micro-batches; if not, the first line that fixes the batch size stops
+            the trace, even inside of a submodule that could be kept whole.
 
     Raises:
+        BatchSizeError: the graph would hold for one batch size alone.
         TraceError: the model cannot be traced; says which line and what to do.
     """
     check_layouts(model)
@@ -219,7 +330,7 @@ def export(model: nn.Module, call: CallSpec, batch_size: int, is_dynamic: bool, 
         warn_once(logger, model, _OF_HOOKS.format(", ".join(sorted(first.modules))))
     kept: Opaque | None = first
     while kept is not None:
-        attempt = Attempt(model, call, batch_size, is_dynamic, device, kept)
+        attempt = Attempt(model, call, batch_size, is_dynamic, device, kept, is_parted=is_parted)
         try:
             with quiet_failure():
                 found = attempt.run()
@@ -230,6 +341,8 @@ def export(model: nn.Module, call: CallSpec, batch_size: int, is_dynamic: bool, 
         except RetryError as stopped:
             kept = stopped.kept
         except TraceError as error:
+            if isinstance(error, BatchSizeError) and not is_parted:
+                raise
             is_first = kept == replace(first, functions=kept.functions, notes_draws=kept.notes_draws)
             if is_first or not is_of_keeper(error):
                 raise

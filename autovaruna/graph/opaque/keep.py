@@ -64,7 +64,7 @@ def kept_whole(
             place = module.__dict__
             if any(place is known for known, _ in own):
                 continue
-            keep = partial(keeper.call, path, module, _Spare.of(module))
+            keep = partial(keeper.call, path, module, Spare.of(module))
             before = {name: place[name] for name in ("forward", *HOOKS) if name in place}
             own.append((place, before))
             place["forward"] = keep
@@ -95,14 +95,14 @@ class KeptFunction(nn.Module):
 
 
 @dataclass(frozen=True)
-class _Spare:
+class Spare:
     """What a module is tried out with: a copy, or why there is none, and the module's own tensors."""
 
     found: nn.Module | CannotKeepError
     state: Sequence[Tensor]
 
     @classmethod
-    def of(cls, module: nn.Module) -> _Spare:
+    def of(cls, module: nn.Module) -> Spare:
         """Returns what a module is tried out with."""
         try:
             return cls(copy_of(module), own_tensors(module))
@@ -118,11 +118,6 @@ class _Spare:
         if isinstance(self.found, CannotKeepError):
             raise self.found
         return self.found
-
-
-def spare_of(module: nn.Module) -> _Spare:
-    """Returns what a module is tried out with, while it has its own tensors."""
-    return _Spare.of(module)
 
 
 class Keeper:
@@ -147,9 +142,9 @@ class Keeper:
 
     def _call_function(self, name: str, *args: Any, **kwargs: Any) -> Any:
         module = KeptFunction(name, pkgutil.resolve_name(name))
-        return self.call(name, module, _Spare.of(module), *args, **kwargs)
+        return self.call(name, module, Spare.of(module), *args, **kwargs)
 
-    def call(self, path: str, module: nn.Module, spare: _Spare, *args: Any, **kwargs: Any) -> Any:
+    def call(self, path: str, module: nn.Module, spare: Spare, *args: Any, **kwargs: Any) -> Any:
         """Leaves a node for a call of a module.
 
         Raises:
@@ -166,7 +161,7 @@ class Keeper:
                 "Expected a module of tensors that returns tensors."
             ) from error
 
-    def _leave_node(self, path: str, module: nn.Module, spare: _Spare, args: Any, kwargs: Any) -> Any:
+    def _leave_node(self, path: str, module: nn.Module, spare: Spare, args: Any, kwargs: Any) -> Any:
         tensors, call = flatten((args, kwargs))
         for leaf in call.leaves:
             if isinstance(leaf, Opaque):

@@ -7,7 +7,7 @@ with the packing and padding around it; and ``pad_packed_sequence`` takes the pa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.utils import rnn
 
 from autovaruna.errors import TraceError
-from autovaruna.graph.opaque.keep import Keeper, kept_whole, spare_of
+from autovaruna.graph.opaque.keep import Keeper, Spare
 from autovaruna.graph.source_lines import users_line
 
 
@@ -116,16 +116,7 @@ def refuse_lengths(*args: Any) -> Any:
 
 
 @contextmanager
-def kept_or_packed(
-    model: nn.Module, paths: Collection[str], functions: Collection[str], device: torch.device
-) -> Iterator[Keeper]:
-    """Keeps modules and functions whole as `kept_whole` does, and recurrent modules on packed sequences."""
-    with kept_whole(model, paths, functions, device) as keeper, _packed_sequences(model, keeper):
-        yield keeper
-
-
-@contextmanager
-def _packed_sequences(model: nn.Module, keeper: Keeper) -> Iterator[None]:
+def packed_sequences(model: nn.Module, keeper: Keeper) -> Iterator[None]:
     """Traces recurrent modules on packed sequences, on this thread, while the context lasts.
 
     Args:
@@ -136,7 +127,7 @@ def _packed_sequences(model: nn.Module, keeper: Keeper) -> Iterator[None]:
     before = [(vars(each), vars(each).get("forward")) for each in recurrent.values()]
     for path, each in recurrent.items():
         wrapped = OnPacked(each)
-        keep = partial(keeper.call, path, wrapped, spare_of(wrapped))
+        keep = partial(keeper.call, path, wrapped, Spare.of(wrapped))
         vars(each)["forward"] = partial(_called, each.forward, keep, get_ident())
     try:
         yield

@@ -23,11 +23,6 @@ _NORMS = frozenset({aten.batch_norm.default, aten.instance_norm.default})
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
-def is_norm(node: fx.Node) -> bool:
-    """Whether a node of a graph is to run by `normalize`, if it needs a gradient."""
-    return node.target in _NORMS
-
-
 def normalize(operation: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
     """Runs a batch or instance normalisation; a function, since graphs call functions.
 
@@ -186,7 +181,7 @@ class _Extraction:
             (node.args, node.kwargs), lambda source: self._kept(source, node, self._resolve(source, block))
         )
         operation: Any = node.target
-        if is_norm(node) and self.traced.facts[node.name].needs_gradient:
+        if operation in _NORMS and self.traced.facts[node.name].needs_gradient:
             return self.graph.create_node(node.op, normalize, (operation, *args), kwargs, node.name)
         if not self.traced.facts[node.name].is_random:
             return self.graph.create_node(node.op, node.target, args, kwargs, node.name)

@@ -26,8 +26,16 @@ from autovaruna.graph.opaque.run import Reduction
 from autovaruna.graph.outputs import OutputKind
 from autovaruna.graph.source_lines import origin
 from autovaruna.graph.traced import TracedModel
-from autovaruna.graph.verify.compare import BY_ROUNDING, CLEAR, SEEDS, distance, tolerance
-from autovaruna.graph.verify.eager_vs_graph import EagerVsGraph, Rounded, Run
+from autovaruna.graph.verify.eager_vs_graph import (
+    BY_ROUNDING,
+    CLEAR,
+    SEEDS,
+    EagerVsGraph,
+    Rounded,
+    Run,
+    distance,
+    tolerance,
+)
 
 logger = logging.getLogger(__name__)
 _MOST_LINES = 3

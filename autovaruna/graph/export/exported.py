@@ -1,16 +1,108 @@
-"""Tidies a graph of torch.export: plain names, no checks, no idle operations, no regions without gradients."""
+"""Holds what torch.export made of a call, and makes it plain: the model's own names, regions, no idle nodes."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Collection, Sequence
-from operator import getitem
+from dataclasses import dataclass
+from operator import attrgetter, getitem
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind, OutputKind
 
 from autovaruna._torch import OpOverload
+from autovaruna.graph.cuts import Marker
 from autovaruna.graph.precision import REGION, inside
+from autovaruna.graph.tree import Tree
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What torch.export made of a call.
+
+    Attributes:
+        module: flat graph; placeholders are the input tensors, attributes have the model's own names.
+        output_tree: structure of what the model returns; its tensors are the graph's outputs.
+        constants: tensors that are neither parameters nor buffers, by attribute name.
+        is_dynamic: whether the batch size is a symbol in the graph.
+        markers: where the user's cut points were.
+        left: where forward leaves tensors beside what it returns.
+        greatest: the batch size up to which the trace has taken this way; None: there is no such size.
+        asks_for_many: where it may do something else for larger batches; empty: not known.
+        asks_for_one: where the model does something else for a batch of one sample; empty: nowhere.
+    """
+
+    module: fx.GraphModule
+    output_tree: Tree
+    constants: dict[str, Tensor]
+    is_dynamic: bool
+    markers: tuple[Marker, ...] = ()
+    left: tuple[str, ...] = ()
+    greatest: int | None = None
+    asks_for_many: str = ""
+    asks_for_one: str = ""
+
+
+_OF_THE_MODEL = (InputKind.PARAMETER, InputKind.BUFFER)
+
+
+def unlift(program: ExportedProgram) -> fx.GraphModule:
+    """Returns the graph of a program with parameters, buffers and constants as attributes, by their names in the model.
+
+    Where a program holds anything unusual, ``torch.export`` does the work: it compiles code with these names in it, and
+    fails where one is a word of Python.
+    """
+    signature = program.graph_signature
+    kinds = {spec.kind for spec in signature.input_specs}
+    is_plain = kinds <= {*_OF_THE_MODEL, InputKind.CONSTANT_TENSOR, InputKind.USER_INPUT}
+    if not is_plain or any(spec.kind is not OutputKind.USER_OUTPUT for spec in signature.output_specs):
+        module = program.module(check_guards=False)
+        assert isinstance(module, fx.GraphModule)
+        return module
+    module = fx.GraphModule(
+        program.graph_module, copy.deepcopy(program.graph)
+    )  # a copy has no names of nodes that left
+    held = {**program.state_dict, **program.constants}
+    holders: dict[str, nn.Module] = {"": module}
+    for node, spec in zip(module.graph.find_nodes(op="placeholder"), signature.input_specs, strict=True):
+        if spec.kind is not InputKind.USER_INPUT:
+            assert spec.target is not None
+            _assign(holders, spec.target, held[spec.target], is_buffer=spec.kind is InputKind.BUFFER)
+            _replace(module.graph, node, spec.target)
+    return module
+
+
+def _replace(graph: fx.Graph, placeholder: fx.Node, target: str) -> None:
+    """Replaces an input by an attribute."""
+    with graph.inserting_after(placeholder):
+        attribute = graph.create_node("get_attr", target)
+    placeholder.replace_all_uses_with(attribute)
+    attribute.meta = placeholder.meta
+    graph.erase_node(placeholder)
+
+
+def _assign(holders: dict[str, nn.Module], path: str, value: Any, is_buffer: bool) -> None:
+    """Gives a module an attribute; `holders` are the modules that are known by their paths."""
+    place, _, name = path.rpartition(".")
+    holder = _holder(holders, place)
+    if is_buffer:
+        holder.register_buffer(name, value)
+    else:
+        setattr(holder, name, value)
+
+
+def _holder(holders: dict[str, nn.Module], path: str) -> nn.Module:
+    if path not in holders:
+        above, _, name = path.rpartition(".")
+        parent = _holder(holders, above)
+        if not hasattr(parent, name):
+            parent.add_module(name, nn.Module())
+        holders[path] = getattr(parent, name)
+    return holders[path]
+
 
 aten = torch.ops.aten
 _NO_END = 2**63 - 1
@@ -118,7 +210,7 @@ def tidy(module: fx.GraphModule, input_names: list[str], state: set[str]) -> dic
         target = str(node.target)
         if target in state:
             node.target = target.removeprefix(PREFIX)
-        elif isinstance(value := _attribute(module, target), Tensor):
+        elif isinstance(value := attrgetter(target)(module), Tensor):
             constants[target] = value.detach()
     return constants
 
@@ -130,7 +222,7 @@ def has_effect(module: nn.Module, node: fx.Node) -> bool:
     if isinstance(node.target, OpOverload):  # wraps nothing
         return False
     regions = [arg for arg in node.all_input_nodes if arg.op == "get_attr"]
-    inner = [region for arg in regions if isinstance(region := _attribute(module, str(arg.target)), fx.GraphModule)]
+    inner = [region for arg in regions if isinstance(region := attrgetter(str(arg.target))(module), fx.GraphModule)]
     return any(
         has_effect(region, child)
         for region in inner
@@ -144,10 +236,3 @@ def _name_placeholders(module: fx.GraphModule, names: list[str]) -> None:
     used = {node.name for node in module.graph.nodes if node.op != "placeholder"}
     for node, name in zip(placeholders, names, strict=True):
         node.name = node.target = name if name not in used else f"input_{name}"
-
-
-def _attribute(module: nn.Module, target: str) -> Any:
-    value: Any = module
-    for part in target.split("."):
-        value = getattr(value, part)
-    return value
