@@ -57,6 +57,8 @@ LOSSES: dict[str, Loss] = {
     ).mean(),
     "places": lambda model, x, y: F.log_softmax(model.last(model.first(x)), 1)[torch.arange(x.shape[0]), y].mean(),
 }
+if torch.__version__ < "2.12":  # its torch.export fixes a batch size that is an exponent, which is refused
+    del LOSSES["a power"]
 
 
 @pytest.mark.parametrize("name", LOSSES)

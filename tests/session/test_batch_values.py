@@ -136,6 +136,10 @@ def case_of(loss: Loss) -> Case:
     return Case(f"over_the_batch_{loss.__name__}", lambda: Model(loss), lambda size, seed: uneven(seed))
 
 
+if torch.__version__ < "2.12":  # its torch.export cannot trace two masks of one size, which is refused
+    LOSSES = tuple(loss for loss in LOSSES if loss is not picked)
+
+
 @pytest.mark.parametrize("loss", (*LOSSES, *LENGTHS), ids=lambda loss: loss.__name__)
 def test_a_count_is_that_of_the_whole_batch(loss: Loss) -> None:
     """A micro-batch may have nothing to count: alone, its loss would be no number."""

@@ -231,9 +231,8 @@ def test_a_counter_is_left_out_and_what_is_read_beside_it_counts() -> None:
         assert wrapped(**BATCH).item() == before * 2.0**step
     model.num_steps = 7  # type: ignore[assignment]
     wrapped(**BATCH)
-    assert (
-        wrapped._session.traces is not None and wrapped._session.traces.num_known == 4
-    )  # one for each value of the factor
+    traces = wrapped._session.traces
+    assert traces is not None and traces.num_known == 4  # one for each value of the factor
 
 
 def test_what_a_model_only_compares_counts() -> None:

@@ -37,6 +37,8 @@ def said_to_be_on(*devices: torch.device) -> nn.Module:
 @pytest.fixture
 def four_gpus(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """Lets torch say that there are four GPUs, and notes which one is current."""
+    if torch.__version__ < "2.12" and torch.version.cuda and not torch.cuda.is_available():
+        pytest.skip("fake tensors of this torch ask the driver for the GPU")
     state = SimpleNamespace(current=0)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "init", lambda: None)
