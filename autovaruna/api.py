@@ -27,10 +27,9 @@ from autovaruna.runtime.optimizers.clipping import clip_grad_norm
 from autovaruna.runtime.weights.remote_parameter import RemoteTensor
 from autovaruna.runtime.world import World
 from autovaruna.session.device import find_device
-from autovaruna.session.persistence import Persistence
+from autovaruna.session.persistence import Persistence, State
 from autovaruna.session.preparation import Preparation
 from autovaruna.session.session import Copies, Session
-from autovaruna.session.state import State
 from autovaruna.session.wrapped import Wrapped
 
 if TYPE_CHECKING:

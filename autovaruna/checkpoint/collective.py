@@ -8,8 +8,7 @@ from typing import TypeVar
 
 from autovaruna.config.files import at_home
 from autovaruna.errors import InputError
-from autovaruna.runtime.collective import differences, gather_on_all, on_all
-from autovaruna.runtime.world import World
+from autovaruna.runtime.world import World, differences, gather_on_all, on_all
 
 Result = TypeVar("Result")
 

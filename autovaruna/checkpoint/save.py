@@ -29,8 +29,7 @@ from autovaruna.checkpoint.state import Content, Part, Subject, compose, config_
 from autovaruna.checkpoint.write import HostMemory, Report, cannot_write, commit, mark_of, write_part
 from autovaruna.config.files import at_home
 from autovaruna.errors import CheckpointError
-from autovaruna.runtime.collective import gather_on_all
-from autovaruna.runtime.world import World
+from autovaruna.runtime.world import World, gather_on_all
 
 POLL_SECONDS = 0.02
 

@@ -20,8 +20,7 @@ from autovaruna.checkpoint.tensor_file import Entry, read_header
 from autovaruna.config.files import parse
 from autovaruna.config.settings import is_whole
 from autovaruna.errors import CheckpointError
-from autovaruna.runtime.collective import gather_on_all
-from autovaruna.runtime.world import World
+from autovaruna.runtime.world import World, gather_on_all
 
 INDEX = "model.safetensors.index.json"
 STATE = "state.json"

@@ -36,7 +36,7 @@ from autovaruna.schedule.simulation import render
 from autovaruna.schedule.simulator import simulate
 from autovaruna.session.machine import host_memory, keep_freed_memory, optimizer_factor
 from autovaruna.session.measuring import SHAPING, constraints_of, needs_gradient, sizes_to_measure
-from autovaruna.session.saved_plan import GLOBAL_BATCH
+from autovaruna.session.preparation import GLOBAL_BATCH
 
 _CPU = torch.device("cpu")
 

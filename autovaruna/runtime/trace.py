@@ -11,8 +11,7 @@ from pathlib import Path
 from time import perf_counter
 
 from autovaruna.errors import ConfigError
-from autovaruna.runtime.collective import offset_to_first, on_all
-from autovaruna.runtime.world import World
+from autovaruna.runtime.world import World, offset_to_first, on_all
 from autovaruna.schedule.instruction import Instruction, Kind
 from autovaruna.schedule.pipeline import Edge
 from autovaruna.schedule.simulation import Simulation

@@ -21,8 +21,7 @@ from autovaruna.config.settings import Settings, replicas_of
 from autovaruna.errors import InputError, RankError
 from autovaruna.graph.call import CallSpec
 from autovaruna.runtime.batch import GlobalBatch, MicroBatch
-from autovaruna.runtime.collective import differences, gather_on_all
-from autovaruna.runtime.world import World
+from autovaruna.runtime.world import World, differences, gather_on_all
 from autovaruna.session.batch_values import Totals
 from autovaruna.session.script_actions import Digest
 

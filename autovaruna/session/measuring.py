@@ -20,7 +20,7 @@ from autovaruna.planner.problem import SPLIT_SCHEDULE, Constraints, Problem
 from autovaruna.profiler.cache import cache_of
 from autovaruna.profiler.measure import Key, PartCost, lasting_keys, measure, merge, settle, to_profile
 from autovaruna.profiler.records import Profile
-from autovaruna.runtime.collective import gather_on_all
+from autovaruna.runtime.world import gather_on_all
 from autovaruna.session.calls import SharedCall
 from autovaruna.session.machine import SpeedWatch, describe_cluster, optimizer_cost
 

@@ -19,7 +19,6 @@ from autovaruna.graph.call import CallReader, CallSpec
 from autovaruna.graph.traced import TracedModel
 from autovaruna.planner.records import Plan
 from autovaruna.runtime.batch import GlobalBatch, cut_batch, weigh
-from autovaruna.runtime.collective import gather_on_all, on_all
 from autovaruna.runtime.engine import Engine, PreparedGraphs
 from autovaruna.runtime.optimizers.clipping import join_norms
 from autovaruna.runtime.optimizers.optimizer import (
@@ -32,7 +31,7 @@ from autovaruna.runtime.optimizers.optimizer import (
 from autovaruna.runtime.optimizers.scaler import LossScale
 from autovaruna.runtime.transport.torch_channel import open_channel
 from autovaruna.runtime.weights.placement import note_split
-from autovaruna.runtime.world import World
+from autovaruna.runtime.world import World, gather_on_all, on_all
 from autovaruna.session.batch_values import BatchValues, Totals, ValuesOfBatch
 from autovaruna.session.calls import (
     Report,
@@ -45,9 +44,8 @@ from autovaruna.session.calls import (
 )
 from autovaruna.session.device import on_own_gpu
 from autovaruna.session.machine import give_back_freed_memory, keep_freed_memory, resident_bytes
-from autovaruna.session.persistence import Persistence
+from autovaruna.session.persistence import Persistence, State
 from autovaruna.session.preparation import Preparation
-from autovaruna.session.state import State
 from autovaruna.session.traces import Traces
 from autovaruna.session.wrapped import Wrapped
 

@@ -24,9 +24,8 @@ from autovaruna.graph.traced import TracedModel, is_same_graph
 from autovaruna.graph.verify.by_parts import Parts, warn_untried
 from autovaruna.graph.verify.eager_vs_graph import compare
 from autovaruna.runtime.batch import GlobalBatch
-from autovaruna.runtime.collective import differences, on_all
 from autovaruna.runtime.weights.remote_parameter import RemoteTensor
-from autovaruna.runtime.world import World
+from autovaruna.runtime.world import World, differences, on_all
 from autovaruna.session.calls import SharedCall
 
 logger = logging.getLogger(__name__)

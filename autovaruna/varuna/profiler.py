@@ -26,9 +26,8 @@ from autovaruna.profiler.cache import ProfileCache, cache_of, environment, load_
 from autovaruna.profiler.measure import Key, PartCost, merge, to_profile
 from autovaruna.profiler.records import Cluster, Profile
 from autovaruna.profiler.work import all_parts, distinct
-from autovaruna.runtime.collective import on_all
 from autovaruna.runtime.environment import get_world
-from autovaruna.runtime.world import World
+from autovaruna.runtime.world import World, on_all
 from autovaruna.session.device import find_device
 from autovaruna.session.machine import SpeedWatch, describe_cluster, optimizer_factor
 from autovaruna.session.measuring import Subject

@@ -18,8 +18,7 @@ from autovaruna._torch import foreach_mul_, pytree
 from autovaruna.api import AutoVaruna
 from autovaruna.errors import InputError
 from autovaruna.graph.call import describe
-from autovaruna.runtime.collective import on_all
-from autovaruna.runtime.world import World
+from autovaruna.runtime.world import World, on_all
 
 Inputs = dict[str, Any]
 GetBatch = Callable[..., Mapping[str, Any]]

@@ -23,7 +23,7 @@ from autovaruna.planner.search import make_plan
 from autovaruna.runtime.transport.threads import run_ranks
 from autovaruna.runtime.world import World
 from autovaruna.session import measuring
-from autovaruna.session.saved_plan import read_saved_plan
+from autovaruna.session.preparation import read_saved_plan
 from tests.planner.cases import make_problem
 
 

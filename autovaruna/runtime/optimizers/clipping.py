@@ -16,10 +16,9 @@ import torch
 from torch import Tensor
 
 from autovaruna.errors import RankError
-from autovaruna.runtime.collective import differences
 from autovaruna.runtime.weights.placement import OwnedState, Placement, SplitModel, split_models
 from autovaruna.runtime.weights.remote_parameter import RemoteTensor
-from autovaruna.runtime.world import World
+from autovaruna.runtime.world import World, differences
 
 Norms = TypeVar("Norms")
 

@@ -19,9 +19,8 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from autovaruna.errors import InputError
-from autovaruna.runtime.collective import gather_on_all
 from autovaruna.runtime.optimizers.optimizer import own_part
-from autovaruna.runtime.world import World
+from autovaruna.runtime.world import World, gather_on_all
 
 Unscaled = dict[torch.device, Tensor]
 
