@@ -326,7 +326,7 @@ class AutoVaruna(nn.Module):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yields the parameters of the model, under its own names; those that other ranks hold are `Elsewhere`."""
+        """Yields the parameters of the model, under its own names; those that other ranks hold are `RemoteTensor`."""
         self._wrapped.lent.settle()
         yield from self.module.named_parameters(prefix, recurse, remove_duplicate)
 

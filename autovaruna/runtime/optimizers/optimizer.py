@@ -140,7 +140,7 @@ class OwnSteps:
             plain(*args, **kwargs)
         if (args[0] if args else kwargs.get("set_to_none", True)) is False:
             return
-        with PLAIN():  # one after the other through `Elsewhere` takes long
+        with PLAIN():  # one after the other through `RemoteTensor` takes long
             for group in self._optimizer.param_groups:
                 for each in group["params"]:
                     if isinstance(each, RemoteTensor):

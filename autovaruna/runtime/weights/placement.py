@@ -139,7 +139,7 @@ class OwnedState:
     """The parameters and buffers of a model by first name, of which this rank keeps its part.
 
     Args:
-        model: The model; parameters that this rank does not hold are replaced by ones that are `Elsewhere`.
+        model: The model; parameters that this rank does not hold are replaced by `RemoteTensor`ss.
     """
 
     def __init__(self, model: nn.Module) -> None:

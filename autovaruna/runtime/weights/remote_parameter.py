@@ -258,7 +258,7 @@ def _has_tensors(value: Any) -> bool:
 
 
 def release(parameter: nn.Parameter, home: Home) -> Tensor:
-    """Returns the parameter, which is `Elsewhere` now and has no numbers and no gradient here.
+    """Returns the parameter, which is `RemoteTensor` now and has no numbers and no gradient here.
 
     Lists that a script has made of parameters before, and optimizers, then hold what the model holds. Where PyTorch
     itself keeps the parameter, in the graph of a backward that may still come, a stand-in of its own is returned.
