@@ -169,7 +169,7 @@ REFUSALS: dict[str, tuple[str, str]] = {
     "branch": ("TraceError", r"refusals\.py:\d+ \(if x\.sum\(\) > 0.*needs the number in a tensor.*torch\.where"),
     "item": ("TraceError", r"refusals\.py:\d+ .*needs the number in a tensor"),
     "mixing": ("TraceError", r"mixes the samples .* at .*refusals\.py:\d+ \(.*# the mixing\).*dynamic_batch=False"),
-    "fixed_batch": ("TraceError", r"fixes its batch size .* at .*refusals\.py:\d+ \(.*# the size\)"),
+    "fixed_batch": ("BatchSizeError", r"fixes its batch size .* at .*refusals\.py:\d+ \(.*# the size\)"),
     "lazy": ("TraceError", r"first\.weight has no shape yet.*run one batch"),
     "trace_fails": ("TraceError", r"BadTrace raises ValueError on these inputs at .*the story's error"),
     "measuring_fails": ("MeasureError", rf"block /trap .* at .*{MODEL}: got ValueError: the story's error"),
