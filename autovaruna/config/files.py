@@ -133,7 +133,8 @@ def read_toml(path: Path) -> dict[str, object]:
 
 Record = TypeVar("Record")
 Amount = Annotated[float, msgspec.Meta(ge=0, lt=1e18)]
-Positive = Annotated[float, msgspec.Meta(gt=0)]
+Positive = Annotated[float, msgspec.Meta(gt=0, lt=1e18)]
+Rate = Annotated[float, msgspec.Meta(gt=0)]  # infinite where there is nothing to send
 Count = Annotated[int, msgspec.Meta(ge=1)]
 Whole = Annotated[int, msgspec.Meta(ge=0)]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from autovaruna.config.files import Amount, Count, Positive
+from autovaruna.config.files import Amount, Count, Rate
 
 FORMAT_VERSION = 1
 
@@ -32,7 +32,7 @@ class LinkCost:
     """A message of n bytes takes ``latency_seconds + n / bytes_per_second``."""
 
     latency_seconds: Amount
-    bytes_per_second: Positive
+    bytes_per_second: Rate
 
     def seconds(self, num_bytes: Amount) -> float:
         """Returns the predicted seconds for a message of `num_bytes`."""
