@@ -153,7 +153,7 @@ def test_nothing_is_left_of_a_launcher_that_is_gone(number: signal.Signals, tmp_
     with running(tmp_path, "--gpus_per_node", "2", script, "--act", "wait") as process:
         read_until(process, "up as", 2)
         process.send_signal(number)
-        rest, _ = process.communicate(timeout=TIMEOUT)  # ends when nobody has the pipe open any more
+        rest, _ = process.communicate(timeout=30)  # ends when nobody has the pipe open any more
     assert process.returncode == (9 if number == signal.SIGHUP else -number)
     assert rest.count("asked to end") == (2 if number == signal.SIGHUP else 0)
 

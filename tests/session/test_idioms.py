@@ -192,9 +192,10 @@ def test_a_transform_in_the_models_own_forward_is_refused(transform: Any) -> Non
         out: Tensor = transform(self.last)(x)
         return out.square().mean()
 
-    with pytest.raises(
-        TraceError, match=r"(uses a function transform of torch\.func|goes backward itself).*into a submodule"
-    ):
+    words = r"uses a function transform of torch\.func.*Move the line into a submodule"
+    if torch.__version__ < "2.12" and transform is not torch.func.vmap:  # its jacrev calls autograd.grad in Python
+        words = r"goes backward itself.*into a submodule"
+    with pytest.raises(TraceError, match=words):
         AutoVaruna(Steps(mapped), num_micro_batches=2, **QUIET)(**labelled(SIZE, 0)[1])
 
 
