@@ -104,7 +104,7 @@ def _find_loss(specs: Sequence[OutputSpec], facts: dict[str, Fact]) -> int | Non
     scalars = [
         index
         for index, spec in enumerate(specs)
-        if spec.needs_gradient and facts[spec.node].value.numel() == 1 and facts[spec.node].value.dim() == 0
+        if spec.needs_gradient and facts[spec.node].value.dim() == 0
     ]
     named = [index for index in scalars if specs[index].path.endswith(("['loss']", ".loss"))]
     if len(named) == 1:

@@ -170,6 +170,11 @@ class Job:
             return 1.0
         return self.batch.num_samples_of(rank) / self.batch.num_samples
 
+    def weight_of_origin(self, rank: int) -> float:
+        """Returns `rank_weight`, of one of the ranks that pass the same mini-batch; of the others zero, or of each a part."""
+        own = sum(part.size for part in self.batch.micro_batches.values() if part.origin == rank)
+        return self.rank_weight(rank) * own / max(self.batch.num_samples_of(rank), 1)
+
     def rank_of(self, stage: int, micro_batch: int) -> int:
         """Returns the rank that runs a micro-batch at a stage."""
         return self.plan.rank_of(stage, micro_batch)

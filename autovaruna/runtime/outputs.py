@@ -229,6 +229,9 @@ class GradientExchange:
             place: zero if gradient is None and place in used else gradient
             for place, (gradient, zero) in enumerate(zip(gradients, zeros, strict=True))
         }
+        for place, gradient in self._gradients.items():
+            if gradient is not None and self._job.split.traced.outputs[place].kind is not OutputKind.SAMPLES:
+                self._gradients[place] = self._over_ranks(gradient)
         for part in self._job.batch.owned_by(self._world.rank):
             for place, spec in enumerate(self._job.split.traced.outputs) if part.origin == self._world.rank else ():
                 is_there = self._job.batch.has(self._maker(place, part), part)
@@ -248,6 +251,12 @@ class GradientExchange:
         if gradient is None or spec.kind is OutputKind.SAME:
             return gradient if part.index == min(self._job.batch.micro_batches) else None
         return gradient * part.share
+
+    def _over_ranks(self, gradient: Tensor) -> Tensor:
+        """Returns the gradient, in the loss of the global batch, of an output that all ranks have alike. Collective."""
+        total = gradient * self._job.weight_of_origin(self._world.rank)
+        self._world.all_reduce(total, tuple(range(self._world.num_ranks)))
+        return total
 
     def input_gradients(self) -> dict[str, Tensor | None]:
         """Returns the gradients of this rank's inputs. Every rank takes part."""
