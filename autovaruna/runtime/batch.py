@@ -171,7 +171,7 @@ class Job:
         return self.batch.num_samples_of(rank) / self.batch.num_samples
 
     def weight_of_origin(self, rank: int) -> float:
-        """Returns `rank_weight`, of one of the ranks that pass the same mini-batch; of the others zero, or of each a part."""
+        """Returns `rank_weight`, shared out over the ranks that pass the same mini-batch."""
         own = sum(part.size for part in self.batch.micro_batches.values() if part.origin == rank)
         return self.rank_weight(rank) * own / max(self.batch.num_samples_of(rank), 1)
 

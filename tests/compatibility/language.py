@@ -27,12 +27,12 @@ class CausalBlock(nn.Module):
         self.register_buffer("mask", torch.tril(torch.ones(32, 32)).view(1, 1, 32, 32), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        B, T, C = x.size()
-        q, k, v = self.attend(self.norms[0](x)).split(C, dim=2)
-        q, k, v = (t.view(B, T, self.heads, C // self.heads).transpose(1, 2) for t in (q, k, v))
+        batch, length, width = x.size()
+        q, k, v = self.attend(self.norms[0](x)).split(width, dim=2)
+        q, k, v = (t.view(batch, length, self.heads, -1).transpose(1, 2) for t in (q, k, v))
         scores = (q @ k.transpose(-2, -1)) / math.sqrt(k.size(-1))
-        scores = scores.masked_fill(self.mask[:, :, :T, :T] == 0, float("-inf")).softmax(-1)
-        x = x + self.project((scores @ v).transpose(1, 2).contiguous().view(B, T, C))
+        scores = scores.masked_fill(self.mask[:, :, :length, :length] == 0, float("-inf")).softmax(-1)
+        x = x + self.project((scores @ v).transpose(1, 2).contiguous().view(batch, length, width))
         return x + self.mlp(self.norms[1](x))
 
 
@@ -47,9 +47,9 @@ class TinyGPT(nn.Module):
         self.wte.weight = self.head.weight
 
     def forward(self, idx: Tensor, targets: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        B, T = idx.shape
-        assert T <= 32, f"cannot forward a sequence of length {T}"
-        x = self.wte(idx) + self.wpe(torch.arange(T, device=idx.device))
+        _, length = idx.shape
+        assert length <= 32, f"cannot forward a sequence of length {length}"
+        x = self.wte(idx) + self.wpe(torch.arange(length, device=idx.device))
         for block in self.blocks:
             x = block(x)
         logits = self.head(self.norm(x))
@@ -267,7 +267,7 @@ def mixture_of_experts(wrap: Wrap, share: Share) -> State:
 
 @script()
 def bag_of_words(wrap: Wrap, share: Share) -> State:
-    """EmbeddingBag with mean over fixed bags, frozen for one step, then trained."""
+    """EmbeddingBag with mean over bags of one size, Adagrad."""
     model: Any = nn.Sequential(
         nn.EmbeddingBag(WORDS, WIDTH, mode="mean"), nn.Linear(WIDTH, 8), nn.ReLU(), nn.Linear(8, 3)
     )

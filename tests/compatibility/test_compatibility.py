@@ -24,9 +24,9 @@ QUIET: dict[str, Any] = {"load_deployment": False, "save_deployment": False, "pr
 HEAD = (
     "# Scripts that run",
     "",
-    "Each of these is a short script of `tests/compatibility`, written as people write such scripts. A test trains it as",
-    "plain PyTorch on whole batches, and with the line `model = AutoVaruna(model, optimizer)` on two ranks that have half",
-    "of each batch, the model in two stages; then it compares all weights. The test writes this page.",
+    "Each of these is a short script of `tests/compatibility`, written as people write such scripts. A test trains it",
+    "as plain PyTorch on whole batches, and with the line `model = AutoVaruna(model, optimizer)` on two ranks that have",
+    "half of each batch, the model in two stages; then it compares all weights. The test writes this page.",
     "",
     "| script | what is done in it | changed beside that line | numbers |",
     "|---|---|---|---|",

@@ -71,7 +71,7 @@ class VisionTransformer(nn.Module):
 
 @script()
 def vision_transformer(wrap: Wrap, share: Share) -> State:
-    """A vision transformer with a class token in bfloat16 autocast, cosine schedule, accuracy counted by the script."""
+    """A vision transformer with a class token, cosine schedule, accuracy counted by the script."""
     model: Any = VisionTransformer()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-4)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
