@@ -43,7 +43,7 @@ def test_each_sample_comes_once_while_ranks_change() -> None:
     for num_ranks, count in ((2, 2), (3, 1), (1, 1), (3, 1)):
         found += batches(num_ranks, sampler.state_dict(len(found)), count)
     assert found == batches(1)
-    assert sorted(list(chain(*found))) == list(range(37))
+    assert sorted(chain(*found)) == list(range(37))
     assert [len(batch) for batch in found] == [8, 8, 8, 8, 5]
 
 
