@@ -184,6 +184,8 @@ def get_world() -> World:
     with _lock:
         if _world is None:
             num_ranks = num_ranks_in(os.environ)
+            if num_ranks == 1:
+                check_launcher(os.environ)
             _world = single_world() if num_ranks == 1 else start_mpi(num_ranks)
         return _world
 
@@ -205,6 +207,20 @@ def _say_goodbye(process: int) -> None:
         get_world()
         assert _ending is not None
         _ending.on_end()
+
+
+def check_launcher(variables: Mapping[str, str]) -> None:
+    """Returns if no other launcher has started several ranks.
+
+    Raises:
+        ConfigError: one has; each of them would train a model of its own.
+    """
+    size = variables.get("WORLD_SIZE", "")
+    if size.isdigit() and int(size) > 1:
+        raise ConfigError(
+            f"WORLD_SIZE is {size}, as torchrun or accelerate set it, but there is no MPI: each process would train a "
+            f"model of its own. Start the script with `mpirun -np {size} python {os.path.basename(sys.argv[0])} ...`"
+        )
 
 
 def num_ranks_in(variables: Mapping[str, str]) -> int:
@@ -233,8 +249,9 @@ def start_mpi(num_ranks: int) -> World:
     _ending.install()
     if world.num_ranks != num_ranks:
         raise ConfigError(
-            f"the launcher started {num_ranks} ranks but mpi4py sees {world.num_ranks}: they belong to different MPIs; "
-            "use the mpirun of the MPI that mpi4py was built with"
+            f"the launcher started {num_ranks} ranks, but mpi4py sees {world.num_ranks}: they belong to different "
+            f"MPIs. Start the script with `mpirun -np {num_ranks} python ...`, the mpirun of the MPI that mpi4py was "
+            "built with; under Slurm also with `srun --mpi=pmix`, if that MPI knows it"
         )
     cores = sorted(os.sched_getaffinity(0))
     places = world.gather_objects((world.hosts[world.rank], cores), "start: cores")
