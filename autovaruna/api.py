@@ -22,7 +22,7 @@ from autovaruna.checkpoint.state import Content
 from autovaruna.config.settings import Settings, resolve, whole_number
 from autovaruna.errors import InputError, OrderError
 from autovaruna.planner.records import Plan
-from autovaruna.runtime.environment import promise
+from autovaruna.runtime.environment import promise, show_errors_in_few_lines
 from autovaruna.runtime.optimizers.clipping import clip_grad_norm
 from autovaruna.runtime.weights.remote_parameter import RemoteTensor
 from autovaruna.runtime.world import World
@@ -62,6 +62,7 @@ class AutoVaruna(nn.Module):
         scaler: torch.amp.GradScaler | None = None,
         **settings: Any,
     ) -> None:
+        show_errors_in_few_lines()
         if isinstance(model, AutoVaruna) or not isinstance(model, nn.Module):
             raise InputError(f"AutoVaruna wraps a torch.nn.Module that is not wrapped yet: got {type(model).__name__}.")
         if any(isinstance(parameter, RemoteTensor) for parameter in model.parameters()):

@@ -340,6 +340,9 @@ class Settings:
         "Whether stages go through torch.compile, by its own backend or a named one.",
     )
     progress: bool = _setting(BOOLEAN, True, "Whether rank 0 shows a progress bar while it measures.")
+    full_tracebacks: bool = _setting(
+        BOOLEAN, False, "Whether errors show the frames of AutoVaruna and torch, too, and not the script's alone."
+    )
     show_settings: bool = _setting(BOOLEAN, False, "Whether each setting is logged at the start.", "show_config_items")
 
     _sources: tuple[tuple[str, str], ...] = field(default=(), repr=False, compare=False)

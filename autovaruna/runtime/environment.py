@@ -21,7 +21,8 @@ from typing import NoReturn
 
 import torch
 
-from autovaruna.errors import ConfigError, RankError
+from autovaruna.errors import AutoVarunaError, ConfigError, RankError
+from autovaruna.log import error_text, write_error
 from autovaruna.runtime.transport.processes import ProcessTransport
 from autovaruna.runtime.transport.threads import single_world, world_of_thread
 from autovaruna.runtime.world import World
@@ -196,6 +197,19 @@ def _started(variables: Mapping[str, str]) -> World:
         check_slurm(variables)
         return single_world()
     return start_torch(variables) if is_of_torch(variables) else start_mpi(num_ranks)
+
+
+def show_errors_in_few_lines() -> None:
+    """Lets an error of this package that nobody caught be shown without the frames that mean nothing to a user."""
+    if sys.excepthook is sys.__excepthook__:
+        sys.excepthook = _on_own_error
+
+
+def _on_own_error(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    if isinstance(error, AutoVarunaError):
+        write_error(error_text(error))
+    else:
+        sys.__excepthook__(kind, error, trace)
 
 
 def promise() -> None:

@@ -34,6 +34,7 @@ _OF_ONE_RANK = {
     "dump_graph",
     "trace_events_file",
     "progress",
+    "full_tracebacks",
     "show_settings",
     "seed",
 }

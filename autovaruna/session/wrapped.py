@@ -11,7 +11,7 @@ from autovaruna.checkpoint.state import Subject
 from autovaruna.config.settings import Settings, log_settings
 from autovaruna.errors import InputError, RankError
 from autovaruna.graph.guards import Guards
-from autovaruna.log import configure
+from autovaruna.log import configure, show_all_frames
 from autovaruna.runtime.engine import Engine
 from autovaruna.runtime.environment import get_world
 from autovaruna.runtime.optimizers.optimizer import CutOptimizer, OwnSteps, with_hooks
@@ -72,6 +72,7 @@ class Wrapped:
         if self._known_world is None:
             self._known_world = get_world()
             configure(self._known_world.rank)
+            show_all_frames(self.settings.full_tracebacks)
             if self.settings.show_settings:
                 log_settings(self.settings)
         return self._known_world

@@ -28,7 +28,7 @@ def train(folder: Path, channel: str = "auto") -> None:
     net = nn.Sequential(nn.Linear(6, 300), nn.ReLU(), nn.Linear(300, 300), nn.Dropout(0.1), nn.Linear(300, 4))
     optimizer = torch.optim.Adam(net.parameters())
     stage_ranks = [[0], [1, 2]] if int(os.environ.get("WORLD_SIZE", "3")) == 3 else [[0], [1]]
-    model = AutoVaruna(net, optimizer, stage_ranks=stage_ranks, num_micro_batches=4, channel=channel)
+    model = AutoVaruna(net, optimizer, stage_ranks=stage_ranks, cuts=["2"], num_micro_batches=4, channel=channel)
     torch.manual_seed(1 + get_rank())
     losses = []
     for _ in range(4):

@@ -7,14 +7,14 @@ deadlock detector. It knows nothing of collectives, waits or sums: those are `Wo
 from __future__ import annotations
 
 import signal
-import sys
-import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor
+
+from autovaruna.log import error_text, write_error
 
 
 def is_dense(tensor: Tensor) -> bool:
@@ -254,6 +254,5 @@ def status_after(error: BaseException) -> int:
 
 
 def show(error: BaseException, where: str) -> None:
-    """Writes the traceback of an error, headed by `where`, on standard error."""
-    trace = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-    sys.stderr.write(f"{where}:\n{trace}")
+    """Writes what an error says, headed by `where`, on standard error."""
+    write_error(f"{where}:\n{error_text(error)}")

@@ -45,6 +45,11 @@ class ProcessTransport(Transport):
         self._rings_from: dict[int, RingReceiver] = {}
         self._is_crowded = True
 
+    @property
+    def is_ending(self) -> bool:
+        """Whether another rank, which has said why, is ending this one."""
+        return False
+
     @abstractmethod
     def send_far(self, tensor: Tensor, destination: int, channel: int, tag: int) -> Part:
         """Starts to send the memory of a dense tensor past the rings."""
@@ -128,7 +133,8 @@ class ProcessTransport(Transport):
         """
         is_second_hand = isinstance(error, RankError) or getattr(error, "is_second_hand", False)
         time.sleep(SECOND_HAND_SECONDS * is_second_hand + LATER_RANK_SECONDS * (self.rank > 0))
-        show(error, where)
+        if not self.is_ending:
+            show(error, where)
         self.end(status_after(error))
 
 

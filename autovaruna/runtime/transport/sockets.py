@@ -32,6 +32,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from autovaruna.errors import RankError
+from autovaruna.log import write_error
 from autovaruna.runtime.transport.base import DONE, SMALL_BYTES, Part
 from autovaruna.runtime.transport.processes import ProcessTransport
 
@@ -278,6 +279,11 @@ class SocketTransport(ProcessTransport):
 
     # The end.
 
+    @property
+    def is_ending(self) -> bool:
+        """Whether another rank, which has said why, is ending this one."""
+        return self._life.is_ending
+
     def end(self, status: int) -> NoReturn:
         """Ends all ranks with a non-zero status, at once."""
         sys.stdout.flush()
@@ -302,11 +308,15 @@ class Life:
     Args:
         rank: This rank.
         connections: With rank 0, or, on it, with all others; None of a rank that is alone.
+
+    Attributes:
+        is_ending: whether this rank will end at once.
     """
 
     def __init__(self, rank: int, connections: dict[int, socket.socket]) -> None:
         self._rank = rank
         self._connections = connections
+        self.is_ending = False
         self._selector = selectors.DefaultSelector()
         for other, connection in connections.items():
             self._selector.register(connection, selectors.EVENT_READ, other)
@@ -346,12 +356,12 @@ class Life:
 
     def _end_with(self, other: int, word: bytes) -> None:
         """Ends this rank, and on rank 0 all others, since one has ended; says so if that one could not."""
+        self.is_ending = True
         status = word[1] if word[:1] == _END and len(word) > 1 else 1
         if self._rank == 0:
             self._tell(_END + bytes([status]))
         if not word and self._rank <= 1:
-            sys.__stderr__.write(f"rank {other} has ended without a word: it was killed, or has no memory left.\n")
-            sys.__stderr__.flush()
+            write_error(f"rank {other} has ended without a word: it was killed, or has no memory left.\n")
         time.sleep(_LAUNCHER_SECONDS)
         os._exit(status)
 
