@@ -190,6 +190,8 @@ def error_text(error: BaseException) -> str:
     if isinstance(error, AutoVarunaError):
         found.__cause__ = found.__context__ = None
     hidden, link = _hidden_files(), found
+    if found.stack and found.stack[0].filename.startswith(hidden):  # caught in here: the script's lines lead here
+        found.stack[:0] = traceback.extract_stack()
     num_hidden = 0
     while link is not None:
         users = [frame for frame in link.stack if not frame.filename.startswith(hidden)]

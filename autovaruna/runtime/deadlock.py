@@ -268,6 +268,7 @@ class Watch:
         self.counts[_JOINED] += 1
         self._tell(Join(label, own))
         answer = self._await_answer(f"in {label!r}", give_up)
+        self._let_notices_leave()
         if isinstance(answer, Failure):
             raise RankError(answer.text)
         assert isinstance(answer, Values), answer
@@ -286,6 +287,7 @@ class Watch:
         self.raise_failure()
         self._tell(Leave(dict(self.counts)))
         answer = self._await_answer("for the other ranks to end")
+        self._let_notices_leave()
         assert isinstance(answer, Farewell), answer
 
     def count(self, event: Event, num_times: int = 1) -> int:
@@ -360,6 +362,11 @@ class Watch:
             self._failure = self._failure or answer
         else:
             self._answers.append(answer)
+
+    def _let_notices_leave(self) -> None:
+        """Waits until the answers of rank 0 have left: others wait for them, whatever it does next."""
+        if self._detector is not None and not self.transport.are_notices_out():
+            self.wait_until(self.transport.are_notices_out, lambda: ("for a notice to leave", ()))
 
     def _await_answer(self, words: str, give_up: Callable[[], NoReturn] | None = None) -> Answer:
         if not self._answers:

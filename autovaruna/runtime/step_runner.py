@@ -195,6 +195,7 @@ class StepRunner:
             self._keeps_graphs = is_kept
             self._run(self._prepare(_BACKWARDS))
             found = self._sum()
+            self._world.flush()  # others wait for it, and this rank may wait for them by itself
             self._book.keep(found.own)
             return self._for_sources(found.totals, found.kept, found.inputs)
 

@@ -75,6 +75,12 @@ class MpiTransport(ProcessTransport):
         """Starts to send a notice."""
         self._notices.append(self._control.Isend([data, MPI.BYTE], destination, 0))
 
+    def are_notices_out(self) -> bool:
+        """Says whether all notices of this rank have left."""
+        while self._notices and self._notices[0].Test():
+            self._notices.popleft()
+        return not self._notices
+
     def take_notices(self) -> Iterator[tuple[int, bytearray]]:
         """Yields the notices that have come, each with its source."""
         while self._control.Iprobe(MPI.ANY_SOURCE, 0, self._status):
@@ -82,8 +88,7 @@ class MpiTransport(ProcessTransport):
             data = bytearray(self._status.Get_count(MPI.BYTE))
             self._control.Recv([data, MPI.BYTE], source, 0)
             yield source, data
-        while self._notices and self._notices[0].Test():
-            self._notices.popleft()
+        self.are_notices_out()
 
     # The end.
 

@@ -137,6 +137,11 @@ class Peer:
         self._body: bytearray | Arrival | None = None
         self._is_open = True
 
+    @property
+    def is_quiet(self) -> bool:
+        """Whether all has left; nothing goes to a rank that has ended."""
+        return not self._out or not self._is_open
+
     def send(self, key: Key, memory: memoryview, departure: Departure) -> None:
         """Sends a message, as far as there is room; the rest with later calls of `advance`."""
         self._out.append(memoryview(_HEADER.pack(*key, len(memory))))
@@ -268,6 +273,12 @@ class SocketTransport(ProcessTransport):
     def send_notice(self, data: bytes, destination: int) -> None:
         """Starts to send a notice."""
         self._peers[destination].send((_NOTICE_CHANNEL, 0), memoryview(data), Departure(self, None))
+
+    def are_notices_out(self) -> bool:
+        """Says whether all that this rank sends has left."""
+        for peer in self._peers.values():
+            peer.push()
+        return all(peer.is_quiet for peer in self._peers.values())
 
     def take_notices(self) -> Iterator[tuple[int, bytearray]]:
         """Yields the notices that have come, each with its source."""
