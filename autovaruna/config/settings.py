@@ -340,6 +340,20 @@ class Settings:
         "Whether stages go through torch.compile, by its own backend or a named one.",
     )
     progress: bool = _setting(BOOLEAN, True, "Whether rank 0 shows a progress bar while it measures.")
+    stall_report_seconds: float = _setting(
+        number(),
+        30.0,
+        "How long a rank waits before it says for whom, and where the others are; at least 20 predicted steps.",
+    )
+    stall_limit_seconds: float = _setting(
+        number(), 0.0, "How long a rank waits before it ends the job with an error that names whom; 0: for ever."
+    )
+    save_on_signal: str = _setting(
+        PATH,
+        "",
+        "Folder for a checkpoint when SIGTERM or SIGUSR1 has come to any rank, after which all end with status 75; "
+        "empty: signals do what they do without this.",
+    )
     full_tracebacks: bool = _setting(
         BOOLEAN, False, "Whether errors show the frames of AutoVaruna and torch, too, and not the script's alone."
     )

@@ -374,6 +374,7 @@ class Session:
             wrapped.of_model,
             None if self._number_of_copy else preparation.event_trace(),
         )
+        world.watch.stalls.step_seconds = max(world.watch.stalls.step_seconds, plan.predicted_seconds)
         wrapped.guards.settle()
 
     def _seed(self, number: int) -> int:

@@ -73,6 +73,9 @@ class Wrapped:
             self._known_world = get_world()
             configure(self._known_world.rank)
             show_all_frames(self.settings.full_tracebacks)
+            stalls = self._known_world.watch.stalls
+            stalls.report_seconds = self.settings.stall_report_seconds
+            stalls.limit_seconds = self.settings.stall_limit_seconds
             if self.settings.show_settings:
                 log_settings(self.settings)
         return self._known_world
