@@ -30,6 +30,7 @@ from autovaruna.session.device import find_device
 from autovaruna.session.persistence import Persistence, State
 from autovaruna.session.preparation import Preparation
 from autovaruna.session.session import Copies, Session
+from autovaruna.session.stopping import listen
 from autovaruna.session.wrapped import Wrapped
 
 if TYPE_CHECKING:
@@ -145,6 +146,7 @@ class AutoVaruna(nn.Module):
         self._persistence.poll()
         self._wrapped.lent.settle()
         if self._session.is_plain:
+            self._session.end_if_due()
             return self.module(*args, **kwargs)
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False), torch.no_grad():  # what a call prepares is for later steps, too
@@ -189,6 +191,20 @@ class AutoVaruna(nn.Module):
             error_if_nonfinite,
             f"clip_grad_norm_{wrapped.of_model}",
         )
+
+    def should_stop(self, wants_stop: bool = False) -> bool:
+        """Says whether the loop is to end: the same on every rank, after the same call of the model.
+
+        Signals are noted from the first use on: SIGTERM and SIGUSR1 then no longer end this process by themselves. A
+        rank learns of what others have heard with the next call of the model, which tells it anyway.
+
+        Args:
+            wants_stop: Whether this rank's script wants to end for a reason of its own, such as its clock; it stays so.
+        """
+        listen()
+        stopping = self._wrapped.stopping
+        stopping.want(wants_stop)
+        return stopping.own if self._wrapped.world.num_ranks == 1 else stopping.is_agreed
 
     # state
 
@@ -272,6 +288,7 @@ class AutoVaruna(nn.Module):
         step, keep = whole_number("step", step, 0), None if keep is None else whole_number("keep", keep)
         content = Content(step, data_position, extra, scaler, lr_scheduler)
         self._persistence.save(self._wrapped.subject(), dir, content, Way(keep, tempdir, shard, background))
+        self._wrapped.stopping.number_from(step, self._wrapped.num_steps)
 
     def wait_checkpoint(self) -> None:
         """Waits until the checkpoint in the background is complete. Collective.
@@ -312,6 +329,7 @@ class AutoVaruna(nn.Module):
         parts = {"scaler": scaler, "lr_scheduler": lr_scheduler}
         info = self._persistence.load(wrapped.subject(), dir, step, strict, find, **parts)
         wrapped.num_calls = self._persistence.num_calls
+        wrapped.stopping.number_from(info.step or 0, wrapped.num_steps)
         if wrapped.engine is not None and self._persistence.seed is not None:
             wrapped.engine.seed = self._persistence.seed
         return info
