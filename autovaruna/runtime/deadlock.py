@@ -254,7 +254,10 @@ class DeadlockDetector:
             else f"rank {rank} is not in a collective call"
             for rank in range(self.num_ranks)
         )
-        return f"ranks are in different calls: {', '.join(places)}. Every rank must make the same calls, in one order."
+        text = f"ranks are in different calls: {', '.join(places)}. Every rank must make the same calls, in one order."
+        if any("checkpoint" in label for label in self.labels):
+            text += " A script that saves and ends after a signal asks model.should_stop(), which all ranks answer alike."
+        return text
 
     def fail(self, text: str) -> None:
         """Tells every rank that none can go on, unless they know already."""

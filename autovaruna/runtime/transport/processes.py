@@ -30,7 +30,7 @@ from autovaruna.runtime.transport.rings import MAX_BYTES, SLOT_BYTES, RingReceiv
 SPIN_SECONDS = 1e-3
 YIELD_SECONDS = 3e-3
 SECOND_HAND_SECONDS = 0.7
-LATER_RANK_SECONDS = 0.3
+LATER_RANK_SECONDS, _MOST_LATER = 0.3, 3
 _TAG_BITS = 32
 _RING_BYTES = [MAX_BYTES if channel == TENSOR_CHANNEL else SLOT_BYTES for channel in CHANNELS]
 """The largest messages that go through a ring; of sums a rank copies what comes anyway."""
@@ -129,10 +129,10 @@ class ProcessTransport(Transport):
         """Ends all ranks with `status_after`, after this rank's traceback.
 
         Where one rank's error makes others fail, or all fail alike, one message is enough: ranks that only pass on
-        another's error, and then ranks other than 0, give the others a moment to end this one first.
+        another's error, and then later ranks, give the others a moment to end this one first.
         """
         is_second_hand = isinstance(error, RankError) or getattr(error, "is_second_hand", False)
-        time.sleep(SECOND_HAND_SECONDS * is_second_hand + LATER_RANK_SECONDS * (self.rank > 0))
+        time.sleep(SECOND_HAND_SECONDS * is_second_hand + LATER_RANK_SECONDS * min(self.rank, _MOST_LATER))
         if not self.is_ending:
             show(error, where)
         self.end(status_after(error))
