@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 class AutoVaruna(nn.Module):
-    """Trains a model over all ranks of ``mpirun``, split as the planner finds best.
+    """Trains a model over all ranks of ``mpirun`` or ``torchrun``, split as the planner finds best.
 
     The first call traces the model, measures it, plans, and gives each rank its part. On one process the model is
     called as it is, unless a setting asks for micro-batches, stages or recomputation.

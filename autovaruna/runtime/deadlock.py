@@ -256,7 +256,7 @@ class DeadlockDetector:
         )
         text = f"ranks are in different calls: {', '.join(places)}. Every rank must make the same calls, in one order."
         if any("checkpoint" in label for label in self.labels):
-            text += " A script that saves and ends after a signal asks model.should_stop(), which all ranks answer alike."
+            text += " A script that saves and ends after a signal asks model.should_stop(): all ranks answer alike."
         return text
 
     def fail(self, text: str) -> None:
