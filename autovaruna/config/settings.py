@@ -332,8 +332,8 @@ class Settings:
         choice("auto", "mpi", "nccl", "gloo"),
         "auto",
         "What carries tensors between ranks; auto: NCCL if each rank has a GPU of its own, else MPI, and for messages "
-        "of at most 8 MiB within a host memory that its ranks share; mpi: MPI alone; gloo: for tests. Ranks of torchrun "
-        "have TCP in the place of MPI.",
+        "of at most 8 MiB within a host memory that its ranks share; mpi: MPI alone; gloo: for tests. Ranks of "
+        "torchrun have TCP in the place of MPI.",
     )
     compile_stages: bool | Literal["inductor", "aot_eager", "eager"] = _setting(
         either(BOOLEAN, choice("inductor", "aot_eager", "eager")),
