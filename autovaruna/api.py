@@ -23,6 +23,7 @@ from autovaruna.config.settings import Settings, resolve, whole_number
 from autovaruna.errors import InputError, OrderError
 from autovaruna.planner.records import Plan
 from autovaruna.runtime.environment import promise, show_errors_in_few_lines
+from autovaruna.runtime.metrics import Metrics
 from autovaruna.runtime.optimizers.clipping import clip_grad_norm
 from autovaruna.runtime.weights.remote_parameter import RemoteTensor
 from autovaruna.runtime.world import World
@@ -118,6 +119,12 @@ class AutoVaruna(nn.Module):
     def preparation(self) -> Preparation:
         """How the model and its copies were planned."""
         return self._session.preparation
+
+    @property
+    def metrics(self) -> Metrics:
+        """What is known of the last step that went backward: ``step``, ``loss``, ``is_finite``."""
+        engine = self._wrapped.engine
+        return Metrics() if engine is None else engine.metrics
 
     @property
     def loss_mode(self) -> str | None:
