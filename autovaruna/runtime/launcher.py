@@ -1,7 +1,7 @@
 """Looks at what started this process: whether its ranks are all there, whether it still is, and what others left.
 
 Open MPI ends a job whose rank ends after another one has called ``MPI_Init``, but not one whose rank ended before, with
-status 0: so a rank looks for the others of its host just before that call.
+status 0: so a rank looks for the others of its host just before that call. Ranks of torchrun look while they wait.
 """
 
 from __future__ import annotations
@@ -13,13 +13,30 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 from autovaruna.errors import RankError
 
-_JOB, _RANK, _NUM_HERE = "PMIX_NAMESPACE", "PMIX_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"
+
+class Names(NamedTuple):
+    """The variables by which a launcher tells a rank what it is.
+
+    Attributes:
+        job: those that no other job on the host has alike.
+        rank, num_here: its rank, and how many ranks this host has.
+    """
+
+    job: tuple[str, ...]
+    rank: str
+    num_here: str
+
+
+OF_OPEN_MPI = Names(("PMIX_NAMESPACE",), "PMIX_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE")
+OF_TORCHRUN = Names(("TORCHELASTIC_RUN_ID", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT"), "RANK", "LOCAL_WORLD_SIZE")
+
 _PATIENCE_SECONDS = 2.0
 """How long a rank may take to appear: a launcher starts all of a host at once."""
 _STARTING_SECONDS = 60.0
@@ -27,34 +44,37 @@ _STARTING_SECONDS = 60.0
 _LAUNCHERS = ("prterun", "prted", "mpirun", "mpiexec", "orted", "hydra_pmi_proxy")
 
 
-def expect_siblings(variables: Mapping[str, str] = os.environ, processes: Path = Path("/proc")) -> None:
+def expect_siblings(names: Names, variables: Mapping[str, str] = os.environ, processes: Path = Path("/proc")) -> None:
     """Returns at once if every rank of this host has a process, or if that cannot be known.
 
     Args:
+        names: Of the launcher's variables.
         variables: The environment of this rank.
         processes: Where the system shows its processes.
 
     Raises:
         RankError: ranks have ended.
     """
-    job, num_here = variables.get(_JOB, ""), variables.get(_NUM_HERE, "")
-    if not job or not num_here.isdigit() or not launcher_of(os.getpid(), processes):
+    job, num_here = [variables.get(name) for name in names.job], variables.get(names.num_here, "")
+    is_seen = names is OF_TORCHRUN or launcher_of(os.getpid(), processes)
+    if None in job or not num_here.isdigit() or not is_seen:
         return
     deadline = time.monotonic() + _PATIENCE_SECONDS
-    while (num_alive := len(_ranks_of(job, processes))) < int(num_here):
+    while (num_alive := len(_ranks_of(job, names, processes))) < int(num_here):
         if time.monotonic() > deadline:
             raise RankError(
                 f"{int(num_here) - num_alive} of the {num_here} ranks on this host ended their script before rank "
-                f"{variables.get(_RANK, '?')} came to its first call. Every rank must make the same calls, the same "
-                "number of times."
+                f"{variables.get(names.rank, '?')} came to its first call. Every rank must make the same calls, the "
+                "same number of times."
             )
         time.sleep(0.05)
 
 
-def _ranks_of(job: str, processes: Path) -> set[str]:
+def _ranks_of(job: Sequence[str | None], names: Names, processes: Path) -> set[str]:
     """Returns the ranks of a job that have a process here: itself, or one that it has started."""
     found = (_variables_of(each) for each in processes.iterdir() if each.name.isdigit())
-    return {variables[_RANK] for variables in found if variables.get(_JOB) == job and _RANK in variables}
+    mine = (variables for variables in found if [variables.get(name) for name in names.job] == job)
+    return {variables[names.rank] for variables in mine if names.rank in variables}
 
 
 def _variables_of(process: Path) -> dict[str, str]:

@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from ctypes import c_char
 from datetime import timedelta
 from hmac import compare_digest
@@ -47,6 +47,7 @@ _GREETING = struct.Struct(f"<{_TOKEN_BYTES}sI?")
 _GREETING_SECONDS = 10.0
 _START_SECONDS, _REPORT_SECONDS = 1800.0, 30.0
 """How long ranks wait for those that have not come to their first call, and after what time they say so."""
+_CHECK_SECONDS = 1.0
 _AT_ONCE = 64
 """Buffers that one call of the system takes."""
 _GOODBYE, _END = b"b", b"e"
@@ -218,17 +219,21 @@ class SocketTransport(ProcessTransport):
         rank: This rank.
         num_ranks: How many there are.
         master: Host name and port of the store, which say by which address this host is reached.
+        check: Raises if ranks have ended that would have to come.
     """
 
-    def __init__(self, store: Any, rank: int, num_ranks: int, master: tuple[str, int]) -> None:
+    def __init__(
+        self, store: Any, rank: int, num_ranks: int, master: tuple[str, int], check: Callable[[], None]
+    ) -> None:
         super().__init__()
         self.rank = rank
         if rank == 0:
             store.set("token", token_bytes(_TOKEN_BYTES).hex())
-        with socket.create_server((own_address(master), 0), backlog=2 * num_ranks) as server:
+        family, own = own_address(master)
+        with socket.create_server((own, 0), family=family, backlog=2 * num_ranks) as server:
             host, port = server.getsockname()[:2]
             store.set(f"rank {rank}", f"{socket.gethostname()} {host} {port}")
-            await_ranks(store, num_ranks)
+            await_ranks(store, num_ranks, check)
             token = bytes.fromhex(store.get("token").decode())
             places = [store.get(f"rank {other}").decode().split() for other in range(num_ranks)]
             self.hosts = tuple(name for name, _, _ in places)
@@ -388,22 +393,27 @@ def memory_of(tensor: Tensor) -> memoryview:
     return memoryview((c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
 
 
-def own_address(master: tuple[str, int]) -> str:
+def own_address(master: tuple[str, int]) -> tuple[socket.AddressFamily, str]:
     """Returns the address by which other ranks reach this host: the one that this host reaches the store from."""
     host, port = master
     family, _, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(place)  # sends nothing
-        return str(probe.getsockname()[0])
+        return family, str(probe.getsockname()[0])
 
 
-def await_ranks(store: Any, num_ranks: int) -> None:
+def await_ranks(store: Any, num_ranks: int, check: Callable[[], None]) -> None:
     """Returns once every rank has come.
+
+    Args:
+        store: Where they say so.
+        num_ranks: How many there are.
+        check: Is called now and then.
 
     Raises:
         RankError: one has not, for half an hour.
     """
-    began, has_told = time.monotonic(), False
+    began, has_told, checked = time.monotonic(), False, 0.0
     while missing := [rank for rank in range(num_ranks) if not store.check([f"rank {rank}"])]:
         waited = time.monotonic() - began
         if waited > _START_SECONDS:
@@ -411,6 +421,9 @@ def await_ranks(store: Any, num_ranks: int) -> None:
         if waited > _REPORT_SECONDS and not has_told:
             has_told = True
             logger.warning("ranks %s have not come to their first call for %.0f s", missing, waited)
+        if waited > checked + _CHECK_SECONDS:
+            checked = waited
+            check()
         time.sleep(0.01 if waited < 1 else 0.1)
 
 
