@@ -28,6 +28,7 @@ from autovaruna.runtime.launcher import (
     launcher_of,
     remove_leftovers,
 )
+from autovaruna.runtime.transport.base import status_after
 from autovaruna.runtime.transport.processes import ProcessTransport
 from autovaruna.runtime.transport.threads import single_world, world_of_thread
 from autovaruna.runtime.world import World
@@ -82,6 +83,9 @@ class Ending:
         if self._is_child() or self._has_ended:
             return
         self._has_ended = True
+        error = getattr(sys, "last_value", None)
+        if error is not None:  # a hook that the script has put in the place of ours has shown it
+            self.world.transport.end(status_after(error))
         if self._status != 0 and self._num_acts == self._num_acts_now():
             self.world.transport.end(self._status)
         try:

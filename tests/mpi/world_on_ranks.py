@@ -148,6 +148,12 @@ def error_behind_a_hook(world: World) -> None:
     error(world)
 
 
+def error_shown_by_another(world: World) -> None:
+    """Fails as `error`, in a script that shows errors itself."""
+    sys.excepthook = sys.__excepthook__
+    error(world)
+
+
 def error_while_busy(world: World) -> None:
     """Fails on rank 1 while the others compute for long."""
     if world.rank == 1:
