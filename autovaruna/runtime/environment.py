@@ -217,7 +217,8 @@ def check_slurm(variables: Mapping[str, str]) -> None:
     """
     num_tasks = _number(variables, "SLURM_NTASKS")
     is_step = "SLURM_STEP_ID" in variables or variables.get("SLURM_PROCID", "0") != "0"
-    if num_tasks > 1 and is_step and variables.get("WORLD_SIZE") is None:
+    is_known = "SLURM_STEP_NUM_TASKS" in variables or "WORLD_SIZE" in variables
+    if num_tasks > 1 and is_step and not is_known:
         raise ConfigError(
             f"srun started {num_tasks} tasks that do not know each other: each would train a model of its own. Start "
             f"the script with `mpirun -np {num_tasks} python {_script()} ...`, or with `srun --mpi=pmix`"

@@ -111,3 +111,4 @@ def test_tasks_of_srun_that_mpi_does_not_know_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"srun started 4 tasks .*`mpirun -np 4 python .*`"):
         check_slurm({"SLURM_NTASKS": "4", "SLURM_PROCID": "2"})
     check_slurm({"SLURM_NTASKS": "4", "SLURM_PROCID": "0"})  # of a batch script, which is one process
+    check_slurm({"SLURM_NTASKS": "4", "SLURM_STEP_ID": "4294967290", "SLURM_STEP_NUM_TASKS": "1"})  # of a shell
