@@ -90,6 +90,13 @@ def test_a_rank_that_fails_ends_all(story: str, tmp_path: Path) -> None:
     assert text.count("Traceback") == (story != "vanish"), text
 
 
+def test_the_last_words_of_torchrun_are_of_the_rank_that_failed(tmp_path: Path) -> None:
+    done = torchrun(2, "error", tmp_path)
+    assert done.returncode
+    cause = done.stderr.rpartition("Root Cause")[2]
+    assert "rank      : 1" in cause and "rank 1 failed:" in cause and "ValueError: the story's error" in cause
+
+
 TORCH = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
 OPEN_MPI = {"OMPI_COMM_WORLD_SIZE": "2"}
 

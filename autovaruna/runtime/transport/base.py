@@ -257,6 +257,8 @@ def status_after(error: BaseException) -> int:
     return 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
 
 
-def show(error: BaseException, where: str) -> None:
-    """Writes what an error says, headed by `where`, on standard error."""
-    write_error(f"{where}:\n{error_text(error)}")
+def show(error: BaseException, where: str) -> str:
+    """Writes what an error says, headed by `where`, on standard error; returns it."""
+    text = f"{where}:\n{error_text(error)}"
+    write_error(text)
+    return text

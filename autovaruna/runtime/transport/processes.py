@@ -125,6 +125,9 @@ class ProcessTransport(Transport):
         else:
             time.sleep(50e-6 if waited_seconds < 1.0 else 500e-6)
 
+    def tell_launcher(self, text: str) -> None:
+        """Hands the reason why this rank ends to its launcher, if that takes one."""
+
     def abort(self, error: BaseException, where: str) -> NoReturn:
         """Ends all ranks with `status_after`, after this rank's traceback.
 
@@ -134,7 +137,7 @@ class ProcessTransport(Transport):
         is_second_hand = isinstance(error, RankError) or getattr(error, "is_second_hand", False)
         time.sleep(SECOND_HAND_SECONDS * is_second_hand + LATER_RANK_SECONDS * min(self.rank, _MOST_LATER))
         if not self.is_ending:
-            show(error, where)
+            self.tell_launcher(show(error, where))
         self.end(status_after(error))
 
 

@@ -11,6 +11,7 @@ thread that waits for it. On GPUs tensors go through NCCL, as with MPI.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import selectors
@@ -21,9 +22,11 @@ import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from ctypes import c_char
 from datetime import timedelta
 from hmac import compare_digest
+from pathlib import Path
 from secrets import token_bytes
 from typing import Any, NoReturn
 
@@ -299,6 +302,13 @@ class SocketTransport(ProcessTransport):
     def is_ending(self) -> bool:
         """Whether another rank, which has said why, is ending this one."""
         return self._life.is_ending
+
+    def tell_launcher(self, text: str) -> None:
+        """Hands the reason to torchrun, whose last words then are of the rank that failed first, and have it."""
+        file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+        if file:
+            with suppress(OSError):
+                Path(file).write_text(json.dumps({"message": text, "timestamp": int(time.time())}))
 
     def end(self, status: int) -> NoReturn:
         """Ends all ranks with a non-zero status, at once."""
