@@ -141,6 +141,7 @@ def test_an_error_shows_the_scripts_own_lines_and_its_message_last():
 
 
 def test_all_frames_are_shown_where_asked(monkeypatch):
+    monkeypatch.setattr(log, "_all_frames", None)
     monkeypatch.setenv(log.ALL_FRAMES_VARIABLE, "1")
     text = text_of(num_stage=2)
     assert text.count("Traceback (most recent call last)") == 2 and "settings.py" in text

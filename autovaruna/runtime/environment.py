@@ -83,9 +83,9 @@ class Ending:
         if self._is_child() or self._has_ended:
             return
         self._has_ended = True
-        error = getattr(sys, "last_value", None)
-        if error is not None:  # a hook that the script has put in the place of ours has shown it
-            self.world.transport.end(status_after(error))
+        uncaught = getattr(sys, "last_value", None)
+        if uncaught is not None:  # a hook that the script has put in the place of ours has shown it
+            self.world.transport.end(status_after(uncaught))
         if self._status != 0 and self._num_acts == self._num_acts_now():
             self.world.transport.end(self._status)
         try:
