@@ -22,7 +22,8 @@ from autovaruna.checkpoint.state import Content
 from autovaruna.config.settings import Settings, resolve, whole_number
 from autovaruna.errors import InputError, OrderError
 from autovaruna.planner.records import Plan
-from autovaruna.runtime.environment import promise
+from autovaruna.runtime.environment import promise, show_errors_in_few_lines
+from autovaruna.runtime.metrics import Metrics
 from autovaruna.runtime.optimizers.clipping import clip_grad_norm
 from autovaruna.runtime.weights.remote_parameter import RemoteTensor
 from autovaruna.runtime.world import World
@@ -30,6 +31,7 @@ from autovaruna.session.device import find_device
 from autovaruna.session.persistence import Persistence, State
 from autovaruna.session.preparation import Preparation
 from autovaruna.session.session import Copies, Session
+from autovaruna.session.stopping import listen
 from autovaruna.session.wrapped import Wrapped
 
 if TYPE_CHECKING:
@@ -37,7 +39,7 @@ if TYPE_CHECKING:
 
 
 class AutoVaruna(nn.Module):
-    """Trains a model over all ranks of ``mpirun``, split as the planner finds best.
+    """Trains a model over all ranks of ``mpirun`` or ``torchrun``, split as the planner finds best.
 
     The first call traces the model, measures it, plans, and gives each rank its part. On one process the model is
     called as it is, unless a setting asks for micro-batches, stages or recomputation.
@@ -62,6 +64,7 @@ class AutoVaruna(nn.Module):
         scaler: torch.amp.GradScaler | None = None,
         **settings: Any,
     ) -> None:
+        show_errors_in_few_lines()
         if isinstance(model, AutoVaruna) or not isinstance(model, nn.Module):
             raise InputError(f"AutoVaruna wraps a torch.nn.Module that is not wrapped yet: got {type(model).__name__}.")
         if any(isinstance(parameter, RemoteTensor) for parameter in model.parameters()):
@@ -118,6 +121,12 @@ class AutoVaruna(nn.Module):
         return self._session.preparation
 
     @property
+    def metrics(self) -> Metrics:
+        """What is known of the last step that went backward: ``step``, ``loss``, ``is_finite``."""
+        engine = self._wrapped.engine
+        return Metrics() if engine is None else engine.metrics
+
+    @property
     def loss_mode(self) -> str | None:
         """What calls do: ``loss`` (the whole step), ``outputs`` (forwards; backwards in backward), None: not known."""
         traces = self._session.traces
@@ -144,6 +153,7 @@ class AutoVaruna(nn.Module):
         self._persistence.poll()
         self._wrapped.lent.settle()
         if self._session.is_plain:
+            self._session.end_if_due()
             return self.module(*args, **kwargs)
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False), torch.no_grad():  # what a call prepares is for later steps, too
@@ -188,6 +198,20 @@ class AutoVaruna(nn.Module):
             error_if_nonfinite,
             f"clip_grad_norm_{wrapped.of_model}",
         )
+
+    def should_stop(self, wants_stop: bool = False) -> bool:
+        """Says whether the loop is to end: the same on every rank, after the same call of the model.
+
+        Signals are noted from the first use on: SIGTERM and SIGUSR1 then no longer end this process by themselves. A
+        rank learns of what others have heard with the next call of the model, which tells it anyway.
+
+        Args:
+            wants_stop: Whether this rank's script wants to end for a reason of its own, such as its clock; it stays so.
+        """
+        listen()
+        stopping = self._wrapped.stopping
+        stopping.want(wants_stop)
+        return stopping.own if self._wrapped.world.num_ranks == 1 else stopping.is_agreed
 
     # state
 
@@ -271,6 +295,7 @@ class AutoVaruna(nn.Module):
         step, keep = whole_number("step", step, 0), None if keep is None else whole_number("keep", keep)
         content = Content(step, data_position, extra, scaler, lr_scheduler)
         self._persistence.save(self._wrapped.subject(), dir, content, Way(keep, tempdir, shard, background))
+        self._wrapped.stopping.number_from(step, self._wrapped.num_steps)
 
     def wait_checkpoint(self) -> None:
         """Waits until the checkpoint in the background is complete. Collective.
@@ -311,6 +336,7 @@ class AutoVaruna(nn.Module):
         parts = {"scaler": scaler, "lr_scheduler": lr_scheduler}
         info = self._persistence.load(wrapped.subject(), dir, step, strict, find, **parts)
         wrapped.num_calls = self._persistence.num_calls
+        wrapped.stopping.number_from(info.step or 0, wrapped.num_steps)
         if wrapped.engine is not None and self._persistence.seed is not None:
             wrapped.engine.seed = self._persistence.seed
         return info

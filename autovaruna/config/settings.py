@@ -332,7 +332,8 @@ class Settings:
         choice("auto", "mpi", "nccl", "gloo"),
         "auto",
         "What carries tensors between ranks; auto: NCCL if each rank has a GPU of its own, else MPI, and for messages "
-        "of at most 8 MiB within a host memory that its ranks share; mpi: MPI alone; gloo: for tests.",
+        "of at most 8 MiB within a host memory that its ranks share; mpi: MPI alone; gloo: for tests. Ranks of "
+        "torchrun have TCP in the place of MPI.",
     )
     compile_stages: bool | Literal["inductor", "aot_eager", "eager"] = _setting(
         either(BOOLEAN, choice("inductor", "aot_eager", "eager")),
@@ -340,6 +341,23 @@ class Settings:
         "Whether stages go through torch.compile, by its own backend or a named one.",
     )
     progress: bool = _setting(BOOLEAN, True, "Whether rank 0 shows a progress bar while it measures.")
+    stall_report_seconds: float = _setting(
+        number(),
+        30.0,
+        "How long a rank waits before it says for whom, and where the others are; at least 20 predicted steps.",
+    )
+    stall_limit_seconds: float = _setting(
+        number(), 0.0, "How long a rank waits before it ends the job with an error that names whom; 0: for ever."
+    )
+    save_on_signal: str = _setting(
+        PATH,
+        "",
+        "Folder for a checkpoint when SIGTERM or SIGUSR1 has come to any rank, after which all end with status 75; "
+        "empty: signals do what they do without this.",
+    )
+    full_tracebacks: bool = _setting(
+        BOOLEAN, False, "Whether errors show the frames of AutoVaruna and torch, too, and not the script's alone."
+    )
     show_settings: bool = _setting(BOOLEAN, False, "Whether each setting is logged at the start.", "show_config_items")
 
     _sources: tuple[tuple[str, str], ...] = field(default=(), repr=False, compare=False)

@@ -21,6 +21,7 @@ from autovaruna.planner.records import Plan
 from autovaruna.runtime.batch import GlobalBatch, Job
 from autovaruna.runtime.gradients import Backwards, GradientBook, GradientSum
 from autovaruna.runtime.mail import Mail
+from autovaruna.runtime.metrics import Metrics
 from autovaruna.runtime.optimizers.scaler import LossScale
 from autovaruna.runtime.step_runner import RankParts, StepRunner
 from autovaruna.runtime.trace import EventTrace
@@ -199,6 +200,7 @@ class Engine:
         plan: the plan.
         seed: what random nodes are seeded from.
         backwards: the caller's backwards, and the gradients that are kept back.
+        metrics: of the last step that went backward.
     """
 
     def __init__(
@@ -228,7 +230,10 @@ class Engine:
             if not isinstance(each, RemoteTensor) and not each.is_meta
         }
         mail, delivers_all = Mail(world, device), settings.outputs == "all"
-        self._rank = RankParts(world, device, mail, state, own, self.backwards, loss_scale, delivers_all, trace)
+        self.metrics = Metrics()
+        self._rank = RankParts(
+            world, device, mail, state, own, self.backwards, loss_scale, self.metrics, delivers_all, trace
+        )
 
     def run(
         self,

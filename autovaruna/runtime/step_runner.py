@@ -35,8 +35,10 @@ from autovaruna.runtime.changed_state import ChangedState, share_state
 from autovaruna.runtime.gradients import Backwards, GradientBook
 from autovaruna.runtime.in_flight import NOTHING, InFlight, OwnSamples, Stash
 from autovaruna.runtime.mail import Mail
+from autovaruna.runtime.metrics import Metrics
 from autovaruna.runtime.optimizers.scaler import LossScale
 from autovaruna.runtime.outputs import GradientExchange, OutputCollector
+from autovaruna.runtime.reduction import WIDER
 from autovaruna.runtime.trace import EventTrace, Recorder
 from autovaruna.runtime.traffic import Act, Traffic
 from autovaruna.runtime.weights.placement import OwnedState, Placement
@@ -62,6 +64,7 @@ class RankParts:
         parameters: those that this rank holds.
         backwards: keeps account of the caller's backwards.
         loss_scale: hears of the gradient that comes into the loss.
+        metrics: hears of every step that goes backward.
         delivers_all: whether a step returns outputs beside the loss.
         trace: records the instructions of every step.
     """
@@ -73,6 +76,7 @@ class RankParts:
     parameters: Mapping[str, Tensor]
     backwards: Backwards
     loss_scale: LossScale
+    metrics: Metrics
     delivers_all: bool
     trace: EventTrace | None
 
@@ -141,6 +145,7 @@ class StepRunner:
         self._input_gradients: dict[tuple[str, int], Tensor | None] = {}
         self._seeds: Mapping[float, Tensor] = {}
         self._act: Act | None = None
+        self._loss: Tensor | None = None
         self._found = Found({}, {}, {}, {})
 
     def run(self) -> list[Tensor | None]:
@@ -164,6 +169,7 @@ class StepRunner:
         self._found = self._sum()
         outputs = self._collector.take(self._wanted)  # last: they have come while gradients were summed
         loss = {self._loss_place: outputs.pop(self._loss_place)}
+        self._loss = loss[self._loss_place]
         published = {**self._publish(loss, self._give_out), **self._publish(outputs, self._refuse)}
         return [published.get(place) for place in self._specs]
 
@@ -188,6 +194,9 @@ class StepRunner:
                 "another one. Expected one backward, of the sum of all losses; or another schedule."
             )
         self._rank.backwards.note("of its outputs")
+        has_scaler = self._rank.loss_scale.words != "none"  # whose gradients may overflow
+        total = None if has_scaler else _total(gradients)
+        self._rank.metrics.note(self._job.step + 1, total, self._where_not_finite, is_loss=False)
         self._rank.loss_scale.after(1.0)
         self._rank.backwards.note_gradients(self._is_synchronising)
         with self._guarded():
@@ -195,6 +204,7 @@ class StepRunner:
             self._keeps_graphs = is_kept
             self._run(self._prepare(_BACKWARDS))
             found = self._sum()
+            self._world.flush()  # others wait for it, and this rank may wait for them by itself
             self._book.keep(found.own)
             return self._for_sources(found.totals, found.kept, found.inputs)
 
@@ -387,6 +397,7 @@ class StepRunner:
         if gradients[0] is None:
             backwards.note("none")
             return self._for_sources({}, found.kept, {})
+        self._rank.metrics.note(self._job.step + 1, self._loss, self._where_not_finite, is_loss=True)
         factor = gradients[0].item()
         backwards.note(f"{factor:g}")
         self._rank.loss_scale.after(factor)
@@ -479,6 +490,20 @@ class StepRunner:
         self._rank.mail = Mail(self._world, self._device)
         self._rank.backwards.forget_step()
 
+    def _where_not_finite(self) -> str:
+        """Says where a loss that is not finite was found; empty: on another rank."""
+        rank = self._world.rank
+        if self._loss is None:
+            stage = self._job.plan.num_stages - 1
+            return f"the gradient of rank {rank}'s loss is not finite at the outputs of stage {stage}"
+        for (place, index), output in self._outputs.items():
+            if place == self._loss_place and not output.isfinite().all():
+                part = self._job.batch.micro_batches[index]
+                samples = f"samples {part.start} to {part.start + part.size - 1} of rank {part.origin}"
+                stage = self._job.split.makers[place]
+                return f"the loss of micro-batch {index} ({samples}) is {output.item()} on rank {rank}, stage {stage}"
+        return ""
+
     def _where(self, error: BaseException) -> str:
         """Returns rank, stage and micro-batch, and the line of the user's model if an operation raised `error`."""
         if self._act is None:
@@ -513,6 +538,12 @@ def given_whole(inputs: Iterable[InputSpec], part: MicroBatch, batch: GlobalBatc
         "batch. If numbers in there name samples (the edges of a graph, say), pass "
         f"num_micro_batches={len(batch.groups)}, so that each is all that a rank passes"
     )
+
+
+def _total(gradients: Gradients) -> Tensor | None:
+    """Returns a number that is finite if, and as a rule only if, the gradients are: their sum."""
+    present = [torch.view_as_real(each) if each.is_complex() else each for each in gradients if each is not None]
+    return torch.stack([each.sum(dtype=WIDER.get(each.dtype)) for each in present]).sum() if present else None
 
 
 def _input_key(name: str) -> str:

@@ -34,6 +34,7 @@ _OF_ONE_RANK = {
     "dump_graph",
     "trace_events_file",
     "progress",
+    "full_tracebacks",
     "show_settings",
     "seed",
 }
@@ -41,9 +42,10 @@ _OF_ONE_RANK = {
 _FLAGS = {"t": "train()", "e": "eval()", "g": "trained", "f": "frozen"}
 
 
-Report = tuple[str, int, Digest, tuple[int, ...], Totals | None]
+Report = tuple[str, int, Digest, tuple[int, ...], bool, Totals | None]
 """What a rank says of its call: key, samples, a digest of what its script has done since the start, digests of its
-tensors (in few calls), and the totals of its mini-batch (None: the graph is not known yet)."""
+tensors (in few calls), whether it wants the run to end, and the totals of its mini-batch (None: the graph is not known
+yet)."""
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,9 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
-from autovaruna.errors import RankError
+from autovaruna.checkpoint.save import Way
+from autovaruna.checkpoint.state import Content
+from autovaruna.errors import ConfigError, RankError
 from autovaruna.graph.call import CallReader, CallSpec
 from autovaruna.graph.traced import TracedModel
 from autovaruna.planner.records import Plan
@@ -158,6 +160,7 @@ class Session:
         wrapped = self._wrapped
         num_known = 0 if self.traces is None else self.traces.num_known
         shared = self._agree(args, kwargs)
+        self.end_if_due()
         engine = wrapped.engine or self._start(shared)
         batch = self._cut(shared, engine.plan)
         assert self.traces is not None
@@ -171,6 +174,26 @@ class Session:
         if is_new or traced.has_kept_modules:  # both may set attributes
             wrapped.guards.settle()
         return returned
+
+    def end_if_due(self) -> None:
+        """Saves and ends the run, where a setting asks for it and a signal has come. Collective then."""
+        wrapped = self._wrapped
+        folder, num_steps = wrapped.settings.save_on_signal, wrapped.num_steps
+        if not folder:
+            return
+        if wrapped.of_model or wrapped.world.num_models > 1:
+            raise ConfigError(
+                f"save_on_signal is {folder!r}, but the script calls {wrapped.world.num_models} models, or copies of "
+                "one; expected one model. Leave the setting out, and save all of them once model.should_stop() is true."
+            )
+        if wrapped.world.num_ranks == 1:
+            wrapped.stopping.is_agreed = wrapped.stopping.own
+        if wrapped.stopping.is_due(num_steps):
+
+            def save(step: int) -> None:
+                self._persistence.save(wrapped.subject(), folder, Content(step, scaler=self._scaler), Way())
+
+            wrapped.stopping.save_and_end(save, num_steps)
 
     def prepare(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Plans and splits the model now, from a sample of the calls to come. Collective.
@@ -211,10 +234,11 @@ class Session:
             tensors = on_own_gpu(tensors, wrapped.device)
             passed = self._same_inputs.digests(wrapped.num_calls, tensors)
             totals = self._own_totals(call.key(), tensors, call.batch_size)
-            report = call.key(), call.batch_size, wrapped.digest(), passed, totals
+            report = call.key(), call.batch_size, wrapped.digest(), passed, wrapped.stopping.own, totals
         except Exception as caught:
             error = caught
         reports = world.agree(error, f"reading the model's inputs{wrapped.of_model}", report)
+        wrapped.stopping.is_agreed |= any(is_wanted for *_, is_wanted, _ in reports)
         if self._leave_out(call, reports):
             return self._agree(args, kwargs)
         try:
@@ -224,7 +248,7 @@ class Session:
                 raise
             return self._agree(args, kwargs)
         if world.rank == 0 and reports[0][3]:
-            self._same_inputs.compare(call, [digests for *_, digests, _ in reports])
+            self._same_inputs.compare(call, [digests for *_, digests, _, _ in reports])
         return shared
 
     def _leave_out(self, call: CallSpec, reports: Sequence[Report]) -> bool:
@@ -374,6 +398,7 @@ class Session:
             wrapped.of_model,
             None if self._number_of_copy else preparation.event_trace(),
         )
+        world.watch.stalls.step_seconds = max(world.watch.stalls.step_seconds, plan.predicted_seconds)
         wrapped.guards.settle()
 
     def _seed(self, number: int) -> int:

@@ -11,7 +11,7 @@ from autovaruna.checkpoint.state import Subject
 from autovaruna.config.settings import Settings, log_settings
 from autovaruna.errors import InputError, RankError
 from autovaruna.graph.guards import Guards
-from autovaruna.log import configure
+from autovaruna.log import configure, show_all_frames
 from autovaruna.runtime.engine import Engine
 from autovaruna.runtime.environment import get_world
 from autovaruna.runtime.optimizers.optimizer import CutOptimizer, OwnSteps, with_hooks
@@ -20,6 +20,7 @@ from autovaruna.runtime.weights.state import StateCopies
 from autovaruna.runtime.world import World
 from autovaruna.session.device import bring_to_own_device
 from autovaruna.session.script_actions import Digest, ScriptActions
+from autovaruna.session.stopping import Stopping, listen
 
 
 class Wrapped:
@@ -43,6 +44,7 @@ class Wrapped:
         engine: runs calls; None: the model is whole yet.
         num_calls: calls of the model so far.
         is_synchronising: whether gradients are summed over ranks now.
+        stopping: whether the run is to end.
     """
 
     def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer | None, settings: Settings) -> None:
@@ -63,6 +65,9 @@ class Wrapped:
         self.engine: Engine | None = None
         self.num_calls = 0
         self.is_synchronising = True
+        self.stopping = Stopping()
+        if settings.save_on_signal:
+            listen()
         self._known_world: World | None = None
         self._number = 0
 
@@ -72,9 +77,18 @@ class Wrapped:
         if self._known_world is None:
             self._known_world = get_world()
             configure(self._known_world.rank)
+            show_all_frames(self.settings.full_tracebacks)
+            stalls = self._known_world.watch.stalls
+            stalls.report_seconds = self.settings.stall_report_seconds
+            stalls.limit_seconds = self.settings.stall_limit_seconds
             if self.settings.show_settings:
                 log_settings(self.settings)
         return self._known_world
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of the optimizer so far; without one, calls of the model."""
+        return self.num_calls if self.optimizer is None else self.acts.num_steps
 
     @property
     def of_model(self) -> str:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -46,10 +47,11 @@ def losses(text: str) -> dict[int, float]:
 
 @contextmanager
 def running(folder: Path, *words: str) -> Iterator[subprocess.Popen[str]]:
-    """Starts a job; ends it with the context."""
+    """Starts a job; ends it with the context. It hears SIGHUP also where the tests, under nohup, do not."""
     process = subprocess.Popen(
-        command(folder, *words), env=environment(folder), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
+        command(folder, *words), env=environment(folder), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        preexec_fn=partial(signal.signal, signal.SIGHUP, signal.SIG_DFL),
+    )  # fmt: skip
     try:
         yield process
     finally:
