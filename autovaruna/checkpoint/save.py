@@ -27,7 +27,7 @@ from autovaruna.checkpoint import folder
 from autovaruna.checkpoint.collective import different_requests, on_first, place_of, together
 from autovaruna.checkpoint.state import Content, Part, Subject, compose, config_files
 from autovaruna.checkpoint.write import HostMemory, Report, cannot_write, commit, mark_of, write_part
-from autovaruna.config.files import at_home
+from autovaruna.config.files import at_home, read_record
 from autovaruna.errors import CheckpointError
 from autovaruna.runtime.world import World, gather_on_all
 
@@ -296,7 +296,7 @@ class BackgroundWrite:
             raise CheckpointError(
                 f"rank {rank} could not write its part of the checkpoint {self.folder.name}; it says why."
             ) from error
-        return Report.from_json(json.loads(text))
+        return read_record(json.loads(text), Report)
 
 
 def available_bytes() -> float:

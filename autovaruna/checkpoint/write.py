@@ -47,11 +47,6 @@ class Report:
     files: Mapping[str, FileRecord]
     documents: Mapping[str, Json]
 
-    @staticmethod
-    def from_json(given: Mapping[str, Any]) -> Report:
-        """Returns what `dataclasses.asdict` made JSON of."""
-        return Report({name: FileRecord.from_json(it) for name, it in given["files"].items()}, given["documents"])
-
 
 class HostMemory:
     """Memory on the host for a copy of a rank's part; one save after the other uses it. For CUDA it is pinned."""

@@ -28,7 +28,7 @@ from autovaruna.planner.problem import Problem
 from autovaruna.planner.records import UNKNOWN_LINK, Plan
 from autovaruna.planner.search import make_plan
 from autovaruna.planner.table import Choice, explain, plan_choices, plan_table, seconds
-from autovaruna.profiler.cache import load_profile
+from autovaruna.profiler.cache import load_measured
 from autovaruna.profiler.records import Cluster, OptimizerCost, Profile
 from autovaruna.profiler.roofline import optimizer_cost, predict, read_device
 from autovaruna.schedule.pipeline import Pipeline
@@ -55,7 +55,7 @@ class Planning:
         self.options = options
         self.settings = settings_of(options, {"memory_limit_bytes": options.memory} if options.memory else {})
         self.device = read_device(options.device) if options.device else None
-        saved = load_profile(options.profile) if options.profile else None
+        saved = load_measured(options.profile, Profile) if options.profile else None
         is_simulated = self.device is not None or saved is not None
         self.memory_bytes = self._find_memory()
         make_optimizer(options.optimizer)  # a mistake is told before the model is traced

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autovaruna.config.files import at_home
+from autovaruna.config.files import Amount, Count, at_home
 from autovaruna.config.settings import Settings, resolve, whole_number
 from autovaruna.errors import InputError, MeasureError
 from autovaruna.graph.call import describe
@@ -22,7 +22,7 @@ from autovaruna.graph.trace import trace
 from autovaruna.graph.traced import TracedModel
 from autovaruna.planner.cut_points import cut_point_blocks
 from autovaruna.planner.problem import Constraints, Problem
-from autovaruna.profiler.cache import ProfileCache, cache_of, environment, load_measured, load_profile, save_measured
+from autovaruna.profiler.cache import ProfileCache, cache_of, environment, load_measured, save_measured
 from autovaruna.profiler.measure import Key, PartCost, merge, to_profile
 from autovaruna.profiler.records import Cluster, Profile
 from autovaruna.profiler.work import all_parts, distinct
@@ -145,8 +145,8 @@ class Facts:
         optimizer_bytes_factor: bytes of optimizer state for each byte of a trained parameter.
     """
 
-    gpus_per_node: int
-    optimizer_bytes_factor: float
+    gpus_per_node: Count
+    optimizer_bytes_factor: Amount
 
 
 class ProfileFolder:
@@ -175,11 +175,11 @@ class ProfileFolder:
         Raises:
             MeasureError: a file is missing or damaged, or they do not belong together; says which.
         """
-        profile = load_profile(self._file("profile"))
+        profile = load_measured(self._file("profile"), Profile)
         graph = load_measured(self._file("graph"), Graph)
         cluster = load_measured(self._file("cluster"), Cluster)
         facts = load_measured(self._file("facts"), Facts)
-        if profile.fingerprint != graph.fingerprint:
+        if profile.fingerprint != graph.fingerprint or len(profile.costs[0]) != len(graph.blocks):
             raise MeasureError(
                 f"the profile in {self.path} is of several models: the costs are of graph {profile.fingerprint}, the "
                 f"graph is {graph.fingerprint}; measure again into an empty folder"

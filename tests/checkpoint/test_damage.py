@@ -205,7 +205,7 @@ def test_one_without_a_manifest_is_not_taken_for_weights_of_others(two: tuple[Pa
 def forge(folder: Path, name: str, data: bytes) -> None:
     """Writes a file of a checkpoint, and a manifest that tells of it."""
     known = read_manifest(folder)
-    record = write_file(folder / name, [np.frombuffer(data, np.uint8)])
+    record = write_file(folder / name, [np.frombuffer(data, np.uint8)] if data else [])
     (folder / MANIFEST).write_text(Manifest(known.step, {**known.files, name: record}).to_json())
 
 
