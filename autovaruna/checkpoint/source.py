@@ -18,7 +18,7 @@ import torch
 
 from autovaruna.checkpoint.collective import different_requests, on_first, place_of, together
 from autovaruna.checkpoint.document import decode
-from autovaruna.checkpoint.folder import Saved, lock_to_read, saved_in
+from autovaruna.checkpoint.folder import Saved, lock_to_read, other_job, saved_in
 from autovaruna.checkpoint.manifest import MANIFEST, NotDamagedError, read_manifest
 from autovaruna.checkpoint.tensor_file import Entry, read_header
 from autovaruna.config.files import Whole, parse, read_record
@@ -69,6 +69,8 @@ def choose(world: World, root: str | os.PathLike[str], step: int | str, locks: E
     step = int(step) if is_whole(step) else step
     if found := different_requests(world, str(path), {"step": repr(step)}, "looking for checkpoints"):
         raise CheckpointError(f"The ranks load different checkpoints: {found}. Expected the same on every rank.")
+    if world.rank == 0 and (other := other_job(path)):
+        logger.info("another job saves to %s (%s): this one can load from there, but not save", path, other)
     known: dict[Path, list[str]] = {}
     while True:
         chosen = on_first(world, lambda: _next_best(path, step, known, locks), "looking for checkpoints")
