@@ -118,8 +118,8 @@ def _claim(root: Path) -> None:
             other = _words_of(descriptor)
             os.close(descriptor)
             raise CheckpointError(
-                f"Another job saves to {root}: {other}. Expected one job a folder: what two save would be mixed up, and "
-                "keep= of one would remove checkpoints of the other. Name another folder, or end that job."
+                f"Another job saves to {root}: {other}. Expected one job a folder: what two save would be mixed up, "
+                "and keep= of one would remove checkpoints of the other. Name another folder, or end that job."
             )
         time.sleep(0.05)
     os.ftruncate(descriptor, 0)

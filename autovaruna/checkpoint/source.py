@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 import torch
 
-from autovaruna.checkpoint.collective import different_requests, on_first, place_of, together
+from autovaruna.checkpoint.collective import different_requests, gather, on_first, place_of, together
 from autovaruna.checkpoint.document import decode
 from autovaruna.checkpoint.folder import Saved, lock_to_read, other_job, saved_in
 from autovaruna.checkpoint.manifest import MANIFEST, NotDamagedError, read_manifest
@@ -24,7 +24,7 @@ from autovaruna.checkpoint.tensor_file import Entry, read_header
 from autovaruna.config.files import Whole, parse, read_record
 from autovaruna.config.settings import is_whole
 from autovaruna.errors import CheckpointError
-from autovaruna.runtime.world import World, gather_on_all
+from autovaruna.runtime.world import World
 
 INDEX = "model.safetensors.index.json"
 STATE = "state.json"
@@ -76,7 +76,7 @@ def choose(world: World, root: str | os.PathLike[str], step: int | str, locks: E
         chosen = on_first(world, lambda: _next_best(path, step, known, locks), "looking for checkpoints")
         if chosen is None:
             return together(world, lambda: open_source(path), "opening a checkpoint")
-        every = gather_on_all(world, partial(_damages, chosen, world), "checking a checkpoint", waits=True)
+        every = gather(world, partial(_damages, chosen, world), "checking a checkpoint")
         known[chosen] = list(dict.fromkeys(damage for of_rank in every for damage in of_rank))
         if not known[chosen]:
             return together(world, partial(open_source, chosen), "opening a checkpoint")
