@@ -151,9 +151,7 @@ def choice_at(problem: Problem, num_stages: int, chunk_size: int = 0) -> Choice:
             cluster=_first_ranks(problem.cluster, num_stages * replicas),
             min_micro_batches_for_inputs=replicas,
             constraints=replace(
-                problem.constraints,
-                num_micro_batches=min(count, batch_size),
-                stage_ranks=grid_of(num_stages, replicas),
+                problem.constraints, num_micro_batches=min(count, batch_size), stage_ranks=grid_of(num_stages, replicas)
             ),
         )
     )

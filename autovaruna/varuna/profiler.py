@@ -78,12 +78,7 @@ logger = logging.getLogger(__name__)
 
 
 def find_grid(
-    model: nn.Module,
-    sample: Inputs,
-    batch_size: int,
-    chunk_size: int | None,
-    settings: Mapping[str, Any],
-    world: World,
+    model: nn.Module, sample: Inputs, batch_size: int, chunk_size: int | None, settings: Mapping[str, Any], world: World
 ) -> tuple[Grid, int | None]:
     """Returns the ranks of each stage and the micro-batch size of the fastest plan. Collective.
 
