@@ -62,14 +62,7 @@ def place_of(given: str | os.PathLike[str]) -> str:
 
 
 def different_requests(world: World, place: str, own: Mapping[str, str], what: str) -> str:
-    """Returns in words what ranks ask for in another way than rank 0; empty: nothing. Collective.
-
-    Args:
-        world: The ranks.
-        place: The path that this rank was given; one folder may have several.
-        own: What else it was given.
-        what: What the ranks are at.
-    """
+    """Returns in words what ranks ask for in another way than rank 0; empty: nothing. Collective."""
     every = world.gather_objects((dict(own), place, _real(place)), what)
     is_one = len({given for _, given, _ in every}) == 1
     return differences([mine if is_one else {**mine, "dir": real} for mine, _, real in every])

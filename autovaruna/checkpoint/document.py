@@ -99,10 +99,6 @@ def _encode_dict(value: Mapping[Any, Any], path: str, tensors: dict[str, Tensor]
 def decode(given: Json, read: Callable[[str], Tensor]) -> Any:
     """Returns the value that `encode` was given; sizes and ordered dicts come back as tuples and dicts.
 
-    Args:
-        given: The JSON.
-        read: Returns the tensor of a name; raises KeyError if there is none.
-
     Raises:
         ValueError: `encode` makes no such JSON.
     """

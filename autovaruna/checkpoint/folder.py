@@ -77,11 +77,6 @@ def saved_in(root: Path) -> list[Saved]:
 def begin(root: Path, step: int, locks: ExitStack) -> Path:
     """Makes the folder that a checkpoint is written to, and removes what killed runs have left behind.
 
-    Args:
-        root: Where checkpoints are.
-        step: Its step.
-        locks: Gets the lock on the folder.
-
     Raises:
         OSError: it cannot be made.
         CheckpointError: another job saves to `root`.

@@ -49,11 +49,7 @@ class CheckpointInfo:
 
 
 class Loading:
-    """A checkpoint that is being loaded.
-
-    Args:
-        source: The checkpoint, intact.
-    """
+    """A checkpoint that is being loaded."""
 
     def __init__(self, source: Source) -> None:
         self.source = source

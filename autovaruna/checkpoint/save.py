@@ -54,11 +54,7 @@ class Way:
 
 
 class Saver:
-    """Saves the checkpoints of one model; at most one of them is on its way.
-
-    Args:
-        world: The ranks.
-    """
+    """Saves the checkpoints of one model; at most one of them is on its way."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -231,12 +227,6 @@ class BackgroundWrite:
     Attributes:
         folder: where it grows; every rank has its mark in it.
         error: what went wrong on this rank; None: nothing so far.
-
-    Args:
-        folder: As above.
-        world: The ranks; the thread does not talk to them.
-        write: Writes this rank's part.
-        complete: Completes the checkpoint from the reports; for rank 0.
     """
 
     def __init__(

@@ -59,16 +59,7 @@ Rows = Sequence[Tensor]
 
 @dataclass(frozen=True)
 class Entry:
-    """Where the bytes of a tensor are.
-
-    Attributes:
-        name: of the tensor.
-        path: the file.
-        offset: first byte of the tensor in it.
-        num_bytes: how many bytes.
-        dtype: the tensor's.
-        shape: the tensor's.
-    """
+    """Where the bytes of a tensor are."""
 
     name: str
     path: Path
@@ -180,11 +171,7 @@ def read_all(pairs: Sequence[tuple[Entry, Tensor]]) -> None:
 
 
 class Reader:
-    """Reads tensors by name, many at a time: each has its memory at once, and its numbers when `fill` returns.
-
-    Args:
-        entries: Where they are.
-    """
+    """Reads tensors by name, many at a time: each has its memory at once, and its numbers when `fill` returns."""
 
     def __init__(self, entries: Mapping[str, Entry]) -> None:
         self._entries = entries

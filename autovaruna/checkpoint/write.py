@@ -166,16 +166,6 @@ def commit(
 ) -> Path:
     """Writes what is still missing, gives the checkpoint its name, and then removes old ones.
 
-    Args:
-        partial: The folder that the ranks have written to.
-        step: Its step.
-        reports: What they have written, by rank.
-        extra_files: More small files, by name.
-        keep: How many checkpoints stay; None: all.
-
-    Returns:
-        The folder of the complete checkpoint.
-
     Raises:
         CheckpointError: something cannot be written.
     """

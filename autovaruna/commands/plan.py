@@ -42,14 +42,7 @@ _CPU = torch.device("cpu")
 
 
 class Planning:
-    """One run of the plan command.
-
-    Args:
-        options: The options of the command.
-
-    Raises:
-        AutoVarunaError: an option, a file or the model cannot be used.
-    """
+    """One run of the plan command."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
@@ -285,14 +278,7 @@ def shown_ranks(plan: Plan | Pipeline) -> list[int]:
 
 
 def timeline(drawing: str, rows: Sequence[int], num_ranks: int, names: Sequence[int] = ()) -> str:
-    """Returns some rows of a drawing, with its legend, and what was left out.
-
-    Args:
-        drawing: with a row for each simulated rank.
-        rows: those to keep.
-        num_ranks: of the plan.
-        names: the rank that each row of the drawing is about; empty: all in their order.
-    """
+    """Returns some rows of a drawing, with its legend, and what was left out."""
     lines = drawing.splitlines()
     kept = [_named(lines[row], names[row] if names else row, max(names, default=0)) for row in rows]
     kept += lines[len(names) or num_ranks :]

@@ -58,10 +58,6 @@ def write_whole(path: str | os.PathLike[str], text: str, *, is_synced: bool = Tr
 def check_writable(option: str, path: str | os.PathLike[str]) -> None:
     """Makes sure that a file can be written, before what takes long; leaves nothing behind.
 
-    Args:
-        option: Names it, for the message.
-        path: The file; its folder need not be there.
-
     Raises:
         ConfigError: it cannot be.
     """

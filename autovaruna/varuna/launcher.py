@@ -195,11 +195,7 @@ _TAG = re.compile(r"\[\d+,(\d+)\]<std(?:out|err)>: ?")
 
 
 class Output:
-    """Follows the streams of an mpirun; `has_started` says whether a rank has run.
-
-    Args:
-        on_start: Called once, when the first one has.
-    """
+    """Follows the streams of an mpirun; `has_started` says whether a rank has run."""
 
     def __init__(self, on_start: Callable[[], None]) -> None:
         self.has_started = False
@@ -324,10 +320,6 @@ def choose(options: Options) -> tuple[Options, Grid | None]:
 
 class Job:
     """One run of a script under mpirun.
-
-    Args:
-        options: What to run.
-        grid: The ranks of each stage; None: all ranks, without stages.
 
     Raises:
         ConfigError: mpirun is missing.

@@ -145,11 +145,7 @@ class Facts:
 
 
 class ProfileFolder:
-    """A folder with a profile.
-
-    Args:
-        path: Where it is; made when something is written.
-    """
+    """A folder with a profile."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(at_home(path))
@@ -267,9 +263,6 @@ class Profiler:
 
     def profile_all(self, microbatches_to_profile: Sequence[int]) -> Profile | None:
         """Measures and writes the folder. Collective.
-
-        Args:
-            microbatches_to_profile: Micro-batch sizes.
 
         Returns:
             The costs of all blocks; None if parts are still to be measured.

@@ -47,10 +47,6 @@ def tie(model: nn.Module, pairs: Sequence[tuple[str, str]] | None) -> None:
 
     Pairs may form chains. Tied parameters get one gradient, the sum over all their uses, whatever stages these are on.
 
-    Args:
-        model: The model.
-        pairs: Names of parameters.
-
     Raises:
         InputError: a name is no parameter, or a pair differs in shape or dtype.
     """
