@@ -12,14 +12,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
 from typing import Any, Literal, NoReturn, SupportsIndex, TypeVar
 
-from autovaruna.config.files import CONF_DIR_VARIABLE, PACKAGED, at_home, conf_dir, read_toml
+from autovaruna.config.files import CONF_DIR_VARIABLE, PACKAGED, at_home, conf_dir, read_toml, shown
 from autovaruna.errors import ConfigError, InputError
 
 _BOOLEANS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
-REFUSALS = (KeyError, TypeError, ValueError)
+REFUSALS = (KeyError, TypeError, ValueError, OverflowError, RecursionError)
 """What `Kind.read` and `Kind.parse` raise for a value that they do not accept."""
 
 
@@ -458,7 +458,7 @@ def _read(entry: _Entry) -> tuple[str, object]:
         value = alias.kind.parse(str(entry.value)) if entry.is_text else entry.value
         return declaration.name, alias.convert(alias.kind.read(value))
     except REFUSALS:
-        raise ConfigError(f"{entry.place} is {entry.value!r}; expected {alias.kind.expected}") from None
+        raise ConfigError(f"{entry.place} is {shown(entry.value)}; expected {alias.kind.expected}") from None
 
 
 def _nearest(name: str, known: Mapping[str, object]) -> str:

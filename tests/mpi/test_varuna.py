@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -124,6 +125,15 @@ def test_ranks_run_in_the_directory_with_the_variables_on_a_machine_by_its_name(
     done = launch(tmp_path, *words, machine=socket.gethostname())
     assert done.returncode == 0, done.stdout + done.stderr
     assert sorted(done.stdout.splitlines()) == [f"[{rank}] up as {rank} blue {tmp_path}" for rank in range(2)]
+
+
+def test_arguments_reach_the_script_as_they_are(tmp_path: Path) -> None:
+    """Once, mpirun took a lone colon for the start of another program, and ran what followed it."""
+    (tmp_path / "job.py").write_text("import json, sys; print(json.dumps(sys.argv[1:]))")
+    given = ["a", ":", "-np", "1", "touch", str(tmp_path / "made"), "", "b c", "%p", "$HOME", "é\n;`", "--", "x" * 9000]
+    done = launch(tmp_path, "--gpus_per_node", "1", "job.py", *given)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.removeprefix("[0] ")) == given and not (tmp_path / "made").exists()
 
 
 @pytest.mark.parametrize(("act", "status"), [("exit", 5), ("kill", 128 + 9)])
