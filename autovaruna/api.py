@@ -357,12 +357,10 @@ class AutoVaruna(nn.Module):
         return getattr(self.__dict__["module"], name)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
-        """Moves or casts the model, as ``to``, ``half`` and the like ask; before the first call only."""
+        """Moves or casts the model, as ``to``, ``half`` and the like ask; once it is split, where that changes nothing."""
         if self._wrapped.engine is not None:
-            raise InputError(
-                "The model has been split over the ranks: got to(), cuda() or a cast after the first call. "
-                "Move or cast it before the first call."
-            )
+            self._wrapped.refuse_changes(fn)
+            return self
         self.module._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self._wrapped.settle()
         self._wrapped.take_state()
@@ -386,10 +384,9 @@ class AutoVaruna(nn.Module):
         return made
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refuses to pickle a model that is split: this rank has but a part of it."""
-        if self._wrapped.engine is not None:
-            raise InputError(
-                "The model has been split over the ranks: got a pickle, or a shallow copy, of the wrapper. Expected "
-                "one of its state: state_dict() (on every rank), or save_checkpoint(); or copy.deepcopy(model)."
-            )
-        return super().__reduce_ex__(protocol)
+        """Refuses to pickle the wrapper: a rank may have but a part of the model."""
+        raise InputError(
+            "The wrapper belongs to the ranks of this run: got a pickle (torch.save(model), for example), or a shallow "
+            "copy, of it. Expected one of its state: state_dict() (on every rank), or save_checkpoint(); or "
+            "copy.deepcopy(model)."
+        )

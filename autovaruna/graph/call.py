@@ -97,10 +97,11 @@ def describe(
         The tensors in order, and the description.
 
     Raises:
-        InputError: no argument is a batch, or batches differ in size.
+        InputError: no argument is a batch, batches differ in size, or a tensor is sparse.
     """
     tensors, tree = flatten((tuple(args), dict(kwargs)))
     names = _input_names(model, tree.tensor_paths())
+    _refuse_layouts(names, tensors)
     batch_size, is_batch = _find_batch(names, tensors, batch_inputs, tree.arrays())
     inputs = tuple(
         InputSpec(name, tuple(tensor.shape), tensor.dtype, batch, tensor.requires_grad and torch.is_grad_enabled())
@@ -151,7 +152,7 @@ class _UnfamiliarError(Exception):
 def _outline(value: Any, tensors: list[Tensor]) -> Hashable:
     """Returns what is equal for values that only differ in the numbers of their tensors, which it collects in order."""
     kind = type(value)
-    if kind is Tensor or kind is nn.Parameter:
+    if (kind is Tensor or kind is nn.Parameter) and value.layout is torch.strided:
         tensors.append(value)
         return value.shape, value.dtype, value.requires_grad
     if kind in _CONSTANTS:
@@ -161,6 +162,17 @@ def _outline(value: Any, tensors: list[Tensor]) -> Hashable:
     if kind is dict and all(type(key) is str for key in value):
         return tuple(value), tuple([_outline(each, tensors) for each in value.values()])
     raise _UnfamiliarError
+
+
+def _refuse_layouts(names: Sequence[str], tensors: Sequence[Tensor]) -> None:
+    """Refuses inputs that are not plain tensors in memory."""
+    for name, tensor in zip(names, tensors, strict=True):
+        if tensor.layout is not torch.strided:
+            raise InputError(
+                f"The input {name} is a sparse or nested tensor: got {tensor.layout}, expected torch.strided. Pass a "
+                "dense one (to_dense()), or its indices and values as tensors, and write the product in forward with "
+                "those: torch.zeros_like(out).index_add(0, rows, values[:, None] * x[columns])."
+            )
 
 
 def _input_names(model: nn.Module, paths: Sequence[str]) -> list[str]:

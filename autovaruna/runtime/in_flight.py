@@ -40,12 +40,21 @@ class OwnSamples:
             parts = self._job.batch.owned_by(self._rank)
             pieces = torch.unsafe_split_with_sizes(whole, [each.size for each in parts])
             slices = self._slices[name] = {each.index: piece for each, piece in zip(parts, pieces, strict=True)}
-        return slices[part.index].contiguous()
+        return _in_rows(slices[part.index])
 
     def send(self, parcels: Iterable[tuple[MicroBatch, Parcel]]) -> None:
         """Starts to send micro-batches to the stages that use them."""
         for part, parcel in parcels:
             self._mail.send([self.of(part, name) for name in parcel.names], parcel.kind)
+
+
+def _in_rows(tensor: Tensor) -> Tensor:
+    """Returns a contiguous tensor; one whose dimensions of one element have strides of their own gets those of others.
+
+    By such a stride torch takes images of one channel for ones with their channels last.
+    """
+    rows = tensor.contiguous()
+    return rows.view(-1).view(rows.shape) if 1 in rows.shape else rows
 
 
 class Stash:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from itertools import chain
 from weakref import ref
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from autovaruna.checkpoint.state import Subject
 from autovaruna.config.settings import Settings, log_settings
@@ -111,9 +113,11 @@ class Wrapped:
         """Takes the parameters as they are, before the split; refuses others later.
 
         Raises:
-            InputError: parameters of a model that is split have been replaced, cast or moved.
+            InputError: another library has wrapped the model; or parameters of a model that is split have been
+                replaced, cast or moved.
         """
         if self.engine is None:
+            _refuse_parallel_wrappers(self.module)
             self.settle()
             if self.guards.replaced():
                 self.take_state()
@@ -125,6 +129,21 @@ class Wrapped:
                 "load_state_dict()), or wrap the changed model anew."
             )
         self.state.check_types()
+
+    def refuse_changes(self, change: Callable[[Tensor], Tensor]) -> None:
+        """Makes sure that a move or a cast of a model that is split leaves each tensor where and what it is.
+
+        Raises:
+            InputError: it would change one.
+        """
+        for name, tensor in chain(self.state.parameters().items(), self.state.buffers().items()):
+            if not _is_unchanged(tensor, changed := change(tensor)):
+                raise InputError(
+                    f"The model has been split over the ranks: got to(), cuda() or a cast after the first call, which "
+                    f"would make {name}, {tensor.dtype} on {tensor.device}, one of {changed.dtype} on "
+                    f"{changed.device}. Move or cast it before the first call; for lower precision from then on, use "
+                    "torch.autocast around the call."
+                )
 
     def follow_groups(self) -> CutOptimizer | None:
         """Returns the optimizer, with the groups of parameters that a script has made after wrapping."""
@@ -179,3 +198,29 @@ class Wrapped:
         """Returns the first name of each parameter, by identity, those included that this rank has let go."""
         first = {id(each): name for known, name in self._first_parameters if (each := known()) is not None}
         return first | {id(each): name for name, each in self.state.parameters().items()}
+
+
+def _is_unchanged(before: Tensor, after: Tensor) -> bool:
+    """Whether a move has left a tensor as it is; which one of the GPUs a script names does not count."""
+    is_another_gpu = after.device.type == before.device.type and after.device != before.device
+    return after is before or (is_another_gpu and after.dtype is before.dtype)
+
+
+_PARALLEL = frozenset({"DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "FSDPModule"})
+
+
+def _refuse_parallel_wrappers(model: nn.Module) -> None:
+    """Refuses a model that torch itself would train over the ranks.
+
+    Raises:
+        InputError: it is wrapped, or has parameters of which ranks have shards.
+    """
+    for path, module in model.named_modules():
+        kinds = {kind.__name__ for kind in type(module).__mro__ if kind.__module__.startswith("torch.")} & _PARALLEL
+        kinds |= {type(each).__name__ for each in module._parameters.values() if type(each).__name__ == "DTensor"}
+        if kinds:
+            raise InputError(
+                f"{path or 'The model'} is wrapped by {kinds.pop()} of torch: got two libraries that would both spread "
+                "the model over the ranks. Expected the model itself; leave that wrapper out (fully_shard() and "
+                "parallelize_module() as well), and torch.distributed with it."
+            )
