@@ -23,7 +23,7 @@ from autovaruna.config.settings import Settings, resolve, whole_number
 from autovaruna.errors import InputError, OrderError
 from autovaruna.planner.records import Plan
 from autovaruna.runtime.environment import promise
-from autovaruna.runtime.optimizers.clipping import clip_grad_norm
+from autovaruna.runtime.optimizers.clipping import clip_grad_norm, norms_of_all, total_of
 from autovaruna.runtime.weights.remote_parameter import RemoteTensor
 from autovaruna.runtime.world import World
 from autovaruna.session.device import find_device
@@ -187,6 +187,16 @@ class AutoVaruna(nn.Module):
             norm_type,
             error_if_nonfinite,
             f"clip_grad_norm_{wrapped.of_model}",
+        )
+
+    def parameter_norm(self, norm_type: float = 2.0) -> Tensor:
+        """Returns the norm of all parameters, on all ranks: the same number for every plan. Collective."""
+        wrapped = self._wrapped
+        own = {name: each.detach() for name, each in wrapped.state.parameters().items() if not each.is_meta}
+        options, what = {"norm_type": f"{float(norm_type):g}"}, f"parameter_norm{wrapped.of_model}"
+        names, placement = wrapped.parameter_names, wrapped.placement
+        return total_of(
+            norms_of_all(own, placement, names, wrapped.world, norm_type, options, what), norm_type, False
         )
 
     # state
