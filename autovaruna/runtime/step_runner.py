@@ -105,7 +105,7 @@ class StepRunner:
         book: Takes gradients from the stages and sums them.
         placement: Who holds what the call changes.
         inputs: This rank's mini-batch, by input name.
-        is_synchronising: Whether gradients are summed over ranks now.
+        asks_for_sums: Whether gradients are to be summed over ranks; what it says when a backward comes counts.
         factor: What comes into the loss is expected to be this, so backwards start from it; None: the caller's
             backward says what they start from.
     """
@@ -119,7 +119,7 @@ class StepRunner:
         book: GradientBook,
         placement: Placement,
         inputs: Mapping[str, Tensor],
-        is_synchronising: bool,
+        asks_for_sums: Callable[[], bool],
         factor: float | None,
     ) -> None:
         self._job = job
@@ -130,7 +130,8 @@ class StepRunner:
         self._book = book
         self._placement = placement
         self._inputs = inputs
-        self._is_synchronising = is_synchronising
+        self._asks_for_sums = asks_for_sums
+        self._is_synchronising = asks_for_sums()
         self._factor = factor
         self._keeps_graphs = False  # whether the same backwards may run again
         self._samples = OwnSamples(inputs, job, self._world.rank, self._mail)
@@ -187,6 +188,7 @@ class StepRunner:
                 "A backward with retain_graph=True: got the schedule zero_bubble, whose stages keep nothing for "
                 "another one. Expected one backward, of the sum of all losses; or another schedule."
             )
+        self._is_synchronising = self._asks_for_sums()
         self._rank.backwards.note("of its outputs")
         self._rank.loss_scale.after(1.0)
         self._rank.backwards.note_gradients(self._is_synchronising)
@@ -390,10 +392,18 @@ class StepRunner:
         factor = gradients[0].item()
         backwards.note(f"{factor:g}")
         self._rank.loss_scale.after(factor)
-        backwards.note_gradients(self._is_synchronising)
+        asks_for_sums = self._asks_for_sums()
+        backwards.note_gradients(asks_for_sums)
         scale = factor / self._factor
         self._book.keep(_scaled(found.own, scale))
-        return self._for_sources(_scaled(found.totals, scale), found.kept, _scaled(found.inputs, scale))
+        totals, kept, inputs = _scaled(found.totals, scale), found.kept, _scaled(found.inputs, scale)
+        if asks_for_sums and not self._is_synchronising:
+            kept = backwards.take_kept()
+        elif self._is_synchronising and not asks_for_sums:
+            backwards.keep_totals(totals)
+            backwards.keep_totals(kept)
+            totals, kept = {}, {}
+        return self._for_sources(totals, kept, inputs)
 
     def _refuse(self, gradients: Gradients, is_kept: bool) -> Gradients:
         """Refuses to go backward from outputs beside the loss."""

@@ -164,7 +164,7 @@ class Session:
         traced = self.traces.of(shared, batch)
         wrapped.num_calls += 1
         values = self._values_of_batch(traced, shared, batch)
-        returned = engine.run(traced, shared.tensors, shared.number, batch, values, wrapped.is_synchronising)
+        returned = engine.run(traced, shared.tensors, shared.number, batch, values, wrapped.asks_for_sums)
         is_new = self.traces.num_known > num_known
         if is_new:
             wrapped.guards.start()

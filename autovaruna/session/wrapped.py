@@ -184,6 +184,10 @@ class Wrapped:
         cut.adopt([sorted(set().union(*groups), key=order.__getitem__) for groups in zip(*of_ranks, strict=True)])
         return cut
 
+    def asks_for_sums(self) -> bool:
+        """Whether gradients are to be summed over ranks now."""
+        return self.is_synchronising
+
     def digest(self) -> Digest:
         """Returns what is short, and equal for ranks whose scripts have done the same since the start."""
         engine = () if self.engine is None else self.engine.doings

@@ -279,3 +279,43 @@ def test_the_norm_of_all_weights(norm_type: float) -> None:
         expected.append(nn.utils.get_total_norm(list(plain.parameters()), norm_type).item())
         step(plain, sgd(plain.parameters()))
     assert found[0] == found[1] == pytest.approx(expected, rel=1e-6)
+
+
+class WithLoss(nn.Module):
+    """Returns its loss: the whole step is in the call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = layers()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x).square().mean()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("has_loss", [False, True])
+@pytest.mark.parametrize("pattern", [(1, 0), (0, 1, 0), (0, 0)])
+def test_sums_are_delayed_between_forward_and_backward(has_loss: bool, pattern: tuple[int, ...]) -> None:
+    """RaNNC's own tests have it there, where it counted one call late."""
+    plain = WithLoss() if has_loss else layers()
+    batches = [torch.randn(4, 6, generator=torch.Generator().manual_seed(seed)) for seed in range(len(pattern))]
+
+    def loss_of(model: Any, x: Tensor) -> Tensor:
+        return model(x) if has_loss else model(x).square().mean()  # type: ignore[no-any-return]
+
+    def run(model: AutoVaruna, optimizer: Any, rank: int) -> dict[str, Tensor]:
+        for x, is_delayed in zip(batches, pattern, strict=True):
+            loss = loss_of(model, x[2 * rank : 2 * rank + 2])
+            model.delay_grad_allreduce(bool(is_delayed))
+            before = {name: each.grad.clone() for name, each in held(model).items() if each.grad is not None}
+            loss.backward()
+            assert not is_delayed or before == {} or all(
+                torch.equal(each.grad, before[name]) for name, each in held(model).items() if each.grad is not None
+            )
+        return {name: each.grad for name, each in held(model).items() if each.grad is not None}
+
+    found = on_ranks(PER_RANK, plain, run)
+    for x in batches:
+        loss_of(plain, x).backward()
+    for gradients in found:
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(gradient, plain.get_parameter(name).grad)
