@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
+from functools import partial, wraps
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
@@ -19,9 +19,12 @@ from torch import Tensor, nn
 from autovaruna.checkpoint.load import CheckpointInfo
 from autovaruna.checkpoint.save import Way
 from autovaruna.checkpoint.state import Content
+from autovaruna._torch import pytree
 from autovaruna.config.settings import Settings, resolve, whole_number
 from autovaruna.errors import InputError, OrderError
+from autovaruna.graph.export.methods import follows_weights, method_of
 from autovaruna.planner.records import Plan
+from autovaruna.runtime.direct_calls import own_code
 from autovaruna.runtime.environment import promise
 from autovaruna.runtime.optimizers.clipping import clip_grad_norm, norms_of_all, total_of
 from autovaruna.runtime.weights.remote_parameter import RemoteTensor
@@ -145,10 +148,28 @@ class AutoVaruna(nn.Module):
         self._wrapped.lent.settle()
         if self._session.is_plain:
             return self.module(*args, **kwargs)
-        if torch.is_inference_mode_enabled():
-            with torch.inference_mode(False), torch.no_grad():  # what a call prepares is for later steps, too
-                return self._session.call(args, kwargs)
-        return self._session.call(args, kwargs)
+        return self._call("forward", args, kwargs)
+
+    def _call(self, method: str, args: Any, kwargs: Any) -> Any:
+        """Calls a method of the model on all ranks. Collective."""
+        with own_code():
+            if torch.is_inference_mode_enabled():
+                with torch.inference_mode(False), torch.no_grad():  # what a call prepares is for later steps, too
+                    return self._session.call(args, kwargs, method)
+            return self._session.call(args, kwargs, method)
+
+    def _call_method(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """Calls a method of the model: on all ranks if what it returns follows from weights, else as it is."""
+        plain = getattr(self.module, name)
+        if not any(isinstance(each, Tensor) for each in pytree.tree_leaves((args, kwargs))) or self._session.is_plain:
+            return plain(*args, **kwargs)
+        wrapped = self._wrapped
+        is_needed = torch.is_grad_enabled() or wrapped.placement.splits(wrapped.parameter_names)
+        if not is_needed or not follows_weights(self.module, plain, args, kwargs, wrapped.device):
+            return plain(*args, **kwargs)
+        self._persistence.poll()
+        wrapped.lent.settle()
+        return self._call(name, args, kwargs)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -361,10 +382,11 @@ class AutoVaruna(nn.Module):
         return repr(self.module)
 
     def __getattr__(self, name: str) -> Any:
-        """Finds what the wrapper does not define on the wrapped model (``model.config``)."""
+        """Finds what the wrapper does not define on the wrapped model (``model.config``); methods count as calls."""
         if "module" not in self.__dict__ or name == "module":
             raise AttributeError(name)
-        return getattr(self.__dict__["module"], name)
+        found = getattr(self.module, name)
+        return wraps(found)(partial(self._call_method, name)) if method_of(self.module, found, name) else found
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         """Moves or casts the model, as ``to``, ``half`` and the like ask; once it is split, where that changes nothing."""

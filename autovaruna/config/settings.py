@@ -209,8 +209,7 @@ class Settings:
     micro_batch_size: int = _setting(
         count(),
         0,
-        "Samples of a micro-batch, in place of num_micro_batches, which a batch normalisation counts over; 0: the "
-        "planner decides.",
+        "Samples of a micro-batch, in place of num_micro_batches; 0: the planner decides.",
         "chunk_size",
         "batch_norm_samples",
     )

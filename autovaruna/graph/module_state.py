@@ -165,7 +165,7 @@ def _called(own: nn.Module, call: CallSpec, tensors: Sequence[Tensor], device: t
     args, kwargs = call.tree.unflatten(inputs)
     with untouched_generator(device), python_generators(_SEED), in_precision(call.precision):
         torch.manual_seed(_SEED)
-        outputs, _ = flatten(own(*args, **kwargs), "output")
+        outputs, _ = flatten(call.of(own)(*args, **kwargs), "output")
     return [each.detach() for each in outputs]
 
 

@@ -212,6 +212,12 @@ def num_ranks_in(variables: Mapping[str, str]) -> int:
     return next((int(variables[name]) for name in SIZE_VARIABLES if variables.get(name, "").isdigit()), 1)
 
 
+def is_alone() -> bool:
+    """Whether there is one rank; does not start MPI."""
+    world = world_of_thread() or _world
+    return (num_ranks_in(os.environ) if world is None else world.num_ranks) == 1
+
+
 def local_rank_in(variables: Mapping[str, str]) -> int | None:
     """Returns the number of this rank on its host that a launcher has put into the environment; None without one."""
     return next((int(variables[name]) for name in LOCAL_RANK_VARIABLES if variables.get(name, "").isdigit()), None)

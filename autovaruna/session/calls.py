@@ -158,6 +158,7 @@ def share_call(
 def _words(call: CallSpec) -> dict[str, str]:
     """Returns everything that a trace depends on, in words, by what it is."""
     words = {f"input {spec.name}": spec.words() for spec in call.inputs}
+    words["the method"] = call.method
     words |= {f"constant {_name(path)}": value for path, value in call.tree.constants()}
     words |= dict(re.findall(r"(\w+)=(\S+)", call.mode))
     training, trained = words.pop("training", ""), words.pop("parameters", "")
@@ -263,7 +264,7 @@ def micro_batch_weights(
 
 def _weight(weigh: Callable[..., float], model: nn.Module, shared: SharedCall, part: MicroBatch) -> float:
     args, kwargs = shared.call.tree.unflatten(shared.samples(part.start, part.size))
-    weight: Any = weigh(dict(inspect.signature(model.forward).bind(*args, **kwargs).arguments))
+    weight: Any = weigh(dict(inspect.signature(getattr(model, shared.call.method)).bind(*args, **kwargs).arguments))
     number = float(weight)
     if not number >= 0:
         raise InputError(f"micro_batch_weight returned {weight!r}; expected a number of at least zero.")

@@ -14,8 +14,9 @@ from autovaruna.config.settings import Settings, log_settings
 from autovaruna.errors import InputError, RankError
 from autovaruna.graph.guards import Guards
 from autovaruna.log import configure
+from autovaruna.runtime.direct_calls import DirectCalls
 from autovaruna.runtime.engine import Engine
-from autovaruna.runtime.environment import get_world
+from autovaruna.runtime.environment import get_world, is_alone
 from autovaruna.runtime.optimizers.optimizer import CutOptimizer, OwnSteps, with_hooks
 from autovaruna.runtime.weights.placement import OwnedState, Placement
 from autovaruna.runtime.weights.state import StateCopies
@@ -61,6 +62,9 @@ class Wrapped:
         if self.optimizer is not None:
             self.acts.watch(self.optimizer.optimizer, self.optimizer.names)
             self.optimizer.optimizer.register_step_pre_hook(self.lent.settle)
+            if not is_alone():
+                self._direct_calls = DirectCalls(module)
+                self.optimizer.optimizer.register_step_pre_hook(self._refuse_own_gradients)
         self.guards = Guards(module)
         self.engine: Engine | None = None
         self.num_calls = 0
@@ -129,6 +133,21 @@ class Wrapped:
                 "load_state_dict()), or wrap the changed model anew."
             )
         self.state.check_types()
+
+    def _refuse_own_gradients(self, *_: object) -> None:
+        """Refuses a step by gradients of this rank's samples alone; a hook of the optimizer.
+
+        Raises:
+            InputError: a backward has gone through a module that the script has called beside the wrapper.
+        """
+        path = self._direct_calls.take()
+        if path and self.settings.inputs != "replicated" and self.world.num_ranks > 1:
+            raise InputError(
+                f"The script has called {path} beside the wrapper and gone backward through it: got gradients of this "
+                "rank's samples alone, with which the copies of the weights would drift apart. Expected calls of the "
+                "wrapped model, model(...), or of a method of it, model.method(...), whose gradients are summed; "
+                "compute in there what the loss needs, and call modules for a log in torch.no_grad()."
+            )
 
     def refuse_changes(self, change: Callable[[Tensor], Tensor]) -> None:
         """Makes sure that a move or a cast of a model that is split leaves each tensor where and what it is.

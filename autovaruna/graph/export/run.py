@@ -221,7 +221,7 @@ class FlatCall(nn.Module):
         before = [(module, dict(module._buffers)) for module in self.model.modules()]
         numbers = plain_state(self.model)
         with self._hidden(), self.idioms():
-            returned = self.model(*args, **kwargs)
+            returned = self.call.of(self.model)(*args, **kwargs)
         if any(each.grad is not None for each in self.model.parameters()):
             raise refuse_backward("torch.autograd.backward")
         outputs, tree = flatten(returned, "output")

@@ -143,7 +143,7 @@ class EagerVsGraph:
         args, kwargs = self.traced.call.tree.unflatten(self._inputs())
         seeded = [own.get_submodule(path).register_forward_pre_hook(_seed_python) for path in self._kept_paths]
         with around or nullcontext(), self._alike(), in_precision(self.traced.call.precision), _as_it_is():
-            outputs, _ = flatten(own(*args, **kwargs), "output")
+            outputs, _ = flatten(self.traced.call.of(own)(*args, **kwargs), "output")
         for hook in seeded:
             hook.remove()
         named = _state(own)
