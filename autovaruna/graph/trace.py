@@ -23,13 +23,15 @@ from autovaruna.graph.cuts import crossing_sizes, locate, merge_free_blocks
 from autovaruna.graph.export.errors import BatchSizeError, warn_once
 from autovaruna.graph.export.exported import PREFIX, Exported
 from autovaruna.graph.export.run import export
+from autovaruna.graph.export.watchers import marked, script_hooks, untouched
 from autovaruna.graph.facts import Fact, learn
 from autovaruna.graph.grouping import Grouping, group
 from autovaruna.graph.opaque.infer_reduction import infer_function_reductions
+from autovaruna.graph.opaque.run import run_opaque
 from autovaruna.graph.outputs import classify
 from autovaruna.graph.records import Graph
 from autovaruna.graph.sizes import Sizes
-from autovaruna.graph.traced import TracedModel
+from autovaruna.graph.traced import TracedModel, is_same_graph
 from autovaruna.graph.tree import Opaque
 
 logger = logging.getLogger(__name__)
@@ -114,6 +116,8 @@ def trace(
 ) -> TracedModel:
     """Traces one call of a model in its present mode, without running it or holding its numbers.
 
+    Forward hooks of the script that change what the model computes are traced with it; others watch its steps.
+
     Args:
         model: The model; its parameters may be on ``meta``.
         call: The call, from `describe`.
@@ -130,6 +134,70 @@ def trace(
         TraceError: the model cannot be traced.
     """
     warn_of_untried()
+    options = is_dynamic, micro_batch_size, loss_mode, has_totals, is_added, is_parted
+    if not script_hooks(model):
+        return _trace(model, call, device, *options)
+    watched = error = None
+    try:
+        with marked(model):
+            watched = _trace(model, call, device, *options)
+    except TraceError as found:  # forward may use what a hook leaves
+        error = found
+    try:
+        with untouched(model):
+            whole = _trace(model, call, device, *options)
+    except TraceError:
+        if watched is None:
+            raise
+        whole = watched
+    is_kept = watched is not None and _num_kept(whole) > _num_kept(watched)  # for the sake of hooks alone
+    if watched is not None and (is_kept or is_same_graph(whole, watched)):
+        _refuse_watching(watched)
+        return watched
+    text = (
+        f"forward hooks of {', '.join(path or 'the model' for path in script_hooks(model))} change what the model "
+        "computes, or what it leaves, and are traced with it: a hook there that records something sees no step. Compute "
+        "in forward what hooks change, so that the others watch."
+    )
+    warn_once(logger, model, text + (f" ({error})" if error else ""))
+    return whole
+
+
+def _num_kept(traced: TracedModel) -> int:
+    """Returns how many calls of modules and functions are kept whole."""
+    graphs = [each.graph for each in traced.module.modules() if isinstance(each, fx.GraphModule)]
+    return sum(len(graph.find_nodes(op="call_function", target=run_opaque)) for graph in graphs)
+
+
+def _refuse_watching(traced: TracedModel) -> None:
+    """Refuses hooks that see a tensor which a later operation writes into: they would see it as it is in the end.
+
+    Raises:
+        TraceError: there is one.
+    """
+    written = {storage for fact in traced.facts.values() for storage in fact.writes}
+    for call in traced.watched:
+        for name in call.names[call.num_given :]:
+            if name not in traced.facts or traced.facts[name].makes & written:
+                raise TraceError(
+                    f"A forward hook of {call.path or 'the model'} watches what cannot be shown: its result is changed in "
+                    "place later (by inplace=True, say), or made in a region of its own, as under no_grad(). Expected "
+                    "a result that stays as it is; pass inplace=False to the module that follows, or register the hook "
+                    "on another module."
+                )
+
+
+def _trace(
+    model: nn.Module,
+    call: CallSpec,
+    device: torch.device,
+    is_dynamic: bool,
+    micro_batch_size: int,
+    loss_mode: str,
+    has_totals: bool,
+    is_added: bool,
+    is_parted: bool,
+) -> TracedModel:
     with ONE_AT_A_TIME:
         exported, batch_size = _export(model, call, device, is_dynamic, micro_batch_size, is_parted)
         sizes = _sizes(exported, call, batch_size)
@@ -169,6 +237,7 @@ def trace(
             totals=totals,
             joins_counts=tuple(node.name for node in joining),
             asks_for_one=exported.asks_for_one,
+            watched=exported.watched,
         )
 
 

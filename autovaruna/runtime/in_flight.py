@@ -39,8 +39,11 @@ class OwnSamples:
                 return whole
             parts = self._job.batch.owned_by(self._rank)
             pieces = torch.unsafe_split_with_sizes(whole, [each.size for each in parts])
-            slices = self._slices[name] = {each.index: piece for each, piece in zip(parts, pieces, strict=True)}
-        return _in_rows(slices[part.index])
+            slices = self._slices[name] = {
+                each.index: _in_rows(piece) if 1 in piece.shape else piece
+                for each, piece in zip(parts, pieces, strict=True)
+            }
+        return slices[part.index].contiguous()
 
     def send(self, parcels: Iterable[tuple[MicroBatch, Parcel]]) -> None:
         """Starts to send micro-batches to the stages that use them."""
@@ -49,12 +52,11 @@ class OwnSamples:
 
 
 def _in_rows(tensor: Tensor) -> Tensor:
-    """Returns a contiguous tensor; one whose dimensions of one element have strides of their own gets those of others.
+    """Returns a contiguous tensor, whose dimensions of one element have the strides that they have in others.
 
     By such a stride torch takes images of one channel for ones with their channels last.
     """
-    rows = tensor.contiguous()
-    return rows.view(-1).view(rows.shape) if 1 in rows.shape else rows
+    return tensor.contiguous().view(-1).view(tensor.shape)
 
 
 class Stash:

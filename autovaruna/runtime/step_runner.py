@@ -23,6 +23,7 @@ from torch import Tensor
 
 from autovaruna.errors import InputError, OrderError
 from autovaruna.graph.call import InputSpec
+from autovaruna.graph.export.watchers import show
 from autovaruna.graph.opaque.run import forgetting
 from autovaruna.graph.outputs import OutputKind, OutputSpec
 from autovaruna.graph.pieces.deferral import Deferred
@@ -252,6 +253,8 @@ class StepRunner:
         if self._job.needs_gradient and not keeps_graph:
             state.before = self._state.copy(stage)
         returned = self._run_stage(stage, part, state, keeps_graph)
+        for call in stage.part.watched:
+            show(self._rank.state.model, call, returned)
         for kind, names in act.sends:
             self._mail.send([returned[name].detach() for name in names], kind)
         for place, name in stage.part.outputs:
