@@ -12,7 +12,6 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from threading import local
-from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -81,12 +80,7 @@ def changed_attributes(model: nn.Module, own: nn.Module) -> list[str]:
 
 def left_tensors(model: nn.Module) -> list[str]:
     """Returns where the model's forward, which has just been traced, has left tensors; those of constants apart."""
-    found = dict.fromkeys(name for name, values in _attributes(model) if any(map(_is_left, values)))
-    for path, module in model.named_modules():
-        for hook in [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]:
-            if any(_is_left(each) for value in _held_by(hook) for _, each in entries("", value, 2)):
-                found[f"a hook of {path or 'the model'}"] = None
-    return list(found)
+    return list(dict.fromkeys(name for name, values in _attributes(model) if any(map(_is_left, values))))
 
 
 def warn_of_left(names: Sequence[str], model: nn.Module) -> None:
@@ -106,16 +100,6 @@ def _attributes(model: nn.Module) -> Iterator[tuple[str, list[Any]]]:
         for name, value in list(vars(owner).items()):
             if name not in OF_MODULES and not type(owner).__module__.startswith("torch."):
                 yield full_name(path, name), [each for _, each in entries("", value, 2)]
-
-
-def _held_by(hook: Any) -> Iterator[Any]:
-    """Yields what a hook may put tensors into: attributes of its object, variables and globals of its function."""
-    if isinstance(hook, MethodType):
-        yield from [] if isinstance(hook.__self__, nn.Module) else list(vars(hook.__self__).values())
-        hook = hook.__func__
-    if isinstance(hook, FunctionType) and not hook.__module__.startswith("torch."):
-        yield from (cell.cell_contents for cell in hook.__closure__ or ())
-        yield from list(hook.__globals__.values())
 
 
 def _is_left(value: Any) -> bool:

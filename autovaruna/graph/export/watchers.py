@@ -25,6 +25,7 @@ from autovaruna.graph.tree import Opaque, Tree, Undelivered, flatten
 
 _TABLES = ("_forward_pre_hooks", "_forward_hooks")
 _CONTAINERS = (list, dict, set, deque, Counter, OrderedDict, defaultdict)
+_DEPTH, _MOST = 4, 100_000
 _NO_RECORDS = (nn.Module, Tensor, type, ModuleType, FunctionType, MethodType)
 _tracing = local()
 
@@ -168,13 +169,12 @@ def take_watched(module: fx.GraphModule) -> tuple[WatchedCall, ...]:
 @contextmanager
 def untouched(model: nn.Module) -> Iterator[None]:
     """Puts back what the hooks of a script keep in lists, dicts and attributes when the context ends."""
-    held = [value for hooks in script_hooks(model).values() for hook in hooks for value in _held_by(hook)]
-    places = [value for value in held if isinstance(value, _CONTAINERS)]
-    for value in held:
-        if hasattr(value, "__dict__") and not isinstance(value, _NO_RECORDS):
-            places += [vars(value), *(each for each in vars(value).values() if isinstance(each, _CONTAINERS))]
-    unique = {id(each): each for each in places}.values()
-    before = [(each, copy(each)) for each in unique]
+    places: dict[int, Any] = {}
+    for hooks in script_hooks(model).values():
+        for hook in hooks:
+            for value in _held_by(hook):
+                _collect(value, places)
+    before = [(each, copy(each)) for each in places.values()]
     cells = [(cell, cell.cell_contents) for hooks in script_hooks(model).values() for cell in _cells(hooks)]
     try:
         yield
@@ -184,6 +184,20 @@ def untouched(model: nn.Module) -> Iterator[None]:
             value.extend(content) if isinstance(value, list | deque) else value.update(content)
         for cell, known in cells:
             cell.cell_contents = known
+
+
+def _collect(value: Any, places: dict[int, Any], depth: int = _DEPTH) -> None:
+    """Adds the containers in a value, and the attributes of objects in it, by identity."""
+    if isinstance(value, _CONTAINERS):
+        inner = value
+    elif hasattr(value, "__dict__") and not isinstance(value, _NO_RECORDS):
+        inner = vars(value)
+    else:
+        return
+    if id(inner) not in places and depth and len(inner) <= _MOST:
+        places[id(inner)] = inner
+        for each in list(inner.values() if isinstance(inner, dict) else inner):
+            _collect(each, places, depth - 1)
 
 
 def _cells(hooks: Sequence[Any]) -> Iterator[Any]:
