@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from autovaruna._torch import pytree
 from autovaruna.checkpoint.load import CheckpointInfo
 from autovaruna.checkpoint.save import Way
 from autovaruna.checkpoint.state import Content
-from autovaruna._torch import pytree
 from autovaruna.config.settings import Settings, resolve, whole_number
 from autovaruna.errors import InputError, OrderError
 from autovaruna.graph.export.methods import follows_weights, method_of
@@ -216,9 +216,7 @@ class AutoVaruna(nn.Module):
         own = {name: each.detach() for name, each in wrapped.state.parameters().items() if not each.is_meta}
         options, what = {"norm_type": f"{float(norm_type):g}"}, f"parameter_norm{wrapped.of_model}"
         names, placement = wrapped.parameter_names, wrapped.placement
-        return total_of(
-            norms_of_all(own, placement, names, wrapped.world, norm_type, options, what), norm_type, False
-        )
+        return total_of(norms_of_all(own, placement, names, wrapped.world, norm_type, options, what), norm_type, False)
 
     # state
 
@@ -389,7 +387,7 @@ class AutoVaruna(nn.Module):
         return wraps(found)(partial(self._call_method, name)) if method_of(self.module, found, name) else found
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
-        """Moves or casts the model, as ``to``, ``half`` and the like ask; once it is split, where that changes nothing."""
+        """Moves or casts the model, as ``to``, ``half`` and the like ask; after the split, where nothing changes."""
         if self._wrapped.engine is not None:
             self._wrapped.refuse_changes(fn)
             return self

@@ -21,7 +21,7 @@ from autovaruna._torch import FakeTensor
 from autovaruna.graph.call import CallSpec
 from autovaruna.graph.export.constant_values import is_known
 from autovaruna.graph.export.errors import warn_once
-from autovaruna.graph.guards import OF_MODULES, entries, full_name, is_plain, records
+from autovaruna.graph.guards import OF_MODULES, entries, full_name, hooks_of, is_plain, records
 from autovaruna.graph.precision import in_precision
 from autovaruna.graph.random import own_cache, python_generators, untouched_generator
 from autovaruna.graph.tree import flatten
@@ -131,7 +131,7 @@ def settle(model: nn.Module, call: CallSpec, samples: Sequence[Sequence[Tensor]]
 
 def _left(model: nn.Module, call: CallSpec, tensors: Sequence[Tensor], device: torch.device) -> dict[Place, Any]:
     """Returns what a first call leaves, and a second one leaves as it is."""
-    own = copy.deepcopy(model)
+    own = copy.deepcopy(model, {id(each): each for each in hooks_of(model)})
     returned = _called(own, call, tensors, device)
     once = {place: copy.copy(value) if is_plain(value) else value.clone() for place, value in _held(own)}
     if not _same(returned, _called(own, call, tensors, device)):

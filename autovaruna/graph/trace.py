@@ -156,8 +156,8 @@ def trace(
         return watched
     text = (
         f"forward hooks of {', '.join(path or 'the model' for path in script_hooks(model))} change what the model "
-        "computes, or what it leaves, and are traced with it: a hook there that records something sees no step. Compute "
-        "in forward what hooks change, so that the others watch."
+        "computes, or what it leaves, and are traced with it: a hook there that records something sees no step. "
+        "Compute in forward what hooks change, so that the others watch."
     )
     warn_once(logger, model, text + (f" ({error})" if error else ""))
     return whole
@@ -180,8 +180,8 @@ def _refuse_watching(traced: TracedModel) -> None:
         for name in call.names[call.num_given :]:
             if name not in traced.facts or traced.facts[name].makes & written:
                 raise TraceError(
-                    f"A forward hook of {call.path or 'the model'} watches what cannot be shown: its result is changed in "
-                    "place later (by inplace=True, say), or made in a region of its own, as under no_grad(). Expected "
+                    f"A forward hook of {call.path or 'the model'} watches what cannot be shown: its result is changed "
+                    "in place later (by inplace=True, say), or made in a region of its own, as under no_grad(). Expected "
                     "a result that stays as it is; pass inplace=False to the module that follows, or register the hook "
                     "on another module."
                 )

@@ -39,8 +39,8 @@ class OwnSamples:
                 return whole
             parts = self._job.batch.owned_by(self._rank)
             pieces = torch.unsafe_split_with_sizes(whole, [each.size for each in parts])
-            slices = self._slices[name] = {
-                each.index: _in_rows(piece) if 1 in piece.shape else piece
+            slices = self._slices[name] = {  # strides of dimensions of one element tell torch of an order in memory
+                each.index: piece.contiguous().view(-1).view(piece.shape) if 1 in piece.shape else piece
                 for each, piece in zip(parts, pieces, strict=True)
             }
         return slices[part.index].contiguous()
@@ -49,14 +49,6 @@ class OwnSamples:
         """Starts to send micro-batches to the stages that use them."""
         for part, parcel in parcels:
             self._mail.send([self.of(part, name) for name in parcel.names], parcel.kind)
-
-
-def _in_rows(tensor: Tensor) -> Tensor:
-    """Returns a contiguous tensor, whose dimensions of one element have the strides that they have in others.
-
-    By such a stride torch takes images of one channel for ones with their channels last.
-    """
-    return tensor.contiguous().view(-1).view(tensor.shape)
 
 
 class Stash:

@@ -11,6 +11,7 @@ forwards and publishes; the caller's backward prepares, runs and sums the rest.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -45,6 +46,7 @@ from autovaruna.runtime.world import World
 from autovaruna.schedule.instruction import Kind
 from autovaruna.stage.module import ParameterUse, StageModule
 
+logger = logging.getLogger(__name__)
 Key = TypeVar("Key")
 _ALL = tuple(Kind)
 _FORWARDS = (Kind.FORWARD,)
@@ -190,6 +192,8 @@ class StepRunner:
                 "another one. Expected one backward, of the sum of all losses; or another schedule."
             )
         self._is_synchronising = self._asks_for_sums()
+        if len(self._job.batch.groups) > 1 and self._world.rank == 0 and not self._rank.backwards.num:
+            logger.info(_OF_OWN_SAMPLES)
         self._rank.backwards.note("of its outputs")
         self._rank.loss_scale.after(1.0)
         self._rank.backwards.note_gradients(self._is_synchronising)
@@ -399,14 +403,14 @@ class StepRunner:
         backwards.note_gradients(asks_for_sums)
         scale = factor / self._factor
         self._book.keep(_scaled(found.own, scale))
-        totals, kept, inputs = _scaled(found.totals, scale), found.kept, _scaled(found.inputs, scale)
+        totals, kept = _scaled(found.totals, scale), found.kept
         if asks_for_sums and not self._is_synchronising:
             kept = backwards.take_kept()
         elif self._is_synchronising and not asks_for_sums:
             backwards.keep_totals(totals)
             backwards.keep_totals(kept)
             totals, kept = {}, {}
-        return self._for_sources(totals, kept, inputs)
+        return self._for_sources(totals, kept, _scaled(found.inputs, scale))
 
     def _refuse(self, gradients: Gradients, is_kept: bool) -> Gradients:
         """Refuses to go backward from outputs beside the loss."""
@@ -504,6 +508,12 @@ class StepRunner:
         line = failed_at(error, traced.nodes)
         return place + line + (given_whole(traced.inputs.values(), part, self._job.batch) if line else "")
 
+
+_OF_OWN_SAMPLES = (
+    "the loss is made outside of the model, by each rank of its own samples, and counts with its share of them, as in "
+    "DistributedDataParallel: one that sums over samples, or compares samples with each other (contrastive), is another "
+    "one than that of the global batch. Have forward return such a loss, with reduction='sum' if it is a sum"
+)
 
 _METHODS: dict[Kind, Callable[[StepRunner, StageModule, Act], None]] = {
     Kind.FORWARD: StepRunner._forward,

@@ -14,8 +14,8 @@ from functools import cached_property
 from torch import fx
 
 from autovaruna.errors import PlanError
-from autovaruna.graph.pieces.extract import Piece, extract, reads
 from autovaruna.graph.export.watchers import WatchedCall
+from autovaruna.graph.pieces.extract import Piece, extract, reads
 from autovaruna.graph.traced import TracedModel
 
 

@@ -52,7 +52,9 @@ def test_strides_of_one_sample_do_not_count() -> None:
 
     def run(model: AutoVaruna, optimizer: Any, rank: int) -> list[Tensor]:
         with torch.no_grad():
-            return [model(mine) for mine in (rows[rank::2], rows[rank : rank + 1], rows[1:].t()[:, rank : rank + 1].t())]
+            return [
+                model(mine) for mine in (rows[rank::2], rows[rank : rank + 1], rows[1:].t()[:, rank : rank + 1].t())
+            ]
 
     first, second = on_ranks(PER_RANK, plain, run)
     with torch.no_grad():
@@ -308,8 +310,12 @@ def test_sums_are_delayed_between_forward_and_backward(has_loss: bool, pattern: 
             model.delay_grad_allreduce(bool(is_delayed))
             before = {name: each.grad.clone() for name, each in held(model).items() if each.grad is not None}
             loss.backward()
-            assert not is_delayed or before == {} or all(
-                torch.equal(each.grad, before[name]) for name, each in held(model).items() if each.grad is not None
+            assert (
+                not is_delayed
+                or before == {}
+                or all(
+                    torch.equal(each.grad, before[name]) for name, each in held(model).items() if each.grad is not None
+                )
             )
         return {name: each.grad for name, each in held(model).items() if each.grad is not None}
 

@@ -212,7 +212,8 @@ def refuse_single_values(traced: TracedModel, sizes: Iterable[int]) -> None:
     """
     smallest = min(sizes)
     for node in batch_norms(traced):
-        batch, channels, *others = traced.sizes.shape(node.args[0].meta["val"], smallest)
+        given: Any = node.args[0]
+        batch, channels, *others = traced.sizes.shape(given.meta["val"], smallest)
         if batch * math.prod(others) == 1:
             raise InputError(
                 f"A micro-batch has {smallest} sample, which leaves {node.name} one value for each of {channels} "

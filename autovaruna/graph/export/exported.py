@@ -13,9 +13,9 @@ from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 
-from autovaruna.graph.export.watchers import WatchedCall
 from autovaruna._torch import OpOverload
 from autovaruna.graph.cuts import Marker
+from autovaruna.graph.export.watchers import WatchedCall
 from autovaruna.graph.precision import REGION, inside
 from autovaruna.graph.tree import Tree
 

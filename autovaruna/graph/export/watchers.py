@@ -202,8 +202,7 @@ def _collect(value: Any, places: dict[int, Any], depth: int = _DEPTH) -> None:
 
 def _cells(hooks: Sequence[Any]) -> Iterator[Any]:
     for hook in hooks:
-        for cell in getattr(getattr(hook, "__func__", hook), "__closure__", None) or ():
-            yield cell
+        yield from getattr(getattr(hook, "__func__", hook), "__closure__", None) or ()
 
 
 def _held_by(hook: Any) -> Iterator[Any]:
@@ -262,7 +261,7 @@ def show(model: nn.Module, call: WatchedCall, values: Mapping[str, Tensor]) -> N
             is_with_kwargs = key in vars(module)[f"{table}_with_kwargs"]
             if hook(module, args, *((kwargs,) if is_with_kwargs else ()), *given) is not None:
                 raise InputError(
-                    f"A forward hook of {call.path or 'the model'} returns something, but the model could not be traced "
-                    "with it. Expected a hook that returns nothing, or one of operations of torch alone, which is "
+                    f"A forward hook of {call.path or 'the model'} returns something, but the model could not be "
+                    "traced with it. Expected a hook that returns nothing, or one of operations of torch alone, which is "
                     "traced; write what it does into forward."
                 )

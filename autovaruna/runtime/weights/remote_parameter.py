@@ -124,7 +124,7 @@ def _wrapped(tensor: Tensor, home: Home) -> RemoteTensor:
     return made
 
 
-class _Draws(TorchDispatchMode):
+class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Draws what operations on tensors without numbers would draw if they had them.
 
     Args:
@@ -132,7 +132,7 @@ class _Draws(TorchDispatchMode):
     """
 
     def __init__(self, operation: _Operation, device: torch.device) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._operation = operation
         self._device = device
 
@@ -220,7 +220,9 @@ class _Operation:
                 if like.shape == self._home.shape:
                     return _wrapped(like, self._home)
                 return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=self._home.device)
-            return self._func(*self._args, **{**self._kwargs, "device": self._kwargs.get("device") or self._home.device})
+            return self._func(
+                *self._args, **{**self._kwargs, "device": self._kwargs.get("device") or self._home.device}
+            )
 
     def _writes(self) -> bool:
         """Whether the operation writes into its first argument."""
@@ -381,9 +383,9 @@ class _Operation:
             f"numbers, which are on ranks {list(home.ranks)}. Expected calls of the wrapped model alone, model(...), "
             "not of its submodules; for averages of weights, copy.deepcopy(model) of the wrapper, which is split "
             "alike; for whole weights, model.state_dict() on every rank; for the norm of all gradients, "
-            "model.clip_grad_norm_(float('inf')); for the norm of all weights, model.parameter_norm(); for penalties on "
-            "weights, the optimizer's weight_decay, or that the model's forward adds them to its loss. What is done to "
-            "one parameter after the other may leave out those with is_meta."
+            "model.clip_grad_norm_(float('inf')); for the norm of all weights, model.parameter_norm(); for penalties "
+            "on weights, the optimizer's weight_decay, or that the model's forward adds them to its loss. What is "
+            "done to one parameter after the other may leave out those with is_meta."
         ) from cause
 
 
