@@ -40,15 +40,13 @@ logger = logging.getLogger(__name__)
 def learn_written(
     exported: Exported, model: nn.Module, call: CallSpec, batch_size: int, device: torch.device
 ) -> dict[str, Fact]:
-    """Returns what each operation does, by its node's name, once none writes into what is not the graph's to change.
+    """Returns what each operation does, by its node's name, where none writes into what is not the graph's to change.
 
     Raises:
-        TraceError: forward writes into a tensor of the model that is no buffer.
+        TraceError: forward writes into an argument, or into a tensor of the model that is no buffer.
     """
     facts = learn(exported, model, call, batch_size, device)
     _refuse_writing(exported, facts, model)
-    if _copy_what_is_written(exported, facts, model):
-        return learn(exported, model, call, batch_size, device)
     return facts
 
 
@@ -62,8 +60,19 @@ def changed_state(module: fx.GraphModule, facts: dict[str, Fact], state: dict[st
 
 
 def _refuse_writing(exported: Exported, facts: dict[str, Fact], model: nn.Module) -> None:
-    """Refuses a forward that writes into a tensor of its own that is no buffer: ranks would not share what it holds."""
+    """Refuses a forward that writes into a tensor of its own that is no buffer, which ranks would not share.
+
+    So it does one that writes into an argument: stages share it, and the caller's tensor would stay as it was.
+    """
     written = {storage for fact in facts.values() for storage in fact.writes}
+    placeholders = exported.module.graph.find_nodes(op="placeholder")
+    if changed := [node.name for node in placeholders if facts[node.name].makes & written]:
+        raise TraceError(
+            f"forward of {type(model).__qualname__} changes its arguments {', '.join(changed)} in place: stages have "
+            "parts and copies of them, and the caller's tensors would stay as they were. Expected a forward that "
+            "leaves them alone: begin with x = x.clone(), or use x * 2 for x.mul_(2), torch.where() for x[mask] = 0; "
+            "and return what the script is to see of the change."
+        )
     for node in exported.module.graph.find_nodes(op="get_attr"):
         name = str(node.target)
         if name in exported.constants and facts[node.name].makes & written:
@@ -72,29 +81,6 @@ def _refuse_writing(exported: Exported, facts: dict[str, Fact], model: nn.Module
                 "is neither a parameter nor a buffer: ranks would each change their own. Expected a forward that "
                 "changes buffers alone; make it one with register_buffer()."
             )
-
-
-def _copy_what_is_written(exported: Exported, facts: dict[str, Fact], model: nn.Module) -> bool:
-    """Has a graph change copies of its arguments, not those that it is given, which stages share, and run again with.
-
-    Returns:
-        Whether it changes any.
-    """
-    graph = exported.module.graph
-    written = {storage for fact in facts.values() for storage in fact.writes}
-    changed = [node for node in graph.find_nodes(op="placeholder") if facts[node.name].makes & written]
-    for node in changed:
-        with graph.inserting_after(graph.find_nodes(op="placeholder")[-1]):
-            copy = graph.call_function(torch.ops.aten.clone.default, (node,))
-        copy.meta = dict(node.meta)
-        node.replace_all_uses_with(copy, lambda user, copy=copy: user is not copy)
-    if changed:
-        text = (
-            f"forward changes its arguments {', '.join(map(str, changed))} in place. What goes through the model is "
-            "right, but the caller's tensors stay as they were; return what the script is to see of the change."
-        )
-        warn_once(logger, model, text)
-    return bool(changed)
 
 
 ONE_AT_A_TIME = Lock()  # torch.export keeps state of its own that threads share
@@ -181,9 +167,9 @@ def _refuse_watching(traced: TracedModel) -> None:
             if name not in traced.facts or traced.facts[name].makes & written:
                 raise TraceError(
                     f"A forward hook of {call.path or 'the model'} watches what cannot be shown: its result is changed "
-                    "in place later (by inplace=True, say), or made in a region of its own, as under no_grad(). Expected "
-                    "a result that stays as it is; pass inplace=False to the module that follows, or register the hook "
-                    "on another module."
+                    "in place later (by inplace=True, say), or made in a region of its own, as under no_grad(). "
+                    "Expected a result that stays as it is; pass inplace=False to the module that follows, or register "
+                    "the hook on another module."
                 )
 
 

@@ -511,8 +511,8 @@ class StepRunner:
 
 _OF_OWN_SAMPLES = (
     "the loss is made outside of the model, by each rank of its own samples, and counts with its share of them, as in "
-    "DistributedDataParallel: one that sums over samples, or compares samples with each other (contrastive), is another "
-    "one than that of the global batch. Have forward return such a loss, with reduction='sum' if it is a sum"
+    "DistributedDataParallel: one that sums over samples, or compares samples with each other (contrastive), is "
+    "another one than that of the global batch. Have forward return such a loss, with reduction='sum' if it is a sum"
 )
 
 _METHODS: dict[Kind, Callable[[StepRunner, StageModule, Act], None]] = {

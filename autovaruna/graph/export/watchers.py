@@ -262,6 +262,6 @@ def show(model: nn.Module, call: WatchedCall, values: Mapping[str, Tensor]) -> N
             if hook(module, args, *((kwargs,) if is_with_kwargs else ()), *given) is not None:
                 raise InputError(
                     f"A forward hook of {call.path or 'the model'} returns something, but the model could not be "
-                    "traced with it. Expected a hook that returns nothing, or one of operations of torch alone, which is "
-                    "traced; write what it does into forward."
+                    "traced with it. Expected a hook that returns nothing, or one of operations of torch alone, which "
+                    "is traced; write what it does into forward."
                 )
