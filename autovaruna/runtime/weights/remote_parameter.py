@@ -249,7 +249,7 @@ class _Operation:
                 swap_tensors(owner, made)
             except RuntimeError as error:  # PyTorch keeps it
                 self.refuse(error)
-            owner.__class__ = RemoteTensor  # type: ignore[assignment]
+            owner.__class__ = RemoteTensor
         owner.__dict__.update(home=self._home)
         return owner
 
