@@ -111,6 +111,7 @@ try:
         (torch.ops.aten.mul.Tensor, ("_schema", "_overloadpacket", "_op")),
         (torch.fx.Graph(), ("_codegen", "_root")),
         (torch.amp.GradScaler, ("_unscale_grads_",)),
+        (torch.distributions.Distribution, ("_validate_args",)),
         (torch.nn.utils.clip_grad, ("_get_total_norm", "_clip_grads_with_norm_")),
     ):
         for _name in _names:

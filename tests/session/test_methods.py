@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributions import Categorical
 
 from autovaruna import AutoVaruna, InputError
 from tests.reference import sgd
@@ -38,6 +39,13 @@ class Agent(nn.Module):
         hidden = torch.tanh(self.body(x))
         return self.actor(hidden), scale * self.critic(hidden)
 
+    def act(self, x: Tensor, action: Tensor | None = None) -> tuple[Tensor, ...]:
+        """Returns actions, their log probabilities and values."""
+        logits, values = self.evaluate(x)
+        choices = Categorical(logits=logits)
+        action = choices.sample() if action is None else action  # type: ignore[no-untyped-call]
+        return action, choices.log_prob(action), values  # type: ignore[no-untyped-call]
+
     def count(self, x: Tensor) -> int:
         """Counts samples; no weight is used."""
         self.num_evaluated += len(x)
@@ -55,6 +63,14 @@ def by_method(model: Any, x: Tensor, y: Tensor) -> Tensor:
     """Trains by a method alone."""
     logits, values = model.evaluate(x, scale=0.5)
     return F.cross_entropy(logits, y) + values.square().mean()
+
+
+def by_acting(model: Any, x: Tensor, y: Tensor) -> Tensor:
+    """Trains by actions that were chosen before."""
+    with torch.no_grad():
+        assert model.act(x)[0].shape == y.shape
+    _, log_probabilities, values = model.act(x, y)
+    return values.square().mean() - log_probabilities.mean()  # type: ignore[no-any-return]
 
 
 def by_both(model: Any, x: Tensor, y: Tensor) -> Tensor:
@@ -79,7 +95,7 @@ def batches(num: int = 3) -> list[tuple[Tensor, Tensor]]:
     return [(torch.randn(8, 4, generator=generator), torch.arange(8) % 2) for _ in range(num)]
 
 
-@pytest.mark.parametrize("loss_of", [by_method, by_both])
+@pytest.mark.parametrize("loss_of", [by_method, by_acting, by_both])
 @pytest.mark.parametrize("setup", SETUPS)
 def test_methods_count_like_calls(loss_of: Callable[..., Tensor], setup: str) -> None:
     """Once, each rank trained alone, and weights drifted apart without a word."""

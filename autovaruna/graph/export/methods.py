@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributions import Distribution
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from autovaruna._torch import FakeTensorMode
@@ -40,6 +42,7 @@ def follows_weights(
     mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
     try:
         with (
+            _unchecked_distributions(),
             quiet_failure(),
             as_before(model),
             torch.compiler.set_stance("force_eager"),
@@ -53,3 +56,14 @@ def follows_weights(
             return any(isinstance(each, Tensor) and each.requires_grad for each in found)
     except Exception:  # it asks for numbers: no trace of it is possible
         return False
+
+
+@contextmanager
+def _unchecked_distributions() -> Iterator[None]:
+    """Has distributions take their parameters as they are: to check them takes numbers."""
+    before = Distribution._validate_args
+    Distribution.set_default_validate_args(False)
+    try:
+        yield
+    finally:
+        Distribution.set_default_validate_args(before)
