@@ -131,7 +131,8 @@ def trace(
         error = found
     try:
         with untouched(model):
-            whole = _trace(model, call, device, *options)
+            can_keep = watched is None or _num_kept(watched) > 0  # else hooks alone would ask for it
+            whole = _trace(model, call, device, *options, can_keep)
     except TraceError:
         if watched is None:
             raise
@@ -183,9 +184,10 @@ def _trace(
     has_totals: bool,
     is_added: bool,
     is_parted: bool,
+    can_keep: bool = True,
 ) -> TracedModel:
     with ONE_AT_A_TIME:
-        exported, batch_size = _export(model, call, device, is_dynamic, micro_batch_size, is_parted)
+        exported, batch_size = _export(model, call, device, is_dynamic, micro_batch_size, is_parted, can_keep)
         sizes = _sizes(exported, call, batch_size)
         facts = learn_written(exported, model, call, batch_size, device)
         module = exported.module
@@ -228,17 +230,23 @@ def _trace(
 
 
 def _export(
-    model: nn.Module, call: CallSpec, device: torch.device, is_dynamic: bool, micro_batch_size: int, is_parted: bool
+    model: nn.Module,
+    call: CallSpec,
+    device: torch.device,
+    is_dynamic: bool,
+    micro_batch_size: int,
+    is_parted: bool,
+    can_keep: bool,
 ) -> tuple[Exported, int]:
     """Returns what torch.export makes of a call, and the number that stands for the batch in it."""
     batch_size = _hint(model, call) if is_dynamic else micro_batch_size
     try:
-        return export(model, call, batch_size, is_dynamic, device, is_parted), batch_size
+        return export(model, call, batch_size, is_dynamic, device, is_parted, can_keep), batch_size
     except BatchSizeError as error:
         if is_parted:
             raise
         warn_once(logger, model, f"{_OF_EACH_SIZE} {error}")
-    return export(model, call, micro_batch_size, False, device), micro_batch_size
+    return export(model, call, micro_batch_size, False, device, can_keep=can_keep), micro_batch_size
 
 
 def _build(

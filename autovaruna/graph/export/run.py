@@ -447,6 +447,7 @@ def export(
     is_dynamic: bool,
     device: torch.device,
     is_parted: bool = True,
+    can_keep: bool = True,
 ) -> Exported:
     """Traces one call of a model in its present mode, without running it.
 
@@ -460,13 +461,14 @@ def export(
         device: Where the graph will run.
         is_parted: Whether there may be several micro-batches; if not, the first line that fixes the batch size stops
             the trace, even inside of a submodule that could be kept whole.
+        can_keep: Whether what stops the trace is kept whole.
 
     Raises:
         BatchSizeError: the graph would hold for one batch size alone.
         TraceError: the model cannot be traced; says which line and what to do.
     """
     check_layouts(model)
-    first = Opaque(modules=hooked(model))
+    first = Opaque(modules=hooked(model), can_grow=can_keep)
     if first.modules:
         warn_once(logger, model, _OF_HOOKS.format(", ".join(sorted(first.modules))))
     kept: Opaque | None = first
