@@ -46,7 +46,11 @@ def test_synchronised_statistics_of_all_are_exact() -> None:
 @pytest.mark.parametrize("num_micro_batches", [1, 2])
 def test_the_log_says_what_is_counted_over(num_micro_batches: int, caplog: pytest.LogCaptureFixture) -> None:
     on_ranks(pipeline(2, num_micro_batches=num_micro_batches), model(), output)
-    told = [each.getMessage() for each in caplog.records if "micro-batches of 4 samples, of 8" in each.getMessage()]
+    told = [
+        each.getMessage()
+        for each in caplog.records
+        if "count over micro-batches of 4 samples, of 8;" in each.getMessage()
+    ]
     assert len(told) == num_micro_batches - 1
 
 
