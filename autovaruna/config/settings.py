@@ -207,7 +207,11 @@ class Settings:
     num_replicas: int = _setting(count(), 0, "Replicas of every stage; 0: the planner decides.", "replica_num")
     num_micro_batches: int = _setting(count(), 0, "Micro-batches of a step; 0: the planner decides.", "pipeline_num")
     micro_batch_size: int = _setting(
-        count(), 0, "Samples of a micro-batch, in place of num_micro_batches; 0: the planner decides.", "chunk_size"
+        count(),
+        0,
+        "Samples of a micro-batch, in place of num_micro_batches; 0: the planner decides.",
+        "chunk_size",
+        "batch_norm_samples",
     )
     min_micro_batches: int = _setting(count(1), 1, "Fewest micro-batches the planner may choose.", "min_pipeline")
     max_micro_batches: int = _setting(

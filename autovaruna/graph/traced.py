@@ -12,6 +12,7 @@ from torch import Tensor, fx
 from autovaruna.graph.batch.operators import SCALING, Means, arguments, is_random, name_of, operator_of
 from autovaruna.graph.batch.totals import NO_TOTALS, BatchTotals
 from autovaruna.graph.call import CallSpec, InputSpec
+from autovaruna.graph.export.watchers import WatchedCall
 from autovaruna.graph.facts import Fact
 from autovaruna.graph.opaque.run import OpaqueModule
 from autovaruna.graph.outputs import OutputKind, OutputSpec
@@ -86,6 +87,7 @@ class TracedModel:
         totals: its values of the whole batch.
         joins_counts: nodes that join counts of several samples.
         asks_for_one: where the model does something else for a batch of one sample; empty: nowhere.
+        watched: the calls of modules with hooks that only watch.
     """
 
     module: fx.GraphModule
@@ -104,6 +106,7 @@ class TracedModel:
     totals: BatchTotals = NO_TOTALS
     joins_counts: tuple[str, ...] = ()
     asks_for_one: str = ""
+    watched: tuple[WatchedCall, ...] = ()
 
     @cached_property
     def key(self) -> str:

@@ -242,7 +242,7 @@ class Engine:
         number: int,
         batch: GlobalBatch,
         of_batch: Mapping[float, dict[str, Tensor]],
-        is_synchronising: bool,
+        asks_for_sums: Callable[[], bool],
     ) -> Any:
         """Runs one call and returns what the model returns. Collective.
 
@@ -252,7 +252,7 @@ class Engine:
             number: How many calls there were before.
             batch: The micro-batches of all ranks.
             of_batch: What they are given of the whole batch, by the weight of their loss and the name of the node.
-            is_synchronising: Whether gradients are summed over ranks now.
+            asks_for_sums: Whether gradients are to be summed over ranks now.
         """
         prepared = self._graphs.of(traced)
         needs_gradient = torch.is_grad_enabled() and traced.needs_gradient
@@ -285,7 +285,7 @@ class Engine:
             book=prepared.gradients,
             placement=self.placement,
             inputs=dict(zip(traced.inputs, tensors, strict=True)),
-            is_synchronising=is_synchronising,
+            asks_for_sums=asks_for_sums,
             factor=self._rank.loss_scale.before(prepared.is_half) if is_whole else None,
         )
         return traced.output_tree.unflatten(_stand_ins(traced, runner.run()), Undelivered)

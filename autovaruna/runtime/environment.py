@@ -229,6 +229,12 @@ def _script() -> str:
     return os.path.basename(sys.argv[0]) or "train.py"
 
 
+def is_alone() -> bool:
+    """Whether there is one rank; does not start MPI."""
+    world = world_of_thread() or _world
+    return (num_ranks_in(os.environ) if world is None else world.num_ranks) == 1
+
+
 def local_rank_in(variables: Mapping[str, str]) -> int | None:
     """Returns the number of this rank on its host that a launcher has put into the environment; None without one."""
     return next((int(variables[name]) for name in LOCAL_RANK_VARIABLES if variables.get(name, "").isdigit()), None)

@@ -449,6 +449,7 @@ class Backwards:
         self._state = state
         self._books = books
         self._owes_gradients = False
+        self._totals: dict[str, Tensor] = {}
 
     def note(self, gradient: str) -> None:
         """Counts a backward of the caller, and the gradient that comes into it."""
@@ -476,6 +477,11 @@ class Backwards:
         self._add({name: total for name, total in kept.items() if not parameters[name].requires_grad})
         return {name: total for name, total in kept.items() if parameters[name].requires_grad}
 
+    def keep_totals(self, totals: Mapping[str, Tensor]) -> None:
+        """Keeps back gradients that have been summed in the call, by parameter."""
+        for name, total in totals.items():
+            self._totals[name] = self._totals[name].add_(total) if name in self._totals else total
+
     def forget_step(self) -> None:
         """Drops what a step that has failed leaves behind."""
         for book in self._books:
@@ -489,7 +495,7 @@ class Backwards:
 
     def _kept(self) -> dict[str, Tensor]:
         """Sums the gradients that were kept back and returns them by parameter. Collective."""
-        totals: dict[str, Tensor] = {}
+        totals, self._totals = self._totals, {}
         for book in self._books:
             for name, total in book.take_kept().items():
                 totals[name] = totals[name].add_(total) if name in totals else total

@@ -63,8 +63,12 @@ class Layout:
             tensor is not None
             and tensor.dtype is self.dtype
             and tensor.shape == self.shape
-            and tensor.stride() == self.strides
+            and (tensor.stride() == self.strides or self._steps(tensor.stride()) == self._steps(self.strides))
         )
+
+    def _steps(self, strides: Sequence[int]) -> list[int]:
+        """Returns the strides that mean something: a dimension of one element is never stepped along."""
+        return [stride for stride, length in zip(strides, self.shape, strict=True) if length > 1]
 
     def pack(self, tensor: Tensor) -> Tensor:
         """Returns what travels of a tensor with holes, or with numbers that are there twice: a copy without."""

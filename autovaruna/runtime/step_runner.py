@@ -11,6 +11,7 @@ forwards and publishes; the caller's backward prepares, runs and sums the rest.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from torch import Tensor
 
 from autovaruna.errors import InputError, OrderError
 from autovaruna.graph.call import InputSpec
+from autovaruna.graph.export.watchers import show
 from autovaruna.graph.opaque.run import forgetting
 from autovaruna.graph.outputs import OutputKind, OutputSpec
 from autovaruna.graph.pieces.deferral import Deferred
@@ -46,6 +48,7 @@ from autovaruna.runtime.world import World
 from autovaruna.schedule.instruction import Kind
 from autovaruna.stage.module import ParameterUse, StageModule
 
+logger = logging.getLogger(__name__)
 Key = TypeVar("Key")
 _ALL = tuple(Kind)
 _FORWARDS = (Kind.FORWARD,)
@@ -109,7 +112,7 @@ class StepRunner:
         book: Takes gradients from the stages and sums them.
         placement: Who holds what the call changes.
         inputs: This rank's mini-batch, by input name.
-        is_synchronising: Whether gradients are summed over ranks now.
+        asks_for_sums: Whether gradients are to be summed over ranks; what it says when a backward comes counts.
         factor: What comes into the loss is expected to be this, so backwards start from it; None: the caller's
             backward says what they start from.
     """
@@ -123,7 +126,7 @@ class StepRunner:
         book: GradientBook,
         placement: Placement,
         inputs: Mapping[str, Tensor],
-        is_synchronising: bool,
+        asks_for_sums: Callable[[], bool],
         factor: float | None,
     ) -> None:
         self._job = job
@@ -134,7 +137,8 @@ class StepRunner:
         self._book = book
         self._placement = placement
         self._inputs = inputs
-        self._is_synchronising = is_synchronising
+        self._asks_for_sums = asks_for_sums
+        self._is_synchronising = asks_for_sums()
         self._factor = factor
         self._keeps_graphs = False  # whether the same backwards may run again
         self._samples = OwnSamples(inputs, job, self._world.rank, self._mail)
@@ -193,6 +197,9 @@ class StepRunner:
                 "A backward with retain_graph=True: got the schedule zero_bubble, whose stages keep nothing for "
                 "another one. Expected one backward, of the sum of all losses; or another schedule."
             )
+        self._is_synchronising = self._asks_for_sums()
+        if len(self._job.batch.groups) > 1 and self._world.rank == 0 and not self._rank.backwards.num:
+            logger.info(_OF_OWN_SAMPLES)
         self._rank.backwards.note("of its outputs")
         has_scaler = self._rank.loss_scale.words != "none"  # whose gradients may overflow
         total = None if has_scaler else _total(gradients)
@@ -260,6 +267,8 @@ class StepRunner:
         if self._job.needs_gradient and not keeps_graph:
             state.before = self._state.copy(stage)
         returned = self._run_stage(stage, part, state, keeps_graph)
+        for call in stage.part.watched:
+            show(self._rank.state.model, call, returned)
         for kind, names in act.sends:
             self._mail.send([returned[name].detach() for name in names], kind)
         for place, name in stage.part.outputs:
@@ -401,10 +410,18 @@ class StepRunner:
         factor = gradients[0].item()
         backwards.note(f"{factor:g}")
         self._rank.loss_scale.after(factor)
-        backwards.note_gradients(self._is_synchronising)
+        asks_for_sums = self._asks_for_sums()
+        backwards.note_gradients(asks_for_sums)
         scale = factor / self._factor
         self._book.keep(_scaled(found.own, scale))
-        return self._for_sources(_scaled(found.totals, scale), found.kept, _scaled(found.inputs, scale))
+        totals, kept = _scaled(found.totals, scale), found.kept
+        if asks_for_sums and not self._is_synchronising:
+            kept = backwards.take_kept()
+        elif self._is_synchronising and not asks_for_sums:
+            backwards.keep_totals(totals)
+            backwards.keep_totals(kept)
+            totals, kept = {}, {}
+        return self._for_sources(totals, kept, _scaled(found.inputs, scale))
 
     def _refuse(self, gradients: Gradients, is_kept: bool) -> Gradients:
         """Refuses to go backward from outputs beside the loss."""
@@ -516,6 +533,12 @@ class StepRunner:
         line = failed_at(error, traced.nodes)
         return place + line + (given_whole(traced.inputs.values(), part, self._job.batch) if line else "")
 
+
+_OF_OWN_SAMPLES = (
+    "the loss is made outside of the model, by each rank of its own samples, and counts with its share of them, as in "
+    "DistributedDataParallel: one that sums over samples, or compares samples with each other (contrastive), is "
+    "another one than that of the global batch. Have forward return such a loss, with reduction='sum' if it is a sum"
+)
 
 _METHODS: dict[Kind, Callable[[StepRunner, StageModule, Act], None]] = {
     Kind.FORWARD: StepRunner._forward,

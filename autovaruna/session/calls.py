@@ -160,6 +160,7 @@ def share_call(
 def _words(call: CallSpec) -> dict[str, str]:
     """Returns everything that a trace depends on, in words, by what it is."""
     words = {f"input {spec.name}": spec.words() for spec in call.inputs}
+    words["the method"] = call.method
     words |= {f"constant {_name(path)}": value for path, value in call.tree.constants()}
     words |= dict(re.findall(r"(\w+)=(\S+)", call.mode))
     training, trained = words.pop("training", ""), words.pop("parameters", "")
@@ -234,8 +235,6 @@ class SameInputs:
 
 
 def _digest(tensor: Tensor) -> int:
-    if tensor.layout != torch.strided:
-        return 0
     flat = tensor.detach().reshape(-1)
     some = flat[:: max(1, len(flat) // _NUM_NUMBERS)].contiguous()
     return crc32(some.view(torch.uint8).cpu().numpy().tobytes())
@@ -267,7 +266,7 @@ def micro_batch_weights(
 
 def _weight(weigh: Callable[..., float], model: nn.Module, shared: SharedCall, part: MicroBatch) -> float:
     args, kwargs = shared.call.tree.unflatten(shared.samples(part.start, part.size))
-    weight: Any = weigh(dict(inspect.signature(model.forward).bind(*args, **kwargs).arguments))
+    weight: Any = weigh(dict(inspect.signature(getattr(model, shared.call.method)).bind(*args, **kwargs).arguments))
     number = float(weight)
     if not number >= 0:
         raise InputError(f"micro_batch_weight returned {weight!r}; expected a number of at least zero.")

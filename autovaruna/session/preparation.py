@@ -22,6 +22,7 @@ from torch import nn
 from autovaruna.config.files import at_home
 from autovaruna.config.settings import Settings, replicas_of
 from autovaruna.errors import ConfigError, DeploymentError, ScheduleError
+from autovaruna.graph.batch.state import batch_norms
 from autovaruna.graph.records import Graph
 from autovaruna.graph.traced import TracedModel
 from autovaruna.planner.candidate import priced
@@ -304,11 +305,28 @@ class Preparation:
         return on_all(self._world, act, what)
 
     def _report(self) -> None:
-        if self._world.rank == 0 and logger.isEnabledFor(logging.INFO):
+        if self._world.rank > 0:
+            return
+        norms = self._norms()
+        if norms:
+            logger.warning(
+                "batch normalisations count over %s; plain PyTorch, over the whole batch. Pass batch_norm_samples to "
+                "say over how many",
+                norms,
+            )
+        if logger.isEnabledFor(logging.INFO):
             console = Console(width=110, file=io.StringIO())
             with console.capture() as capture:
                 console.print(plan_table(self.plan, self._traced.graph))
-            logger.info("the plan:\n%s\n%s", capture.get().rstrip(), explain(self.plan, self._traced.graph))
+            lines = explain(self.plan, self._traced.graph) + (f"\nbatch norm      counts over {norms}" if norms else "")
+            logger.info("the plan:\n%s\n%s", capture.get().rstrip(), lines)
+
+    def _norms(self) -> str:
+        """Returns in words what batch normalisations count over; empty: there are none, or they count over all."""
+        if self.plan.num_micro_batches == 1 or not batch_norms(self._traced):
+            return ""
+        total = self._shared.global_batch_size
+        return f"micro-batches of {-(-total // self.plan.num_micro_batches)} samples, of {total}"
 
 
 def _seed(settings: Settings) -> int:

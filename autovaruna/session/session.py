@@ -151,15 +151,15 @@ class Session:
         )
         return not any(asks)
 
-    def call(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Calls the model on all ranks; the first call plans and splits it. Collective.
+    def call(self, args: Sequence[Any], kwargs: Mapping[str, Any], method: str = "forward") -> Any:
+        """Calls the model, or a method of it, on all ranks; the first call plans and splits it. Collective.
 
         Returns:
             What the model returns, for the global batch.
         """
         wrapped = self._wrapped
         num_known = 0 if self.traces is None else self.traces.num_known
-        shared = self._agree(args, kwargs)
+        shared = self._agree(args, kwargs, method)
         self.end_if_due()
         engine = wrapped.engine or self._start(shared)
         batch = self._cut(shared, engine.plan)
@@ -167,7 +167,7 @@ class Session:
         traced = self.traces.of(shared, batch)
         wrapped.num_calls += 1
         values = self._values_of_batch(traced, shared, batch)
-        returned = engine.run(traced, shared.tensors, shared.number, batch, values, wrapped.is_synchronising)
+        returned = engine.run(traced, shared.tensors, shared.number, batch, values, wrapped.asks_for_sums)
         is_new = self.traces.num_known > num_known
         if is_new:
             wrapped.guards.start()
@@ -220,7 +220,7 @@ class Session:
 
     # agree
 
-    def _agree(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> SharedCall:
+    def _agree(self, args: Sequence[Any], kwargs: Mapping[str, Any], method: str = "forward") -> SharedCall:
         """Tells all ranks of this rank's call. Collective."""
         wrapped, world = self._wrapped, self._wrapped.world
         if wrapped.engine is None:
@@ -230,7 +230,7 @@ class Session:
         try:
             mode = wrapped.guards.words()
             wrapped.check_parameters()
-            tensors, call = self._reader.read(args, kwargs, mode)
+            tensors, call = self._reader.read(args, kwargs, mode, method)
             tensors = on_own_gpu(tensors, wrapped.device)
             passed = self._same_inputs.digests(wrapped.num_calls, tensors)
             totals = self._own_totals(call.key(), tensors, call.batch_size)
@@ -240,13 +240,13 @@ class Session:
         reports = world.agree(error, f"reading the model's inputs{wrapped.of_model}", report)
         wrapped.stopping.is_agreed |= any(is_wanted for *_, is_wanted, _ in reports)
         if self._leave_out(call, reports):
-            return self._agree(args, kwargs)
+            return self._agree(args, kwargs, method)
         try:
             shared = share_call(call, tensors, wrapped.num_calls, self._groups, world, reports, wrapped.doings)
         except RankError:  # on every rank; parameters() gives a caller those of this rank alone to freeze
             if wrapped.engine is None or not wrapped.state.follow_frozen(wrapped.placement, world):
                 raise
-            return self._agree(args, kwargs)
+            return self._agree(args, kwargs, method)
         if world.rank == 0 and reports[0][3]:
             self._same_inputs.compare(call, [digests for *_, digests, _, _ in reports])
         return shared

@@ -104,6 +104,8 @@ class Traces:
 
     def first(self, shared: SharedCall) -> TracedModel:
         """Returns the graph of the call that is to be planned, whose micro-batches are not known yet. Collective."""
+        if self._settings.num_micro_batches != 1:
+            self._refuse_synchronised_norms()
         return self._find(shared, -(-max(shared.sizes) // self._expected_parts(shared)))
 
     def of(self, shared: SharedCall, batch: GlobalBatch) -> TracedModel:
@@ -124,9 +126,25 @@ class Traces:
         if (traced.key, sizes, is_parted) not in self._checked:
             refuse_single_values(traced, sizes)
             if is_parted:
+                self._refuse_synchronised_norms()
                 self._check_parts(traced)
             self._checked.add((traced.key, sizes, is_parted))
         return traced
+
+    def _refuse_synchronised_norms(self) -> None:
+        """Refuses normalisations by the samples of all ranks, where a micro-batch sees its own alone.
+
+        Raises:
+            InputError: there is one in training mode.
+        """
+        for path, module in self._model.named_modules():
+            if isinstance(module, nn.SyncBatchNorm) and module.training:
+                raise InputError(
+                    f"{path or 'The model'} is a SyncBatchNorm, which asks for the statistics of the global batch: got "
+                    "micro-batches, each of which has its own. Expected one micro-batch: pass num_micro_batches=1 and "
+                    "inputs='replicated', the same batch on every rank; or make it a BatchNorm, which counts over a "
+                    "micro-batch, and pass batch_norm_samples."
+                )
 
     def _check_parts(self, traced: TracedModel) -> None:
         """Makes sure that the losses of micro-batches make up that of the batch, unless the user weighs them."""

@@ -50,6 +50,7 @@ from autovaruna.graph.export.errors import (
 from autovaruna.graph.export.exported import PREFIX, Exported, drop_idle, open_free_regions, tidy, unlift
 from autovaruna.graph.export.fakes import example_inputs, faked
 from autovaruna.graph.export.idioms import Idioms, padded_encoders
+from autovaruna.graph.export.watchers import restart, take_watched
 from autovaruna.graph.module_state import as_before, left_tensors, warn_of_left
 from autovaruna.graph.opaque.functions import Function, take_functions
 from autovaruna.graph.opaque.keep import Keeper, is_of_keeper, kept_whole, packed_sequences, take_modules
@@ -217,11 +218,12 @@ class FlatCall(nn.Module):
         sizes = [each.shape[0] for each, spec in pairs if spec.is_batch]
         assert all(size == sizes[0] for size in sizes)  # the trace has one symbol for them from now on
         self.note_batch(sizes)
+        restart()
         args, kwargs = self.call.tree.unflatten(tensors)
         before = [(module, dict(module._buffers)) for module in self.model.modules()]
         numbers = plain_state(self.model)
         with self._hidden(), self.idioms():
-            returned = self.model(*args, **kwargs)
+            returned = self.call.of(self.model)(*args, **kwargs)
         if any(each.grad is not None for each in self.model.parameters()):
             raise refuse_backward("torch.autograd.backward")
         outputs, tree = flatten(returned, "output")
@@ -324,12 +326,14 @@ class Attempt:
             raise RetryError(replace(self.kept, functions=self.kept.functions | found))
         assert output_trees
         constants, markers = self._tidy(graph_module)
+        watched = take_watched(graph_module)
         return Exported(
             module=graph_module,
             output_tree=output_trees[-1],
             constants=constants,
             is_dynamic=self.is_dynamic,
             markers=markers,
+            watched=watched,
             left=tuple(left),
             greatest=min(notes.bounds, default=None) if self.is_dynamic else None,
             asks_for_many=next(iter(notes.large), ""),
@@ -443,6 +447,7 @@ def export(
     is_dynamic: bool,
     device: torch.device,
     is_parted: bool = True,
+    can_keep: bool = True,
 ) -> Exported:
     """Traces one call of a model in its present mode, without running it.
 
@@ -456,13 +461,14 @@ def export(
         device: Where the graph will run.
         is_parted: Whether there may be several micro-batches; if not, the first line that fixes the batch size stops
             the trace, even inside of a submodule that could be kept whole.
+        can_keep: Whether what stops the trace is kept whole.
 
     Raises:
         BatchSizeError: the graph would hold for one batch size alone.
         TraceError: the model cannot be traced; says which line and what to do.
     """
     check_layouts(model)
-    first = Opaque(modules=hooked(model))
+    first = Opaque(modules=hooked(model), can_grow=can_keep)
     if first.modules:
         warn_once(logger, model, _OF_HOOKS.format(", ".join(sorted(first.modules))))
     kept: Opaque | None = first
