@@ -25,6 +25,7 @@ from autovaruna.graph.export.exported import PREFIX, Exported
 from autovaruna.graph.export.run import export
 from autovaruna.graph.facts import Fact, learn
 from autovaruna.graph.grouping import Grouping, group
+from autovaruna.graph.lengths import Places
 from autovaruna.graph.opaque.infer_reduction import infer_function_reductions
 from autovaruna.graph.outputs import classify
 from autovaruna.graph.records import Graph
@@ -111,6 +112,7 @@ def trace(
     has_totals: bool = True,
     is_added: bool = False,
     is_parted: bool = True,
+    free: Places = frozenset(),
 ) -> TracedModel:
     """Traces one call of a model in its present mode, without running it or holding its numbers.
 
@@ -125,13 +127,14 @@ def trace(
         is_added: Whether losses of micro-batches are added up, rather than averaged.
         is_parted: Whether there may be several micro-batches, for which samples must not meet. If not, a model that
             fixes its batch size is traced for `micro_batch_size` samples.
+        free: Dimensions of inputs, besides the batch, whose lengths the graph need not fix.
 
     Raises:
         TraceError: the model cannot be traced.
     """
     warn_of_untried()
     with ONE_AT_A_TIME:
-        exported, batch_size = _export(model, call, device, is_dynamic, micro_batch_size, is_parted)
+        exported, batch_size = _export(model, call, device, is_dynamic, micro_batch_size, is_parted, free)
         sizes = _sizes(exported, call, batch_size)
         facts = learn_written(exported, model, call, batch_size, device)
         module = exported.module
@@ -169,21 +172,28 @@ def trace(
             totals=totals,
             joins_counts=tuple(node.name for node in joining),
             asks_for_one=exported.asks_for_one,
+            fixes_lengths=exported.fixes_lengths,
         )
 
 
 def _export(
-    model: nn.Module, call: CallSpec, device: torch.device, is_dynamic: bool, micro_batch_size: int, is_parted: bool
+    model: nn.Module,
+    call: CallSpec,
+    device: torch.device,
+    is_dynamic: bool,
+    micro_batch_size: int,
+    is_parted: bool,
+    free: Places,
 ) -> tuple[Exported, int]:
     """Returns what torch.export makes of a call, and the number that stands for the batch in it."""
     batch_size = _hint(model, call) if is_dynamic else micro_batch_size
     try:
-        return export(model, call, batch_size, is_dynamic, device, is_parted), batch_size
+        return export(model, call, batch_size, is_dynamic, device, is_parted, free), batch_size
     except BatchSizeError as error:
         if is_parted:
             raise
         warn_once(logger, model, f"{_OF_EACH_SIZE} {error}")
-    return export(model, call, micro_batch_size, False, device), micro_batch_size
+    return export(model, call, micro_batch_size, False, device, free=free), micro_batch_size
 
 
 def _build(
@@ -218,13 +228,13 @@ def _hint(model: nn.Module, call: CallSpec) -> int:
 def _sizes(exported: Exported, call: CallSpec, batch_size: int) -> Sizes:
     placeholders = exported.module.graph.find_nodes(op="placeholder")
     if not exported.is_dynamic:
-        return Sizes(None, batch_size)
+        return Sizes(None, batch_size, exported.lengths)
     length = next(
         node.meta["val"].shape[0] for node, spec in zip(placeholders, call.inputs, strict=True) if spec.is_batch
     )
     symbol = length.node.expr
     assert isinstance(symbol, sympy.Symbol)
-    return Sizes(symbol, batch_size)
+    return Sizes(symbol, batch_size, exported.lengths)
 
 
 def _check_computes(exported: Exported, name: str) -> None:
