@@ -113,7 +113,9 @@ def test_what_an_attribute_holds_counts() -> None:
             assert wrapped(**BATCH).item() == 2 * before, name
         model.config.unread = 5
         wrapped(**BATCH)
-        assert wrapped._session.traces is not None and wrapped._session.traces.num_traced == 2 - (name == "buffer"), name
+        assert wrapped._session.traces is not None and wrapped._session.traces.num_traced == 2 - (name == "buffer"), (
+            name
+        )
 
 
 def test_a_buffer_of_another_kind_is_refused() -> None:
