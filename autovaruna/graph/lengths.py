@@ -79,7 +79,7 @@ class Lengths:
     def _holds(self, condition: sympy.Basic, numbers: Mapping[Any, Any]) -> bool:
         found = condition.xreplace(dict(numbers))
         if self.batch is None or self.batch not in found.free_symbols:
-            return found == sympy.true
+            return bool(found == sympy.true)
         return all(found.xreplace({self.batch: sympy.Integer(size)}) == sympy.true for size in _SOME_SIZES)
 
 

@@ -47,7 +47,7 @@ class StageModule:
         parameters: Mapping[str, nn.Parameter],
         buffers: Mapping[str, Tensor],
         constants: Mapping[str, Tensor],
-        size_of: Callable[[str, int], Any],
+        size_of: Callable[[str, int, tuple[int, ...]], Any],
         run: Callable[..., Sequence[Tensor]] | None = None,
     ) -> None:
         self.part = part

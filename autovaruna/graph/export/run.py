@@ -508,7 +508,7 @@ def export(
             return found
         except RetryError as stopped:
             kept = stopped.kept
-            if free and kept.modules | kept.functions:
+            if free and (kept.modules or kept.functions):
                 raise TraceError(_KEPT) from stopped
         except TraceError as error:
             if isinstance(error, BatchSizeError) and not is_parted:
