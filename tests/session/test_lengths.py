@@ -35,7 +35,10 @@ class Encoder(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(WORDS, WIDTH)
-        self.body = nn.TransformerEncoder(nn.TransformerEncoderLayer(WIDTH, HEADS, 48, 0.0, batch_first=True), 2)
+        layer = nn.TransformerEncoderLayer(
+            WIDTH, HEADS, 48, 0.0, "gelu", batch_first=True
+        )  # smooth: rounding flips no ReLU
+        self.body = nn.TransformerEncoder(layer, 2)
         self.head = nn.Linear(WIDTH, WORDS)
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor) -> Tensor:
