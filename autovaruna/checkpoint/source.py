@@ -169,7 +169,8 @@ def open_source(path: Path) -> Source:
 
 
 def _own(path: Path) -> Source:
-    source, others = _from_index(path), {}
+    source = _from_index(path)
+    others: dict[str, Entry] = {}
     for name in fnmatch.filter(read_manifest(path).files, OTHERS):
         others |= read_header(path / name)[0]
     state = _state(path / STATE, others)

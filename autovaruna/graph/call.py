@@ -19,7 +19,7 @@ from autovaruna.graph.precision import Precision, current_precision
 from autovaruna.graph.tree import Tree, flatten
 
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-_MOST_KNOWN = 256
+_MOST_KNOWN = 64
 _CONSTANTS = (bool, int, float, str, type(None))
 
 
@@ -75,6 +75,15 @@ class CallSpec:
     def key(self) -> str:
         """Returns a digest that is equal for calls that one trace serves, whatever their batch size."""
         return self._key
+
+    def kind(self) -> str:
+        """Returns a digest that is equal for calls that differ in their mode and in lengths alone."""
+        return self._kind
+
+    @cached_property
+    def _kind(self) -> str:
+        kinds = [(each.name, len(each.shape), each.dtype, each.is_batch, each.needs_gradient) for each in self.inputs]
+        return hashlib.sha256(f"{self.tree.key()}\n{kinds}".encode()).hexdigest()
 
     @cached_property
     def _key(self) -> str:

@@ -106,7 +106,8 @@ class Graph:
         most = len(self.blocks)
         if [block.index for block in self.blocks] != list(range(most)) or not most:
             return "blocks are not numbered from 0 on"
-        used = [(each.name, each.consumers) for each in (*self.values, *self.inputs)]
+        used = [(each.name, each.consumers) for each in self.values]
+        used += [(each.name, each.consumers) for each in self.inputs]
         used += [(each.name, (each.producer,)) for each in self.values]
         used += [(each.name, each.blocks) for each in self.parameters]
         used += [(each.name, (each.block,)) for each in self.cut_marks if each.block != -1]

@@ -26,6 +26,7 @@ from autovaruna.graph.export.run import export
 from autovaruna.graph.export.watchers import marked, script_hooks, untouched
 from autovaruna.graph.facts import Fact, learn
 from autovaruna.graph.grouping import Grouping, group
+from autovaruna.graph.lengths import Places
 from autovaruna.graph.opaque.infer_reduction import infer_function_reductions
 from autovaruna.graph.opaque.run import run_opaque
 from autovaruna.graph.outputs import classify
@@ -99,6 +100,7 @@ def trace(
     has_totals: bool = True,
     is_added: bool = False,
     is_parted: bool = True,
+    free: Places = frozenset(),
 ) -> TracedModel:
     """Traces one call of a model in its present mode, without running it or holding its numbers.
 
@@ -115,12 +117,13 @@ def trace(
         is_added: Whether losses of micro-batches are added up, rather than averaged.
         is_parted: Whether there may be several micro-batches, for which samples must not meet. If not, a model that
             fixes its batch size is traced for `micro_batch_size` samples.
+        free: Dimensions of inputs, besides the batch, whose lengths the graph need not fix.
 
     Raises:
         TraceError: the model cannot be traced.
     """
     warn_of_untried()
-    options = is_dynamic, micro_batch_size, loss_mode, has_totals, is_added, is_parted
+    options = is_dynamic, micro_batch_size, loss_mode, has_totals, is_added, is_parted, free
     if not script_hooks(model):
         return _trace(model, call, device, *options)
     watched = error = None
@@ -184,10 +187,11 @@ def _trace(
     has_totals: bool,
     is_added: bool,
     is_parted: bool,
+    free: Places,
     can_keep: bool = True,
 ) -> TracedModel:
     with ONE_AT_A_TIME:
-        exported, batch_size = _export(model, call, device, is_dynamic, micro_batch_size, is_parted, can_keep)
+        exported, batch_size = _export(model, call, device, is_dynamic, micro_batch_size, is_parted, free, can_keep)
         sizes = _sizes(exported, call, batch_size)
         facts = learn_written(exported, model, call, batch_size, device)
         module = exported.module
@@ -226,6 +230,7 @@ def _trace(
             joins_counts=tuple(node.name for node in joining),
             asks_for_one=exported.asks_for_one,
             watched=exported.watched,
+            fixes_lengths=exported.fixes_lengths,
         )
 
 
@@ -236,17 +241,18 @@ def _export(
     is_dynamic: bool,
     micro_batch_size: int,
     is_parted: bool,
+    free: Places,
     can_keep: bool,
 ) -> tuple[Exported, int]:
     """Returns what torch.export makes of a call, and the number that stands for the batch in it."""
     batch_size = _hint(model, call) if is_dynamic else micro_batch_size
     try:
-        return export(model, call, batch_size, is_dynamic, device, is_parted, can_keep), batch_size
+        return export(model, call, batch_size, is_dynamic, device, is_parted, can_keep, free), batch_size
     except BatchSizeError as error:
         if is_parted:
             raise
         warn_once(logger, model, f"{_OF_EACH_SIZE} {error}")
-    return export(model, call, micro_batch_size, False, device, can_keep=can_keep), micro_batch_size
+    return export(model, call, micro_batch_size, False, device, can_keep=can_keep, free=free), micro_batch_size
 
 
 def _build(
@@ -281,13 +287,13 @@ def _hint(model: nn.Module, call: CallSpec) -> int:
 def _sizes(exported: Exported, call: CallSpec, batch_size: int) -> Sizes:
     placeholders = exported.module.graph.find_nodes(op="placeholder")
     if not exported.is_dynamic:
-        return Sizes(None, batch_size)
+        return Sizes(None, batch_size, exported.lengths)
     length = next(
         node.meta["val"].shape[0] for node, spec in zip(placeholders, call.inputs, strict=True) if spec.is_batch
     )
     symbol = length.node.expr
     assert isinstance(symbol, sympy.Symbol)
-    return Sizes(symbol, batch_size)
+    return Sizes(symbol, batch_size, exported.lengths)
 
 
 def _check_computes(exported: Exported, name: str) -> None:

@@ -88,6 +88,7 @@ class TracedModel:
         joins_counts: nodes that join counts of several samples.
         asks_for_one: where the model does something else for a batch of one sample; empty: nowhere.
         watched: the calls of modules with hooks that only watch.
+        fixes_lengths: where the model fixes a size; empty: not known.
     """
 
     module: fx.GraphModule
@@ -107,11 +108,20 @@ class TracedModel:
     joins_counts: tuple[str, ...] = ()
     asks_for_one: str = ""
     watched: tuple[WatchedCall, ...] = ()
+    fixes_lengths: str = ""
 
     @cached_property
     def key(self) -> str:
         """Digest of the calls that this graph serves."""
         return self.call.key() if self.sizes.symbol is not None else f"{self.call.key()}/{self.sizes.batch_size}"
+
+    def lengths_of(self, call: CallSpec) -> tuple[int, ...] | None:
+        """Returns the lengths that vary, as they are in a call; None: the graph does not serve it."""
+        if self.call.kind() != call.kind() or self.call.mode != call.mode:
+            return None
+        if self.sizes.lengths is not None:
+            return self.sizes.lengths.of(call)
+        return () if self.call.key() == call.key() else None
 
     @cached_property
     def nodes(self) -> dict[str, fx.Node]:

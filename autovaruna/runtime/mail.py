@@ -203,6 +203,12 @@ class Mail:
         self._posted: defaultdict[Route, deque[_Posted]] = defaultdict(deque)
         self._expected: defaultdict[Route, deque[Kind]] = defaultdict(deque)
 
+    def forget(self, graph: str) -> None:
+        """Forgets the layouts of a graph's messages, on all ranks at the same call; they are sent again."""
+        for kind in [each for each in self._layouts if each.graph.startswith(graph)]:
+            del self._layouts[kind]
+            self._brought.pop(kind, None)
+
     def follow(self, program: Sequence[Receiver]) -> None:
         """Takes the instructions that come, in order; posts what the first one receives and, later, what others do."""
         self._program, self._next = program, 0

@@ -8,6 +8,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from autovaruna.graph.lengths import free_value
 from autovaruna.graph.outputs import OutputKind, OutputSpec
 from autovaruna.runtime.batch import GlobalBatch, Job, MicroBatch
 from autovaruna.runtime.mail import Kind, Mail, Route
@@ -90,8 +91,9 @@ class OutputCollector:
         return torch.cat(parts, dim=spec.dimension) if parts else self._empty(spec)
 
     def _empty(self, spec: OutputSpec) -> Tensor:
-        value: Tensor = self._job.split.traced.nodes[spec.node].meta["val"]
-        shape = list(self._job.split.traced.sizes.shape(value, 1))
+        traced = self._job.split.traced
+        value: Tensor = free_value(traced.nodes[spec.node])
+        shape = list(traced.sizes.in_call(value, 1, self._job.lengths))
         shape[spec.dimension] = 0
         return torch.empty(shape, dtype=value.dtype, device=self._device)
 

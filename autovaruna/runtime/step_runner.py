@@ -330,10 +330,10 @@ class StepRunner:
             tensors = {**tensors, **job.of_batch.get(part.share, NOTHING)}
         if job.needs_gradient and not keeps_graph:
             with forgetting():
-                return stage.run(tensors, part.size, stream)
+                return stage.run(tensors, part.size, stream, None, self._job.lengths)
         if keeps_graph and stage.index in job.splitting:
             state.deferred = Deferred()
-        return stage.run(tensors, part.size, stream, state.deferred)
+        return stage.run(tensors, part.size, stream, state.deferred, self._job.lengths)
 
     def _leaves(self, stage: StageModule, state: InFlight) -> Mapping[str, Tensor]:
         """Turns what the stage received into leaves whose gradients are noted in `state`."""

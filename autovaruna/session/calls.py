@@ -139,9 +139,13 @@ def share_call(
         )
     if len({key for key, *_ in reports}) > 1:
         found = differences(world.gather_objects(_words(call), "comparing calls")) or "they nest otherwise"
+        kinds = world.gather_objects((call.kind(), call.mode), "comparing calls")
+        advice = " Where samples have lengths of their own, pad them to one length on all ranks." * (
+            len(set(kinds)) == 1
+        )
         raise RankError(
-            f"The ranks call the model with inputs that do not fit together: {found}. Expected "
-            "the same names, dtypes, constants, modes and shapes on every rank, but for the size of the batch."
+            f"The ranks call the model with inputs that do not fit together: {found}. Expected the same names, dtypes, "
+            f"constants, modes and shapes on every rank, but for the size of the batch.{advice}"
         )
     sizes = tuple([size for _, size, *_ in reports])
     if not any(sizes):

@@ -158,7 +158,7 @@ class Session:
             What the model returns, for the global batch.
         """
         wrapped = self._wrapped
-        num_known = 0 if self.traces is None else self.traces.num_known
+        num_known = 0 if self.traces is None else self.traces.num_traced
         shared = self._agree(args, kwargs, method)
         self.end_if_due()
         engine = wrapped.engine or self._start(shared)
@@ -166,9 +166,13 @@ class Session:
         assert self.traces is not None
         traced = self.traces.of(shared, batch)
         wrapped.num_calls += 1
-        values = self._values_of_batch(traced, shared, batch)
-        returned = engine.run(traced, shared.tensors, shared.number, batch, values, wrapped.asks_for_sums)
-        is_new = self.traces.num_known > num_known
+        lengths = traced.lengths_of(shared.call) or ()
+        values = self._values_of_batch(traced, shared, batch, lengths)
+        returned = engine.run(traced, shared.tensors, shared.number, batch, values, wrapped.asks_for_sums, lengths)
+        is_new = self.traces.num_traced > num_known
+        for key in self.traces.forget_oldest():
+            engine.forget(key)
+            self._batch_values.pop(key, None)
         if is_new:
             wrapped.guards.start()
         if is_new or traced.has_kept_modules:  # both may set attributes
@@ -233,7 +237,7 @@ class Session:
             tensors, call = self._reader.read(args, kwargs, mode, method)
             tensors = on_own_gpu(tensors, wrapped.device)
             passed = self._same_inputs.digests(wrapped.num_calls, tensors)
-            totals = self._own_totals(call.key(), tensors, call.batch_size)
+            totals = self._own_totals(call, tensors)
             report = call.key(), call.batch_size, wrapped.digest(), passed, wrapped.stopping.own, totals
         except Exception as caught:
             error = caught
@@ -259,7 +263,7 @@ class Session:
         """
         world, guards, traces = self._wrapped.world, self._wrapped.guards, self.traces
         keys = {key for key, *_ in reports}
-        if self._wrapped.engine is None or traces is None or (len(keys) == 1 and traces.knows(call.key())):
+        if self._wrapped.engine is None or traces is None or (len(keys) == 1 and traces.knows(call)):
             return False
         found = world.gather_objects(guards.doubtful(), "comparing changed attributes")
         names = set().union(*found)
@@ -288,25 +292,28 @@ class Session:
         weights = micro_batch_weights(settings.micro_batch_weight, self._wrapped.module, shared, batch, world)
         return weigh(batch, weights, settings.reduction == "sum")
 
-    def _own_totals(self, key: str, tensors: Sequence[Tensor], num_samples: int) -> Totals | None:
+    def _own_totals(self, call: CallSpec, tensors: Sequence[Tensor]) -> Totals | None:
         """Returns the totals of this rank's mini-batch; None: the graph is not known yet."""
-        traced = None if self.traces is None else self.traces.known(key)
+        traced = None if self.traces is None else self.traces.known(call)
         if traced is None:
             return None
-        return self._values_in(traced).of_samples(tensors, num_samples) if traced.totals else []
+        lengths = traced.lengths_of(call) or ()
+        return self._values_in(traced).of_samples(tensors, call.batch_size, lengths) if traced.totals else []
 
-    def _values_of_batch(self, traced: TracedModel, shared: SharedCall, batch: GlobalBatch) -> ValuesOfBatch:
+    def _values_of_batch(
+        self, traced: TracedModel, shared: SharedCall, batch: GlobalBatch, lengths: tuple[int, ...]
+    ) -> ValuesOfBatch:
         """Returns what micro-batches are given of the whole batch. Collective if the graph is new."""
         if not traced.totals:
             return {}
         values = self._values_in(traced)
         reported: Sequence[Totals | None] = shared.totals
         if None in reported:  # on every rank
-            own = partial(values.of_samples, shared.tensors, shared.call.batch_size)
+            own = partial(values.of_samples, shared.tensors, shared.call.batch_size, lengths)
             reported = gather_on_all(self._wrapped.world, own, f"counting over the batch{self._wrapped.of_model}")
         first = [ranks[0] for ranks in shared.groups]
         totals = [reported[rank] or [] for rank in first]
-        return values.of_batch(totals, [shared.sizes[rank] for rank in first], shared.tensors, batch)
+        return values.of_batch(totals, [shared.sizes[rank] for rank in first], shared.tensors, batch, lengths)
 
     def _values_in(self, traced: TracedModel) -> BatchValues:
         if traced.key not in self._batch_values:
