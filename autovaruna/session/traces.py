@@ -380,9 +380,10 @@ class Traces:
             own |= {"the number of operations": str(len(traced.nodes))}
             found = differences(self._world.gather_objects(own, "comparing models"))
             raise RankError(
-                f"The ranks built different models: {found or f'the fingerprints of their graphs are {prints}'}. "
+                f"The ranks trace different models: {found or f'the fingerprints of their graphs are {prints}'}. "
                 "Expected the same model, built with the same arguments, on every rank; weights may differ, "
-                "operations and shapes may not."
+                "operations and shapes may not. Where it draws from Python's random or numpy's, as it is built or in "
+                "forward, seed that alike on all ranks first (random.seed(0)), or draw from torch in forward."
             )
 
 
