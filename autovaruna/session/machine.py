@@ -220,8 +220,8 @@ def optimizer_factor(optimizer: torch.optim.Optimizer | None, settings: Settings
         raise PlanError(
             f"{type(optimizer).__name__} cannot be tried out: got {type(error).__name__} from its step() alone: "
             f"{error}. Pass optimizer_bytes_factor, the bytes of its state for each byte of parameters (2 for Adam in "
-            "the parameters' own dtype); and for one of several steps, with a closure or methods of its own (SAM), "
-            "num_stages=1 with it: each rank then holds all parameters, and the numbers are those of plain PyTorch."
+            "the parameters' own dtype); and with it, for one of several steps by a closure or methods of its own (SAM), "
+            "num_stages=1 and num_replicas=the number of ranks: each then holds all parameters, as such a step wants."
         ) from error
 
 

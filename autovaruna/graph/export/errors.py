@@ -169,8 +169,8 @@ def explain(
     if uses_numpy(error):
         return TraceError(
             f"{name} cannot be traced{_where(error)}: it goes through NumPy, which needs the numbers in a tensor, and "
-            "a trace has none. Expected operations of torch, such as torch.sign(x) for np.sign(x); or move the line into "
-            "a submodule, which is then kept whole as one operation."
+            "a trace has none. Expected operations of torch, such as torch.sign(x) for np.sign(x); or move the line "
+            "into a submodule, which is then kept whole as one operation."
         )
     if isinstance(error, InModuleError) and error.reason == DRAWN:
         return TraceError(
