@@ -17,6 +17,12 @@ _OTHERWISE = (
     f"the model, or pass {WHOLE} together: all ranks pass one batch, and the model sees it whole, as in plain PyTorch. "
     "With dynamic_batch=False alone each micro-batch is a batch of its own to the model."
 )
+FOR_COUNTS = (
+    "Expected what follows from each sample's own numbers. Count before the model, and pass the result as an input "
+    f"with a row for each sample; or pass {WHOLE} together: all ranks pass one batch, and the model counts over all of "
+    "it, as in plain PyTorch. With dynamic_batch=False alone each micro-batch is a batch of its own to the model."
+)
+"""What to write where counts over the batch go into what a model gives for each sample."""
 _IN_LIST = re.compile(r"\[[01]\]\[(.+?)\]\[\d+\]")
 _MOST_NAMES = 3
 _CHANNELS = (1, 3)

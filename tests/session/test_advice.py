@@ -1,4 +1,4 @@
-"""Each cause for which the batch dimension is in doubt has a refusal of its own, and its settings make the model run."""
+"""Each doubt about the batch dimension has a refusal of its own, and the settings that it names make the model run."""
 
 from __future__ import annotations
 
@@ -177,6 +177,6 @@ class TwoSteps(torch.optim.SGD):
 
 def test_an_optimizer_that_wants_a_closure_is_told_the_settings() -> None:
     model = Nodes()
-    with pytest.raises(PlanError, match=r"requires a closure.*optimizer_bytes_factor.*num_stages=1 and num_replicas="):
+    with pytest.raises(PlanError, match=r"(?s)requires a closure.*optimizer_bytes_factor.*num_stages=1 and num"):
         wrapped = AutoVaruna(model, TwoSteps(model.parameters(), lr=0.1), **WHOLE, **QUIET)
         wrapped(random(7, 4), random(7, 7))

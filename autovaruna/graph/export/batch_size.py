@@ -285,7 +285,7 @@ def tried_guards(least: int, free: FreeLengths) -> Iterator[list[tuple[int, str]
 
     ShapeEnv.produce_guards = producing  # type: ignore[method-assign]
     if relate is not None:
-        ShapeEnv._maybe_guard_rel = relating  # type: ignore[method-assign]
+        ShapeEnv._maybe_guard_rel = relating  # type: ignore[method-assign, assignment]
     try:
         yield greatest
     finally:
