@@ -281,6 +281,12 @@ class Settings:
     reduction: Literal["mean", "sum"] = _setting(
         choice("mean", "sum"), "mean", "Whether the model's loss is a mean over its samples, or their sum."
     )
+    batch_statistics: Literal["exact", "micro-batch"] = _setting(
+        choice("exact", "micro-batch"),
+        "exact",
+        "Whether a loss that is no mean over its samples, such as the load balance of a mixture of experts, must be "
+        "that of the whole batch, or is taken of each micro-batch and averaged; one micro-batch is exact.",
+    )
     micro_batch_weight: Callable[..., float] | None = _setting(
         CALLABLE,
         None,

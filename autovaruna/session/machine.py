@@ -218,8 +218,10 @@ def optimizer_factor(optimizer: torch.optim.Optimizer | None, settings: Settings
             return state_factor(optimizer)
     except Exception as error:
         raise PlanError(
-            f"Cannot find out how much state {type(optimizer).__name__} keeps: {error}. Pass optimizer_bytes_factor, "
-            "the bytes of its state for each byte of parameters (2 for Adam in the parameters' own dtype)."
+            f"{type(optimizer).__name__} cannot be tried out: got {type(error).__name__} from its step() alone: "
+            f"{error}. Pass optimizer_bytes_factor, the bytes of its state for each byte of parameters (2 for Adam in "
+            "the parameters' own dtype); and with it, for one of several steps by a closure or methods (SAM), "
+            "num_stages=1 and num_replicas=the number of ranks: each then holds all parameters, as such a step wants."
         ) from error
 
 

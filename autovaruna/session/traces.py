@@ -143,7 +143,7 @@ class Traces:
             refuse_single_values(traced, sizes)
             if is_parted:
                 self._refuse_synchronised_norms()
-                self._check_parts(traced)
+                self._check_parts(traced, self._settings.batch_statistics == "exact")
             self._checked.add((traced.key, sizes, is_parted))
         return traced
 
@@ -162,10 +162,10 @@ class Traces:
                     "micro-batch, and pass batch_norm_samples."
                 )
 
-    def _check_parts(self, traced: TracedModel) -> None:
+    def _check_parts(self, traced: TracedModel, is_exact: bool = True) -> None:
         """Makes sure that the losses of micro-batches make up that of the batch, unless the user weighs them."""
         if not self._settings.micro_batch_weight:
-            refuse_other_losses(traced, is_added=self._settings.reduction == "sum")
+            refuse_other_losses(traced, self._settings.reduction == "sum", is_exact)
 
     def _expected_parts(self, shared: SharedCall) -> int:
         """Returns the micro-batches that a mini-batch will have if the planner keeps to the settings."""
@@ -361,7 +361,7 @@ class Traces:
             return None
         try:
             self._check_parts(traced)
-        except InputError:  # there may turn out to be one micro-batch
+        except InputError:  # there may turn out to be one micro-batch, or each has statistics of its own
             return None
         return (lambda part: 1.0) if self._settings.reduction == "sum" else (lambda part: part)
 
@@ -380,9 +380,10 @@ class Traces:
             own |= {"the number of operations": str(len(traced.nodes))}
             found = differences(self._world.gather_objects(own, "comparing models"))
             raise RankError(
-                f"The ranks built different models: {found or f'the fingerprints of their graphs are {prints}'}. "
+                f"The ranks trace different models: {found or f'the fingerprints of their graphs are {prints}'}. "
                 "Expected the same model, built with the same arguments, on every rank; weights may differ, "
-                "operations and shapes may not."
+                "operations and shapes may not. Where it draws from Python's random or numpy's, as it is built or in "
+                "forward, seed that alike on all ranks first (random.seed(0)), or draw from torch in forward."
             )
 
 

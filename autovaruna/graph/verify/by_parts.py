@@ -18,7 +18,7 @@ from torch import Tensor, fx, nn
 
 from autovaruna._torch import OpOverload
 from autovaruna.errors import TraceError
-from autovaruna.graph.batch.mixing import ADVICE
+from autovaruna.graph.advice import FOR_COUNTS
 from autovaruna.graph.batch.values import is_of_batch
 from autovaruna.graph.export.errors import first_line
 from autovaruna.graph.opaque.infer_reduction import reduction_of
@@ -148,7 +148,8 @@ class Parts:
         raise TraceError(
             f"{type(self.model).__qualname__} mixes the samples of a batch: what it counts over them at "
             f"{_lines(self.traced)} goes into what it gives for each. Got other numbers for two parts of "
-            f"{self.num_samples} samples than for all of them (they differ by {worst:.1e} of the largest). {ADVICE}"
+            f"{self.num_samples} samples than for all of them (they differ by {worst:.1e} of the largest). "
+            f"{FOR_COUNTS}"
         )
 
 
