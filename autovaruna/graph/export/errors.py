@@ -152,7 +152,7 @@ def explain(
     """Says which line of the user's code stopped the trace, and what to do."""
     name = type(model).__qualname__
     if own is not None:
-        inputs = ", ".join(f"{spec.name} {tuple(spec.shape)} {spec.dtype}" for spec in call.inputs)
+        inputs = ", ".join(f"{spec.name} {spec.passed_shape} {spec.dtype}" for spec in call.inputs)
         return TraceError(
             f"{name} raises {type(own).__name__} on these inputs{_where(own)}: {first_line(own)}. Got {inputs}. "
             "Expected inputs that the model takes on one process, without AutoVaruna; try it so."
@@ -192,11 +192,11 @@ def _of_inputs(call: CallSpec) -> str:
     first = next(spec for spec in call.inputs if spec.is_batch)
     others = [spec for spec in call.inputs if not spec.is_batch and _has_elsewhere(spec, first)]
     if others:
-        kinds = ", ".join(f"{spec.name} {spec.shape}" for spec in others[:_MOST_NAMES])
+        kinds = ", ".join(f"{spec.name} {spec.passed_shape}" for spec in others[:_MOST_NAMES])
         return (
             f"The first dimension of {first.name} {first.shape} is taken for the batch, which {kinds} "
-            f"{'has' if len(others) == 1 else 'have'} in another one: pass tensors whose first dimension is the batch, "
-            "and transpose them in forward. "
+            f"{'has' if len(others) == 1 else 'have'} in another one: say which dimension is the batch in each, "
+            f"as batch_dims={{'{first.name}': 1}}, or pass tensors whose first dimension it is. "
         )
     paths = zip(call.tree.tensor_paths(), call.inputs, strict=True)
     listed = [spec.name for path, spec in paths if _IN_LIST.match(path)]
