@@ -506,10 +506,10 @@ def _check_together(settings: Settings) -> None:
     if settings.num_stages and settings.stage_ranks and settings.num_stages != len(settings.stage_ranks):
         _contradiction(settings, "num_stages", "stage_ranks", "stage_ranks has one list of ranks for each stage")
 
-    if any(dimension for _, dimension in settings.batch_dims) and not settings.dynamic_batch:
-        if settings.num_micro_batches != 1:
-            advice = "with num_micro_batches=1 alone, since nothing tells the batch from other dimensions of its length"
-            _contradiction(settings, "batch_dims", "dynamic_batch", advice)
+    is_moved = any(dimension for _, dimension in settings.batch_dims)
+    if is_moved and not settings.dynamic_batch and settings.num_micro_batches != 1:
+        advice = "with num_micro_batches=1 alone, since nothing tells the batch from other dimensions of its length"
+        _contradiction(settings, "batch_dims", "dynamic_batch", advice)
     if settings.inputs == "per_replica" and not (settings.stage_ranks and all(settings.stage_ranks)):
         _contradiction(settings, "inputs", "stage_ranks", "per_replica needs the ranks of each stage")
     if settings.inputs == "per_replica" and _is_in_two_replicas(settings.stage_ranks):

@@ -341,9 +341,7 @@ def _find_batch(
     return next(iter(sizes.values())), places
 
 
-def _named(
-    name: _Name, tensor: Tensor, batch_inputs: Sequence[str], batch_dims: Mapping[str, int]
-) -> int | None:
+def _named(name: _Name, tensor: Tensor, batch_inputs: Sequence[str], batch_dims: Mapping[str, int]) -> int | None:
     """Returns the dimension that settings say is the batch; None: they say nothing."""
     own, covering = name
     found = max((want for want in batch_dims if want in covering), key=len, default=None)

@@ -60,7 +60,9 @@ def joined(parts: Sequence[Tensor], dimension: int, outer: int) -> Tensor:
     """Returns an output of all samples, of those that micro-batches made."""
     if outer == 1:
         return torch.cat(list(parts), dimension)
-    return torch.cat([opened(each, dimension, outer) for each in parts], dimension + 1).flatten(dimension, dimension + 1)
+    return torch.cat([opened(each, dimension, outer) for each in parts], dimension + 1).flatten(
+        dimension, dimension + 1
+    )
 
 
 def opened(tensor: Tensor, dimension: int, outer: int) -> Tensor:
@@ -119,8 +121,8 @@ def _classify_one(
     times = outer.get(node, 1)
     if kind is OutputKind.SAMPLES and times is None:
         raise TraceError(
-            f"Nothing tells which samples the rows of {path} {tuple(value.shape)} are of, at {origin(node) or node.name}, "
-            "where time and batch are one dimension. Expected an output that has them apart; reshape it after the call."
+            f"Nothing tells which samples the rows of {path} {tuple(value.shape)} are of, at "
+            f"{origin(node) or node.name}, where time and batch are one dimension. Expected an output that has them apart; reshape it after the call."
         )
     return OutputSpec(node.name, path, kind, dimension or 0, facts[node.name].needs_gradient, times)
 
@@ -163,7 +165,9 @@ def _shape(node: Any, sizes: Sizes) -> tuple[list[Any], int | None]:
     for value, lengths in zip(known, free, strict=True):
         dimension = sizes.batch_dimension(value)
         if dimension is not None:
-            sizes_ = [each.node.expr if isinstance(each, torch.SymInt) else sympy.Integer(each) for each in lengths.shape]
+            sizes_ = [
+                each.node.expr if isinstance(each, torch.SymInt) else sympy.Integer(each) for each in lengths.shape
+            ]
             return sizes_, dimension
     return [], None
 

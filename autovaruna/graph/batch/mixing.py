@@ -27,7 +27,8 @@ from autovaruna.graph.source_lines import origin
 
 ADVICE = (
     "Expected a model that treats samples one by one, so that a batch can go through in micro-batches. Pass tensors "
-    "whose first dimension is the batch (batch_first=True), or say which one it is (batch_dims={'src': 1}); move what mixes samples (a contrastive loss, say) out of "
+    "whose first dimension is the batch (batch_first=True), or say which one it is in an argument x "
+    "(batch_dims={'x': 1}); move what mixes samples (a contrastive loss, say) out of "
     "the model, or pass num_micro_batches=1, with inputs='replicated' on several ranks; or dynamic_batch=False: each "
     "micro-batch is then a batch of its own to the model, and with num_micro_batches=the number of ranks so is what "
     "each rank passes (a graph of its own, say)."

@@ -175,7 +175,8 @@ def of_batch_size(name: str, where: str, reason: str, inputs: str = "") -> Batch
     """Returns the error of a model whose graph does not hold for all batch sizes; `inputs` says what is odd of them."""
     return BatchSizeError(
         f"{name} fixes its batch size or mixes the samples of a batch{where}: {reason}. {inputs}Expected a model that "
-        "treats samples one by one, so that a batch can go through in micro-batches. Move what mixes samples (a "
+        "treats samples one by one, so that a batch can go through in micro-batches. Where the batch is another "
+        "dimension than the first one, say which in an argument x (batch_dims={'x': 1}). Move what mixes samples (a "
         "contrastive loss, say) out of the model, or pass dynamic_batch=False: each micro-batch is then a batch of its "
         "own to the model."
     )
