@@ -122,7 +122,8 @@ def _classify_one(
     if kind is OutputKind.SAMPLES and times is None:
         raise TraceError(
             f"Nothing tells which samples the rows of {path} {tuple(value.shape)} are of, at "
-            f"{origin(node) or node.name}, where time and batch are one dimension. Expected an output that has them apart; reshape it after the call."
+            f"{origin(node) or node.name}, where time and batch are one dimension. Expected "
+            "an output that has them apart; reshape it after the call."
         )
     return OutputSpec(node.name, path, kind, dimension or 0, facts[node.name].needs_gradient, times)
 

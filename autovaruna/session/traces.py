@@ -256,7 +256,8 @@ class Traces:
             spec = call.inputs[index]
             text = (
                 f"the model fixes dimension {spec.place(dimension)} of {spec.name} {spec.passed_shape}, and is traced "
-                f"anew for each other length, which takes long: pad inputs to a few lengths ({reason.strip() or 'at a line not known'})"
+                "anew for each other length, which takes long: pad inputs to a few lengths "
+                f"({reason.strip() or 'at a line not known'})"
             )
             warn_once(logger, self._model, text)
 

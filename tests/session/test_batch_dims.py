@@ -292,7 +292,7 @@ def test_few_lengths_are_traced() -> None:
         outputs = []
         for length in (4, 7, 3, 9, 5):
             rows = model(drawn(length, length, BATCH))
-            (rows * torch.arange(3.0 * len(rows)).view(-1, 3)).mean().backward()
+            (rows * torch.arange(3.0 * len(rows)).sin().view(-1, 3)).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
             outputs.append(rows.detach())
@@ -308,5 +308,5 @@ def test_few_lengths_are_traced() -> None:
     setup = pipeline(2, num_micro_batches=2, settings={"batch_dims": {"words": 1}})
     for outputs, weights in on_ranks(setup, begin, run):
         for found, right in zip(outputs, expected, strict=True):
-            torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(found, right)
         assert_alike(weights, plain)
