@@ -67,7 +67,8 @@ def joined(parts: Sequence[Tensor], dimension: int, outer: int) -> Tensor:
 
 def opened(tensor: Tensor, dimension: int, outer: int) -> Tensor:
     """Returns a tensor whose `dimension` is two, of which the second has the samples."""
-    return tensor.unflatten(dimension, (outer, tensor.shape[dimension] // outer))
+    before, after = tensor.shape[:dimension], tensor.shape[dimension + 1 :]
+    return tensor.reshape(*before, outer, tensor.shape[dimension] // outer, *after)
 
 
 def classify(

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from autovaruna import AutoVaruna
 from autovaruna.config.settings import resolve
@@ -309,4 +310,78 @@ def test_few_lengths_are_traced() -> None:
     for outputs, weights in on_ranks(setup, begin, run):
         for found, right in zip(outputs, expected, strict=True):
             torch.testing.assert_close(found, right)
+        assert_alike(weights, plain)
+
+
+class Scored(nn.Module):
+    """Returns the loss of the words that count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.rnn, self.head = nn.Embedding(WORDS, WIDTH), nn.GRU(WIDTH, WIDTH), nn.Linear(WIDTH, WORDS)
+
+    def forward(self, words: Tensor, labels: Tensor) -> Tensor:
+        rows = self.head(self.rnn(self.embed(words))[0]).view(-1, WORDS)
+        return F.cross_entropy(rows, labels.view(-1), ignore_index=0)
+
+
+class Packed(Scored):
+    """Packs words, time first, by lengths that have the batch alone."""
+
+    def forward(self, words: Tensor, lengths: Tensor) -> Tensor:
+        packed = pack_padded_sequence(self.embed(words), lengths.cpu(), enforce_sorted=False)
+        return self.head(pad_packed_sequence(self.rnn(packed)[0], total_length=words.shape[0])[0])
+
+
+class Branching(Scored):
+    """Has a part that cannot be traced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.branch = Branch()
+
+    def forward(self, words: Tensor) -> Tensor:
+        return self.head(self.branch(self.embed(words)))
+
+
+class Branch(nn.Linear):
+    """Goes by numbers, and is kept whole."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if float(x.abs().sum()) >= 0 else x
+
+
+@pytest.mark.parametrize(
+    ("kind", "inputs", "dims"),
+    [
+        (Scored, [drawn(1, 4, BATCH), drawn(2, 4, BATCH) % 3], {"words": 1, "labels": 1}),
+        (Packed, [drawn(1, 4, BATCH), torch.tensor([4, 2, 3, 1, 4])], {"words": 1}),
+        (Branching, [drawn(1, 4, BATCH)], {"words": 1}),
+    ],
+)
+def test_models_of_every_kind_take_time_first(
+    kind: type[nn.Module], inputs: list[Tensor], dims: dict[str, int]
+) -> None:
+    """Losses count over the global batch; what is packed, or kept whole, finds the batch where it is."""
+    plain, sizes = made(kind), (3, 2)
+    begin = copy.deepcopy(plain)
+
+    def step(model: Any, optimizer: Any, inputs: Sequence[Tensor]) -> Tensor:
+        output: Tensor = model(*inputs)
+        (output if output.dim() == 0 else output.square().mean()).backward()
+        optimizer.step()
+        return output.detach()
+
+    expected = step(plain, sgd(plain.parameters()), inputs)
+
+    def run(model: AutoVaruna, optimizer: Any, rank: int) -> Any:
+        own = [columns(each, sizes, rank, each.dim() - 1) for each in inputs]
+        return step(model, optimizer, own), weights_of(model)
+
+    setup = pipeline(2, num_micro_batches=4, settings={"batch_dims": dims, "inputs": "per_rank"})
+    for rank, (output, weights) in enumerate(on_ranks(setup, begin, run)):
+        torch.testing.assert_close(output, expected if expected.dim() == 0 else columns(expected, sizes, rank))
         assert_alike(weights, plain)
