@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from autovaruna.graph.lengths import free_value
-from autovaruna.graph.outputs import OutputKind, OutputSpec
+from autovaruna.graph.outputs import OutputKind, OutputSpec, joined, opened
 from autovaruna.runtime.batch import GlobalBatch, Job, MicroBatch
 from autovaruna.runtime.mail import Kind, Mail, Route
 from autovaruna.runtime.world import World
@@ -88,7 +88,9 @@ class OutputCollector:
             for part in self._job.batch.owned_by(self._world.rank)
         ]
         parts = [part for part in taken if part is not None]
-        return torch.cat(parts, dim=spec.dimension) if parts else self._empty(spec)
+        if not parts:
+            return self._empty(spec)
+        return joined(parts, spec.dimension, self._job.split.traced.outer(spec, self._job.lengths))
 
     def _empty(self, spec: OutputSpec) -> Tensor:
         traced = self._job.split.traced
@@ -276,8 +278,14 @@ class GradientExchange:
         gradient = self._gradients[place]
         if gradient is None:
             return None
-        num_rows = gradient.shape[spec.dimension] // self._job.batch.num_samples_of(self._world.rank)
-        rows = gradient.narrow(spec.dimension, part.start * num_rows, part.size * num_rows)
+        outer = self._job.split.traced.outer(spec, self._job.lengths)
+        whole, dimension = gradient, spec.dimension
+        if outer != 1:
+            whole, dimension = opened(gradient, dimension, outer), dimension + 1
+        num_rows = whole.shape[dimension] // self._job.batch.num_samples_of(self._world.rank)
+        rows = whole.narrow(dimension, part.start * num_rows, part.size * num_rows)
+        if outer != 1:
+            rows = rows.flatten(spec.dimension, dimension)
         weight = self.own_weight
         return rows.contiguous() if weight == 1.0 else (rows * weight).contiguous()
 

@@ -125,7 +125,7 @@ class Session:
         self._persistence = persistence
         self._scaler = scaler
         self._number_of_copy = copies.add(self)
-        self._reader = CallReader(wrapped.module, wrapped.settings.batch_inputs)
+        self._reader = CallReader(wrapped.module, wrapped.settings.batch_inputs, wrapped.settings.batch_dims)
         self._batch_values: dict[str, BatchValues] = {}
 
     @property

@@ -255,8 +255,9 @@ class Traces:
         if self._stuck[call.kind(), index, dimension] == _MOST_TRIED and self._world.rank == 0:
             spec = call.inputs[index]
             text = (
-                f"the model fixes dimension {dimension} of {spec.name} {spec.shape}, and is traced anew for each other "
-                f"length, which takes long: pad inputs to a few lengths ({reason.strip() or 'at a line not known'})"
+                f"the model fixes dimension {spec.place(dimension)} of {spec.name} {spec.passed_shape}, and is traced "
+                "anew for each other length, which takes long: pad inputs to a few lengths "
+                f"({reason.strip() or 'at a line not known'})"
             )
             warn_once(logger, self._model, text)
 

@@ -154,7 +154,7 @@ def explain(
     """Says which line of the user's code stopped the trace, and what to do."""
     name = type(model).__qualname__
     if own is not None:
-        inputs = ", ".join(f"{spec.name} {tuple(spec.shape)} {spec.dtype}" for spec in call.inputs)
+        inputs = ", ".join(f"{spec.name} {spec.passed_shape} {spec.dtype}" for spec in call.inputs)
         return TraceError(
             f"{name} raises {type(own).__name__} on these inputs{_where(own)}: {first_line(own)}. Got {inputs}. "
             "Expected inputs that the model takes on one process, without AutoVaruna; try it so."

@@ -226,7 +226,7 @@ class FlatCall(nn.Module):
         self.note_batch(sizes)
         restart()
         self.note_lengths(tensors)
-        args, kwargs = self.call.tree.unflatten(tensors)
+        args, kwargs = self.call.arguments(tensors)
         before = [(module, dict(module._buffers)) for module in self.model.modules()]
         numbers = plain_state(self.model)
         with self._hidden(), self.idioms():

@@ -23,7 +23,7 @@ from autovaruna.graph.batch.values import is_of_batch
 from autovaruna.graph.export.errors import first_line
 from autovaruna.graph.opaque.infer_reduction import reduction_of
 from autovaruna.graph.opaque.run import Reduction
-from autovaruna.graph.outputs import OutputKind
+from autovaruna.graph.outputs import OutputKind, joined, opened
 from autovaruna.graph.source_lines import origin
 from autovaruna.graph.traced import TracedModel
 from autovaruna.graph.verify.eager_vs_graph import (
@@ -117,7 +117,10 @@ class Parts:
         spec = self.traced.outputs[place]
         if spec.kind is OutputKind.SAMPLES:
             assert spec.dimension is not None
-            return _of_samples(torch.cat(list(parts), spec.dimension), spec.dimension, self.num_samples, order)
+            outer = self.traced.outer(spec, self.traced.lengths_of(self.traced.call) or ())
+            whole = opened(joined(parts, spec.dimension, outer), spec.dimension, outer)
+            made = _of_samples(whole, spec.dimension + 1, self.num_samples, order)
+            return made.flatten(spec.dimension, spec.dimension + 1)
         return sum((part * share for part, share in zip(parts[1:], shares[1:], strict=True)), parts[0] * shares[0])
 
     def _distance(self, found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
