@@ -24,6 +24,7 @@ from autovaruna.graph.trace import ONE_AT_A_TIME, trace
 from autovaruna.graph.traced import TracedModel, is_same_graph
 from autovaruna.graph.verify.by_parts import Parts, warn_untried
 from autovaruna.graph.verify.eager_vs_graph import compare
+from autovaruna.log import phase
 from autovaruna.runtime.batch import GlobalBatch
 from autovaruna.runtime.weights.remote_parameter import RemoteTensor
 from autovaruna.runtime.world import World, differences, on_all
@@ -265,13 +266,15 @@ class Traces:
         """Traces a call, for one sample and no other size if that `is_alone` in the global batch."""
         is_dynamic = not is_alone and self._is_dynamic(shared.call)
         act = self._act(shared.call, micro_batch_size, is_dynamic, is_alone=is_alone)
-        traced = on_all(self._world, partial(self._settled, act, shared), "tracing")
+        with phase(logger, "tracing the model"):
+            traced = on_all(self._world, partial(self._settled, act, shared), "tracing")
         return self._checked_on_all(traced, shared, micro_batch_size)
 
     def _checked_on_all(self, traced: TracedModel, shared: SharedCall, micro_batch_size: int) -> TracedModel:
         self._compare(traced)
         if self._settings.check_trace:
-            self._check(traced, shared, micro_batch_size)
+            with phase(logger, "comparing the trace with the model"):
+                self._check(traced, shared, micro_batch_size)
         return traced
 
     def _is_dynamic(self, call: CallSpec) -> bool:
