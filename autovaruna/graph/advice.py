@@ -101,8 +101,8 @@ def _of_time(model: nn.Module, first: InputSpec, others: list[InputSpec], paths:
     return (
         f"The first dimension of {_shown([first])} is taken for the batch, {what}. Say which dimension is the batch in "
         f"each, as batch_dims={{'{first.name}': 1}}, or build such modules with batch_first=True and pass tensors "
-        f"whose first dimension it is. Or pass {WHOLE} together: all ranks pass one batch, and the model sees it whole, "
-        "as in plain PyTorch."
+        f"whose first dimension it is. Or pass {WHOLE} together: all ranks pass one batch, and the model sees it "
+        "whole, as in plain PyTorch."
     )
 
 

@@ -224,7 +224,7 @@ def test_a_refusal_names_the_setting() -> None:
     def run(model: AutoVaruna, optimizer: Any, rank: int) -> Any:
         return model(drawn(1, 4, 3), (torch.zeros(2, 3, WIDTH), torch.zeros(2, 3, WIDTH)))
 
-    with pytest.raises((InputError, TraceError), match=r"batch_dims=\{'x': 1\}"):
+    with pytest.raises((InputError, TraceError), match=r"batch_dims=\{'words': 1\}"):
         on_ranks(pipeline(2, num_micro_batches=2), made(Language), run)
 
 
