@@ -14,8 +14,8 @@ WHOLE = "inputs='replicated', num_micro_batches=1, dynamic_batch=False"
 _OTHERWISE = (
     "Expected a model that treats samples one by one, so that a batch can go through in micro-batches. Pass tensors "
     "whose first dimension is the batch (batch_first=True), or say which one it is in an argument x "
-    "(batch_dims={'x': 1}); move what mixes samples (a contrastive loss, say) out of the model, or pass "
-    f"{WHOLE} together: all ranks pass one batch, and the model sees it whole, as in plain PyTorch. "
+    "(batch_dims={'x': 1}); move what mixes samples (a contrastive loss, say) out of the model, or "
+    f"pass {WHOLE} together: all ranks pass one batch, and the model sees it whole, as in plain PyTorch. "
     "With dynamic_batch=False alone each micro-batch is a batch of its own to the model."
 )
 FOR_COUNTS = (
@@ -99,8 +99,8 @@ def _of_time(model: nn.Module, first: InputSpec, others: list[InputSpec], paths:
     else:
         return ""
     return (
-        f"The first dimension of {_shown([first])} is taken for the batch, {what}. Say which dimension is the batch in "
-        f"each, as batch_dims={{'{first.name}': 1}}, or build such modules with batch_first=True and pass tensors "
+        f"The first dimension of {_shown([first])} is taken for the batch, {what}. Say which dimension is the batch "
+        f"in each, as batch_dims={{'{first.name}': 1}}, or build such modules with batch_first=True and pass tensors "
         f"whose first dimension it is. Or pass {WHOLE} together: all ranks pass one batch, and the model sees it "
         "whole, as in plain PyTorch."
     )

@@ -180,3 +180,16 @@ def test_an_optimizer_that_wants_a_closure_is_told_the_settings() -> None:
     with pytest.raises(PlanError, match=r"(?s)requires a closure.*optimizer_bytes_factor.*num_stages=1 and num"):
         wrapped = AutoVaruna(model, TwoSteps(model.parameters(), lr=0.1), **WHOLE, **QUIET)
         wrapped(random(7, 4), random(7, 7))
+
+
+@pytest.mark.parametrize("has_positions", (True, False))
+def test_an_encoder_with_a_mask_made_from_the_length_runs_once_the_batch_is_named(has_positions: bool) -> None:
+    model = Words(has_positions)
+    loss = model(*WORDS)
+    loss.backward()
+    expected = Record(losses=[loss.detach()], gradients=[gradients_of(model)])
+    model.zero_grad()
+    wrapped = AutoVaruna(model, num_micro_batches=2, batch_dims={"src": 1, "y": 1}, **QUIET)
+    found = wrapped(*WORDS)
+    found.backward()
+    compare(Record(losses=[found.detach()], gradients=[gradients_of(wrapped.module)]), expected)
