@@ -358,7 +358,10 @@ class Branch(nn.Linear):
     ("kind", "inputs", "dims"),
     [
         (Scored, [drawn(1, 4, BATCH), drawn(2, 4, BATCH) % 3], {"words": 1, "labels": 1}),
-        (Packed, [drawn(1, 4, BATCH), torch.tensor([4, 2, 3, 1, 4])], {"words": 1}),
+        pytest.param(
+            *(Packed, [drawn(1, 4, BATCH), torch.tensor([4, 2, 3, 1, 4])], {"words": 1}),
+            marks=pytest.mark.skipif(torch.__version__ < "2.12", reason="torch cannot trace the layer behind it"),
+        ),
         (Branching, [drawn(1, 4, BATCH)], {"words": 1}),
     ],
 )

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from autovaruna._torch import FakeTensorMode, call_impl
+from autovaruna._torch import FakeTensorMode, call_impl, mend_lstm
 from autovaruna.errors import InputError, TraceError
 from autovaruna.graph.advice import advice
 from autovaruna.graph.call import CallSpec
@@ -509,6 +509,7 @@ def export(
         TraceError: the model cannot be traced; says which line and what to do.
     """
     check_layouts(model)
+    mend_lstm()
     first = Opaque(modules=hooked(model), can_grow=can_keep)
     if first.modules:
         warn_once(logger, model, _OF_HOOKS.format(", ".join(sorted(first.modules))))
