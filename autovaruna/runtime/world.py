@@ -70,6 +70,11 @@ class Message(Pending):
         if any(part.needs_calls for part in parts):
             world.lagging.append(self)
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether it was done when somebody last asked."""
+        return not self._parts
+
     def is_done(self) -> bool:
         """Says whether every part has arrived or left."""
         parts = self._parts
@@ -386,8 +391,9 @@ class World:
 
     def glance(self) -> None:
         """Does as `progress` if anything is on its way that does not advance by itself; called between instructions."""
-        while self.lagging and self.lagging[0].is_done():  # to ask for one lets all advance
-            self.lagging.popleft()
+        lagging = self.lagging
+        while lagging and (lagging[0].has_ended or lagging[0].is_done()):  # to ask for one lets all advance
+            lagging.popleft()
         if len(self._sends) > SENDS_AT_ONCE or self.carrier is not None:
             self.progress()
             return
