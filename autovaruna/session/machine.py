@@ -84,7 +84,7 @@ _CALLS_OF_AN_INSTRUCTION = 10.0
 _M_MXFAST, _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = 1, -1, -3
 _PROCESS_BYTES = 16 << 20
 """What a process holds on the CPU beside tensors, once it has traced a model, where the system does not say."""
-_LATER_BYTES = 3 << 20
+_LATER_BYTES = 5 << 20
 """What planning and splitting add to a process that has traced, measured and sent: pages of code, graphs of stages."""
 _FRAGMENTATION, _FRAGMENTATION_WITH_CACHE, _FRAGMENTATION_OF_CUDA = 1.35, 1.75, 1.08
 """Bytes that an allocator takes for each byte that micro-batches make and free.
