@@ -40,8 +40,6 @@ LEVELS = {
     "error": logging.ERROR,
     "off": logging.CRITICAL + 1,
 }
-
-
 _LONG_SECONDS = 1.0
 
 
