@@ -7,18 +7,23 @@ The wrapper shows the modules, parameters and attributes of the model as its own
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from functools import partial, wraps
 from os import PathLike
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from autovaruna._torch import pytree
+from autovaruna.checkpoint.collective import on_first
+from autovaruna.checkpoint.folder import has_checkpoints
 from autovaruna.checkpoint.load import CheckpointInfo
 from autovaruna.checkpoint.save import Way
+from autovaruna.checkpoint.snapshot import HasPosition
+from autovaruna.checkpoint.source import Source, choose, open_source
 from autovaruna.checkpoint.state import Content
 from autovaruna.config.settings import Settings, resolve, whole_number
 from autovaruna.errors import InputError, OrderError
@@ -31,6 +36,7 @@ from autovaruna.runtime.optimizers.clipping import clip_grad_norm, norms_of_all,
 from autovaruna.runtime.weights.remote_parameter import RemoteTensor
 from autovaruna.runtime.world import World
 from autovaruna.session.device import find_device
+from autovaruna.session.morphing import refuse_several
 from autovaruna.session.persistence import Persistence, State
 from autovaruna.session.preparation import Preparation
 from autovaruna.session.session import Copies, Session
@@ -156,8 +162,9 @@ class AutoVaruna(nn.Module):
         self._persistence.poll()
         self._wrapped.lent.settle()
         if self._session.is_plain:
-            self._session.end_if_due()
-            return self.module(*args, **kwargs)
+            with self._session.reported():
+                self._session.at_border()
+                return self.module(*args, **kwargs)
         return self._call("forward", args, kwargs)
 
     def _call(self, method: str, args: Any, kwargs: Any) -> Any:
@@ -360,10 +367,65 @@ class AutoVaruna(nn.Module):
         Raises:
             CheckpointError: there is none that is intact, or it does not fit; nothing has been changed.
         """
+        return self._load(partial(choose, self._wrapped.world, dir, step), strict, scaler, lr_scheduler)
+
+    def resume(
+        self,
+        dir: str | PathLike[str] | None = None,
+        *,
+        scaler: Any = None,
+        lr_scheduler: Any = None,
+        sampler: HasPosition | None = None,
+        extra: Callable[[], Any] | None = None,
+    ) -> CheckpointInfo:
+        """Goes on where the run was: from memory of its hosts, else from the newest checkpoint, else from the start.
+
+        Under ``autovaruna run`` the state of the newest steps is kept in memory of hosts from now on: model, optimizer
+        and what is given here. Collective; called once, before the loop.
+
+        Args:
+            dir: A folder of checkpoints, for when no host has the state; None, or one without any: from the start.
+            scaler: A GradScaler.
+            lr_scheduler: A schedule of the learning rate.
+            sampler: An `ElasticSampler`: its samples go on, too.
+            extra: Returns what else belongs to a state, at the beginning of a call: numbers, texts, tensors, lists,
+                tuples and dicts of them. It comes back as `extra` of what this returns.
+
+        Returns:
+            What belongs to the state; its `step` says how many steps are done, 0 at the start.
+
+        Raises:
+            CheckpointError: there are checkpoints, but none that is intact and fits.
+            ConfigError: the script has several models.
+        """
         wrapped = self._wrapped
-        find = partial(find_device, self.module, wrapped.settings)
+        refuse_several(max(wrapped.world.num_models, len(self._session.copies.members())))
+        info = self._load_memory(None, scaler, lr_scheduler)
+        if info is None and on_first(wrapped.world, lambda: has_checkpoints(dir), "looking for checkpoints"):
+            assert dir is not None
+            info = self.load_checkpoint(dir, scaler=scaler, lr_scheduler=lr_scheduler)
+        info = info or CheckpointInfo(Path(dir or "."), step=0)
+        if sampler is not None and info.data_position is not None:
+            sampler.load_state_dict(info.data_position)
+        if wrapped.morphing is not None:
+            wrapped.morphing.hold(info.step or 0, wrapped.raw_optimizer, scaler, lr_scheduler, sampler, extra)
+        return info
+
+    def _load_memory(self, step: int | None, scaler: Any, lr_scheduler: Any) -> CheckpointInfo | None:
+        """Loads the state that the hosts have in memory from the run before; None: there is none of this step."""
+        morphing = self._wrapped.morphing
+        if morphing is None or morphing.place.step is None or step not in (None, morphing.place.step):
+            return None
+        place = morphing.place.restore
+        return self._load(lambda _: open_source(place), True, scaler, lr_scheduler)
+
+    def _load(
+        self, find: Callable[[ExitStack], Source], strict: bool, scaler: Any, lr_scheduler: Any
+    ) -> CheckpointInfo:
+        wrapped = self._wrapped
+        device = partial(find_device, self.module, wrapped.settings)
         parts = {"scaler": scaler, "lr_scheduler": lr_scheduler}
-        info = self._persistence.load(wrapped.subject(), dir, step, strict, find, **parts)
+        info = self._persistence.load(wrapped.subject(), find, strict, device, **parts)
         wrapped.num_calls = self._persistence.num_calls
         wrapped.stopping.number_from(info.step or 0, wrapped.num_steps)
         if wrapped.engine is not None and self._persistence.seed is not None:

@@ -31,6 +31,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from autovaruna.checkpoint.manifest import MANIFEST
+from autovaruna.config.files import at_home
 from autovaruna.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
@@ -72,6 +73,12 @@ def saved_in(root: Path) -> list[Saved]:
         if match and (Path(entry.path) / MANIFEST).exists():
             found.append(Saved(int(match[2] or 0), int(match[1]), int(match[3] or 0), Path(entry.path)))
     return sorted(found, reverse=True)
+
+
+def has_checkpoints(root: str | os.PathLike[str] | None) -> bool:
+    """Says whether a folder is there and has a complete checkpoint, intact or not."""
+    path = Path(at_home(root or ""))
+    return root is not None and path.is_dir() and (bool(saved_in(path)) or (path / MANIFEST).exists())
 
 
 def begin(root: Path, step: int, locks: ExitStack) -> Path:

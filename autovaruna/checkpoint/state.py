@@ -92,6 +92,7 @@ class Content:
         extra: the user's own dict.
         scaler: a GradScaler.
         lr_scheduler: a schedule of the learning rate.
+        generators: states of the generators that a plain model draws from; None: those of now.
     """
 
     step: int
@@ -99,6 +100,7 @@ class Content:
     extra: Any = None
     scaler: Any = None
     lr_scheduler: Any = None
+    generators: Mapping[str, Tensor] | None = None
 
 
 @dataclass(frozen=True)
@@ -130,7 +132,8 @@ def compose(subject: Subject, content: Content, is_shared: bool) -> Part:
             "before the first call, which gives them some. Call the model first, or load weights."
         )
     others: dict[str, Tensor] = {}
-    documents: dict[str, Any] = {"generators": {str(rank): encode(_generators(), f"rng.{rank}", others)}}
+    generators = content.generators or generator_states()
+    documents: dict[str, Any] = {"generators": {str(rank): encode(generators, f"rng.{rank}", others)}}
     if subject.optimizer is not None:
         first = {subject.first(name): place for name, place in writer.items()}
         documents["optimizer_state"] = encode_state(
@@ -194,7 +197,7 @@ def _of_first_rank(subject: Subject, content: Content, others: dict[str, Tensor]
     return found
 
 
-def _generators() -> dict[str, Tensor]:
+def generator_states() -> dict[str, Tensor]:
     """Returns the states of the generators that a plain model draws from on this rank."""
     states = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]

@@ -122,17 +122,20 @@ def _copy_synced(source: Path, target: Path) -> None:
         os.fsync(file.fileno())
 
 
-def write_file(path: Path, chunks: Iterable[Bytes], syncs: bool = True) -> FileRecord:
+def write_file(path: Path, chunks: Iterable[Bytes], syncs: bool = True, is_new: bool = True) -> FileRecord:
     """Writes a file chunk by chunk, and sums each on its way; it is on the disk on return, if `syncs`.
+
+    A file that is not new is overwritten in its place: one in memory keeps its pages.
 
     Raises:
         OSError: it cannot be written.
     """
     size, checksums = 0, []
-    with open(path, "wb") as file:
+    with open(path, "wb" if is_new or not path.exists() else "r+b") as file:
         for chunk in chunks:
             checksums.append(checksum(chunk))
             size += file.write(chunk.data)
+        file.truncate()
         if syncs:
             file.flush()
             os.fsync(file.fileno())

@@ -16,10 +16,12 @@ class Metrics:
 
     Attributes:
         step: the number of its call, from 1 on; 0: there was none.
+        work_seconds: what this rank's stages have computed for, in all calls so far; without waits for other ranks.
     """
 
     def __init__(self) -> None:
         self.step = 0
+        self.work_seconds = 0.0
         self._number: Tensor | None = None
         self._is_loss = False
         self._where: Callable[[], str] = str

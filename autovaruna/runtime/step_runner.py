@@ -235,6 +235,7 @@ class StepRunner:
         """Executes instructions in order; the sums of a stage start once its last gradients on this rank are there."""
         mail, trace = self._mail, self._rank.trace
         idle = set(self._stages)
+        begin = perf_counter() - mail.waited_seconds
         with torch.set_grad_enabled(self._job.needs_gradient):
             for position, act in enumerate(program, 1):
                 self._act = act
@@ -248,6 +249,7 @@ class StepRunner:
                 if position >= mail.due:
                     mail.go_to(position)
                 self._world.glance()
+        self._rank.metrics.work_seconds += perf_counter() - mail.waited_seconds - begin
         for stage in idle:
             self._book.end_stage(stage)
 

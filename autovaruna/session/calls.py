@@ -23,6 +23,7 @@ from autovaruna.graph.call import CallSpec
 from autovaruna.runtime.batch import GlobalBatch, MicroBatch
 from autovaruna.runtime.world import World, differences, gather_on_all
 from autovaruna.session.batch_values import Totals
+from autovaruna.session.morphing import Wishes
 from autovaruna.session.script_actions import Digest
 
 _OF_ONE_RANK = {
@@ -42,10 +43,10 @@ _OF_ONE_RANK = {
 _FLAGS = {"t": "train()", "e": "eval()", "g": "trained", "f": "frozen"}
 
 
-Report = tuple[str, int, Digest, tuple[int, ...], bool, Totals | None]
+Report = tuple[str, int, Digest, tuple[int, ...], bool, Wishes, Totals | None]
 """What a rank says of its call: key, samples, a digest of what its script has done since the start, digests of its
-tensors (in few calls), whether it wants the run to end, and the totals of its mini-batch (None: the graph is not known
-yet)."""
+tensors (in few calls), whether it wants the run to end, what it can do for the manager of the job, and the totals of
+its mini-batch (None: the graph is not known yet)."""
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import torch
 from autovaruna.checkpoint.collective import together
 from autovaruna.checkpoint.load import CheckpointInfo, Loading, load_all
 from autovaruna.checkpoint.save import Saver, Way
-from autovaruna.checkpoint.source import choose
+from autovaruna.checkpoint.source import Source
 from autovaruna.checkpoint.state import Content, Subject
 from autovaruna.errors import InputError, OrderError
 from autovaruna.runtime.optimizers.optimizer import CutOptimizer
@@ -80,8 +80,7 @@ class Persistence:
     def load(
         self,
         subject: Subject,
-        root: str | os.PathLike[str],
-        step: int | str,
+        find: Callable[[ExitStack], Source],
         is_strict: bool,
         find_device: Callable[[], torch.device],
         **parts: Any,
@@ -90,8 +89,7 @@ class Persistence:
 
         Args:
             subject: What is loaded into.
-            root: Where checkpoints are.
-            step: The step, or ``"latest"``.
+            find: Returns what is loaded; what it enters keeps that there, until it is read.
             is_strict: Whether every name, and no other, must be there.
             find_device: Returns where a whole model on ``meta`` goes, on one process.
             parts: ``scaler`` and ``lr_scheduler``.
@@ -99,7 +97,7 @@ class Persistence:
         world = subject.world
         self.wait()
         with ExitStack() as locks:
-            loading = Loading(choose(world, root, step, locks))
+            loading = Loading(find(locks))
             together(world, lambda: loading.check(subject, is_strict, **parts), "comparing a checkpoint with the model")
             if world.rank == 0:
                 loading.remark(subject, **parts)

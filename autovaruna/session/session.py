@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from autovaruna.checkpoint.save import Way
-from autovaruna.checkpoint.state import Content
+from autovaruna.checkpoint.state import Content, Subject
 from autovaruna.errors import ConfigError, RankError
 from autovaruna.graph.call import CallReader, CallSpec
 from autovaruna.graph.traced import TracedModel
@@ -47,6 +47,7 @@ from autovaruna.session.calls import (
 )
 from autovaruna.session.device import on_own_gpu
 from autovaruna.session.machine import give_back_freed_memory, keep_freed_memory, resident_bytes
+from autovaruna.session.morphing import NO_WISHES, refuse_several
 from autovaruna.session.persistence import Persistence, State
 from autovaruna.session.preparation import Preparation
 from autovaruna.session.traces import Traces
@@ -158,10 +159,26 @@ class Session:
         Returns:
             What the model returns, for the global batch.
         """
+        with self.reported():
+            return self._call(args, kwargs, method)
+
+    @contextmanager
+    def reported(self) -> Iterator[None]:
+        """Tells the manager of the job, if there is one, that the rank is in a call."""
+        wrapped, morphing = self._wrapped, self._wrapped.morphing
+        if morphing is None:
+            yield
+            return
+        work = 0.0 if wrapped.engine is None else wrapped.engine.metrics.work_seconds
+        morphing.begin_call(wrapped.num_steps, work)
+        yield
+        morphing.end_call()
+
+    def _call(self, args: Sequence[Any], kwargs: Mapping[str, Any], method: str) -> Any:
         wrapped = self._wrapped
         num_known = 0 if self.traces is None else self.traces.num_traced
         shared = self._agree(args, kwargs, method)
-        self.end_if_due()
+        self.at_border()
         engine = wrapped.engine or self._start(shared)
         batch = self._cut(shared, engine.plan)
         assert self.traces is not None
@@ -180,10 +197,17 @@ class Session:
             wrapped.guards.settle()
         return returned
 
-    def end_if_due(self) -> None:
-        """Saves and ends the run, where a setting asks for it and a signal has come. Collective then."""
+    def at_border(self) -> None:
+        """Does what is due between two steps: a snapshot for the manager, or the end of the run after a signal.
+
+        Collective, if it is due.
+        """
         wrapped = self._wrapped
-        folder, num_steps = wrapped.settings.save_on_signal, wrapped.num_steps
+        folder, num_steps, morphing = wrapped.settings.save_on_signal, wrapped.num_steps, wrapped.morphing
+        if morphing is not None:
+            if wrapped.world.num_ranks == 1:
+                morphing.agree([morphing.wishes])
+            morphing.at_border(self._only_subject, num_steps, wrapped.stopping.step_after(num_steps))
         if not folder:
             return
         if wrapped.of_model or wrapped.world.num_models > 1:
@@ -199,6 +223,11 @@ class Session:
                 self._persistence.save(wrapped.subject(), folder, Content(step, scaler=self._scaler), Way())
 
             wrapped.stopping.save_and_end(save, num_steps)
+
+    def _only_subject(self) -> Subject:
+        """Returns what a snapshot is of, if that is all there is."""
+        refuse_several(max(self._wrapped.world.num_models, len(self.copies.members())))
+        return self._wrapped.subject()
 
     def prepare(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Plans and splits the model now, from a sample of the calls to come. Collective.
@@ -239,11 +268,14 @@ class Session:
             tensors = on_own_gpu(tensors, wrapped.device)
             passed = self._same_inputs.digests(wrapped.num_calls, tensors)
             totals = self._own_totals(call, tensors)
-            report = call.key(), call.batch_size, wrapped.digest(), passed, wrapped.stopping.own, totals
+            wishes = NO_WISHES if wrapped.morphing is None else wrapped.morphing.wishes
+            report = call.key(), call.batch_size, wrapped.digest(), passed, wrapped.stopping.own, wishes, totals
         except Exception as caught:
             error = caught
         reports = world.agree(error, f"reading the model's inputs{wrapped.of_model}", report)
-        wrapped.stopping.is_agreed |= any(is_wanted for *_, is_wanted, _ in reports)
+        wrapped.stopping.is_agreed |= any(is_wanted for *_, is_wanted, _, _ in reports)
+        if wrapped.morphing is not None:
+            wrapped.morphing.agree(wishes for *_, wishes, _ in reports)
         if self._leave_out(call, reports):
             return self._agree(args, kwargs, method)
         try:
@@ -253,7 +285,7 @@ class Session:
                 raise
             return self._agree(args, kwargs, method)
         if world.rank == 0 and reports[0][3]:
-            self._same_inputs.compare(call, [digests for *_, digests, _, _ in reports])
+            self._same_inputs.compare(call, [digests for *_, digests, _, _, _ in reports])
         return shared
 
     def _leave_out(self, call: CallSpec, reports: Sequence[Report]) -> bool:

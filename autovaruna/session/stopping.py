@@ -41,6 +41,11 @@ def _note(number: int, frame: FrameType | None) -> None:
         _before[number](number, frame)
 
 
+def has_heard() -> bool:
+    """Says whether a signal has asked this process to end."""
+    return bool(_heard)
+
+
 class Stopping:
     """Whether the run is to end, as one model's calls make it known.
 
@@ -57,7 +62,7 @@ class Stopping:
     @property
     def own(self) -> bool:
         """Whether this rank wants it: what it tells the others at the next call."""
-        return self._is_wanted or bool(_heard)
+        return self._is_wanted or has_heard()
 
     def want(self, is_wanted: bool) -> None:
         """Takes what the script of this rank wants; it stays so."""
@@ -66,6 +71,10 @@ class Stopping:
     def number_from(self, step: int, num_steps: int) -> None:
         """Takes the number that the script gives the state after so many steps of its optimizer."""
         self._first_step = step - num_steps
+
+    def step_after(self, num_steps: int) -> int:
+        """Returns the number that the script gives the state after so many steps of its optimizer."""
+        return self._first_step + num_steps
 
     def is_due(self, num_steps: int) -> bool:
         """Says, once a call, whether this is where to save: the optimizer has stepped since the call before.
@@ -83,7 +92,7 @@ class Stopping:
             save: Saves under a number; collective.
             num_steps: Steps of the optimizer so far.
         """
-        step = self._first_step + num_steps
+        step = self.step_after(num_steps)
         save(step)
         names = ", ".join(sorted(each.name for each in _heard)) or "a signal on another rank"
         logger.warning("got %s: saved step %d, and end with status %d", names, step, STATUS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property
 from itertools import chain
 from weakref import ref
 
@@ -22,6 +23,7 @@ from autovaruna.runtime.weights.placement import OwnedState, Placement
 from autovaruna.runtime.weights.state import StateCopies
 from autovaruna.runtime.world import World
 from autovaruna.session.device import bring_to_own_device
+from autovaruna.session.morphing import Morphing, find_morphing
 from autovaruna.session.script_actions import Digest, ScriptActions
 from autovaruna.session.stopping import Stopping, listen
 
@@ -91,6 +93,11 @@ class Wrapped:
                 log_settings(self.settings)
         return self._known_world
 
+    @cached_property
+    def morphing(self) -> Morphing | None:
+        """What this rank does for the manager of its job; None: there is none."""
+        return find_morphing(self.world)
+
     @property
     def num_steps(self) -> int:
         """Steps of the optimizer so far; without one, calls of the model."""
@@ -108,6 +115,11 @@ class Wrapped:
     def placement(self) -> Placement:
         """Who holds which parameter; before the split every rank holds all."""
         return self.engine.placement if self.engine is not None else Placement({}, self.world.num_ranks)
+
+    @property
+    def raw_optimizer(self) -> torch.optim.Optimizer | None:
+        """The optimizer as the script made it."""
+        return None if self.optimizer is None else self.optimizer.optimizer
 
     def subject(self) -> Subject:
         """Returns what checkpoints are of."""

@@ -239,7 +239,17 @@ class Varuna(nn.Module):
             self._scale.configure(loss_scale, init_loss_scale, min_loss_scale)
         self.optimizer = optimizer
         self._requests.take_over()
+        self._hold_state()
         optimizer.register_step_post_hook(lambda *_: setattr(self, "_has_stepped", True))
+
+    def _hold_state(self) -> None:
+        """Has the state kept in memory of hosts from now on, if a manager looks after the job."""
+        wrapped = self.model._wrapped
+        if wrapped.morphing is not None:
+            wrapped.morphing.hold(self.iteration, wrapped.raw_optimizer, self._scaler, extra=self._extra)
+
+    def _extra(self) -> dict[str, int]:
+        return {"iteration": self.iteration}
 
     def get_loss_scale(self) -> float | None:
         """Returns the scale of the loss; None without fp16."""
@@ -335,7 +345,7 @@ class Varuna(nn.Module):
             background=tempdir is not None and not on_demand,
             shard=shard,
             scaler=self._scaler,
-            extra={"iteration": self.iteration},
+            extra=self._extra(),
         )
 
     def load_checkpoint(
@@ -353,8 +363,9 @@ class Varuna(nn.Module):
         """
         if self.optimizer is None:
             logger.warning("loading without the optimizer's state: call set_optimizer() before, to go on with it")
+        found = self.model._load_memory(None if iteration == "latest" else int(iteration), self._scaler, None)
         try:
-            found = self.model.load_checkpoint(global_store, step=iteration, scaler=self._scaler)
+            found = found or self.model.load_checkpoint(global_store, step=iteration, scaler=self._scaler)
         except CheckpointError as error:
             if check_complete:
                 raise
@@ -362,6 +373,7 @@ class Varuna(nn.Module):
             found = self.model.load_checkpoint(global_store, step="latest", scaler=self._scaler)
         known = found.extra if isinstance(found.extra, Mapping) else {}
         self.iteration = int(known.get("iteration", found.step or 0))
+        self._hold_state()
 
     # the module that it shows
 

@@ -1,0 +1,172 @@
+"""Keeps a rank's part of the newest states in memory of its host, for the ranks that come after it.
+
+A snapshot is a checkpoint whose files lie in memory. It is taken where the optimizer has stepped and the next call
+begins, on all ranks at the same step. A rank has two places for its part and writes to the one with the older step.
+That is all ranks', and of several hosts also their copies on other hosts', once the ranks agree to take the next one.
+So whenever the job ends, some step is whole.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+
+from autovaruna.checkpoint.document import Json
+from autovaruna.checkpoint.manifest import FileRecord
+from autovaruna.checkpoint.state import Content, Subject, compose, config_files
+from autovaruna.checkpoint.write import chunks_of, write_file
+from autovaruna.config.files import read_record, write_whole
+from autovaruna.errors import CheckpointError
+from autovaruna.runtime.progress import JobPlace
+
+LEAVE, HOLD, COPIED = "leave", "hold", "copied"
+"""Files by which a keeper tells its ranks to end at a step's border, to write nothing now, and what step others have
+copies of."""
+_PART = "part.json"
+_SHARE = 0.01
+"""Of a step's seconds that snapshots may take."""
+_LEAVING_SECONDS = 10.0
+_SLOTS = ("slot-0", "slot-1")
+
+logger = logging.getLogger(__name__)
+
+
+class HasPosition(Protocol):
+    """A sampler that can say where its samples go on, as `ElasticSampler`."""
+
+    def state_dict(self, num_batches: int | None = None) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+
+
+@dataclass(frozen=True)
+class RankPart:
+    """What a rank has written of a snapshot.
+
+    Attributes:
+        step: the step.
+        rank, num_ranks: whose it is, of how many.
+        files: its files.
+        documents: its share of ``state.json``.
+        extra_files: texts of files that are the same whatever the ranks are; rank 0's alone.
+    """
+
+    step: int
+    rank: int
+    num_ranks: int
+    files: Mapping[str, FileRecord]
+    documents: Mapping[str, Json]
+    extra_files: Mapping[str, str]
+
+
+def read_part(slot: Path) -> RankPart | None:
+    """Returns what a place for snapshots holds; None: nothing that is complete."""
+    try:
+        return read_record(json.loads((slot / _PART).read_bytes()), RankPart)
+    except (OSError, ValueError):
+        return None
+
+
+def write_part_record(slot: Path, part: RankPart) -> None:
+    """Makes a part complete whose files are there."""
+    write_whole(slot / _PART, msgspec.json.encode(part).decode(), is_synced=False)
+
+
+def slots_of(rank_folder: Path) -> list[Path]:
+    """Returns the places of a rank's snapshots."""
+    return [rank_folder / name for name in _SLOTS]
+
+
+class Snapshots:
+    """Takes the snapshots of one rank.
+
+    Args:
+        place: The job's.
+        rank: This rank.
+    """
+
+    def __init__(self, place: JobPlace, rank: int) -> None:
+        self._place = place
+        self._folder = place.of_rank(rank)
+        self._slots = slots_of(self._folder)
+        self._latest: int | None = None
+        self._period = 1
+        self._steps_since = 0
+        self._step_seconds = math.inf
+        self._is_broken = False
+        self._before: tuple[int, float] | None = None
+
+    def begin_border(self, num_steps: int) -> None:
+        """Notes that the optimizer has stepped: how long steps take is measured from one such border to the next."""
+        now = time.perf_counter()
+        if self._before is not None and num_steps > self._before[0]:
+            self._step_seconds = min(self._step_seconds, (now - self._before[1]) / (num_steps - self._before[0]))
+        self._before = num_steps, now
+        self._steps_since += 1
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether this rank can take the next snapshot, and enough steps have passed since the last."""
+        if self._is_broken or self._steps_since < self._period:
+            return False
+        return self._is_copied and not (Path(self._place.folder) / HOLD).exists()
+
+    @property
+    def _is_copied(self) -> bool:
+        """Whether another host has the latest snapshot of this one's ranks, where there are others."""
+        if self._place.num_hosts == 1 or self._latest is None:
+            return True
+        with suppress(OSError, ValueError):
+            return int((self._folder.parent / COPIED).read_text()) >= self._latest
+        return False
+
+    @property
+    def is_to_leave(self) -> bool:
+        """Whether the manager wants the job to end at the next border."""
+        return (Path(self._place.folder) / LEAVE).exists()
+
+    def take(self, subject: Subject, content: Content) -> None:
+        """Writes this rank's part of the state; collective in that all ranks do it at the same step.
+
+        Where memory is short, a warning says so, and there are no more snapshots: the job goes on all the same.
+        """
+        begin = time.perf_counter()
+        slot = min(self._slots, key=lambda each: -1 if (part := read_part(each)) is None else part.step)
+        try:
+            self._write(subject, content, slot)
+        except (OSError, CheckpointError) as error:
+            self._is_broken = True
+            logger.warning("no more snapshots in memory of this host: %s", error)
+            return
+        self._latest, self._steps_since = content.step, 0
+        seconds = time.perf_counter() - begin
+        if math.isfinite(self._step_seconds):
+            self._period = max(1, math.ceil(seconds / (_SHARE * self._step_seconds)))
+        if self._before is not None:
+            self._before = self._before[0], self._before[1] + seconds
+
+    def _write(self, subject: Subject, content: Content, slot: Path) -> None:
+        slot.mkdir(parents=True, exist_ok=True, mode=0o700)
+        (slot / _PART).unlink(missing_ok=True)
+        part = compose(subject, content, is_shared=True)
+        for name in {path.name for path in slot.iterdir()} - part.files.keys():
+            (slot / name).unlink()
+        files = {name: write_file(slot / name, chunks_of(rows), is_new=False) for name, rows in part.files.items()}
+        world = subject.world
+        texts = {name: data.decode() for name, data in config_files(subject.model).items()} if world.rank == 0 else {}
+        write_part_record(slot, RankPart(content.step, world.rank, world.num_ranks, files, part.documents, texts))
+
+    def wait_for_copy(self) -> None:
+        """Returns when the latest snapshot is on another host, too, or the host does not answer for long."""
+        deadline = time.monotonic() + _LEAVING_SECONDS
+        while not self._is_copied and time.monotonic() < deadline:
+            time.sleep(0.01)

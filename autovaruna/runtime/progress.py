@@ -1,0 +1,125 @@
+"""What a rank tells its host while a manager looks after the job, in memory that the host's keeper reads.
+
+A report costs a microsecond, so that every call makes two: nobody needs a time-out to know a rank that stands still
+from one that others wait for.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import struct
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+VARIABLE = "VARUNA_JOB"
+"""Holds where a rank of a job with a manager finds its host's memory, as JSON."""
+_FORMAT = struct.Struct("<6Q2d")
+_FILE = "progress"
+
+
+@dataclass(frozen=True)
+class JobPlace:
+    """Where a rank leaves what outlives it.
+
+    Attributes:
+        folder: a folder in memory of this host, for this job alone.
+        attempt: how often the job has been started before.
+        num_hosts: hosts of this attempt; of several, each keeps a copy of another's part.
+        step: what the state in ``folder/restore`` is of; None: there is none, the job starts from the beginning.
+    """
+
+    folder: str
+    attempt: int
+    num_hosts: int = 1
+    step: int | None = None
+
+    @property
+    def restore(self) -> Path:
+        """The state to go on from, in the form of a checkpoint."""
+        return Path(self.folder, "restore")
+
+    def of_rank(self, rank: int) -> Path:
+        """Returns the folder of a rank in this attempt."""
+        return attempt_folder(Path(self.folder), self.attempt) / f"rank-{rank:05d}"
+
+
+def attempt_folder(folder: Path, attempt: int) -> Path:
+    """Returns where the ranks of an attempt have their folders."""
+    return folder / f"attempt-{attempt:05d}"
+
+
+def job_place() -> JobPlace | None:
+    """Returns where this process leaves what outlives it; None: no manager looks after it."""
+    text = os.environ.get(VARIABLE)
+    return JobPlace(**json.loads(text)) if text else None
+
+
+@dataclass
+class Progress:
+    """How far a rank is.
+
+    Attributes:
+        process: its number on its host.
+        calls: calls of the model that it has begun.
+        is_inside: whether it is in one of them now.
+        steps: steps of the optimizer, of all attempts.
+        hears_end: whether it has been asked to end.
+        is_done: whether its script has ended as it should.
+        work_seconds: seconds that its stages have computed, waits left out.
+        since: when its last call began or ended, on the host's monotonic clock, seconds.
+    """
+
+    process: int = 0
+    calls: int = 0
+    is_inside: bool = False
+    steps: int = 0
+    hears_end: bool = False
+    is_done: bool = False
+    work_seconds: float = 0.0
+    since: float = 0.0
+
+    def pack(self) -> bytes:
+        """Returns it as bytes."""
+        flags = self.is_inside, self.steps, self.hears_end, self.is_done
+        return _FORMAT.pack(self.process, self.calls, *flags, self.work_seconds, self.since)
+
+    @staticmethod
+    def read(rank_folder: Path) -> Progress | None:
+        """Returns what a rank has last written; None: it has not started."""
+        try:
+            data = (rank_folder / _FILE).read_bytes()
+            process, calls, is_inside, steps, hears_end, is_done, work, since = _FORMAT.unpack(data)
+        except (OSError, struct.error):
+            return None
+        return Progress(process, calls, bool(is_inside), steps, bool(hears_end), bool(is_done), work, since)
+
+
+class Reporter:
+    """Writes a rank's progress."""
+
+    def __init__(self, rank_folder: Path) -> None:
+        rank_folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self.progress = Progress(os.getpid(), since=time.monotonic())
+        with open(rank_folder / _FILE, "w+b") as file:
+            file.truncate(_FORMAT.size)
+            self._memory = mmap.mmap(file.fileno(), _FORMAT.size)
+        self.write()
+
+    def write(self) -> None:
+        """Shows the progress as it is now."""
+        self._memory[:] = self.progress.pack()
+
+    def begin_call(self, steps: int, hears_end: bool, work_seconds: float) -> None:
+        """Notes that a call of the model has begun."""
+        progress = self.progress
+        progress.calls, progress.is_inside, progress.since = progress.calls + 1, True, time.monotonic()
+        progress.steps, progress.hears_end, progress.work_seconds = steps, hears_end, work_seconds
+        self.write()
+
+    def end_call(self) -> None:
+        """Notes that the script goes on."""
+        self.progress.is_inside, self.progress.since = False, time.monotonic()
+        self.write()
