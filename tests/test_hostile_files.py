@@ -19,10 +19,11 @@ from torch import nn
 
 from autovaruna import AutoVaruna, load_checkpoint, log
 from autovaruna.checkpoint.manifest import MANIFEST, _own_checksum
-from autovaruna.checkpoint.source import INDEX, STATE
+from autovaruna.checkpoint.part import INDEX, STATE
 from autovaruna.commands.trace import read_bars, summary
 from autovaruna.config.files import PACKAGED
 from autovaruna.config.settings import resolve
+from autovaruna.elastic.options import read_machines, read_variables
 from autovaruna.errors import AutoVarunaError, ConfigError
 from autovaruna.graph.call import describe
 from autovaruna.graph.trace import trace
@@ -34,7 +35,6 @@ from autovaruna.profiler.measure import measure, to_profile
 from autovaruna.profiler.records import Cluster
 from autovaruna.profiler.roofline import read_device
 from autovaruna.varuna.auto_config import AutoConfig
-from autovaruna.varuna.launcher import read_machines, read_variables
 from autovaruna.varuna.profiler import Facts, ProfileFolder
 from tests.checkpoint.test_damage import forge
 from tests.planner.cases import make_problem

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from autovaruna.config.files import Whole, parse, read_record, shown
 from autovaruna.errors import CheckpointError
@@ -49,7 +48,7 @@ def num_chunks(size: int) -> int:
 
 def num_threads() -> int:
     """Returns how many threads a rank reads and sums files with."""
-    return max(2, min(8, torch.get_num_threads()))
+    return max(2, min(8, len(os.sched_getaffinity(0))))
 
 
 class NotDamagedError(CheckpointError):

@@ -8,34 +8,23 @@ So whenever the job ends, some step is whole.
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-import msgspec
-
-from autovaruna.checkpoint.document import Json
-from autovaruna.checkpoint.manifest import FileRecord
+from autovaruna.checkpoint.part import COPIED, HOLD, LEAVE, RECORD, RankPart, read_part, slots_of, write_record
 from autovaruna.checkpoint.state import Content, Subject, compose, config_files
 from autovaruna.checkpoint.write import chunks_of, write_file
-from autovaruna.config.files import read_record, write_whole
 from autovaruna.errors import CheckpointError
 from autovaruna.runtime.progress import JobPlace
 
-LEAVE, HOLD, COPIED = "leave", "hold", "copied"
-"""Files by which a keeper tells its ranks to end at a step's border, to write nothing now, and what step others have
-copies of."""
-_PART = "part.json"
 _SHARE = 0.01
 """Of a step's seconds that snapshots may take."""
 _LEAVING_SECONDS = 10.0
-_SLOTS = ("slot-0", "slot-1")
 
 logger = logging.getLogger(__name__)
 
@@ -46,44 +35,6 @@ class HasPosition(Protocol):
     def state_dict(self, num_batches: int | None = None) -> dict[str, Any]: ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
-
-
-@dataclass(frozen=True)
-class RankPart:
-    """What a rank has written of a snapshot.
-
-    Attributes:
-        step: the step.
-        rank, num_ranks: whose it is, of how many.
-        files: its files.
-        documents: its share of ``state.json``.
-        extra_files: texts of files that are the same whatever the ranks are; rank 0's alone.
-    """
-
-    step: int
-    rank: int
-    num_ranks: int
-    files: Mapping[str, FileRecord]
-    documents: Mapping[str, Json]
-    extra_files: Mapping[str, str]
-
-
-def read_part(slot: Path) -> RankPart | None:
-    """Returns what a place for snapshots holds; None: nothing that is complete."""
-    try:
-        return read_record(json.loads((slot / _PART).read_bytes()), RankPart)
-    except (OSError, ValueError):
-        return None
-
-
-def write_part_record(slot: Path, part: RankPart) -> None:
-    """Makes a part complete whose files are there."""
-    write_whole(slot / _PART, msgspec.json.encode(part).decode(), is_synced=False)
-
-
-def slots_of(rank_folder: Path) -> list[Path]:
-    """Returns the places of a rank's snapshots."""
-    return [rank_folder / name for name in _SLOTS]
 
 
 class Snapshots:
@@ -156,14 +107,15 @@ class Snapshots:
 
     def _write(self, subject: Subject, content: Content, slot: Path) -> None:
         slot.mkdir(parents=True, exist_ok=True, mode=0o700)
-        (slot / _PART).unlink(missing_ok=True)
+        (slot / RECORD).unlink(missing_ok=True)
         part = compose(subject, content, is_shared=True)
         for name in {path.name for path in slot.iterdir()} - part.files.keys():
             (slot / name).unlink()
         files = {name: write_file(slot / name, chunks_of(rows), is_new=False) for name, rows in part.files.items()}
         world = subject.world
         texts = {name: data.decode() for name, data in config_files(subject.model).items()} if world.rank == 0 else {}
-        write_part_record(slot, RankPart(content.step, world.rank, world.num_ranks, files, part.documents, texts))
+        whose = content.step, world.rank, world.num_ranks
+        write_record(slot, RankPart(*whose, files, part.weights, part.documents, texts))
 
     def wait_for_copy(self) -> None:
         """Returns when the latest snapshot is on another host, too, or the host does not answer for long."""

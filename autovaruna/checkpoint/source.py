@@ -20,14 +20,13 @@ from autovaruna.checkpoint.collective import different_requests, gather, on_firs
 from autovaruna.checkpoint.document import decode
 from autovaruna.checkpoint.folder import Saved, lock_to_read, other_job, saved_in
 from autovaruna.checkpoint.manifest import MANIFEST, NotDamagedError, read_manifest
+from autovaruna.checkpoint.part import INDEX, STATE
 from autovaruna.checkpoint.tensor_file import Entry, read_header
 from autovaruna.config.files import Whole, parse, read_record
 from autovaruna.config.settings import is_whole
 from autovaruna.errors import CheckpointError
 from autovaruna.runtime.world import World
 
-INDEX = "model.safetensors.index.json"
-STATE = "state.json"
 SINGLE = "model.safetensors"
 OTHERS = "state-*.safetensors"
 

@@ -110,10 +110,12 @@ class Part:
     Attributes:
         files: the bytes of its files, by name.
         documents: its share of ``state.json``.
+        weights: the file of each of the model's tensors among them, by name.
     """
 
     files: Mapping[str, Rows]
     documents: Mapping[str, Json]
+    weights: Mapping[str, str]
 
 
 def compose(subject: Subject, content: Content, is_shared: bool) -> Part:
@@ -145,11 +147,10 @@ def compose(subject: Subject, content: Content, is_shared: bool) -> Part:
         documents["module_state"] = encode(module_state, "module_state", others)
     writing = sorted(set(writer.values()) or {0})
     place = writing.index(rank) + 1 if rank in writing else 0
-    files = {
-        f"model-{place:05d}-of-{len(writing):05d}.safetensors": weights,
-        f"state-{rank + 1:05d}-of-{subject.world.num_ranks:05d}.safetensors": others,
-    }
-    return Part({name: lay_out(its_tensors) for name, its_tensors in files.items() if its_tensors}, documents)
+    file = f"model-{place:05d}-of-{len(writing):05d}.safetensors"
+    files = {file: weights, f"state-{rank + 1:05d}-of-{subject.world.num_ranks:05d}.safetensors": others}
+    rows = {name: lay_out(its_tensors) for name, its_tensors in files.items() if its_tensors}
+    return Part(rows, documents, dict.fromkeys(weights, file))
 
 
 def writers(subject: Subject, tensors: Mapping[str, Tensor], is_shared: bool) -> dict[str, int]:

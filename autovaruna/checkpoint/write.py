@@ -22,13 +22,11 @@ import torch
 from autovaruna.checkpoint import folder
 from autovaruna.checkpoint.document import Json
 from autovaruna.checkpoint.manifest import CHUNK_BYTES, MANIFEST, Bytes, FileRecord, Manifest, checksum
-from autovaruna.checkpoint.source import INDEX, STATE
+from autovaruna.checkpoint.part import INDEX, STATE, joined_documents
 from autovaruna.checkpoint.state import Part
 from autovaruna.checkpoint.tensor_file import Rows, read_header
 from autovaruna.errors import CheckpointError
 
-PER_RANK = ("optimizer_state", "generators")
-"""What ``state.json`` has from every rank."""
 _MARK = ".rank-"
 """What names of files begin with that ranks have in the folder of a checkpoint while they write."""
 _LOCAL = "autovaruna-checkpoint-"
@@ -173,7 +171,11 @@ def commit(
         CheckpointError: something cannot be written.
     """
     try:
-        small = {INDEX: _json(_index(partial)), STATE: _json(_state(reports)), **extra_files}
+        small = {
+            INDEX: _json(_index(partial)),
+            STATE: _json(joined_documents([report.documents for report in reports])),
+            **extra_files,
+        }
         records = {name: write_file(partial / name, chunks_of([_row(data)])) for name, data in small.items()}
         for report in reports:
             records |= report.files
@@ -196,17 +198,6 @@ def _index(partial: Path) -> dict[str, Any]:
         "metadata": {"total_size": sum(entry.num_bytes for entry in entries)},
         "weight_map": dict(sorted(weight_map.items())),
     }
-
-
-def _state(reports: Sequence[Report]) -> dict[str, Any]:
-    state: dict[str, Any] = {}
-    for report in reports:
-        for key, content in report.documents.items():
-            if key in PER_RANK:
-                state.setdefault(key, {}).update(content)
-            else:
-                state[key] = content
-    return state
 
 
 def _json(content: Any) -> bytes:

@@ -118,7 +118,10 @@ def _end_after(file: int) -> None:
 
 
 def remove_leftovers(
-    temporary: Path | None = None, shared: Path = Path("/dev/shm"), processes: Path = Path("/proc")
+    temporary: Path | None = None,
+    shared: Path = Path("/dev/shm"),
+    processes: Path = Path("/proc"),
+    least_seconds: float = _STARTING_SECONDS,
 ) -> None:
     """Removes what jobs of Open MPI left that this user killed on this host.
 
@@ -126,26 +129,27 @@ def remove_leftovers(
         temporary: Where each mpirun has a folder, ``ompi.`` and its number; None: the system's place.
         shared: Where ranks have memory for messages, which is theirs as long as one of them maps it.
         processes: Where the system shows its processes.
+        least_seconds: What is younger stays: it may be of a job that starts just now.
     """
-    for folder in _own_and_old((temporary or Path(tempfile.gettempdir())).glob("ompi.*")):
+    for folder in _own_and_old((temporary or Path(tempfile.gettempdir())).glob("ompi.*"), least_seconds):
         process = folder.name.rpartition(".")[2]
         is_of_this_host = next(folder.glob(f"pmix.{socket.gethostname()}.tool*"), None) is not None
         if process.isdigit() and is_of_this_host and not (processes / process).exists():
             shutil.rmtree(folder, ignore_errors=True)
-    segments = _own_and_old(shared.glob(f"sm_segment.{socket.gethostname()}.{os.getuid()}.*"))
+    segments = _own_and_old(shared.glob(f"sm_segment.{socket.gethostname()}.{os.getuid()}.*"), least_seconds)
     mapped = "".join(_maps_of(each) for each in processes.iterdir() if each.name.isdigit()) if segments else ""
     for segment in segments:
         if segment.name not in mapped:
             segment.unlink(missing_ok=True)
 
 
-def _own_and_old(paths: Iterable[Path]) -> list[Path]:
+def _own_and_old(paths: Iterable[Path], least_seconds: float) -> list[Path]:
     """Returns those that belong to this user, are no links, and were not made just now."""
     found = []
     for path in paths:
         with suppress(OSError):
             status = path.lstat()
-            is_old = time.time() - status.st_mtime > _STARTING_SECONDS
+            is_old = time.time() - status.st_mtime > least_seconds
             if status.st_uid == os.getuid() and is_old and not path.is_symlink():
                 found.append(path)
     return found

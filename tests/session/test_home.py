@@ -10,9 +10,9 @@ from torch import nn
 
 from autovaruna import AutoVaruna, load_checkpoint
 from autovaruna.__main__ import main
+from autovaruna.elastic.options import read_options
 from autovaruna.profiler.cache import load_measured, save_measured
 from autovaruna.profiler.records import BlockCost, Profile
-from autovaruna.varuna.launcher import read_options
 from autovaruna.varuna.profiler import ProfileFolder
 
 TARGET = str(Path(__file__).parents[1] / "commands" / "targets.py")

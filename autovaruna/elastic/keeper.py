@@ -1,0 +1,365 @@
+"""Is the keeper of a host: a process outside of mpirun that outlives ranks, holds their snapshots, and serves them.
+
+The manager starts it, over ssh on other hosts, and speaks with it over its standard streams: a line of JSON a request,
+and one an answer. The first line is the job's settings and its token, so that neither shows in any list of processes.
+Keepers, and new ranks, read each other's snapshots over connections that only those can open who know the token.
+
+A keeper whose manager has gone ends all that is the job's on its host.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from autovaruna.checkpoint.elsewhere import MOST_BYTES, TOKEN, Pointer, connect
+from autovaruna.checkpoint.part import (
+    COPIED,
+    HOLD,
+    LEAVE,
+    RECORD,
+    RankPart,
+    read_part,
+    slots_of,
+    write_record,
+)
+from autovaruna.config.files import read_record, write_whole
+from autovaruna.elastic.life import end_all, hold, state_of
+from autovaruna.elastic.server import Server
+from autovaruna.runtime.launcher import remove_leftovers
+from autovaruna.runtime.progress import Progress, attempt_folder
+
+LOCK, SOCKET = "keeper.lock", "standby"
+_LOOK_SECONDS = 0.02
+_PATIENCE_SECONDS = 5.0
+_SILENT_SECONDS = 30.0
+"""After so long without a word of the manager it counts as lost."""
+
+
+@dataclass
+class Attempt:
+    """The run of the job that goes on now.
+
+    Attributes:
+        number: the attempt.
+        buddy: host, and port of its keeper, where copies of their parts go; None: there is no other host.
+    """
+
+    number: int
+    buddy: tuple[str, int] | None
+
+
+class Keeper:
+    """What a host keeps of a job.
+
+    Args:
+        folder: The job's folder, in memory of this host.
+        token: What keepers and ranks of the job know.
+    """
+
+    def __init__(self, folder: Path, token: bytes) -> None:
+        self.folder = folder
+        self.token = token
+        self._attempt: Attempt | None = None
+        self._copied: tuple[int, int] | None = None
+        self.port = Server(token, self._answer).port
+        threading.Thread(target=self._copy_on, daemon=True).start()
+
+    # what the manager asks for
+
+    def begin(self, number: int, buddy: list[Any] | None) -> None:
+        """Gets ready for an attempt."""
+        attempt_folder(self.folder, number).mkdir(mode=0o700, exist_ok=True)
+        for name in (LEAVE, HOLD):
+            (self.folder / name).unlink(missing_ok=True)
+        self._copied = None
+        self._attempt = Attempt(number, None if buddy is None else (str(buddy[0]), int(buddy[1])))
+
+    def ping(self) -> dict[str, Any]:
+        """Returns how far the ranks of this host are: of each what it reports, its state, and processor seconds."""
+        found = {}
+        for folder in self._rank_folders():
+            progress = Progress.read(folder)
+            if progress is not None:
+                state, seconds = state_of(progress.process)
+                silent = time.monotonic() - progress.since
+                rank = int(folder.name.partition("-")[2])
+                found[str(rank)] = {**asdict(progress), "state": state, "cpu_seconds": seconds, "silent": silent}
+        return {"ranks": found, "newest": self._newest_step(), "copied": self._copied}
+
+    def leave(self) -> None:
+        """Has the ranks end at the next border between two steps."""
+        (self.folder / LEAVE).touch()
+
+    def hold(self, on: bool) -> None:
+        """Keeps the ranks from writing snapshots, or no longer."""
+        (self.folder / HOLD).touch() if on else (self.folder / HOLD).unlink(missing_ok=True)
+
+    def end(self, number: int, namespace: str) -> int:
+        """Kills what there is of an attempt on this host and removes what Open MPI leaves; returns how many it was.
+
+        Args:
+            number: The attempt.
+            namespace: What Open MPI calls the job; empty: it did not come so far.
+        """
+        ranks = [progress.process for folder in self._rank_folders() if (progress := Progress.read(folder))]
+        self._attempt = None
+        num_ended = end_all(f'{json.dumps(str(self.folder))}, "attempt": {number},'.encode())
+        if namespace:
+            num_ended += end_all(namespace.encode())
+        deadline = time.monotonic() + _PATIENCE_SECONDS  # the standby process ends those that it has forked
+        while any(state_of(process)[0] not in ("", "Z") for process in ranks) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        remove_leftovers(least_seconds=0.0)
+        return num_ended
+
+    def inventory(self) -> list[dict[str, Any]]:
+        """Returns the parts that this host has and that are intact, its own ranks' and the copies of others'."""
+        slots = [slot for folder in sorted(self.folder.glob("attempt-*/*")) for slot in sorted(folder.glob("slot-*"))]
+        with ThreadPoolExecutor(8) as pool:
+            return [each for each in pool.map(self._found, slots) if each is not None]
+
+    def _found(self, slot: Path) -> dict[str, Any] | None:
+        part = read_part(slot)
+        if part is None or not part.is_intact(slot):
+            return None
+        attempt = int(slot.parent.parent.name.partition("-")[2])
+        return {"attempt": attempt, "place": str(slot.relative_to(self.folder)), "part": asdict(part)}
+
+    def restore(self, texts: Mapping[str, str], own: Mapping[str, str], others: Mapping[str, Any]) -> None:
+        """Puts a state together for the next ranks.
+
+        Args:
+            texts: Small files.
+            own: Files of this host, by name, with where they are in its folder.
+            others: Files of other hosts, by name, with what is in a `Pointer`.
+        """
+        place = self.folder / "restore"
+        shutil.rmtree(place, ignore_errors=True)
+        place.mkdir(mode=0o700)
+        for name, text in texts.items():
+            (place / name).write_text(text)
+        for name, where in own.items():
+            os.link(self._inside(where), place / name)
+        for name, pointer in others.items():
+            read_record(pointer, Pointer).write(place / name)
+
+    def drop(self, before: int) -> None:
+        """Forgets earlier attempts and what was put together from them."""
+        for folder in self.folder.glob("attempt-*"):
+            if int(folder.name.partition("-")[2]) < before:
+                shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(self.folder / "restore", ignore_errors=True)
+
+    def save(self, places: list[str], partial: str) -> None:
+        """Writes parts of this host to a checkpoint's folder on disk."""
+        for place in places:
+            slot = self._inside(place)
+            part = read_part(slot)
+            if part is None:
+                raise OSError(f"{place} has gone")
+            for name in part.files:
+                shutil.copyfile(slot / name, Path(partial, name))
+                with open(Path(partial, name), "rb+") as file:
+                    os.fsync(file.fileno())
+
+    def quit(self) -> None:
+        """Removes all that is the job's on this host."""
+        attempt = self._attempt
+        if attempt is not None:
+            self.end(attempt.number, "")
+        end_all(str(self.folder / SOCKET).encode())
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    # copies on another host
+
+    def _copy_on(self) -> None:
+        """Copies what ranks write to another host, and tells the ranks when it is there."""
+        while True:
+            time.sleep(_LOOK_SECONDS)
+            attempt = self._attempt
+            if attempt is None or attempt.buddy is None:
+                continue
+            step = self._newest_step()
+            if step is None or self._copied == (attempt.number, step):
+                continue
+            try:
+                self._copy(attempt, step)
+            except (OSError, EOFError, ValueError):  # the other host is gone, or too slow: the manager knows by itself
+                time.sleep(10 * _LOOK_SECONDS)
+                continue
+            self._copied = attempt.number, step
+            write_whole(attempt_folder(self.folder, attempt.number) / COPIED, str(step), is_synced=False)
+
+    def _newest_step(self) -> int | None:
+        """Returns the newest step that all ranks of this host have written; None: there is none."""
+        steps = [
+            {part.step for slot in slots_of(folder) if (part := read_part(slot)) is not None}
+            for folder in self._rank_folders()
+        ]
+        return max(set.intersection(*steps), default=None) if steps else None
+
+    def _copy(self, attempt: Attempt, step: int) -> None:
+        assert attempt.buddy is not None
+        with connect(*attempt.buddy, self.token) as connection:
+            for folder in self._rank_folders():
+                slots = [slot for slot in slots_of(folder) if (part := read_part(slot)) and part.step == step]
+                _send_part(connection, slots[0], attempt.number)
+
+    def _take(self, connection: Connection, request: Mapping[str, Any]) -> None:
+        """Takes a copy of another host's part."""
+        part = read_record(request["part"], RankPart)
+        folder = attempt_folder(self.folder, int(request["attempt"])) / f"copy-{part.rank:05d}"
+        slot = min(slots_of(folder), key=lambda each: -1 if (its := read_part(each)) is None else its.step)
+        slot.mkdir(parents=True, exist_ok=True, mode=0o700)
+        (slot / RECORD).unlink(missing_ok=True)
+        for name, record in part.files.items():
+            if name != os.path.basename(name):
+                raise ValueError(f"{name!r} is no name of a file")
+            with open(slot / name, "r+b" if (slot / name).exists() else "wb") as file:
+                while file.tell() < record.size:
+                    file.write(connection.recv_bytes(MOST_BYTES))
+                file.truncate()
+        if not part.is_intact(slot):
+            raise ValueError("it was changed on its way")
+        write_record(slot, part)
+        connection.send_bytes(b"taken")
+
+    # other keepers and ranks
+
+    def _answer(self, connection: Connection, request: Mapping[str, Any]) -> None:
+        if "part" in request:
+            self._take(connection, request)
+            return
+        with open(self._inside(request["read"]), "rb") as file:
+            file.seek(int(request["offset"]))
+            connection.send_bytes(file.read(min(int(request["count"]), MOST_BYTES)))
+
+    def _inside(self, place: str) -> Path:
+        path = (self.folder / place).resolve()
+        if not path.is_relative_to(self.folder.resolve()) or path.name == TOKEN:
+            raise OSError(f"{place} is not in the job's folder")
+        return path
+
+    def _rank_folders(self) -> list[Path]:
+        """Returns the folders of the ranks that this host has now."""
+        attempt = self._attempt
+        return [] if attempt is None else sorted(attempt_folder(self.folder, attempt.number).glob("rank-*"))
+
+
+def _send_part(connection: Connection, slot: Path, attempt: int) -> None:
+    part = read_part(slot)
+    if part is None:
+        raise OSError("the part has gone")
+    connection.send_bytes(json.dumps({"part": asdict(part), "attempt": attempt}).encode())
+    for name, record in part.files.items():
+        with open(slot / name, "rb") as file:
+            for begin in range(0, record.size, MOST_BYTES):
+                connection.send_bytes(file.read(min(MOST_BYTES, record.size - begin)))
+    if connection.recv_bytes(MOST_BYTES) != b"taken":
+        raise OSError("the copy was not taken")
+
+
+def _start_standby(folder: Path) -> None:
+    """Starts the host's standby process, which outlives this one."""
+    variables = {**os.environ, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
+    with open(folder / "standby.log", "wb") as log:
+        subprocess.Popen(
+            [sys.executable, "-m", "autovaruna.elastic.standby", str(folder / SOCKET), str(folder / LOCK)],
+            env=variables,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+
+
+class Line:
+    """The standard streams: requests in, answers out."""
+
+    def __init__(self, keeper: Keeper) -> None:
+        self._keeper = keeper
+        self._lock = threading.Lock()
+        self.last_word = time.monotonic()
+
+    def write(self, answer: Mapping[str, Any]) -> None:
+        """Writes a line."""
+        with self._lock, suppress(OSError):
+            sys.stdout.write(json.dumps(answer) + "\n")
+            sys.stdout.flush()
+
+    def follow(self) -> None:
+        """Answers requests until the manager has gone."""
+        with ThreadPoolExecutor(4) as pool:
+            for text in sys.stdin:
+                self.last_word = time.monotonic()
+                request = json.loads(text)
+                if request["do"] == "quit":
+                    return
+                if request["do"] == "ping":  # never behind what takes long
+                    self._answer(request)
+                else:
+                    pool.submit(self._answer, request)
+
+    def _answer(self, request: dict[str, Any]) -> None:
+        number, do = request.pop("number"), request.pop("do")
+        try:
+            self.write({"number": number, "result": getattr(self._keeper, do)(**request)})
+        except Exception as error:
+            self.write({"number": number, "error": f"{type(error).__name__}: {error}"})
+
+    def end_if_silent(self) -> None:
+        """Ends all if the manager does not speak any more, as where the network is cut."""
+        while time.monotonic() - self.last_word < _SILENT_SECONDS:
+            time.sleep(1.0)
+        self._keeper.quit()
+        os._exit(1)
+
+
+def main() -> None:
+    """Is the process: ``python -m autovaruna.elastic.keeper``."""
+    settings = json.loads(sys.stdin.readline())
+    folder, token = Path(settings["folder"]), settings["token"].encode()
+    os.umask(0o077)
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if folder.stat().st_uid != os.getuid() or folder.is_symlink():
+        sys.exit(f"keeper: {folder} is somebody else's")
+    (folder / TOKEN).write_bytes(token)
+    lock = hold(folder / LOCK)
+    if lock is None:
+        sys.exit(f"keeper: another one holds {folder}")
+    if settings["standby"] and not _is_listening(folder / SOCKET):
+        _start_standby(folder)
+    keeper = Keeper(folder, token)
+    line = Line(keeper)
+    line.write({"port": keeper.port, "host": socket.gethostname(), "cores": len(os.sched_getaffinity(0))})
+    threading.Thread(target=line.end_if_silent, daemon=True).start()
+    line.follow()
+    keeper.quit()
+    os._exit(0)
+
+
+def _is_listening(path: Path) -> bool:
+    try:
+        with socket.socket(socket.AF_UNIX) as tried:
+            tried.connect(str(path))
+    except OSError:
+        return False
+    return True
+
+
+if __name__ == "__main__":
+    main()

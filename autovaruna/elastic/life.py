@@ -1,0 +1,85 @@
+"""Says which processes of a job live on a host, and ends them with what they leave."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import time
+from contextlib import suppress
+from pathlib import Path
+
+_PATIENCE_SECONDS = 5.0
+
+
+def hold(lock: Path) -> int | None:
+    """Takes a lock that goes with this process, and returns its open file; None: another process has it."""
+    file = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(file)
+        return None
+    return file
+
+
+def is_held(lock: Path) -> bool:
+    """Says whether a process has a lock."""
+    try:
+        file = os.open(lock, os.O_RDWR)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(file)
+    return False
+
+
+def processes_with(words: bytes) -> list[int]:
+    """Returns the processes of this host, but not this one, whose variables or command line hold some words."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            with suppress(OSError):
+                if words in (entry / "environ").read_bytes() or words in (entry / "cmdline").read_bytes():
+                    found.append(int(entry.name))
+    return found
+
+
+def end_all(words: bytes) -> int:
+    """Kills the processes whose variables or command line hold some words; returns how many there were.
+
+    They have gone when it returns, but for such as the system cannot end.
+    """
+    num_ended = 0
+    deadline = time.monotonic() + _PATIENCE_SECONDS
+    while (left := [each for each in processes_with(words) if not _is_ending(each)]) and time.monotonic() < deadline:
+        num_ended += len(left)
+        for process in left:
+            with suppress(OSError):
+                os.kill(process, signal.SIGKILL)
+        time.sleep(0.02)
+    return num_ended
+
+
+def _is_ending(process: int) -> bool:
+    """Says whether a process has ended and waits for its parent to notice."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+def state_of(process: int) -> tuple[str, float]:
+    """Returns the state of a process as the system names it, ``T`` for one that is stopped, and its processor seconds.
+
+    Empty, and 0, for one that has gone.
+    """
+    try:
+        fields = Path(f"/proc/{process}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return "", 0.0
+    return fields[0], (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

@@ -1,0 +1,174 @@
+"""Reads the command line of the launcher: the hosts, the script, and how both are run."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shlex
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from autovaruna.config.files import at_home
+from autovaruna.errors import ConfigError
+
+DEFAULT_ENV_FILE = "varuna.env"
+_MOST_CHARACTERS = 131_071
+"""Of a line: the system takes no longer variables."""
+_ASSIGNS = re.compile(r"\s*(#|$|(export\s+)?['\"]?[^\W\d]\w*=)")
+_HOST = re.compile(r"([A-Za-z0-9_.-]+@)?[A-Za-z0-9_:][A-Za-z0-9_.:%-]*")
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a user asked the launcher for; 0 and None: not said."""
+
+    hosts: dict[str, int]
+    batch_size: int | None
+    num_stages: int
+    chunk_size: int
+    variables: dict[str, str]
+    code_dir: Path
+    script: str
+    arguments: tuple[str, ...]
+    profile_folder: str | None
+    resume_step: int | None
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks that there is room for."""
+        return sum(self.hosts.values())
+
+
+def read_options(arguments: Sequence[str] | None = None) -> Options:
+    """Returns the options of a command line.
+
+    Raises:
+        ConfigError: a file that it names cannot be used, or numbers contradict each other.
+    """
+    given = _parser().parse_args(arguments)
+    for name in ("gpus_per_node", "batch_size", "nstages", "chunk_size"):
+        value = getattr(given, name)
+        if value is not None and value < 1:
+            raise ConfigError(f"--{name} is {value}; expected 1 or more")
+    code_dir = Path(given.code_dir).absolute()
+    if not code_dir.is_dir():
+        raise ConfigError(f"--code_dir {given.code_dir} is no directory; expected the directory to run the script in")
+    options = Options(
+        hosts=read_machines(given.machine_list, given.gpus_per_node),
+        batch_size=given.batch_size,
+        num_stages=given.nstages or 0,
+        chunk_size=given.chunk_size or 0,
+        variables=read_variables(given.env_file),
+        code_dir=code_dir,
+        script=_find_script(given.script, code_dir),
+        arguments=tuple(given.arguments),
+        profile_folder=given.profile_folder,
+        resume_step=given.resume_step,
+    )
+    if options.num_stages > options.num_ranks:
+        raise ConfigError(
+            f"--nstages is {options.num_stages}, but there are {options.num_ranks} ranks on {len(options.hosts)} "
+            "machines, and a stage needs one of its own. Lower it, or raise --gpus_per_node"
+        )
+    return options
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m autovaruna.run_varuna",
+        description="Starts a training script on every rank of the machines in a list.",
+        allow_abbrev=False,
+    )
+    add, add_path = parser.add_argument, partial(parser.add_argument, type=at_home)
+    add_path("--machine_list", default="available_machines.out", metavar="FILE", help="a name or address a line")
+    add("--gpus_per_node", type=int, default=4, metavar="G", help="ranks on each machine")
+    add("--batch_size", "--batch-size", type=int, metavar="B", help="samples of a step, over all ranks")
+    add("--nstages", type=int, metavar="S", help="stages of the pipeline; not given: found")
+    add("--chunk_size", "--chunk-size", type=int, metavar="C", help="most samples of a micro-batch; not given: found")
+    add_path("--profile_folder", metavar="DIR", help="what a Profiler wrote; stages and micro-batch size follow")
+    add_path("--env_file", metavar="FILE", help=f"variables of ranks, NAME=value; {DEFAULT_ENV_FILE} if it is there")
+    add_path("--code_dir", default=".", metavar="DIR", help="directory to run in, the same on every machine")
+    add("--resume_step", type=int, metavar="STEP", help="passed on to the script: the checkpoint to go on from")
+    add("--no_morphing", action="store_true", help="taken as Varuna does; jobs are never restarted")
+    add("script", help="the training script, in code_dir")
+    add("arguments", nargs=argparse.REMAINDER, help="its own arguments")
+    return parser
+
+
+def read_machines(path: str, num_slots: int) -> dict[str, int]:
+    """Returns the ranks of each machine; one that is listed twice has twice as many, this one by any of its names.
+
+    Raises:
+        ConfigError: there is no such file, or it lists no machine.
+    """
+    lines = _lines_of(path, "--machine_list", "a machine a line")
+    names = [line.partition("#")[0].strip() for line in lines]
+    machines: dict[str, int] = {}
+    for name in filter(None, names):
+        if not _HOST.fullmatch(name):
+            raise ConfigError(
+                f"--machine_list {path} holds {name!r:.80}; expected one name or address a line, of letters, digits "
+                "and the characters . _ - : %"
+            )
+        if is_this_machine(name):  # mpirun would take two of its names for two machines, and then refuse them
+            name = next(filter(is_this_machine, machines), "localhost" if ":" in name else name)
+        machines[name] = machines.get(name, 0) + num_slots
+    if not machines:
+        raise ConfigError(f"--machine_list {path} lists no machine; expected one a line, as localhost")
+    return machines
+
+
+def is_this_machine(name: str) -> bool:
+    """Says whether a name or address is that of the machine that this runs on, whatever machine that is."""
+    own = socket.gethostname()
+    return name in ("localhost", "::1", own, own.partition(".")[0]) or name.startswith("127.")
+
+
+def _lines_of(file: str, option: str, expected: str) -> list[str]:
+    try:
+        lines = Path(file).read_text(encoding="utf-8-sig").splitlines()
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise ConfigError(f"{option} {file} cannot be read: {why}; expected {expected}") from None
+    for number, line in enumerate(lines, 1):
+        if len(line) > _MOST_CHARACTERS or "\0" in line:
+            fault = "a zero byte" if "\0" in line else f"{len(line)} characters; at most {_MOST_CHARACTERS} can be"
+            raise ConfigError(f"{option} {file}, line {number} has {fault}. Expected {expected}")
+    return lines
+
+
+def read_variables(path: str | None) -> dict[str, str]:
+    """Returns the variables of an environment file.
+
+    Raises:
+        ConfigError: there is no such file, or a line of it is no ``NAME=value``.
+    """
+    if path is None and not Path(DEFAULT_ENV_FILE).is_file():
+        return {}
+    file = path or DEFAULT_ENV_FILE
+    lines = _lines_of(file, "--env_file", "lines NAME=value")
+    found: dict[str, str] = {}
+    for number, line in enumerate(lines, 1):
+        try:
+            if not _ASSIGNS.match(line):  # quickly, where a line is long
+                raise ValueError
+            words = shlex.split(line, comments=True)
+            words = words[1:] if words[:1] == ["export"] else words
+            pairs = dict(word.split("=", 1) for word in words)
+            if not all(name.isidentifier() for name in pairs):
+                raise ValueError
+        except ValueError:
+            raise ConfigError(f"--env_file {file}, line {number}: {line!r:.80}; expected NAME=value") from None
+        found |= pairs
+    return found
+
+
+def _find_script(name: str, code_dir: Path) -> str:
+    """Returns the script's path: in code_dir, else from where the launcher runs."""
+    for path in (code_dir / name, Path(name).absolute()):
+        if path.is_file():
+            return str(path)
+    raise ConfigError(f"there is no script {name} in {code_dir}; expected a Python file")

@@ -1,0 +1,69 @@
+"""Serves JSON requests to whoever knows a token; strangers get nothing, and cost nothing but a closed connection."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
+from typing import Any
+
+from autovaruna.checkpoint.elsewhere import MOST_BYTES
+
+_PATIENCE_SECONDS = 5.0
+_MOST_CONNECTIONS = 256
+
+
+class Server:
+    """Answers requests on a port of its own, each connection in a thread.
+
+    Args:
+        token: What both sides prove to know.
+        answer: Gets a connection and a request that came over it.
+    """
+
+    def __init__(self, token: bytes, answer: Callable[[Connection, Mapping[str, Any]], None]) -> None:
+        self._token = token
+        self._answer = answer
+        self._num_connections = 0
+        self._listener = socket.create_server(("", 0))
+        self.port: int = self._listener.getsockname()[1]
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                accepted, _ = self._listener.accept()
+            except OSError:
+                continue
+            if self._num_connections >= _MOST_CONNECTIONS:
+                accepted.close()
+                continue
+            self._num_connections += 1
+            threading.Thread(target=self._attend, args=(accepted,), daemon=True).start()
+
+    def _attend(self, accepted: socket.socket) -> None:
+        watched = accepted.dup()
+        watch = threading.Timer(_PATIENCE_SECONDS, _shut, [watched])
+        watch.daemon = True
+        watch.start()
+        try:
+            with Connection(accepted.detach()) as connection:
+                deliver_challenge(connection, self._token)
+                answer_challenge(connection, self._token)
+                watch.cancel()
+                while True:
+                    self._answer(connection, json.loads(connection.recv_bytes(MOST_BYTES)))
+        except Exception:  # whatever a stranger sends, it ends with the connection
+            pass
+        finally:
+            watch.cancel()
+            watched.close()
+            self._num_connections -= 1
+
+
+def _shut(watched: socket.socket) -> None:
+    with suppress(OSError):
+        watched.shutdown(socket.SHUT_RDWR)

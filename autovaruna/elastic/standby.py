@@ -1,0 +1,169 @@
+"""Is the standby process of a host: it has imported what ranks import, and is forked to become one.
+
+A start of Python with torch takes seconds of the processor, a fork milliseconds. Nothing of CUDA is touched, and no
+thread is started, before the fork.
+"""
+
+from __future__ import annotations
+
+import array
+import gc
+import importlib
+import json
+import os
+import pkgutil
+import select
+import signal
+import socket
+import sys
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import autovaruna
+from autovaruna.elastic import rank_script
+from autovaruna.elastic.life import is_held
+
+_NOT_IMPORTED = ("__main__", "run_varuna")
+_LOOK_SECONDS = 1.0
+_MOST_LOOKS = 20
+"""How long the process outlives the host's keeper, for a new one to come."""
+_LENGTH_BYTES = 8
+
+
+@dataclass
+class _Rank:
+    """A rank that was forked: its process, and the connection of the stub that mpirun knows."""
+
+    process: int
+    file: int
+    stub: socket.socket
+
+
+def serve(path: Path, keeper_lock: Path) -> None:
+    """Forks a rank for each stub that connects; returns in a process that has become one, or ends without a keeper."""
+    listener = socket.socket(socket.AF_UNIX)
+    path.unlink(missing_ok=True)
+    listener.bind(str(path))
+    listener.listen(256)
+    ranks: dict[int, _Rank] = {}
+    num_alone = 0
+    while num_alone < _MOST_LOOKS:
+        files = [listener.fileno(), *(rank.file for rank in ranks.values()), *ranks]
+        ready = select.select(files, [], [], _LOOK_SECONDS)[0]
+        if not ready:
+            num_alone = 0 if is_held(keeper_lock) else num_alone + 1
+        if listener.fileno() in ready and _fork(listener, ranks):
+            return
+        for number, rank in list(ranks.items()):
+            if rank.file in ready or number in ready:
+                _end(rank)
+                del ranks[number]
+    for rank in ranks.values():
+        _end(rank)
+    path.unlink(missing_ok=True)
+    os._exit(0)
+
+
+def _fork(listener: socket.socket, ranks: dict[int, _Rank]) -> bool:
+    """Forks a rank for a stub; returns True in the process that is the rank."""
+    stub, _ = listener.accept()
+    try:
+        stub.settimeout(5.0)
+        length, control, _, _ = stub.recvmsg(_LENGTH_BYTES, socket.CMSG_LEN(12))
+        files = array.array("i")
+        files.frombytes(control[0][2][:12])
+        job = json.loads(_receive(stub, int.from_bytes(length, "little")))
+        stub.settimeout(None)
+    except (OSError, ValueError, IndexError):
+        stub.close()
+        return False
+    process = os.fork()
+    if process == 0:
+        for each in (listener, stub, *(rank.stub for rank in ranks.values())):
+            each.close()
+        for rank in ranks.values():
+            os.close(rank.file)
+        _become(job, files)
+        return True
+    for file in files:
+        os.close(file)
+    with suppress(OSError):
+        stub.sendall(f"{process}\n".encode())
+    ranks[stub.fileno()] = _Rank(process, os.pidfd_open(process), stub)
+    return False
+
+
+def _receive(stub: socket.socket, count: int) -> bytes:
+    data = bytearray()
+    while len(data) < count:
+        piece = stub.recv(count - len(data))
+        if not piece:
+            raise OSError("the stub has gone")
+        data += piece
+    return bytes(data)
+
+
+def _become(job: dict[str, object], files: array.array[int]) -> None:
+    """Gives this process the files, variables, folder and process group of a rank."""
+    for target, file in enumerate(files):
+        os.dup2(file, target)
+        os.close(file)
+    os.setpgid(0, 0)
+    variables, folder = job["variables"], job["folder"]
+    assert isinstance(variables, dict) and isinstance(folder, str)
+    os.environ.clear()
+    os.environ.update(variables)
+    os.chdir(folder)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    sys.path[1:1] = [each for each in variables.get("PYTHONPATH", "").split(os.pathsep) if each not in sys.path]
+    torch = sys.modules["torch"]
+    if variables.get("OMP_NUM_THREADS", "").isdigit():
+        torch.set_num_threads(int(variables["OMP_NUM_THREADS"]))
+    else:
+        torch.set_num_threads(len(os.sched_getaffinity(0)))
+
+
+def _end(rank: _Rank) -> None:
+    """Tells a stub how its rank has ended; a rank whose stub has gone is killed first, with all that it started."""
+    with suppress(OSError):
+        os.killpg(rank.process, signal.SIGKILL)  # what a rank that has ended itself left, too
+    try:
+        status = os.waitstatus_to_exitcode(os.waitpid(rank.process, 0)[1])
+    except ChildProcessError:
+        status = 1
+    with suppress(OSError):
+        rank.stub.sendall(f"{status}\n".encode())
+    rank.stub.close()
+    os.close(rank.file)
+
+
+def warm() -> None:
+    """Imports what a rank uses, the parts of torch that are slow to import among them."""
+    import mpi4py
+    import torch
+
+    mpi4py.rc.initialize = False
+    torch.set_num_threads(1)
+    for module in pkgutil.walk_packages(autovaruna.__path__, "autovaruna."):
+        if module.name.rpartition(".")[2] not in _NOT_IMPORTED:
+            with suppress(ImportError):  # of a library that is not installed
+                importlib.import_module(module.name)
+    torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])
+    gc.collect()
+    gc.freeze()
+
+
+def main() -> None:
+    """Is the process: ``python -m autovaruna.elastic.standby SOCKET KEEPER_LOCK``."""
+    path, lock = map(Path, sys.argv[1:])
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    warm()
+    serve(path, lock)
+    rank_script.main()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,98 @@
+"""Stands between mpirun and a rank: has a rank made, passes signals on, and tells the launcher how the rank ended.
+
+mpirun starts ``python -S -E stub.py``, which imports next to nothing. The rank is forked by the host's standby process,
+which has everything imported, where there is one; else Python is started. mpirun itself blames a rank that did nothing
+when one on another host is killed, and says that a job has ended well whose host is lost: the line tells the truth.
+"""
+
+import array
+import ctypes
+import json
+import os
+import signal
+import socket
+import sys
+
+ENDED = "\x1eended "
+"""Begins the line by which the launcher learns a rank's status; it shows no such line."""
+SOCKET = "VARUNA_STANDBY"
+"""The variable that names the standby process's socket."""
+_SET_DEATH_SIGNAL = 1  # of prctl, on Linux
+_PASSED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGVTALRM, signal.SIGURG)
+
+
+def main() -> None:
+    """Runs a rank and ends as it ends."""
+    connection = _standby(os.environ.get(SOCKET, ""))
+    status = _forked(connection) if connection is not None else _started()
+    sys.stderr.write(f"{ENDED}{status}\n")
+    sys.stderr.flush()
+    if status < 0:
+        if -status != signal.SIGKILL:
+            signal.signal(-status, signal.SIG_DFL)
+        os.kill(os.getpid(), -status)
+    os._exit(status)
+
+
+def _standby(path: str) -> "socket.socket | None":
+    """Returns a connection to the standby process, which has got this process's variables and files; None: no such."""
+    if not path:
+        return None
+    connection = socket.socket(socket.AF_UNIX)
+    try:
+        connection.connect(path)
+        job = json.dumps({"variables": dict(os.environ), "folder": os.getcwd()}).encode()
+        files = array.array("i", [0, 1, 2])
+        connection.sendmsg([len(job).to_bytes(8, "little")], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, files)])
+        connection.sendall(job)
+        return connection
+    except OSError:
+        connection.close()
+        return None
+
+
+def _forked(connection: socket.socket) -> int:
+    """Returns how a rank ends that the standby process forks; it is killed if this process or that one ends."""
+    lines = connection.makefile()
+    first = lines.readline()
+    if not first:  # the standby process has ended before it forked
+        return _started()
+    process = int(first)
+    _pass_on(process)
+    last = lines.readline()
+    if last:
+        return int(last)
+    _kill(process)
+    return 1
+
+
+def _kill(process: int) -> None:
+    try:
+        os.kill(process, signal.SIGKILL)
+    except OSError:
+        return
+
+
+def _started() -> int:
+    """Returns how a rank ends that is started here."""
+    stub = os.getpid()
+    process = os.fork()
+    if process == 0:
+        os.setpgid(0, 0)  # mpirun signals the whole group: each signal would come twice
+        ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
+        if os.getppid() != stub:
+            os._exit(1)
+        script = os.path.join(os.path.dirname(os.path.abspath(__file__)), "rank_script.py")
+        os.execv(sys.executable, [sys.executable, script])
+    _pass_on(process)
+    return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+
+
+def _pass_on(process: int) -> None:
+    """Passes signals on to a process from now on."""
+    for number in _PASSED:
+        signal.signal(number, lambda number, _: os.kill(process, number))
+
+
+if __name__ == "__main__":
+    main()
