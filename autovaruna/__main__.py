@@ -10,11 +10,11 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from autovaruna.commands import config, measure, plan, show, trace
+from autovaruna.commands import config, measure, plan, show, simulate, trace
 from autovaruna.commands.printing import hush
 from autovaruna.errors import AutoVarunaError
 
-_COMMANDS = {"config": config, "show": show, "measure": measure, "plan": plan, "trace": trace}
+_COMMANDS = {"config": config, "show": show, "measure": measure, "plan": plan, "simulate": simulate, "trace": trace}
 
 _RARELY = 10_000_000, 50, 100
 _INTERRUPTED = 128 + 2
