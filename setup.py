@@ -21,6 +21,7 @@ setup(
     python_requires=">=3.10",
     packages=find_packages(include=["autovaruna", "autovaruna.*"]),
     package_data={"autovaruna": ["py.typed", "conf/*.toml", "conf/devices/*.toml"]},
+    entry_points={"console_scripts": ["autovaruna = autovaruna.__main__:main_of_process"]},
     install_requires=[
         "mpi4py>=4.0",
         "msgspec>=0.19",

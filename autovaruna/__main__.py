@@ -1,4 +1,4 @@
-"""Is the command line: ``python -m autovaruna COMMAND``; the commands are in `autovaruna.commands`."""
+"""Is the command line: ``autovaruna COMMAND`` or ``python -m autovaruna COMMAND``; see `autovaruna.commands`."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from autovaruna.commands import config, measure, plan, show, trace
+from autovaruna.commands import config, measure, plan, show, simulate, trace
 from autovaruna.commands.printing import hush
 from autovaruna.errors import AutoVarunaError
 
-_COMMANDS = {"config": config, "show": show, "measure": measure, "plan": plan, "trace": trace}
+_COMMANDS = {"config": config, "show": show, "measure": measure, "plan": plan, "simulate": simulate, "trace": trace}
 
 _RARELY = 10_000_000, 50, 100
 _INTERRUPTED = 128 + 2
@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m autovaruna", description="Plans, measures, and shows both.")
+    parser = argparse.ArgumentParser(prog="autovaruna", description="Plans, measures, and shows both.")
     commands = parser.add_subparsers(dest="command", required=True)
     for name, command in _COMMANDS.items():
         command.add_options(commands.add_parser(name, help=command.HELP, description=command.__doc__))
@@ -50,7 +50,7 @@ def collect_rarely() -> None:
     gc.set_threshold(*_RARELY)
 
 
-def _main_of_process() -> int:
+def main_of_process() -> int:
     """Runs the command as all that this process does: what it leaves is neither searched nor taken apart at the end."""
     collect_rarely()
     try:
@@ -82,4 +82,4 @@ def _print_what_is_left() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(_main_of_process())
+    sys.exit(main_of_process())

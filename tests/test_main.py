@@ -1,7 +1,9 @@
 """Holds the command line."""
 
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -63,6 +65,22 @@ def test_without_a_command_the_usage_is_printed(capsys):
     with pytest.raises(SystemExit):
         main([])
     assert "usage" in capsys.readouterr().err
+
+
+def test_the_installed_command_is_the_same_program(tmp_path, conf):
+    """An installation has it beside its Python; it ends as ``python -m autovaruna`` does."""
+    entry = re.search(r'"autovaruna = (.+):(.+)"', (Path(__file__).parents[1] / "setup.py").read_text())
+    script = f"import sys; from {entry[1]} import {entry[2]}; sys.exit({entry[2]}())"
+    for arguments in (["config"], ["show", str(tmp_path / "nothing.json")], ["--help"], ["no-command"]):
+        installed, module = (
+            subprocess.run([sys.executable, *start, *arguments], capture_output=True, text=True, timeout=60)
+            for start in (["-c", script], ["-m", "autovaruna"])
+        )
+        assert (installed.returncode, installed.stdout, installed.stderr) == (
+            module.returncode,
+            module.stdout,
+            module.stderr,
+        )
 
 
 @pytest.mark.parametrize(("output", "status"), [(">&-", 0), ("| true", 0), ("> /dev/full", 1)])

@@ -16,10 +16,11 @@ from torch import nn
 from autovaruna.commands.config import add_settings, settings_of
 from autovaruna.commands.measure import measure_here
 from autovaruna.commands.printing import checked_plot, columns, plot, show
-from autovaruna.commands.target import load_target
+from autovaruna.commands.target import Target, load_target
 from autovaruna.config.files import at_home, check_writable
 from autovaruna.config.settings import BYTES, REFUSALS
 from autovaruna.errors import ConfigError
+from autovaruna.graph.traced import TracedModel
 from autovaruna.log import progress_bar, status_bar
 from autovaruna.planner.deployment import Deployment, Fingerprint, deployment_of, host_counts, save
 from autovaruna.planner.infeasible import readable
@@ -42,15 +43,33 @@ _CPU = torch.device("cpu")
 
 
 class Planning:
-    """One run of the plan command."""
+    """One run of the plan command.
 
-    def __init__(self, options: argparse.Namespace) -> None:
+    Args:
+        options: Its options.
+        known: Another run of the same model, whose trace and costs are used; None: they are made.
+    """
+
+    target: Target
+    traced: TracedModel
+    profile: Profile
+    optimizer_bytes_factor: float
+
+    def __init__(self, options: argparse.Namespace, known: Planning | None = None) -> None:
         self.options = options
         self.settings = settings_of(options, {"memory_limit_bytes": options.memory} if options.memory else {})
         self.device = read_device(options.device) if options.device else None
+        self.memory_bytes = self._find_memory()
+        if known:
+            self.target, self.traced, self.profile = known.target, known.traced, known.profile
+            self.optimizer_bytes_factor = known.optimizer_bytes_factor
+        else:
+            self._read_model()
+
+    def _read_model(self) -> None:
+        options = self.options
         saved = load_measured(options.profile, Profile) if options.profile else None
         is_simulated = self.device is not None or saved is not None
-        self.memory_bytes = self._find_memory()
         make_optimizer(options.optimizer)  # a mistake is told before the model is traced
         self.target = load_target(options.target, self.settings, _CPU if is_simulated else None)
         self.traced = self.target.traced
@@ -58,10 +77,15 @@ class Planning:
         self.optimizer_bytes_factor = optimizer_factor(optimizer, self.settings)
         self.profile = saved or self._new_profile()
 
+    def on(self, num_ranks: int) -> Planning:
+        """Returns the planning of the same step, its trace, costs and samples, on another number of ranks."""
+        changed = {"ranks": num_ranks, "batch_size": self.global_batch_size}
+        return Planning(argparse.Namespace(**{**vars(self.options), **changed}), self)
+
     @cached_property
     def global_batch_size(self) -> int:
         """Samples of a step: the option, or what each rank passes, times the ranks that pass their own."""
-        return self.options.batch_size or self.target.batch_size * self._num_calls
+        return int(self.options.batch_size) or self.target.batch_size * self._num_calls
 
     @property
     def _num_calls(self) -> int:
@@ -318,6 +342,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("target", metavar="MODULE:FUNCTION", help="a function that returns (model, args, kwargs)")
     parser.add_argument("--ranks", type=int, required=True, metavar="N", help="the number of ranks")
     parser.add_argument("--ranks-per-host", type=int, default=0, metavar="N", help="ranks on each host (all of them)")
+    parser.add_argument("-o", "--output", default="", metavar="FILE", help="save the plan as a deployment")
+    parser.add_argument("--plot", type=at_home, default="", metavar="FILE", help="draw a step as a picture: step.png")
+    parser.add_argument("--table", action="store_true", help="list all sensible choices, best first")
+    add_cost_options(parser)
+
+
+def add_cost_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the options that say what a step costs."""
     parser.add_argument("--memory", metavar="BYTES", help="memory of a rank, as 80GiB (what the device file says)")
     parser.add_argument("--device", metavar="FILE", help="a device file, as h100.toml; without one, this machine")
     parser.add_argument("--profile", metavar="FILE", help="what the measure command saved, in place of a prediction")
@@ -327,9 +359,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--optimizer", default="adamw", metavar="NAME", help="one of torch.optim, as sgd or sgd:momentum=0.9 (adamw)"
     )
-    parser.add_argument("-o", "--output", default="", metavar="FILE", help="save the plan as a deployment")
-    parser.add_argument("--plot", type=at_home, default="", metavar="FILE", help="draw a step as a picture: step.png")
-    parser.add_argument("--table", action="store_true", help="list all sensible choices, best first")
     add_settings(parser, _SETTINGS)
 
 
@@ -350,7 +379,7 @@ def run(options: argparse.Namespace) -> None:
     report(Planning(options), options)
 
 
-def num_bytes(text: str) -> object:
+def num_bytes(text: str) -> int:
     """Returns the memory of a rank.
 
     Raises:
@@ -360,6 +389,6 @@ def num_bytes(text: str) -> object:
         value = BYTES.read(text)
     except REFUSALS:
         value = 0
-    if not value:
+    if not (isinstance(value, int) and value):
         raise ConfigError(f"--memory is {text!r}; expected {BYTES.expected}, and more than 0")
     return value

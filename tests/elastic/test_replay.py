@@ -1,0 +1,159 @@
+"""Holds the replay of traces: each fault costs what it should, nothing is counted twice, and bad rows are refused."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from autovaruna.elastic.replay import Change, Costs, Rates, read_trace, replay
+from autovaruna.errors import InputError
+
+STEPS = {1: 1.0, 2: 0.5, 3: 0.4}
+
+
+def result_of(*rows: tuple[float, int] | tuple[float, int, str], **costs: float):
+    return replay([Change(*row) for row in rows], STEPS, Costs(**costs))
+
+
+def test_without_a_fault_all_is_done():
+    result = result_of((0, 2), (100, 2), (200, 0))
+    assert result.done_steps == result.ideal_steps == 400 and result.num_restarts == 0
+
+
+def test_a_killed_rank_costs_the_restart_and_the_step_under_way():
+    result = result_of((0, 1), (50.4, 1, "kill"), (100, 0))
+    assert result.lost_steps == pytest.approx(0.4) and result.restart_steps == pytest.approx(3.0)
+    assert result.done_steps == pytest.approx(96.6)
+
+
+def test_a_lost_host_costs_the_steps_since_the_last_copy():
+    result = result_of((0, 2), (8.75, 1), (108.75, 0), copy_steps=4)
+    assert result.lost_steps == pytest.approx(1.5) and result.restart_steps == pytest.approx(6.0)
+    assert result.done_steps == pytest.approx(16 + 94)
+
+
+@pytest.mark.parametrize("rows", [[(0, 3), (78, 1)], [(0, 3), (78, 2), (80, 1)], [(0, 1), (195, 0), (200, 1)]])
+def test_what_no_copy_makes_good_goes_on_from_disk(rows: list[tuple[float, int]]):
+    result = result_of(*rows, (300, 0), copy_steps=1, checkpoint_steps=100)
+    done = 195 if rows[0][1] == 3 else 195.0
+    assert result.lost_steps == pytest.approx(done - 100)
+
+
+def test_a_host_that_comes_stops_the_job_for_a_moment_at_the_end_of_a_step():
+    """Without the host a step takes 1 s: it is ready at 13.5 s, the step ends at 14 s, the job goes on at 15 s."""
+    result = result_of((0, 1), (10.5, 2), (115, 0))
+    assert result.lost_steps == 0 and result.num_restarts == 1
+    assert result.done_steps == pytest.approx(14 + 200)
+    assert result.restart_steps == pytest.approx(2.0) and result.smaller_steps == pytest.approx(3.5)
+
+
+def test_a_notice_costs_no_step_that_was_done():
+    result = result_of((0, 2), (10.25, 1, "notice"), (110, 0))
+    assert result.lost_steps == 0 and result.restart_steps == pytest.approx(0.5 + 1.0)
+    assert result.done_steps == pytest.approx(20 + 98.75)
+
+
+def test_a_host_that_comes_and_goes_before_it_is_used_ends_the_job_like_any_other():
+    result = result_of((0, 1), (10, 2), (12, 1), (100, 0), copy_steps=4)
+    assert result.done_steps == pytest.approx(12 + 82) and result.num_restarts == 1
+
+
+def test_hosts_that_no_plan_uses_are_lost_to_smaller_plans():
+    result = replay([Change(0, 3), Change(10, 1), Change(20, 0)], {2: 0.5}, Costs(copy_steps=1, checkpoint_steps=1))
+    assert result.done_steps == pytest.approx(20) and result.ideal_steps == pytest.approx(30 + 10)
+    assert result.smaller_steps == pytest.approx(20) and result.restart_steps == 0
+
+
+def test_after_no_host_was_left_the_job_starts_cold():
+    result = result_of((0, 1), (10, 0), (20, 1), (120, 0), checkpoint_steps=5)
+    assert result.restart_steps == pytest.approx(15) and result.done_steps == pytest.approx(10 + 85)
+
+
+def test_hosts_are_worth_their_fastest_plan():
+    rates = Rates({1: 1.0, 2: 2.0, 4: 0.25})
+    assert [rates.best(hosts) for hosts in (0, 1, 2, 3, 4, 5)] == [0, 1, 1, 1, 4, 4]
+    assert [rates.ideal(hosts) for hosts in (0, 1, 2, 3, 4, 8)] == [0, 1, 1, 1, 4, 8]
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_every_step_of_the_ideal_is_counted_once(seed: int):
+    rng = random.Random(seed)
+    seconds, trace = 0.0, [Change(0.0, rng.randint(0, 4))]
+    for _ in range(200):
+        seconds += rng.choice([0.1, 3.0, 20.0, 600.0]) * rng.random() + 1e-3
+        hosts = rng.randint(0, 4)
+        event = "kill" if hosts == trace[-1].hosts else rng.choice(["", "notice"]) if hosts < trace[-1].hosts else ""
+        trace.append(Change(seconds, hosts, event))
+    step_seconds = {hosts: rng.uniform(0.05, 30.0) for hosts in rng.sample(range(1, 5), rng.randint(1, 4))}
+    result = replay(trace, step_seconds, Costs(copy_steps=rng.randint(1, 20)))
+    parts = (result.done_steps, result.restart_steps, result.lost_steps, result.smaller_steps)
+    assert all(part >= -1e-9 for part in parts)
+    assert sum(parts) == pytest.approx(result.ideal_steps, rel=1e-9)
+
+
+@pytest.mark.parametrize("fault", ["kill", "loss", "two losses"])
+def test_a_failure_every_ten_minutes_leaves_97_percent(fault: str):
+    """Oobleck (Jang et al., SOSP 2023) keeps 95.5 %."""
+    rows = [Change(0, 3)]
+    for start in range(600, 86_400, 600):
+        rows += {
+            "kill": [Change(start, 3, "kill")],
+            "loss": [Change(start, 2), Change(start + 60, 3)],
+            "two losses": [Change(start, 2 if start % 1200 else 3)],
+        }[fault]
+    result = replay([*rows, Change(86_400, 0)], STEPS, Costs(kill_seconds=6.0, loss_seconds=6.0))
+    assert 0.97 <= result.share(result.done_steps) < 0.995
+
+
+def test_a_trace_is_read_with_or_without_names_and_comments(tmp_path: Path):
+    file = tmp_path / "trace.csv"
+    file.write_text("# of a week in May\nseconds, hosts, event\n0, 3,\n\n60.5,3,kill\n# two leave\n90,1,notice\n")
+    assert read_trace(file) == [Change(0.0, 3), Change(60.5, 3, "kill"), Change(90.0, 1, "notice")]
+    file.write_text("0,3\n10,2\n")
+    assert read_trace(file) == [Change(0.0, 3), Change(10.0, 2)]
+
+
+@pytest.mark.parametrize(
+    ("row", "told"),
+    [
+        ("20", r"got 1 columns \(20\), expected seconds,hosts or seconds,hosts,event"),
+        ("20,2,kill,now", "got 4 columns"),
+        ("soon,2", "seconds are 'soon', expected a number of 0 or more"),
+        ("nan,2", "seconds are 'nan'"),
+        ("-1,2", "seconds are '-1'"),
+        ("inf,2", "seconds are 'inf'"),
+        ("10,2", "seconds are 10, expected more than 10"),
+        ("20,two", "hosts are 'two', expected a whole number of 0 or more"),
+        ("20,-1", "hosts are '-1'"),
+        ("20,1.5", "hosts are '1.5'"),
+        ("20,2,fire", "event is 'fire', expected kill, notice or nothing"),
+        ("20,2,kill", "hosts are 2 at a kill, expected as many as in the row before"),
+        ("20,4,notice", "hosts are 4 at a notice, expected fewer"),
+        ("seconds,hosts", "seconds are 'seconds'"),
+    ],
+)
+def test_a_bad_row_is_refused_with_its_place(tmp_path: Path, row: str, told: str):
+    file = tmp_path / "trace.csv"
+    file.write_text(f"seconds,hosts\n0,3\n10,3\n{row}\n30,3\n")
+    with pytest.raises(InputError, match=rf"trace\.csv, line 4: {told}"):
+        read_trace(file)
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (None, "cannot be read: No such file"),
+        (b"\xff\xfe,", "cannot be read"),
+        (b"seconds,hosts\n0,3\n", "has 1 rows; expected two or more"),
+        (b"", "has 0 rows"),
+        (b"0,0\n10,2\n", "never has a host"),
+    ],
+)
+def test_a_trace_that_says_nothing_is_refused(tmp_path: Path, content: bytes | None, told: str):
+    file = tmp_path / "trace.csv"
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(InputError, match=told):
+        read_trace(file)

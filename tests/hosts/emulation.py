@@ -1,0 +1,542 @@
+"""Emulates hosts on one machine, out of namespaces: each has a network, a name, processes, and files of its own.
+
+    with Hosts(2) as hosts:
+        hosts.run("h1", "ssh h2 hostname")  # a real sshd runs on each; root needs no password
+        hosts.kill("h2", power_loss=True)
+
+The hosts are h1, h2, ... at 10.77.0.1, 10.77.0.2, ... on a switch of their own; the machine's own network stays as it
+is. /tmp, /dev/shm, /run, and HOME belong to a host; all other folders are the machine's and are shared, as is
+`Hosts.shared`. Root is needed, and what `reason_to_skip` looks for. Hosts end with the thread that made them at the
+latest, also where it is killed.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from types import TracebackType
+
+ROOT = Path(__file__).resolve().parents[2]
+NETWORK = "10.77.0"
+HOME = "/run/home"
+WAIT_SECONDS = 20.0
+"""The longest wait for anything that the harness itself does."""
+POLL_SECONDS = 0.02
+TOOLS = {
+    "unshare": "util-linux",
+    "nsenter": "util-linux",
+    "setpriv": "util-linux",
+    "mount": "mount",
+    "hostname": "hostname",
+    "ip": "iproute2",
+    "tc": "iproute2",
+    "ssh": "openssh-client",
+    "ssh-keygen": "openssh-client",
+    "sshd": "openssh-server",
+}
+"""What is needed, and the Debian package that has it."""
+PATH = f"{Path(sys.executable).parent}:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+NAMESPACES = ("--net", "--uts", "--ipc", "--mount", "--pid")
+_UNSHARE = ["unshare", *NAMESPACES, "--fork", "--kill-child", "--mount-proc", "--propagation", "private"]
+_MARK = "EMULATED_COMMAND"
+
+
+@cache
+def reason_to_skip() -> str:
+    """Returns why hosts cannot be emulated here, empty if they can."""
+    if os.geteuid() != 0:
+        return "emulated hosts need root"
+    missing = {tool: package for tool, package in TOOLS.items() if shutil.which(tool, path=PATH) is None}
+    if missing:
+        return f"{', '.join(missing)} missing: apt-get install {' '.join(sorted(set(missing.values())))}"
+    probe = "mount -t tmpfs none /dev/shm && hostname probe && ip link add dev v0 type veth peer name v1"
+    done = _output([*_UNSHARE, "sh", "-c", probe])
+    return "" if done.returncode == 0 else f"namespaces are not allowed here: {done.stdout.strip()}"
+
+
+class Command(subprocess.Popen[str]):
+    """A command on a host; signals go to the command itself, not to the nsenter that waits for it."""
+
+    mark: str
+
+    def send_signal(self, number: int) -> None:
+        """Sends a signal to the command."""
+        if number == signal.SIGCONT:
+            super().send_signal(number)  # nsenter stops with what it waits for
+        wait_for(lambda: self.poll() is not None or bool(_children(self.pid)), "a command that starts")
+        for pid in _children(self.pid):
+            _signal(pid, number)
+
+    def end(self) -> None:
+        """Kills the command and all that it started on its host."""
+        deadline = time.monotonic() + WAIT_SECONDS
+        while (left := _marked(self.mark)) and time.monotonic() < deadline:
+            for pid in left:
+                _signal(pid, signal.SIGKILL)
+            time.sleep(POLL_SECONDS)
+        if self.poll() is None:
+            super().send_signal(signal.SIGKILL)
+        self.wait(WAIT_SECONDS)
+
+
+class Hosts:
+    """Some emulated hosts, from entering the context until leaving it.
+
+    Args:
+        count: How many, at most 250.
+        shared: Further folders that all hosts share, needed only for those in /tmp.
+        rate: The most that each host sends, in tc's words (``100mbit``); empty: no limit.
+        delay_seconds: How much later each frame arrives.
+        host_name: What all hosts call themselves, as containers may; empty: each its own name.
+    """
+
+    def __init__(
+        self,
+        count: int,
+        shared: Sequence[str | Path] = (),
+        rate: str = "",
+        delay_seconds: float = 0.0,
+        host_name: str = "",
+    ) -> None:
+        self.names = [f"h{place}" for place in range(1, count + 1)]
+        self.rate, self.host_name = rate, host_name
+        self.folder = Path(tempfile.mkdtemp(prefix="emulated-hosts-"))
+        self.shared = self.folder / "shared"
+        """A folder that is the same on all hosts."""
+        self.shared.mkdir()
+        everywhere = [self.shared, ROOT, sys.prefix, sys.base_prefix, *shared]
+        self._seen_in_tmp = [path for path in map(str, everywhere) if path.startswith("/tmp/")]
+        self._switch = Switch() if not delay_seconds else SlowSwitch(delay_seconds)
+        self._machines: dict[str, subprocess.Popen[bytes]] = {}
+        self._first_pids: dict[str, int] = {}
+        self._own_files: dict[str, set[str]] = {}
+        self._cut: set[str] = set()
+
+    def __enter__(self) -> Hosts:
+        try:
+            _checked(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(self.folder / "key")])
+            lines = ["127.0.0.1 localhost", *(f"{self.address(name)} {name}" for name in self.names)]
+            (self.folder / "hosts").write_text("\n".join(lines) + "\n")
+            self._switch.start()
+            for name in self.names:
+                self.boot(name)
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends all hosts and the switch, and removes their files."""
+        for name in list(self._machines):
+            self.kill(name)
+        self._switch.close()
+        shutil.rmtree(self.folder)
+
+    def address(self, host: str) -> str:
+        """Returns a host's IP address."""
+        return f"{NETWORK}.{self._place(host)}"
+
+    def is_up(self, host: str) -> bool:
+        """Returns whether a host is there, its cable in or out."""
+        return host in self._machines and self._machines[host].poll() is None
+
+    def boot(self, host: str) -> None:
+        """Starts a host that is not there, with no files of its own, and waits until its sshd listens."""
+        assert not self.is_up(host), f"{host} is up already"
+        place, log = self._place(host), self.folder / f"{host}.log"
+        name = self.host_name or host
+        words = [str(self.folder), name, self.address(host), f"02:77:00:00:00:{place:02x}", *self._seen_in_tmp]
+        with log.open("wb") as file:
+            machine = subprocess.Popen(
+                ["setpriv", "--pdeathsig", "KILL", *_UNSHARE, str(Path(__file__).with_name("host.sh")), *words],
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=file,
+                env={"PATH": PATH},
+                start_new_session=True,
+            )
+        self._machines[host] = machine
+        wait_for(lambda: machine.poll() is not None or bool(_children(machine.pid)), f"the first process of {host}")
+        if machine.poll() is None:
+            self._first_pids[host] = _children(machine.pid)[0]
+            self._switch.plug(place, self._first_pids[host])
+            self._cut.discard(host)
+            wait_for(lambda: machine.poll() is not None or "Server listening" in log.read_text(), f"sshd of {host}")
+        if machine.poll() is not None:
+            raise RuntimeError(f"{host} does not start: {log.read_text()}")
+        if self.rate:
+            shape = ["tc", "qdisc", "replace", "dev", "eth0", "root", "tbf", "rate", self.rate]
+            _checked([*self._entering(host), *shape, "burst", "32k", "latency", "100ms"])
+        self._own_files[host] = set(self._files(host))
+
+    def kill(self, host: str, power_loss: bool = False) -> None:
+        """Ends all processes of a host at once; its files are gone.
+
+        Args:
+            host: Which one.
+            power_loss: Whether its cable is out first, so that nobody is told.
+        """
+        if power_loss:
+            self.cut(host)
+        machine = self._machines.pop(host)
+        if machine.poll() is None and host in self._first_pids:
+            _signal(self._first_pids[host], signal.SIGKILL)
+        machine.kill()
+        machine.wait(WAIT_SECONDS)
+        self._first_pids.pop(host, None)
+
+    def cut(self, host: str) -> None:
+        """Pulls a host's cable out; nobody is told."""
+        self._switch.cut(self._place(host))
+        self._cut.add(host)
+
+    def mend(self, host: str) -> None:
+        """Puts a host's cable in again."""
+        self._switch.mend(self._place(host))
+        self._cut.discard(host)
+
+    def start(
+        self,
+        host: str,
+        command: str | Sequence[str | Path],
+        *,
+        env: Mapping[str, str] | None = None,
+        cwd: str | Path = HOME,
+        stdin: int | None = subprocess.DEVNULL,
+    ) -> Command:
+        """Starts a command on a host, in a session of its own, and returns at once; its output is piped.
+
+        Args:
+            host: Which one.
+            command: Words, or a line for sh.
+            env: What is added to `environment`.
+            cwd: The folder it starts in.
+            stdin: As subprocess takes it.
+        """
+        words = ["sh", "-c", command] if isinstance(command, str) else list(map(str, command))
+        mark = uuid.uuid4().hex
+        variables = {**environment(), **(env or {}), _MARK: mark}
+        started = Command(
+            [*self._entering(host), "setsid", "env", "-i", f"--chdir={cwd}", *_assignments(variables), *words],
+            stdin=stdin,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        started.mark = mark
+        return started
+
+    def run(
+        self,
+        host: str,
+        command: str | Sequence[str | Path],
+        *,
+        timeout: float = 60.0,
+        check: bool = True,
+        env: Mapping[str, str] | None = None,
+        cwd: str | Path = HOME,
+    ) -> subprocess.CompletedProcess[str]:
+        """Runs a command on a host to its end.
+
+        Args:
+            host: Which one.
+            command: Words, or a line for sh.
+            timeout: Seconds after which it is killed with all that it started on its host.
+            check: Whether a status that is not zero raises.
+            env: What is added to `environment`.
+            cwd: The folder it starts in.
+
+        Raises:
+            AssertionError: It took longer, or its status is not zero; with all that it printed.
+        """
+        process = self.start(host, command, env=env, cwd=cwd)
+        try:
+            out, err = process.communicate(timeout=timeout)
+        except BaseException as error:
+            process.end()
+            if not isinstance(error, subprocess.TimeoutExpired):
+                raise
+            out, err = process.communicate(timeout=WAIT_SECONDS)
+            raise AssertionError(f"{command} on {host} took longer than {timeout} s\n{out}\n{err}") from error
+        if check and process.returncode:
+            raise AssertionError(f"{command} on {host} ended with status {process.returncode}\n{out}\n{err}")
+        return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+    def processes(self, host: str, containing: str = "") -> list[tuple[int, str]]:
+        """Returns the processes of a host but its first one, as (number, command line).
+
+        Args:
+            host: Which one.
+            containing: Part of the command lines.
+
+        Returns:
+            The numbers are this machine's, as os.kill takes them; the host's own are others. None, if it is not there.
+        """
+        if not self.is_up(host):
+            return []
+        first = self._first_pids[host]
+        found = [(pid, _command_line(pid)) for pid in _pids_in_namespace(first) if pid != first]
+        return [(pid, line) for pid, line in found if line and containing in line]
+
+    def path(self, host: str, path: str) -> Path:
+        """Returns where this machine sees a file of a host, as ``/tmp/x``."""
+        return Path(f"/proc/{self._first_pids[host]}/root{path}")
+
+    def leftovers(self, host: str) -> list[str]:
+        """Returns all that came into a host's /tmp and /dev/shm since it started, shared folders apart."""
+        return [file for file in self._files(host) if file not in self._own_files[host]]
+
+    def reset(self) -> None:
+        """Makes hosts as if they had just started: all there, cables in, no command, no leftovers, nothing shared."""
+        for name in self.names:
+            if not self.is_up(name):
+                self._machines.pop(name, None)
+                self.boot(name)
+            if name in self._cut:
+                self.mend(name)
+            self.end_processes(name)
+        for name in self.names:
+            for file in reversed(self.leftovers(name)):
+                _remove(self.path(name, file))
+        for path in self.shared.iterdir():
+            _remove(path)
+
+    def end_processes(self, host: str) -> None:
+        """Kills all processes of a host but its first, sshd."""
+
+        def is_empty() -> bool:
+            left = self.processes(host)
+            for pid, _ in left:
+                _signal(pid, signal.SIGKILL)
+            return not left
+
+        wait_for(is_empty, f"the end of all processes of {host}")
+
+    def _place(self, host: str) -> int:
+        return self.names.index(host) + 1
+
+    def _entering(self, host: str) -> list[str]:
+        assert self.is_up(host), f"{host} is not there"
+        return ["nsenter", "--target", str(self._first_pids[host]), *NAMESPACES, "--"]
+
+    def _files(self, host: str) -> list[str]:
+        """Returns all paths in the host's own part of /tmp and /dev/shm, folders before what is in them."""
+        top = self.path(host, "")
+        found = []
+        for start in ("tmp", "dev/shm"):
+            device = (top / start).stat().st_dev
+            for folder, folders, files in os.walk(top / start):
+                found += ["/" + str(Path(folder, name).relative_to(top)) for name in [*folders, *files]]
+                folders[:] = [name for name in folders if _device(Path(folder, name)) == device]
+        return found
+
+
+class Switch:
+    """Joins hosts in a network of its own, which ends with it."""
+
+    def start(self) -> None:
+        """Makes the network."""
+        self._process = subprocess.Popen(["unshare", "--net", "cat"], stdin=subprocess.PIPE, start_new_session=True)
+        own = os.readlink("/proc/self/ns/net")
+        wait_for(lambda: os.readlink(f"/proc/{self._process.pid}/ns/net") != own, "the switch's network")
+        self._ip("link", "add", "dev", "bridge", "type", "bridge")
+        self._ip("link", "set", "dev", "bridge", "up")
+
+    def plug(self, place: int, pid: int) -> None:
+        """Gives the host of a process an eth0 that is joined to all others."""
+        port = f"port{place}"
+        if _output([*self._entering(), "ip", "link", "show", "dev", port]).returncode == 0:
+            self._ip("link", "delete", "dev", port)  # a host's network outlives it while its sockets say goodbye
+        self._ip("link", "add", "dev", port, "type", "veth", "peer", "name", "eth0", "netns", str(pid))
+        self._ip("link", "set", "dev", port, "master", "bridge", "up")
+
+    def cut(self, place: int) -> None:
+        """Pulls a cable out."""
+        self._ip("link", "set", "dev", f"port{place}", "down")
+
+    def mend(self, place: int) -> None:
+        """Puts a cable in."""
+        self._ip("link", "set", "dev", f"port{place}", "up")
+
+    def close(self) -> None:
+        """Ends the network."""
+        if hasattr(self, "_process"):
+            self._process.kill()
+            self._process.communicate(timeout=WAIT_SECONDS)
+
+    def _ip(self, *words: str) -> None:
+        _checked([*self._entering(), "ip", *words])
+
+    def _entering(self) -> list[str]:
+        return ["nsenter", "--target", str(self._process.pid), "--net", "--"]
+
+
+class SlowSwitch(Switch):
+    """Joins hosts by cables that delay each frame, for kernels without netem: a process carries them (slow_switch.py).
+
+    Args:
+        delay_seconds: By how much.
+    """
+
+    def __init__(self, delay_seconds: float) -> None:
+        self.delay_seconds = delay_seconds
+
+    def start(self) -> None:
+        """Makes the network."""
+        command = [sys.executable, str(Path(__file__).with_name("slow_switch.py")), str(self.delay_seconds)]
+        self._process = subprocess.Popen(
+            ["unshare", "--net", *command], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+        )
+
+    def plug(self, place: int, pid: int) -> None:
+        """Gives the host of a process an eth0 that is joined to all others."""
+        self._tell(f"plug {place} {pid}")
+
+    def cut(self, place: int) -> None:
+        """Pulls a cable out."""
+        self._tell(f"cut {place}")
+
+    def mend(self, place: int) -> None:
+        """Puts a cable in."""
+        self._tell(f"mend {place}")
+
+    def _tell(self, line: str) -> None:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(f"{line}\n".encode())
+        self._process.stdin.flush()
+        if not select.select([self._process.stdout], [], [], WAIT_SECONDS)[0]:
+            raise TimeoutError(f"waited {WAIT_SECONDS:.0f} s for the switch to {line}")
+        if self._process.stdout.readline() != b"done\n":
+            raise RuntimeError(f"the switch ended at: {line}")
+
+
+def environment() -> dict[str, str]:
+    """Returns the variables that a command on a host starts with: few, and none of this process's own."""
+    return {
+        "PATH": PATH,
+        "HOME": HOME,
+        "USER": "root",
+        "LANG": "C.UTF-8",
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        "OMPI_MCA_mpi_yield_when_idle": "1",
+    }
+
+
+def wait_for(condition: Callable[[], bool], what: str, seconds: float = WAIT_SECONDS) -> None:
+    """Waits until a condition holds.
+
+    Raises:
+        TimeoutError: It did not within the seconds.
+    """
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"waited {seconds:.0f} s for {what}")
+        time.sleep(POLL_SECONDS)
+
+
+def _checked(command: Sequence[str]) -> None:
+    done = _output(command)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)}: {done.stdout.strip() or f'status {done.returncode}'}")
+
+
+def _output(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=WAIT_SECONDS,
+        env={"PATH": PATH},
+        check=False,
+    )
+
+
+def _assignments(variables: Mapping[str, str]) -> list[str]:
+    return [f"{name}={value}" for name, value in variables.items()]
+
+
+def _signal(pid: int, number: int) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(pid, number)
+
+
+def _pids() -> list[int]:
+    return [int(name) for name in os.listdir("/proc") if name.isdigit()]
+
+
+def _children(pid: int) -> list[int]:
+    return [child for child in _pids() if _parent(child) == pid]
+
+
+def _parent(pid: int) -> int:
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:
+        return -1
+
+
+def _pids_in_namespace(first: int) -> list[int]:
+    own = _namespace(first)
+    return [pid for pid in _pids() if own and _namespace(pid) == own]
+
+
+def _namespace(pid: int) -> str:
+    try:
+        return os.readlink(f"/proc/{pid}/ns/pid")
+    except OSError:
+        return ""
+
+
+def _command_line(pid: int) -> str:
+    """Returns a process's words, empty if it has ended and waits to be told of."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+    except OSError:
+        return ""
+
+
+def _marked(mark: str) -> list[int]:
+    """Returns the processes that have a mark in their environment."""
+    return [pid for pid in _pids() if f"{_MARK}={mark}".encode() in _environment(pid)]
+
+
+def _environment(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:
+        return b""
+
+
+def _device(path: Path) -> int:
+    try:
+        return path.lstat().st_dev
+    except OSError:
+        return -1
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
