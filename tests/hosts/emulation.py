@@ -50,6 +50,9 @@ PATH = f"{Path(sys.executable).parent}:/usr/local/sbin:/usr/local/bin:/usr/sbin:
 NAMESPACES = ("--net", "--uts", "--ipc", "--mount", "--pid")
 _UNSHARE = ["unshare", *NAMESPACES, "--fork", "--kill-child", "--mount-proc", "--propagation", "private"]
 _MARK = "EMULATED_COMMAND"
+_CLEAN = ("setsid", "env", "-i")
+_STARTING = ("nsenter --target ", " ".join(_CLEAN), " ".join(_CLEAN[1:]))
+"""What command lines begin with for the moment in which a command starts."""
 
 
 @cache
@@ -231,7 +234,7 @@ class Hosts:
         mark = uuid.uuid4().hex
         variables = {**environment(), **(env or {}), _MARK: mark}
         started = Command(
-            [*self._entering(host), "setsid", "env", "-i", f"--chdir={cwd}", *_assignments(variables), *words],
+            [*self._entering(host), *_CLEAN, f"--chdir={cwd}", *_assignments(variables), *words],
             stdin=stdin,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -291,7 +294,7 @@ class Hosts:
             return []
         first = self._first_pids[host]
         found = [(pid, _command_line(pid)) for pid in _pids_in_namespace(first) if pid != first]
-        return [(pid, line) for pid, line in found if line and containing in line]
+        return [(pid, line) for pid, line in found if line and containing in line and not line.startswith(_STARTING)]
 
     def path(self, host: str, path: str) -> Path:
         """Returns where this machine sees a file of a host, as ``/tmp/x``."""
