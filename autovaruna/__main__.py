@@ -10,28 +10,40 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from autovaruna.commands import config, measure, plan, show, simulate, trace
+from autovaruna.commands import config, measure, notify, plan, run, show, simulate, trace
 from autovaruna.commands.printing import hush
 from autovaruna.errors import AutoVarunaError
 
-_COMMANDS = {"config": config, "show": show, "measure": measure, "plan": plan, "simulate": simulate, "trace": trace}
+_COMMANDS = {
+    "run": run,
+    "notify": notify,
+    "config": config,
+    "show": show,
+    "measure": measure,
+    "plan": plan,
+    "simulate": simulate,
+    "trace": trace,
+}
 
 _RARELY = 10_000_000, 50, 100
 _INTERRUPTED = 128 + 2
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a command and returns its exit status: 1 after an error that the user can put right, 130 after Ctrl-C."""
+    """Runs a command and returns its exit status: 1 after an error that the user can put right, 130 after Ctrl-C.
+
+    That of ``run`` is the job's.
+    """
     options = _parser().parse_args(arguments)
     try:
-        _COMMANDS[options.command].run(options)
+        status = _COMMANDS[options.command].run(options)
     except AutoVarunaError as error:
         sys.stderr.write(f"autovaruna: {error}\n")
         return 1
     except KeyboardInterrupt:
         sys.stderr.write("autovaruna: interrupted\n")
         return _INTERRUPTED
-    return 0
+    return status or 0
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -68,11 +68,13 @@ class Keeper:
     Args:
         folder: The job's folder, in memory of this host.
         token: What keepers and ranks of the job know.
+        has_standby: Whether the host has a standby process, or soon will.
     """
 
-    def __init__(self, folder: Path, token: bytes) -> None:
+    def __init__(self, folder: Path, token: bytes, has_standby: bool) -> None:
         self.folder = folder
         self.token = token
+        self._is_ready = not has_standby
         self._attempt: Attempt | None = None
         self._copied: tuple[int, int] | None = None
         self.port = Server(token, self._answer).port
@@ -98,7 +100,14 @@ class Keeper:
                 silent = time.monotonic() - progress.since
                 rank = int(folder.name.partition("-")[2])
                 found[str(rank)] = {**asdict(progress), "state": state, "cpu_seconds": seconds, "silent": silent}
-        return {"ranks": found, "newest": self._newest_step(), "copied": self._copied}
+        attempt = self._attempt
+        return {
+            "attempt": None if attempt is None else attempt.number,
+            "ranks": found,
+            "newest": self._newest_step(),
+            "copied": self._copied,
+            "is_ready": self._is_ready or (self.folder / SOCKET).exists(),
+        }
 
     def leave(self) -> None:
         """Has the ranks end at the next border between two steps."""
@@ -315,11 +324,11 @@ class Line:
                     pool.submit(self._answer, request)
 
     def _answer(self, request: dict[str, Any]) -> None:
-        number, do = request.pop("number"), request.pop("do")
+        number, do = request.pop("id"), request.pop("do")
         try:
-            self.write({"number": number, "result": getattr(self._keeper, do)(**request)})
+            self.write({"id": number, "result": getattr(self._keeper, do)(**request)})
         except Exception as error:
-            self.write({"number": number, "error": f"{type(error).__name__}: {error}"})
+            self.write({"id": number, "error": f"{type(error).__name__}: {error}"})
 
     def end_if_silent(self) -> None:
         """Ends all if the manager does not speak any more, as where the network is cut."""
@@ -343,7 +352,7 @@ def main() -> None:
         sys.exit(f"keeper: another one holds {folder}")
     if settings["standby"] and not _is_listening(folder / SOCKET):
         _start_standby(folder)
-    keeper = Keeper(folder, token)
+    keeper = Keeper(folder, token, settings["standby"])
     line = Line(keeper)
     line.write({"port": keeper.port, "host": socket.gethostname(), "cores": len(os.sched_getaffinity(0))})
     threading.Thread(target=line.end_if_silent, daemon=True).start()

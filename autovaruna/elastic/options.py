@@ -6,7 +6,9 @@ import argparse
 import re
 import shlex
 import socket
+import subprocess
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,6 +17,7 @@ from autovaruna.config.files import at_home
 from autovaruna.errors import ConfigError
 
 DEFAULT_ENV_FILE = "varuna.env"
+_DISCOVER_SECONDS = 30.0
 _MOST_CHARACTERS = 131_071
 """Of a line: the system takes no longer variables."""
 _ASSIGNS = re.compile(r"\s*(#|$|(export\s+)?['\"]?[^\W\d]\w*=)")
@@ -22,8 +25,37 @@ _HOST = re.compile(r"([A-Za-z0-9_.-]+@)?[A-Za-z0-9_:][A-Za-z0-9_.:%-]*")
 
 
 @dataclass(frozen=True)
+class Morphing:
+    """How a job goes on when hosts come and go.
+
+    Attributes:
+        machine_list: the file that is read again when it changes; None: the job has this machine alone.
+        gpus_per_node: ranks on each machine in it.
+        discover_hosts: a command whose output takes the file's place; None: the file counts.
+        min_ranks: with fewer, the job waits for hosts.
+        max_restarts: most starts again within an hour.
+        checkpoints: a folder on disk for states that hosts have in memory; None: none.
+        checkpoint_seconds: how long after one of them the next is written.
+        events: a file that gets a line of JSON for each event; None: none.
+        memory: a folder in memory of each host.
+        has_standby: whether hosts keep a process ready to become a rank.
+    """
+
+    machine_list: str | None
+    gpus_per_node: int
+    discover_hosts: str | None = None
+    min_ranks: int = 1
+    max_restarts: int = 30
+    checkpoints: str | None = None
+    checkpoint_seconds: float = 600.0
+    events: str | None = None
+    memory: str = "/dev/shm"
+    has_standby: bool = True
+
+
+@dataclass(frozen=True)
 class Options:
-    """What a user asked the launcher for; 0 and None: not said."""
+    """What a user asked the launcher for; 0 and None: not said; without `morphing` the job runs once."""
 
     hosts: dict[str, int]
     batch_size: int | None
@@ -35,6 +67,7 @@ class Options:
     arguments: tuple[str, ...]
     profile_folder: str | None
     resume_step: int | None
+    morphing: Morphing | None = None
 
     @property
     def num_ranks(self) -> int:
@@ -43,13 +76,23 @@ class Options:
 
 
 def read_options(arguments: Sequence[str] | None = None) -> Options:
-    """Returns the options of a command line.
+    """Returns the options of a command line, as Varuna's launcher has it.
 
     Raises:
         ConfigError: a file that it names cannot be used, or numbers contradict each other.
     """
-    given = _parser().parse_args(arguments)
-    for name in ("gpus_per_node", "batch_size", "nstages", "chunk_size"):
+    parser = argparse.ArgumentParser(
+        prog="python -m autovaruna.run_varuna",
+        description="Starts a training script on every rank of the machines in a list.",
+        allow_abbrev=False,
+    )
+    add_options(parser, "available_machines.out")
+    return options_in(parser.parse_args(arguments))
+
+
+def options_in(given: argparse.Namespace) -> Options:
+    """Returns the options of a command line that has been parsed; raises as `read_options`."""
+    for name in ("gpus_per_node", "batch_size", "nstages", "chunk_size", "min_ranks"):
         value = getattr(given, name)
         if value is not None and value < 1:
             raise ConfigError(f"--{name} is {value}; expected 1 or more")
@@ -57,7 +100,7 @@ def read_options(arguments: Sequence[str] | None = None) -> Options:
     if not code_dir.is_dir():
         raise ConfigError(f"--code_dir {given.code_dir} is no directory; expected the directory to run the script in")
     options = Options(
-        hosts=read_machines(given.machine_list, given.gpus_per_node),
+        hosts=list_hosts(given.machine_list, given.gpus_per_node, given.discover_hosts),
         batch_size=given.batch_size,
         num_stages=given.nstages or 0,
         chunk_size=given.chunk_size or 0,
@@ -67,6 +110,7 @@ def read_options(arguments: Sequence[str] | None = None) -> Options:
         arguments=tuple(given.arguments),
         profile_folder=given.profile_folder,
         resume_step=given.resume_step,
+        morphing=None if given.no_morphing else _read_morphing(given),
     )
     if options.num_stages > options.num_ranks:
         raise ConfigError(
@@ -76,15 +120,31 @@ def read_options(arguments: Sequence[str] | None = None) -> Options:
     return options
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m autovaruna.run_varuna",
-        description="Starts a training script on every rank of the machines in a list.",
-        allow_abbrev=False,
+def _read_morphing(given: argparse.Namespace) -> Morphing:
+    return Morphing(
+        given.machine_list,
+        given.gpus_per_node,
+        given.discover_hosts,
+        max(given.min_ranks, given.nstages or 1),
+        given.max_restarts,
+        given.checkpoints,
+        given.checkpoint_seconds,
+        given.events,
+        given.memory_folder,
+        not given.no_standby,
     )
+
+
+def add_options(parser: argparse.ArgumentParser, machine_list: str | None) -> None:
+    """Adds the launcher's options.
+
+    Args:
+        parser: Gets them.
+        machine_list: The list if none is named; None: this machine alone.
+    """
     add, add_path = parser.add_argument, partial(parser.add_argument, type=at_home)
-    add_path("--machine_list", default="available_machines.out", metavar="FILE", help="a name or address a line")
-    add("--gpus_per_node", type=int, default=4, metavar="G", help="ranks on each machine")
+    add_path("--machine_list", default=machine_list, metavar="FILE", help="a name or address a line")
+    add("--gpus_per_node", "--ranks_per_host", type=int, default=4, metavar="G", help="ranks on each machine (4)")
     add("--batch_size", "--batch-size", type=int, metavar="B", help="samples of a step, over all ranks")
     add("--nstages", type=int, metavar="S", help="stages of the pipeline; not given: found")
     add("--chunk_size", "--chunk-size", type=int, metavar="C", help="most samples of a micro-batch; not given: found")
@@ -92,39 +152,93 @@ def _parser() -> argparse.ArgumentParser:
     add_path("--env_file", metavar="FILE", help=f"variables of ranks, NAME=value; {DEFAULT_ENV_FILE} if it is there")
     add_path("--code_dir", default=".", metavar="DIR", help="directory to run in, the same on every machine")
     add("--resume_step", type=int, metavar="STEP", help="passed on to the script: the checkpoint to go on from")
-    add("--no_morphing", action="store_true", help="taken as Varuna does; jobs are never restarted")
+    add("--no_morphing", action="store_true", help="run the job once, whatever becomes of it")
+    add("--discover_hosts", metavar="COMMAND", help="prints the machine list; asked every few seconds")
+    add("--min_ranks", type=int, default=1, metavar="N", help="with fewer, wait for hosts (1)")
+    add("--max_restarts", type=int, default=30, metavar="N", help="most starts again within an hour (30)")
+    add_path("--checkpoints", metavar="DIR", help="write what hosts have in memory there, from time to time")
+    add("--checkpoint_seconds", type=float, default=600.0, metavar="S", help="how often (600)")
+    add_path("--events", metavar="FILE", help="gets a line of JSON for each event")
+    add_path("--memory_folder", default="/dev/shm", metavar="DIR", help="in memory of each host (/dev/shm)")
+    add("--no_standby", action="store_true", help="start Python anew for each rank")
     add("script", help="the training script, in code_dir")
     add("arguments", nargs=argparse.REMAINDER, help="its own arguments")
-    return parser
+
+
+def list_hosts(path: str | None, num_slots: int, command: str | None) -> dict[str, int]:
+    """Returns the ranks of each machine that a file lists, or that a command prints.
+
+    Raises:
+        ConfigError: there is no machine, or the command fails.
+    """
+    if command is None:
+        return {"localhost": num_slots} if path is None else read_machines(path, num_slots)
+    try:
+        found = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=_DISCOVER_SECONDS)
+    except subprocess.TimeoutExpired:
+        raise ConfigError(f"--discover_hosts {command!r} takes longer than {_DISCOVER_SECONDS:.0f} s") from None
+    if found.returncode:
+        raise ConfigError(
+            f"--discover_hosts {command!r} ended with status {found.returncode}: {found.stderr.strip()[-300:]}; "
+            "expected a machine a line"
+        )
+    return _machines_in(found.stdout.splitlines(), f"--discover_hosts {command!r}", num_slots)
 
 
 def read_machines(path: str, num_slots: int) -> dict[str, int]:
-    """Returns the ranks of each machine; one that is listed twice has twice as many, this one by any of its names.
+    """Returns the ranks of each machine; one that is listed twice has twice as many, by whatever names and addresses.
 
     Raises:
         ConfigError: there is no such file, or it lists no machine.
     """
-    lines = _lines_of(path, "--machine_list", "a machine a line")
+    return _machines_in(_lines_of(path, "--machine_list", "a machine a line"), f"--machine_list {path}", num_slots)
+
+
+def _machines_in(lines: Sequence[str], source: str, num_slots: int) -> dict[str, int]:
     names = [line.partition("#")[0].strip() for line in lines]
     machines: dict[str, int] = {}
     for name in filter(None, names):
         if not _HOST.fullmatch(name):
             raise ConfigError(
-                f"--machine_list {path} holds {name!r:.80}; expected one name or address a line, of letters, digits "
+                f"{source} holds {name!r:.80}; expected one name or address a line, of letters, digits "
                 "and the characters . _ - : %"
             )
         if is_this_machine(name):  # mpirun would take two of its names for two machines, and then refuse them
             name = next(filter(is_this_machine, machines), "localhost" if ":" in name else name)
+        elif len(machines) and name not in machines:
+            name = next((known for known in machines if _is_one(known, name)), name)
         machines[name] = machines.get(name, 0) + num_slots
     if not machines:
-        raise ConfigError(f"--machine_list {path} lists no machine; expected one a line, as localhost")
+        raise ConfigError(f"{source} lists no machine; expected one a line, as localhost")
     return machines
 
 
 def is_this_machine(name: str) -> bool:
     """Says whether a name or address is that of the machine that this runs on, whatever machine that is."""
-    own = socket.gethostname()
-    return name in ("localhost", "::1", own, own.partition(".")[0]) or name.startswith("127.")
+    name, own = name.rpartition("@")[2], socket.gethostname()
+    if name in ("localhost", "::1", own, own.partition(".")[0]) or name.startswith("127."):
+        return True
+    return name.count(".") == 3 and _has_address(name)
+
+
+def _has_address(address: str) -> bool:
+    """Says whether an address is one of this machine's: nobody can listen at another's."""
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as tried:
+            tried.bind((address, 0))
+    except OSError:
+        return False
+    return True
+
+
+def _is_one(first: str, second: str) -> bool:
+    """Says whether two names or addresses are of one machine; what cannot be looked up is another one."""
+    found = []
+    for name in (first, second):
+        with suppress(OSError):
+            entries = socket.getaddrinfo(name.rpartition("@")[2], None, type=socket.SOCK_STREAM)
+            found.append({entry[4][0] for entry in entries})
+    return len(found) == 2 and not found[0].isdisjoint(found[1])
 
 
 def _lines_of(file: str, option: str, expected: str) -> list[str]:

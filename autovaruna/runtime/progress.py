@@ -16,7 +16,7 @@ from pathlib import Path
 
 VARIABLE = "VARUNA_JOB"
 """Holds where a rank of a job with a manager finds its host's memory, as JSON."""
-_FORMAT = struct.Struct("<6Q2d")
+_FORMAT = struct.Struct("<5Q2d")
 _FILE = "progress"
 
 
@@ -67,7 +67,6 @@ class Progress:
         is_inside: whether it is in one of them now.
         steps: steps of the optimizer, of all attempts.
         hears_end: whether it has been asked to end.
-        is_done: whether its script has ended as it should.
         work_seconds: seconds that its stages have computed, waits left out.
         since: when its last call began or ended, on the host's monotonic clock, seconds.
     """
@@ -77,24 +76,23 @@ class Progress:
     is_inside: bool = False
     steps: int = 0
     hears_end: bool = False
-    is_done: bool = False
     work_seconds: float = 0.0
     since: float = 0.0
 
     def pack(self) -> bytes:
         """Returns it as bytes."""
-        flags = self.is_inside, self.steps, self.hears_end, self.is_done
-        return _FORMAT.pack(self.process, self.calls, *flags, self.work_seconds, self.since)
+        numbers = self.process, self.calls, self.is_inside, self.steps, self.hears_end
+        return _FORMAT.pack(*numbers, self.work_seconds, self.since)
 
     @staticmethod
     def read(rank_folder: Path) -> Progress | None:
         """Returns what a rank has last written; None: it has not started."""
         try:
             data = (rank_folder / _FILE).read_bytes()
-            process, calls, is_inside, steps, hears_end, is_done, work, since = _FORMAT.unpack(data)
+            process, calls, is_inside, steps, hears_end, work, since = _FORMAT.unpack(data)
         except (OSError, struct.error):
             return None
-        return Progress(process, calls, bool(is_inside), steps, bool(hears_end), bool(is_done), work, since)
+        return Progress(process, calls, bool(is_inside), steps, bool(hears_end), work, since)
 
 
 class Reporter:

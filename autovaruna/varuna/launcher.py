@@ -6,19 +6,16 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
-from autovaruna.elastic.job import Job
+from autovaruna.elastic.job import Grid
+from autovaruna.elastic.manager import start
 from autovaruna.elastic.options import Options, read_options
 from autovaruna.errors import AutoVarunaError, ConfigError
-from autovaruna.varuna.auto_config import AutoConfig
-from autovaruna.varuna.grid import Grid, grid_of
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a job and returns its status: that of its first rank that failed, 128 and more for a signal."""
     try:
-        options = read_options(arguments)
-        options, grid = choose(options)
-        return Job(options, grid).run()
+        return start(read_options(arguments), choose)
     except AutoVarunaError as error:
         sys.stderr.write(f"run_varuna: {error}\n")
         return 2
@@ -34,6 +31,8 @@ def choose(options: Options) -> tuple[Options, Grid | None]:
     if not options.num_stages and options.profile_folder:
         if options.batch_size is None:
             raise ConfigError("--profile_folder needs --batch_size, the samples of a step over all ranks")
+        from autovaruna.varuna.auto_config import AutoConfig  # needs torch, which takes seconds
+
         found = AutoConfig(
             options.num_ranks, options.batch_size, options.profile_folder, chunk_size=options.chunk_size
         ).best
@@ -52,4 +51,6 @@ def choose(options: Options) -> tuple[Options, Grid | None]:
     left = options.num_ranks - options.num_stages * num_replicas
     if left:
         sys.stderr.write(f"run_varuna: {left} of {options.num_ranks} ranks are left over by --nstages\n")
+    from autovaruna.varuna.grid import grid_of
+
     return options, grid_of(options.num_stages, num_replicas)

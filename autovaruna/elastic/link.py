@@ -1,0 +1,193 @@
+"""Defines `Link`: the manager's connection to the keeper of one host, over its standard streams."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import shlex
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import Future
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from autovaruna.elastic.job import python_path
+from autovaruna.elastic.options import is_this_machine
+
+_CONNECT_SECONDS = 3
+_BEAT_SECONDS = 1.0
+LOST_SECONDS = 3.0
+"""After so long without an answer a host is lost: three beats of a second."""
+
+
+class Link:
+    """The keeper of a host, from when it is started to when it is gone.
+
+    Args:
+        host: The host, as the machine list has it.
+        settings: The keeper's first line.
+
+    Attributes:
+        host: the same.
+        port: where other keepers and ranks find the keeper.
+        cores: cores of the host.
+        words: what the keeper or ssh wrote last, to say why it is gone.
+        began: when it was started, on the monotonic clock, seconds.
+        report: what the keeper last said of its ranks, which it is asked every second.
+    """
+
+    def __init__(self, host: str, settings: dict[str, Any]) -> None:
+        self.host = host
+        self.port = self.cores = 0
+        self.words = ""
+        self.began = self.last_heard = time.monotonic()
+        self.report: dict[str, Any] = {}
+        self._name = ""
+        self._waiting: dict[int, Future[Any]] = {}
+        self._numbers = itertools.count()
+        self._lock = threading.Lock()
+        self._process = subprocess.Popen(
+            _command(host),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+            env={**os.environ, "PYTHONPATH": python_path(os.environ)},
+        )
+        self._write(settings)
+        threading.Thread(target=self._read, daemon=True).start()
+        threading.Thread(target=self._read_errors, daemon=True).start()
+        threading.Thread(target=self._beat, daemon=True).start()
+
+    @property
+    def is_up(self) -> bool:
+        """Whether the keeper has said that it is there, and has not gone."""
+        return self.port > 0 and self._process.poll() is None
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether the keeper has gone, or could not be started."""
+        return self._process.poll() is not None
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether ranks can be started there without delay."""
+        return self.is_up and bool(self.report.get("is_ready"))
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether the host has not answered for so long that it counts as lost."""
+        return time.monotonic() - self.last_heard > LOST_SECONDS
+
+    @property
+    def address(self) -> str:
+        """A name by which other hosts find this one."""
+        name = self.host.rpartition("@")[2]
+        return self._name if is_this_machine(name) else name
+
+    def ask(self, do: str, **arguments: Any) -> Future[Any]:
+        """Asks the keeper to do something; the answer comes later, or an OSError if the keeper goes."""
+        answer: Future[Any] = Future()
+        number = next(self._numbers)
+        with self._lock:
+            self._waiting[number] = answer
+        if not self._write({"id": number, "do": do, **arguments}):
+            self._fail()
+        return answer
+
+    def quit(self) -> None:
+        """Has the keeper remove what is the job's and end."""
+        self._write({"do": "quit"})
+        with suppress(OSError):
+            assert self._process.stdin is not None
+            self._process.stdin.close()
+
+    def wait(self, seconds: float) -> None:
+        """Returns when the keeper has ended, or is cut off."""
+        try:
+            self._process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            self.cut()
+
+    def cut(self) -> None:
+        """Gives a keeper up that does not answer; one that runs on ends by itself."""
+        self._process.kill()
+
+    def _write(self, request: dict[str, Any]) -> bool:
+        assert self._process.stdin is not None
+        try:
+            with self._lock:
+                self._process.stdin.write(json.dumps(request) + "\n")
+                self._process.stdin.flush()
+        except (OSError, ValueError):
+            return False
+        return True
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self.last_heard = time.monotonic()
+            with suppress(ValueError, KeyError, TypeError):  # a shell may greet
+                self._take(json.loads(line))
+        self._process.wait()
+        self._fail()
+
+    def _beat(self) -> None:
+        while not self.is_gone:
+            if self.port:
+                with suppress(Exception):
+                    self.report = self.ask("ping").result(LOST_SECONDS)
+            time.sleep(_BEAT_SECONDS)
+
+    def _take(self, found: dict[str, Any]) -> None:
+        if "port" in found:
+            self._name, self.cores = found["host"], found["cores"]
+            self.port = found["port"]
+            return
+        with self._lock:
+            answer = self._waiting.pop(found["id"], None)
+        if answer is not None and "error" in found:
+            answer.set_exception(OSError(f"{self.host}: {found['error']}"))
+        elif answer is not None:
+            answer.set_result(found["result"])
+
+    def _fail(self) -> None:
+        with self._lock:
+            waiting, self._waiting = list(self._waiting.values()), {}
+        for answer in waiting:
+            answer.set_exception(OSError(f"the keeper of {self.host} has gone"))
+
+    def _read_errors(self) -> None:
+        assert self._process.stderr is not None
+        for line in self._process.stderr:
+            self.words = line.strip() or self.words
+
+
+def _command(host: str) -> list[str]:
+    """Returns how the keeper of a host is started: over ssh, unless it is this one."""
+    call = [sys.executable, "-m", "autovaruna.elastic.keeper"]
+    if is_this_machine(host):
+        return call
+    there = ["env", f"PYTHONPATH={python_path(os.environ)}", *call]
+    options = ["-o", "BatchMode=yes", "-o", f"ConnectTimeout={_CONNECT_SECONDS}"]
+    return ["ssh", *options, host, f"cd / && exec {shlex.join(there)}"]
+
+
+def answers(pending: dict[str, Future[Any]], seconds: float) -> dict[str, Any]:
+    """Returns what has been answered in time, by host."""
+    deadline = time.monotonic() + seconds
+    found = {}
+    for host, answer in pending.items():
+        with suppress(Exception):
+            found[host] = answer.result(max(0.0, deadline - time.monotonic()))
+    return found
+
+
+def job_folder(root: str, number: str) -> Path:
+    """Returns the folder of a job in memory of each host."""
+    return Path(root, f"autovaruna-{os.getuid()}-{number}")

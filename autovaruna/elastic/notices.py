@@ -1,0 +1,111 @@
+"""Brings notices that a host will be taken away to the managers of this user's jobs, from hosts with the same HOME."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import socket
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from autovaruna.checkpoint.elsewhere import connect
+from autovaruna.config.files import at_home, read_record, write_whole
+from autovaruna.elastic.server import Server
+from autovaruna.errors import ConfigError
+
+_FOLDER = "~/.autovaruna/jobs"
+
+
+@dataclass(frozen=True)
+class Address:
+    """How the manager of a job is reached; the file that holds it can be read by its user alone."""
+
+    host: str
+    port: int
+    token: str
+    process: int
+
+
+class Notices:
+    """Listens for notices while the context lasts.
+
+    Args:
+        take: Gets a host and after how many seconds it goes; returns what is wrong with that, in words.
+    """
+
+    def __init__(self, take: Callable[[str, float], str]) -> None:
+        self._take = take
+        self._path = Path(at_home(_FOLDER), f"{secrets.token_hex(8)}.json")
+
+    def __enter__(self) -> None:
+        token = secrets.token_hex(32)
+        server = Server(token.encode(), self._answer)
+        address = Address(socket.gethostname(), server.port, token, os.getpid())
+        before = os.umask(0o077)
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            write_whole(self._path, json.dumps(vars(address)), is_synced=False)
+        except OSError:  # without a HOME that can be written to, there are no notices from elsewhere
+            return
+        finally:
+            os.umask(before)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._path.unlink(missing_ok=True)
+
+    def _answer(self, connection: Connection, request: Mapping[str, Any]) -> None:
+        fault = self._take(str(request["host"]), float(request["seconds"]))
+        connection.send_bytes(json.dumps({"fault": fault}).encode())
+
+
+def notify_manager_preempt(host: str, seconds: float = 30.0) -> int:
+    """Tells the managers of this user's jobs that a host will be taken away, so that it is left in time.
+
+    Args:
+        host: The host, as machine lists have it.
+        seconds: After how many seconds it goes.
+
+    Returns:
+        How many jobs leave it.
+
+    Raises:
+        ConfigError: there is no such job.
+    """
+    if seconds < 0:
+        raise ConfigError(f"seconds is {seconds}; expected after how many seconds {host} goes, 0 or more")
+    faults = []
+    num_told = 0
+    for path in sorted(Path(at_home(_FOLDER)).glob("*.json")):
+        try:
+            address = read_record(json.loads(path.read_bytes()), Address)
+            with connect(address.host, address.port, address.token.encode()) as connection:
+                connection.send_bytes(json.dumps({"host": host, "seconds": seconds}).encode())
+                fault = json.loads(connection.recv_bytes(1 << 20))["fault"]
+        except (OSError, EOFError, ValueError):  # of a manager that was killed
+            if _is_of_dead(path):
+                path.unlink(missing_ok=True)
+            continue
+        num_told += not fault
+        faults += [fault] if fault else []
+    if not num_told:
+        raise ConfigError(
+            f"no job was told that {host} goes: {'; '.join(faults) or 'none of this user runs'}. Expected a host in "
+            "the machine list of a job that `autovaruna run` looks after"
+        )
+    return num_told
+
+
+def _is_of_dead(path: Path) -> bool:
+    """Says whether a manager was one of this host and has ended."""
+    with suppress(OSError, ValueError):
+        address = read_record(json.loads(path.read_bytes()), Address)
+        return address.host == socket.gethostname() and not Path(f"/proc/{address.process}").exists()
+    return False

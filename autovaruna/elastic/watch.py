@@ -1,0 +1,143 @@
+"""Defines `Watch`: what the ranks of one run report through their keepers, and which of them hang.
+
+Nothing is to be tuned: how long is too long follows from the longest that ranks have gone without a call so far. An
+alarm that was false, as when a script evaluates for the first time, makes the next one wait that much longer.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+_LEAST_SECONDS = 20.0
+_TIMES_LONGEST = 20.0
+_STOPPED_SECONDS = 4.0
+"""How long a process may be stopped, as by a debugger that comes and goes."""
+_MOST_NAMES = 4
+
+
+@dataclass(frozen=True)
+class Hang:
+    """Ranks that stand still.
+
+    Attributes:
+        words: which, and where.
+        seconds: for how long.
+    """
+
+    words: str
+    seconds: float
+
+
+@dataclass
+class _Seen:
+    """A rank as it was last reported: where, what, and since when it is stopped."""
+
+    host: str
+    report: Mapping[str, Any]
+    stopped_since: float | None = None
+
+
+class Watch:
+    """The ranks of one run.
+
+    Args:
+        attempt: The run.
+        longest_seconds: The longest that ranks went without a call in earlier runs.
+
+    Attributes:
+        longest_seconds: the same, this run included.
+    """
+
+    def __init__(self, attempt: int, longest_seconds: float = 0.0) -> None:
+        self.attempt = attempt
+        self.longest_seconds = longest_seconds
+        self._ranks: dict[int, _Seen] = {}
+        self._states: dict[str, Mapping[str, Any]] = {}
+        self._num_calls = 0
+        self._last_change = time.monotonic()
+
+    def take(self, host: str, report: Mapping[str, Any]) -> None:
+        """Takes what a keeper has reported."""
+        if self._states.get(host) is report or report.get("attempt") != self.attempt:
+            return
+        now = time.monotonic()
+        self._states[host] = report
+        for name, its in report["ranks"].items():
+            seen = self._ranks.setdefault(int(name), _Seen(host, its))
+            seen.host, seen.report = host, its
+            seen.stopped_since = (seen.stopped_since or now) if its["state"] == "T" else None
+        num_calls = sum(seen.report["calls"] for seen in self._ranks.values())
+        if num_calls != self._num_calls:
+            if self.num_steps_here > 1:
+                self.longest_seconds = max(self.longest_seconds, now - self._last_change)
+            self._num_calls, self._last_change = num_calls, now
+
+    @property
+    def reports(self) -> dict[int, tuple[str, Mapping[str, Any]]]:
+        """Host and last report of each rank."""
+        return {rank: (seen.host, seen.report) for rank, seen in sorted(self._ranks.items())}
+
+    @property
+    def num_steps(self) -> int:
+        """The number of the newest step that any rank has come to; 0: none."""
+        return max((seen.report["steps"] for seen in self._ranks.values()), default=0)
+
+    @property
+    def num_steps_here(self) -> int:
+        """How many calls each rank has begun in this run, at least."""
+        return min((seen.report["calls"] for seen in self._ranks.values()), default=0)
+
+    @property
+    def hosts_that_hear(self) -> list[str]:
+        """The hosts with ranks that a signal has asked to end."""
+        return sorted({seen.host for seen in self._ranks.values() if seen.report["hears_end"]})
+
+    @property
+    def holds_any(self) -> bool:
+        """Whether the ranks of this run keep their states in memory of hosts."""
+        return any(state["newest"] is not None for state in self._states.values())
+
+    def holds_state(self, hosts: Iterable[str]) -> bool:
+        """Says whether hosts have a whole state of this run, and each of several a copy of another's."""
+        states = [self._states.get(host) for host in hosts]
+        return all(
+            state is not None and (state["copied"] if len(states) > 1 else state["newest"]) is not None
+            for state in states
+        )
+
+    def hang(self) -> Hang | None:
+        """Returns which ranks hang; None: none does."""
+        now = time.monotonic()
+        stopped = {
+            rank: seen
+            for rank, seen in self._ranks.items()
+            if seen.stopped_since is not None and now - seen.stopped_since > _STOPPED_SECONDS
+        }
+        if stopped:
+            since = min(seen.stopped_since or now for seen in stopped.values())
+            return Hang(f"{_named(stopped)} stopped by a signal", now - since)
+        silent = now - self._last_change
+        if self.num_steps_here < 2 or silent < max(_LEAST_SECONDS, _TIMES_LONGEST * self.longest_seconds):
+            return None
+        self.longest_seconds = silent
+        return Hang(self._words(), silent)
+
+    def _words(self) -> str:
+        """Says which ranks the others wait for, and where those are."""
+        fewest = min(seen.report["calls"] for seen in self._ranks.values())
+        late = {rank: seen for rank, seen in self._ranks.items() if seen.report["calls"] == fewest}
+        outside = {rank: seen for rank, seen in late.items() if not seen.report["is_inside"]}
+        if outside and len(outside) < len(self._ranks):
+            return f"{_named(outside)} in the script, outside of the model; the others wait in it"
+        if outside:
+            return "all ranks are in the script, outside of the model"
+        return f"{_named(late)} inside of the model, in call {fewest}"
+
+
+def _named(ranks: Mapping[int, _Seen]) -> str:
+    names = [f"rank {rank} on {seen.host}" for rank, seen in sorted(ranks.items())]
+    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+    return ", ".join(names[:_MOST_NAMES]) + more + (" is" if len(names) == 1 else " are")
