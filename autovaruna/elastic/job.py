@@ -126,6 +126,7 @@ _PASSED_ON = (
     "PATH",
     "PYTHON",
     "TORCH",
+    "VARUNA_",
     "VIRTUAL_ENV",
 )
 _GRACE_SECONDS = 30.0
@@ -173,7 +174,7 @@ class Job:
     def command(self, host_file: str) -> list[str]:
         """Returns the call of mpirun."""
         names = sorted(name for name in self.environment() if name.startswith(_PASSED_ON))
-        names += [name for name in (rank_script.VARIABLE, *self.options.variables) if name not in names]
+        names += [name for name in self.options.variables if name not in names]
         passed = [word for name in names for word in ("-x", name)]
         return [
             *(self.mpirun, "--hostfile", host_file, "-np", str(self.num_ranks), "--bind-to", "none"),

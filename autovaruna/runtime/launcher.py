@@ -131,7 +131,8 @@ def remove_leftovers(
         processes: Where the system shows its processes.
         least_seconds: What is younger stays: it may be of a job that starts just now.
     """
-    for folder in _own_and_old((temporary or Path(tempfile.gettempdir())).glob("ompi.*"), least_seconds):
+    place = temporary or Path(tempfile.gettempdir())
+    for folder in _own_and_old([*place.glob("ompi.*"), *place.glob("prted.*")], least_seconds):
         process = folder.name.rpartition(".")[2]
         is_of_this_host = next(folder.glob(f"pmix.{socket.gethostname()}.tool*"), None) is not None
         if process.isdigit() and is_of_this_host and not (processes / process).exists():
