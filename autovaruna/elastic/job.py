@@ -11,7 +11,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -167,7 +166,6 @@ class Job:
         self._place = place
         self._standby = standby
         self._process: subprocess.Popen[bytes] | None = None
-        self._host_file = ""
         self._early: list[signal.Signals] = []
         self._num_ends = 0
 
@@ -223,12 +221,12 @@ class Job:
         Raises:
             ConfigError: it cannot be started.
         """
-        file, self._host_file = tempfile.mkstemp(prefix="run_varuna")
-        with open(file, "w") as hosts:
-            hosts.write("".join(f"{name} slots={count}\n" for name, count in self.options.hosts.items()))
+        hosts = os.memfd_create("hosts")  # a file in a folder would stay if this process were killed
+        os.write(hosts, "".join(f"{name} slots={count}\n" for name, count in self.options.hosts.items()).encode())
         try:
             self._process = subprocess.Popen(
-                self.command(self._host_file),
+                self.command(f"/proc/self/fd/{hosts}"),
+                pass_fds=(hosts,),
                 env=self.environment(),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
@@ -237,8 +235,9 @@ class Job:
                 preexec_fn=_end_with_parent,
             )
         except OSError as error:
-            os.unlink(self._host_file)
             raise ConfigError(f"{self.mpirun} cannot be started: {error.strerror}") from error
+        finally:
+            os.close(hosts)
         for stream, target in ((self._process.stdout, sys.stdout), (self._process.stderr, sys.stderr)):
             assert stream is not None
             self.output.follow(stream, target)
@@ -251,8 +250,6 @@ class Job:
         assert self._process is not None
         status = self._process.wait()
         self.output.wait()
-        with suppress(OSError):
-            os.unlink(self._host_file)
         if not self.output.has_started and status and not self._num_ends:
             sys.stderr.write(
                 f"run_varuna: no rank has started (mpirun's status is {status}, its own words are above). Expected "

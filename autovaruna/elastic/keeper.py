@@ -78,7 +78,9 @@ class Keeper:
         self._attempt: Attempt | None = None
         self._copied: tuple[int, int] | None = None
         self.port = Server(token, self._answer).port
-        threading.Thread(target=self._copy_on, daemon=True).start()
+        self._gone: dict[str, float] = {}
+        for act in (self._copy_on, self._look_on):
+            threading.Thread(target=act, daemon=True).start()
 
     # what the manager asks for
 
@@ -88,6 +90,7 @@ class Keeper:
         for name in (LEAVE, HOLD):
             (self.folder / name).unlink(missing_ok=True)
         self._copied = None
+        self._gone = {}
         self._attempt = Attempt(number, None if buddy is None else (str(buddy[0]), int(buddy[1])))
 
     def ping(self) -> dict[str, Any]:
@@ -99,7 +102,9 @@ class Keeper:
                 state, seconds = state_of(progress.process)
                 silent = time.monotonic() - progress.since
                 rank = int(folder.name.partition("-")[2])
-                found[str(rank)] = {**asdict(progress), "state": state, "cpu_seconds": seconds, "silent": silent}
+                gone = time.monotonic() - self._gone.get(folder.name, time.monotonic())
+                more = {"state": state, "cpu_seconds": seconds, "silent": silent, "gone_seconds": gone}
+                found[str(rank)] = {**asdict(progress), **more}
         attempt = self._attempt
         return {
             "attempt": None if attempt is None else attempt.number,
@@ -192,6 +197,15 @@ class Keeper:
             self.end(attempt.number, "")
         end_all(str(self.folder / SOCKET).encode())
         shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _look_on(self) -> None:
+        """Notes when each rank's process is gone: the first one is why others follow."""
+        while True:
+            time.sleep(_LOOK_SECONDS)
+            for folder in self._rank_folders():
+                progress = Progress.read(folder) if folder.name not in self._gone else None
+                if progress is not None and state_of(progress.process)[0] in ("", "Z"):
+                    self._gone[folder.name] = time.monotonic()
 
     # copies on another host
 

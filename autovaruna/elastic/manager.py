@@ -44,6 +44,8 @@ _AGAIN_SECONDS = 5.0
 """How long after a keeper has gone it is tried again, doubled each time up to a minute."""
 _LEAVE_SECONDS = 120.0
 _HOUR = 3600.0
+_LOST_OTHERS = 14
+"""What Open MPI ends a rank with that has done nothing, but has lost its connection to another one."""
 _NO_PROGRESS = 3
 """How often in a row the job is started again without having come any further."""
 
@@ -154,12 +156,11 @@ class Manager:
 
     def _usable(self) -> dict[str, int]:
         """Returns the hosts that the job can run on now, with their ranks."""
-        now = time.monotonic()
         return {
             host: count
             for host, count in self._listed.items()
             if host in self._links and self._links[host].is_up and not self._links[host].is_silent
-            if self._noticed.get(host, 0.0) < now and host not in self._left_out
+            if host not in self._noticed and host not in self._left_out
         }
 
     def _num_ranks(self, hosts: dict[str, int]) -> int:
@@ -215,6 +216,10 @@ class Manager:
         for host in hosts:
             link = self._links.get(host)
             if link is None:
+                continue
+            if link.is_gone and host not in self._delays:  # as where it alone was killed: a new one goes on
+                self._delays[host] = _AGAIN_SECONDS
+                self._open(host)
                 continue
             self._watch.take(host, link.report)
             if link.is_up and link.is_silent:
@@ -336,14 +341,10 @@ class Manager:
                 continue
             if status == LEFT or leaving is not None:
                 return leaving or self._leaves_by_itself()
-            if status < 0:
-                name = signal.Signals(-status).name
-                return self._or_lost(hosts, Outcome(f"rank {rank} was ended by {name}"))
-            return self._or_lost(hosts, self._by_script(rank, status))
+            return self._or_lost(hosts, self._by_rank(hosts, job, rank, status))
         if not job.is_running:
             status = job.wait()
-            for host, report in answers(self._ask(hosts, "ping"), _BEAT_SECONDS).items():
-                self._watch.take(host, report)
+            self._take_now(hosts)
             if status == 0 and not self._watch.hosts_that_hear:
                 return Outcome("the job has finished", 0, is_fault=False)
             if leaving is not None or self._watch.hosts_that_hear:
@@ -375,11 +376,27 @@ class Manager:
                 link.cut()
         return Outcome(f"host {', '.join(lost)} was lost", lost=lost, began=outcome.began)
 
+    def _take_now(self, hosts: Iterable[str]) -> None:
+        """Takes what keepers say of their ranks now."""
+        for host, report in answers(self._ask(hosts, "ping"), _BEAT_SECONDS).items():
+            self._watch.take(host, report)
+
     def _ask(self, hosts: Iterable[str], do: str, **arguments: Any) -> dict[str, Future[Any]]:
         return {host: self._links[host].ask(do, **arguments) for host in hosts if host in self._links}
 
-    def _by_script(self, rank: int, status: int) -> Outcome:
-        """Returns the outcome where a script has ended with an error: a job that came no further ends with it."""
+    def _by_rank(self, hosts: Iterable[str], job: Job, rank: int, status: int) -> Outcome:
+        """Returns the outcome where a rank has ended: for what its script did, or after another one.
+
+        A job that came no further ends with the error of its script.
+        """
+        if status == _LOST_OTHERS:
+            self._take_now(hosts)
+            first = next(((its, each) for its, each in job.output.ended.items() if each not in (0, status)), None)
+            if first is None:
+                return Outcome(self._watch.words_of_gone(job.output.ended) or f"rank {rank} has lost other ranks")
+            rank, status = first
+        if status < 0:
+            return Outcome(f"rank {rank} was ended by {signal.Signals(-status).name}")
         why = f"rank {rank} ended with status {status}"
         has_moved = self._watch.holds_any and self._watch.num_steps > self._best_step
         return Outcome(why) if has_moved else Outcome(why, status)
