@@ -126,7 +126,7 @@ class Watch:
         return Hang(self._words(), silent)
 
     def words_of_gone(self, ended: Iterable[int]) -> str:
-        """Says which rank was the first to go without a word, but for those that are known to have ended; empty: none."""
+        """Says which rank was the first to go without a word, those aside that are known to have ended; empty: none."""
         gone = {rank: seen for rank, seen in self._ranks.items() if seen.report["gone_seconds"] > 0}
         silent = {rank: seen for rank, seen in gone.items() if rank not in set(ended)}
         if not silent:
