@@ -1,0 +1,196 @@
+"""Runs `autovaruna run` on emulated hosts, strikes it with faults, and says what came of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, Any
+
+from autovaruna.runtime.progress import Progress
+from tests.hosts.emulation import Command, Hosts, wait_for
+
+SCRIPT = Path(__file__).with_name("elastic_train.py")
+_LOSS = re.compile(r"\[0\] loss (\d+) (\S+)")
+_COMPILED = "/tmp/torchinductor_"
+
+
+class ElasticRun:
+    """A job with a manager on the first host.
+
+    Args:
+        hosts: Where it runs.
+        script: What trains, with its arguments.
+        options: More options of ``autovaruna run``.
+        listed: Hosts in the machine list at first; None: all.
+    """
+
+    def __init__(
+        self,
+        hosts: Hosts,
+        script: Sequence[str | Path],
+        options: Sequence[str] = (),
+        listed: Sequence[str] | None = None,
+    ) -> None:
+        self.hosts = hosts
+        self.lines: list[tuple[float, str]] = []
+        self._machines, self._events = hosts.shared / "machines", hosts.shared / "events.jsonl"
+        self._events.unlink(missing_ok=True)
+        self.list_hosts(hosts.names if listed is None else listed)
+        files = ["--machine_list", str(self._machines), "--events", str(self._events)]
+        call = [sys.executable, "-m", "autovaruna", "run", *files, "--ranks_per_host", "1"]
+        self.command: Command = hosts.start("h1", [*call, *options, *map(str, script)], cwd=hosts.shared)
+        self._threads = [
+            threading.Thread(target=self._read, args=(stream,), daemon=True)
+            for stream in (self.command.stdout, self.command.stderr)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def _read(self, stream: IO[str]) -> None:
+        for line in stream:
+            self.lines.append((time.monotonic(), line.rstrip("\n")))
+
+    @property
+    def text(self) -> str:
+        """All that was printed so far."""
+        return "\n".join(line for _, line in self.lines)
+
+    @property
+    def events(self) -> list[dict[str, Any]]:
+        """What the events file has so far."""
+        found = []
+        with suppress(FileNotFoundError):
+            for line in self._events.read_text().splitlines(keepends=True):
+                if line.endswith("\n"):
+                    found.append(json.loads(line))
+        return found
+
+    @property
+    def steps(self) -> list[tuple[float, int, str]]:
+        """When each step's loss was printed, on the monotonic clock, its number, and the loss."""
+        lines = list(self.lines)
+        return [(when, int(found[1]), found[2]) for when, line in lines if (found := _LOSS.match(line))]
+
+    def losses(self) -> list[tuple[int, str]]:
+        """Returns the distinct pairs of step and loss; a step that was done twice shall have had one loss."""
+        return sorted({(step, loss) for _, step, loss in self.steps})
+
+    def list_hosts(self, names: Sequence[str]) -> None:
+        """Writes the machine list, as a whole."""
+        new = self._machines.with_suffix(".new")
+        new.write_text("".join(f"{name}\n" for name in names))
+        new.replace(self._machines)
+
+    def wait(self, condition: Callable[[], bool], what: str, seconds: float = 60.0) -> None:
+        """Waits until a condition holds while the job runs.
+
+        Raises:
+            AssertionError: It does not, with all that the job has printed.
+        """
+        try:
+            wait_for(lambda: condition() or self.command.poll() is not None, what, seconds)
+        except TimeoutError as error:
+            raise AssertionError(f"{error}\n{self.text}") from None
+        assert condition(), f"the job ended with status {self.command.poll()} before {what}\n{self.text}"
+
+    def wait_for_steps(self, count: int, seconds: float = 60.0) -> None:
+        """Waits until so many more steps are done."""
+        goal = len(self.steps) + count
+        self.wait(lambda: len(self.steps) >= goal, f"{count} more steps", seconds)
+
+    def wait_for_event(self, kind: str, since: int, seconds: float = 60.0) -> dict[str, Any]:
+        """Returns the first event of a kind after the first `since` events."""
+
+        def found() -> list[dict[str, Any]]:
+            return [event for event in self.events[since:] if event["event"] == kind]
+
+        self.wait(lambda: bool(found()), f"an event {kind}", seconds)
+        return found()[0]
+
+    def finish(self, seconds: float = 60.0) -> int:
+        """Returns the status at the job's end.
+
+        Raises:
+            AssertionError: It does not end in time.
+        """
+        try:
+            status = self.command.wait(seconds)
+        except Exception:
+            raise AssertionError(f"the job goes on after {seconds} s\n{self.text}") from None
+        for thread in self._threads:
+            thread.join(5.0)
+        return status
+
+    def end(self) -> None:
+        """Kills it, if it still runs."""
+        self.command.end()
+
+    # who is where
+
+    def ranks(self) -> dict[int, tuple[str, int]]:
+        """Returns the host of each rank of the newest attempt, and its process as this machine knows it."""
+        found: dict[int, tuple[int, str, int]] = {}
+        for host in self.hosts.names:
+            if not self.hosts.is_up(host):
+                continue
+            known: dict[int, int] | None = None
+            for folder in _found(self.hosts.path(host, "/dev/shm"), "autovaruna-", "attempt-", "rank-"):
+                attempt, rank = (int(name.rpartition("-")[2]) for name in (folder.parent.name, folder.name))
+                progress = Progress.read(folder)
+                known = known or {_inner(pid): pid for pid, _ in self.hosts.processes(host)}
+                if progress is not None and progress.process in known:
+                    if rank not in found or found[rank][0] < attempt:
+                        found[rank] = attempt, host, known[progress.process]
+        newest = max((attempt for attempt, _, _ in found.values()), default=0)
+        return {rank: (host, pid) for rank, (attempt, host, pid) in sorted(found.items()) if attempt == newest}
+
+    def process(self, host: str, containing: str) -> int:
+        """Returns a process of a host by its command line; 0: there is none."""
+        return next((pid for pid, _ in self.hosts.processes(host, containing)), 0)
+
+    def strike(self, process: int, number: signal.Signals = signal.SIGKILL) -> None:
+        """Sends a signal to a process, if it is still there."""
+        with suppress(ProcessLookupError):
+            os.kill(process, number)
+
+    def leftovers(self, seconds: float = 10.0) -> list[str]:
+        """Returns what the job has left on hosts that it could clean in time: files and processes."""
+
+        def found() -> list[str]:
+            left = []
+            for host in filter(self.hosts.is_up, self.hosts.names):
+                files = [file for file in self.hosts.leftovers(host) if not file.startswith(_COMPILED)]
+                files += [str(file) for file in self.hosts.path(host, "/run/home/.autovaruna/jobs").glob("*")]
+                left += [f"{host}: {each}" for each in files]
+                left += [f"{host}: {pid} {line}" for pid, line in self.hosts.processes(host)]
+            return left
+
+        deadline = time.monotonic() + seconds
+        while (left := found()) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        return left
+
+
+def _found(folder: Path, first: str, *more: str) -> list[Path]:
+    """Returns files by the beginnings of their names in each folder, where others come and go meanwhile."""
+    with suppress(OSError):
+        paths = [folder / name for name in os.listdir(folder) if name.startswith(first)]
+        return [each for path in paths for each in _found(path, *more)] if more else paths
+    return []
+
+
+def _inner(pid: int) -> int:
+    """Returns the number that a process has on its own host."""
+    with suppress(OSError):
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            if line.startswith("NSpid:"):
+                return int(line.split()[-1])
+    return -1

@@ -1,0 +1,50 @@
+"""Trains a small model on the same batch on each rank, and goes on where an earlier run of the job has come to.
+
+elastic_train.py STEPS SECONDS [FOLDER]: rank 0 prints ``begin STEP``, ``loss STEP HEX`` after each step, and ``weights
+HASH`` at the end; each step takes some more seconds; FOLDER has checkpoints. All depends on the bits of the scheduler's,
+the optimizer's and the generator's state.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+import time
+
+import torch
+from torch import nn
+
+from autovaruna import AutoVaruna, get_rank, get_world_size
+
+num_steps, seconds, folder = int(sys.argv[1]), float(sys.argv[2]), sys.argv[3] if len(sys.argv) > 3 else None
+torch.manual_seed(0)
+net = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(32, 32), nn.Tanh(), nn.Dropout(0.1))))
+optimizer = torch.optim.AdamW(net.parameters())
+scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
+model = AutoVaruna(
+    net,
+    optimizer,
+    num_stages=get_world_size(),
+    micro_batch_size=4,
+    inputs="replicated",
+    load_deployment=False,
+    save_deployment=False,
+    progress=False,
+)
+first = model.resume(folder, lr_scheduler=scheduler).step
+if get_rank() == 0:
+    print(f"begin {first}", flush=True)
+for step in range(first, num_steps):
+    batch = torch.randn(16, 32, generator=torch.Generator().manual_seed(step))
+    loss = (model(batch) - batch).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    scheduler.step()
+    if get_rank() == 0:
+        print(f"loss {step} {loss.item().hex()}", flush=True)
+    time.sleep(seconds)
+state = model.state_dict()
+if get_rank() == 0:
+    digest = hashlib.sha256(b"".join(value.numpy().tobytes() for value in state.values())).hexdigest()
+    print(f"weights {digest}", flush=True)
