@@ -206,10 +206,12 @@ class Manager:
         for host in sorted(listed.keys() ^ self._listed.keys()):
             was = "added to" if host in listed else "taken from"
             self._log.note("list", f"host {host} was {was} the machine list", host=host)
-        for host in self._listed.keys() - listed.keys():
-            if (link := self._links.pop(host, None)) is not None and (self._job is None or not self._job.is_running):
-                link.quit()
         self._listed = listed
+
+    def _let_go(self, hosts: Iterable[str]) -> None:
+        """Ends the keepers of hosts that are not in the list any more; the job is on others, which have its state."""
+        for host in self._links.keys() - self._listed.keys() - set(hosts):
+            self._links.pop(host).quit()
 
     def _take_reports(self, hosts: Iterable[str]) -> None:
         """Takes what keepers have said; a host whose keeper is silent is lost."""
@@ -323,6 +325,8 @@ class Manager:
             if not has_dropped and self._watch.holds_state(hosts):
                 has_dropped = True
                 self._ask(hosts, "drop", before=self._attempt)
+            if has_dropped:
+                self._let_go(hosts)
             self._save_if_due(hosts)
             if leaving is None and (leaving := self._reason_to_leave(hosts)) is not None:
                 deadline = time.monotonic() + self._patience(leaving)
