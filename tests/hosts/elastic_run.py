@@ -19,6 +19,7 @@ from tests.hosts.emulation import Command, Hosts, wait_for
 
 SCRIPT = Path(__file__).with_name("elastic_train.py")
 _LOSS = re.compile(r"\[0\] loss (\d+) (\S+)")
+_EVERY_STEP = re.compile(r"\[\d+\] (loss|took) ")
 _COMPILED = "/tmp/torchinductor_"
 
 
@@ -60,8 +61,11 @@ class ElasticRun:
 
     @property
     def text(self) -> str:
-        """All that was printed so far."""
-        return "\n".join(line for _, line in self.lines)
+        """All that was printed so far, with seconds, but for what each step prints."""
+        start = self.lines[0][0] if self.lines else 0.0
+        return "\n".join(
+            f"{when - start:7.2f} {line}" for when, line in list(self.lines) if not _EVERY_STEP.match(line)
+        )
 
     @property
     def events(self) -> list[dict[str, Any]]:

@@ -8,17 +8,22 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from autovaruna import ElasticSampler
 from tests.hosts.elastic_run import SCRIPT, ElasticRun
 from tests.hosts.emulation import Hosts
+from tests.hosts.sampled_train import Loss, dataset
 
 pytestmark = pytest.mark.timeout(400)
 NOTICED_SECONDS = 10.0
 STEP_SECONDS = 0.05
 NUM_STEPS = 700
+SAMPLED = Path(__file__).with_name("sampled_train.py")
 
 
 @contextmanager
@@ -78,3 +83,55 @@ def test_a_job_survives_what_happens_to_ranks_and_hosts(three_hosts: Hosts):
         weights = [line.partition("] ")[2] for _, line in run.lines if "] weights" in line]
         assert printed + weights == expected, run.text
         assert not run.leftovers(), run.text
+
+
+def plain_losses(num_samples: int, batch_size: int) -> list[float]:
+    """Returns the losses of an epoch in plain PyTorch."""
+    torch.manual_seed(0)
+    net, features = Loss(), dataset(num_samples).tensors[1]
+    optimizer = torch.optim.SGD(net.parameters(), 0.05)
+    found = []
+    for numbers in ElasticSampler(features, batch_size, seed=5):
+        loss = net(features[numbers])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        found.append(loss.item())
+    return found
+
+
+def test_each_sample_comes_once_while_hosts_come_and_go(three_hosts: Hosts):
+    """Two hosts, three, one, and three again within one epoch, by the machine list and by a notice."""
+    hosts, num_samples, batch_size = three_hosts, 4800, 12
+    script: list[str | Path] = [SAMPLED, str(num_samples), str(batch_size), str(STEP_SECONDS)]
+    with job(ElasticRun(hosts, script, listed=["h1", "h2"])) as run:
+        run.wait_for_steps(20)
+        run.list_hosts(hosts.names)
+        assert started(run)["hosts"] == hosts.names
+        run.wait_for_steps(20)
+        run.list_hosts(["h1", "h2"])
+        told = hosts.run("h1", [sys.executable, "-m", "autovaruna", "notify", "h2", "--seconds", "60"])
+        while started(run)["hosts"] != ["h1"]:
+            pass
+        run.wait_for_steps(20)
+        run.list_hosts(hosts.names)
+        while started(run)["hosts"] != hosts.names:
+            pass
+        assert run.finish(120) == 0, f"{told.stdout}{run.text}"
+        assert not run.leftovers(), run.text
+    taken = [line for _, line in run.lines if "] took " in line]
+    steps: dict[int, list[int]] = {}
+    for line in taken:
+        step, *numbers = map(int, line.partition("] took ")[2].split())
+        steps.setdefault(step, []).extend(numbers)
+    order = list(ElasticSampler(range(num_samples), batch_size, seed=5))
+    assert [sorted(numbers) for _, numbers in sorted(steps.items())] == [sorted(batch) for batch in order]
+    assert [float(loss) for _, loss in run.losses()] == pytest.approx(plain_losses(num_samples, batch_size), rel=1e-5)
+
+
+def started(run: ElasticRun) -> dict[str, Any]:
+    """Returns how the job was started the next time, once it trains."""
+    since = len(run.events)
+    event = run.wait_for_event("start", since)
+    run.wait_for_event("running", since)
+    return event
