@@ -150,9 +150,9 @@ class ElasticRun:
                 attempt, rank = (int(name.rpartition("-")[2]) for name in (folder.parent.name, folder.name))
                 progress = Progress.read(folder)
                 known = known or {_inner(pid): pid for pid, _ in self.hosts.processes(host)}
-                if progress is not None and progress.process in known:
-                    if rank not in found or found[rank][0] < attempt:
-                        found[rank] = attempt, host, known[progress.process]
+                is_newer = rank not in found or found[rank][0] < attempt
+                if progress is not None and progress.process in known and is_newer:
+                    found[rank] = attempt, host, known[progress.process]
         newest = max((attempt for attempt, _, _ in found.values()), default=0)
         return {rank: (host, pid) for rank, (attempt, host, pid) in sorted(found.items()) if attempt == newest}
 

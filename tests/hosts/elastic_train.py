@@ -1,8 +1,9 @@
 """Trains a small model on the same batch on each rank, and goes on where an earlier run of the job has come to.
 
 elastic_train.py STEPS SECONDS [FOLDER]: rank 0 prints ``begin STEP``, ``loss STEP HEX`` after each step, and ``weights
-HASH`` at the end; each step takes some more seconds; FOLDER has checkpoints. All depends on the bits of the scheduler's,
-the optimizer's and the generator's state.
+HASH`` at the end; each step takes some more seconds; FOLDER has checkpoints. The last step may also be said later, in a
+file ``stop`` of the folder that it runs in. All depends on the
+bits of the states of scheduler, optimizer and generator.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import sys
 import time
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -17,6 +19,7 @@ from torch import nn
 from autovaruna import AutoVaruna, get_rank, get_world_size
 
 num_steps, seconds, folder = int(sys.argv[1]), float(sys.argv[2]), sys.argv[3] if len(sys.argv) > 3 else None
+stop = Path("stop")
 torch.manual_seed(0)
 net = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(32, 32), nn.Tanh(), nn.Dropout(0.1))))
 optimizer = torch.optim.AdamW(net.parameters())
@@ -35,6 +38,8 @@ first = model.resume(folder, lr_scheduler=scheduler).step
 if get_rank() == 0:
     print(f"begin {first}", flush=True)
 for step in range(first, num_steps):
+    if stop.exists() and step > int(stop.read_text()):
+        break
     batch = torch.randn(16, 32, generator=torch.Generator().manual_seed(step))
     loss = (model(batch) - batch).square().mean()
     optimizer.zero_grad()

@@ -1,7 +1,7 @@
 """Trains on the samples that `ElasticSampler` gives each rank, for one epoch.
 
-sampled_train.py SAMPLES BATCH SECONDS: each rank prints ``took STEP NUMBERS...`` after each step, rank 0 also ``loss STEP
-VALUE``, of the global batch; each step takes some more seconds.
+sampled_train.py SAMPLES BATCH SECONDS: each rank prints ``took STEP NUMBERS...`` after each step, rank 0 also ``loss
+STEP VALUE``, of the global batch; each step takes some more seconds.
 """
 
 from __future__ import annotations

@@ -1,0 +1,308 @@
+"""Strikes jobs on emulated hosts with faults at random moments, and prints what each costs and whether all went well.
+
+A job trains a model with dropout, AdamW and a scheduler on 3 hosts of a rank each, one stage a rank, under `autovaruna
+run`. Its losses and weights shall be those of one process to the last bit, whatever happens to it. A fault strikes a
+step, or, one time in four, the recovery from the fault before it. Root only.
+
+python benchmarks/faults.py [--faults N] [--seed S] [--faults-per-job K] [--only KIND ...]
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import re
+import signal
+import sys
+import time
+from collections import Counter, defaultdict
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from tests.hosts.elastic_run import SCRIPT, ElasticRun
+from tests.hosts.emulation import Hosts, reason_to_skip
+
+KINDS = ("rank", "rank 0", "mpirun", "stub", "keeper", "standby", "stop", "host", "power", "notice")
+ENDING = ("rank", "rank 0", "mpirun", "stub", "stop", "host", "power", "notice")
+"""Those that always end a run of the job."""
+STEP_SECONDS = 0.05
+NUM_STEPS = 100_000
+NOTICED_SECONDS = 10.0
+LONGEST_SECONDS = 30.0
+BLAMED = re.compile(r"rank (\d+)(?: on (\S+?))? (?:was ended|ended|is gone|is stopped)")
+
+
+@dataclass
+class Fault:
+    """What struck a job, and what came of it.
+
+    Attributes:
+        kind: one of `KINDS`.
+        at: when, on the monotonic clock, seconds, and since the epoch.
+        rank, host: what was struck; -1 and empty: none.
+        in_recovery: whether the job had not come to a step since the fault before.
+        seconds: until the next step that is newer than all before was done.
+        lost: steps that were done again.
+    """
+
+    kind: str
+    at: float
+    time: float
+    rank: int = -1
+    host: str = ""
+    in_recovery: bool = False
+    seconds: float = 0.0
+    noticed: float = 0.0
+    lost: int = 0
+    phases: dict[str, float] = field(default_factory=dict)
+
+
+class Striker:
+    """Strikes one job.
+
+    Args:
+        run: The job.
+        draw: What is random.
+        kinds: The faults to draw from.
+        faults: Gets those that the job has survived.
+    """
+
+    def __init__(self, run: ElasticRun, draw: random.Random, kinds: list[str], faults: list[Fault]) -> None:
+        self.run, self.draw, self.kinds, self.faults = run, draw, kinds, faults
+        self.violations: list[str] = []
+        self.missing: set[str] = set()
+
+    def strike(self, kind: str, in_recovery: bool) -> Fault | None:
+        """Strikes; returns None if there was nothing to strike."""
+        run, hosts = self.run, self.run.hosts
+        others = [host for host in hosts.names[1:] if hosts.is_up(host) and host not in self.missing]
+        host = (
+            self.draw.choice(others if kind in ("host", "power", "notice") else hosts.names[:1] + others)
+            if others
+            else "h1"
+        )
+        fault = Fault(kind, time.monotonic(), time.time(), in_recovery=in_recovery)
+        if kind in ("rank", "rank 0", "stop"):
+            ranks = run.ranks()
+            chosen = [rank for rank in ranks if (rank == 0) == (kind == "rank 0")] or list(ranks)
+            if not chosen:
+                return None
+            fault.rank = self.draw.choice(chosen)
+            fault.host, process = ranks[fault.rank]
+            run.strike(process, signal.SIGSTOP if kind == "stop" else signal.SIGKILL)
+        elif kind in ("host", "power", "notice"):
+            if len(others) < 2 and in_recovery:
+                return None  # what is left would be the first host alone, whose copy may be on the other one
+            fault.host = host
+            self.missing.add(host)
+            if kind == "notice":
+                told = hosts.run(
+                    "h1", [sys.executable, "-m", "autovaruna", "notify", host, "--seconds", "30"], check=False
+                )
+                if told.returncode:
+                    self.violations.append(f"notify: {told.stderr}")
+                fault.at, fault.time = time.monotonic(), time.time()
+            else:
+                hosts.kill(host, power_loss=kind == "power")
+        else:
+            words = {"mpirun": "prterun --hostfile", "stub": "stub.py", "keeper": "elastic.keeper"}
+            fault.host = "h1" if kind == "mpirun" else host
+            process = run.process(fault.host, words.get(kind, "elastic.standby"))
+            if not process:
+                return None
+            run.strike(process)
+        return fault
+
+    def watch(self, fault: Fault, newest: int) -> None:
+        """Waits until the job has come further than before a fault, and notes what that took."""
+        run = self.run
+        must_end = fault.kind in ENDING and not fault.in_recovery
+        clock = time.time() - time.monotonic()
+
+        def after() -> list[dict[str, Any]]:
+            return [event for event in run.events if event["time"] >= fault.time - 0.02]
+
+        def found() -> list[tuple[float, int]]:
+            """Returns the new steps of the last run, empty while the fault has not shown its effect."""
+            events = after()
+            if must_end and not any(event["event"] == "ended" for event in events):
+                return []
+            starts = [event["time"] - clock for event in run.events if event["event"] == "start"]
+            begin = max(fault.at, starts[-1])
+            ends = [event["time"] - clock for event in events if event["event"] == "ended"]
+            if ends and ends[-1] > starts[-1]:
+                return []
+            steps = [(when, step) for when, step, _ in run.steps if when > begin and step > newest]
+            return steps if len(steps) > 3 else []
+
+        run.wait(lambda: bool(found()), f"a step after {fault}", 120.0)
+        events = after()
+        fault.seconds = found()[0][0] - fault.at
+        fault.lost = sum(when > fault.at and step <= newest for when, step, _ in run.steps)
+        ended = next((event for event in events if event["event"] == "ended"), None)
+        if ended is not None:
+            fault.noticed = ended["time"] - fault.time
+            start = [event["time"] for event in events if event["event"] == "start"][-1]
+            fault.phases = {"noticed": fault.noticed, "restarted": start - ended["time"]}
+            fault.phases["first step"] = fault.seconds - (start - fault.time)
+        self.faults.append(fault)
+        self._judge(fault, ended)
+
+    def _judge(self, fault: Fault, ended: dict[str, object] | None) -> None:
+        words = "" if ended is None else str(ended["text"])
+        complain = lambda text: self.violations.append(f"{fault}: {text}: {words}\n{self.run.text}")  # noqa: E731
+        if fault.seconds > LONGEST_SECONDS:
+            complain(f"{fault.seconds:.1f} s to the next step")
+        if ended is not None and fault.noticed > NOTICED_SECONDS and fault.kind != "notice":
+            complain(f"noticed after {fault.noticed:.1f} s")
+        if fault.in_recovery:
+            return
+        if fault.kind == "keeper" and ended is not None:
+            complain("the run ended")
+        found = BLAMED.search(words)
+        if found is not None and fault.kind in ("rank", "rank 0", "stop") and int(found[1]) != fault.rank:
+            complain("another rank was blamed")
+        if found is not None and fault.kind in ("mpirun", "host", "power", "notice", "keeper"):
+            complain("a rank was blamed")
+        if fault.kind in ("rank", "rank 0", "stop") and found is None:
+            complain("no rank was blamed")
+        if fault.kind in ("host", "power") and (ended is None or ended["lost"] != [fault.host]):
+            complain("the lost host was not named")
+        if fault.kind not in ("host", "power") and ended is not None and ended["lost"]:
+            complain("a host was blamed")
+
+    def bring_back(self) -> None:
+        """Boots hosts that are missing, and lets the job take them."""
+        run = self.run
+        if not self.missing:
+            return
+        since = len(run.events)
+        for host in sorted(self.missing):
+            if not run.hosts.is_up(host):
+                run.hosts.boot(host)
+        run.list_hosts(run.hosts.names)
+        self.missing.clear()
+
+        def is_whole() -> bool:
+            events = run.events
+            starts = [k for k, event in enumerate(events) if event["event"] == "start"]
+            last = events[starts[-1] :]
+            return len(last[0]["hosts"]) == len(run.hosts.names) and any(each["event"] == "running" for each in last)
+
+        run.wait(is_whole, f"all hosts, after event {since}", 120.0)
+
+    def strike_all(self, count: int) -> None:
+        """Strikes so many times, and lets the job recover after each, or most of them."""
+        for _ in range(count):
+            self.run.wait_for_steps(self.draw.randrange(8, 40), 120.0)
+            newest = self.run.steps[-1][1]
+            kind = self.draw.choice(self.kinds)
+            fault = self.strike(kind, False)
+            if fault is None:
+                continue
+            struck = [fault]
+            while self.draw.random() < 0.25:
+                time.sleep(self.draw.uniform(0.0, 4.0))
+                in_recovery = self.run.steps[-1][1] <= newest or self.run.steps[-1][0] < struck[-1].at
+                again = self.strike(self.draw.choice(self.kinds), True) if in_recovery else None
+                if again is not None:
+                    fault.in_recovery = True
+                    struck.append(again)
+            newest = max(newest, *(step for when, step, _ in self.run.steps if when <= struck[-1].at))
+            for each in struck:
+                self.watch(each, newest)
+                phases = ", ".join(f"{name} {spent:.2f}" for name, spent in each.phases.items())
+                where = "in recovery, " if each.in_recovery else ""
+                print(
+                    f"{each.kind:8} {each.host:3} {each.seconds:6.2f} s, {where}{each.lost} lost, {phases}", flush=True
+                )
+            if self.missing and self.draw.random() < 0.7:
+                self.bring_back()
+
+
+def strike_job(
+    hosts: Hosts, draw: random.Random, count: int, kinds: list[str], log: Path | None, faults: list[Fault]
+) -> list[str]:
+    """Strikes one job so many times, ends it, and compares it with one process."""
+    run = ElasticRun(
+        hosts, [SCRIPT, str(NUM_STEPS), str(STEP_SECONDS), str(hosts.shared / "last")], ["--max_restarts", "1000"]
+    )
+    striker = Striker(run, draw, kinds, faults)
+    try:
+        striker.strike_all(count)
+        (hosts.shared / "stop").write_text(str(run.steps[-1][1] + 20))
+        status = run.finish(120.0)
+        if status:
+            striker.violations.append(f"the job ended with status {status}\n{run.text}")
+        num_steps = run.steps[-1][1] + 1
+        alone = hosts.run("h1", [sys.executable, SCRIPT, str(num_steps), "0"], timeout=300).stdout.splitlines()[1:]
+        ends = [line.partition("] ")[2] for _, line in run.lines if "] weights" in line]
+        if [f"loss {step} {loss}" for step, loss in run.losses()] + ends != alone:
+            striker.violations.append(f"losses or weights are others\n{run.text}")
+        left = run.leftovers()
+        if left:
+            striker.violations.append(f"left: {left}\n{run.text}")
+    except Exception as error:
+        striker.violations.append(f"{type(error).__name__}: {error}\n{run.text}")
+    finally:
+        run.end()
+        if log is not None:
+            with log.open("a") as file:
+                file.write(f"{run.text}\n=====\n")
+    return striker.violations
+
+
+def main() -> int:
+    """Strikes; returns 1 if anything was not as it shall be."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--faults", type=int, default=200)
+    parser.add_argument("--faults-per-job", type=int, default=12)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", nargs="*", default=list(KINDS), choices=KINDS)
+    parser.add_argument("--log", type=Path, help="a file that gets what jobs print")
+    options = parser.parse_args()
+    if reason_to_skip():
+        print(f"SKIPPED: {reason_to_skip()}")
+        return 0
+    draw = random.Random(options.seed)
+    faults: list[Fault] = []
+    violations: list[str] = []
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    with suppress(KeyboardInterrupt), Hosts(3) as hosts:
+        while len(faults) < options.faults and len(violations) < 3:
+            count = min(options.faults_per_job, options.faults - len(faults))
+            wrong = strike_job(hosts, draw, count, options.only, options.log, faults)
+            violations += wrong
+            hosts.reset()
+    report(faults, violations)
+    return int(bool(violations))
+
+
+def report(faults: list[Fault], violations: list[str]) -> None:
+    """Prints medians by kind, and what went wrong."""
+    by_kind: dict[str, list[Fault]] = defaultdict(list)
+    for fault in faults:
+        by_kind[fault.kind + (" (in recovery)" if fault.in_recovery else "")].append(fault)
+    print(f"{'fault':24} {'n':>4} {'median s':>9} {'longest':>8} {'steps lost':>10}  phases, medians")
+    for kind, struck in sorted(by_kind.items()):
+        seconds = [fault.seconds for fault in struck]
+        phases: dict[str, list[float]] = defaultdict(list)
+        for fault in struck:
+            for name, spent in fault.phases.items():
+                phases[name].append(spent)
+        words = ", ".join(f"{name} {median(spent):.2f}" for name, spent in phases.items())
+        lost = Counter(fault.lost for fault in struck)
+        most = ", ".join(f"{steps}: {times}" for steps, times in sorted(lost.items()))
+        print(f"{kind:24} {len(struck):4} {median(seconds):9.2f} {max(seconds):8.2f} {most:>10}  {words}")
+    for violation in violations:
+        print(f"VIOLATION {violation}\n")
+    print(f"{len(faults)} faults, {len(violations)} violations")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

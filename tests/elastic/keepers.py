@@ -1,0 +1,25 @@
+"""Starts keepers on this machine, as a manager does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from autovaruna.elastic.link import Link
+from tests.hosts.emulation import wait_for
+
+TOKEN = "a" * 64
+
+
+@contextmanager
+def keeper(folder: Path) -> Iterator[Link]:
+    """Returns a keeper's link, once it answers; it ends with the context."""
+    link = Link("localhost", {"folder": str(folder), "token": TOKEN, "standby": False})
+    try:
+        wait_for(lambda: link.is_up or link.is_gone, "a keeper")
+        assert link.is_up, link.words
+        yield link
+    finally:
+        link.quit()
+        link.wait(10.0)
