@@ -1,0 +1,159 @@
+"""A keeper gives and takes what is the job's, to the job's own alone, and leaves nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from autovaruna.checkpoint.elsewhere import Pointer, connect, open_bytes
+from autovaruna.checkpoint.part import RankPart, write_record
+from autovaruna.checkpoint.write import write_file
+from autovaruna.elastic.link import Link
+from autovaruna.errors import CheckpointError
+from tests.elastic.keepers import TOKEN, keeper
+from tests.hosts.emulation import wait_for
+
+pytestmark = pytest.mark.timeout(60)
+REFUSED = (EOFError, ConnectionError)
+SECRET = "what is no business of anybody's"
+
+
+@pytest.fixture
+def link(tmp_path: Path) -> Iterator[Link]:
+    """Returns the link to a keeper of ``tmp_path / "job"``."""
+    (tmp_path / "secret").write_text(SECRET)
+    with keeper(tmp_path / "job") as found:
+        yield found
+
+
+def read(link: Link, place: str, token: str = TOKEN) -> bytes:
+    """Returns what a keeper answers to whoever wants to read a file."""
+    with connect("127.0.0.1", link.port, token.encode()) as connection:
+        connection.send_bytes(json.dumps({"read": place, "offset": 0, "count": 100}).encode())
+        return connection.recv_bytes()
+
+
+def part_in(slot: Path, rank: int = 1, step: int = 3, text: bytes = b"weights") -> RankPart:
+    """Writes a part and returns what it is."""
+    slot.mkdir(parents=True)
+    record = write_file(slot / "weights", [np.frombuffer(text, np.uint8)], is_new=True)
+    part = RankPart(step, rank, 2, {"weights": record}, {}, {}, {})
+    write_record(slot, part)
+    return part
+
+
+def test_files_of_the_job_are_read_and_no_others(link: Link, tmp_path: Path) -> None:
+    (tmp_path / "job" / "mine").write_text("words")
+    (tmp_path / "job" / "leads_out").symlink_to(tmp_path / "secret")
+    assert read(link, "mine") == b"words"
+    for place in ("../secret", str(tmp_path / "secret"), "leads_out", "token", "./token", "", ".", "none", "a\0b"):
+        with pytest.raises(REFUSED):
+            read(link, place)
+    with pytest.raises(OSError, match="127.0.0.1"):
+        read(link, "mine", "b" * 64)
+    assert read(link, "mine") == b"words"
+    assert oct((tmp_path / "job").stat().st_mode)[-3:] == "700"
+    assert oct((tmp_path / "job" / "token").stat().st_mode)[-3:] == "600"
+
+
+def test_a_file_elsewhere_is_read_as_one_of_this_host(link: Link, tmp_path: Path) -> None:
+    content = os.urandom((8 << 20) + 5)
+    (tmp_path / "job" / "big").write_bytes(content)
+    place = tmp_path / "other" / "restore" / "big"
+    place.parent.mkdir(parents=True)
+    (tmp_path / "other" / "token").write_text(TOKEN)
+    Pointer("127.0.0.1", link.port, "big").write(place)
+    found = bytearray(len(content))
+    with open_bytes(place) as file:
+        count = 0
+        while more := file.read_into(memoryview(found)[count:], count):
+            count += more
+    assert found == content
+    Pointer("127.0.0.1", link.port, "../secret").write(place)
+    with open_bytes(place) as file, pytest.raises(CheckpointError, match=r"\.\./secret cannot be read from memory"):
+        file.read_into(memoryview(found), 0)
+    (tmp_path / "other" / "token").write_text("b" * 64)
+    with pytest.raises(CheckpointError, match="big lies in memory of another host, which cannot be reached"):
+        open_bytes(place).__enter__()
+
+
+def send(link: Link, part: dict[str, Any], pieces: list[bytes]) -> bytes:
+    """Returns what a keeper answers to whoever sends a copy of a part."""
+    with connect("127.0.0.1", link.port, TOKEN.encode()) as connection:
+        connection.send_bytes(json.dumps({"part": part, "attempt": 4}).encode())
+        for piece in pieces:
+            connection.send_bytes(piece)
+        return connection.recv_bytes()
+
+
+def test_copies_are_taken_if_they_are_whole(link: Link, tmp_path: Path) -> None:
+    part = part_in(tmp_path / "slot")
+    assert send(link, asdict(part), [b"wei", b"ghts"]) == b"taken"
+    ((found),) = link.ask("inventory").result(10.0)
+    assert found["attempt"] == 4 and found["place"].startswith("attempt-00004/copy-00001/slot-")
+    assert found["part"]["step"] == 3
+    for pieces in ([b"weighty"], [b"weights too long"]):
+        with pytest.raises(REFUSED):
+            send(link, asdict(replace(part, step=5)), pieces)
+    for name in ("../weights", "/weights", "a/b", ".."):
+        with pytest.raises(REFUSED):
+            send(link, {**asdict(part), "files": {name: asdict(part.files["weights"])}}, [b"weights"])
+    assert [each["part"]["step"] for each in link.ask("inventory").result(10.0)] == [3]
+    assert not (tmp_path / "job" / "attempt-00004" / "copy-00001" / "weights").exists()
+
+
+def test_a_state_is_put_together_from_here_and_elsewhere(link: Link, tmp_path: Path) -> None:
+    part_in(tmp_path / "job" / "attempt-00001" / "rank-00001" / "slot-0")
+    pointer = asdict(Pointer("h2", 5, "there"))
+    own = {"weights": "attempt-00001/rank-00001/slot-0/weights"}
+    link.ask("restore", texts={"state.json": "{}"}, own=own, others={"others": pointer}).result(10.0)
+    place = tmp_path / "job" / "restore"
+    assert sorted(each.name for each in place.iterdir()) == ["others.elsewhere", "state.json", "weights"]
+    assert (place / "weights").read_bytes() == b"weights" and json.loads(
+        (place / "others.elsewhere").read_text()
+    ) == pointer
+    with pytest.raises(OSError, match="not in the job's folder"):
+        link.ask("restore", texts={}, own={"x": "../secret"}, others={}).result(10.0)
+    link.ask("drop", before=2).result(10.0)
+    assert not place.exists() and not (tmp_path / "job" / "attempt-00001").exists()
+
+
+def test_a_damaged_part_is_none(link: Link, tmp_path: Path) -> None:
+    slots = [tmp_path / "job" / "attempt-00001" / "rank-00001" / f"slot-{number}" for number in range(2)]
+    part_in(slots[0], step=6)
+    part_in(slots[1], step=7)
+    (slots[1] / "weights").write_bytes(b"weighed")
+    assert [each["part"]["step"] for each in link.ask("inventory").result(10.0)] == [6]
+
+
+def test_a_folder_has_one_keeper(link: Link, tmp_path: Path) -> None:
+    second = Link("localhost", {"folder": str(tmp_path / "job"), "token": TOKEN, "standby": False})
+    second.wait(20.0)
+    wait_for(lambda: bool(second.words), "its last words")
+    assert "another one holds" in second.words and link.is_up
+    assert link.ask("ping").result(10.0)["ranks"] == {}
+
+
+def test_a_keeper_whose_manager_is_killed_leaves_nothing(tmp_path: Path) -> None:
+    script = (
+        "import os, sys, time\nfrom pathlib import Path\nfrom tests.elastic.keepers import keeper\n"
+        "with keeper(Path(sys.argv[1])) as link:\n    print('up', flush=True); time.sleep(60)"
+    )
+    call = [sys.executable, "-c", script, str(tmp_path / "job")]
+    manager = subprocess.Popen(call, stdout=subprocess.PIPE, text=True)
+    assert manager.stdout is not None and manager.stdout.readline() == "up\n"
+    begin = time.monotonic()
+    manager.kill()
+    wait_for(lambda: not (tmp_path / "job").exists(), "the end of the keeper")
+    assert time.monotonic() - begin < 5.0
+    manager.wait()

@@ -1,0 +1,69 @@
+"""A run that is killed goes on from memory of its host with the bits of one that was not."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from autovaruna.elastic.link import Link
+from autovaruna.elastic.snapshots import find_state, hand_out
+from autovaruna.runtime.progress import VARIABLE, JobPlace, Progress
+from tests.elastic.keepers import keeper
+
+SCRIPT = Path(__file__).with_name("one_rank.py")
+ROOT = SCRIPT.parents[2]
+NUM_STEPS = 17
+
+pytestmark = pytest.mark.timeout(120)
+
+
+def train(place: JobPlace | None, *words: object) -> list[str]:
+    """Returns what the script prints in a job's place."""
+    variables = {**os.environ, "PYTHONPATH": str(ROOT)}
+    variables |= {} if place is None else {VARIABLE: json.dumps(asdict(place))}
+    call = [sys.executable, SCRIPT, *map(str, words)]
+    done = subprocess.run(call, env=variables, capture_output=True, text=True, timeout=60)
+    assert done.returncode == (9 if len(words) > 1 else 0), done.stderr
+    return done.stdout.splitlines()
+
+
+def go_on(link: Link, folder: Path, attempt: int) -> JobPlace:
+    """Returns the place of a job's next run, which has the newest state."""
+    state = find_state([link])
+    assert state is not None and state.hosts == ["localhost"]
+    hand_out(state, [link], {"localhost": link})
+    link.ask("begin", number=attempt, buddy=None).result(10.0)
+    return JobPlace(str(folder), attempt, 1, state.step)
+
+
+def test_a_run_that_is_killed_goes_on_with_the_same_bits(tmp_path: Path) -> None:
+    """Dropout, a scheduler, a scaler, batch statistics, a sampler, draws of the script, and its own numbers."""
+    folder = tmp_path / "job"
+    expected = train(None, NUM_STEPS)
+    with keeper(folder) as link:
+        link.ask("begin", number=1, buddy=None).result(10.0)
+        place, found = JobPlace(str(folder), 1), ["begin 0"]
+        for attempt, last in enumerate((6, 11, 0), 2):
+            lines = train(place, NUM_STEPS, *([last] if last else []))
+            first = 0 if place.step is None else place.step
+            assert lines[0] == f"begin {first}"
+            found[first + 1 :] = lines[1:]
+            ranks = link.ask("ping").result(10.0)["ranks"]
+            assert ranks["0"]["state"] in ("", "Z") and ranks["0"]["steps"] >= first
+            if last:
+                place = go_on(link, folder, attempt)
+                assert first <= (place.step or 0) < last and place.step
+    assert found == expected
+
+
+def test_a_rank_tells_how_far_it_is(tmp_path: Path) -> None:
+    place = JobPlace(str(tmp_path), 1)
+    train(place, NUM_STEPS)
+    found = Progress.read(place.of_rank(0))
+    assert found is not None and found.calls == NUM_STEPS and found.steps == NUM_STEPS - 1 and not found.is_inside

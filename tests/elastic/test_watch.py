@@ -1,0 +1,138 @@
+"""Ranks that hang are found and named without a time-out of the user's, and a false alarm makes the next one rarer."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from autovaruna.elastic import watch as module
+from autovaruna.elastic.watch import Watch
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """Returns the clock that watches look at, at 1000 s."""
+    found = SimpleNamespace(now=1000.0)
+    found.monotonic = lambda: found.now
+    monkeypatch.setattr(module, "time", found)
+    return found
+
+
+def rank(calls: int, is_inside: bool = True, state: str = "S", gone: float = 0.0, **more: Any) -> dict[str, Any]:
+    """Returns what a keeper says of a rank."""
+    said = {"calls": calls, "steps": calls, "is_inside": is_inside, "state": state, "gone_seconds": gone}
+    return {**said, "hears_end": False, "work_seconds": 0.0, "cpu_seconds": 0.0, "silent": 0.0, **more}
+
+
+def report(newest: int | None = None, copied: object = None, **ranks: dict[str, Any]) -> dict[str, Any]:
+    """Returns what a keeper says of its ranks, ``r0`` and so on."""
+    found = {name[1:]: its for name, its in ranks.items()}
+    return {"attempt": 1, "newest": newest, "copied": copied, "ranks": found}
+
+
+def trained(clock: SimpleNamespace, seconds: float = 0.5, num_calls: int = 5) -> Watch:
+    """Returns a watch over ranks 0 and 1 on hosts a and b that have trained for some calls of so many seconds."""
+    watch = Watch(1)
+    for calls in range(1, num_calls + 1):
+        clock.now += seconds
+        watch.take("a", report(r0=rank(calls)))
+        watch.take("b", report(r1=rank(calls)))
+    return watch
+
+
+def test_a_rank_that_is_stopped_is_named_within_seconds(clock: SimpleNamespace) -> None:
+    watch = trained(clock)
+    for _ in range(5):
+        assert watch.hang() is None
+        watch.take("a", report(r0=rank(6)))
+        watch.take("b", report(r1=rank(5, state="T")))
+        clock.now += 1.0
+    found = watch.hang()
+    assert found is not None and found.words == "rank 1 on b is stopped by a signal" and 4 < found.seconds < 6
+
+
+def test_a_rank_that_is_stopped_for_a_moment_is_not(clock: SimpleNamespace) -> None:
+    watch = trained(clock)
+    for state in ("T", "T", "S", "T", "T", "T"):
+        watch.take("b", report(r1=rank(5, state=state)))
+        clock.now += 1.2
+    assert watch.hang() is None
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "words"),
+    [
+        (
+            rank(6),
+            rank(5, is_inside=False),
+            "rank 1 on b is in the script, outside of the model; the others wait in it",
+        ),
+        (rank(6), rank(5), "rank 1 on b is inside of the model, in call 5"),
+        (rank(5, is_inside=False), rank(5, is_inside=False), "all ranks are in the script, outside of the model"),
+        (rank(6), rank(6), "rank 0 on a, rank 1 on b are inside of the model, in call 6"),
+    ],
+)
+def test_words_say_which_rank_hangs_and_where(
+    clock: SimpleNamespace, first: dict[str, Any], second: dict[str, Any], words: str
+) -> None:
+    watch = trained(clock)
+    watch.take("a", report(r0=first))
+    watch.take("b", report(r1=second))
+    clock.now += 19.0
+    assert watch.hang() is None
+    clock.now += 2.0
+    found = watch.hang()
+    assert found is not None and found.words == words
+
+
+def test_long_steps_are_no_hang(clock: SimpleNamespace) -> None:
+    watch = trained(clock, seconds=60.0)
+    clock.now += 19 * 60.0
+    assert watch.hang() is None
+    clock.now += 2 * 60.0
+    assert watch.hang() is not None
+
+
+def test_a_false_alarm_makes_the_next_run_wait_longer(clock: SimpleNamespace) -> None:
+    watch = trained(clock)
+    clock.now += 21.0
+    assert watch.hang() is not None
+    again = Watch(1, watch.longest_seconds)
+    for calls in range(1, 4):
+        again.take("a", report(r0=rank(calls)))
+        clock.now += 0.5
+    clock.now += 200.0
+    assert again.hang() is None
+
+
+def test_nobody_hangs_who_has_not_trained_yet(clock: SimpleNamespace) -> None:
+    watch = trained(clock, num_calls=1)
+    clock.now += 3600.0
+    assert watch.hang() is None
+
+
+def test_reports_of_an_earlier_run_are_not_taken(clock: SimpleNamespace) -> None:
+    watch = trained(clock)
+    watch.take("a", {**report(r0=rank(99)), "attempt": 0})
+    assert watch.num_steps == 5
+
+
+def test_a_state_is_held_once_each_host_has_it_and_a_copy(clock: SimpleNamespace) -> None:
+    watch = trained(clock)
+    assert not watch.holds_any
+    watch.take("a", report(newest=3, r0=rank(5)))
+    watch.take("b", report(newest=3, copied=[1, 3], r1=rank(5)))
+    assert watch.holds_any and not watch.holds_state(["a", "b"]) and watch.holds_state(["a"])
+    watch.take("a", report(newest=4, copied=[1, 3], r0=rank(5)))
+    assert watch.holds_state(["a", "b"])
+
+
+def test_the_first_that_went_is_named(clock: SimpleNamespace) -> None:
+    watch = trained(clock)
+    watch.take("a", report(r0=rank(5, gone=0.3)))
+    watch.take("b", report(r1=rank(5, gone=0.9)))
+    assert watch.words_of_gone([]) == "rank 1 on b is gone"
+    assert watch.words_of_gone([1]) == "rank 0 on a is gone"
+    assert watch.words_of_gone([0, 1]) == ""
