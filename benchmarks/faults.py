@@ -24,7 +24,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tests.hosts.elastic_run import SCRIPT, ElasticRun
+from tests.hosts.elastic_run import SCRIPT, ElasticRun, leftovers
 from tests.hosts.emulation import Hosts, reason_to_skip
 
 KINDS = ("rank", "rank 0", "mpirun", "stub", "keeper", "standby", "stop", "host", "power", "notice")
@@ -32,7 +32,7 @@ ENDING = ("rank", "rank 0", "mpirun", "stub", "stop", "host", "power", "notice")
 """Those that always end a run of the job."""
 STEP_SECONDS = 0.05
 NUM_STEPS = 100_000
-NOTICED_SECONDS = 10.0
+NOTICED_SECONDS = CLEAN_SECONDS = 10.0
 LONGEST_SECONDS = 30.0
 BLAMED = re.compile(r"rank (\d+)(?: on (\S+?))? (?:was ended|ended|is gone|is stopped)")
 
@@ -244,7 +244,7 @@ def strike_job(
         ends = [line.partition("] ")[2] for _, line in run.lines if "] weights" in line]
         if [f"loss {step} {loss}" for step, loss in run.losses()] + ends != alone:
             striker.violations.append(f"losses or weights are others\n{run.text}")
-        left = run.leftovers()
+        left = leftovers(hosts, CLEAN_SECONDS)
         if left:
             striker.violations.append(f"left: {left}\n{run.text}")
     except Exception as error:

@@ -165,22 +165,23 @@ class ElasticRun:
         with suppress(ProcessLookupError):
             os.kill(process, number)
 
-    def leftovers(self, seconds: float = 10.0) -> list[str]:
-        """Returns what the job has left on hosts that it could clean in time: files and processes."""
 
-        def found() -> list[str]:
-            left = []
-            for host in filter(self.hosts.is_up, self.hosts.names):
-                files = [file for file in self.hosts.leftovers(host) if not file.startswith(_COMPILED)]
-                files += [str(file) for file in self.hosts.path(host, "/run/home/.autovaruna/jobs").glob("*")]
-                left += [f"{host}: {each}" for each in files]
-                left += [f"{host}: {pid} {line}" for pid, line in self.hosts.processes(host)]
-            return left
+def leftovers(hosts: Hosts, seconds: float, but: Sequence[str] = ()) -> list[str]:
+    """Returns what jobs have left on hosts after so many seconds: files, but for some, and processes."""
 
-        deadline = time.monotonic() + seconds
-        while (left := found()) and time.monotonic() < deadline:
-            time.sleep(0.1)
+    def found() -> list[str]:
+        left = []
+        for host in filter(hosts.is_up, hosts.names):
+            files = [file for file in hosts.leftovers(host) if not file.startswith(_COMPILED)]
+            files += [str(file) for file in hosts.path(host, "/run/home/.autovaruna/jobs").glob("*")]
+            left += [f"{host}: {file}" for file in files if not any(words in file for words in but)]
+            left += [f"{host}: {pid} {line}" for pid, line in hosts.processes(host)]
         return left
+
+    deadline = time.monotonic() + seconds
+    while (left := found()) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return left
 
 
 def _found(folder: Path, first: str, *more: str) -> list[Path]:

@@ -15,12 +15,12 @@ import pytest
 import torch
 
 from autovaruna import ElasticSampler
-from tests.hosts.elastic_run import SCRIPT, ElasticRun
+from tests.hosts.elastic_run import SCRIPT, ElasticRun, leftovers
 from tests.hosts.emulation import Hosts
 from tests.hosts.sampled_train import Loss, dataset
 
 pytestmark = pytest.mark.timeout(400)
-NOTICED_SECONDS = 10.0
+NOTICED_SECONDS = CLEAN_SECONDS = 10.0
 STEP_SECONDS = 0.05
 NUM_STEPS = 700
 SAMPLED = Path(__file__).with_name("sampled_train.py")
@@ -82,7 +82,7 @@ def test_a_job_survives_what_happens_to_ranks_and_hosts(three_hosts: Hosts):
         printed = [f"loss {step} {loss}" for step, loss in run.losses()]
         weights = [line.partition("] ")[2] for _, line in run.lines if "] weights" in line]
         assert printed + weights == expected, run.text
-        assert not run.leftovers(), run.text
+        assert not leftovers(hosts, CLEAN_SECONDS), run.text
 
 
 def plain_losses(num_samples: int, batch_size: int) -> list[float]:
@@ -118,7 +118,7 @@ def test_each_sample_comes_once_while_hosts_come_and_go(three_hosts: Hosts):
         while started(run)["hosts"] != hosts.names:
             pass
         assert run.finish(120) == 0, f"{told.stdout}{run.text}"
-        assert not run.leftovers(), run.text
+        assert not leftovers(hosts, CLEAN_SECONDS), run.text
     taken = [line for _, line in run.lines if "] took " in line]
     steps: dict[int, list[int]] = {}
     for line in taken:
