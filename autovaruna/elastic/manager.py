@@ -28,6 +28,7 @@ from autovaruna.elastic.keeper import SOCKET
 from autovaruna.elastic.link import Link, answers, job_folder
 from autovaruna.elastic.notices import Notices
 from autovaruna.elastic.options import Options, list_hosts
+from autovaruna.elastic.slow_hosts import SlowHosts
 from autovaruna.elastic.snapshots import State, find_state, hand_out
 from autovaruna.elastic.watch import Watch
 from autovaruna.errors import ConfigError
@@ -43,6 +44,7 @@ _REOPEN_SECONDS = 6.0
 _AGAIN_SECONDS = 5.0
 """How long after a keeper has gone it is tried again, doubled each time up to a minute."""
 _LEAVE_SECONDS = 120.0
+_PLAN_ANEW = {"AUTOVARUNA_LOAD_DEPLOYMENT": "false"}
 _HOUR = 3600.0
 _LOST_OTHERS = 14
 """What Open MPI ends a rank with that has done nothing, but has lost its connection to another one."""
@@ -92,7 +94,7 @@ class Manager:
         self._links: dict[str, Link] = {}
         self._delays: dict[str, float] = {}
         self._noticed: dict[str, float] = {}
-        self._left_out: set[str] = set()
+        self._slow = SlowHosts(self._log, self._ways.slow_factor)
         self._attempt = 0
         self._starts: deque[float] = deque()
         self._num_in_vain = 0
@@ -160,7 +162,7 @@ class Manager:
             host: count
             for host, count in self._listed.items()
             if host in self._links and self._links[host].is_up and not self._links[host].is_silent
-            if host not in self._noticed and host not in self._left_out
+            if host not in self._noticed and not self._slow.leaves_out(host)
         }
 
     def _num_ranks(self, hosts: dict[str, int]) -> int:
@@ -200,7 +202,7 @@ class Manager:
         if self._ways.discover_hosts is None or listed != self._listed:
             for host in listed:  # whoever lists a host again wants it back
                 self._noticed.pop(host, None)
-                self._left_out.discard(host)
+                self._slow.forgive(host)
         if listed == self._listed:
             return
         for host in sorted(listed.keys() ^ self._listed.keys()):
@@ -226,6 +228,7 @@ class Manager:
                 self._log.note("lost", f"host {host} does not answer any more", host=host)
                 self._lost.add(host)
                 link.cut()
+        self._slow.take(self._watch)
 
     # one run of the job
 
@@ -238,6 +241,8 @@ class Manager:
         seconds = {"state": time.monotonic() - began}
         self._attempt += 1
         options, grid = self._choose(replace(self._options, hosts=hosts))
+        if self._slow.take_wish():
+            options = replace(options, variables={**options.variables, **_PLAN_ANEW})
         if state is not None:
             options = replace(options, resume_step=state.step)
         self._watch = Watch(self._attempt, self._watch.longest_seconds)
@@ -419,6 +424,13 @@ class Manager:
         usable = self._usable()
         if gone := [host for host in hosts if host in self._noticed or host not in self._listed]:
             return Outcome(f"host {', '.join(gone)} is to be left", is_fault=False)
+        if slow := [host for host in hosts if self._slow.leaves_out(host)]:
+            if any(host not in slow for host in usable):
+                return Outcome(f"host {', '.join(slow)} is slow", is_fault=False)
+            for host in slow:
+                self._slow.forgive(host)
+        if self._slow.wants_plan and self._watch.holds_any:
+            return Outcome("the plan is made anew, for ranks as fast as they are now", is_fault=False)
         new = [host for host in usable if host not in hosts and self._links[host].is_ready]
         if new and self._watch.holds_any:  # else all that was done so far would be lost
             return Outcome(f"host {', '.join(new)} is there", is_fault=False)

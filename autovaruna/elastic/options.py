@@ -37,6 +37,7 @@ class Morphing:
         checkpoints: a folder on disk for states that hosts have in memory; None: none.
         checkpoint_seconds: how long after one of them the next is written.
         events: a file that gets a line of JSON for each event; None: none.
+        slow_factor: a host whose rank is so many times slower than it was is left out; what is less is planned for.
         memory: a folder in memory of each host.
         has_standby: whether hosts keep a process ready to become a rank.
     """
@@ -49,6 +50,7 @@ class Morphing:
     checkpoints: str | None = None
     checkpoint_seconds: float = 600.0
     events: str | None = None
+    slow_factor: float = 1.5
     memory: str = "/dev/shm"
     has_standby: bool = True
 
@@ -130,6 +132,7 @@ def _read_morphing(given: argparse.Namespace) -> Morphing:
         given.checkpoints,
         given.checkpoint_seconds,
         given.events,
+        given.slow_factor,
         given.memory_folder,
         not given.no_standby,
     )
@@ -159,6 +162,7 @@ def add_options(parser: argparse.ArgumentParser, machine_list: str | None) -> No
     add_path("--checkpoints", metavar="DIR", help="write what hosts have in memory there, from time to time")
     add("--checkpoint_seconds", type=float, default=600.0, metavar="S", help="how often (600)")
     add_path("--events", metavar="FILE", help="gets a line of JSON for each event")
+    add("--slow_factor", type=float, default=1.5, metavar="F", help="a host so many times slower is left out (1.5)")
     add_path("--memory_folder", default="/dev/shm", metavar="DIR", help="in memory of each host (/dev/shm)")
     add("--no_standby", action="store_true", help="start Python anew for each rank")
     add("script", help="the training script, in code_dir")

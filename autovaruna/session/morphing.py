@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from autovaruna.checkpoint.snapshot import HasPosition, Snapshots
 from autovaruna.checkpoint.state import Content, Subject, generator_states
 from autovaruna.errors import ConfigError
+from autovaruna.planner.records import Plan, predicted_seconds
 from autovaruna.runtime.progress import JobPlace, Reporter, job_place
 from autovaruna.runtime.world import World
 from autovaruna.session.stopping import STATUS, has_heard, listen
@@ -103,8 +104,16 @@ class Morphing:
         self._takes = all(is_ready for is_ready, _ in every)
         self._leaves |= any(leaves for _, leaves in every)
 
-    def begin_call(self, num_steps: int, work_seconds: float) -> None:
-        """Tells the host's keeper that a call begins."""
+    def begin_call(self, num_steps: int, work_seconds: float, plan: Plan | None) -> None:
+        """Tells the host's keeper that a call begins.
+
+        Args:
+            num_steps: Steps of the optimizer so far.
+            work_seconds: What this rank's stages have computed for so far.
+            plan: The plan; None: there is none yet.
+        """
+        if plan is not None and self._world.rank == 0:
+            self._reporter.predict(partial(predicted_seconds, plan))
         self._reporter.begin_call(self._first_step + num_steps, has_heard(), work_seconds)
 
     def end_call(self) -> None:

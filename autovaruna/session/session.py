@@ -169,8 +169,9 @@ class Session:
         if morphing is None:
             yield
             return
-        work = 0.0 if wrapped.engine is None else wrapped.engine.metrics.work_seconds
-        morphing.begin_call(wrapped.num_steps, work)
+        engine = wrapped.engine
+        work, plan = (0.0, None) if engine is None else (engine.metrics.work_seconds, engine.plan)
+        morphing.begin_call(wrapped.num_steps, work, plan)
         yield
         morphing.end_call()
 

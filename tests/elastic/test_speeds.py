@@ -1,4 +1,4 @@
-"""Holds who is called slow, and who hung: the one that is, soon, and nobody else, ever."""
+"""Holds who is called slow: the one that is, soon, and nobody else, ever."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from collections.abc import Callable, Mapping
 
 import pytest
 
-from autovaruna.elastic.health import Health, Hung, Place, Recovered, Report, Slow, predicted_seconds
+from autovaruna.elastic.speeds import Recovered, Report, Slow, Speeds
 from autovaruna.planner.prediction import pipeline_of, policy_of
+from autovaruna.planner.records import predicted_seconds
 from autovaruna.planner.search import make_plan
 from autovaruna.schedule.simulator import simulate
 from tests.planner.cases import make_problem
@@ -26,7 +27,7 @@ class Job:
     ):
         self.seconds = {rank: 1.0 + 0.5 * rank for rank in range(num_ranks)}
         self.rng, self.noise = random.Random(seed), noise
-        self.health = Health(predicted or {rank: 2 * each for rank, each in self.seconds.items()}, 10.0, 0.0)
+        self.speeds = Speeds(predicted or {rank: 2 * each for rank, each in self.seconds.items()})
 
     def run(self, steps: range, factor: Factor = lambda rank, step: 1.0) -> list[Slow | Recovered]:
         """Runs some steps; the ranks report in another order each time. Returns all that was said."""
@@ -34,7 +35,7 @@ class Job:
         for step in steps:
             for rank in self.rng.sample(sorted(self.seconds), len(self.seconds)):
                 seconds = self.seconds[rank] * factor(rank, step) * (1 + self.noise * self.rng.gauss(0, 1))
-                said += self.health.report(Report(rank, step, seconds, 10.0 * step))
+                said += self.speeds.report(Report(rank, step, seconds))
         return said
 
 
@@ -47,7 +48,7 @@ def test_a_rank_slowed_by_15_percent_is_named_within_ten_steps(num_ranks: int, s
     (said,) = job.run(range(start, start + 10), lambda rank, step: 1.15 if rank == victim else 1.0)
     assert isinstance(said, Slow) and said.rank == victim and said.step < start + 10
     assert 1.05 < said.factor < 1.25 and said.compared_with == "its own past"
-    assert job.health.slow() == {victim: said}
+    assert job.speeds.slow == {victim: said}
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 8])
@@ -102,9 +103,9 @@ def test_a_rank_that_recovers_is_forgiven():
     job = Job(4)
     job.run(range(100))
     job.run(range(100, 120), lambda rank, step: 1.3 if rank == 2 else 1.0)
-    assert set(job.health.slow()) == {2}
+    assert set(job.speeds.slow) == {2}
     (said,) = job.run(range(120, 140))
-    assert isinstance(said, Recovered) and said.rank == 2 and said.step < 132 and not job.health.slow()
+    assert isinstance(said, Recovered) and said.rank == 2 and said.step < 132 and not job.speeds.slow
 
 
 def test_ranks_without_work_are_compared_with_nothing():
@@ -131,97 +132,3 @@ def test_the_predicted_seconds_are_those_of_the_simulated_step(num_ranks: int):
         for acts in simulate(pipeline_of(plan, problem.graph), policy_of(plan.schedule)).acts
     ]
     assert predicted_seconds(plan) == pytest.approx(dict(enumerate(busy)))
-
-
-class Story:
-    """A job of four ranks whose steps take a second; all but some speak each second of where they are."""
-
-    def __init__(self, steps: int = 30) -> None:
-        self.health, self.time = Health(dict.fromkeys(range(4), 0.5), 1.0, 0.0), 0.0
-        for step in range(steps):
-            self.time += 1.0
-            for rank in range(4):
-                self.health.report(Report(rank, step, 0.5, self.time))
-
-    def stand(
-        self, seconds: int, waits_for: Mapping[int, tuple[int, ...]], is_silent: tuple[int, ...] = ()
-    ) -> list[Hung]:
-        """Lets seconds pass without progress; returns who is hung after them."""
-        for _ in range(seconds):
-            self.time += 1.0
-            for rank in {0, 1, 2, 3} - set(is_silent):
-                words = f"place of {rank}"
-                self.health.tell(Place(rank, self.time, words, waits_for.get(rank, ())))
-        return self.health.hung(self.time)
-
-
-CHAIN = {0: (1,), 1: (2,), 3: (2, 0)}
-"""Rank 2 keeps all others waiting."""
-
-
-def test_a_stopped_rank_is_hung_after_some_seconds():
-    story = Story()
-    story.stand(1, {0: (1,)})
-    assert not story.stand(4, CHAIN, is_silent=(2,))
-    (found,) = story.stand(3, CHAIN, is_silent=(2,))
-    assert found == Hung(2, 8.0, "place of 2", True, (0, 1, 3))
-
-
-def test_a_rank_that_said_that_it_waits_and_was_then_stopped_is_hung():
-    story = Story()
-    story.stand(1, {2: (1,), 1: (0,)})
-    assert [each.rank for each in story.stand(7, CHAIN, is_silent=(2,))] == [2]
-
-
-def test_a_rank_that_loops_is_hung_after_a_multiple_of_its_steps():
-    story = Story()
-    assert not story.stand(20, CHAIN)
-    (found,) = story.stand(1, CHAIN)
-    assert found == Hung(2, 21.0, "place of 2", False, (0, 1, 3))
-
-
-def test_what_took_long_before_may_take_long_again():
-    story = Story()
-    assert not story.stand(18, CHAIN)
-    for step in (30, 31):
-        for rank in range(4):
-            story.health.report(Report(rank, step, 0.5, story.time))
-        story.time += 1.0
-    assert not story.stand(50, CHAIN) and story.stand(10, CHAIN)
-
-
-def test_before_its_first_step_a_rank_may_take_as_long_as_it_wants():
-    story = Story(steps=0)
-    assert not story.stand(1000, CHAIN)
-    assert [each.rank for each in story.stand(6, CHAIN, is_silent=(2,))] == [2]
-
-
-def test_nobody_is_hung_while_steps_end():
-    story = Story()
-    for step in range(30, 130):
-        story.stand(1, CHAIN)
-        story.health.report(Report(0, step, 0.5, story.time))
-    assert not story.health.hung(story.time)
-
-
-def test_ranks_that_compute_while_nobody_waits_are_not_hung():
-    assert not Story().stand(1000, {})
-
-
-def test_ranks_that_wait_for_each_other_are_not_hung_but_those_that_keep_them():
-    """A circle of waits is the deadlock detector's: no rank of it did anything wrong that others did not."""
-    assert not Story().stand(100, {0: (1,), 1: (0,), 2: (3,), 3: (2,)})
-    assert [each.rank for each in Story().stand(100, {0: (1,), 1: (0, 2), 3: (0,)})] == [2]
-
-
-def test_who_hears_nobody_blames_nobody():
-    story = Story()
-    story.stand(1, {})
-    assert not story.stand(100, {}, is_silent=(0, 1, 2, 3))
-
-
-def test_a_rank_that_has_ended_is_not_hung():
-    story = Story()
-    story.stand(1, CHAIN)
-    story.health.end(2)
-    assert not story.stand(100, CHAIN, is_silent=(2,))
