@@ -431,9 +431,12 @@ class Manager:
                 self._slow.forgive(host)
         if self._slow.wants_plan and self._watch.holds_any:
             return Outcome("the plan is made anew, for ranks as fast as they are now", is_fault=False)
-        new = [host for host in usable if host not in hosts and self._links[host].is_ready]
-        if new and self._watch.holds_any:  # else all that was done so far would be lost
+        if not self._watch.holds_any:  # all that was done so far would be lost
+            return None
+        if new := [host for host in usable if host not in hosts and self._links[host].is_ready]:
             return Outcome(f"host {', '.join(new)} is there", is_fault=False)
+        if other := [host for host in hosts if usable.get(host, hosts[host]) != hosts[host]]:
+            return Outcome(f"host {', '.join(other)} has other numbers of ranks", is_fault=False)
         return None
 
     def _patience(self, leaving: Outcome) -> float:

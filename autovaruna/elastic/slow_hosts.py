@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from autovaruna.elastic.events import EventLog
-from autovaruna.elastic.speeds import Recovered, Slow
+from autovaruna.elastic.speeds import Slow
 from autovaruna.elastic.watch import Watch
 
 FILE = "slow_machines.out"
@@ -36,6 +36,7 @@ class SlowHosts:
         self._until: dict[str, float] = {}
         self._patience: dict[str, float] = {}
         self._has_planned = False
+        self._known: set[str] = set()
         self._last_plan = -_BETWEEN_SECONDS
 
     def take(self, watch: Watch) -> None:
@@ -43,20 +44,21 @@ class SlowHosts:
         while watch.changes:
             change = watch.changes.pop(0)
             host = watch.host_of(change.rank)
-            if isinstance(change, Recovered):
+            if isinstance(change, Slow):
+                self._take_slow(change, host)
+            elif host in self._known:
+                self._known.discard(host)
                 self._log.note("recovered", f"rank {change.rank} on {host} is as fast as before", host=host)
                 self._wish()
-            else:
-                self._take_slow(change, host)
 
     def _take_slow(self, slow: Slow, host: str) -> None:
+        is_by_plan = slow.compared_with == "the prediction"
+        if is_by_plan and self._has_planned:  # a plan that was made anew has measured the ranks by itself
+            return
         text = f"rank {slow.rank} on {host} takes {slow.factor:.2f} times as long as {slow.compared_with}"
         self._log.note("slow", text, host=host, rank=slow.rank, factor=slow.factor, compared_with=slow.compared_with)
-        if slow.compared_with == "the prediction":  # a plan that was made anew has measured the ranks by itself
-            if not self._has_planned:
-                self._wish()
-            return
-        if slow.factor < self._most:
+        self._known.add(host)
+        if is_by_plan or slow.factor < self._most:
             self._wish()
             return
         seconds = self._patience.get(host, _LEFT_OUT_SECONDS)
