@@ -554,8 +554,8 @@ def _time_of(path: str | None) -> int:
 
 def start(options: Options, choose: Callable[[Options], tuple[Options, Grid | None]]) -> int:
     """Runs a job as its options say, once or for as long as there are hosts, and returns its status."""
+    chosen, grid = choose(options)  # refuses first what no number of hosts could run
     if options.morphing is None:
-        chosen, grid = choose(options)
         return Job(chosen, grid).run()
     try:
         return Manager(options, choose).run()

@@ -116,6 +116,11 @@ class Morphing:
             self._reporter.predict(partial(predicted_seconds, plan))
         self._reporter.begin_call(self._first_step + num_steps, has_heard(), work_seconds)
 
+    def tell_end(self) -> None:
+        """Tells the host's keeper that this rank ends because it was asked to."""
+        self._reporter.progress.hears_end = True
+        self._reporter.write()
+
     def end_call(self) -> None:
         """Tells the host's keeper that the script goes on."""
         self._num_batches += torch.is_grad_enabled()
