@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -44,7 +44,7 @@ _REOPEN_SECONDS = 6.0
 _AGAIN_SECONDS = 5.0
 """How long after a keeper has gone it is tried again, doubled each time up to a minute."""
 _LEAVE_SECONDS = 120.0
-_PLAN_ANEW = {"AUTOVARUNA_LOAD_DEPLOYMENT": "false"}
+_DEPLOYMENT = "AUTOVARUNA_DEPLOYMENT_FILE"
 _HOUR = 3600.0
 _LOST_OTHERS = 14
 """What Open MPI ends a rank with that has done nothing, but has lost its connection to another one."""
@@ -165,7 +165,7 @@ class Manager:
             if host not in self._noticed and not self._slow.leaves_out(host)
         }
 
-    def _num_ranks(self, hosts: dict[str, int]) -> int:
+    def _num_ranks(self, hosts: Mapping[str, int]) -> int:
         return sum(hosts.values())
 
     def _look_around(self) -> None:
@@ -241,8 +241,7 @@ class Manager:
         seconds = {"state": time.monotonic() - began}
         self._attempt += 1
         options, grid = self._choose(replace(self._options, hosts=hosts))
-        if self._slow.take_wish():
-            options = replace(options, variables={**options.variables, **_PLAN_ANEW})
+        options = replace(options, variables={**self._variables_of_plan(hosts), **options.variables})
         if state is not None:
             options = replace(options, resume_step=state.step)
         self._watch = Watch(self._attempt, self._watch.longest_seconds)
@@ -257,6 +256,13 @@ class Manager:
         outcome = self._follow(self._job, hosts, seconds)
         self._end_run(self._job, [link for link in links if link.host not in outcome.lost])
         return outcome
+
+    def _variables_of_plan(self, hosts: Mapping[str, int]) -> dict[str, str]:
+        """Returns settings by which the plans of other numbers of ranks do not take each other's place."""
+        found = {"AUTOVARUNA_LOAD_DEPLOYMENT": "false"} if self._slow.take_wish() else {}
+        if hosts != self._options.hosts and _DEPLOYMENT not in os.environ:
+            found[_DEPLOYMENT] = f"deployment-{'-'.join(map(str, hosts.values()))}.json"
+        return found
 
     def _wait_for_hosts(self) -> dict[str, int]:
         """Returns the hosts to run on, once there are enough."""
