@@ -27,7 +27,6 @@ from autovaruna.graph.export.assertions import take_checks
 from autovaruna.graph.export.autograd import FunctionCall, check_state, hooked, plain_state, watched, with_own_backward
 from autovaruna.graph.export.batch_size import (
     FreeLengths,
-    cached_size_arithmetic,
     find_threshold,
     noted_branches,
     noted_fixed_sizes,
@@ -37,7 +36,6 @@ from autovaruna.graph.export.constant_values import hide_fakes, hide_tracing
 from autovaruna.graph.export.errors import (
     TRANSFORMS,
     BatchSizeError,
-    ChangedStateError,
     InModuleError,
     chain_of,
     check_layouts,
@@ -61,7 +59,6 @@ from autovaruna.graph.opaque.keep import Keeper, is_of_keeper, kept_whole, packe
 from autovaruna.graph.opaque.run import run_opaque
 from autovaruna.graph.precision import in_precision, noted_precision, switch_in_regions
 from autovaruna.graph.random import Draws, noted_draws, python_generators
-from autovaruna.graph.source_lines import short_stacks
 from autovaruna.graph.tree import Tree, flatten
 
 _HOLDERS = {"torch.nn.functional": nn.functional, "torch.functional": torch}
@@ -258,7 +255,7 @@ def _write_back(module: nn.Module, before: dict[str, Tensor | None]) -> None:
         if new is old:
             continue
         if old is None or new is None or new.shape != old.shape or new.dtype != old.dtype:
-            raise ChangedStateError(
+            raise TraceError(
                 f"{type(module).__qualname__}.forward replaces its buffer {name!r} by one of another kind: got "
                 f"{_kind(new)}, expected {_kind(old)}. Keep the shape and dtype of a buffer that forward assigns, or "
                 "run one batch through the model before it is wrapped."
@@ -269,18 +266,6 @@ def _write_back(module: nn.Module, before: dict[str, Tensor | None]) -> None:
 
 def _kind(tensor: Tensor | None) -> str:
     return "none" if tensor is None else f"{tuple(tensor.shape)} {tensor.dtype}"
-
-
-def program_of(flat: FlatCall, inputs: list[Tensor], shapes: list[Any]) -> torch.export.ExportedProgram:
-    """Runs torch.export.
-
-    Args:
-        flat: Calls the model.
-        inputs: What it is called with.
-        shapes: Which of their dimensions are the batch.
-    """
-    with cached_size_arithmetic():
-        return torch.export.export(flat, (inputs,), dynamic_shapes=(shapes,), strict=False)
 
 
 @dataclass(frozen=True)
@@ -376,7 +361,6 @@ class Attempt:
             python_generators(0),
             padded_encoders(),
             noted_precision(self.call.precision),
-            short_stacks(),
         ):
             yield _Notes(keeper, draws, function_calls, Idioms(keeper.functions), fixing, lone, large, bounds, free)
 
@@ -390,7 +374,9 @@ class Attempt:
             shapes[index][place] = torch.export.Dim.AUTO
         with warnings.catch_warnings():  # recurrent modules keep their weights twice; torch.export warns of it
             warnings.filterwarnings("ignore", message="The tensor attribute")
-            program = program_of(flat, inputs, [shape or None for shape in shapes])
+            program = torch.export.export(
+                flat, (inputs,), dynamic_shapes=([shape or None for shape in shapes],), strict=False
+            )
         graph_module = unlift(program)
         take_modules(graph_module)
         take_checks(graph_module)
