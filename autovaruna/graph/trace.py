@@ -84,7 +84,7 @@ def _refuse_writing(exported: Exported, facts: dict[str, Fact], model: nn.Module
             )
 
 
-ONE_AT_A_TIME = Lock()  # torch.export keeps state of its own that threads share
+_one_at_a_time = Lock()  # torch.export keeps state of its own that threads share
 _OF_EACH_SIZE = "There is one micro-batch, so the model is traced for its size alone, and anew for each other size."
 _HINTS = (7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47)
 
@@ -190,7 +190,7 @@ def _trace(
     free: Places,
     can_keep: bool = True,
 ) -> TracedModel:
-    with ONE_AT_A_TIME:
+    with _one_at_a_time:
         exported, batch_size = _export(model, call, device, is_dynamic, micro_batch_size, is_parted, free, can_keep)
         sizes = _sizes(exported, call, batch_size)
         facts = learn_written(exported, model, call, batch_size, device)

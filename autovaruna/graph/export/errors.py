@@ -46,10 +46,6 @@ class BatchSizeError(TraceError):
     """Says that a graph would hold for one batch size alone."""
 
 
-class ChangedStateError(TraceError):
-    """Says that forward changes what its next call reads, and a trace would fix."""
-
-
 def check_operations(module: fx.GraphModule) -> None:
     """Refuses operations that would fail later.
 
