@@ -180,6 +180,45 @@ def test_functions_have_their_own_backward_by_any_name() -> None:
     assert turn(torch.ones(1)) == 1  # type: ignore[no-untyped-call]
 
 
+class Again(torch.autograd.Function):
+    """Runs a module forward, and forward again in its backward, where the weights take their gradients themselves."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, act: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.act = act
+        return act(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        with torch.enable_grad():
+            x = ctx.saved_tensors[0].detach().requires_grad_()
+            torch.autograd.backward(ctx.act(x), gradients[0])
+        return x.grad, None
+
+
+class Reaching(nn.Module):
+    """Hands a module, or a function that calls it, to such a function."""
+
+    def __init__(self, is_hidden: bool) -> None:
+        super().__init__()
+        self.inner, self.is_hidden = nn.Linear(WIDTH, WIDTH), is_hidden
+
+    def forward(self, x: Tensor) -> Tensor:
+        act = (lambda each: self.inner(each)) if self.is_hidden else self.inner
+        return Again.apply(x, act)  # type: ignore[no-any-return, no-untyped-call]
+
+
+@pytest.mark.parametrize("is_own", [True, False])
+@pytest.mark.parametrize("is_hidden", [True, False])
+def test_a_function_that_reaches_weights_is_refused(is_hidden: bool, is_own: bool) -> None:
+    """In a submodule, too: kept whole it would go backward into weights that other ranks hold."""
+    model = Reaching(is_hidden) if is_own else AfterHook(Reaching(is_hidden))
+    batch = labelled(SIZE, 0)[1]
+    with pytest.raises(TraceError, match=r"Again uses the weights of \w+.*pass each weight to apply\(\)"):
+        AutoVaruna(model, num_micro_batches=2, **QUIET)(**batch if not is_own else {"x": batch["x"]})
+
+
 class Saving(nn.Module):
     """Sets hooks for saved tensors."""
 

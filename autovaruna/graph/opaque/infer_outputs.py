@@ -23,7 +23,8 @@ from autovaruna.graph.export.autograd import check_state, plain_state
 from autovaruna.graph.export.constant_values import hide_tracing
 from autovaruna.graph.export.fakes import put
 from autovaruna.graph.guards import hooks_of
-from autovaruna.graph.opaque.run import OutputShape, Returned, in_place, is_differentiable, places_of
+from autovaruna.graph.opaque.functions import applied_by, refuse_weights
+from autovaruna.graph.opaque.run import OutputShape, Returned, is_differentiable, places_of, with_state
 from autovaruna.graph.precision import Precision, in_precision
 from autovaruna.graph.random import python_generators, untouched_generator
 from autovaruna.graph.tree import Opaque, Tree, flatten
@@ -125,7 +126,8 @@ class Trial:
             in_precision(self.precision),
             hide_tracing(),
             python_generators(seed),
-            in_place(places_of(self.module), state),
+            with_state(places_of(self.module), state),
+            applied_by(refuse_weights),
         ):
             places = [place for place, *_ in places_of(self.module)]
             before = [_bits(each).clone() for each in own_tensors(self.module)]
