@@ -381,7 +381,7 @@ class Session:
         settings, device = wrapped.settings, wrapped.device
         self.traces = Traces(wrapped.module, settings, world, device)
         traced = self.traces.first(shared)
-        wrapped.take_state()  # with the buffers that a first call leaves
+        wrapped.take_state()
         raw = None if optimizer is None else optimizer.optimizer
         preparation = Preparation(traced, wrapped.module, raw, shared, settings, world, device, resident)
         open_channel(settings.channel, preparation.plan, world, device)
