@@ -239,7 +239,7 @@ def _is_one(first: str, second: str) -> bool:
     """Says whether two names or addresses are of one machine; what cannot be looked up is another one."""
     found = []
     for name in (first, second):
-        with suppress(OSError):
+        with suppress(OSError, UnicodeError):
             entries = socket.getaddrinfo(name.rpartition("@")[2], None, type=socket.SOCK_STREAM)
             found.append({entry[4][0] for entry in entries})
     return len(found) == 2 and not found[0].isdisjoint(found[1])
