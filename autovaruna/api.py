@@ -385,7 +385,8 @@ class AutoVaruna(nn.Module):
         and what is given here. Collective; called once, before the loop.
 
         Args:
-            dir: A folder of checkpoints, for when no host has the state; None, or one without any: from the start.
+            dir: A folder of checkpoints, for when no host has the state; None: that of ``autovaruna run
+                --checkpoints``. Without any, the run begins.
             scaler: A GradScaler.
             lr_scheduler: A schedule of the learning rate.
             sampler: An `ElasticSampler`: its samples go on, too.
@@ -401,6 +402,8 @@ class AutoVaruna(nn.Module):
         """
         wrapped = self._wrapped
         refuse_several(max(wrapped.world.num_models, len(self._session.copies.members())))
+        if dir is None and wrapped.morphing is not None:
+            dir = wrapped.morphing.place.checkpoints
         info = self._load_memory(None, scaler, lr_scheduler)
         if info is None and on_first(wrapped.world, lambda: has_checkpoints(dir), "looking for checkpoints"):
             assert dir is not None

@@ -101,6 +101,7 @@ class Manager:
         self._best_step = -1
         self._ended: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
         self._signals: list[signal.Signals] = []
+        self._first_signal = 0.0
         self._job: Job | None = None
         self._began = time.monotonic()
         self._machine_time = _time_of(self._ways.machine_list)
@@ -246,7 +247,8 @@ class Manager:
             options = replace(options, resume_step=state.step)
         self._watch = Watch(self._attempt, self._watch.longest_seconds)
         self._lost.clear()
-        place = JobPlace(str(self._folder), self._attempt, len(hosts), None if state is None else state.step)
+        step, checkpoints = None if state is None else state.step, self._ways.checkpoints
+        place = JobPlace(str(self._folder), self._attempt, len(hosts), step, checkpoints)
         self._begin(links)
         standby = str(self._folder / SOCKET) if self._ways.has_standby else ""
         self._ended = queue.SimpleQueue()
@@ -460,10 +462,12 @@ class Manager:
         return ""
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
-        """Notes a signal; a second one that asks to end ends the job at once."""
-        heard = signal.Signals(number)
+        """Notes a signal; a later one that asks to end ends the job at once."""
+        heard, now = signal.Signals(number), time.monotonic()
+        is_later = bool(self._signals) and now - self._first_signal > _BEAT_SECONDS  # a scheduler may send several
+        self._first_signal = self._first_signal if self._signals else now
         self._signals.append(heard)
-        is_hasty = heard in (signal.SIGINT, signal.SIGHUP) or len(self._signals) > 1
+        is_hasty = heard in (signal.SIGINT, signal.SIGHUP) or is_later
         if is_hasty and self._job is not None:
             self._job.kill()
         if is_hasty or self._job is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import shlex
 import socket
@@ -129,7 +130,7 @@ def _read_morphing(given: argparse.Namespace) -> Morphing:
         given.discover_hosts,
         max(given.min_ranks, given.nstages or 1),
         given.max_restarts,
-        given.checkpoints,
+        given.checkpoints and os.path.abspath(given.checkpoints),
         given.checkpoint_seconds,
         given.events,
         given.slow_factor,

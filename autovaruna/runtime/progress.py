@@ -35,12 +35,14 @@ class JobPlace:
         attempt: how often the job has been started before.
         num_hosts: hosts of this attempt; of several, each keeps a copy of another's part.
         step: what the state in ``folder/restore`` is of; None: there is none, the job starts from the beginning.
+        checkpoints: where the manager has states written to disk; None: nowhere.
     """
 
     folder: str
     attempt: int
     num_hosts: int = 1
     step: int | None = None
+    checkpoints: str | None = None
 
     @property
     def restore(self) -> Path:

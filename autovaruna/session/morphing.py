@@ -46,7 +46,6 @@ class Morphing:
     """
 
     def __init__(self, place: JobPlace, world: World) -> None:
-        listen()
         self.place = place
         self._world = world
         self._reporter = _reporter(place, world.rank)
@@ -74,6 +73,7 @@ class Morphing:
             optimizer: At its steps, generators are where the next step's draws begin.
             scaler, lr_scheduler, sampler, extra: As for ``resume``.
         """
+        listen()
         self._first_step = step
         if self._snapshots is None:
             self._snapshots = Snapshots(self.place, self._world.rank)
