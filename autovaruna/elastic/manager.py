@@ -110,7 +110,8 @@ class Manager:
         self._begun: list[Link] = []
         self._watch = Watch(0)
         self._last_save = time.monotonic()
-        self._is_saving = False
+        self._saving: threading.Thread | None = None
+        self._saved_step = -1
 
     def run(self) -> int:
         """Runs the job to its end and returns its status."""
@@ -490,6 +491,8 @@ class Manager:
 
     def _note_end(self, outcome: Outcome) -> None:
         """Notes the end of the whole job; what was asked to end is on disk first, if there is a folder for it."""
+        if self._saving is not None:
+            self._saving.join()
         if outcome.status == LEFT and self._ways.checkpoints is not None:
             self._save(self._ways.checkpoints, [link for link in self._links.values() if link.is_up])
         elif outcome.status == LEFT and self._watch.holds_any:
@@ -533,11 +536,13 @@ class Manager:
     def _save_if_due(self, hosts: dict[str, int]) -> None:
         """Has keepers write what they hold to disk, in a thread, while ranks go on."""
         due = time.monotonic() - self._last_save > self._ways.checkpoint_seconds
-        if self._ways.checkpoints is None or self._is_saving or not due or not self._watch.holds_state(hosts):
+        is_busy = self._saving is not None and self._saving.is_alive()
+        if self._ways.checkpoints is None or is_busy or not due or not self._watch.holds_state(hosts):
             return
-        self._is_saving, self._last_save = True, time.monotonic()
+        self._last_save = time.monotonic()
         links = [self._links[host] for host in hosts]
-        threading.Thread(target=self._save, args=(self._ways.checkpoints, links), daemon=True).start()
+        self._saving = threading.Thread(target=self._save, args=(self._ways.checkpoints, links), daemon=True)
+        self._saving.start()
 
     def _save(self, folder: str, links: list[Link]) -> None:
         from autovaruna.elastic.saving import save  # needs torch, which a manager does not otherwise
@@ -545,14 +550,14 @@ class Manager:
         try:
             answers({link.host: link.ask("hold", on=True) for link in links}, _END_SECONDS)
             state = find_state(links)
-            if state is not None:
+            if state is not None and state.step != self._saved_step:
                 path = save(state, {link.host: link for link in links}, folder)
+                self._saved_step = state.step
                 self._log.note("checkpoint", f"step {state.step} is on disk: {path}", step=state.step, path=str(path))
         except Exception as error:
             self._log.note("checkpoint", f"no checkpoint could be written: {error}")
         finally:
             answers({link.host: link.ask("hold", on=False) for link in links}, _END_SECONDS)
-            self._is_saving = False
 
 
 def _time_of(path: str | None) -> int:
