@@ -27,6 +27,7 @@ from autovaruna.errors import (
 if _TYPE_CHECKING:
     from autovaruna.api import AutoVaruna
     from autovaruna.checkpoint.load import CheckpointInfo, load_checkpoint
+    from autovaruna.elastic.notices import notify_manager_preempt
     from autovaruna.elastic.sampler import ElasticSampler
     from autovaruna.graph.cuts import CutPoint
     from autovaruna.session.device import barrier, get_rank, get_world_size
@@ -60,6 +61,7 @@ __all__ = [
     "get_rank",
     "get_world_size",
     "load_checkpoint",
+    "notify_manager_preempt",
 ]
 
 _HOMES = {
@@ -74,6 +76,7 @@ _HOMES = {
     "get_rank": "autovaruna.session.device",
     "get_world_size": "autovaruna.session.device",
     "load_checkpoint": "autovaruna.checkpoint.load",
+    "notify_manager_preempt": "autovaruna.elastic.notices",
 }
 
 

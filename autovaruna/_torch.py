@@ -38,7 +38,6 @@ def _missing(error: ImportError | AttributeError) -> ImportError:
 
 
 try:
-    import torch._logging._internal
     import torch._subclasses.fake_tensor
     import torch._subclasses.functional_tensor
     import torch.nn.utils.clip_grad
@@ -67,9 +66,6 @@ try:
     FunctionalTensor = torch._subclasses.functional_tensor.FunctionalTensor
     _get_dispatch_mode = torch._C._get_dispatch_mode
     _FAKE = torch._C._TorchDispatchModeKey.FAKE
-    _PROXY = torch._C._TorchDispatchModeKey.PROXY
-    _get_pre_dispatch_mode: Any = torch._ops._get_dispatch_mode_pre_dispatch
-    trace_log: Any = torch._logging._internal  # whether torch logs arithmetic on sizes
 
     # What is known of a tensor besides its numbers.
     preserve_version_counter = torch.autograd.grad_mode._unsafe_preserve_version_counter  # to write unseen by autograd
@@ -139,11 +135,6 @@ def current_fake_mode() -> FakeTensorMode | None:
     mode = _get_dispatch_mode(_FAKE)
     assert mode is None or isinstance(mode, FakeTensorMode)
     return mode
-
-
-def is_recording() -> bool:
-    """Returns whether torch writes what runs on this thread, and arithmetic on sizes, into a graph."""
-    return bool(_get_dispatch_mode(_PROXY) or _get_pre_dispatch_mode(_PROXY))
 
 
 def mark_static(tensor: Tensor, dimension: int) -> None:

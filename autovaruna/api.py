@@ -27,7 +27,7 @@ from autovaruna.checkpoint.source import Source, choose, open_source
 from autovaruna.checkpoint.state import Content
 from autovaruna.config.settings import Settings, resolve, whole_number
 from autovaruna.errors import InputError, OrderError
-from autovaruna.graph.export.methods import follows_weights, method_of
+from autovaruna.graph.export.methods import OwnMethods, method_of
 from autovaruna.planner.records import Plan
 from autovaruna.runtime.direct_calls import own_code
 from autovaruna.runtime.environment import promise, show_errors_in_few_lines
@@ -103,6 +103,7 @@ class AutoVaruna(nn.Module):
         self.__dict__["module"] = module  # not registered: names must stay the module's own
         self.training = module.training
         self._wrapped = Wrapped(module, optimizer, settings)
+        self._methods = OwnMethods(module, self._wrapped.guards)
         self._persistence = Persistence()
         self._state = State(self._wrapped, self._persistence)
         self._session = Session(self._wrapped, self._state, self._persistence, scaler, copies)
@@ -182,7 +183,7 @@ class AutoVaruna(nn.Module):
             return plain(*args, **kwargs)
         wrapped = self._wrapped
         is_needed = torch.is_grad_enabled() or wrapped.placement.splits(wrapped.parameter_names)
-        if not is_needed or not follows_weights(self.module, plain, args, kwargs, wrapped.device):
+        if not is_needed or not self._methods.follow_weights(name, args, kwargs, wrapped.device):
             return plain(*args, **kwargs)
         self._persistence.poll()
         wrapped.lent.settle()
@@ -384,7 +385,8 @@ class AutoVaruna(nn.Module):
         and what is given here. Collective; called once, before the loop.
 
         Args:
-            dir: A folder of checkpoints, for when no host has the state; None, or one without any: from the start.
+            dir: A folder of checkpoints, for when no host has the state; None: that of ``autovaruna run
+                --checkpoints``. Without any, the run begins.
             scaler: A GradScaler.
             lr_scheduler: A schedule of the learning rate.
             sampler: An `ElasticSampler`: its samples go on, too.
@@ -400,6 +402,8 @@ class AutoVaruna(nn.Module):
         """
         wrapped = self._wrapped
         refuse_several(max(wrapped.world.num_models, len(self._session.copies.members())))
+        if dir is None and wrapped.morphing is not None:
+            dir = wrapped.morphing.place.checkpoints
         info = self._load_memory(None, scaler, lr_scheduler)
         if info is None and on_first(wrapped.world, lambda: has_checkpoints(dir), "looking for checkpoints"):
             assert dir is not None

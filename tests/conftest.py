@@ -20,17 +20,12 @@ FIRST = (
     "mpi/test_checkpoint.py",
     "mpi/test_varuna.py",
     "mpi/test_prediction.py",
-    "mpi/test_precision.py",
-    "mpi/test_peers.py",
-    "mpi/test_meta.py",
-    "mpi/test_zero_bubble.py",
-    "mpi/test_extremes.py",
     "test_examples.py",
     "session/test_partitions.py",
     "planner/test_bound.py",
     "session/test_against_plain.py",
     "session/test_modes.py",
-    "session/test_drawn_calls.py",
+    "session/test_drawn.py",
     "planner/test_interleaving.py",
 )
 """The files that take longest, and all that share ranks, one after the other.

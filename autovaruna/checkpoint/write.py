@@ -142,11 +142,14 @@ def write_file(path: Path, chunks: Iterable[Bytes], syncs: bool = True, is_new: 
 
 def chunks_of(rows: Rows) -> Iterator[Bytes]:
     """Yields the chunks of a file; what lies in one row on the host is not copied."""
+    if 0 < sum(row.numel() for row in rows) <= CHUNK_BYTES and len({row.device for row in rows}) == 1:
+        yield torch.cat(list(rows)).cpu().numpy()  # in one call: many are small
+        return
     pieces: list[Bytes] = []
     size = 0
     for row in rows:
-        begin = 0
-        while begin < len(row):
+        begin, end = 0, row.numel()
+        while begin < end:
             piece = row[begin : begin + CHUNK_BYTES - size].cpu().numpy()
             pieces.append(piece)
             begin, size = begin + len(piece), size + len(piece)

@@ -40,7 +40,7 @@ from autovaruna.config.files import read_record, write_whole
 from autovaruna.elastic.life import end_all, hold, state_of
 from autovaruna.elastic.server import Server
 from autovaruna.runtime.launcher import remove_leftovers
-from autovaruna.runtime.progress import Progress, attempt_folder
+from autovaruna.runtime.progress import Progress, attempt_folder, read_predicted, read_work
 
 LOCK, SOCKET = "keeper.lock", "standby"
 _LOOK_SECONDS = 0.02
@@ -96,6 +96,7 @@ class Keeper:
     def ping(self) -> dict[str, Any]:
         """Returns how far the ranks of this host are: of each what it reports, its state, and processor seconds."""
         found = {}
+        predicted: dict[str, float] = {}
         for folder in self._rank_folders():
             progress = Progress.read(folder)
             if progress is not None:
@@ -104,11 +105,13 @@ class Keeper:
                 rank = int(folder.name.partition("-")[2])
                 gone = time.monotonic() - self._gone.get(folder.name, time.monotonic())
                 more = {"state": state, "cpu_seconds": seconds, "silent": silent, "gone_seconds": gone}
-                found[str(rank)] = {**asdict(progress), **more}
+                found[str(rank)] = {**asdict(progress), **more, "work": read_work(folder)}
+                predicted = predicted or read_predicted(folder)
         attempt = self._attempt
         return {
             "attempt": None if attempt is None else attempt.number,
             "ranks": found,
+            "predicted": predicted,
             "newest": self._newest_step(),
             "copied": self._copied,
             "is_ready": self._is_ready or (self.folder / SOCKET).exists(),

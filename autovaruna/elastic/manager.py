@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -28,6 +28,7 @@ from autovaruna.elastic.keeper import SOCKET
 from autovaruna.elastic.link import Link, answers, job_folder
 from autovaruna.elastic.notices import Notices
 from autovaruna.elastic.options import Options, list_hosts
+from autovaruna.elastic.slow_hosts import SlowHosts
 from autovaruna.elastic.snapshots import State, find_state, hand_out
 from autovaruna.elastic.watch import Watch
 from autovaruna.errors import ConfigError
@@ -43,6 +44,7 @@ _REOPEN_SECONDS = 6.0
 _AGAIN_SECONDS = 5.0
 """How long after a keeper has gone it is tried again, doubled each time up to a minute."""
 _LEAVE_SECONDS = 120.0
+_DEPLOYMENT = "AUTOVARUNA_DEPLOYMENT_FILE"
 _HOUR = 3600.0
 _LOST_OTHERS = 14
 """What Open MPI ends a rank with that has done nothing, but has lost its connection to another one."""
@@ -92,13 +94,14 @@ class Manager:
         self._links: dict[str, Link] = {}
         self._delays: dict[str, float] = {}
         self._noticed: dict[str, float] = {}
-        self._left_out: set[str] = set()
+        self._slow = SlowHosts(self._log, self._ways.slow_factor)
         self._attempt = 0
         self._starts: deque[float] = deque()
         self._num_in_vain = 0
         self._best_step = -1
         self._ended: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
         self._signals: list[signal.Signals] = []
+        self._first_signal = 0.0
         self._job: Job | None = None
         self._began = time.monotonic()
         self._machine_time = _time_of(self._ways.machine_list)
@@ -107,7 +110,8 @@ class Manager:
         self._begun: list[Link] = []
         self._watch = Watch(0)
         self._last_save = time.monotonic()
-        self._is_saving = False
+        self._saving: threading.Thread | None = None
+        self._saved_step = -1
 
     def run(self) -> int:
         """Runs the job to its end and returns its status."""
@@ -160,10 +164,10 @@ class Manager:
             host: count
             for host, count in self._listed.items()
             if host in self._links and self._links[host].is_up and not self._links[host].is_silent
-            if host not in self._noticed and host not in self._left_out
+            if host not in self._noticed and not self._slow.leaves_out(host)
         }
 
-    def _num_ranks(self, hosts: dict[str, int]) -> int:
+    def _num_ranks(self, hosts: Mapping[str, int]) -> int:
         return sum(hosts.values())
 
     def _look_around(self) -> None:
@@ -200,7 +204,7 @@ class Manager:
         if self._ways.discover_hosts is None or listed != self._listed:
             for host in listed:  # whoever lists a host again wants it back
                 self._noticed.pop(host, None)
-                self._left_out.discard(host)
+                self._slow.forgive(host)
         if listed == self._listed:
             return
         for host in sorted(listed.keys() ^ self._listed.keys()):
@@ -228,6 +232,7 @@ class Manager:
                 self._log.note("lost", f"host {host} does not answer any more", host=host)
                 self._lost.add(host)
                 link.cut()
+        self._slow.take(self._watch)
 
     # one run of the job
 
@@ -240,11 +245,13 @@ class Manager:
         seconds = {"state": time.monotonic() - began}
         self._attempt += 1
         options, grid = self._choose(replace(self._options, hosts=hosts))
+        options = replace(options, variables={**self._variables_of_plan(hosts), **options.variables})
         if state is not None:
             options = replace(options, resume_step=state.step)
         self._watch = Watch(self._attempt, self._watch.longest_seconds)
         self._lost.clear()
-        place = JobPlace(str(self._folder), self._attempt, len(hosts), None if state is None else state.step)
+        step, checkpoints = None if state is None else state.step, self._ways.checkpoints
+        place = JobPlace(str(self._folder), self._attempt, len(hosts), step, checkpoints)
         self._begin(links)
         standby = str(self._folder / SOCKET) if self._ways.has_standby else ""
         self._ended = queue.SimpleQueue()
@@ -254,6 +261,13 @@ class Manager:
         outcome = self._follow(self._job, hosts, seconds)
         self._end_run(self._job, [link for link in links if link.host not in outcome.lost])
         return outcome
+
+    def _variables_of_plan(self, hosts: Mapping[str, int]) -> dict[str, str]:
+        """Returns settings by which the plans of other numbers of ranks do not take each other's place."""
+        found = {"AUTOVARUNA_LOAD_DEPLOYMENT": "false"} if self._slow.take_wish() else {}
+        if hosts != self._options.hosts and _DEPLOYMENT not in os.environ:
+            found[_DEPLOYMENT] = f"deployment-{'-'.join(map(str, hosts.values()))}.json"
+        return found
 
     def _wait_for_hosts(self) -> dict[str, int]:
         """Returns the hosts to run on, once there are enough."""
@@ -423,9 +437,19 @@ class Manager:
         usable = self._usable()
         if gone := [host for host in hosts if host in self._noticed or host not in self._listed]:
             return Outcome(f"host {', '.join(gone)} is to be left", is_fault=False)
-        new = [host for host in usable if host not in hosts and self._links[host].is_ready]
-        if new and self._watch.holds_any:  # else all that was done so far would be lost
+        if slow := [host for host in hosts if self._slow.leaves_out(host)]:
+            if any(host not in slow for host in usable):
+                return Outcome(f"host {', '.join(slow)} is slow", is_fault=False)
+            for host in slow:
+                self._slow.forgive(host)
+        if self._slow.wants_plan and self._watch.holds_any:
+            return Outcome("the plan is made anew, for ranks as fast as they are now", is_fault=False)
+        if not self._watch.holds_any:  # all that was done so far would be lost
+            return None
+        if new := [host for host in usable if host not in hosts and self._links[host].is_ready]:
             return Outcome(f"host {', '.join(new)} is there", is_fault=False)
+        if other := [host for host in hosts if usable.get(host, hosts[host]) != hosts[host]]:
+            return Outcome(f"host {', '.join(other)} has other numbers of ranks", is_fault=False)
         return None
 
     def _patience(self, leaving: Outcome) -> float:
@@ -443,10 +467,12 @@ class Manager:
         return ""
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
-        """Notes a signal; a second one that asks to end ends the job at once."""
-        heard = signal.Signals(number)
+        """Notes a signal; a later one that asks to end ends the job at once."""
+        heard, now = signal.Signals(number), time.monotonic()
+        is_later = bool(self._signals) and now - self._first_signal > _BEAT_SECONDS  # a scheduler may send several
+        self._first_signal = self._first_signal if self._signals else now
         self._signals.append(heard)
-        is_hasty = heard in (signal.SIGINT, signal.SIGHUP) or len(self._signals) > 1
+        is_hasty = heard in (signal.SIGINT, signal.SIGHUP) or is_later
         if is_hasty and self._job is not None:
             self._job.kill()
         if is_hasty or self._job is None:
@@ -469,6 +495,8 @@ class Manager:
 
     def _note_end(self, outcome: Outcome) -> None:
         """Notes the end of the whole job; what was asked to end is on disk first, if there is a folder for it."""
+        if self._saving is not None:
+            self._saving.join()
         if outcome.status == LEFT and self._ways.checkpoints is not None:
             self._save(self._ways.checkpoints, [link for link in self._links.values() if link.is_up])
         elif outcome.status == LEFT and self._watch.holds_any:
@@ -512,11 +540,13 @@ class Manager:
     def _save_if_due(self, hosts: dict[str, int]) -> None:
         """Has keepers write what they hold to disk, in a thread, while ranks go on."""
         due = time.monotonic() - self._last_save > self._ways.checkpoint_seconds
-        if self._ways.checkpoints is None or self._is_saving or not due or not self._watch.holds_state(hosts):
+        is_busy = self._saving is not None and self._saving.is_alive()
+        if self._ways.checkpoints is None or is_busy or not due or not self._watch.holds_state(hosts):
             return
-        self._is_saving, self._last_save = True, time.monotonic()
+        self._last_save = time.monotonic()
         links = [self._links[host] for host in hosts]
-        threading.Thread(target=self._save, args=(self._ways.checkpoints, links), daemon=True).start()
+        self._saving = threading.Thread(target=self._save, args=(self._ways.checkpoints, links), daemon=True)
+        self._saving.start()
 
     def _save(self, folder: str, links: list[Link]) -> None:
         from autovaruna.elastic.saving import save  # needs torch, which a manager does not otherwise
@@ -524,14 +554,14 @@ class Manager:
         try:
             answers({link.host: link.ask("hold", on=True) for link in links}, _END_SECONDS)
             state = find_state(links)
-            if state is not None:
+            if state is not None and state.step != self._saved_step:
                 path = save(state, {link.host: link for link in links}, folder)
+                self._saved_step = state.step
                 self._log.note("checkpoint", f"step {state.step} is on disk: {path}", step=state.step, path=str(path))
         except Exception as error:
             self._log.note("checkpoint", f"no checkpoint could be written: {error}")
         finally:
             answers({link.host: link.ask("hold", on=False) for link in links}, _END_SECONDS)
-            self._is_saving = False
 
 
 def _time_of(path: str | None) -> int:
@@ -543,8 +573,8 @@ def _time_of(path: str | None) -> int:
 
 def start(options: Options, choose: Callable[[Options], tuple[Options, Grid | None]]) -> int:
     """Runs a job as its options say, once or for as long as there are hosts, and returns its status."""
+    chosen, grid = choose(options)  # refuses first what no number of hosts could run
     if options.morphing is None:
-        chosen, grid = choose(options)
         return Job(chosen, grid).run()
     try:
         return Manager(options, choose).run()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import shlex
 import socket
@@ -37,6 +38,7 @@ class Morphing:
         checkpoints: a folder on disk for states that hosts have in memory; None: none.
         checkpoint_seconds: how long after one of them the next is written.
         events: a file that gets a line of JSON for each event; None: none.
+        slow_factor: a host whose rank is so many times slower than it was is left out; what is less is planned for.
         memory: a folder in memory of each host.
         has_standby: whether hosts keep a process ready to become a rank.
     """
@@ -49,6 +51,7 @@ class Morphing:
     checkpoints: str | None = None
     checkpoint_seconds: float = 600.0
     events: str | None = None
+    slow_factor: float = 1.5
     memory: str = "/dev/shm"
     has_standby: bool = True
 
@@ -127,9 +130,10 @@ def _read_morphing(given: argparse.Namespace) -> Morphing:
         given.discover_hosts,
         max(given.min_ranks, given.nstages or 1),
         given.max_restarts,
-        given.checkpoints,
+        given.checkpoints and os.path.abspath(given.checkpoints),
         given.checkpoint_seconds,
         given.events,
+        given.slow_factor,
         given.memory_folder,
         not given.no_standby,
     )
@@ -159,6 +163,7 @@ def add_options(parser: argparse.ArgumentParser, machine_list: str | None) -> No
     add_path("--checkpoints", metavar="DIR", help="write what hosts have in memory there, from time to time")
     add("--checkpoint_seconds", type=float, default=600.0, metavar="S", help="how often (600)")
     add_path("--events", metavar="FILE", help="gets a line of JSON for each event")
+    add("--slow_factor", type=float, default=1.5, metavar="F", help="a host so many times slower is left out (1.5)")
     add_path("--memory_folder", default="/dev/shm", metavar="DIR", help="in memory of each host (/dev/shm)")
     add("--no_standby", action="store_true", help="start Python anew for each rank")
     add("script", help="the training script, in code_dir")
@@ -235,7 +240,7 @@ def _is_one(first: str, second: str) -> bool:
     """Says whether two names or addresses are of one machine; what cannot be looked up is another one."""
     found = []
     for name in (first, second):
-        with suppress(OSError):
+        with suppress(OSError, UnicodeError):
             entries = socket.getaddrinfo(name.rpartition("@")[2], None, type=socket.SOCK_STREAM)
             found.append({entry[4][0] for entry in entries})
     return len(found) == 2 and not found[0].isdisjoint(found[1])

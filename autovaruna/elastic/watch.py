@@ -11,8 +11,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from autovaruna.elastic.speeds import Recovered, Report, Slow, Speeds
+
 _LEAST_SECONDS = 20.0
 _TIMES_LONGEST = 20.0
+_LEAST_WORK_SECONDS = 5e-3
+"""Of a step; what takes less varies by more than slow ranks do."""
 _STOPPED_SECONDS = 4.0
 """How long a process may be stopped, as by a debugger that comes and goes."""
 _MOST_NAMES = 4
@@ -38,6 +42,7 @@ class _Seen:
     host: str
     report: Mapping[str, Any]
     stopped_since: float | None = None
+    last_call: int = -1
 
 
 class Watch:
@@ -49,11 +54,14 @@ class Watch:
 
     Attributes:
         longest_seconds: the same, this run included.
+        changes: ranks that have become slow, or as fast as before, which whoever takes them removes.
     """
 
     def __init__(self, attempt: int, longest_seconds: float = 0.0) -> None:
         self.attempt = attempt
         self.longest_seconds = longest_seconds
+        self.changes: list[Slow | Recovered] = []
+        self._speeds: Speeds | None = None
         self._ranks: dict[int, _Seen] = {}
         self._states: dict[str, Mapping[str, Any]] = {}
         self._num_calls = 0
@@ -69,16 +77,29 @@ class Watch:
             seen = self._ranks.setdefault(int(name), _Seen(host, its))
             seen.host, seen.report = host, its
             seen.stopped_since = (seen.stopped_since or now) if its["state"] == "T" else None
+        self._compare()
         num_calls = sum(seen.report["calls"] for seen in self._ranks.values())
         if num_calls != self._num_calls:
             if self.num_steps_here > 1:
                 self.longest_seconds = max(self.longest_seconds, now - self._last_change)
             self._num_calls, self._last_change = num_calls, now
 
-    @property
-    def reports(self) -> dict[int, tuple[str, Mapping[str, Any]]]:
-        """Host and last report of each rank."""
-        return {rank: (seen.host, seen.report) for rank, seen in sorted(self._ranks.items())}
+    def _compare(self) -> None:
+        """Tells the comparison of speeds what ranks have computed since it was last told."""
+        predicted = next((state["predicted"] for state in self._states.values() if state["predicted"]), None)
+        if self._speeds is None:
+            if predicted is None or len(self._ranks) < len(predicted) or max(predicted.values()) < _LEAST_WORK_SECONDS:
+                return
+            self._speeds = Speeds({int(rank): seconds for rank, seconds in predicted.items()})
+        for rank, seen in self._ranks.items():
+            for call, seconds in seen.report["work"]:
+                if call > seen.last_call:
+                    seen.last_call = call
+                    self.changes += self._speeds.report(Report(rank, call, seconds))
+
+    def host_of(self, rank: int) -> str:
+        """Returns the host of a rank."""
+        return self._ranks[rank].host
 
     @property
     def num_steps(self) -> int:

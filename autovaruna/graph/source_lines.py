@@ -1,4 +1,4 @@
-"""Finds the line of the user's model that an operation of a traced graph came from, and notes it while tracing."""
+"""Finds the line of the user's model that an operation of a traced graph came from."""
 
 from __future__ import annotations
 
@@ -6,16 +6,12 @@ import linecache
 import re
 import sys
 import traceback
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
-from traceback import FrameSummary, StackSummary
 from types import FrameType
-from typing import Any
 
 import torch
 from torch import fx
-from torch.fx import proxy
 
 _HIDDEN = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), "<")
 _FRAME = re.compile(r'File "(.+)", line (\d+), in .*\n\s*(.*)')
@@ -62,45 +58,3 @@ def failed_at(error: BaseException, nodes: Mapping[str, fx.Node]) -> str:
             node = nodes.get(re.split(r"\W", frame.line or "", maxsplit=1)[0])
             return f", at {origin(node)}" if node is not None and origin(node) else ""
     return ""
-
-
-_NAME = "CapturedTraceback"
-_FORWARD = FrameSummary(__file__, 1, "forward", line="forward")  # torch leaves out what is outside of a forward
-
-
-@contextmanager
-def short_stacks() -> Iterator[None]:
-    """Lets nodes that are made while the context lasts know no more of the stack than that line."""
-    full: Any = getattr(proxy, _NAME, None)  # private to torch: without it, stacks are whole
-    if full is not None:
-        setattr(proxy, _NAME, _Stack)
-    try:
-        yield
-    finally:
-        if full is not None:
-            setattr(proxy, _NAME, full)
-
-
-class _Stack:
-    """Stands for torch's record of a stack."""
-
-    def __init__(self, frames: list[FrameSummary]) -> None:
-        self.frames = frames
-
-    @classmethod
-    def extract(cls, *args: Any, **kwargs: Any) -> _Stack:
-        """Returns the stack of the caller."""
-        frame: FrameType | None = sys._getframe(1)
-        while frame is not None and not (frame.f_code.co_name == "forward" and is_users(frame.f_code.co_filename)):
-            frame = frame.f_back
-        return cls([_FORWARD] if frame is None else [_FORWARD, _summary(frame)])
-
-    def summary(self) -> StackSummary:
-        """Returns its frames, the outermost first."""
-        return StackSummary.from_list(self.frames)
-
-
-def _summary(frame: FrameType) -> FrameSummary:
-    code, line = frame.f_code, frame.f_lineno
-    text = linecache.getline(code.co_filename, line, frame.f_globals).strip()
-    return FrameSummary(code.co_filename, line, code.co_name, line=text)

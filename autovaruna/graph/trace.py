@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from threading import Lock
 
@@ -17,21 +17,19 @@ from autovaruna.errors import TraceError
 from autovaruna.graph.batch.mixing import refuse_mixing
 from autovaruna.graph.batch.state import steady_state
 from autovaruna.graph.batch.totals import NO_TOTALS, take_totals
-from autovaruna.graph.build import Builder
 from autovaruna.graph.call import CallSpec
-from autovaruna.graph.cuts import crossing_sizes, locate, merge_free_blocks
+from autovaruna.graph.cuts import Marker, crossing_sizes, locate, merge_free_blocks
 from autovaruna.graph.export.errors import BatchSizeError, warn_once
 from autovaruna.graph.export.exported import PREFIX, Exported
-from autovaruna.graph.export.run import export
+from autovaruna.graph.export.run import PLAIN, Options, export
 from autovaruna.graph.export.watchers import marked, script_hooks, untouched
-from autovaruna.graph.facts import Fact, learn
-from autovaruna.graph.grouping import Grouping, group
-from autovaruna.graph.lengths import Places
-from autovaruna.graph.opaque.infer_reduction import infer_function_reductions
+from autovaruna.graph.facts import Fact, KnownGraph, learn
+from autovaruna.graph.grouping import Builder, Grouping, group
+from autovaruna.graph.lengths import Sizes
+from autovaruna.graph.opaque.infer import infer_function_reductions
 from autovaruna.graph.opaque.run import run_opaque
 from autovaruna.graph.outputs import classify
 from autovaruna.graph.records import Graph
-from autovaruna.graph.sizes import Sizes
 from autovaruna.graph.traced import TracedModel, is_same_graph
 from autovaruna.graph.tree import Opaque
 
@@ -49,15 +47,6 @@ def learn_written(
     facts = learn(exported, model, call, batch_size, device)
     _refuse_writing(exported, facts, model)
     return facts
-
-
-def changed_state(module: fx.GraphModule, facts: dict[str, Fact], state: dict[str, str]) -> frozenset[str]:
-    """Returns the attributes that are parameters and buffers, and that forward changes."""
-    written = {storage for fact in facts.values() for storage in fact.writes}
-    attributes = module.graph.find_nodes(op="get_attr")
-    return frozenset(
-        str(node.target) for node in attributes if str(node.target) in state and facts[node.name].makes & written
-    )
 
 
 def _refuse_writing(exported: Exported, facts: dict[str, Fact], model: nn.Module) -> None:
@@ -84,7 +73,7 @@ def _refuse_writing(exported: Exported, facts: dict[str, Fact], model: nn.Module
             )
 
 
-ONE_AT_A_TIME = Lock()  # torch.export keeps state of its own that threads share
+_one_at_a_time = Lock()  # torch.export keeps state of its own that threads share
 _OF_EACH_SIZE = "There is one micro-batch, so the model is traced for its size alone, and anew for each other size."
 _HINTS = (7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47)
 
@@ -93,14 +82,7 @@ def trace(
     model: nn.Module,
     call: CallSpec,
     device: torch.device,
-    *,
-    is_dynamic: bool = True,
-    micro_batch_size: int = 0,
-    loss_mode: str = "auto",
-    has_totals: bool = True,
-    is_added: bool = False,
-    is_parted: bool = True,
-    free: Places = frozenset(),
+    options: Options = PLAIN,
 ) -> TracedModel:
     """Traces one call of a model in its present mode, without running it or holding its numbers.
 
@@ -110,32 +92,24 @@ def trace(
         model: The model; its parameters may be on ``meta``.
         call: The call, from `describe`.
         device: Where the graph will run.
-        is_dynamic: Whether the graph serves every batch size, as far as the model lets it.
-        micro_batch_size: The one size that it serves if not.
-        loss_mode: ``auto``, ``loss`` or ``outputs``.
-        has_totals: Whether micro-batches use what was counted over the whole batch; else, over their own samples.
-        is_added: Whether losses of micro-batches are added up, rather than averaged.
-        is_parted: Whether there may be several micro-batches, for which samples must not meet. If not, a model that
-            fixes its batch size is traced for `micro_batch_size` samples.
-        free: Dimensions of inputs, besides the batch, whose lengths the graph need not fix.
+        options: What the graph is to serve.
 
     Raises:
         TraceError: the model cannot be traced.
     """
     warn_of_untried()
-    options = is_dynamic, micro_batch_size, loss_mode, has_totals, is_added, is_parted, free
     if not script_hooks(model):
-        return _trace(model, call, device, *options)
+        return _trace(model, call, device, options)
     watched = error = None
     try:
         with marked(model):
-            watched = _trace(model, call, device, *options)
+            watched = _trace(model, call, device, options)
     except TraceError as found:  # forward may use what a hook leaves
         error = found
     try:
         with untouched(model):
             can_keep = watched is None or _num_kept(watched) > 0  # else hooks alone would ask for it
-            whole = _trace(model, call, device, *options, can_keep)
+            whole = _trace(model, call, device, replace(options, can_keep=can_keep))
     except TraceError:
         if watched is None:
             raise
@@ -177,49 +151,34 @@ def _refuse_watching(traced: TracedModel) -> None:
                 )
 
 
-def _trace(
-    model: nn.Module,
-    call: CallSpec,
-    device: torch.device,
-    is_dynamic: bool,
-    micro_batch_size: int,
-    loss_mode: str,
-    has_totals: bool,
-    is_added: bool,
-    is_parted: bool,
-    free: Places,
-    can_keep: bool = True,
-) -> TracedModel:
-    with ONE_AT_A_TIME:
-        exported, batch_size = _export(model, call, device, is_dynamic, micro_batch_size, is_parted, free, can_keep)
+def _trace(model: nn.Module, call: CallSpec, device: torch.device, options: Options) -> TracedModel:
+    with _one_at_a_time:
+        exported, batch_size = _export(model, call, device, options)
         sizes = _sizes(exported, call, batch_size)
         facts = learn_written(exported, model, call, batch_size, device)
-        module = exported.module
-        placeholders = module.graph.find_nodes(op="placeholder")
-        batch = frozenset(node.name for node, spec in zip(placeholders, call.inputs, strict=True) if spec.is_batch)
         parameters = _first_names(dict(model.named_parameters(remove_duplicate=False)))
-        totals = take_totals(module.graph, facts, sizes, batch, parameters, is_added) if has_totals else NO_TOTALS
-        infer_function_reductions(module.graph, facts, batch, device)
-        joining = refuse_mixing(model, call, module.graph, facts, sizes, batch) if is_parted else []
-        _check_computes(exported, type(model).__qualname__)
-        grouping = group(module.graph, facts, sizes.is_given, sizes.depends_on_data, parameters)
         buffers = _first_names(dict(model.named_buffers(remove_duplicate=False)))
-        graph = _build(exported, facts, sizes, grouping, parameters, buffers)
-        state = parameters | buffers
-        changed = changed_state(module, facts, state)
-        steady = frozenset(state[name] for name in steady_state(module, facts, batch, parameters, changed))
-        if is_parted:
+        known = KnownGraph(exported.module, facts, sizes, call, parameters, buffers)
+        totals = take_totals(known, options.is_added) if options.has_totals else NO_TOTALS
+        infer_function_reductions(known, device)
+        joining = refuse_mixing(model, known) if options.is_parted else []
+        _check_computes(exported, type(model).__qualname__)
+        grouping = group(known)
+        graph = _build(exported.markers, known, grouping)
+        state, changed = parameters | buffers, known.changed_attributes()
+        steady = frozenset(state[name] for name in steady_state(known, changed))
+        if options.is_parted:
             _say_what_follows_samples({state[name] for name in changed} - steady, model)
         logger.info("traced %s: %d operations in %d blocks", type(model).__name__, len(facts), len(graph.blocks))
         return TracedModel(
-            module=module,
+            module=exported.module,
             facts=facts,
             sizes=sizes,
             graph=graph,
             repeated=grouping.repeated,
             call=call,
             output_tree=exported.output_tree,
-            outputs=classify(module.graph, facts, sizes, exported.output_tree.tensor_paths(), loss_mode),
+            outputs=classify(known, exported.output_tree.tensor_paths(), options.loss_mode),
             parameters=parameters,
             buffers=buffers,
             constants=exported.constants,
@@ -233,47 +192,32 @@ def _trace(
         )
 
 
-def _export(
-    model: nn.Module,
-    call: CallSpec,
-    device: torch.device,
-    is_dynamic: bool,
-    micro_batch_size: int,
-    is_parted: bool,
-    free: Places,
-    can_keep: bool,
-) -> tuple[Exported, int]:
+def _export(model: nn.Module, call: CallSpec, device: torch.device, options: Options) -> tuple[Exported, int]:
     """Returns what torch.export makes of a call, and the number that stands for the batch in it."""
-    batch_size = _hint(model, call) if is_dynamic else micro_batch_size
+    batch_size = _hint(model, call) if options.is_dynamic else options.micro_batch_size
     try:
-        return export(model, call, batch_size, is_dynamic, device, is_parted, can_keep, free), batch_size
+        return export(model, call, batch_size, device, options), batch_size
     except BatchSizeError as error:
-        if is_parted:
+        if options.is_parted:
             raise
         warn_once(logger, model, f"{_OF_EACH_SIZE} {error}")
-    return export(model, call, micro_batch_size, False, device, can_keep=can_keep, free=free), micro_batch_size
+    batch_size = options.micro_batch_size
+    return export(model, call, batch_size, device, replace(options, is_dynamic=False, is_parted=True)), batch_size
 
 
-def _build(
-    exported: Exported,
-    facts: dict[str, Fact],
-    sizes: Sizes,
-    grouping: Grouping,
-    parameters: dict[str, str],
-    buffers: dict[str, str],
-) -> Graph:
+def _build(markers: Sequence[Marker], known: KnownGraph, grouping: Grouping) -> Graph:
     """Builds the record without the cuts that others beat."""
-    builder = Builder(exported.module, facts, sizes, grouping, parameters, buffers)
-    marks = locate(exported.markers, grouping.blocks, builder, grouping.joins)
+    builder = Builder(known, grouping)
+    marks = locate(markers, grouping.blocks, builder, grouping.joins)
     blocks = merge_free_blocks(
         grouping.blocks,
         crossing_sizes(builder.values(), len(grouping.blocks)),
-        lambda index: all(facts[name].is_view for name in grouping.blocks[index]),
+        lambda index: all(known.facts[name].is_view for name in grouping.blocks[index]),
         [mark.block - 1 for mark in marks if mark.block > 0],
     )
     starts = {names[0]: index for index, names in enumerate(blocks)}
     marks = [replace(mark, block=starts[grouping.blocks[mark.block][0]]) if mark.block > 0 else mark for mark in marks]
-    return Builder(exported.module, facts, sizes, replace(grouping, blocks=blocks), parameters, buffers).build(marks)
+    return Builder(known, replace(grouping, blocks=blocks)).build(marks)
 
 
 def _hint(model: nn.Module, call: CallSpec) -> int:

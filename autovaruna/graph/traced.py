@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,14 +12,13 @@ from torch import Tensor, fx
 
 from autovaruna.graph.batch.operators import SCALING, Means, arguments, is_random, name_of, operator_of
 from autovaruna.graph.batch.totals import NO_TOTALS, BatchTotals
-from autovaruna.graph.call import CallSpec, InputSpec
+from autovaruna.graph.call import CallSpec
 from autovaruna.graph.export.watchers import WatchedCall
-from autovaruna.graph.facts import Fact
+from autovaruna.graph.facts import Fact, KnownGraph
 from autovaruna.graph.opaque.run import OpaqueModule
 from autovaruna.graph.outputs import OutputKind, OutputSpec
 from autovaruna.graph.precision import precision_of
 from autovaruna.graph.records import Graph
-from autovaruna.graph.sizes import Sizes
 from autovaruna.graph.tree import Tree
 
 _LAYERS = frozenset(
@@ -67,20 +67,14 @@ def _multiplied(node: fx.Node) -> list[fx.Node]:
 
 
 @dataclass(frozen=True)
-class TracedModel:
+class TracedModel(KnownGraph):
     """A model as a graph that can be cut.
 
     Attributes:
-        module: the graph; placeholders are inputs, attributes have the model's names.
-        facts: what is known of each node.
-        sizes: evaluates shapes for a micro-batch.
         graph: the graph as plain data.
         repeated: nodes that run in every stage that uses them, each with all that are repeated together.
-        call: the call that was traced.
         output_tree: structure of what the model returns.
         outputs: its tensors.
-        parameters: first name of each parameter, by each of its names.
-        buffers: first name of each buffer, by each of its names.
         constants: other tensors, by attribute name.
         changed_state: first names of buffers, and of parameters, that forward changes.
         steady_state: those of them that it changes whatever the samples are.
@@ -91,16 +85,10 @@ class TracedModel:
         fixes_lengths: where the model fixes a size; empty: not known.
     """
 
-    module: fx.GraphModule
-    facts: dict[str, Fact]
-    sizes: Sizes
     graph: Graph
     repeated: Mapping[str, tuple[str, ...]]
-    call: CallSpec
     output_tree: Tree
     outputs: tuple[OutputSpec, ...]
-    parameters: dict[str, str]
-    buffers: dict[str, str]
     constants: dict[str, Tensor]
     changed_state: frozenset[str]
     steady_state: frozenset[str] = frozenset()
@@ -139,8 +127,8 @@ class TracedModel:
 
     @property
     def code(self) -> list[str]:
-        """The code of the graph, and of those within it."""
-        return [each.graph.python_code("self").src for each in self._regions]
+        """The code of the graph, and of those within it, whatever nodes are called: names count nodes that are gone."""
+        return [_without_names(each.graph) for each in self._regions]
 
     @cached_property
     def needs_gradient(self) -> bool:
@@ -167,17 +155,6 @@ class TracedModel:
         return saved_weights(self.module.graph, self.facts, self.parameters) - self.changed_state
 
     @cached_property
-    def inputs(self) -> dict[str, InputSpec]:
-        """The input tensors by the names of their nodes, in order."""
-        placeholders = self.module.graph.find_nodes(op="placeholder")
-        return {node.name: spec for node, spec in zip(placeholders, self.call.inputs, strict=True)}
-
-    @cached_property
-    def batch_inputs(self) -> frozenset[str]:
-        """Names of the inputs whose first dimension is the batch."""
-        return frozenset(name for name, spec in self.inputs.items() if spec.is_batch)
-
-    @cached_property
     def places(self) -> dict[str, int]:
         """Position of each node in execution order."""
         return {name: place for place, name in enumerate(self.nodes)}
@@ -200,9 +177,14 @@ class TracedModel:
         return next((spec for spec in self.outputs if spec.kind is OutputKind.LOSS), None)
 
 
+def _without_names(graph: fx.Graph) -> str:
+    places = {node.name: f"node{place}" for place, node in enumerate(graph.nodes)}
+    return re.sub(r"(?<![.\w])[A-Za-z_]\w*", lambda name: places.get(name[0], name[0]), graph.python_code("self").src)
+
+
 def is_same_graph(one: TracedModel, other: TracedModel) -> bool:
-    """Whether two traces compute the same, numbers and all."""
-    if one.graph.fingerprint != other.graph.fingerprint or one.output_tree.key() != other.output_tree.key():
+    """Whether two traces of a model compute the same, numbers and all."""
+    if one.graph.cut_marks != other.graph.cut_marks or one.output_tree.key() != other.output_tree.key():
         return False
     if one.constants.keys() != other.constants.keys() or one.code != other.code:
         return False

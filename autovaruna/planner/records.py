@@ -160,3 +160,15 @@ class Plan:
         """Returns the rank that runs a micro-batch at a stage."""
         ranks = self.stages[stage].ranks
         return ranks[micro_batch % len(ranks)]
+
+
+def predicted_seconds(plan: Plan) -> dict[int, float]:
+    """Returns what the stages of each rank compute in a step, in seconds, by rank."""
+    seconds = dict.fromkeys(range(plan.num_ranks), 0.0)
+    for stage in plan.stages:
+        backward = stage.input_seconds + stage.weight_seconds if stage.deferred else stage.backward_seconds
+        each = stage.forward_seconds + stage.recompute_seconds + backward
+        for place, rank in enumerate(stage.ranks):
+            count = len(range(place, plan.num_micro_batches, len(stage.ranks)))
+            seconds[rank] += count * each / (stage.speeds[place] if stage.speeds else 1.0)
+    return seconds

@@ -11,13 +11,19 @@ import mmap
 import os
 import struct
 import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+
+from autovaruna.config.files import write_whole
 
 VARIABLE = "VARUNA_JOB"
 """Holds where a rank of a job with a manager finds its host's memory, as JSON."""
 _FORMAT = struct.Struct("<5Q2d")
-_FILE = "progress"
+_NUM_KEPT = 64
+_WORK = struct.Struct("<Qd")
+_FILE, _PREDICTED = "progress", "predicted.json"
 
 
 @dataclass(frozen=True)
@@ -29,12 +35,14 @@ class JobPlace:
         attempt: how often the job has been started before.
         num_hosts: hosts of this attempt; of several, each keeps a copy of another's part.
         step: what the state in ``folder/restore`` is of; None: there is none, the job starts from the beginning.
+        checkpoints: where the manager has states written to disk; None: nowhere.
     """
 
     folder: str
     attempt: int
     num_hosts: int = 1
     step: int | None = None
+    checkpoints: str | None = None
 
     @property
     def restore(self) -> Path:
@@ -89,10 +97,25 @@ class Progress:
         """Returns what a rank has last written; None: it has not started."""
         try:
             data = (rank_folder / _FILE).read_bytes()
-            process, calls, is_inside, steps, hears_end, work, since = _FORMAT.unpack(data)
+            process, calls, is_inside, steps, hears_end, work, since = _FORMAT.unpack(data[: _FORMAT.size])
         except (OSError, struct.error):
             return None
         return Progress(process, calls, bool(is_inside), steps, bool(hears_end), work, since)
+
+
+def read_work(rank_folder: Path) -> list[tuple[int, float]]:
+    """Returns the last calls of a rank in which its stages have computed, each with for how many seconds."""
+    with suppress(OSError):
+        data = (rank_folder / _FILE).read_bytes()[_FORMAT.size :]
+        return sorted(entry for entry in _WORK.iter_unpack(data) if entry[1] > 0)
+    return []
+
+
+def read_predicted(rank_folder: Path) -> dict[str, float]:
+    """Returns what the plan predicts that the stages of each rank compute in a step, seconds; empty: not known yet."""
+    with suppress(OSError, ValueError):
+        return dict(json.loads((rank_folder / _PREDICTED).read_bytes()))
+    return {}
 
 
 class Reporter:
@@ -100,19 +123,31 @@ class Reporter:
 
     def __init__(self, rank_folder: Path) -> None:
         rank_folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._folder = rank_folder
+        self._has_predicted = False
         self.progress = Progress(os.getpid(), since=time.monotonic())
+        size = _FORMAT.size + _NUM_KEPT * _WORK.size
         with open(rank_folder / _FILE, "w+b") as file:
-            file.truncate(_FORMAT.size)
-            self._memory = mmap.mmap(file.fileno(), _FORMAT.size)
+            file.truncate(size)
+            self._memory = mmap.mmap(file.fileno(), size)
         self.write()
 
     def write(self) -> None:
         """Shows the progress as it is now."""
-        self._memory[:] = self.progress.pack()
+        self._memory[: _FORMAT.size] = self.progress.pack()
+
+    def predict(self, seconds: Callable[[], Mapping[int, float]]) -> None:
+        """Shows what the plan predicts of each rank's step, once."""
+        if not self._has_predicted:
+            self._has_predicted = True
+            write_whole(self._folder / _PREDICTED, json.dumps(dict(seconds())), is_synced=False)
 
     def begin_call(self, steps: int, hears_end: bool, work_seconds: float) -> None:
         """Notes that a call of the model has begun."""
         progress = self.progress
+        place = _FORMAT.size + progress.calls % _NUM_KEPT * _WORK.size
+        work = progress.calls, work_seconds - progress.work_seconds
+        self._memory[place : place + _WORK.size] = _WORK.pack(*work)
         progress.calls, progress.is_inside, progress.since = progress.calls + 1, True, time.monotonic()
         progress.steps, progress.hears_end, progress.work_seconds = steps, hears_end, work_seconds
         self.write()

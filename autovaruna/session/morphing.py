@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from autovaruna.checkpoint.snapshot import HasPosition, Snapshots
 from autovaruna.checkpoint.state import Content, Subject, generator_states
 from autovaruna.errors import ConfigError
+from autovaruna.planner.records import Plan, predicted_seconds
 from autovaruna.runtime.progress import JobPlace, Reporter, job_place
 from autovaruna.runtime.world import World
 from autovaruna.session.stopping import STATUS, has_heard, listen
@@ -45,7 +46,6 @@ class Morphing:
     """
 
     def __init__(self, place: JobPlace, world: World) -> None:
-        listen()
         self.place = place
         self._world = world
         self._reporter = _reporter(place, world.rank)
@@ -73,6 +73,7 @@ class Morphing:
             optimizer: At its steps, generators are where the next step's draws begin.
             scaler, lr_scheduler, sampler, extra: As for ``resume``.
         """
+        listen()
         self._first_step = step
         if self._snapshots is None:
             self._snapshots = Snapshots(self.place, self._world.rank)
@@ -103,9 +104,22 @@ class Morphing:
         self._takes = all(is_ready for is_ready, _ in every)
         self._leaves |= any(leaves for _, leaves in every)
 
-    def begin_call(self, num_steps: int, work_seconds: float) -> None:
-        """Tells the host's keeper that a call begins."""
+    def begin_call(self, num_steps: int, work_seconds: float, plan: Plan | None) -> None:
+        """Tells the host's keeper that a call begins.
+
+        Args:
+            num_steps: Steps of the optimizer so far.
+            work_seconds: What this rank's stages have computed for so far.
+            plan: The plan; None: there is none yet.
+        """
+        if plan is not None and self._world.rank == 0:
+            self._reporter.predict(partial(predicted_seconds, plan))
         self._reporter.begin_call(self._first_step + num_steps, has_heard(), work_seconds)
+
+    def tell_end(self) -> None:
+        """Tells the host's keeper that this rank ends because it was asked to."""
+        self._reporter.progress.hears_end = True
+        self._reporter.write()
 
     def end_call(self) -> None:
         """Tells the host's keeper that the script goes on."""

@@ -26,7 +26,6 @@ from autovaruna.graph.batch.state import batch_norms
 from autovaruna.graph.records import Graph
 from autovaruna.graph.traced import TracedModel
 from autovaruna.log import phase
-from autovaruna.planner.candidate import priced
 from autovaruna.planner.deployment import (
     Deployment,
     Fingerprint,
@@ -184,7 +183,8 @@ class Preparation:
         self._settings = settings
         self._world = world
         self.device = device
-        self.seed = int(world.broadcast_object(_seed(settings), 0, "agreeing on the seed"))
+        seed = torch.initial_seed() if settings.seed is None else settings.seed
+        self.seed = int(world.broadcast_object(seed, 0, "agreeing on the seed"))
         self._on_all(self._dump_graph, "writing the graph")
         self._fingerprint = self._describe_run()
         self.plan = self._saved_plan() or self._new_plan()
@@ -272,10 +272,6 @@ class Preparation:
         plan = self._on_all(read, "loading the deployment")
         return self._world.broadcast_object(plan, 0, "sharing the deployment")  # type: ignore[no-any-return]
 
-    def measured_again(self) -> Plan:
-        """Returns the plan as it is predicted by what is measured now; nothing changes. Collective."""
-        return priced(self.plan, self._measured_problem())
-
     def _new_plan(self) -> Plan:
         """Measures, searches, and saves the deployment. Collective; rank 0 searches for all."""
         problem = self._measured_problem()
@@ -330,7 +326,3 @@ class Preparation:
             return ""
         total = self._shared.global_batch_size
         return f"micro-batches of {-(-total // self.plan.num_micro_batches)} samples, of {total}"
-
-
-def _seed(settings: Settings) -> int:
-    return torch.initial_seed() if settings.seed is None else settings.seed

@@ -169,8 +169,9 @@ class Session:
         if morphing is None:
             yield
             return
-        work = 0.0 if wrapped.engine is None else wrapped.engine.metrics.work_seconds
-        morphing.begin_call(wrapped.num_steps, work)
+        engine = wrapped.engine
+        work, plan = (0.0, None) if engine is None else (engine.metrics.work_seconds, engine.plan)
+        morphing.begin_call(wrapped.num_steps, work, plan)
         yield
         morphing.end_call()
 
@@ -380,7 +381,7 @@ class Session:
         settings, device = wrapped.settings, wrapped.device
         self.traces = Traces(wrapped.module, settings, world, device)
         traced = self.traces.first(shared)
-        wrapped.take_state()  # with the buffers that a first call leaves
+        wrapped.take_state()
         raw = None if optimizer is None else optimizer.optimizer
         preparation = Preparation(traced, wrapped.module, raw, shared, settings, world, device, resident)
         open_channel(settings.channel, preparation.plan, world, device)

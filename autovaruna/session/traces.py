@@ -16,11 +16,11 @@ from autovaruna.errors import AutoVarunaError, InputError, RankError
 from autovaruna.graph.batch.losses import refuse_other_losses
 from autovaruna.graph.batch.state import refuse_single_values
 from autovaruna.graph.call import CallSpec
-from autovaruna.graph.export.errors import ChangedStateError, warn_once
+from autovaruna.graph.export.errors import warn_once
+from autovaruna.graph.export.run import Options
 from autovaruna.graph.guards import GONE, Guards, Unusable, UsedError
 from autovaruna.graph.lengths import Places
-from autovaruna.graph.module_state import settle
-from autovaruna.graph.trace import ONE_AT_A_TIME, trace
+from autovaruna.graph.trace import trace
 from autovaruna.graph.traced import TracedModel, is_same_graph
 from autovaruna.graph.verify.by_parts import Parts, warn_untried
 from autovaruna.graph.verify.eager_vs_graph import compare
@@ -267,7 +267,7 @@ class Traces:
         is_dynamic = not is_alone and self._is_dynamic(shared.call)
         act = self._act(shared.call, micro_batch_size, is_dynamic, is_alone=is_alone)
         with phase(logger, "tracing the model"):
-            traced = on_all(self._world, partial(self._settled, act, shared), "tracing")
+            traced = on_all(self._world, act, "tracing")
         return self._checked_on_all(traced, shared, micro_batch_size)
 
     def _checked_on_all(self, traced: TracedModel, shared: SharedCall, micro_batch_size: int) -> TracedModel:
@@ -289,11 +289,7 @@ class Traces:
         free: Places = frozenset(),
         is_alone: bool = False,
     ) -> Callable[[], TracedModel]:
-        return partial(
-            trace,
-            self._model,
-            call,
-            self._device,
+        options = Options(
             is_dynamic=is_dynamic,
             micro_batch_size=micro_batch_size,
             loss_mode=self._settings.loss_mode,
@@ -302,21 +298,7 @@ class Traces:
             is_parted=self._settings.num_micro_batches != 1 and not is_alone,
             free=free,
         )
-
-    def _settled(self, act: Callable[[], TracedModel], shared: SharedCall) -> TracedModel:
-        """Traces the model; one that keeps something from its first call on, as it is after that."""
-        try:
-            return act()
-        except ChangedStateError:
-            half = shared.sizes[self._world.rank] // 2
-            if self._known or not half or not self._is_whole():
-                raise
-            samples = [shared.samples(0, min(half, _MOST_SAMPLES)), shared.samples(half, _MOST_SAMPLES)]
-            with ONE_AT_A_TIME:
-                is_settled = settle(self._model, shared.call, samples, self._device)
-            if not is_settled:
-                raise
-        return act()
+        return partial(trace, self._model, call, self._device, options)
 
     def _check(self, traced: TracedModel, shared: SharedCall, micro_batch_size: int) -> None:
         """Makes sure that the graph computes what the model does, on the first rank that has it whole. Collective.

@@ -104,10 +104,16 @@ def loss_of(output: Any) -> Tensor:
 
 
 class Requests:
-    """The signals of a job."""
+    """The signals of a job.
 
-    def __init__(self, world: World) -> None:
+    Args:
+        world: The ranks.
+        before: Is called before the script's handler, which may end the process.
+    """
+
+    def __init__(self, world: World, before: Callable[[], None]) -> None:
         self._world = world
+        self._before = before
         self._num_heard = 0
         self._num_answered = 0
         self._handler: Callable[[int, FrameType | None], Any] | None = None
@@ -128,6 +134,7 @@ class Requests:
         if most > self._num_answered:
             self._num_answered = most
             if self._handler is not None:
+                self._before()
                 self._handler(signal.SIGUSR1, None)
 
     def _note(self, number: int, frame: FrameType | None) -> None:

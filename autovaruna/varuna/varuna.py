@@ -153,7 +153,7 @@ class Varuna(nn.Module):
         self.optimizer: torch.optim.Optimizer | None = None
         self._scale = StepScale(self.device) if fp16 else None
         self._has_stepped = False
-        self._requests = Requests(self.world)
+        self._requests = Requests(self.world, self._tell_end)
         settings = {
             "optimizer_bytes_factor": 2.0,  # the optimizer comes later; AdamW's is as large as any
             "cutpoints": "ignore" if auto_partitioned else "only",
@@ -247,6 +247,12 @@ class Varuna(nn.Module):
         wrapped = self.model._wrapped
         if wrapped.morphing is not None:
             wrapped.morphing.hold(self.iteration, wrapped.raw_optimizer, self._scaler, extra=self._extra)
+
+    def _tell_end(self) -> None:
+        """Tells the manager, if there is one, that the script ends because it was asked to, and has not finished."""
+        morphing = self.model._wrapped.morphing
+        if morphing is not None:
+            morphing.tell_end()
 
     def _extra(self) -> dict[str, int]:
         return {"iteration": self.iteration}

@@ -1,17 +1,20 @@
-"""Holds what tracing keeps of a model, and what its errors say."""
+"""What torch.export makes of models, and state that it would hide."""
 
 from __future__ import annotations
 
+import itertools
 import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from autovaruna.errors import TraceError
-from autovaruna.graph.trace import trace
-from tests.graph.models import CPU, Function, Pieces, call_of, traced, traced_function
+from autovaruna.graph.verify.eager_vs_graph import compare
+from tests.graph.models import CPU, Function, traced
 
 X = torch.zeros(3, 4)
 
@@ -52,35 +55,6 @@ class Fixed(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x.reshape(3, 4) + self.offsets  # the reshape
-
-
-class Inner(nn.Module):
-    """Assigns, adds to and counts in buffers, one of them twice."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
-        self.register_buffer("mean", torch.zeros(4))
-        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.layer(x)
-        self.mean = 0.9 * self.mean + 0.1 * out.detach().mean(dim=0)
-        self.calls += 1
-        self.calls += 1
-        return out - self.mean
-
-
-class Outer(nn.Module):
-    """Holds the module whose buffers change, one level down."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = nn.ModuleDict({"deep": inner})
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.inner["deep"](x)
-        return out.square()
 
 
 def test_a_branch_on_numbers_is_shown() -> None:
@@ -151,61 +125,10 @@ def test_branches_on_many_large_batches_are_looked_at_together(is_harmless: bool
             traced(model, X)
 
 
-def test_a_model_that_mixes_samples_can_be_traced_for_one_size() -> None:
-    """Without a dynamic batch it is a graph for that size alone."""
-    model = Contrastive()
-    found = trace(model, call_of(model, X), CPU, is_dynamic=False, micro_batch_size=3)
-    assert found.sizes.symbol is None and found.sizes.batch_size == 3
-    x = torch.randn(3, 4)
-    assert torch.equal(Pieces(model, found, [0]).run([x])[0], model(x))
-
-
 def test_a_lazy_parameter_is_refused() -> None:
     """A parameter without a shape is named."""
     with pytest.raises(TraceError, match=r"weight has no shape yet.*run one batch"):
         traced(nn.Sequential(nn.LazyLinear(3)), X)
-
-
-def test_buffers_assigned_in_nested_modules_are_kept() -> None:
-    """An assignment, an in-place addition and a second one all reach the buffer, two calls in a row."""
-    model, x = Outer(Inner()), torch.randn(5, 4)
-    found = traced(model, X)
-    assert found.changed_state == {"inner.deep.mean", "inner.deep.calls"}
-    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    pieces = Pieces(model, found, [0])
-    outputs = pieces.run([x])
-    assert all(torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())
-    assert torch.equal(outputs[0], model(x))
-    assert all(torch.equal(pieces.buffers[name], buffer) for name, buffer in model.named_buffers())
-    assert model.inner["deep"].calls == 2
-
-
-def test_a_buffer_of_another_kind_is_refused() -> None:
-    """A buffer that grows cannot be kept on a stage; the error names it and both kinds."""
-
-    def grow(self: nn.Module, x: Tensor) -> Tensor:
-        self.seen = torch.cat((self.seen, self.seen))
-        return x * 2.0
-
-    with pytest.raises(TraceError, match=r"'seen'.*\(8,\).*\(4,\)"):
-        traced_function(grow, X, seen=torch.zeros(4))
-
-
-def test_changes_under_no_grad_are_kept() -> None:
-    """A region that torch wraps is not thrown away for having no users."""
-
-    def counted(self: nn.Module, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            self.total.add_(x.sum(dim=0))
-        return self.layer(x)
-
-    model, x = Function(counted, layer=nn.Linear(4, 4), total=torch.zeros(4)), torch.randn(5, 4)
-    found = traced(model, X)
-    assert found.changed_state == {"total"}
-    pieces = Pieces(model, found, [0])
-    pieces.run([x])
-    model(x)
-    assert torch.equal(pieces.buffers["total"], model.total)
 
 
 def test_placeholders_and_attributes_have_the_users_names() -> None:
@@ -269,3 +192,133 @@ class Asking(nn.Module):
 def test_a_model_hears_that_it_is_traced_only_where_it_must(branches: bool) -> None:
     """Once, libraries went ways of their own, whose kernels round elsewhere: 7e-3 for Llama in bfloat16."""
     assert any("tanh" in name for name in traced(Asking(branches), X).nodes) is branches
+
+
+GLOBAL = {"calls": 0}
+
+
+class Counter:
+    """Counts."""
+
+    calls = 0
+
+
+class Stateful(nn.Module):
+    """Keeps state of a kind, and may multiply by it."""
+
+    of_class: ClassVar[list[int]] = []
+
+    def __init__(self, kind: str, is_used: bool) -> None:
+        super().__init__()
+        self.layer, self.kind, self.is_used = nn.Linear(4, 4), kind, is_used
+        self.seen: list[Any] = []
+        self.options = {"scale": 1.0}
+        self.counter, self.numbers = Counter(), itertools.count(1)
+        self.last: Tensor | None = None
+        self.held = {"last": torch.zeros(())}
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.layer(x)
+        scale = getattr(self, f"count_{self.kind}")(out)
+        return out * scale if self.is_used else out
+
+    def count_list(self, out: Tensor) -> int:
+        self.seen.append(1)
+        return len(self.seen)
+
+    def count_dict(self, out: Tensor) -> float:
+        self.options["scale"] *= 0.5
+        return self.options["scale"]
+
+    def count_object(self, out: Tensor) -> int:
+        self.counter.calls += 1
+        return self.counter.calls
+
+    def count_iterator(self, out: Tensor) -> int:
+        return next(self.numbers)
+
+    def count_global(self, out: Tensor) -> int:
+        GLOBAL["calls"] += 1
+        return GLOBAL["calls"]
+
+    def count_tensor(self, out: Tensor) -> Any:
+        last, self.last = self.last, out.detach().mean()
+        return 1.0 if last is None else last
+
+    def count_tensor_in_dict(self, out: Tensor) -> Tensor:
+        last, self.held["last"] = self.held["last"], out.detach().mean()
+        return last
+
+    def count_class(self, out: Tensor) -> int:
+        self.of_class.append(1)
+        return len(self.of_class)
+
+
+def check(model: nn.Module) -> None:
+    """Traces a model, and compares the trace with two calls of it."""
+    compare(traced(model, X), model, [X], CPU)
+
+
+KINDS = ("list", "dict", "object", "iterator", "global", "class", "tensor", "tensor_in_dict")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_calls_differ_by_is_refused(kind: str) -> None:
+    """Once, each but numbers of modules stayed as it was traced, without a word."""
+    with pytest.raises(TraceError, match=r"changes Python state.*register_buffer\(\)|computes something else"):
+        check(Stateful(kind, is_used=True))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_no_call_reads_is_left_alone(kind: str) -> None:
+    check(Stateful(kind, is_used=False))
+
+
+class Carrying(nn.Module):
+    """Has a tensor that is no buffer, and does something with it."""
+
+    def __init__(self, act: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layer, self.act, self.prev = nn.Linear(4, 4), act, torch.zeros(())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(self, self.layer(x))
+
+
+def carry(self: Any, out: Tensor) -> Tensor:
+    last, self.prev = self.prev, out.detach().mean()
+    return out + last  # type: ignore[no-any-return]
+
+
+def write(self: Any, out: Tensor) -> Tensor:
+    self.prev.mul_(0.5).add_(out.detach().mean())
+    return out + self.prev  # type: ignore[no-any-return]
+
+
+def write_first(self: Any, out: Tensor) -> Tensor:
+    self.prev = out.detach()
+    return out + self.prev  # type: ignore[no-any-return]
+
+
+def fill(self: Any, out: Tensor) -> Tensor:
+    if not hasattr(self, "places"):
+        self.places = torch.arange(4)
+    return out + self.places  # type: ignore[no-any-return]
+
+
+def own(self: Any, out: Tensor) -> Tensor:
+    made = torch.tensor([1.0, 2.0, 3.0, 4.0])
+    made.add_(1.0)
+    return out + made
+
+
+@pytest.mark.parametrize("act", [carry, write])
+def test_a_tensor_that_calls_carry_on_is_refused_by_name(act: Any) -> None:
+    """Once, it stayed as it was traced."""
+    with pytest.raises(TraceError, match=r"\bprev\b.*register_buffer\(\)"):
+        check(Carrying(act))
+
+
+@pytest.mark.parametrize("act", [write_first, fill, own])
+def test_a_tensor_that_is_made_in_each_call_is_left_alone(act: Any) -> None:
+    check(Carrying(act))

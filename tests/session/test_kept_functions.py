@@ -15,7 +15,7 @@ from autovaruna.graph.opaque.functions import applied_by, plain_apply
 from tests.catalogue.case import Case
 from tests.catalogue.small import CLASSES, WIDTH, labelled
 from tests.reference import compare, plain_steps
-from tests.session.training import QUIET, pipeline, train
+from tests.session.training import QUIET, pipeline, refuse, train, train_as_plain
 
 SIZE = 7
 
@@ -120,8 +120,7 @@ def limited_weight(last: nn.Linear, x: Tensor, y: Tensor) -> Tensor:
 def test_a_function_trains_as_in_plain_pytorch(loss: Loss) -> None:
     """One that reduces the samples is known as a mean or a sum."""
     case = Case(loss.__name__, lambda: WithFunction(loss), labelled)
-    batches = [case.batch(SIZE, step) for step in range(2)]
-    compare(train(case, pipeline(2, num_micro_batches=3), batches), plain_steps(case, batches))
+    train_as_plain(case, pipeline(2, num_micro_batches=3), SIZE, SIZE)
 
 
 REFUSED: dict[Loss, tuple[type[AutoVarunaError], str]] = {
@@ -142,6 +141,25 @@ def test_another_needs_the_whole_batch_in_one(loss: Loss) -> None:
         AutoVaruna(case.model(), num_micro_batches=2, **QUIET)(**batches[0][1])
     setup = pipeline(2, num_micro_batches=1)
     compare(train(case, setup, batches), plain_steps(case, batches))
+
+
+class Noisy(torch.autograd.Function):
+    """Adds noise."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x + torch.randn_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return 2.0 * gradient
+
+
+def test_a_function_that_draws_is_refused() -> None:
+    def noisy(last: nn.Linear, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(last(Noisy.apply(x)), y)  # type: ignore[no-untyped-call]
+
+    refuse(WithFunction(noisy), r"Noisy cannot be traced.*its forward draws random numbers \(aten\.randn_like")
 
 
 class Turned(Copied):
@@ -170,14 +188,55 @@ class Named(nn.Module):
 
 def test_functions_have_their_own_backward_by_any_name() -> None:
     case = Case("named_function", Named, labelled)
-    batches = [case.batch(SIZE, step) for step in range(2)]
-    compare(train(case, pipeline(2), batches), plain_steps(case, batches))
+    train_as_plain(case, pipeline(2), SIZE, SIZE)
     with applied_by(lambda call: call.run()), applied_by(lambda call: call.arguments[0] + 1):
         assert turn(torch.ones(1)) == 2  # type: ignore[no-untyped-call]
         assert plain_apply(Turned, torch.ones(1)) == 1
         assert "forward" in vars(Turned)
     assert "forward" not in vars(Turned)
     assert turn(torch.ones(1)) == 1  # type: ignore[no-untyped-call]
+
+
+class Again(torch.autograd.Function):
+    """Runs a module forward, and forward again in its backward, where the weights take their gradients themselves."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, act: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.act = act
+        return act(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        with torch.enable_grad():
+            x = ctx.saved_tensors[0].detach().requires_grad_()
+            torch.autograd.backward(ctx.act(x), gradients[0])
+        return x.grad, None
+
+
+class Reaching(nn.Module):
+    """Hands a module, or a function that calls it, to such a function."""
+
+    def __init__(self, is_hidden: bool) -> None:
+        super().__init__()
+        self.inner, self.is_hidden = nn.Linear(WIDTH, WIDTH), is_hidden
+
+    def forward(self, x: Tensor) -> Tensor:
+        act = (lambda each: self.inner(each)) if self.is_hidden else self.inner
+        return Again.apply(x, act)  # type: ignore[no-any-return, no-untyped-call]
+
+
+@pytest.mark.parametrize("is_own", [True, False])
+@pytest.mark.parametrize("is_hidden", [True, False])
+def test_a_function_that_reaches_weights_is_refused(is_hidden: bool, is_own: bool) -> None:
+    """In a submodule, too: kept whole it would go backward into weights that other ranks hold."""
+    model = Reaching(is_hidden) if is_own else AfterHook(Reaching(is_hidden))
+    batch = labelled(SIZE, 0)[1]
+    refuse(
+        model,
+        r"Again uses the weights of \w+.*pass each weight to apply\(\)",
+        batch if not is_own else {"x": batch["x"]},
+    )
 
 
 class Saving(nn.Module):
@@ -193,8 +252,7 @@ class Saving(nn.Module):
 
 
 def test_hooks_of_saved_tensors_are_refused() -> None:
-    with pytest.raises(TraceError, match=r"hooks for saved tensors.*in a submodule"):
-        AutoVaruna(Saving(), num_micro_batches=2, **QUIET)(**labelled(SIZE, 0)[1])
+    refuse(Saving(), r"hooks for saved tensors.*in a submodule")
 
 
 class HookedNode(nn.Module):
@@ -255,8 +313,7 @@ class InC(nn.Module):
 
 def test_functions_in_c_that_cannot_be_traced_are_kept_whole() -> None:
     case = Case("quantised", lambda: InC(lambda h: torch.fake_quantize_per_tensor_affine(h, 0.1, 0, -8, 7)), labelled)
-    batches = [case.batch(SIZE, step) for step in range(2)]
-    compare(train(case, pipeline(2), batches), plain_steps(case, batches))
+    train_as_plain(case, pipeline(2), SIZE, SIZE)
 
 
 COVARIANCES: dict[str, Callable[[Tensor], Tensor]] = {
@@ -271,6 +328,5 @@ def test_functions_in_c_may_join_whole_batches(name: str) -> None:
     case = Case(f"in C {name}", lambda: InC(lambda h: h * (1.0 + COVARIANCES[name](h.t()).square().mean())), labelled)
     batches = [case.batch(SIZE, step) for step in range(2)]
     compare(train(case, pipeline(2, num_micro_batches=1), batches), plain_steps(case, batches))
-    with pytest.raises(AutoVarunaError, match="mixes the samples"):
-        AutoVaruna(case.model(), num_micro_batches=2, **QUIET)(**batches[0][1])
+    refuse(case.model(), "mixes the samples", error=AutoVarunaError)
     assert "cov" not in vars(torch.Tensor)

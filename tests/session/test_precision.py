@@ -1,18 +1,153 @@
-"""Precisions: with the same micro-batches any partition gives the same bits, and one micro-batch those of PyTorch."""
+"""Precisions: the same bits on any partition, those of plain PyTorch with one micro-batch, and the scaler's skips."""
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
+from autovaruna import AutoVaruna
+from autovaruna.errors import AutoVarunaError
+from autovaruna.runtime.optimizers.scaler import LossScale
+from autovaruna.runtime.transport.threads import single_world
 from tests.catalogue import CASES, Batch, Case
 from tests.catalogue.small import words
-from tests.reference import bit_equal, compare
-from tests.session.precision import WAYS, Mixed, Trained, plain_in, train_in
-from tests.session.training import Setup, on_ranks, pipeline
+from tests.reference import MakeOptimizer, Record, bit_equal, buffers_of, compare, gradients_of, sgd, weights_of
+from tests.session.training import Setup, held, merge, on_ranks, pipeline, with_state
+
+
+@dataclass(frozen=True)
+class Way:
+    """A precision to train in.
+
+    Attributes:
+        weights: dtype of the parameters and of the inputs.
+        autocast: dtype of the autocast around the call; None: there is none.
+        scale: what the scaler starts with; 0: there is none.
+        max_norm: clips the gradients; 0: not.
+    """
+
+    weights: torch.dtype = torch.float32
+    autocast: torch.dtype | None = None
+    scale: float = 0.0
+    max_norm: float = 0.0
+
+    def around(self) -> AbstractContextManager[Any]:
+        """Returns what surrounds a call."""
+        return nullcontext() if self.autocast is None else torch.autocast("cpu", dtype=self.autocast)
+
+    def scaler(self) -> torch.amp.GradScaler:
+        """Returns a scaler, that grows every second step."""
+        return torch.amp.GradScaler("cpu", init_scale=self.scale or 1.0, growth_interval=2, enabled=self.scale > 0)
+
+    def cast(self, given: Any) -> Any:
+        """Returns a model, or a batch, in the dtype of the weights."""
+        if isinstance(given, nn.Module):
+            return given.to(self.weights)
+
+        def convert(leaf: Any) -> Any:
+            return leaf.to(self.weights) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+
+        return pytree.tree_map(convert, given)
+
+
+WAYS = {
+    "float64": Way(torch.float64),
+    "float32": Way(),
+    "autocast": Way(autocast=torch.bfloat16),
+    "bfloat16": Way(torch.bfloat16),
+    "scaler": Way(autocast=torch.float16, scale=2.0**12, max_norm=1.0),
+}
+
+
+@dataclass
+class Trained:
+    """What training gave: the record, and the scaler's scale after each step."""
+
+    record: Record
+    scales: list[float]
+
+
+def train_in(
+    way: Way, case: Case, setup: Setup, batches: Sequence[Batch], make_optimizer: MakeOptimizer = sgd
+) -> Trained:
+    """Trains with AutoVaruna on ranks that are threads."""
+
+    def wrap(*given: Any, **settings: Any) -> AutoVaruna:
+        return AutoVaruna(*given, scaler=way.scaler(), **settings)
+
+    def run(wrapped: AutoVaruna, optimizer: torch.optim.Optimizer, rank: int) -> Trained:
+        record, scales = loop(way, case, wrapped, optimizer, wrapped._session._scaler, batches)
+        return Trained(with_state(record, wrapped), scales)
+
+    results = on_ranks(
+        setup, way.cast(case.model()), run, make_optimizer, wrap=wrap, token=(case.name, case.has_dropout, str(way))
+    )
+    assert all(each.scales == results[0].scales for each in results), "scales differ between ranks"
+    return Trained(merge([each.record for each in results]), results[0].scales)
+
+
+def plain_in(way: Way, case: Case, batches: Sequence[Batch], make_optimizer: MakeOptimizer = sgd) -> Trained:
+    """Trains with plain PyTorch."""
+    model = way.cast(case.model())
+    record, scales = loop(way, case, model, make_optimizer(model.parameters()), way.scaler(), batches)
+    record.weights, record.buffers = weights_of(model), buffers_of(model)
+    return Trained(record, scales)
+
+
+def loop(
+    way: Way, case: Case, model: Any, optimizer: torch.optim.Optimizer, scaler: Any, batches: Sequence[Batch]
+) -> tuple[Record, list[float]]:
+    """Is the loop of an ordinary script."""
+    record, scales = Record(), []
+    plain_clip = lambda norm: torch.nn.utils.clip_grad_norm_(model.parameters(), norm)  # noqa: E731
+    clip = getattr(model, "clip_grad_norm_", plain_clip)
+    for args, kwargs in map(way.cast, batches):
+        with way.around():
+            loss = case.loss_of(model(*args, **kwargs), (args, kwargs))
+        scaler.scale(loss).backward()
+        record.losses.append(loss.detach())
+        if way.max_norm:
+            scaler.unscale_(optimizer)
+            clip(way.max_norm)
+        record.gradients.append({name: each.nan_to_num() for name, each in gradients_of(model).items()})
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        scales.append(scaler.get_scale())
+    return record, scales
+
+
+class Mixed(nn.Module):
+    """Leaves autocast and enters it in the middle, with and without gradients; has dropout, BatchNorm and a tie."""
+
+    def __init__(self, rate: float = 0.3) -> None:
+        super().__init__()
+        self.words = nn.Embedding(23, 12)
+        self.first, self.second, self.third = (nn.Linear(12, 12) for _ in range(3))
+        self.norm = nn.LayerNorm(12)
+        self.batch_norm = nn.BatchNorm1d(12)
+        self.drop = nn.Dropout(rate)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = self.drop(self.first(self.words(x)))
+        with torch.autocast("cpu", enabled=False):
+            with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+                turn = h @ h.transpose(1, 2)
+            h = h + torch.softmax(turn.to(self.second.weight.dtype), -1) @ self.second(h.to(self.second.weight.dtype))
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            h = h + self.third(self.norm(h.to(self.second.weight.dtype))).to(h.dtype)
+        h = self.drop(self.batch_norm(h.transpose(1, 2))).transpose(1, 2).to(self.words.weight.dtype)
+        return F.cross_entropy(F.linear(h, self.words.weight)[:, 0].float(), y)
+
 
 MIXED = Case("mixed", Mixed, words, has_dropout=True, has_batch_norm=True)
 SURE = Case("mixed_sure", lambda: Mixed(0.0), words, has_batch_norm=True)
@@ -86,3 +221,110 @@ def calls(model: Any, batch: Batch) -> list[Tensor]:
             outputs[-1].sum().backward()
     assert all(parameter.grad.dtype is torch.float32 for parameter in model.parameters())
     return [each.detach() for each in outputs]
+
+
+CASE = CASES["chain"]
+HALF = Way(autocast=torch.float16, scale=2.0**12)
+BATCHES = [CASE.batch(6, step) for step in range(4)]
+SCALED = {"two": pipeline(2), "replicas": Setup(((0,), (1, 2))), "idle_rank": Setup(((0,), (1,)), num_ranks=3)}
+
+
+def fused(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """Makes an optimizer that unscales gradients itself."""
+    return torch.optim.SGD(parameters, lr=0.05, fused=True)
+
+
+@pytest.mark.parametrize("scale", [2.0**40, 2.0**18, 2.0**-30])
+def test_scales_too_large_and_too_small_end_in_the_steps_of_plain_pytorch(scale: float) -> None:
+    """Overflow skips steps and halves the scale, growth doubles it; small gradients vanish as they do there."""
+    way = Way(autocast=torch.float16, scale=scale, max_norm=0.5)
+    found, expected = train_in(way, CASE, pipeline(3, num_micro_batches=1), BATCHES), plain_in(way, CASE, BATCHES)
+    assert found.scales == expected.scales
+    if scale > 2.0**30:
+        assert found.scales == [scale / 2, scale / 4, scale / 8, scale / 16]
+    bit_equal(replace(found.record, gradients=[]), replace(expected.record, gradients=[]))
+
+
+def test_an_optimizer_that_unscales_itself_is_scaled_too() -> None:
+    setup = pipeline(2, num_micro_batches=1)
+    found, expected = train_in(HALF, CASE, setup, BATCHES, fused), plain_in(HALF, CASE, BATCHES, fused)
+    assert found.scales == expected.scales
+    bit_equal(found.record, expected.record)
+
+
+@pytest.mark.parametrize("setup", SCALED)
+def test_overflow_on_one_rank_skips_the_step_on_all(setup: str) -> None:
+    def run(model: Any, optimizer: Any, rank: int) -> tuple[float, list[bool]]:
+        loss = model(*BATCHES[0][0], **BATCHES[0][1])
+        model._session._scaler.scale(loss).backward()
+        before = [parameter.detach().clone() for parameter in held(model).values()]
+        if rank == 1:
+            next(iter(held(model).values())).grad.view(-1)[0] = torch.inf
+        model._session._scaler.step(optimizer)
+        model._session._scaler.update()
+        kept = [torch.equal(old, new) for old, new in zip(before, held(model).values(), strict=True)]
+        return model._session._scaler.get_scale(), kept
+
+    results = on_ranks(SCALED[setup], CASE.model(), run, wrap=scaled)
+    assert {scale for scale, _ in results} == {2.0**11}
+    assert all(all(kept) for _, kept in results)
+
+
+def test_a_scaler_that_was_not_known_at_the_call_joins_when_it_unscales() -> None:
+    """As one that was made before the library was imported."""
+
+    def run(model: Any, optimizer: Any, rank: int) -> float:
+        loss = model(*BATCHES[0][0], **BATCHES[0][1])
+        scaler: Any = HALF.scaler()
+        scaler.scale(loss).backward()
+        if rank == 1:
+            next(iter(held(model).values())).grad.view(-1)[0] = torch.inf
+        scaler.step(optimizer)
+        scaler.update()
+        return float(scaler.get_scale())
+
+    assert on_ranks(SCALED["two"], CASE.model(), run) == [2.0**11] * 2
+
+
+def scaled(*given: Any, **settings: Any) -> Any:
+    """Wraps a model for a loop with a scaler."""
+    return AutoVaruna(*given, scaler=HALF.scaler(), **settings)
+
+
+def scaled_gradient(setup: Setup, num_scalers: int, wrap: Any = AutoVaruna) -> Tensor:
+    """Returns a gradient of the first call of a loop with a scaler, before it is unscaled."""
+
+    def run(model: Any, optimizer: Any, rank: int) -> Tensor:
+        scalers = [HALF.scaler() for _ in range(num_scalers)]
+        with HALF.around():
+            loss = model(*BATCHES[0][0], **BATCHES[0][1])
+        (model._session._scaler or scalers[0]).scale(loss).backward()
+        return torch.cat([parameter.grad.view(-1) for parameter in held(model).values()])
+
+    gc.collect()
+    gradient: Tensor = on_ranks(setup, CASE.model(), run, wrap=wrap)[0]
+    return gradient
+
+
+def test_a_scaler_that_is_not_given_is_found() -> None:
+    """Else float16 gradients would vanish before the loop scales them."""
+    found = scaled_gradient(pipeline(1, num_micro_batches=2), num_scalers=1)
+    assert torch.equal(found, scaled_gradient(pipeline(1, num_micro_batches=2), num_scalers=0, wrap=scaled))
+
+
+def test_one_of_several_scalers_must_be_named() -> None:
+    with pytest.raises(AutoVarunaError, match="scaler=scaler"):
+        scaled_gradient(pipeline(1, num_micro_batches=2), num_scalers=2)
+
+
+def test_a_scaler_that_is_garbage_scales_nothing() -> None:
+    """Python may collect it on one rank sooner than on another, whose gradients alone would be scaled by it."""
+    gone: Any = HALF.scaler()
+    gone.itself = gone
+    optimizer = torch.optim.SGD([torch.zeros(1)])
+    gc.disable()
+    try:
+        del gone
+        assert LossScale(optimizer, None, single_world()).before(is_half=False) == 1.0
+    finally:
+        gc.enable()

@@ -10,11 +10,13 @@ from functools import partial
 from threading import Lock
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
-from autovaruna import AutoVaruna
+from autovaruna import AutoVaruna, AutoVarunaError, TraceError
 from autovaruna.graph.call import CallSpec
+from autovaruna.graph.export.run import PLAIN, Options
 from autovaruna.graph.records import Graph
 from autovaruna.graph.trace import trace
 from autovaruna.graph.traced import TracedModel
@@ -26,7 +28,8 @@ from autovaruna.runtime.world import World
 from autovaruna.session import traces
 from autovaruna.session.preparation import Preparation
 from tests.catalogue import Batch, Case, batch_size
-from tests.reference import MakeOptimizer, Record, part, sgd
+from tests.catalogue.small import labelled
+from tests.reference import MakeOptimizer, Record, bit_equal, compare, gradients_of, part, plain_steps, sgd
 
 Ranks = tuple[tuple[int, ...], ...]
 QUIET: dict[str, Any] = {"load_deployment": False, "save_deployment": False, "progress": False, "seed": 5}
@@ -137,17 +140,18 @@ _known: dict[Any, TracedModel] = {}
 _one_at_a_time = Lock()
 
 
-def trace_once(token: object, model: nn.Module, call: CallSpec, device: torch.device, **options: Any) -> TracedModel:
+def trace_once(
+    token: object, model: nn.Module, call: CallSpec, device: torch.device, options: Options = PLAIN
+) -> TracedModel:
     """Traces a call of one of several equal models; the graph holds no numbers, so it serves them all.
 
     A graph that calls modules of the model, kept whole, serves that model alone.
     """
-    asked = {**options, "micro_batch_size": 0} if options["is_dynamic"] else options
-    key = (token, repr(model), call.key(), *asked.items())
+    key = token, repr(model), call.key(), replace(options, micro_batch_size=0) if options.is_dynamic else options
     with _one_at_a_time:
         if key in _known:
             return _known[key]
-        traced = trace(model, call, device, **options)
+        traced = trace(model, call, device, options)
         if not traced.has_kept_modules:
             _known[key] = traced
         return traced
@@ -170,6 +174,41 @@ def try_once(optimizer: torch.optim.Optimizer, device: torch.device) -> Steps:
         if key not in _tried:
             _tried[key] = steps_of(optimizer, device)
         return _tried[key]
+
+
+def refuse(
+    model: nn.Module,
+    words: str,
+    arguments: Mapping[str, Any] | None = None,
+    error: type[AutoVarunaError] = TraceError,
+    **settings: Any,
+) -> None:
+    """Asserts that a first call, with two micro-batches, is refused with some words, a regular expression.
+
+    Without arguments it is one with six labelled samples.
+    """
+    with pytest.raises(error, match=words):
+        AutoVaruna(model, **{"num_micro_batches": 2, **settings, **QUIET})(**(arguments or labelled(6, 0)[1]))
+
+
+def train_as_plain(case: Case, setup: Setup, *sizes: int, exact: bool = False) -> None:
+    """Asserts that training on a batch of each size gives the numbers, or the bits, of plain PyTorch."""
+    batches = [case.batch(size, step) for step, size in enumerate(sizes)]
+    (bit_equal if exact else compare)(train(case, setup, batches), plain_steps(case, batches))
+
+
+def same_gradients(setup: Setup, model: nn.Module, act: Callable[[Any], None], rtol: float = 1e-5) -> None:
+    """Asserts that what a script does with a model gives the gradients of plain PyTorch on every rank."""
+
+    def run(wrapped: AutoVaruna, optimizer: torch.optim.Optimizer, rank: int) -> dict[str, Tensor]:
+        act(wrapped)
+        return gradients_of(wrapped)
+
+    found = on_ranks(setup, model, run)
+    act(model)
+    expected = gradients_of(model)
+    for gradients in found:
+        torch.testing.assert_close(gradients, {name: expected[name] for name in gradients}, rtol=rtol, atol=rtol / 100)
 
 
 Run = Callable[[AutoVaruna, torch.optim.Optimizer, int], Any]
@@ -270,15 +309,9 @@ def train_rank(
     return with_state(record, model)
 
 
-def held(model: AutoVaruna) -> dict[str, nn.Parameter]:
+def held(model: nn.Module) -> dict[str, nn.Parameter]:
     """Returns the parameters whose numbers a rank holds."""
     return {name: parameter for name, parameter in model.named_parameters() if not parameter.is_meta}
-
-
-def gradients_of(model: AutoVaruna) -> dict[str, Tensor]:
-    """Returns copies of the gradients that a rank holds, by name."""
-    gradients = {name: parameter.grad for name, parameter in held(model).items()}
-    return {name: gradient.detach().clone() for name, gradient in gradients.items() if gradient is not None}
 
 
 def with_state(record: Record, model: AutoVaruna) -> Record:

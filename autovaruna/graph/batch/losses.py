@@ -16,13 +16,12 @@ from torch import Tensor, fx
 
 from autovaruna._torch import OpOverload
 from autovaruna.errors import InputError
-from autovaruna.graph.batch.drawn import join_tried
+from autovaruna.graph.batch.drawn import Powers, join_tried
 from autovaruna.graph.batch.interpret import Values
 from autovaruna.graph.batch.operators import MEAN, Means, Trait, arguments, has, is_listed, name_of, operator_of
-from autovaruna.graph.batch.powers import Powers
 from autovaruna.graph.batch.values import Source, reached
 from autovaruna.graph.opaque.functions import run_function
-from autovaruna.graph.opaque.infer_reduction import reduction_of
+from autovaruna.graph.opaque.infer import reduction_of
 from autovaruna.graph.opaque.run import Reduction
 from autovaruna.graph.outputs import OutputKind
 from autovaruna.graph.source_lines import origin
@@ -43,7 +42,7 @@ def refuse_other_losses(traced: TracedModel, is_added: bool, is_exact: bool = Tr
         InputError: the loss is no mean over its samples, or a sum that would be averaged, or no sum and would be added
             up; says which line makes it so, and how to go on.
     """
-    values = Values(traced.module.graph, traced.facts, traced.sizes, traced.batch_inputs)
+    values = Values(traced)
     means, powers = _Means(traced, values), Powers(values, traced.sizes, is_added)
     specs = [spec for spec in traced.outputs if spec.kind in (OutputKind.LOSS, OutputKind.MEAN)]
     for spec in specs if traced.sizes.symbol is not None else ():

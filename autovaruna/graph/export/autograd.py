@@ -14,8 +14,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from autovaruna._torch import pytree
 from autovaruna.errors import TraceError
-from autovaruna.graph.export.errors import ChangedStateError
-from autovaruna.graph.opaque.functions import Call, Function, applied_by, holder_of_weights, keep
+from autovaruna.graph.opaque.functions import Call, Function, applied_by, holder_of_weights, keep, weights_error
 
 
 @dataclass(frozen=True)
@@ -57,15 +56,9 @@ def watched(kept: Collection[Function]) -> Iterator[list[FunctionCall]]:
     calls: list[FunctionCall] = []
 
     def noting(call: Call) -> Any:
-        if not call.is_forward:
-            return call.run()
         function, args = call.function, call.arguments
         if call.wants_gradient and (holder := holder_of_weights(function, args)):
-            raise TraceError(
-                f"The torch.autograd.Function {function.__qualname__} uses the weights of {holder}, which are not "
-                "among its tensors, so that their gradients are its own affair. Expected a function of tensors; call "
-                "it in a submodule, which is then kept whole as one operation."
-            )
+            raise weights_error(function, holder)
         if call.wants_gradient and function in kept:
             return keep(function, args)
         calls.append(FunctionCall(function, pytree.tree_map_only(Tensor, _kind, args)))
@@ -144,13 +137,13 @@ def check_state(before: dict[tuple[str, str], Any], after: dict[tuple[str, str],
     """Refuses a forward that changes numbers which are attributes of modules: a trace would fix them.
 
     Raises:
-        ChangedStateError: one changed.
+        TraceError: one changed.
     """
     for (path, name), value in after.items():
         old = before.get((path, name))
         if old is not None and old != value:
             where = f"{path}.{name}" if path else name
-            raise ChangedStateError(
+            raise TraceError(
                 f"forward changes the Python number {where} ({old} -> {value}), which a trace would fix for good. "
                 "Expected a forward that changes buffers alone; make it a tensor with register_buffer(). If only the "
                 "first call changes it, run one batch through the model before it is wrapped."

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial, wraps
 from threading import Lock, local
@@ -18,23 +18,19 @@ from autovaruna.errors import TraceError
 
 Function = type[torch.autograd.Function]
 
-_METHODS = ("forward", "setup_context")
-
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a function: of its forward, or of its ``setup_context``, which follows where it has one.
+    """One call of a function's forward.
 
     Attributes:
         function: The function.
-        is_forward: Whether its forward is called.
         context: What torch calls ``ctx``; None: a forward that takes none.
         arguments: What the function was called with.
         run: Runs what is called, as torch does; to be called once, if at all.
     """
 
     function: Function
-    is_forward: bool
     context: Any
     arguments: tuple[Any, ...]
     run: Callable[[], Any]
@@ -60,7 +56,7 @@ class _Thread(local):
 _thread = _Thread()
 _lock = Lock()
 _num_handlers = 0
-_replaced: list[tuple[Function, str, Any]] = []
+_replaced: list[tuple[Function, Any]] = []
 
 
 def plain_apply(function: Function, *args: Any) -> Any:
@@ -109,48 +105,36 @@ def _replace_new(function: Function, /, **options: Any) -> None:
 
 
 def _replace(functions: list[Function]) -> None:
-    found = [(each, name, getattr(each, name)) for each in functions if _is_users(each) for name in _METHODS]
-    for function, name, known in found:
-        if name == "forward" or _has_setup(function):
-            _replaced.append((function, name, vars(function).get(name)))
-            setattr(function, name, staticmethod(_handled(function, name, getattr(known, "plain", known))))
+    found = [(each, each.forward) for each in functions if not each.__module__.startswith("torch.")]
+    for function, known in found:
+        _replaced.append((function, vars(function).get("forward")))
+        function.forward = staticmethod(_handled(function, getattr(known, "plain", known)))  # type: ignore[method-assign]
 
 
 def _put_back() -> None:
     while _replaced:
-        function, name, known = _replaced.pop()
+        function, known = _replaced.pop()
         if known is not None:
-            setattr(function, name, known)
+            function.forward = known  # type: ignore[method-assign]
         else:
-            delattr(function, name)
+            del function.forward
 
 
-def _handled(function: Function, name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
-    is_forward = name == "forward"
-    has_context = not (is_forward and _has_setup(function))
+def _handled(function: Function, plain: Callable[..., Any]) -> Callable[..., Any]:
+    has_context = function.setup_context is torch.autograd.Function.setup_context
 
     @wraps(plain)
-    def method(*args: Any, **kwargs: Any) -> Any:
+    def forward(*args: Any, **kwargs: Any) -> Any:
         def run() -> Any:
             return plain(*args, **kwargs)
 
         if _thread.plain is function or not _thread.handlers:
             _thread.plain = None
             return run()
-        context = args[0] if has_context else None
-        given = args[has_context:] if is_forward else args[1]
-        return _thread.handlers[-1](Call(function, is_forward, context, given, run))
+        return _thread.handlers[-1](Call(function, args[0] if has_context else None, args[has_context:], run))
 
-    method.plain = plain  # type: ignore[attr-defined]
-    return method
-
-
-def _is_users(function: Function) -> bool:
-    return not function.__module__.startswith("torch.")
-
-
-def _has_setup(function: Function) -> bool:
-    return function.setup_context is not torch.autograd.Function.setup_context
+    forward.plain = plain  # type: ignore[attr-defined]
+    return forward
 
 
 @dataclass(frozen=True)
@@ -299,32 +283,25 @@ def holder_of_weights(function: Function, arguments: Any) -> str:
     return ""
 
 
-@contextmanager
-def with_weights_in_backward(put: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
-    """Has functions that reach weights, called on this thread while the context lasts, go backward in another one.
+def refuse_weights(call: Call) -> Any:
+    """Runs a function that is called in a module which is kept whole, where others hold weights; a handler.
 
-    Args:
-        put: Makes that context, which puts weights into modules.
+    Raises:
+        TraceError: it reaches weights that are not among its tensors.
     """
-
-    def applied(call: Call) -> Any:
-        if call.context is not None and call.wants_gradient and holder_of_weights(call.function, call.arguments):
-            call.context._forward_cls = _going_backward_in(put, call.function)
-        return call.run()
-
-    with applied_by(applied):
-        yield
+    if call.wants_gradient and (holder := holder_of_weights(call.function, call.arguments)):
+        raise weights_error(call.function, holder)
+    return call.run()
 
 
-def _going_backward_in(put: Callable[[], AbstractContextManager[None]], function: Function) -> Function:
-    own = function.backward
-
-    @wraps(own)
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        with put():
-            return own(ctx, *gradients)
-
-    return type(function.__name__, (function,), {"backward": staticmethod(backward)})
+def weights_error(function: Function, holder: str) -> TraceError:
+    """Returns the error of a function that uses the weights of a module, which its backward would find elsewhere."""
+    return TraceError(
+        f"The torch.autograd.Function {function.__qualname__} uses the weights of {holder}, which are not among its "
+        "tensors, so that their gradients are its own affair. Expected a function of tensors: pass each weight to "
+        "apply() and return its gradient; for a function that only saves memory use torch.utils.checkpoint, or "
+        "recompute='all'."
+    )
 
 
 def _within(value: Any) -> Iterator[Any]:

@@ -7,7 +7,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
-from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +18,6 @@ from autovaruna.errors import InputError, OrderError
 from autovaruna.graph.export.autograd import plain_checkpoints
 from autovaruna.graph.export.fakes import put
 from autovaruna.graph.module_state import is_profiling
-from autovaruna.graph.opaque.functions import with_weights_in_backward
 from autovaruna.graph.precision import current_precision, in_precision
 from autovaruna.graph.random import default_generator, own_cache, python_generators
 from autovaruna.graph.tree import Tree, flatten
@@ -106,14 +104,6 @@ def with_state(places: Places, tensors: Sequence[Tensor]) -> Iterator[None]:
                 put(module, name, tensor)
 
 
-@contextmanager
-def in_place(places: Places, tensors: Sequence[Tensor]) -> Iterator[None]:
-    """Puts tensors in the place of a module's own, also where functions of its forward go backward later."""
-    put_again = partial(with_state, places, tensors)
-    with with_state(places, tensors), with_weights_in_backward(put_again):
-        yield
-
-
 class OpaqueModule:
     """A submodule that is kept whole.
 
@@ -180,7 +170,7 @@ class OpaqueModule:
         args, kwargs = self._call.unflatten(tensors)
         device = next(each.device for each in (*given, *tensors))
         seed = default_generator(device).initial_seed()
-        with in_place(places, given), plain_checkpoints(), python_generators(seed), own_cache(), _saving():
+        with with_state(places, given), plain_checkpoints(), python_generators(seed), own_cache(), _saving():
             outputs, tree = flatten(_called(module, args, kwargs), "output")
             self._take_buffers(places, state)
         self._check(outputs, tree, batch)
@@ -268,7 +258,7 @@ def _called(module: nn.Module, args: Any, kwargs: Any) -> Any:
 @contextmanager
 def _saving() -> Iterator[None]:
     """Lets a forward that goes backward itself do so where nothing is saved for a backward."""
-    with saved_tensors_hooks(_same, _same) if _is_forgetting() else nullcontext():
+    with saved_tensors_hooks(_same, _same) if top_saved_tensors_hooks(True) is not None else nullcontext():
         yield
 
 
@@ -283,11 +273,6 @@ def _refuse_backward(nothing: None) -> Tensor:
         "global), while its trace was tried out. Expected a loss made of what the model returns; return that tensor, "
         "too."
     )
-
-
-def _is_forgetting() -> bool:
-    """Whether autograd is told how to save tensors."""
-    return top_saved_tensors_hooks(True) is not None
 
 
 def _same(tensor: Tensor) -> Tensor:

@@ -26,6 +26,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from autovaruna.errors import ConfigError, RankError
 from autovaruna.planner.records import Plan
 from autovaruna.runtime.transport import links
+from autovaruna.runtime.transport.addresses import own_addresses, reachable
 from autovaruna.runtime.transport.base import HEADER_CHANNEL, Pair, Part, Pending, flat
 from autovaruna.runtime.world import World
 
@@ -246,10 +247,11 @@ class TorchChannel:
             except Exception as caught:
                 error = caught
         self.world.agree(error, "opening a channel")
-        port = self.world.broadcast_object(None if store is None else store.port, 0, "opening a channel")
+        place = None if store is None else (store.port, [self.world.hosts[0], *own_addresses()])
+        port, known = self.world.broadcast_object(place, 0, "opening a channel")
         if store is None:
-            first = self.world.hosts[0]
-            host = "127.0.0.1" if first == self.world.hosts[self.world.rank] else first
+            is_here = self.world.hosts[0] == self.world.hosts[self.world.rank]
+            host = "127.0.0.1" if is_here else reachable(known, port)
             store = open_store(host, port, is_master=False)
         return PrefixStore(self.world.broadcast_object(_next_name(), 0, "naming a channel"), store)
 

@@ -1,0 +1,530 @@
+"""Tries submodules and functions out on small random tensors, to learn what they return for every batch size.
+
+Integers are zeros, or ones if a module refuses those, as lengths. The trial runs on a thread of its own, where nothing
+traces, on a copy: neither the model nor its generators change. What is returned for a few samples, and for two parts of
+them, forward and backward, says how results for parts of a batch become that for the whole.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from enum import Enum
+from itertools import product
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor, fx, nn
+
+from autovaruna.errors import TraceError
+from autovaruna.graph.export.autograd import check_state, plain_state
+from autovaruna.graph.export.constant_values import hide_tracing
+from autovaruna.graph.export.fakes import put
+from autovaruna.graph.facts import Fact, KnownGraph
+from autovaruna.graph.guards import hooks_of
+from autovaruna.graph.opaque.functions import applied_by, function_name, refuse_weights, run_function
+from autovaruna.graph.opaque.run import (
+    OutputShape,
+    Reduction,
+    Returned,
+    is_differentiable,
+    opaque_module_of,
+    places_of,
+    with_state,
+)
+from autovaruna.graph.precision import Precision, in_precision, precision_of
+from autovaruna.graph.random import default_generator, python_generators, untouched_generator
+from autovaruna.graph.tree import Opaque, Tree, flatten
+
+_SIZES = (2, 3, 5)
+_BY_NUMBERS = "the shapes of its arguments and results depend on the numbers in tensors"
+
+
+class CannotKeepError(Exception):
+    """Says why a module cannot be kept whole."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What a module is tried out with.
+
+    Attributes:
+        module: the copy, without numbers.
+        state: the module's own tensors; random ones are taken for those that this rank does not hold.
+        call: structure of its arguments.
+        inputs: the fake tensors among them.
+        batch: the batch size of each batch input of the trace, a symbol or a number; they are equal.
+        device: where it runs.
+        precision: the autocasts around it.
+        is_differentiated: whether gradients are wanted.
+        is_positive: whether floating-point arguments are between zero and one.
+        integer: what integers are.
+    """
+
+    module: nn.Module
+    state: Sequence[Tensor]
+    call: Tree
+    inputs: Sequence[Tensor]
+    batch: Sequence[Any]
+    device: torch.device
+    precision: Precision
+    is_differentiated: bool
+    is_positive: bool = False
+    integer: int = 0
+
+    def returned(self) -> Returned:
+        """Returns what the module returns.
+
+        Raises:
+            CannotKeepError: it cannot be said for every batch size, or the module does what a node may not.
+        """
+        sizes = _SIZES if isinstance(self.batch[0], torch.SymInt) else (int(self.batch[0]),)
+        found = self._tried(sizes)
+        trees = [tree for _, tree in found]
+        if len({tree.key() for tree in trees}) > 1 or len({len(tensors) for tensors, _ in found}) > 1:
+            raise CannotKeepError("what it returns besides tensors depends on the batch size or on numbers")
+        if not found[0][0] or any(isinstance(leaf, Opaque) for leaf in trees[0].leaves):
+            raise CannotKeepError("it returns no tensor, or an object that hides tensors")
+        return Returned(trees[0], tuple(_line(sizes, each) for each in zip(*(t for t, _ in found), strict=True)))
+
+    def _tried(self, sizes: Sequence[int]) -> list[tuple[list[Tensor], Tree]]:
+        """Runs the module for batches of some sizes, with the first numbers that it takes."""
+        refusals: list[Exception] = []
+        for integer, is_positive in product((0, 1), (False, True)):
+            trial = replace(self, integer=integer, is_positive=is_positive)
+            try:
+                return [trial._outputs(size) for size in sizes]
+            except (CannotKeepError, TraceError):
+                raise
+            except Exception as error:  # it may want positive numbers, or probabilities
+                refusals.append(error)
+        raise refusals[0]
+
+    def _outputs(self, size: int) -> tuple[list[Tensor], Tree]:
+        """Runs the module on `size` samples."""
+        generator = torch.Generator().manual_seed(0)
+        state = [self._number_of(each, generator) for each in self.state]
+        tensors = [self._made(each, size, generator) for each in self.inputs]
+        versions = [each._version for each in tensors]
+        outputs, tree, _ = self.run(tensors, state)
+        if any(0 in each.shape for each in outputs) and any(map(self._has_open_length, self.inputs)):
+            raise CannotKeepError(_BY_NUMBERS)
+        if [each._version for each in tensors] != versions:
+            raise CannotKeepError("it changes its arguments in place")
+        return outputs, tree
+
+    def run(
+        self, tensors: Sequence[Tensor], state: Sequence[Tensor], seed: int = 0
+    ) -> tuple[list[Tensor], Tree, dict[int, Tensor]]:
+        """Runs the module; returns its tensors, what they are in, and what it has changed of its state, by place.
+
+        Args:
+            tensors: The tensors among its arguments.
+            state: Numbers of its state; it may change those of buffers.
+            seed: For Python's and numpy's generators.
+
+        Raises:
+            CannotKeepError: it changes its parameters.
+        """
+        args, kwargs = self.call.unflatten(tensors)
+        numbers = plain_state(self.module)
+        with (
+            torch.set_grad_enabled(self.is_differentiated),
+            in_precision(self.precision),
+            hide_tracing(),
+            python_generators(seed),
+            with_state(places_of(self.module), state),
+            applied_by(refuse_weights),
+        ):
+            places = [place for place, *_ in places_of(self.module)]
+            before = [_bits(each).clone() for each in own_tensors(self.module)]
+            outputs, tree = flatten(self.module(*args, **kwargs), "output")
+            after = [getattr(*place).detach() for place in places]
+            pairs = enumerate(zip(before, after, strict=True))
+            changed = {place: left.clone() for place, (bits, left) in pairs if not torch.equal(bits, _bits(left))}
+        if any(places[place][1] in places[place][0]._parameters for place in changed):
+            raise CannotKeepError("its forward changes its parameters")
+        check_state(numbers, plain_state(self.module))
+        return outputs, tree, changed
+
+    def shape_of(self, tensor: Tensor, size: int) -> tuple[int, ...]:
+        """Returns the shape of an argument for a batch of `size` samples."""
+        return tuple(_number(length, self.batch, size) for length in tensor.shape)
+
+    def numbers(self) -> list[Tensor]:
+        """Returns numbers of the module's state: its own, or random ones."""
+        generator = torch.Generator().manual_seed(0)
+        return [self._number_of(each, generator) for each in self.state]
+
+    def _number_of(self, own: Tensor, generator: torch.Generator) -> Tensor:
+        made = random_tensor(tuple(own.shape), own.dtype, generator) if own.is_meta else own.detach().clone()
+        return made.to(self.device).requires_grad_(own.requires_grad)
+
+    def _has_open_length(self, tensor: Tensor) -> bool:
+        """Whether the numbers in other tensors decide a length."""
+        return any(_open_symbols(length, self.batch) for length in tensor.shape)
+
+    def _made(self, tensor: Tensor, size: int, generator: torch.Generator) -> Tensor:
+        shape = self.shape_of(tensor, size)
+        made = random_tensor(shape, tensor.dtype, generator, self.integer).to(self.device)
+        if self.is_positive and is_differentiable(made) and not made.is_complex():
+            made.mul_(2.0).add_(0.5).clamp_(0.1, 0.9)
+        return made.requires_grad_(tensor.requires_grad and self.is_differentiated)
+
+
+def run_apart(act: Callable[[], Any], device: torch.device) -> Any:
+    """Does something on a thread of its own, and gives the device's generator back as it was."""
+
+    def run() -> Any:
+        with untouched_generator(device):
+            return act()
+
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(run).result()
+
+
+def copy_of(module: nn.Module) -> nn.Module:
+    """Returns a copy of a module whose tensors are on ``meta``, without hooks of backward: they change no result.
+
+    Raises:
+        CannotKeepError: it cannot be copied.
+    """
+    try:
+        made = copy.deepcopy(module, {id(each): each for each in (*own_tensors(module), *hooks_of(module))})
+    except Exception as error:
+        raise CannotKeepError(f"it cannot be copied ({error})") from error
+    for each in made.modules():
+        each._backward_hooks, each._backward_pre_hooks = OrderedDict(), OrderedDict()
+    for shared in places_of(made):
+        empty = torch.empty_like(getattr(*shared[0]).detach(), device="meta")
+        for place in shared:
+            put(*place, empty)
+    return made
+
+
+def own_tensors(module: nn.Module) -> list[Tensor]:
+    """Returns the tensors of a module's state, in the order of `places_of`."""
+    return [getattr(*shared[0]) for shared in places_of(module)]
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.detach().reshape(-1).view(torch.uint8)
+
+
+def random_tensor(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator, whole: int = 0) -> Tensor:
+    """Returns small random numbers; ones for booleans, the same number for all integers."""
+    if dtype is torch.bool:
+        return torch.ones(shape, dtype=dtype)
+    kind = torch.empty((), dtype=dtype)
+    if not is_differentiable(kind):
+        return torch.full(shape, whole, dtype=dtype)
+    wide = torch.complex64 if kind.is_complex() else torch.float32
+    return (torch.randn(shape, generator=generator, dtype=wide) * 0.05).to(dtype)
+
+
+def _number(length: Any, batch: Sequence[Any], size: int) -> int:
+    """Returns a length for a batch of `size` samples; one that counts numbers is none, for integers are zeros."""
+    if not isinstance(length, torch.SymInt):
+        return int(length)
+    expression = sympy.sympify(length.node.expr)
+    counts = dict.fromkeys(_open_symbols(length, batch), 0)
+    number = expression.subs({**dict.fromkeys(expression.free_symbols, size), **counts})
+    return int(number)
+
+
+def _open_symbols(length: Any, batch: Sequence[Any]) -> set[Any]:
+    """Returns the symbols in a length that are not the batch size."""
+    if not isinstance(length, torch.SymInt):
+        return set()
+    known = {each.node.expr for each in batch if isinstance(each, torch.SymInt)}
+    return {symbol for symbol in sympy.sympify(length.node.expr).free_symbols if symbol not in known}
+
+
+def _line(sizes: Sequence[int], tensors: Sequence[Tensor]) -> OutputShape:
+    """Returns how a result's shape follows from the batch size."""
+    first = tensors[0]
+    if any((each.dim(), each.dtype) != (first.dim(), first.dtype) for each in tensors):
+        raise CannotKeepError("the kind of tensor that it returns depends on the batch size or on numbers")
+    lengths = []
+    for place in range(first.dim()):
+        found = [each.shape[place] for each in tensors]
+        slope = (found[1] - found[0]) // (sizes[1] - sizes[0]) if len(sizes) > 1 else 0
+        start = found[0] - slope * sizes[0]
+        if found != [slope * size + start for size in sizes]:
+            raise CannotKeepError("a shape that it returns is no multiple of the batch size")
+        lengths.append((slope, start))
+    strides = tensors[-1].stride()
+    order = sorted(range(first.dim()), key=lambda place: (-strides[place], place))
+    return OutputShape(tuple(lengths), tuple(order), first.dtype)
+
+
+_NEAR = 0.05
+
+
+class Numbers(Enum):
+    """Which numbers the arguments have, in the order in which they are tried: modules refuse some."""
+
+    DRAWN = "drawn"
+    SHARES = "shares"
+    PLAIN = "plain"
+
+
+def drawn_arguments(trial: Trial, numbers: Numbers, size: int) -> list[Tensor]:
+    """Returns arguments for `size` samples; integers are zeros and ones, for they may be classes, or lengths.
+
+    Args:
+        trial: What is tried out.
+        numbers: Which numbers.
+        size: How many samples.
+    """
+    generator = torch.Generator().manual_seed(0)
+    made = []
+    for each in trial.inputs:
+        shape = trial.shape_of(each, size)
+        kind = torch.empty((), dtype=each.dtype)
+        if is_differentiable(kind):
+            drawn = normal(shape, each.dtype, generator)
+            drawn = drawn.sigmoid() if numbers is Numbers.SHARES else drawn
+            drawn = _NEAR * drawn if numbers is Numbers.PLAIN else drawn
+        else:
+            drawn = torch.randint(2, shape, generator=generator)
+            drawn = torch.full_like(drawn, each.dtype is torch.bool) if numbers is Numbers.PLAIN else drawn
+        made.append(drawn.to(trial.device, each.dtype).requires_grad_(each.requires_grad and trial.is_differentiated))
+    return made
+
+
+def normal(shape: Sequence[int], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    """Returns random numbers around zero, in the precision of float32."""
+    return torch.randn(tuple(shape), generator=generator, dtype=torch.complex64 if dtype.is_complex else torch.float32)
+
+
+_PARTS = (2, 3)
+_WHOLE = sum(_PARTS)
+_NOISE, _NOISE_OF_HALVES = 1e-4, 0.05
+_HALVES = (torch.float16, torch.bfloat16)
+
+
+def infer_reductions(trial: Trial) -> Returned:
+    """Tries a module out; returns what it returns, with how that is joined.
+
+    Raises:
+        CannotKeepError: the module cannot be kept whole.
+    """
+    returned = trial.returned()
+    joins = _learned(trial, returned.tensors)
+    lines = (replace(line, join=join) for line, join in zip(returned.tensors, joins, strict=True))
+    return replace(returned, tensors=tuple(lines))
+
+
+def _learned(trial: Trial, lines: Sequence[OutputShape]) -> list[Reduction]:
+    """Returns how each tensor is joined; UNKNOWN if anything is random, or cannot be tried out."""
+    if not isinstance(trial.batch[0], torch.SymInt):
+        return [Reduction.UNKNOWN for _ in lines]
+    for numbers in Numbers:
+        try:
+            found = _joins(trial, lines, numbers)
+        except Exception:  # it may want other numbers
+            continue
+        if Reduction.UNKNOWN not in found:
+            return found
+    return [Reduction.UNKNOWN for _ in lines]
+
+
+def _joins(trial: Trial, lines: Sequence[OutputShape], numbers: Numbers) -> list[Reduction]:
+    tensors = drawn_arguments(trial, numbers, _WHOLE)
+    parts = [[_part(trial, place, each, part) for place, each in enumerate(tensors)] for part in range(len(_PARTS))]
+    whole, *of_parts = [_outputs(trial, each, seed=0) for each in (tensors, *parts)]
+    again = _outputs(trial, tensors, seed=1)
+    is_half = any(each.dtype in _HALVES for each in (*tensors, *whole, *trial.state))
+    noise = _NOISE_OF_HALVES if is_half or trial.precision else _NOISE
+    if not all(_is_close(one, other, noise) for one, other in zip(again, whole, strict=True)):  # it is random
+        return [Reduction.UNKNOWN for _ in lines]
+    joins = [_join(line, whole[place], [each[place] for each in of_parts], noise) for place, line in enumerate(lines)]
+    if trial.is_differentiated and not _is_joined_backward(trial, [tensors, *parts], joins, noise):
+        return [Reduction.OTHER if is_differentiable(whole[place]) else join for place, join in enumerate(joins)]
+    return joins
+
+
+def _is_joined_backward(trial: Trial, given: Sequence[list[Tensor]], joins: Sequence[Reduction], noise: float) -> bool:
+    """Whether backwards of all samples and of their parts, which are `given`, have gradients that fit together."""
+    runs = [_run(trial, each, seed=0) for each in given]
+    starts = _starts([outputs for outputs, _ in runs], joins)
+    try:
+        gradients = [_gradients(*run, start) for run, start in zip(runs, starts, strict=True)]
+    except Exception:  # a backward that fails does so in plain PyTorch
+        return True
+    largest = max((float(each.abs().max()) for each in gradients[0] if each.numel()), default=0.0)
+    return all(
+        _is_close(_joined(*parts), whole, noise, 0.01 * largest) or not whole.isfinite().all()
+        for whole, *parts in zip(*gradients, strict=True)
+    )
+
+
+def _starts(outputs: Sequence[list[Tensor]], joins: Sequence[Reduction]) -> list[list[Tensor | None]]:
+    """Returns gradients to go backward from: drawn for all samples, and what parts have of those."""
+    generator = torch.Generator().manual_seed(0)
+    found: list[list[Tensor | None]] = []
+    for join, (whole, *parts) in zip(joins, zip(*outputs, strict=True), strict=True):
+        if not whole.requires_grad or join in (Reduction.OTHER, Reduction.UNKNOWN):
+            found.append([None for _ in outputs])
+            continue
+        drawn = normal(whole.shape, whole.dtype, generator).to(whole.device, whole.dtype)
+        if (grows := _growing(whole, parts[0])) is not None:
+            found.append([drawn, *drawn.split_with_sizes([each.shape[grows] for each in parts], grows)])
+        else:
+            shares = [size / _WHOLE if join is Reduction.MEAN else 1.0 for size in _PARTS]
+            found.append([drawn, *(drawn * share for share in shares)])
+    return [list(each) for each in zip(*found, strict=True)]
+
+
+def _gradients(outputs: Sequence[Tensor], leaves: Sequence[Tensor], starts: Sequence[Tensor | None]) -> list[Tensor]:
+    """Returns the gradients of arguments and parameters, zeros where there are none."""
+    ends = [place for place, start in enumerate(starts) if start is not None]
+    if not ends or not leaves:
+        return []
+    found = torch.autograd.grad(
+        [outputs[place] for place in ends], leaves, [starts[place] for place in ends], allow_unused=True
+    )
+    return [torch.zeros_like(leaf) if each is None else each for leaf, each in zip(leaves, found, strict=True)]
+
+
+def _joined(first: Tensor, second: Tensor) -> Tensor:
+    """Returns the gradient of all samples, by those of two parts: of the samples, or of what they have in common."""
+    grows = _growing(first, second)
+    return first + second if grows is None else torch.cat([first, second], grows)
+
+
+def _growing(one: Tensor, other: Tensor) -> int | None:
+    """Returns the first dimension that two tensors have of different lengths."""
+    return next((place for place, length in enumerate(one.shape) if length != other.shape[place]), None)
+
+
+def _join(line: OutputShape, whole: Tensor, parts: Sequence[Tensor], noise: float) -> Reduction:
+    if not is_differentiable(whole) or not whole.numel():
+        return Reduction.MEAN
+    if not all(each.isfinite().all() for each in (whole, *parts)):
+        return Reduction.UNKNOWN
+    grows = [place for place, (slope, _) in enumerate(line.lengths) if slope]
+    if grows:
+        is_same = _is_close(torch.cat(list(parts), grows[0]), whole, noise)
+        is_plain = len(grows) == 1 and line.lengths[grows[0]] == (1, 0)
+        return Reduction.SAMPLES if is_same else Reduction.OTHER if is_plain else Reduction.UNKNOWN
+    if not whole.any() and not any(each.any() for each in parts):
+        return Reduction.UNKNOWN
+    first, second = (each.double() if not each.is_complex() else each for each in parts)
+    if _is_close((_PARTS[0] * first + _PARTS[1] * second) / _WHOLE, whole, noise):
+        return Reduction.MEAN
+    return Reduction.SUM if _is_close(first + second, whole, noise) else Reduction.OTHER
+
+
+def _is_close(one: Tensor, other: Tensor, noise: float, least: float = 0.0) -> bool:
+    """Whether two tensors differ by no more than `noise` times the greatest number in one, or `least`."""
+    if one.shape != other.shape or not is_differentiable(other):
+        return torch.equal(one, other)
+    kind = torch.complex128 if other.is_complex() else torch.double
+    first, second = one.to(kind), other.to(kind)
+    return not other.numel() or float((first - second).abs().max()) <= noise * max(float(second.abs().max()), least)
+
+
+def _outputs(trial: Trial, tensors: Sequence[Tensor], seed: int) -> list[Tensor]:
+    return [each.detach() for each in _run(trial, tensors, seed)[0]]
+
+
+def _run(trial: Trial, tensors: Sequence[Tensor], seed: int) -> tuple[list[Tensor], list[Tensor]]:
+    """Runs the module; returns what it returns, and those of its arguments and parameters that get a gradient.
+
+    Raises:
+        ValueError: it changes a buffer, as BatchNorm does: what it returns may follow from the micro-batch.
+    """
+    default_generator(trial.device).manual_seed(seed)
+    copies = [each.detach().clone().requires_grad_(each.requires_grad) for each in tensors]
+    numbers = trial.numbers()
+    outputs, _, changed = trial.run(copies, numbers, seed)
+    if changed:
+        raise ValueError("it changes a buffer")
+    return outputs, [each for each in (*copies, *numbers) if each.requires_grad]
+
+
+def _part(trial: Trial, place: int, tensor: Tensor, part: int) -> Tensor:
+    """Returns the samples of a part.
+
+    Raises:
+        ValueError: its length does not say which those are.
+    """
+    given = trial.inputs[place]
+    sizes = [trial.shape_of(given, size) for size in _PARTS]
+    for dimension, length in enumerate(tensor.shape):
+        lengths = [size[dimension] for size in sizes]
+        if length in lengths and len(set(lengths)) == 1:
+            continue
+        if sum(lengths) != length or lengths[0] * _PARTS[1] != lengths[1] * _PARTS[0]:
+            raise ValueError(f"a dimension has {length} elements for all samples and {lengths} for parts of them")
+        tensor = tensor.split_with_sizes(lengths, dimension)[part]
+    return tensor.detach().requires_grad_(tensor.requires_grad)
+
+
+_JOINS = "joins"
+
+
+class _Applied(nn.Module):
+    """Runs a function."""
+
+    def __init__(self, key: str) -> None:
+        super().__init__()
+        self.key = key
+
+    def forward(self, tensors: list[Tensor]) -> list[Tensor]:
+        return run_function(self.key, tensors)
+
+
+def infer_function_reductions(graph: KnownGraph, device: torch.device) -> None:
+    """Tries the kept functions of a graph, which will run on `device`, out; notes what is found at their nodes."""
+    nodes, facts, batch = graph.module.graph, graph.facts, graph.batch_inputs
+    sizes = [node.meta["val"].shape[0] for node in nodes.find_nodes(op="placeholder") if node.name in batch]
+    known: dict[Any, list[Reduction]] = {}
+    for node in nodes.find_nodes(op="call_function", target=run_function):
+        key, sources = node.args
+        inputs = [_like(source, facts) for source in sources]
+        kind = key, tuple((str(each.shape), each.dtype, each.requires_grad) for each in inputs), precision_of(node)
+        if kind not in known:
+            given, call = flatten(((inputs,), {}))
+            trial = Trial(_Applied(str(key)), (), call, given, sizes, device, precision_of(node), True)
+            known[kind] = _tried(trial, len(node.meta["val"]))
+        node.meta[_JOINS] = known[kind]
+
+
+def reduction_of(item: fx.Node) -> Reduction | None:
+    """Returns how what a node takes out of the results of a kept module or function is joined; None: of another one."""
+    made: Any = item.args[0] if item.args else None
+    if not isinstance(made, fx.Node) or item.target is run_function:
+        return None
+    place: Any = item.args[1] if len(item.args) > 1 else None
+    if (kept := opaque_module_of(made)) is not None:
+        line: OutputShape = kept.returned.tensors[place]
+        return line.join
+    joins: list[Reduction] | None = made.meta.get(_JOINS)
+    return None if joins is None else joins[place]
+
+
+def opaque_name(item: fx.Node) -> str:
+    """Returns the path of the module, or the name of the function, from whose results a node takes one out."""
+    made: Any = item.args[0]
+    kept = opaque_module_of(made)
+    return kept.path if kept is not None else function_name(made.args[0])
+
+
+def _like(source: fx.Node, facts: Mapping[str, Fact]) -> Tensor:
+    value: Tensor = source.meta["val"].detach()
+    return value.requires_grad_(facts[source.name].needs_gradient)
+
+
+def _tried(trial: Trial, num_results: int) -> list[Reduction]:
+    try:
+        returned = run_apart(lambda: infer_reductions(trial), trial.device)
+    except Exception:  # it may want other numbers
+        return [Reduction.UNKNOWN] * num_results
+    return [line.join for line in returned.tensors]

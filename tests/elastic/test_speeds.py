@@ -1,0 +1,134 @@
+"""Holds who is called slow: the one that is, soon, and nobody else, ever."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+
+import pytest
+
+from autovaruna.elastic.speeds import Recovered, Report, Slow, Speeds
+from autovaruna.planner.prediction import pipeline_of, policy_of
+from autovaruna.planner.records import predicted_seconds
+from autovaruna.planner.search import make_plan
+from autovaruna.schedule.simulator import simulate
+from tests.planner.cases import make_problem
+
+NOISE = 0.03
+Factor = Callable[[int, int], float]
+"""How many times as long as its share a rank takes in a step."""
+
+
+class Job:
+    """A job of ranks whose stages take 1, 1.5, 2, ... seconds, and whose plan predicts twice as much."""
+
+    def __init__(
+        self, num_ranks: int, seed: int = 0, noise: float = NOISE, predicted: Mapping[int, float] | None = None
+    ):
+        self.seconds = {rank: 1.0 + 0.5 * rank for rank in range(num_ranks)}
+        self.rng, self.noise = random.Random(seed), noise
+        self.speeds = Speeds(predicted or {rank: 2 * each for rank, each in self.seconds.items()})
+
+    def run(self, steps: range, factor: Factor = lambda rank, step: 1.0) -> list[Slow | Recovered]:
+        """Runs some steps; the ranks report in another order each time. Returns all that was said."""
+        said: list[Slow | Recovered] = []
+        for step in steps:
+            for rank in self.rng.sample(sorted(self.seconds), len(self.seconds)):
+                seconds = self.seconds[rank] * factor(rank, step) * (1 + self.noise * self.rng.gauss(0, 1))
+                said += self.speeds.report(Report(rank, step, seconds))
+        return said
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 8])
+@pytest.mark.parametrize("seed", range(30))
+def test_a_rank_slowed_by_15_percent_is_named_within_ten_steps(num_ranks: int, seed: int):
+    job = Job(num_ranks, seed, predicted=dict.fromkeys(range(num_ranks), 0.0))
+    victim, start = job.rng.randrange(num_ranks), job.rng.randrange(20, 200)
+    assert not job.run(range(start))
+    (said,) = job.run(range(start, start + 10), lambda rank, step: 1.15 if rank == victim else 1.0)
+    assert isinstance(said, Slow) and said.rank == victim and said.step < start + 10
+    assert 1.05 < said.factor < 1.25 and said.compared_with == "its own past"
+    assert job.speeds.slow == {victim: said}
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 8])
+@pytest.mark.parametrize("seed", range(10))
+def test_a_rank_that_is_slow_from_the_start_is_named_by_the_prediction(num_ranks: int, seed: int):
+    job = Job(num_ranks, seed)
+    victim = job.rng.randrange(num_ranks)
+    (said,) = job.run(range(12), lambda rank, step: 1.2 if rank == victim else 1.0)
+    assert isinstance(said, Slow) and said.rank == victim and said.compared_with == "the prediction"
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 8])
+def test_noise_alone_names_nobody(num_ranks: int):
+    assert not Job(num_ranks, seed=num_ranks).run(range(10_000))
+
+
+@pytest.mark.parametrize("factor", [1.15, 3.0, 0.5])
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 8])
+def test_a_machine_that_changes_as_a_whole_names_nobody(num_ranks: int, factor: float):
+    """Some ranks feel it a step later than others."""
+    job = Job(num_ranks)
+    assert not job.run(range(300), lambda rank, step: factor if step >= 100 + rank % 2 else 1.0)
+
+
+def test_batches_of_other_sizes_name_nobody():
+    sizes = [random.Random(step).uniform(0.5, 2.0) for step in range(2000)]
+    assert not Job(4).run(range(2000), lambda rank, step: sizes[step])
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 8])
+def test_hiccups_name_nobody(num_ranks: int):
+    rng = random.Random(5)
+    assert not Job(num_ranks).run(range(3000), lambda rank, step: 5.0 if rng.random() < 0.03 else 1.0)
+
+
+def test_the_first_steps_may_be_slower():
+    assert not Job(4).run(range(500), lambda rank, step: 3.0 if step < 2 and rank == 0 else 1.0)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 8])
+def test_nobody_is_slow_because_another_becomes_faster(num_ranks: int):
+    job = Job(num_ranks, predicted=dict.fromkeys(range(num_ranks), 0.0))
+    assert not job.run(range(300), lambda rank, step: 0.7 if rank == 0 and step >= 100 else 1.0)
+
+
+def test_two_slow_ranks_of_three_are_named():
+    said = Job(3).run(range(110), lambda rank, step: 1.2 if rank and step >= 100 else 1.0)
+    assert sorted(each.rank for each in said if isinstance(each, Slow)) == [1, 2] and len(said) == 2
+
+
+def test_a_rank_that_recovers_is_forgiven():
+    job = Job(4)
+    job.run(range(100))
+    job.run(range(100, 120), lambda rank, step: 1.3 if rank == 2 else 1.0)
+    assert set(job.speeds.slow) == {2}
+    (said,) = job.run(range(120, 140))
+    assert isinstance(said, Recovered) and said.rank == 2 and said.step < 132 and not job.speeds.slow
+
+
+def test_ranks_without_work_are_compared_with_nothing():
+    job = Job(3, predicted={0: 2.0, 1: 3.0, 2: 0.0})
+    job.seconds[2] = 0.0
+    assert not job.run(range(100))
+    assert [each.rank for each in job.run(range(100, 110), lambda rank, step: 1.2 if rank == 0 else 1.0)] == [0]
+
+
+def test_a_rank_that_no_longer_reports_hides_nobody():
+    job = Job(3)
+    job.run(range(50))
+    del job.seconds[2]
+    said = job.run(range(50, 300), lambda rank, step: 1.2 if rank == 0 else 1.0)
+    assert [each.rank for each in said] == [0]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3, 6])
+def test_the_predicted_seconds_are_those_of_the_simulated_step(num_ranks: int):
+    problem = make_problem(8, num_ranks, 12)
+    plan = make_plan(problem)
+    busy = [
+        sum(act[1] - act[0] for act in acts)
+        for acts in simulate(pipeline_of(plan, problem.graph), policy_of(plan.schedule)).acts
+    ]
+    assert predicted_seconds(plan) == pytest.approx(dict(enumerate(busy)))
