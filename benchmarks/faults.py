@@ -81,11 +81,10 @@ class Striker:
         """Strikes; returns None if there was nothing to strike."""
         run, hosts = self.run, self.run.hosts
         others = [host for host in hosts.names[1:] if hosts.is_up(host) and host not in self.missing]
-        host = (
-            self.draw.choice(others if kind in ("host", "power", "notice") else hosts.names[:1] + others)
-            if others
-            else "h1"
-        )
+        is_of_host = kind in ("host", "power", "notice")
+        if is_of_host and len(others) < 1 + in_recovery:
+            return None  # the first host has the manager, and its copy may be on the other one
+        host = self.draw.choice(others if is_of_host else ["h1", *others])
         fault = Fault(kind, time.monotonic(), time.time(), in_recovery=in_recovery)
         if kind in ("rank", "rank 0", "stop"):
             ranks = run.ranks()
@@ -95,9 +94,7 @@ class Striker:
             fault.rank = self.draw.choice(chosen)
             fault.host, process = ranks[fault.rank]
             run.strike(process, signal.SIGSTOP if kind == "stop" else signal.SIGKILL)
-        elif kind in ("host", "power", "notice"):
-            if len(others) < 2 and in_recovery:
-                return None  # what is left would be the first host alone, whose copy may be on the other one
+        elif is_of_host:
             fault.host = host
             self.missing.add(host)
             if kind == "notice":

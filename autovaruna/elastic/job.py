@@ -262,10 +262,10 @@ class Job:
             name = signal.Signals(-its_status).name
             sys.stderr.write(f"run_varuna: rank {rank} was ended by {name}; the other ranks were ended after it\n")
         if missing := sorted(set(range(self.num_ranks)) - ended.keys()):
-            if not status and not its_status:
+            if self.output.has_started and not its_status and not self._num_ends and self._place is None:
                 sys.stderr.write(
                     f"run_varuna: ranks {', '.join(map(str, missing[:8]))} never said that they ended: their host was "
-                    "lost. The job has not finished\n"
+                    "lost, or mpirun was killed. The job has not finished\n"
                 )
             status = status or 1
         status = its_status or status

@@ -332,7 +332,7 @@ class Manager:
             self._begin_anew(hosts)
             if (outcome := self._fault(job, hosts, leaving)) is not None:
                 return outcome
-            if not has_stepped and self._watch.num_steps:
+            if not has_stepped and self._watch.num_steps > (job.options.resume_step or 0):
                 has_stepped = True
                 seconds["first_step"] = time.monotonic() - started
                 self._log.note("running", f"training, {time.monotonic() - self._began:.1f} s after", seconds=seconds)

@@ -1,6 +1,7 @@
 """Trains a model on one rank with all that a state can have, and prints the bits of it after each step.
 
-one_rank.py STEPS [DIE]: goes on where the job's memory has come to; DIE is the step after which it ends at once.
+one_rank.py STEPS [DIE]: goes on where the job's memory has come to; DIE is the step after which it ends at once. Each
+DataLoader has a generator of its own, or it would draw from that of the script when it begins.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ best += info.extra or []
 step = info.step or 0
 print(f"begin {step}", flush=True)
 while step < num_steps:
-    for (features,) in DataLoader(data, batch_sampler=sampler):
+    for (features,) in DataLoader(data, batch_sampler=sampler, generator=torch.Generator()):
         loss = model(features).square().mean() * (1.0 + torch.rand(()))
         optimizer.zero_grad()
         scaler.scale(loss).backward()

@@ -59,7 +59,7 @@ def test_files_of_the_job_are_read_and_no_others(link: Link, tmp_path: Path) -> 
     for place in ("../secret", str(tmp_path / "secret"), "leads_out", "token", "./token", "", ".", "none", "a\0b"):
         with pytest.raises(REFUSED):
             read(link, place)
-    with pytest.raises(OSError, match="127.0.0.1"):
+    with pytest.raises(OSError, match="127"):
         read(link, "mine", "b" * 64)
     assert read(link, "mine") == b"words"
     assert oct((tmp_path / "job").stat().st_mode)[-3:] == "700"
@@ -119,9 +119,8 @@ def test_a_state_is_put_together_from_here_and_elsewhere(link: Link, tmp_path: P
     link.ask("restore", texts={"state.json": "{}"}, own=own, others={"others": pointer}).result(10.0)
     place = tmp_path / "job" / "restore"
     assert sorted(each.name for each in place.iterdir()) == ["others.elsewhere", "state.json", "weights"]
-    assert (place / "weights").read_bytes() == b"weights" and json.loads(
-        (place / "others.elsewhere").read_text()
-    ) == pointer
+    assert (place / "weights").read_bytes() == b"weights"
+    assert json.loads((place / "others.elsewhere").read_text()) == pointer
     with pytest.raises(OSError, match="not in the job's folder"):
         link.ask("restore", texts={}, own={"x": "../secret"}, others={}).result(10.0)
     link.ask("drop", before=2).result(10.0)

@@ -90,7 +90,7 @@ def test_a_friend_stays_while_strangers_come() -> None:
 
 def test_another_token_opens_nothing() -> None:
     server = Server(TOKEN, echo)
-    with pytest.raises(OSError, match="127.0.0.1"):
+    with pytest.raises(OSError, match="127"):
         connect("127.0.0.1", server.port, b"u" * 64)
     assert ask(server.port, {}) == {}
 

@@ -23,13 +23,13 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 def rank(calls: int, is_inside: bool = True, state: str = "S", gone: float = 0.0, **more: Any) -> dict[str, Any]:
     """Returns what a keeper says of a rank."""
     said = {"calls": calls, "steps": calls, "is_inside": is_inside, "state": state, "gone_seconds": gone}
-    return {**said, "hears_end": False, "work_seconds": 0.0, "cpu_seconds": 0.0, "silent": 0.0, **more}
+    return {**said, "hears_end": False, "work_seconds": 0.0, "cpu_seconds": 0.0, "work": [], **more}
 
 
 def report(newest: int | None = None, copied: object = None, **ranks: dict[str, Any]) -> dict[str, Any]:
     """Returns what a keeper says of its ranks, ``r0`` and so on."""
     found = {name[1:]: its for name, its in ranks.items()}
-    return {"attempt": 1, "newest": newest, "copied": copied, "ranks": found}
+    return {"attempt": 1, "newest": newest, "copied": copied, "ranks": found, "predicted": {}}
 
 
 def trained(clock: SimpleNamespace, seconds: float = 0.5, num_calls: int = 5) -> Watch:
@@ -70,7 +70,7 @@ def test_a_rank_that_is_stopped_for_a_moment_is_not(clock: SimpleNamespace) -> N
             "rank 1 on b is in the script, outside of the model; the others wait in it",
         ),
         (rank(6), rank(5), "rank 1 on b is inside of the model, in call 5"),
-        (rank(5, is_inside=False), rank(5, is_inside=False), "all ranks are in the script, outside of the model"),
+        (rank(5, False), rank(5, False), "all ranks are in the script, outside of the model"),
         (rank(6), rank(6), "rank 0 on a, rank 1 on b are inside of the model, in call 6"),
     ],
 )

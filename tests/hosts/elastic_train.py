@@ -2,8 +2,7 @@
 
 elastic_train.py STEPS SECONDS [FOLDER]: rank 0 prints ``begin STEP``, ``loss STEP HEX`` after each step, and ``weights
 HASH`` at the end; each step takes some more seconds; FOLDER has checkpoints. The last step may also be said later, in a
-file ``stop`` of the folder that it runs in. All depends on the
-bits of the states of scheduler, optimizer and generator.
+file ``stop`` of the folder that it runs in. All depends on the bits of scheduler, optimizer and generator.
 """
 
 from __future__ import annotations
@@ -30,8 +29,6 @@ model = AutoVaruna(
     num_stages=get_world_size(),
     micro_batch_size=4,
     inputs="replicated",
-    load_deployment=False,
-    save_deployment=False,
     progress=False,
 )
 first = model.resume(folder, lr_scheduler=scheduler).step
