@@ -30,7 +30,7 @@ FIRST = (
     "planner/test_bound.py",
     "session/test_against_plain.py",
     "session/test_modes.py",
-    "session/test_drawn_calls.py",
+    "session/test_drawn.py",
     "planner/test_interleaving.py",
 )
 """The files that take longest, and all that share ranks, one after the other.

@@ -1,17 +1,30 @@
-"""Holds how a call is described: names, batches, what asks for another trace."""
+"""How a call is described and known again: names, batches, structures, and what asks for another trace."""
 
 from __future__ import annotations
 
+import os
+import random
+import subprocess
+import sys
 import warnings
+from collections import OrderedDict, namedtuple
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from autovaruna.errors import InputError
-from autovaruna.graph.call import describe
+from autovaruna.graph import random as generators
+from autovaruna.graph.call import CallReader, describe
 from autovaruna.graph.guards import Guards, mode_of
+from autovaruna.graph.tree import Opaque, Undelivered, flatten, words
+from tests.graph.models import Function, traced
 
 
 class Model(nn.Module):
@@ -137,3 +150,284 @@ def test_a_call_without_a_batch_says_what_it_got(args: tuple[Any, ...], batch_in
     """The error names the tensors, and what to pass."""
     with pytest.raises(InputError, match=message):
         describe(MODEL, args, {}, batch_inputs)
+
+
+class Anything(nn.Module):
+    def forward(self, *args: Any, **kwargs: Any) -> None: ...
+
+
+@dataclass
+class Pair:
+    first: Tensor
+    second: Tensor
+
+
+ANYTHING = Anything()
+ROWS, NUMBERS = torch.randn(4, 3), torch.randn(4)
+CALLS: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
+    ((ROWS, NUMBERS), {}),
+    ((NUMBERS, ROWS), {}),
+    ((ROWS,), {"y": NUMBERS}),
+    ((ROWS,), {"z": NUMBERS}),
+    (([ROWS, NUMBERS],), {}),
+    (((ROWS, NUMBERS),), {}),
+    (({"a": ROWS, "b": NUMBERS},), {}),
+    (({"b": ROWS, "a": NUMBERS},), {}),
+    ((ROWS, 1), {}),
+    ((ROWS, True), {}),
+    ((ROWS, 0.0), {}),
+    ((ROWS, -0.0), {}),
+    ((ROWS, None, "a"), {}),
+    ((ROWS[:2], NUMBERS[:2]), {}),
+    ((ROWS.double(), NUMBERS), {}),
+    ((ROWS.clone().requires_grad_(), NUMBERS), {}),
+    ((nn.Parameter(ROWS),), {}),
+    ((Pair(ROWS, NUMBERS),), {}),
+    ((ROWS, {1: NUMBERS}), {}),
+]
+
+
+def read(reader: CallReader, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return reader.read(args, kwargs, mode_of(ANYTHING))
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_what_is_known_is_what_a_description_says(grad: bool) -> None:
+    reader = CallReader(ANYTHING)
+    with torch.set_grad_enabled(grad):
+        for args, kwargs in CALLS * 3:
+            tensors, call = read(reader, args, kwargs)
+            expected, described = describe(ANYTHING, args, kwargs)
+            assert call == described and call.key() == described.key()
+            assert [id(tensor) for tensor in tensors] == [id(tensor) for tensor in expected]
+
+
+def test_other_numbers_give_the_same_description() -> None:
+    reader = CallReader(ANYTHING)
+    first = read(reader, (ROWS,), {"y": [NUMBERS, 2]})[1]
+    assert read(reader, (ROWS + 1,), {"y": [NUMBERS + 1, 2]})[1] is first
+    assert read(reader, (ROWS,), {"y": [NUMBERS, 3]})[1] is not first
+
+
+def test_sizes_without_end_keep_no_memory() -> None:
+    reader = CallReader(ANYTHING)
+    for size in range(1, 600):
+        assert read(reader, (torch.empty(size),), {})[1].batch_size == size
+    assert len(reader._known) < 300
+
+
+def test_a_forward_that_is_a_function_is_read_anew() -> None:
+    model = Anything()
+    reader = CallReader(model)
+    assert [spec.name for spec in reader.read((ROWS,), {}, "")[1].inputs] == ["args_0"]
+    model.forward = lambda images: None  # type: ignore[method-assign]
+    assert [spec.name for spec in reader.read((ROWS,), {}, "")[1].inputs] == ["images"]
+
+
+Two = namedtuple("Pair", ["left", "right"])
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A user's own frozen class, unknown to PyTorch."""
+
+    scores: Tensor
+    inner: Any = None
+    note: str = "none"
+
+
+class Cache:
+    """Hides tensors, as a key-value cache does."""
+
+    def __init__(self) -> None:
+        self.layers = [{"keys": torch.ones(2)}]
+
+
+A, B, C = (torch.full((2,), float(k)) for k in range(3))
+STRUCTURES = {
+    "tensor": (A, [A]),
+    "tuple": ((A, B), [A, B]),
+    "nested": ({"x": [A, (B, None)], "y": {"z": C, "n": 3}}, [A, B, C]),
+    "ordered": (OrderedDict(b=A, a=B), [A, B]),
+    "named tuple": (Two(A, [B]), [A, B]),
+    "none": (None, []),
+    "dataclass": (Answer(A, {"deep": Answer(B)}, "kept"), [A, B]),
+    "list of dataclasses": ([Answer(A), Answer(B)], [A, B]),
+    "constants": ((1, "two", 3.0, True, None, A), [A]),
+}
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two structures are equal, tensors by identity."""
+    if isinstance(one, Tensor):
+        return one is other
+    if isinstance(one, Answer):
+        return same(vars(one), vars(other))
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)):
+        return type(one) is type(other) and len(one) == len(other) and all(map(same, one, other))
+    return bool(one == other)
+
+
+@pytest.mark.parametrize("name", STRUCTURES)
+def test_a_round_trip_changes_nothing(name: str) -> None:
+    """Tensors come out in order, and the structure goes around them again."""
+    value, expected = STRUCTURES[name]
+    tensors, tree = flatten(value)
+    assert len(tensors) == len(expected) and all(a is b for a, b in zip(tensors, expected, strict=True))
+    assert same(tree.unflatten(tensors), value)
+    assert len(tree.tensor_paths()) == len(tensors)
+
+
+def test_a_model_output_keeps_its_class() -> None:
+    """A Hugging Face output is rebuilt, its attributes, keys and missing fields included."""
+    outputs = pytest.importorskip("transformers.modeling_outputs")
+    value = outputs.CausalLMOutput(loss=A, logits=B)
+    tensors, tree = flatten(value)
+    again = tree.unflatten([C, B])
+    assert type(again) is type(value) and again.loss is C and again["logits"] is B and again.hidden_states is None
+    assert [path.strip("[].'") for path in tree.tensor_paths()] == ["loss", "logits"] and len(tensors) == 2
+
+
+class Keyless(OrderedDict[str, Any]):
+    """A library's own output, registered without what names its places."""
+
+
+pytree.register_pytree_node(
+    Keyless, lambda it: ([*it.values()], [*it]), lambda values, keys: Keyless(zip(keys, values, strict=True))
+)
+
+
+def test_a_class_that_gives_no_keys_is_taken_apart() -> None:
+    """Its places have the names of its entries, or numbers where those hold more."""
+    for inner, paths in ((B, ["['sample']", "['scale']"]), ([B, C], ["[0]", "[1]", "[2]"])):
+        tensors, tree = flatten(Keyless(sample=A, scale=inner))
+        back = tree.unflatten(tensors)
+        assert type(back) is Keyless and back["sample"] is A
+        assert all(one is other for one, other in zip(flatten(back["scale"])[0], flatten(inner)[0], strict=True))
+        assert tree.tensor_paths() == paths and tree.constants() == []
+
+
+def test_paths_are_what_a_person_would_write() -> None:
+    """Names of tensors in messages lead to them."""
+    _, tree = flatten({"x": [A, Answer(B)]}, "batch")
+    assert tree.tensor_paths() == ["batch['x'][0]", "batch['x'][1].scores"]
+
+
+def test_keys_tell_constants_and_structures_apart() -> None:
+    """Two calls share a key if they differ in tensors alone."""
+    keys = [flatten(value)[1].key() for value in ((A, 1), (B, 1), (A, 2), (A, True), [A, 1], (A, None))]
+    assert keys[0] == keys[1] and len(set(keys)) == 5
+
+
+def test_an_opaque_leaf_is_asked_for() -> None:
+    """A class that hides tensors is not taken apart; whoever rebuilds says what stands in its place."""
+    tensors, tree = flatten((A, Cache()), "output")
+    assert len(tensors) == 1 and tree.tensor_paths() == ["output[0]"]
+    again = tree.unflatten(tensors, lambda leaf: leaf)
+    assert again == (A, Opaque("output[1]", "Cache"))
+
+
+@pytest.mark.parametrize("use", [lambda it: it.layers, lambda it: it[0], list, len])
+def test_an_undelivered_output_says_so_when_used(use: Any) -> None:
+    """Nothing silently differs: the stand-in prints, and any use raises with what to do."""
+    stand_in = Undelivered(Opaque("output.past", "Cache"))
+    assert repr(stand_in) == "Undelivered(Cache at output.past)"
+    with pytest.raises(InputError, match=r"output\.past is a Cache.*use_cache=False"):
+        use(stand_in)
+
+
+class Plain:
+    """Has no text of its own."""
+
+    def __init__(self, held: Any) -> None:
+        self.held = held
+
+
+def long(number: float) -> Any:
+    """Returns an array whose text leaves out what differs."""
+    array = numpy.zeros(5000)
+    array[2500] = number
+    return array
+
+
+def scaling(factor: float) -> Callable[[float], float]:
+    return lambda x: factor * x
+
+
+DIFFERENT: tuple[tuple[Any, Any], ...] = (
+    (long(1.0), long(2.0)),
+    (Plain(long(1.0)), Plain(long(2.0))),
+    (numpy.array([None, "a"]), numpy.array([None, "b"])),
+    (scaling(1.0), scaling(2.0)),
+    (lambda x: x + 1, lambda x: x - 1),
+    ({"a", "b"}, {"a", "c"}),
+)
+
+
+@pytest.mark.parametrize(("one", "other"), DIFFERENT)
+def test_objects_that_differ_have_other_words(one: Any, other: Any) -> None:
+    """Once, a long array was told by its text, which leaves numbers out: a call got the losses of an earlier one."""
+    assert words(one) != words(other)
+
+
+def test_words_do_not_say_where_an_object_lies_or_how_a_set_is_ordered() -> None:
+    program = "from autovaruna.graph.tree import words; print(words({'a', 'b', 'c'}), words(lambda x: x in {'d', 'e'}))"
+    found = {
+        subprocess.run(
+            [sys.executable, "-c", program],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=True,
+        ).stdout
+        for seed in ("1", "2")
+    }
+    assert len(found) == 1
+    assert words(Plain(1)) == words(Plain(1))
+
+
+WIDE = torch.zeros(3, 12)
+
+
+def test_modules_are_not_looked_at_one_by_one_unless_something_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = []
+    place = generators._place
+    monkeypatch.setattr(generators, "_place", lambda: (looks.append(1), place())[1])
+    traced(nn.Sequential(*(nn.Linear(12, 12) for _ in range(9))), WIDE)
+    assert len(looks) == 2
+
+
+def test_a_module_that_draws_is_found_in_the_second_look() -> None:
+    def noisy(self: Any, x: Tensor) -> Tensor:
+        return x * random.random()
+
+    model = nn.Sequential(nn.Linear(12, 12), Function(noisy), nn.Linear(12, 12))
+    assert any(name.startswith("module") for name in traced(model, WIDE).nodes)
+
+
+def test_a_trace_under_a_debugger_is_the_same() -> None:
+    """Whoever watches each line by sys.settrace, as debuggers and coverage do, finds the same graph."""
+
+    def picked(self: Any, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            scale = x.data.mean(1, keepdim=True)
+        return torch.where(x > scale, self.layer(x), x.new_zeros(x.shape[0], 12))
+
+    model = nn.Sequential(nn.Linear(12, 12), Function(picked, layer=nn.Linear(12, 12)))
+    plain, lines = traced(model, WIDE), list[str]()
+
+    def watch(frame: FrameType, event: str, argument: Any) -> Any:
+        lines.extend([event] * (frame.f_code is picked.__code__))
+        return watch if frame.f_code is picked.__code__ else None
+
+    before = sys.gettrace()
+    sys.settrace(watch)
+    try:
+        watched = traced(model, WIDE)
+    finally:
+        sys.settrace(before)
+    assert "line" in lines
+    assert list(watched.nodes) == list(plain.nodes) and watched.graph == plain.graph

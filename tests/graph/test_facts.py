@@ -1,13 +1,26 @@
-"""Holds what is learned of each node: gradients, aliases, changes, randomness, arithmetic."""
+"""What is known of nodes: facts, sizes, arithmetic, operators, constant numbers, and what is dropped as idle."""
 
 from __future__ import annotations
 
+from operator import getitem
+from typing import Any
+
+import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
+from torch.nn.utils import parametrizations
 
+from autovaruna.errors import TraceError
+from autovaruna.graph.batch.operators import Means, Trait, operator_of, rows
+from autovaruna.graph.batch.values import Merge
+from autovaruna.graph.call import describe
 from autovaruna.graph.facts import Fact
-from tests.graph.models import named, traced, traced_function
+from autovaruna.graph.records import Size
+from autovaruna.graph.trace import trace
+from autovaruna.graph.verify.eager_vs_graph import EagerVsGraph, compare
+from tests.catalogue import CASES
+from tests.graph.models import CPU, Function, call_of, named, traced, traced_function
 
 X = torch.zeros(3, 4)
 
@@ -136,3 +149,341 @@ def test_each_operation_has_its_own_arithmetic() -> None:
     product = 2 * 4 * 4 * model.sizes.batch_size
     found = {name: fact.num_flops for name, fact in model.facts.items() if fact.num_flops}
     assert found == {"linear": product, "linear_1": product}
+
+
+class Base(nn.Module):
+    """Has a running average, a count of its changes, a count of calls, and a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+        self.register_buffer("average", torch.zeros(3))
+        self.register_buffer("count", torch.zeros(()))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+
+
+class Corrected(Base):
+    """Corrects the average by the count of its changes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.count += 1
+        self.average.lerp_(x.detach().mean(0), 0.1)
+        return self.layer(x - self.average / (1 - 0.9**self.count)).sum(-1).mean()
+
+
+class CorrectedApart(Base):
+    """Does the same in a region without gradients."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.calls += 1
+            self.count += 1
+            self.average.lerp_(x.mean(0), 0.1)
+            mean = self.average / (1 - 0.9**self.count)
+        return self.layer(x - mean).sum(-1).mean()
+
+
+class Cumulative(Base):
+    """Weighs what comes new by the count."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.count.add_(1)
+            self.calls += 1
+            self.average += (x.mean(0) - self.average) / self.count
+        return self.layer(x - self.average).sum(-1).mean()
+
+
+class Beside(Base):
+    """Counts beside an average, and follows its own weights; neither has to do with the average."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = parametrizations.spectral_norm(self.layer)
+        self.slow = nn.Linear(3, 3).requires_grad_(False)
+        self.norm = nn.BatchNorm1d(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.calls += 1
+            self.slow.weight.mul_(0.9).add_(self.norm.weight, alpha=0.1)
+        x = self.slow(self.norm(self.layer(x * torch.tanh(self.calls))))
+        with torch.no_grad():
+            self.average.lerp_(x.mean(0), 0.1)
+        return (x * self.average).sum(-1).mean()
+
+
+VECTORS = {f"layer.parametrizations.weight.0.{name}" for name in ("_u", "_v")}
+
+
+@pytest.mark.parametrize(
+    "model, steady",
+    [
+        (Corrected, {"calls"}),
+        (CorrectedApart, {"calls"}),
+        (Cumulative, {"calls"}),
+        (Beside, {"calls", "slow.weight", "norm.num_batches_tracked", *VECTORS}),
+    ],
+)
+def test_a_counter_goes_with_the_state_that_it_weighs(model: type[nn.Module], steady: set[str]) -> None:
+    assert traced(model(), torch.randn(4, 3)).steady_state == steady
+
+
+def shaped(self: nn.Module, x: Tensor) -> Tensor:
+    """Makes values whose sizes depend on the batch in several ways."""
+    out = self.layer(x)
+    table = torch.arange(6, device=x.device).float()
+    pairs = torch.cat((out, out)).reshape(x.shape[0], 8)
+    words = x.long()
+    padded = torch.cat((words, words.new_zeros(2, 4)))
+    return pairs.sum() + padded.sum() + table.sum()
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 3, 7, 64])
+def test_shapes_are_those_of_the_run(batch_size: int) -> None:
+    """Every value of the graph has, for any batch size, the shape and bytes that a run of that size makes."""
+    model = Function(shaped, layer=nn.Linear(4, 4))
+    found = traced(model, X)
+    seen: dict[str, Tensor] = {}
+
+    class Watch(torch.fx.Interpreter):
+        def run_node(self, n: torch.fx.Node) -> object:
+            value = super().run_node(n)
+            if isinstance(value, Tensor):
+                seen[n.name] = value
+            return value
+
+        def fetch_attr(self, target: str) -> object:
+            return model.get_parameter(target)
+
+    Watch(found.module).run(torch.zeros(batch_size, 4), enable_io_processing=False)
+    for name, value in seen.items():
+        fake = found.nodes[name].meta.get("val")
+        if isinstance(fake, Tensor):
+            assert found.sizes.shape(fake, batch_size) == value.shape, name
+            assert found.sizes.num_bytes(fake).at(batch_size) == value.numel() * value.element_size(), name
+
+
+def test_bytes_have_a_fixed_part_and_one_that_grows() -> None:
+    """A padded value is a line with both; a table is all fixed; an activation all grows."""
+    model = traced_function(shaped, X, layer=nn.Linear(4, 4))
+    sizes = {name: model.sizes.num_bytes(model.nodes[name].meta["val"]) for name in ("linear", "cat_1")}
+    assert sizes == {"linear": Size(0.0, 16.0), "cat_1": Size(64.0, 32.0)}
+    assert model.sizes.num_bytes(model.nodes[named(model, "arange")].meta["val"]).sample_bytes == 0
+
+
+def test_numbers_that_follow_from_the_batch_are_sizes() -> None:
+    """x.shape[0] and what is computed from it are numbers, not blocks."""
+
+    def halved(self: nn.Module, x: Tensor) -> Tensor:
+        return self.layer(x).reshape(x.shape[0] * 2, 2)
+
+    model = traced_function(halved, X, layer=nn.Linear(4, 4))
+    sizes = [node for node in model.nodes.values() if model.sizes.is_given(node)]
+    assert sizes and not {node.name for node in sizes} & model.block_of.keys()
+    assert model.sizes.number(sizes[-1].meta["val"], 5) == 10
+
+
+def test_the_batch_dimension_is_found_wherever_it_is() -> None:
+    """It may be moved; a value without one has None."""
+
+    def moved(self: nn.Module, x: Tensor) -> Tensor:
+        return self.layer(x).t().exp().sum(dim=1)
+
+    model = traced_function(moved, X, layer=nn.Linear(4, 4))
+    found = {start: model.sizes.batch_dimension(model.nodes[named(model, start)].meta["val"])
+             for start in ("linear", "exp", "sum")}  # fmt: skip
+    assert found == {"linear": 0, "exp": 1, "sum": None}
+
+
+def test_a_graph_for_one_size_has_plain_numbers() -> None:
+    """Without a batch symbol every shape is that of the one micro-batch."""
+    model = nn.Linear(4, 5)
+    found = trace(model, call_of(model, X), CPU, is_dynamic=False, micro_batch_size=3)
+    value = found.nodes["linear"].meta["val"]
+    assert found.sizes.shape(value, 3) == (3, 5)
+    assert found.sizes.num_bytes(value).at(3) == 3 * 5 * 4
+    assert found.sizes.batch_dimension(value) == 0 and not found.sizes.mixes_samples(value)
+
+
+aten = torch.ops.aten
+POSITIVE = torch.rand(3, 4) + 0.5
+PLAIN = {name: row for name, row in rows().items() if not {"*", "?", "."} & set(name)}
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_operators_that_are_listed_are_there(name: str) -> None:
+    assert hasattr(aten, name)
+
+
+@pytest.mark.parametrize("name", [name for name, row in PLAIN.items() if Merge.SUM is row.merge])
+def test_totals_that_are_added_are_sums(name: str) -> None:
+    operator = getattr(aten, name)
+    assert torch.allclose(operator(POSITIVE).float(), sum(operator(row) for row in POSITIVE).float())
+
+
+@pytest.mark.parametrize("name", [name for name, row in PLAIN.items() if row.merge in (Merge.LARGEST, Merge.SMALLEST)])
+def test_totals_that_are_extremes_are_those_of_their_parts(name: str) -> None:
+    operator = getattr(aten, name)
+    assert torch.equal(operator(POSITIVE), operator(torch.stack([operator(row) for row in POSITIVE])))
+
+
+@pytest.mark.parametrize(
+    ("target", "means", "takes_kind"),
+    [
+        (aten.to.other, Means.LINEAR, True),
+        (aten.to.dtype, Means.LINEAR, False),
+        (aten.sin.default, Means.UNKNOWN, False),
+        (torch.ops.prims.sum.default, Means.UNKNOWN, False),
+        (getitem, Means.UNKNOWN, False),
+    ],
+    ids=str,
+)
+def test_an_overload_may_have_a_row_of_its_own(target: Any, means: Means, takes_kind: bool) -> None:
+    """What is no operator of torch's own has none, whatever its name."""
+    row = operator_of(fx.Graph().call_function(target))
+    assert row.means is means
+    assert (Trait.AS_ANOTHER in row.traits) is takes_kind
+
+
+PADDED = torch.linspace(-1, 1, 4 * 6 * 8).reshape(4, 6, 8).sin()
+PADDING = torch.arange(6) >= torch.tensor([[6], [4], [3], [5]])
+
+
+def encoded(self: nn.Module, x: Tensor, padding: Tensor) -> Tensor:
+    out: Tensor = self.encoder(x, src_key_padding_mask=padding)  # type: ignore[operator]
+    return out
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("norm", [None, nn.LayerNorm(8)])
+@pytest.mark.parametrize("padding", [PADDING, PADDING.flip(1)], ids=["at the ends", "elsewhere"])
+@pytest.mark.parametrize("trains", [True, False])
+def test_padded_places_are_those_of_plain_pytorch(norm: nn.Module | None, padding: Tensor, trains: bool) -> None:
+    """Once, they held what nobody had computed: plain PyTorch leaves padding out, and fills it with zeros."""
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    model = Function(encoded, encoder=nn.TransformerEncoder(layer, 2, norm=norm)).train(trains)
+    with torch.set_grad_enabled(trains):
+        both = EagerVsGraph(traced(model, PADDED, padding), model, [PADDED, padding], CPU)
+        (ours, *_), (plain, *_) = both.trace(), both.plain()
+    torch.testing.assert_close(ours, plain, rtol=1e-5, atol=1e-6)
+
+
+WIDE = torch.zeros(3, 12)
+
+
+def by_positions(self: nn.Module, x: Tensor) -> Tensor:
+    """Branches as libraries do that look for packed sequences."""
+    positions = torch.arange(x.shape[1]).unsqueeze(0).expand(x.shape[0], -1)
+    is_packed = isinstance(positions, torch._subclasses.FakeTensor) or not bool((positions.diff(dim=1) == 1).all())
+    return torch.sin(x) if is_packed else torch.cos(x)
+
+
+def test_a_branch_on_positions_is_that_of_plain_pytorch() -> None:
+    assert named(traced(Function(by_positions), WIDE), "cos")
+
+
+def after_writing(x: Tensor) -> Tensor:
+    positions = torch.arange(x.shape[1])
+    positions[1:].add_(1)
+    return positions.sum() == 66
+
+
+UNKNOWN = {
+    "input": lambda x: x.sum() == 0,
+    "written into a view": after_writing,
+    "drawn": lambda x: torch.rand(12).sum() > 0,
+    "differs by batch size": lambda x: torch.ones(x.shape[0]).sum() == 7,
+}
+
+
+@pytest.mark.parametrize("kind", UNKNOWN)
+def test_other_numbers_still_stop_a_trace(kind: str) -> None:
+    def branch(self: nn.Module, x: Tensor) -> Tensor:
+        return torch.sin(x) if UNKNOWN[kind](x) else torch.cos(x)
+
+    with pytest.raises(TraceError, match=r"cannot be traced|fixes its batch size"):
+        traced(Function(branch), WIDE)
+
+
+def test_a_library_makes_no_other_mask_for_a_trace() -> None:
+    """Once, PaliGemma without ``token_type_ids`` was traced with a mask that plain PyTorch does not make."""
+    pytest.importorskip("transformers")
+    case = CASES["paligemma"]
+    model, (_, batch) = case.model(), case.batch(4, 0)
+    trace = traced(model, **batch)
+    compare(trace, model, describe(model, (), batch)[0], CPU)
+    assert not [name for name in trace.nodes if name.startswith("cumsum") and trace.nodes[name].users]
+
+
+def test_tensors_that_follow_from_inputs_are_seen_as_fake() -> None:
+    def seen(self: nn.Module, x: Tensor) -> Tensor:
+        is_fake = isinstance(x * 2, torch._subclasses.FakeTensor)
+        return torch.sin(x) if is_fake else torch.cos(x)
+
+    assert named(traced(Function(seen), WIDE), "sin")
+    assert type(torch._subclasses) is type(torch)
+
+
+DRAWN = torch.randn(6, 8)
+
+
+def slices(function: object) -> list[tuple[object, ...]]:
+    """Returns what follows the tensor in each slice of the trace."""
+    nodes = traced_function(function, DRAWN).nodes.values()  # type: ignore[arg-type]
+    return [node.args[1:] for node in nodes if node.target is torch.ops.aten.slice.Tensor]
+
+
+def test_whole_dimensions_are_not_sliced() -> None:
+    """Neither the ``:`` before another slice, nor bounds that leave nothing out; a step or a bound stays."""
+    assert slices(lambda self, x: x[:, 2:5] * 2) == [(1, 2, 5)]
+    assert slices(lambda self, x: x[:, :8] * 2 + x[:, 0:8:1]) == []
+    assert len(slices(lambda self, x: x[:, ::2] * 2)) == 1
+    assert len(slices(lambda self, x: x[:, :7] * 2)) == 1
+
+
+def test_regions_are_tidied_too() -> None:
+    """What runs under ``no_grad`` is a graph in the graph."""
+
+    def detached(self: object, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            part = x[:, :]
+        return x * part
+
+    graphs = traced_function(detached, DRAWN).nodes.values()
+    assert not any(node.target is torch.ops.aten.slice.Tensor for node in graphs)
+
+
+def test_what_is_written_to_a_whole_slice_is_written() -> None:
+    """The slice shares its memory with the tensor."""
+
+    def shifted(self: object, x: Tensor) -> Tensor:
+        y = x * 2
+        y[:, :].add_(1)
+        return y
+
+    assert slices(shifted) == []
+
+
+@pytest.mark.parametrize("drop", [F.dropout, F.alpha_dropout, F.dropout2d, F.feature_alpha_dropout])
+def test_dropout_that_drops_nothing_is_none(drop: object) -> None:
+    def dropping(self: object, x: Tensor) -> Tensor:
+        x = drop(drop(x * 2, 0.0, True), 0.5, False)  # type: ignore[operator]
+        return drop(x, 0.5, True)  # type: ignore[operator,no-any-return]
+
+    nodes = traced_function(dropping, torch.randn(6, 8, 2, 2)).nodes.values()
+    assert sum("dropout" in str(node.target) for node in nodes) == 1
+
+
+def test_casts_to_the_dtype_that_is_there_are_none() -> None:
+    def casting(self: object, x: Tensor) -> Tensor:
+        return (x * 2).float().to(torch.float64).to(torch.float64, copy=True)
+
+    nodes = traced_function(casting, DRAWN).nodes.values()
+    assert [node.args[1] for node in nodes if node.target is torch.ops.aten.to.dtype] == [torch.float64] * 2
+
+
+def test_a_model_of_nothing_else_computes_nothing() -> None:
+    with pytest.raises(TraceError, match="computes nothing"):
+        traced_function(lambda self, x: F.dropout(x.float(), 0.0), DRAWN)

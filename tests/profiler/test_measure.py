@@ -1,17 +1,36 @@
-"""Holds what `measure` promises: each distinct block once, failures that name it, and nothing of the user's changed."""
+"""Measuring: seconds of parts and layers, split backwards, and the clock of a rank's own time."""
 
 from __future__ import annotations
 
+import json
+import os
 import pickle
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from autovaruna.errors import MeasureError
+from autovaruna.graph.call import describe
+from autovaruna.graph.trace import trace
+from autovaruna.profiler import time
+from autovaruna.profiler import time as clocks
+from autovaruna.profiler.bytes import count_deferred_bytes
+from autovaruna.profiler.cache import load_measured, save_measured
 from autovaruna.profiler.measure import measure, merge, to_profile
-from autovaruna.profiler.work import block_parts
+from autovaruna.profiler.records import Profile
+from autovaruna.profiler.roofline import predict
+from autovaruna.profiler.time import measure_pace, own_clock
+from autovaruna.profiler.work import Part, Samples, block_parts, layer_parts, make_work
+from tests.catalogue import CASES
+from tests.profiler.clock import TICK_SECONDS, plain_seconds, work_clock
 from tests.profiler.models import CPU, WIDTH, Mlp, profile, traced, traced_case
+from tests.profiler.test_roofline import COMPUTE
 
 
 class Factor(nn.Module):
@@ -103,3 +122,214 @@ def test_a_spent_budget_still_measures_everything() -> None:
     full, hasty = (measure(graph, model, [4], CPU, budget_seconds=b, inputs=tensors) for b in (1.0, 0.0))
     assert set(full) == set(hasty)
     assert all(cost.forward_seconds > 0 for cost in hasty.values())
+
+
+@pytest.mark.parametrize("name", ["gpt2", "conv_net", "lstm", "three_users", "tied", "returned_scores"])
+def test_blocks_add_up_to_the_model(name: str) -> None:
+    """Forward and backward of all blocks together are the model's, but for casts, views and sums of gradients."""
+    case = CASES[name].without_dropout()
+    model, (args, kwargs) = case.model(), case.batch(16, 0)
+    tensors, call = describe(model, args, kwargs)
+    graph = trace(model, call, CPU)
+    with work_clock(time) as clock:
+        costs = profile(graph, model, [16], CPU, iterations=2, inputs=tensors).costs[0]
+        forward, backward = plain_seconds(clock, lambda: case.loss_of(model(*args, **kwargs), (args, kwargs)))
+    assert sum(cost.forward_seconds for cost in costs) == pytest.approx(forward, rel=0.02)
+    assert sum(cost.backward_seconds for cost in costs) == pytest.approx(backward, rel=0.02)
+
+
+def test_twice_the_layers_take_twice_as_long() -> None:
+    """The work grows with the depth although no more of it is measured."""
+    totals = []
+    for num_layers in (24, 48):
+        model = Mlp(num_layers, 64)
+        graph = traced(model, torch.zeros(3, 64))
+        with work_clock(time):
+            costs = profile(graph, model, [32], CPU, iterations=2).costs[0]
+        totals.append(sum(cost.forward_seconds + cost.backward_seconds for cost in costs))
+    assert totals[1] / totals[0] == pytest.approx(2.0, rel=0.02)
+
+
+def test_layers_hold_every_block_once() -> None:
+    """Layers part the blocks, in order, and none is small but the last."""
+    layers = layer_parts(traced(Mlp(40), torch.zeros(3, 16)))
+    assert [block.index for layer in layers for block in layer.blocks] == list(
+        range(len(layers[0].traced.graph.blocks))
+    )
+    assert all(len(layer.blocks) >= 12 for layer in layers[:-1])
+
+
+def test_an_empty_call_costs_little() -> None:
+    """What is subtracted from every measurement is the work of an operation or two, and never less than nothing."""
+    with work_clock(time):
+        forward, backward = time.call_seconds(2, CPU)
+    assert 0 <= forward < 1e-5 and 0 <= backward < 1e-5
+    assert all(seconds > 0 for seconds in time.call_seconds(2, CPU))
+
+
+def test_speed_is_that_of_a_fixed_kernel() -> None:
+    """Two products and two passes over their results, each time."""
+    with work_clock(time):
+        pace = measure_pace(CPU)
+    assert pace.typical == pytest.approx(pace.mean) == pytest.approx(TICK_SECONDS * 2 * (256**3 + 2 * 256**2))
+    assert measure_pace(CPU).typical > 0
+
+
+def measured(model: nn.Module, size: int, *args: torch.Tensor) -> Profile:
+    graph = traced(model, *args)
+    found = profile(graph, model, [size], CPU, iterations=3)
+    assert found.fingerprint == graph.graph.fingerprint
+    return found
+
+
+def test_half_of_the_arithmetic_of_a_linear_backward_is_the_weights() -> None:
+    """The first layer, whose input needs no gradient, has nothing else."""
+    model = Mlp(3)
+    graph = traced(model, torch.zeros(5, WIDTH))
+    costs = predict(graph, model, [8], COMPUTE).costs[0]
+    linears = [cost for cost in costs if cost.weight_seconds > 0]
+    product = 2 * 8 * WIDTH * WIDTH / 1e12
+    assert [cost.weight_seconds for cost in linears] == pytest.approx([product] * 3)
+    assert [cost.backward_seconds for cost in linears] == pytest.approx([product, 2 * product, 2 * product])
+
+
+def test_measured_weight_gradients_are_half_of_the_backward_of_a_linear_layer() -> None:
+    """The first layer, whose input needs no gradient, has nothing else."""
+    model = Mlp(3, 256)
+    graph = traced(model, torch.zeros(5, 256))
+    with work_clock(time):
+        costs = profile(graph, model, [64], CPU, iterations=2).costs[0]
+    shares = [cost.weight_seconds / cost.backward_seconds for cost in costs if cost.weight_seconds > 0]
+    assert shares == pytest.approx([1.0, 0.5, 0.5], rel=0.02)
+    assert all(cost.weight_seconds <= cost.backward_seconds for cost in costs)
+    assert all(cost.split_seconds == 0 for cost in costs if not cost.weight_seconds)
+
+
+def test_splitting_an_operation_does_none_of_its_work_twice() -> None:
+    """All that it takes is Python."""
+    with work_clock(time):
+        assert 0 <= time.split_seconds(CPU) < 1e-5
+    assert time.split_seconds(CPU) >= 0
+
+
+def test_what_is_kept_is_the_operand_and_the_gradient() -> None:
+    costs = measured(Mlp(3), 8, torch.zeros(5, WIDTH)).costs[0]
+    assert [cost.deferred_bytes for cost in costs if cost.weight_seconds > 0] == [2 * 8 * WIDTH * 4] * 3
+    assert all(cost.deferred_bytes == 0 for cost in costs if not cost.weight_seconds)
+
+
+def test_nothing_is_left_of_what_was_counted() -> None:
+    """Counting leaves gradients of parameters as they were; a second count is the same."""
+    model = Mlp(2)
+    graph = traced(model, torch.zeros(5, WIDTH))
+    part = next(part for part in block_parts(graph) if "linear" in part.name)
+    work = make_work(part, Samples(graph, model, CPU), 4)
+    assert count_deferred_bytes(work)[0] == count_deferred_bytes(work)[0] == 2 * 4 * WIDTH * 4
+
+
+def test_a_file_keeps_them(tmp_path: Path) -> None:
+    found = measured(Mlp(2), 4, torch.zeros(5, WIDTH))
+    save_measured(tmp_path / "profile.json", found)
+    assert load_measured(tmp_path / "profile.json", Profile) == found
+
+
+@pytest.mark.parametrize("place", [0, -1])
+def test_a_digit_that_has_changed_is_named(place: int, tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    save_measured(path, measured(Mlp(2), 4, torch.zeros(5, WIDTH)))
+    content = json.loads(path.read_text())
+    content["costs"][0][place]["forward_seconds"] += 1e-9
+    path.write_text(json.dumps(content, indent=2))
+    with pytest.raises(MeasureError, match=r"is damaged: checksum is .*measure again"):
+        load_measured(path, Profile)
+    del content["checksum"]  # as a person does who means it
+    path.write_text(json.dumps(content))
+    assert load_measured(path, Profile).costs[0][place].forward_seconds == content["costs"][0][place]["forward_seconds"]
+
+
+@pytest.mark.parametrize(("name", "most"), [("conv_net", 1.0), ("gpt2", 1.0), ("bert", 1.25)])
+def test_blocks_add_up_to_what_a_stage_defers(name: str, most: float) -> None:
+    """An operand that several blocks share is counted by each of them: a stage may begin between them."""
+    model, graph, tensors = traced_case(name, 4)
+    samples = Samples(graph, model, CPU, tensors)
+    nodes = tuple(n for n in graph.nodes if n in graph.block_of or n in graph.repeated)
+    whole, _ = count_deferred_bytes(make_work(Part(graph, graph.graph.blocks, nodes, "whole"), samples, 4))
+    works = [make_work(part, samples, 4) for part in block_parts(graph)]
+    assert 1.0 <= sum(count_deferred_bytes(work)[0] for work in works if work.split) / whole <= most
+
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs a system that pins to cores")
+TRIES = 3
+
+
+@pytest.fixture
+def one_core() -> Iterator[None]:
+    """Runs a test with one thread on one core."""
+    cores, num_threads = os.sched_getaffinity(0), torch.get_num_threads()
+    os.sched_setaffinity(0, {min(cores)})
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
+    os.sched_setaffinity(0, cores)
+
+
+@contextmanager
+def other_programs(count: int) -> Iterator[None]:
+    """Has programs that never rest share the core of this one."""
+    busy = "import sys\nprint(flush=True)\nwhile True: pass"
+    programs = [subprocess.Popen([sys.executable, "-c", busy], stdout=subprocess.PIPE) for _ in range(count)]
+    try:
+        for program in programs:
+            assert program.stdout is not None
+            program.stdout.readline()
+        yield
+    finally:
+        for program in programs:
+            program.kill()
+            program.communicate(timeout=20)
+
+
+@pytest.mark.usefixtures("one_core")
+def test_seconds_of_long_blocks_have_no_turns_of_other_programs() -> None:
+    """A block that takes longer than a turn would have some in every sample."""
+    model = nn.Sequential(nn.Linear(1000, 1000), nn.Tanh())
+    graph = traced(model, torch.zeros(3, 1000))
+
+    def seconds() -> float:
+        costs = profile(graph, model, [600], CPU, iterations=3).costs[0]
+        return sum(cost.forward_seconds + cost.backward_seconds for cost in costs)
+
+    ratios = []
+    for _ in range(TRIES):
+        alone = seconds()
+        with other_programs(2):
+            ratios.append(seconds() / alone)
+        if ratios[-1] < 1.6:
+            return
+    pytest.fail(f"beside two other programs blocks seem to take {ratios} times as long")
+
+
+@pytest.mark.usefixtures("one_core")
+def test_pace_tells_what_other_programs_take() -> None:
+    """Two others leave a third of the core, or less; the rank's own time stays what it is."""
+    found = []
+    for _ in range(TRIES):
+        alone = measure_pace(CPU)
+        with other_programs(2):
+            beside = measure_pace(CPU)
+        found.append((beside.typical / alone.typical, beside.mean / beside.typical))
+        if found[-1][0] < 1.6 and found[-1][1] > 1.8:
+            return
+    pytest.fail(f"own time changed, and the core was shared, by {found}")
+
+
+def test_clock_that_counts_turns_alone_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor is the time of one thread where several compute."""
+    readings = iter(0.01 * (count // 7) for count in range(10_000))
+    clocks._is_fine.cache_clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(clocks, "thread_time", lambda: next(readings))
+        assert own_clock(CPU) is clocks.perf_counter
+    clocks._is_fine.cache_clear()
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    assert own_clock(CPU) is clocks.perf_counter

@@ -1,18 +1,23 @@
-"""Holds every policy to the laws of schedules, over products of sizes and random pipelines."""
+"""Laws of every schedule, the rules that are checked, and the depths and slices of policies."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
 import math
+import random
+import re
+import statistics
+from itertools import product
 
 import pytest
 
+from autovaruna.errors import ScheduleError
 from autovaruna.profiler.records import LinkCost
 from autovaruna.schedule import check
 from autovaruna.schedule.bound import Bounds, lower_bound
-from autovaruna.schedule.instruction import Kind
-from autovaruna.schedule.pipeline import Pipeline
+from autovaruna.schedule.instruction import Instruction, Kind, Schedule
+from autovaruna.schedule.pipeline import Pipeline, StageTimes, deepest_in_flight, latency_depth, slices, textbook_depth
 from autovaruna.schedule.registry import POLICIES
 from autovaruna.schedule.simulation import Simulation
 from autovaruna.schedule.simulator import replay, simulate, step_seconds
@@ -147,3 +152,207 @@ def test_only_links_that_messages_take_are_looked_up(name: str) -> None:
     simulate(watched, POLICIES[name])
     there = {(m % 30, 30 + m % 30) for m in range(60)}
     assert asked == there | {(b, a) for a, b in there}
+
+
+def parse(text: str) -> Schedule:
+    """Returns the schedule of rows such as ``0F0 0B0``, one a line."""
+    found = [re.findall(r"(\d+)([FRBW])(\d+)", line) for line in text.strip().splitlines()]
+    return tuple(tuple(Instruction(int(s), Kind(kind), int(m)) for s, kind, m in row) for row in found)
+
+
+TWO = chain(2, 2)
+RECOMPUTING = chain(1, 2, recompute=1.0)
+ALONE = chain(1, 2, depth=lambda n, s: 2)
+SPLIT = chain(1, 2, backward=2.0, weight=1.0, depth=lambda n, s: 2)
+GOOD = """0F0 0F1 0B0 0B1
+          1F0 1B0 1F1 1B1"""
+
+
+def test_good_schedules_pass() -> None:
+    check(parse(GOOD), TWO)
+    check(parse("0F0 0B0 0F1 0B1"), RECOMPUTING)
+    check(parse("0F0 0R0 0B0 0F1 0R1 0B1"), RECOMPUTING)
+    check(parse("0F0 0F1 0B0 0W0 0B1 0W1"), SPLIT)
+    check(parse("0F0 0F1 0B0 0B1"), SPLIT)
+    check(parse("0F0 0F1"), dataclasses.replace(ALONE, needs_gradients=False))
+
+
+@pytest.mark.parametrize(
+    ("rule", "pipeline", "broken", "place"),
+    [
+        (1, TWO, GOOD.replace("1F1", "0F1"), "rank 1, instruction 2"),
+        (1, TWO, GOOD.replace("1F1", "1F7"), "rank 1, instruction 2"),
+        (1, TWO, GOOD.replace("1F1", "5F1"), ">5F1<"),
+        (2, TWO, GOOD.replace("1B1", ""), "rank 1 | 1F0 1B0 1F1 >end<"),
+        (2, TWO, GOOD.replace("1B1", "1B0"), ">1B0<"),
+        (2, dataclasses.replace(ALONE, needs_gradients=False), "0F0 0F1 0B0", ">0B0<"),
+        (3, ALONE, "0F0 0R0 0B0 0F1 0B1", ">0R0<"),
+        (3, RECOMPUTING, "0F0 0R0 0B0 0F1 0B1", ">0B1<"),
+        (3, RECOMPUTING, "0F0 0F1 0B0 0B1", ">0B0<"),
+        (4, ALONE, "0B0 0F0 0F1 0B1", ">0B0<"),
+        (4, RECOMPUTING, "0F0 0B0 0R0 0F1 0R1 0B1", ">0R0<"),
+        (5, ALONE, "0F1 0F0 0B0 0B1", ">0F0<"),
+        (5, ALONE, "0F0 0F1 0B1 0B0", ">0B0<"),
+        (6, chain(2, 2, depth=lambda n, s: 1), GOOD, ">0F1<"),
+        (7, chain(1, 2, depth=lambda n, s: 2, recompute=1.0), "0F0 0R0 0F1 0R1 0B0 0B1", ">0R1<"),
+        (2, SPLIT, "0F0 0B0 0W0 0F1 0B1 0W1 0W1", ">0W1<"),
+        (5, SPLIT, "0F0 0F1 0B0 0B1 0W1 0W0", ">0W0<"),
+        (9, SPLIT, "0F0 0B0 0F1 0B1 0W1", ">0B0<"),
+        (9, SPLIT, "0F0 0W0 0B0 0F1 0B1 0W1", ">0W0<"),
+        (9, SPLIT, "0F0 0F1 0B0 0B1 0W0 0W1", ">0B1<"),
+        (9, ALONE, "0F0 0B0 0W0 0F1 0B1 0W1", ">0W0<"),
+        (8, placed(TWO, [(0,), (0,)], 1), "0F0 0B0 1F0 1B0 0F1 1F1 1B1 0B1", "rank 0 | 0F0 >0B0< 1F0"),
+    ],
+)  # fmt: skip
+def test_each_rule(rule: int, pipeline: Pipeline, broken: str, place: str) -> None:
+    with pytest.raises(ScheduleError, match=f"^rule {rule}:") as error:
+        check(parse(broken), pipeline)
+    assert place in str(error.value)
+
+
+def test_wrong_number_of_rows() -> None:
+    with pytest.raises(ScheduleError, match="rule 1: 1 rows for 2 ranks"):
+        check(parse(GOOD)[:1], TWO)
+
+
+def test_deadlock_between_ranks_marks_where_each_waits() -> None:
+    """Rank 0 waits for an activation that rank 1 can only make from what rank 0 sends after."""
+    crossed = placed(chain(3, 1), [(0,), (1,), (0,)], 2)
+    with pytest.raises(ScheduleError, match="rule 8") as error:
+        check(parse("2F0 0F0 2B0 0B0\n 1F0 1B0"), crossed)
+    assert "rank 0 | >2F0< 0F0" in str(error.value)
+    assert "rank 1 | >1F0< 1B0" in str(error.value)
+
+
+def test_error_of_a_long_schedule_shows_the_place_alone() -> None:
+    pipeline = chain(1, 1000)
+    row = list(simulate(pipeline, POLICIES["1f1b"]).schedule[0])
+    row[1000], row[1002] = row[1002], row[1000]
+    with pytest.raises(ScheduleError, match="rule 4") as error:
+        check((tuple(row),), pipeline)
+    assert "... " in str(error.value) and len(str(error.value)) < 300
+
+
+def test_replay_of_another_order_takes_its_own_time() -> None:
+    pipeline = chain(2, 2, depth=lambda n, s: 2)
+    assert replay(pipeline, parse(GOOD)).step_seconds == 6.0
+    assert replay(pipeline, parse(GOOD.replace("0F1 0B0", "0B0 0F1"))).step_seconds == 8.0
+
+
+def test_gpipe_says_what_it_needs() -> None:
+    with pytest.raises(ScheduleError, match="stage 0: gpipe holds 5 micro-batches in flight, the plan allows 2"):
+        simulate(chain(2, 5), POLICIES["gpipe"])
+
+
+def test_a_policy_that_waits_for_ever_is_an_error_not_a_hang() -> None:
+    class Lazy(type(POLICIES["varuna"])):
+        name = "lazy"
+
+        def pick(self, replicas):
+            return None
+
+    with pytest.raises(ScheduleError, match="policy lazy waits on every rank"):
+        simulate(chain(2, 2), Lazy())
+
+
+def test_the_slices_of_a_mini_batch_follow_each_other_and_are_even() -> None:
+    for mini_batches, num_micro_batches in product(((8,), (5, 8), (5, 0, 7), (2, 2, 9)), range(3, 12)):
+        found = slices(mini_batches, num_micro_batches)
+        assert len(found) == num_micro_batches
+        for group, samples in enumerate(mini_batches):
+            mine = found[group :: len(mini_batches)]
+            sizes = [size for _, size in mine]
+            assert [start for start, _ in mine] == [sum(sizes[:k]) for k in range(len(mine))]
+            assert sum(sizes) == samples and sizes == sorted(sizes, reverse=True) and sizes[0] - sizes[-1] <= 1
+
+
+def test_a_mini_batch_without_a_micro_batch_is_in_none() -> None:
+    assert slices((4, 6), 1) == [(0, 4)]
+
+
+def test_equal_replicas_have_the_textbook_numbers() -> None:
+    for num_replicas in ((), (1,) * 4, (3,) * 4):
+        assert [textbook_depth(4, stage, num_replicas) for stage in range(4)] == [4, 3, 2, 1]
+        assert [latency_depth(4, stage, num_replicas) for stage in range(4)] == [7, 5, 3, 1]
+
+
+def test_unequal_replicas_need_one_micro_batch_in_each_later_replica() -> None:
+    assert [textbook_depth(3, stage, (1, 2, 4)) for stage in range(3)] == [7, 3, 1]
+    assert [textbook_depth(3, stage, (4, 2, 1)) for stage in range(3)] == [2, 2, 1]
+    assert [latency_depth(3, stage, (1, 2, 4)) for stage in range(3)] == [13, 5, 1]
+
+
+def test_textbook_depth_is_enough_without_latency_and_one_less_is_not() -> None:
+    for num_stages in range(2, 6):
+        enough = chain(num_stages, 12, 1.0, 2.0)
+        less = chain(num_stages, 12, 1.0, 2.0, depth=lambda n, s: max(1, textbook_depth(n, s) - 1))
+        assert simulate(enough, POLICIES["1f1b"]).step_seconds == lower_bound(enough)
+        assert simulate(less, POLICIES["1f1b"]).step_seconds > lower_bound(less)
+
+
+def test_deepest_is_the_share_of_the_busiest_replica() -> None:
+    pipeline = placed(chain(3, 7), [(0,), (0, 1), (0, 1, 2)], 3)
+    assert [deepest_in_flight(pipeline, stage) for stage in range(3)] == [7, 4, 3]
+
+
+def test_a_deeper_plan_beyond_the_deepest_changes_nothing() -> None:
+    steps = {simulate(chain(3, 5, depth=lambda n, s, d=d: d), POLICIES["varuna"]).schedule for d in (5, 6, 50)}
+    assert len(steps) == 1
+
+
+DEPTHS = {"textbook": textbook_depth, "latency": latency_depth}
+
+
+def in_turn(
+    num_ranks: int, each: int, num_micro_batches: int, depth: str = "textbook", latency: float = 0.0
+) -> Pipeline:
+    """Equal stages, `each` of them on every rank, in turn; one rank's forwards and backwards take 3 seconds."""
+    pipeline = chain(num_ranks * each, num_micro_batches, 1 / each, 2 / each, latency, depth=DEPTHS[depth])
+    return placed(pipeline, [(s % num_ranks,) for s in range(num_ranks * each)], num_ranks)
+
+
+def scaled(stage: StageTimes, factor: float) -> StageTimes:
+    """A stage that takes longer or shorter."""
+    seconds = stage.forward_seconds * factor, stage.backward_seconds * factor
+    return dataclasses.replace(stage, forward_seconds=seconds[0], backward_seconds=seconds[1])
+
+
+@pytest.mark.parametrize(("num_ranks", "each", "rounds"), itertools.product((2, 3, 4, 6, 8), (2, 4), (1, 2, 4)))
+def test_fill_and_drain_are_divided_by_the_stages_of_a_rank(num_ranks: int, each: int, rounds: int) -> None:
+    """With multiples of P micro-batches, and enough in flight, there is no other bubble."""
+    count = num_ranks * rounds
+    pipeline = in_turn(num_ranks, each, count, "latency")
+    ideal = 3 * (count + (num_ranks - 1) / each)
+    assert simulate(pipeline, POLICIES["interleaved"]).step_seconds == pytest.approx(ideal)
+    assert ideal <= simulate(pipeline, POLICIES["deepest_first"]).step_seconds <= ideal * 1.1
+
+
+def test_rounds_stay_near_the_bound_where_messages_take_time_and_counts_are_odd() -> None:
+    """Stages differ by 15 % either way; a step takes 3 % more than nothing can beat, with 1F1B 10 %."""
+    chance = random.Random(0)
+    over: dict[str, list[float]] = {"interleaved": [], "1f1b": []}
+    for _ in range(40):
+        num_ranks, each = chance.choice((2, 3, 4, 6, 8)), chance.choice((2, 3, 4))
+        count = int(num_ranks * chance.choice((1, 1.3, 1.5, 2, 2.7, 3, 4)))
+        pipeline = in_turn(num_ranks, each, count, "latency", latency=0.1)
+        stages = [scaled(stage, chance.uniform(0.85, 1.15)) for stage in pipeline.stages]
+        pipeline = dataclasses.replace(pipeline, stages=tuple(stages))
+        for name, found in over.items():
+            found.append(simulate(pipeline, POLICIES[name]).step_seconds / lower_bound(pipeline))
+    assert statistics.mean(over["interleaved"]) < 1.03 < statistics.mean(over["1f1b"])
+
+
+def test_memory_stays_near_that_of_one_stage_a_rank() -> None:
+    """Rank 0 holds P (1 + 1 / v) micro-batches of its stages together, not the M that it has."""
+    peaks = simulate(in_turn(4, 2, 64), POLICIES["interleaved"]).peak_in_flight
+    assert (peaks[0][0] + peaks[4][0]) / 2 <= 6
+
+
+def test_the_turn_is_the_ranks_own() -> None:
+    """1F1B, where each stage takes its own turns, is never faster."""
+    best_depths = {"interleaved": "latency", "deepest_first": "textbook"}
+    for num_ranks, each, rounds in itertools.product((2, 4, 8), (2, 4), (2, 4)):
+        for name, depth in best_depths.items():
+            pipeline = in_turn(num_ranks, each, num_ranks * rounds, depth)
+            own, other = (simulate(pipeline, POLICIES[policy]).step_seconds for policy in (name, "1f1b"))
+            assert own <= other

@@ -1,18 +1,43 @@
-"""Holds that a script may evaluate before it trains: the plan is one for training all the same."""
+"""The first call: evaluation before training, what is compared and measured, and by whom."""
 
 from __future__ import annotations
 
 import copy
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from autovaruna import AutoVaruna, InputError
+from autovaruna import AutoVaruna, InputError, TraceError
+from autovaruna.config.settings import Settings
+from autovaruna.errors import ConfigError
+from autovaruna.graph.export.fakes import fake_like
+from autovaruna.graph.trace import trace
+from autovaruna.graph.traced import TracedModel
+from autovaruna.profiler import measure
+from autovaruna.profiler.bytes import Bytes
+from autovaruna.profiler.measure import Key, PartCost, settle
+from autovaruna.profiler.time import Pace
+from autovaruna.runtime.environment import LOCAL_RANK_VARIABLES
 from autovaruna.runtime.transport.threads import run_ranks
+from autovaruna.runtime.world import World
+from autovaruna.session import measuring, traces
+from autovaruna.session.device import bring_to_own_device, find_device, on_own_gpu
+from autovaruna.session.machine import SpeedWatch, lasting
+from autovaruna.session.measuring import Turn, measure_together
+from tests.catalogue import CASES
+from tests.profiler.models import WIDTH, Mlp
+from tests.reference import sgd
+from tests.session.training import QUIET, Setup, on_ranks, pipeline
 
-QUIET = {"load_deployment": False, "save_deployment": False, "profile_iterations": 1, "progress": False}
+FAST: dict[str, Any] = {"load_deployment": False, "save_deployment": False, "profile_iterations": 1, "progress": False}
 
 
 class Net(nn.Module):
@@ -35,7 +60,7 @@ def test_evaluating_first_changes_nothing():
     def train(evaluates_first: bool) -> list[float]:
         own = copy.deepcopy(net)
         optimizer = torch.optim.AdamW(own.parameters(), lr=0.1)
-        model = AutoVaruna(own, optimizer, num_stages=2, num_micro_batches=2, inputs="replicated", seed=0, **QUIET)
+        model = AutoVaruna(own, optimizer, num_stages=2, num_micro_batches=2, inputs="replicated", seed=0, **FAST)
         if evaluates_first:
             model.eval()
             with torch.no_grad():
@@ -57,9 +82,344 @@ def test_evaluating_first_changes_nothing():
 
 
 def test_a_plan_for_evaluation_alone_refuses_to_train():
-    model = AutoVaruna(Net(), num_micro_batches=2, **QUIET)
+    model = AutoVaruna(Net(), num_micro_batches=2, **FAST)
     x, y = torch.randn(8, 8), torch.arange(8) % 4
     with torch.no_grad():
         model(x)
     with pytest.raises(InputError, match="planned for evaluation"):
         model(x, y)
+
+
+CASE = CASES["chain"]
+
+
+def trace_wrongly(*args: Any, **kwargs: Any) -> TracedModel:
+    """Returns a trace that has lost its last bias."""
+    found = trace(*args, **kwargs)
+    node = found.module.graph.find_nodes(op="call_function", target=torch.ops.aten.linear.default)[-1]
+    node.args = node.args[:2]
+    return found
+
+
+def call(**settings: Any) -> list[Any]:
+    """Returns what two ranks get of a first call: a loss, or an error."""
+    args, kwargs = CASE.batch(6, 0)
+
+    def be_rank(model: AutoVaruna, optimizer: torch.optim.Optimizer, rank: int) -> Any:
+        try:
+            return CASE.loss_of(model(*args, **kwargs), (args, kwargs)).item()
+        except TraceError as error:
+            return str(error)
+
+    setup = Setup(pipeline(2).stage_ranks, settings=settings)
+    return on_ranks(setup, CASE.model(), be_rank, sgd)
+
+
+def test_all_ranks_hear_of_a_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(traces, "trace", trace_wrongly)
+    first, second = call()
+    assert "computes something else than the model itself" in first
+    assert second.startswith("rank 0 failed while comparing the trace with the model")
+
+
+def test_it_can_be_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(traces, "trace", trace_wrongly)
+    assert all(isinstance(each, float) for each in call(check_trace=False))
+
+
+@pytest.mark.parametrize("place", ["meta", "cpu"])
+def test_one_rank_compares_where_the_model_has_memory(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[int] = []
+    monkeypatch.setattr(traces, "compare", lambda *args: looks.append(len(args[2][0])))
+
+    def be_rank(world: Any) -> None:
+        with torch.device(place):
+            model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+        AutoVaruna(model, num_micro_batches=2, num_stages=2, **QUIET)(torch.ones(6, 8))
+
+    run_ranks(2, be_rank)
+    assert looks == ([] if place == "meta" else [4])
+
+
+def numbers(check_trace: bool) -> list[Any]:
+    """Returns losses and statistics of a model with dropout and BatchNorm, and what torch draws after two steps."""
+
+    def be_rank(world: Any) -> Any:
+        torch.manual_seed(3)
+        model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 1))
+        wrapped = AutoVaruna(model, num_micro_batches=2, check_trace=check_trace, **QUIET)
+        x = torch.linspace(-1, 1, 64).reshape(8, 8)
+        outputs = [wrapped(x).tolist() for _ in range(2)]
+        return outputs, model[1].running_var.tolist(), model[1].num_batches_tracked.item()  # type: ignore[union-attr,operator]
+
+    return [*run_ranks(1, be_rank), torch.rand(3).tolist()]
+
+
+def test_numbers_are_the_same_without_it() -> None:
+    assert numbers(True) == numbers(False)
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[str, int]]:
+    """Counts what is measured, by part and micro-batch size, on all ranks together."""
+    counted: Counter[tuple[str, int]] = Counter()
+    measure_one = measure._measure_one
+
+    def counting(part: Any, samples: Any, size: int, *rest: Any) -> Any:
+        counted[part.signature, size] += 1
+        return measure_one(part, samples, size, *rest)
+
+    monkeypatch.setattr(measure, "_measure_one", counting)
+    return counted
+
+
+def first_call(num_layers: int, **settings: Any) -> None:
+    model = AutoVaruna(Mlp(num_layers), inputs="replicated", seed=0, num_micro_batches=2, **FAST, **settings)
+    model(torch.zeros(4, WIDTH)).backward()
+
+
+def test_a_second_run_measures_nothing(measured: Counter[tuple[str, int]]) -> None:
+    run_ranks(2, lambda world: first_call(8, num_stages=2))
+    assert measured and set(measured.values()) == {1}
+    measured.clear()
+    run_ranks(2, lambda world: first_call(8, num_stages=2))
+    assert not measured
+    run_ranks(2, lambda world: first_call(8, num_stages=2, profile_cache=False))
+    assert set(measured.values()) == {1}
+
+
+def test_hosts_that_know_different_parts_measure_what_none_knows(
+    measured: Counter[tuple[str, int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_ranks(2, lambda world: first_call(8, num_stages=2, profile_cache=tmp_path / "all"))
+    files = sorted((tmp_path / "all").glob("*/*.json"))
+    for place, file in enumerate(files[1:]):  # the first one is known nowhere
+        copied = tmp_path / f"host{place % 2}" / file.parent.name / file.name
+        copied.parent.mkdir(parents=True, exist_ok=True)
+        copied.write_text(file.read_text())
+    measured.clear()
+    cache_of = measuring.cache_of
+    monkeypatch.setattr(
+        measuring, "cache_of", lambda settings, device, _, **more: cache_of(settings, device, 2, **more)
+    )
+
+    def on_own_host(world: World) -> None:
+        world.hosts = ("host0", "host1")
+        first_call(8, num_stages=2, profile_cache=tmp_path / f"host{world.rank}")
+
+    run_ranks(2, on_own_host)
+    assert [f"{signature}-{size}.json" for signature, size in measured] == [files[0].name]
+    assert all((tmp_path / host / files[0].parent.name / files[0].name).exists() for host in ("host0", "host1"))
+
+
+PARTS = "abcde"
+
+
+def cost(seconds: float) -> PartCost:
+    return PartCost(seconds, 2 * seconds, Bytes(0, (), (), 0, 0))
+
+
+@pytest.mark.parametrize(
+    ("looks", "speeds"),
+    [
+        ([[1, 1 / 2], [1, 1], [1, 1]], (1, 1)),
+        ([[1, 1 / 2], [1, 2], [1, 1 / 2]], (1, 1)),
+        ([[1, 0.85], [1, 0.85], [1, 0.85]], (1, 1)),
+        ([[1, 1 / 2, 1], [1, 1 / 3, 1], [1, 0.4, 1]], (1, 0.4, 1)),
+        ([[1, 1, 2], [1, 1, 2], [1, 1, 3]], (1, 1, 2)),
+        ([[0.5, 0.6, 0.55], [0.5, 0.45, 0.5], [0.5, 0.6, 0.4]], (0.5, 0.5, 0.5)),
+    ],
+    ids=["slow once", "slow in turn", "noise", "slow", "fast", "all slow"],
+)
+def test_a_rank_differs_if_it_does_at_every_look(looks: list[list[float]], speeds: tuple[float, ...]) -> None:
+    assert lasting(looks) == pytest.approx(speeds)
+
+
+@pytest.mark.parametrize(
+    ("paces", "speeds", "of_samples"),
+    [
+        ([Pace(1, 1), Pace(1, 2)], (1, 0.5), (1, 1)),  # a program takes every other turn on the core of rank 1
+        ([Pace(1, 1), Pace(2, 2)], (2, 1), (2, 1)),  # rank 1 is a slower machine
+        ([Pace(1, 2), Pace(1, 2)], (0.5, 0.5), (1, 1)),
+    ],
+    ids=["shared core", "slow machine", "both shared"],
+)
+def test_a_step_gets_the_mean_and_samples_the_median(
+    paces: list[Pace], speeds: tuple[float, ...], of_samples: tuple[float, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(world: World) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        watch = SpeedWatch(world, torch.device("cpu"))
+        watch.look()
+        return watch.speeds(), watch.speeds_of_samples()
+
+    threads: Iterator[Pace] = iter(paces)
+    monkeypatch.setattr("autovaruna.session.machine.measure_pace", lambda device: next(threads))
+    for found in run_ranks(2, run):
+        assert sorted(found[0]) == sorted(speeds) and sorted(found[1]) == sorted(of_samples)
+
+
+def test_disturbed_seconds_do_not_count() -> None:
+    """Each kind of seconds for itself; what lies within noise is averaged."""
+    settled = settle([cost(1.0), cost(1.2), PartCost(5.0, 2.2, Bytes(0, (), (), 0, 0))])
+    assert settled.seconds == pytest.approx((1.1, 2.2, 0, 0))
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize("iterations", [1, 2, 5])
+def test_every_part_is_measured_on_two_ranks(num_ranks: int, iterations: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1 takes three times as long, and one turn in which all take ten times as long is not seen."""
+    monkeypatch.setattr(
+        SpeedWatch, "speeds_of_samples", lambda watch: tuple(1 / 3 if rank == 1 else 1.0 for rank in range(num_ranks))
+    )
+    measured: list[tuple[str, int]] = []
+
+    def run(world: World) -> dict[Key, PartCost]:
+        def own_share(turn: Turn) -> dict[Key, PartCost]:
+            first, step = turn.share
+            mine = PARTS[first::step]
+            measured.extend((name, world.rank) for name in mine)
+            factor = (3 if world.rank == 1 else 1) * (10 if turn.place else 1)
+            return {(name, 4): cost(factor * (1 + PARTS.index(name))) for name in mine}
+
+        return measure_together(SpeedWatch(world, torch.device("cpu")), iterations, own_share)
+
+    num_turns = min(iterations, measuring._MOST_TURNS)
+    for found in run_ranks(num_ranks, run):
+        assert {name: each.forward_seconds for (name, _), each in found.items()} == pytest.approx(
+            {name: 1 + place for place, name in enumerate(PARTS)}
+        )
+    assert len(set(measured)) == len(PARTS) * min(num_turns, num_ranks) and len(measured) == len(PARTS) * num_turns
+
+
+def test_what_takes_longer_than_the_budget_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The budget limited samples alone: the parts of a large convolutional model were all made and run again."""
+    monkeypatch.setattr(measuring, "_BUDGET_SECONDS", 0.0)
+    places: list[int] = []
+
+    def run(world: World) -> dict[Key, PartCost]:
+        def own_share(turn: Turn) -> dict[Key, PartCost]:
+            places.append(turn.place)
+            return {(PARTS[world.rank], 4): cost(1.0)}
+
+        return measure_together(SpeedWatch(world, torch.device("cpu")), 5, own_share)
+
+    assert all(set(found) == {("a", 4), ("b", 4)} for found in run_ranks(2, run))
+    assert places == [0, 0]
+
+
+def test_progress_goes_on_from_turn_to_turn() -> None:
+    told: list[tuple[int, int]] = []
+    for place in range(2):
+        turn = Turn((0, 1), 1, 1.0, place, 2)
+        for done in (1, 2):
+            turn.progress(lambda done, total: told.append((done, total)))(done, 2)
+    assert told == [(1, 4), (2, 4), (3, 4), (4, 4)]
+
+
+CPU, META = torch.device("cpu"), torch.device("meta")
+
+
+def gpu(number: int) -> torch.device:
+    return torch.device("cuda", number)
+
+
+def said_to_be_on(*devices: torch.device) -> nn.Module:
+    """Returns a model with one parameter on each device, without any such device."""
+    model = nn.Module()
+    mode = FakeTensorMode()
+    for number, device in enumerate(devices):
+        tensor = torch.zeros(2, device="meta") if device == META else fake_like(torch.zeros(2), mode, device)
+        model.register_parameter(f"p{number}", nn.Parameter(tensor))
+    return model
+
+
+@pytest.fixture
+def four_gpus(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """Lets torch say that there are four GPUs, and notes which one is current."""
+    if torch.__version__ < "2.12" and torch.version.cuda and not torch.cuda.is_available():
+        pytest.skip("fake tensors of this torch ask the driver for the GPU")
+    state = SimpleNamespace(current=0)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: state.current)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: setattr(state, "current", device.index))
+    for name in LOCAL_RANK_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    return state
+
+
+@pytest.mark.parametrize(
+    "devices, setting, local_rank, current, expected",
+    [
+        ((CPU,), "auto", 3, 0, CPU),
+        ((), "auto", 3, 0, CPU),
+        ((META,), "auto", 3, 0, gpu(3)),
+        ((META,), "auto", 5, 0, gpu(1)),  # more ranks than GPUs
+        ((META,), "auto", None, 0, gpu(0)),  # no launcher
+        ((META,), "auto", 3, 2, gpu(2)),  # the script has chosen
+        ((gpu(0),), "auto", 3, 0, gpu(3)),
+        ((gpu(0), META), "auto", 1, 0, gpu(1)),
+        ((gpu(0),), "auto", 3, 2, gpu(2)),
+        ((gpu(2),), "auto", 3, 0, gpu(2)),
+        ((gpu(0), gpu(1)), "auto", 3, 0, gpu(0)),  # a model over several devices stays as it is
+        ((CPU,), "cuda", 3, 0, gpu(3)),
+        ((gpu(0),), "cpu", 3, 0, CPU),
+    ],
+)
+def test_a_rank_computes_on_a_device_of_its_own(
+    devices: tuple[torch.device, ...],
+    setting: str,
+    local_rank: int | None,
+    current: int,
+    expected: torch.device,
+    four_gpus: SimpleNamespace,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    four_gpus.current = current
+    if local_rank is not None:
+        monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_RANK", str(local_rank))
+    assert find_device(said_to_be_on(*devices), Settings(device=setting)) == expected
+
+
+class Moved(nn.Module):
+    """Notes where it is moved: tensors cannot go to GPUs that are not there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = said_to_be_on(gpu(0)).p0
+        self.places: list[Any] = []
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        self.places.append(fn(SimpleNamespace(is_meta=False, to=lambda device: device)))
+        return self
+
+
+def test_a_model_on_the_first_gpu_goes_to_the_own_one_which_becomes_current(
+    four_gpus: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_LOCALID", "2")
+    model = Moved()
+    assert bring_to_own_device(model, None, Settings()) == gpu(2)
+    assert model.places == [gpu(2)] and four_gpus.current == 2
+
+
+def test_what_is_where_it_belongs_is_left_alone() -> None:
+    model = nn.Linear(2, 2)
+    before = dict(model.named_parameters())
+    optimizer = torch.optim.Adam(model.parameters())
+    assert bring_to_own_device(model, optimizer, Settings()) == CPU
+    assert all(each is before[name] for name, each in model.named_parameters())
+
+
+def test_inputs_go_to_the_own_gpu_from_others_alone() -> None:
+    here, there = torch.zeros(1), SimpleNamespace(is_cuda=True, device=gpu(0), to=lambda device: device)
+    tensors: list[Any] = [here, there]
+    assert on_own_gpu(tensors, CPU) is tensors
+    assert on_own_gpu(tensors, gpu(1)) == [here, gpu(1)]
+
+
+@pytest.mark.parametrize("name", ["nowhere", "cuda" if not torch.cuda.is_available() else "cuda:999"])
+def test_a_device_that_is_not_there_is_an_error(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"device is '{name}', which cannot be used here: .* Expected auto, cpu"):
+        AutoVaruna(nn.Linear(2, 2), device=name)

@@ -1,9 +1,11 @@
-"""Idioms that a trace takes for something else, and operations that want numbers of their own kind."""
+"""Idioms that a trace takes for something else, checks of numbers, and operations with wishes of their own."""
 
 from __future__ import annotations
 
 import re
+import textwrap
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,11 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributions import Normal, kl_divergence
 
-from autovaruna import AutoVaruna, TraceError
-from tests.catalogue.case import Case
+from autovaruna import AutoVaruna, InputError
+from autovaruna.graph.export.assertions import passing
+from tests.catalogue.case import Batch, Case
 from tests.catalogue.small import CLASSES, WIDTH, Classifier, labelled
 from tests.reference import bit_equal, compare, part, plain_micro_batched, plain_steps, ranges
-from tests.session.training import QUIET, pipeline, train
+from tests.session.training import QUIET, pipeline, refuse, train
 
 SIZE, STEPS = 6, 2
 FIRST, LAST = (lambda: nn.Linear(WIDTH, WIDTH)), (lambda: nn.Linear(WIDTH, CLASSES))
@@ -141,8 +144,7 @@ def test_data_of_another_kind_is_refused() -> None:
         self.codes.data = self.codes[:3]
         return F.cross_entropy(self.last(x), y)
 
-    with pytest.raises(TraceError, match=r"got \(3, 12\) .*Keep the shape"):
-        AutoVaruna(Steps(shorten), num_micro_batches=2, **QUIET)(**labelled(SIZE, 0)[1])
+    refuse(Steps(shorten), r"got \(3, 12\) .*Keep the shape")
 
 
 class Mapped(nn.Module):
@@ -195,8 +197,7 @@ def test_a_transform_in_the_models_own_forward_is_refused(transform: Any) -> Non
     words = r"uses a function transform of torch\.func.*Move the line into a submodule"
     if torch.__version__ < "2.12" and transform is not torch.func.vmap:  # its jacrev calls autograd.grad in Python
         words = r"goes backward itself.*into a submodule"
-    with pytest.raises(TraceError, match=words):
-        AutoVaruna(Steps(mapped), num_micro_batches=2, **QUIET)(**labelled(SIZE, 0)[1])
+    refuse(Steps(mapped), words)
 
 
 class Sparse(nn.Module):
@@ -213,8 +214,7 @@ class Sparse(nn.Module):
 
 @pytest.mark.parametrize(("is_buffer", "words"), [(False, r"sparse=True at .*Expected sparse=False"), (True, "mixer")])
 def test_sparse_tensors_are_refused(is_buffer: bool, words: str) -> None:
-    with pytest.raises(TraceError, match=words):
-        AutoVaruna(Sparse(is_buffer), num_micro_batches=2, **QUIET)(**labelled(SIZE, 0)[1])
+    refuse(Sparse(is_buffer), words)
 
 
 def returned(self: nn.Module, x: Tensor, y: Tensor) -> Tensor:
@@ -333,8 +333,7 @@ REFUSED = {
 @pytest.mark.parametrize("function", REFUSED, ids=lambda function: function.__name__)
 def test_others_are_refused_by_their_line(function: Callable[[nn.Module, Tensor, Tensor], Tensor]) -> None:
     """The error says what to write instead."""
-    with pytest.raises(TraceError, match=REFUSED[function]):
-        AutoVaruna(Steps(function), num_micro_batches=2, **QUIET)(**labelled(SIZE, 0)[1])
+    refuse(Steps(function), REFUSED[function])
 
 
 def hashed(self: nn.Module, x: Tensor, y: Tensor) -> Tensor:
@@ -343,7 +342,125 @@ def hashed(self: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 
 
 def test_a_batch_size_that_is_hashed_is_refused_by_its_line() -> None:
+    refuse(Steps(hashed), r"at .*test_idioms\.py.*len\(\{x\.shape.*is hashed there.*dynamic_batch=False")
+
+
+class Checked(nn.Module):
+    """Checks its labels, and what it computes, in its own forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        if y is not None and y.max() >= CLASSES:
+            raise ValueError(f"Label {y.max()} is too large")
+        out = torch.tanh(self.first(x))
+        if not (out.abs() <= 1).all():
+            reason = "tanh is broken"
+            raise ValueError(reason)
+        with torch.no_grad():
+            assert out.isfinite().all(), "not finite"
+        return F.cross_entropy(self.last(out), y)
+
+
+CASE = Case("checked", Checked, labelled)
+
+
+def test_checks_change_no_number() -> None:
+    """A model that checks numbers trains on stages, measured or not, compiled or not."""
+    batches = [CASE.batch(SIZE, step) for step in range(2)]
+    bit_equal(train(CASE, pipeline(2, num_micro_batches=1), batches), plain_steps(CASE, batches))
+    AutoVaruna(CASE.model(), num_micro_batches=2, **QUIET)(**batches[0][1]).backward()
+
+
+def wrong(batch: Batch, x: float, y: int) -> Batch:
+    """Returns a batch whose last sample has other numbers."""
+    (), given = batch
+    given["x"][-1], given["y"][-1] = x, y
+    return (), given
+
+
+@pytest.mark.parametrize(("x", "y", "line"), [(0.0, CLASSES, "y.max.. >= CLASSES"), (float("nan"), 0, "<= 1")])
+def test_what_a_check_refuses_is_refused(x: float, y: int, line: str) -> None:
+    """It looks at the numbers of every micro-batch, and names the line."""
+    batch = wrong(CASE.batch(SIZE, 0), x, y)
+    with pytest.raises(ValueError, match=r"too large|broken"):
+        CASE.model()(**batch[1])
+    model = AutoVaruna(CASE.model(), num_micro_batches=2, **QUIET)
+    with pytest.raises(InputError, match=rf"raises at test_idioms\.py:\d+ \(.*{line}"):
+        model(**batch[1])
+
+
+class Scattered(nn.Module):
+    """Puts rows that belong to samples, but to no one sample each, where the samples want them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor, y: Tensor, rows: Tensor) -> Tensor:
+        wanted = (y == 1)[:, None]
+        torch._assert_async(y.min() >= 0, "labels")
+        torch._check_tensor_all_with(ValueError, wanted.sum() * WIDTH == rows.numel(), lambda: "rows do not match")
+        return F.cross_entropy(self.last(self.first(x).masked_scatter(wanted, rows)), y)
+
+
+def test_checks_of_torch_are_kept() -> None:
+    """Rows that are no batch go to every micro-batch; the check of the model's own says that they are too many."""
+    given = {
+        **labelled(SIZE, 0)[1],
+        "y": torch.tensor([1, 0] * (SIZE // 2)),
+        "rows": torch.ones(SIZE // 2, WIDTH),
+    }
+    Scattered()(**given).backward()
+    model = AutoVaruna(Scattered(), num_micro_batches=2, **QUIET)
     with pytest.raises(
-        TraceError, match=r"at .*test_idioms\.py.*len\(\{x\.shape.*is hashed there.*dynamic_batch=False"
+        InputError, match=r"raises at test_idioms\.py:\d+ \(torch\._check_tensor_all_with.*every micro-"
     ):
-        AutoVaruna(Steps(hashed), num_micro_batches=2, **QUIET)(**labelled(SIZE, 0)[1])
+        model(**given)
+    with pytest.raises(InputError, match=r"raises at test_idioms\.py:\d+ \(torch\._assert_async"):
+        model(**{**given, "y": given["y"] - 2})
+
+
+class Branches(Checked):
+    """Does another thing where a number is large."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        if y.max() >= CLASSES:
+            return super().forward(x, y.clamp(max=CLASSES - 1))
+        return super().forward(x, y)
+
+
+def test_a_branch_is_no_check() -> None:
+    refuse(Branches(), r"y\.max\(\) >= CLASSES")
+
+
+KINDS = {
+    "if t: raise E": False,
+    "if not t: raise E": True,
+    "if a is None and (t > b.max() or\n   t < 0): raise E": False,
+    "assert t": True,
+    "assert not t.any()": False,
+    "if a: pass\nelif t: raise E": False,
+    "if t: a = 1": None,
+    "if t:\n  if a: return\n  raise E": None,
+    "assert t and u": True,
+    "if t and u: raise E": None,
+    "if 0 < t < 1: raise E": None,
+    "assert t or u": None,
+    "if a or not t: raise E": None,
+    "if bool(t) is False: raise E": None,
+    "if any(t): raise E": None,
+    "if t in a: raise E": None,
+    "while t: raise E": None,
+}
+
+
+@pytest.mark.parametrize(("code", "wanted"), KINDS.items())
+def test_only_what_raises_or_does_nothing_is_a_check(code: str, wanted: bool | None, tmp_path: Path) -> None:
+    """What a tensor must be follows from the code; where that cannot be told, the line is no check."""
+    path = tmp_path / "code.py"
+    path.write_text("def f():\n" + textwrap.indent(code, " "))
+    line = 3 if "elif" in code or "\n   " in code else 2
+    assert passing(str(path), line) is wanted

@@ -15,7 +15,7 @@ from autovaruna.graph.opaque.functions import applied_by, plain_apply
 from tests.catalogue.case import Case
 from tests.catalogue.small import CLASSES, WIDTH, labelled
 from tests.reference import compare, plain_steps
-from tests.session.training import QUIET, pipeline, train
+from tests.session.training import QUIET, pipeline, refuse, train, train_as_plain
 
 SIZE = 7
 
@@ -120,8 +120,7 @@ def limited_weight(last: nn.Linear, x: Tensor, y: Tensor) -> Tensor:
 def test_a_function_trains_as_in_plain_pytorch(loss: Loss) -> None:
     """One that reduces the samples is known as a mean or a sum."""
     case = Case(loss.__name__, lambda: WithFunction(loss), labelled)
-    batches = [case.batch(SIZE, step) for step in range(2)]
-    compare(train(case, pipeline(2, num_micro_batches=3), batches), plain_steps(case, batches))
+    train_as_plain(case, pipeline(2, num_micro_batches=3), SIZE, SIZE)
 
 
 REFUSED: dict[Loss, tuple[type[AutoVarunaError], str]] = {
@@ -170,8 +169,7 @@ class Named(nn.Module):
 
 def test_functions_have_their_own_backward_by_any_name() -> None:
     case = Case("named_function", Named, labelled)
-    batches = [case.batch(SIZE, step) for step in range(2)]
-    compare(train(case, pipeline(2), batches), plain_steps(case, batches))
+    train_as_plain(case, pipeline(2), SIZE, SIZE)
     with applied_by(lambda call: call.run()), applied_by(lambda call: call.arguments[0] + 1):
         assert turn(torch.ones(1)) == 2  # type: ignore[no-untyped-call]
         assert plain_apply(Turned, torch.ones(1)) == 1
@@ -215,8 +213,11 @@ def test_a_function_that_reaches_weights_is_refused(is_hidden: bool, is_own: boo
     """In a submodule, too: kept whole it would go backward into weights that other ranks hold."""
     model = Reaching(is_hidden) if is_own else AfterHook(Reaching(is_hidden))
     batch = labelled(SIZE, 0)[1]
-    with pytest.raises(TraceError, match=r"Again uses the weights of \w+.*pass each weight to apply\(\)"):
-        AutoVaruna(model, num_micro_batches=2, **QUIET)(**batch if not is_own else {"x": batch["x"]})
+    refuse(
+        model,
+        r"Again uses the weights of \w+.*pass each weight to apply\(\)",
+        batch if not is_own else {"x": batch["x"]},
+    )
 
 
 class Saving(nn.Module):
@@ -232,8 +233,7 @@ class Saving(nn.Module):
 
 
 def test_hooks_of_saved_tensors_are_refused() -> None:
-    with pytest.raises(TraceError, match=r"hooks for saved tensors.*in a submodule"):
-        AutoVaruna(Saving(), num_micro_batches=2, **QUIET)(**labelled(SIZE, 0)[1])
+    refuse(Saving(), r"hooks for saved tensors.*in a submodule")
 
 
 class HookedNode(nn.Module):
@@ -294,8 +294,7 @@ class InC(nn.Module):
 
 def test_functions_in_c_that_cannot_be_traced_are_kept_whole() -> None:
     case = Case("quantised", lambda: InC(lambda h: torch.fake_quantize_per_tensor_affine(h, 0.1, 0, -8, 7)), labelled)
-    batches = [case.batch(SIZE, step) for step in range(2)]
-    compare(train(case, pipeline(2), batches), plain_steps(case, batches))
+    train_as_plain(case, pipeline(2), SIZE, SIZE)
 
 
 COVARIANCES: dict[str, Callable[[Tensor], Tensor]] = {
@@ -310,6 +309,5 @@ def test_functions_in_c_may_join_whole_batches(name: str) -> None:
     case = Case(f"in C {name}", lambda: InC(lambda h: h * (1.0 + COVARIANCES[name](h.t()).square().mean())), labelled)
     batches = [case.batch(SIZE, step) for step in range(2)]
     compare(train(case, pipeline(2, num_micro_batches=1), batches), plain_steps(case, batches))
-    with pytest.raises(AutoVarunaError, match="mixes the samples"):
-        AutoVaruna(case.model(), num_micro_batches=2, **QUIET)(**batches[0][1])
+    refuse(case.model(), "mixes the samples", error=AutoVarunaError)
     assert "cov" not in vars(torch.Tensor)

@@ -1,18 +1,25 @@
-"""Precisions: with the same micro-batches any partition gives the same bits, and one micro-batch those of PyTorch."""
+"""Precisions: the same bits on any partition, those of plain PyTorch with one micro-batch, and the scaler's skips."""
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from autovaruna import AutoVaruna
+from autovaruna.errors import AutoVarunaError
+from autovaruna.runtime.optimizers.scaler import LossScale
+from autovaruna.runtime.transport.threads import single_world
 from tests.catalogue import CASES, Batch, Case
 from tests.catalogue.small import words
 from tests.reference import bit_equal, compare
-from tests.session.precision import WAYS, Mixed, Trained, plain_in, train_in
-from tests.session.training import Setup, on_ranks, pipeline
+from tests.session.precision import WAYS, Mixed, Trained, Way, plain_in, train_in
+from tests.session.training import Setup, held, on_ranks, pipeline
 
 MIXED = Case("mixed", Mixed, words, has_dropout=True, has_batch_norm=True)
 SURE = Case("mixed_sure", lambda: Mixed(0.0), words, has_batch_norm=True)
@@ -86,3 +93,110 @@ def calls(model: Any, batch: Batch) -> list[Tensor]:
             outputs[-1].sum().backward()
     assert all(parameter.grad.dtype is torch.float32 for parameter in model.parameters())
     return [each.detach() for each in outputs]
+
+
+CASE = CASES["chain"]
+HALF = Way(autocast=torch.float16, scale=2.0**12)
+BATCHES = [CASE.batch(6, step) for step in range(4)]
+SCALED = {"two": pipeline(2), "replicas": Setup(((0,), (1, 2))), "idle_rank": Setup(((0,), (1,)), num_ranks=3)}
+
+
+def fused(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """Makes an optimizer that unscales gradients itself."""
+    return torch.optim.SGD(parameters, lr=0.05, fused=True)
+
+
+@pytest.mark.parametrize("scale", [2.0**40, 2.0**18, 2.0**-30])
+def test_scales_too_large_and_too_small_end_in_the_steps_of_plain_pytorch(scale: float) -> None:
+    """Overflow skips steps and halves the scale, growth doubles it; small gradients vanish as they do there."""
+    way = Way(autocast=torch.float16, scale=scale, max_norm=0.5)
+    found, expected = train_in(way, CASE, pipeline(3, num_micro_batches=1), BATCHES), plain_in(way, CASE, BATCHES)
+    assert found.scales == expected.scales
+    if scale > 2.0**30:
+        assert found.scales == [scale / 2, scale / 4, scale / 8, scale / 16]
+    bit_equal(replace(found.record, gradients=[]), replace(expected.record, gradients=[]))
+
+
+def test_an_optimizer_that_unscales_itself_is_scaled_too() -> None:
+    setup = pipeline(2, num_micro_batches=1)
+    found, expected = train_in(HALF, CASE, setup, BATCHES, fused), plain_in(HALF, CASE, BATCHES, fused)
+    assert found.scales == expected.scales
+    bit_equal(found.record, expected.record)
+
+
+@pytest.mark.parametrize("setup", SCALED)
+def test_overflow_on_one_rank_skips_the_step_on_all(setup: str) -> None:
+    def run(model: Any, optimizer: Any, rank: int) -> tuple[float, list[bool]]:
+        loss = model(*BATCHES[0][0], **BATCHES[0][1])
+        model._session._scaler.scale(loss).backward()
+        before = [parameter.detach().clone() for parameter in held(model).values()]
+        if rank == 1:
+            next(iter(held(model).values())).grad.view(-1)[0] = torch.inf
+        model._session._scaler.step(optimizer)
+        model._session._scaler.update()
+        kept = [torch.equal(old, new) for old, new in zip(before, held(model).values(), strict=True)]
+        return model._session._scaler.get_scale(), kept
+
+    results = on_ranks(SCALED[setup], CASE.model(), run, wrap=scaled)
+    assert {scale for scale, _ in results} == {2.0**11}
+    assert all(all(kept) for _, kept in results)
+
+
+def test_a_scaler_that_was_not_known_at_the_call_joins_when_it_unscales() -> None:
+    """As one that was made before the library was imported."""
+
+    def run(model: Any, optimizer: Any, rank: int) -> float:
+        loss = model(*BATCHES[0][0], **BATCHES[0][1])
+        scaler: Any = HALF.scaler()
+        scaler.scale(loss).backward()
+        if rank == 1:
+            next(iter(held(model).values())).grad.view(-1)[0] = torch.inf
+        scaler.step(optimizer)
+        scaler.update()
+        return float(scaler.get_scale())
+
+    assert on_ranks(SCALED["two"], CASE.model(), run) == [2.0**11] * 2
+
+
+def scaled(*given: Any, **settings: Any) -> Any:
+    """Wraps a model for a loop with a scaler."""
+    return AutoVaruna(*given, scaler=HALF.scaler(), **settings)
+
+
+def scaled_gradient(setup: Setup, num_scalers: int, wrap: Any = AutoVaruna) -> Tensor:
+    """Returns a gradient of the first call of a loop with a scaler, before it is unscaled."""
+
+    def run(model: Any, optimizer: Any, rank: int) -> Tensor:
+        scalers = [HALF.scaler() for _ in range(num_scalers)]
+        with HALF.around():
+            loss = model(*BATCHES[0][0], **BATCHES[0][1])
+        (model._session._scaler or scalers[0]).scale(loss).backward()
+        return torch.cat([parameter.grad.view(-1) for parameter in held(model).values()])
+
+    gc.collect()
+    gradient: Tensor = on_ranks(setup, CASE.model(), run, wrap=wrap)[0]
+    return gradient
+
+
+def test_a_scaler_that_is_not_given_is_found() -> None:
+    """Else float16 gradients would vanish before the loop scales them."""
+    found = scaled_gradient(pipeline(1, num_micro_batches=2), num_scalers=1)
+    assert torch.equal(found, scaled_gradient(pipeline(1, num_micro_batches=2), num_scalers=0, wrap=scaled))
+
+
+def test_one_of_several_scalers_must_be_named() -> None:
+    with pytest.raises(AutoVarunaError, match="scaler=scaler"):
+        scaled_gradient(pipeline(1, num_micro_batches=2), num_scalers=2)
+
+
+def test_a_scaler_that_is_garbage_scales_nothing() -> None:
+    """Python may collect it on one rank sooner than on another, whose gradients alone would be scaled by it."""
+    gone: Any = HALF.scaler()
+    gone.itself = gone
+    optimizer = torch.optim.SGD([torch.zeros(1)])
+    gc.disable()
+    try:
+        del gone
+        assert LossScale(optimizer, None, single_world()).before(is_half=False) == 1.0
+    finally:
+        gc.enable()

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from autovaruna import AutoVaruna
+from autovaruna import AutoVaruna, InputError
+from autovaruna.runtime.step_runner import StepRunner
+from autovaruna.runtime.transport.threads import run_ranks
+from autovaruna.runtime.world import World
 from tests.catalogue import CASES, Batch, Case
+from tests.catalogue.small import CLASSES, WIDTH, labelled
 from tests.reference import (
     OPTIMIZERS,
     Record,
@@ -24,7 +29,7 @@ from tests.reference import (
     ranges,
     sgd,
 )
-from tests.session.training import Setup, on_ranks, pipeline, train, train_rank
+from tests.session.training import QUIET, Setup, on_ranks, pipeline, train, train_rank
 
 SETUPS = {"one": Setup(), "two": pipeline(2), "replicas": Setup(((0,), (1, 2))), "interleaved": Setup(((0,), (1,)) * 2)}
 Optimizer = torch.optim.Optimizer
@@ -195,3 +200,133 @@ def test_evaluation_between_steps_changes_nothing() -> None:
     with torch.no_grad():
         expected = [model.eval()(**case.batch(size, 5)[1]).item() for size in (7, 3, 1)]
     assert one[2] == pytest.approx(expected, rel=1e-5)
+
+
+ORDERS = ("channels_last", "expanded", "sliced")
+
+
+class Model(nn.Module):
+    """Has a kernel with its channels last, an expanded buffer, or a weight that is a part of another tensor."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kernel, self.last = nn.Conv2d(3, 4, 3), nn.Linear(4, 5)
+        self.other = nn.Parameter(torch.randn(4, 9)[:, 2:7] if kind == "sliced" else torch.randn(4, 5))
+        self.register_buffer("scale", torch.full((1,), 0.5).expand(5) if kind == "expanded" else torch.ones(5))
+        if kind == "channels_last":
+            self.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.kernel(x)).mean((2, 3))
+        out: Tensor = (self.last(hidden) + hidden @ self.other) * self.scale
+        return out.square().mean()
+
+
+@pytest.mark.parametrize("kind", ORDERS)
+def test_every_rank_has_the_same_whole_state(kind: str) -> None:
+    """The state after two steps is that of plain PyTorch on every rank, and loads back."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        plain = Model(kind)
+    x = torch.randn(4, 3, 6, 6, generator=torch.Generator().manual_seed(1))
+
+    def run(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int = 0) -> dict[str, Tensor]:
+        for _ in range(2):
+            model(x).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        state = {name: value.clone() for name, value in model.state_dict().items()}
+        if kind != "expanded":  # which plain PyTorch cannot load
+            model.load_state_dict(state)
+        again = model.state_dict()
+        assert all(torch.equal(again[name], value) for name, value in state.items())
+        moments = [values["momentum_buffer"] for values in optimizer.state_dict()["state"].values()]
+        return state | {f"moment {place}": value for place, value in enumerate(moments)}
+
+    def wrapped(model: AutoVaruna, optimizer: torch.optim.Optimizer, rank: int) -> dict[str, Tensor]:
+        return run(model, optimizer, rank)
+
+    states = on_ranks(pipeline(2, num_micro_batches=1), plain, wrapped)
+    expected = run(plain, sgd(plain.parameters()))
+    for state in states:
+        assert state.keys() == expected.keys()
+        assert all(torch.equal(state[name], value) for name, value in expected.items())
+
+
+BATCH = labelled(6, 0)[1]["x"]
+TWO = QUIET | {"num_stages": 2, "inputs": "replicated", "num_micro_batches": 1, "cuts": ["1"]}
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model(BATCH).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def train_groups(net: nn.Module, grows_after: int, world: World | None) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Gives the first layer to the optimizer after some steps; returns the states after three."""
+    first, last = [list(layer.parameters()) for layer in net.children()]
+    optimizer = torch.optim.Adam(last, lr=0.1)
+    model: Any = net if world is None else AutoVaruna(net, optimizer, **TWO)
+    for number in range(3):
+        if number == grows_after:
+            optimizer.add_param_group({"params": first, "lr": 0.3})
+        step(model, optimizer)
+    state = optimizer.state_dict() if world is None else model.optimizer_state_dict()
+    return model.state_dict(), state
+
+
+@pytest.mark.parametrize("grows_after", [0, 1])
+def test_an_added_group_trains_and_is_saved(grows_after: int) -> None:
+    """Once, one more group before the first call was a bare ``ValueError``, and one after it was left out of states."""
+    net = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES))
+    nets = [copy.deepcopy(net), copy.deepcopy(net)]
+    weights, moments = run_ranks(2, lambda world: train_groups(nets[world.rank], grows_after, world))[0]
+    expected, plain = train_groups(net, grows_after, None)
+    torch.testing.assert_close(weights, expected)
+    assert [group["lr"] for group in moments["param_groups"]] == [0.1, 0.3]
+    torch.testing.assert_close(moments["state"], plain["state"])
+
+
+def test_an_added_group_of_another_model_is_refused() -> None:
+    net = nn.Linear(WIDTH, CLASSES)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    model = AutoVaruna(net, optimizer, **QUIET, num_micro_batches=2)
+    optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
+    with pytest.raises(InputError, match="1 of the optimizer's 3 parameters are not the model's"):
+        model(BATCH)
+
+
+class Classifier(nn.Module):
+    """Returns its scores beside the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        scores = self.linear(x)
+        return {"loss": nn.functional.cross_entropy(scores, y), "scores": scores}
+
+
+def step_runners() -> list[StepRunner]:
+    """Returns all that are alive in this process."""
+    return [each for each in gc.get_objects() if type(each) is StepRunner]
+
+
+@pytest.mark.parametrize("loss_mode", ["loss", "outputs"])
+def test_a_step_leaves_nothing_to_the_garbage_collector(loss_mode: str) -> None:
+    """What a step held, the outputs of every micro-batch among it, is gone with the results that the caller drops."""
+    model = Classifier()
+    wrapped = AutoVaruna(model, num_micro_batches=2, loss_mode=loss_mode, **QUIET)
+    x, y = torch.randn(6, 4), torch.randint(3, (6,))
+    for _ in range(2):
+        gc.collect()
+        before = {id(each) for each in step_runners()}  # threads of an earlier test may still be ending
+        gc.disable()
+        try:
+            wrapped(x, y)["loss"].backward()
+            left = [each for each in step_runners() if id(each) not in before]
+        finally:
+            gc.enable()
+    assert not left

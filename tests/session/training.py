@@ -10,10 +10,11 @@ from functools import partial
 from threading import Lock
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
-from autovaruna import AutoVaruna
+from autovaruna import AutoVaruna, AutoVarunaError, TraceError
 from autovaruna.graph.call import CallSpec
 from autovaruna.graph.records import Graph
 from autovaruna.graph.trace import trace
@@ -26,7 +27,8 @@ from autovaruna.runtime.world import World
 from autovaruna.session import traces
 from autovaruna.session.preparation import Preparation
 from tests.catalogue import Batch, Case, batch_size
-from tests.reference import MakeOptimizer, Record, part, sgd
+from tests.catalogue.small import labelled
+from tests.reference import MakeOptimizer, Record, bit_equal, compare, part, plain_steps, sgd
 
 Ranks = tuple[tuple[int, ...], ...]
 QUIET: dict[str, Any] = {"load_deployment": False, "save_deployment": False, "progress": False, "seed": 5}
@@ -170,6 +172,27 @@ def try_once(optimizer: torch.optim.Optimizer, device: torch.device) -> Steps:
         if key not in _tried:
             _tried[key] = steps_of(optimizer, device)
         return _tried[key]
+
+
+def refuse(
+    model: nn.Module,
+    words: str,
+    arguments: Mapping[str, Any] | None = None,
+    error: type[AutoVarunaError] = TraceError,
+    **settings: Any,
+) -> None:
+    """Asserts that a first call, with two micro-batches, is refused with some words, a regular expression.
+
+    Without arguments it is one with six labelled samples.
+    """
+    with pytest.raises(error, match=words):
+        AutoVaruna(model, **{"num_micro_batches": 2, **settings, **QUIET})(**(arguments or labelled(6, 0)[1]))
+
+
+def train_as_plain(case: Case, setup: Setup, *sizes: int, exact: bool = False) -> None:
+    """Asserts that training on a batch of each size gives the numbers, or the bits, of plain PyTorch."""
+    batches = [case.batch(size, step) for step, size in enumerate(sizes)]
+    (bit_equal if exact else compare)(train(case, setup, batches), plain_steps(case, batches))
 
 
 Run = Callable[[AutoVaruna, torch.optim.Optimizer, int], Any]

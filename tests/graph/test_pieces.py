@@ -1,12 +1,10 @@
-"""Weight gradients computed apart from backward: the same bits, of what can be left for later and nothing else.
-
-Code whose operations are called directly does what a graph's forward does, and fails where it fails.
-"""
+"""Pieces under autocast, and pieces whose backward leaves weight gradients for later."""
 
 from __future__ import annotations
 
 import traceback
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,9 +14,13 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from autovaruna.graph.call import describe
 from autovaruna.graph.pieces.deferral import Deferred, direct, split_backward
 from autovaruna.graph.pieces.extract import Argument, Piece, Source, extract
+from autovaruna.graph.precision import current_precision, precision_of, without_autocast
+from autovaruna.graph.trace import trace
 from autovaruna.graph.traced import TracedModel
+from autovaruna.profiler.measure import measure
 from tests.graph.models import Function, traced
 
 
@@ -249,3 +251,95 @@ def test_what_fails_is_shown_with_the_line_of_its_node() -> None:
         direct(exported())(torch.randn(3, 4), torch.randn(5, 2))
     frame = traceback.extract_tb(caught.tb)[-1]
     assert frame.filename.startswith("<eval_with_key>") and (frame.line or "").startswith("matmul = ")
+
+
+BFLOAT16 = torch.autocast("cpu", dtype=torch.bfloat16)
+CPU = torch.device("cpu")
+
+
+def traced_under(model: nn.Module, around: Any = nullcontext()) -> TracedModel:  # noqa: B008 - entered again
+    """Returns the graph of a call on six samples of four numbers."""
+    with around:
+        return trace(model, describe(model, (torch.ones(6, 4),), {})[1], CPU)
+
+
+class Inner(nn.Module):
+    """Takes no gradient of what it computes in low precision in the middle."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        with torch.autocast("cpu", dtype=torch.bfloat16), torch.no_grad():
+            weights = x @ x.sum(0).unsqueeze(1)
+        mean: Tensor = self.last(x * weights.float()).mean()
+        return mean
+
+
+def test_a_region_keeps_its_precision_and_its_grad_mode() -> None:
+    """Story: torch.export loses ``torch.no_grad()`` inside ``torch.autocast`` when it makes regions of them."""
+    model = Inner()
+    graph = traced_under(model)
+    x = torch.randn(6, 4)
+    piece = extract(graph, list(graph.block_of), [spec.node for spec in graph.outputs])
+    parameters = dict(model.named_parameters())
+    arguments = [x if each.name == "x" else parameters[each.name] for each in piece.arguments]
+    (found,) = piece.module(*arguments)
+    found.backward()
+    gradients = {name: parameter.grad.clone() for name, parameter in parameters.items() if parameter.grad is not None}
+    model.zero_grad()
+    expected = model(x)
+    expected.backward()
+    assert torch.equal(found, expected)
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None and torch.equal(gradients[name], parameter.grad)
+
+
+def test_nodes_know_the_autocast_around_the_call_unless_the_model_leaves_it() -> None:
+    class Leaves(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.first(x)
+            with torch.autocast("cpu", enabled=False):
+                mean: Tensor = self.last(x.float()).mean()
+            return mean
+
+    graph = traced_under(Leaves(), BFLOAT16)
+    dtypes = {
+        name: (graph.facts[name].value.dtype, [each.dtype for each in precision_of(node)])
+        for name, node in graph.nodes.items()
+        if name.startswith("linear")
+    }
+    assert dtypes == {"linear": (torch.bfloat16, [torch.bfloat16]), "linear_1": (torch.float32, [])}
+
+
+def test_blocks_of_another_precision_are_other_work() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    plain, low = traced_under(model), traced_under(model, BFLOAT16)
+    assert plain.graph.fingerprint != low.graph.fingerprint
+    assert not {block.signature for block in plain.graph.blocks} & {block.signature for block in low.graph.blocks}
+
+
+@pytest.mark.parametrize("around", [nullcontext(), BFLOAT16], ids=["float32", "bfloat16"])
+def test_weights_that_are_cast_count_once_not_once_a_micro_batch(around: Any) -> None:
+    """The copy of the weight is memory of the rank; what a micro-batch keeps does not hold it."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1024, bias=False))
+    graph = traced_under(model, around)
+    copies = sum(block.buffer_bytes for block in graph.graph.blocks)
+    assert copies == (2 * (4 * 4 + 4 + 4 * 1024) if around is BFLOAT16 else 0)
+    costs = measure(graph, model, [2], CPU, iterations=1)
+    assert all(cost.num_bytes.inside < 1024 for cost in costs.values())
+
+
+def test_autocast_is_given_back_as_it_was() -> None:
+    with BFLOAT16:
+        before = current_precision()
+        with pytest.raises(ValueError), without_autocast():
+            assert not current_precision()
+            raise ValueError
+        assert current_precision() == before

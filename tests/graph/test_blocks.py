@@ -1,0 +1,367 @@
+"""Blocks: what no cut may part, which cuts are left, and pieces that are taken out."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Sequence
+from itertools import chain, combinations, pairwise
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autovaruna.graph.call import describe
+from autovaruna.graph.cuts import crossing_sizes, merge_free_blocks
+from autovaruna.graph.pieces.extract import Source, extract, reads
+from autovaruna.graph.random import RandomStream, untouched_generator
+from autovaruna.graph.records import Size, Value
+from autovaruna.graph.trace import trace
+from autovaruna.graph.traced import TracedModel
+from tests.catalogue import CASES, PLAIN
+from tests.graph.models import CPU, Function, Pieces, named, traced, traced_function
+from tests.profiler.models import traced_case
+
+WIDTH = 4
+X = torch.zeros(3, WIDTH)
+
+
+def linear() -> nn.Module:
+    """Returns a square linear layer."""
+    return nn.Linear(WIDTH, WIDTH)
+
+
+def blocks_of(model: TracedModel, *starts: str) -> set[int]:
+    """Returns the blocks of the nodes whose names start with each text."""
+    return {model.block_of[named(model, start)] for start in starts}
+
+
+def test_rule_1_a_tuple_stays_with_those_who_take_it_apart() -> None:
+    """A cut may not part max, which gives two tensors, from either."""
+
+    def both(self: nn.Module, x: Tensor) -> Tensor:
+        values, places = torch.max(self.first(x), dim=1)
+        return self.second(x) * values[:, None] + places[:, None]
+
+    model = traced_function(both, X, first=linear(), second=linear())
+    items = [name for name in model.block_of if name.startswith("getitem")]
+    assert len({model.block_of[name] for name in [*items, named(model, "max")]}) == 1 and len(items) == 2
+
+
+def test_rule_2_a_change_stays_with_what_it_changes() -> None:
+    """An in-place relu stays with the linear that made its memory, and with who read it before."""
+
+    def changed(self: nn.Module, x: Tensor) -> Tensor:
+        out = self.first(x)
+        read = out * 2.0
+        out.relu_()
+        return self.second(out) + torch.tanh(read)
+
+    model = traced_function(changed, X, first=linear(), second=linear())
+    assert len(blocks_of(model, "relu", "mul")) == 1
+    assert model.block_of["linear"] == model.block_of[named(model, "relu")]
+    assert named(model, "tanh") not in model.graph.blocks[model.block_of["linear"]].nodes
+
+
+def test_rule_3_lasting_memory_that_changes_stays_in_one_block() -> None:
+    """Whoever reads a buffer before or after its update is in the block of the update."""
+
+    def updated(self: nn.Module, x: Tensor) -> Tensor:
+        out = torch.tanh(self.first(x) + self.mean)
+        self.mean.copy_(out.detach().mean(dim=0))
+        return self.second(out) - self.mean
+
+    model = traced_function(updated, X, first=linear(), second=linear(), mean=torch.zeros(WIDTH))
+    assert len(blocks_of(model, "add", "copy", "sub")) == 1
+    assert model.changed_state == {"mean"}
+
+
+def test_rule_4_a_shape_that_depends_on_data_crosses_no_cut() -> None:
+    """What a mask selects is used where it is selected."""
+
+    def selected(self: nn.Module, x: Tensor) -> Tensor:
+        out = self.first(x)
+        return self.second(x).mean() * torch.masked_select(out, out > 0).sum()
+
+    model = traced_function(selected, X, first=linear(), second=linear())
+    assert len(blocks_of(model, "masked_select", "sum")) == 1
+    assert not {value.name for value in model.graph.values} & {named(model, "masked_select")}
+
+
+def test_rule_7_a_number_stays_with_what_it_was_counted_from() -> None:
+    """Sizes that a router counts come from its ranking, which random numbers have, too."""
+
+    def routed(self: nn.Module, x: Tensor) -> Tensor:
+        scores = torch.tanh(self.first(x))
+        first = scores.topk(2, dim=1).indices
+        chosen = torch.zeros_like(scores).scatter(1, first, 1.0).long()
+        parts = self.second(x)[first.flatten().sort().values // 2].split(chosen.sum(0).tolist())
+        return torch.cat([part * 2.0 for part in parts]).sum()
+
+    model = traced_function(routed, X, first=linear(), second=linear())
+    assert blocks_of(model, "topk", "zeros_like", "scatter", "split_with_sizes") == {model.block_of["item"]}
+    assert model.block_of["linear"] not in blocks_of(model, "topk")
+
+
+@pytest.mark.parametrize("case", [case for case in PLAIN if not case.refusal], ids=str)
+def test_rule_5_users_of_a_value_stay_in_order(case: object) -> None:
+    """The users of every value with three or more stand in execution order, so that gradients add up in one order."""
+    args, kwargs = case.batch(3, 0)  # type: ignore[attr-defined]
+    model = traced(case.model(), *args, **kwargs)  # type: ignore[attr-defined]
+    for node in model.nodes.values():
+        users = [user.name for user in node.users if user.name in model.block_of]
+        users = [name for name in users if model.facts[name].needs_gradient]
+        if node.name in model.block_of and len(users) >= 3:
+            users.sort(key=model.places.__getitem__)
+            places = [model.block_of[name] for name in users]
+            assert places == sorted(places), (node.name, users)
+
+
+def test_rule_5_users_that_must_change_places_join() -> None:
+    """The first user is written to after the third, so it would run last; the three of them become one block."""
+
+    def turned(self: nn.Module, x: Tensor) -> Tensor:
+        root = self.first(x)
+        first, second = root * 2.0, root * 3.0
+        third = root.sin() + second
+        first.add_(third)
+        return self.second(first)
+
+    model = traced_function(turned, X, first=linear(), second=linear())
+    assert len(blocks_of(model, "mul_1", "sin", "add_")) == 1
+
+
+def test_rule_6_a_cycle_of_groups_is_one_group() -> None:
+    """What lies between two nodes of one group, there and back, cannot be in another stage."""
+
+    def around(self: nn.Module, x: Tensor) -> Tensor:
+        out = self.first(x)
+        between = torch.tanh(out * 2.0).exp()
+        out.add_(between)
+        return self.second(out)
+
+    model = traced_function(around, X, first=linear(), second=linear())
+    assert len(blocks_of(model, "mul", "tanh", "exp", "add_")) == 1
+
+
+def test_masks_and_positions_are_repeated() -> None:
+    """Cheap nodes without gradient, parameter or randomness are in no block and cross no cut."""
+
+    def masked(self: nn.Module, x: Tensor, lengths: Tensor) -> Tensor:
+        mask = (torch.arange(WIDTH) < lengths[:, None]).to(x.dtype)
+        return self.second(torch.tanh(self.first(x) * mask)) * mask
+
+    model = traced_function(masked, X, torch.ones(3, dtype=torch.int64), first=linear(), second=linear())
+    mask = {named(model, "arange"), named(model, "lt"), named(model, "to")}
+    assert mask <= set(model.repeated) and not mask & model.block_of.keys()
+    assert not mask & {value.name for value in model.graph.values}
+    assert len(next(each for each in model.graph.inputs if each.name == "args_1").consumers) == 2
+
+
+def test_random_numbers_and_lookups_are_not_repeated() -> None:
+    """Random numbers are drawn in one place, and a table of words is held in one."""
+
+    def drawn(self: nn.Module, x: Tensor, words: Tensor) -> Tensor:
+        keep = torch.rand_like(x)
+        found = self.table(words)
+        return self.second(self.first(x) * keep + found) * keep + found
+
+    table = nn.Embedding(7, WIDTH).requires_grad_(False)
+    words = torch.zeros(3, dtype=torch.int64)
+    model = traced_function(drawn, X, words, first=linear(), second=linear(), table=table)
+    assert {named(model, "rand_like"), named(model, "embedding")} <= model.block_of.keys()
+
+
+def test_blocks_are_in_an_order_that_runs() -> None:
+    """Every value is made before it is used, in some models of the catalogue."""
+    for case in PLAIN[:5]:
+        args, kwargs = case.batch(3, 0)
+        model = traced(case.model(), *args, **kwargs)
+        assert all(value.producer < min(value.consumers) for value in model.graph.values)
+        assert sorted(model.block_of.values()) == [b.index for b in model.graph.blocks for _ in b.nodes]
+
+
+Stages = tuple[tuple[int, ...], ...]
+
+
+def work_of(cuts: Sequence[int], is_free: Sequence[bool]) -> Stages:
+    """Returns the blocks that cost something, by stage; a stage of views alone is none."""
+    edges = [0, *(cut + 1 for cut in cuts), len(is_free)]
+    stages = [tuple(k for k in range(a, b) if not is_free[k]) for a, b in pairwise(edges)]
+    return tuple(stage for stage in stages if stage)
+
+
+def bytes_of(cuts: Sequence[int], is_free: Sequence[bool], crossing: Sequence[Size]) -> list[list[Size]]:
+    """Returns, for each place between two stages that work, the sizes of the plan's cuts there."""
+    places: dict[int, list[Size]] = {}
+    for cut in cuts:
+        before = sum(not free for free in is_free[: cut + 1])
+        if 0 < before < sum(not free for free in is_free):
+            places.setdefault(before, []).append(crossing[cut])
+    return [places[key] for key in sorted(places)]
+
+
+def is_as_good(one: Sequence[list[Size]], other: Sequence[list[Size]]) -> bool:
+    """Whether at each place the first plan sends no more than the second, for any micro-batch size."""
+    return all(
+        any(mine.fixed_bytes <= its.fixed_bytes and mine.sample_bytes <= its.sample_bytes for its in theirs)
+        for ours, theirs in zip(one, other, strict=True)
+        for mine in ours
+    )
+
+
+def subsets(cuts: Sequence[int]) -> Iterable[tuple[int, ...]]:
+    """Returns every plan that may use some cuts."""
+    return chain.from_iterable(combinations(cuts, size) for size in range(len(cuts) + 1))
+
+
+def kept_cuts(merged: Sequence[tuple[str, ...]]) -> list[int]:
+    """Returns the cuts between merged blocks, as places between the old ones."""
+    lengths = [len(block) for block in merged]
+    return [sum(lengths[: k + 1]) - 1 for k in range(len(lengths) - 1)]
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_every_plan_has_one_as_good_without_dropped_cuts(seed: int) -> None:
+    """Chains of up to seven blocks, some of views alone, with any bytes: all plans against all that are left."""
+    rng = random.Random(seed)
+    num_blocks = rng.randint(1, 7)
+    is_free = [rng.random() < 0.5 for _ in range(num_blocks)]
+    crossing = [Size(rng.randint(0, 2), rng.randint(0, 2)) for _ in range(num_blocks)]
+    merged = merge_free_blocks([(str(k),) for k in range(num_blocks)], crossing, is_free.__getitem__)
+    assert [name for block in merged for name in block] == [str(k) for k in range(num_blocks)]
+    left = [(work_of(plan, is_free), bytes_of(plan, is_free, crossing)) for plan in subsets(kept_cuts(merged))]
+    for plan in subsets(range(num_blocks - 1)):
+        work, sent = work_of(plan, is_free), bytes_of(plan, is_free, crossing)
+        assert any(mine == work and is_as_good(ours, sent) for mine, ours in left), plan
+
+
+def test_cuts_between_work_are_all_kept() -> None:
+    """Where no block is free, nothing is dropped, however dear a cut is."""
+    crossing = [Size(0, 9), Size(0, 1), Size(0, 5), Size(0, 0)]
+    assert len(merge_free_blocks([("a",), ("b",), ("c",), ("d",)], crossing, lambda index: False)) == 4
+
+
+def test_crossing_sizes_count_a_value_once_a_cut() -> None:
+    """A value crosses every cut between its producer and its last consumer, whoever uses it between."""
+    values = [Value("a", 0, (1, 3), Size(1.0, 2.0), True), Value("b", 2, (3,), Size(0.0, 5.0), True)]
+    assert crossing_sizes(values, 4) == [Size(1.0, 2.0), Size(1.0, 2.0), Size(1.0, 7.0), Size(0.0, 0.0)]
+
+
+NAMES = [
+    "one_operation", "chain", "embedding", "dropout", "batch_norm", "conv_net", "constant", "frozen", "lstm",
+    "module_twice", "moving_average", "no_grad", "fork_join", "three_users", "skip", "tied", "tied_three_ways",
+    "shared_input", "outputs_dict", "outputs_none", "two_losses", "keywords", "nested_inputs",
+]  # fmt: skip
+TIED = {"tied", "tied_three_ways", "module_twice"}
+
+
+def prepared(name: str, has_dropout: bool) -> tuple[nn.Module, TracedModel, list[Tensor]]:
+    """Returns a model of the catalogue, its trace for four samples, and a call of five."""
+    case = CASES[name] if has_dropout else CASES[name].without_dropout()
+    model = case.model()
+    args, kwargs = case.batch(4, 0)
+    call = describe(model, args, kwargs)[1]
+    args, kwargs = case.batch(5, 1)
+    return model, trace(model, call, CPU), describe(model, args, kwargs)[0]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_any_cuts_give_the_same_bits(name: str) -> None:
+    """One piece, two, three, and one a block: outputs, gradients and buffers are equal, dropout included."""
+    model, traced, tensors = prepared(name, has_dropout=True)
+    num_blocks = len(traced.graph.blocks)
+    one = Pieces(model, traced, [0])
+    outputs = one.run(tensors)
+    for starts in ([0, num_blocks // 2], [0, num_blocks // 3, 2 * num_blocks // 3], range(num_blocks)):
+        pieces = Pieces(model, traced, sorted(set(starts)))
+        assert all(map(torch.equal, pieces.run(tensors), outputs)), starts
+        assert pieces.gradients.keys() == one.gradients.keys()
+        different = [key for key, value in one.gradients.items() if not torch.equal(pieces.gradients[key], value)]
+        assert not different, (starts, different)
+        assert all(torch.equal(pieces.buffers[key], value) for key, value in one.buffers.items())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_one_piece_is_the_plain_model(name: str) -> None:
+    """With dropout off a piece of all blocks gives the plain model's bits; sums over tied uses differ in order."""
+    model, traced, tensors = prepared(name, has_dropout=False)
+    pieces = Pieces(model, traced, [0])
+    outputs = pieces.run(tensors)
+    args, kwargs = traced.call.tree.unflatten(tensors)
+    expected = [leaf for leaf in torch.utils._pytree.tree_leaves(model(*args, **kwargs)) if isinstance(leaf, Tensor)]
+    assert all(map(torch.equal, outputs, expected))
+    torch.autograd.backward([each for each in expected if each.requires_grad],
+                            [torch.ones_like(each) for each in expected if each.requires_grad])  # fmt: skip
+    for key, parameter in model.named_parameters():
+        assert (parameter.grad is None) == (key not in pieces.gradients), key
+        if parameter.grad is not None and name in TIED:
+            torch.testing.assert_close(pieces.gradients[key], parameter.grad)
+        elif parameter.grad is not None:
+            assert torch.equal(pieces.gradients[key], parameter.grad), key
+    assert all(torch.equal(pieces.buffers[key], buffer) for key, buffer in model.named_buffers())
+
+
+def test_a_shape_that_depends_on_data_runs_in_pieces() -> None:
+    """What a mask selects has as many numbers as the data say, in every piece and at every call."""
+
+    def selected(self: nn.Module, x: Tensor) -> Tensor:
+        out = self.first(x)
+        return self.second(torch.tanh(out)).sum() * torch.masked_select(out, x > 0).sum()
+
+    model = Function(selected, first=nn.Linear(4, 4), second=nn.Linear(4, 4))
+    traced = trace(model, describe(model, (torch.zeros(3, 4),), {})[1], CPU)
+    for seed in range(3):
+        x = torch.randn(5, 4, generator=torch.Generator().manual_seed(seed))
+        pieces = Pieces(model, traced, range(len(traced.graph.blocks)))
+        assert torch.equal(pieces.run([x])[0], model(x))
+
+
+def test_repeated_nodes_come_along_or_stay_outside() -> None:
+    """A mask is made again in each piece; a bare piece is given it instead."""
+
+    def masked(self: nn.Module, x: Tensor) -> Tensor:
+        mask = torch.arange(4) < 2
+        return self.second(torch.where(mask, self.first(x), 0.0)) * mask
+
+    traced = traced_function(masked, torch.zeros(3, 4), first=nn.Linear(4, 4), second=nn.Linear(4, 4))
+    last = traced.graph.blocks[-1]
+    assert {"mul"} <= set(last.nodes) and traced.repeated
+    whole = extract(traced, last.nodes, [last.nodes[-1]])
+    bare = extract(traced, last.nodes, [last.nodes[-1]], is_bare=True)
+    assert len(bare.named(Source.VALUE)) == len(whole.named(Source.VALUE)) + 1
+
+
+def test_a_tied_parameter_has_an_argument_for_each_block() -> None:
+    """Each block that uses a parameter has its own gradient of it, so that sums have one order."""
+    _, traced, _ = prepared("tied", has_dropout=True)
+    nodes = {name for block in traced.graph.blocks for name in block.nodes}
+    piece = extract(traced, nodes, [traced.outputs[0].node])
+    blocks = [a.block for a in piece.arguments if a.source is Source.PARAMETER and a.name == "words.weight"]
+    assert blocks == sorted(set(blocks)) and len(blocks) == 2
+
+
+def test_random_numbers_depend_on_step_micro_batch_and_node_alone() -> None:
+    """Equal coordinates draw equal numbers, any other differ, and the user's generator does not notice."""
+
+    def drawn(seed: int, step: int, micro_batch: int, node: int) -> Tensor:
+        return RandomStream(seed, step, micro_batch, CPU).draw(node, torch.rand, 8)
+
+    before = torch.get_rng_state()
+    with untouched_generator(CPU):
+        first = drawn(1, 2, 3, 4)
+        assert torch.equal(first, drawn(1, 2, 3, 4))
+        others = [drawn(0, 2, 3, 4), drawn(1, 0, 3, 4), drawn(1, 2, 0, 4), drawn(1, 2, 3, 0), drawn(1, 3, 2, 4)]
+    assert not any(torch.equal(first, other) for other in others)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("name", ["chain", "tied", "skip", "three_users", "shared_input", "constant", "bert", "t5"])
+def test_reads_are_the_arguments_of_the_piece(name: str) -> None:
+    _, graph, _ = traced_case(name, 3)
+    half = len(graph.graph.blocks) // 2
+    for blocks in (graph.graph.blocks[:half], graph.graph.blocks[half:]):
+        nodes = [node for block in blocks for node in block.nodes]
+        made = {block.index for block in blocks}
+        outputs = [value.name for value in graph.graph.values if value.producer in made]
+        piece = extract(graph, nodes, outputs)
+        assert reads(graph, nodes, outputs) == (piece.named(Source.VALUE), piece.named(Source.INPUT))

@@ -1,0 +1,474 @@
+"""Graphs are compared with their models; samples that meet are refused; outputs are told apart."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import numpy
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from autovaruna.errors import TraceError
+from autovaruna.graph.call import describe
+from autovaruna.graph.outputs import OutputKind
+from autovaruna.graph.trace import trace
+from autovaruna.graph.traced import TracedModel
+from autovaruna.graph.verify.eager_vs_graph import compare, distance
+from tests.graph.models import CPU, Function, call_of, traced
+
+X = torch.linspace(-1, 1, 48).reshape(4, 12)
+
+
+def net(*more: nn.Module) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(12, 12), nn.Tanh(), *more, nn.Linear(12, 12))
+
+
+def look(model: nn.Module, trace: TracedModel | None = None) -> None:
+    """Compares; a comparison that cannot be made is an error, too."""
+    messages: list[str] = []
+    logger = logging.getLogger("autovaruna.graph.verify.eager_vs_graph")
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        compare(trace or traced(model, X), model, [X], CPU)
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+    assert not messages
+
+
+def broken(model: nn.Module, old: Any, new: Any) -> TracedModel:
+    """Returns a trace in which one operation is another."""
+    trace = traced(model, X)
+    for node in trace.module.graph.nodes:
+        node.target = new if node.target == old else node.target
+    return trace
+
+
+def test_a_broken_trace_is_found_and_where() -> None:
+    model = net(nn.ReLU(), nn.Linear(12, 12))
+    trace = broken(model, torch.ops.aten.relu.default, torch.ops.aten.sin.default)
+    with pytest.raises(TraceError, match=r"by the trace and .* by the model.*The first module .* is 2, a ReLU\."):
+        look(model, trace)
+
+
+def test_nan_by_one_way_alone_is_found() -> None:
+    model = net(nn.ReLU())
+    with pytest.raises(TraceError, match="is nan by the trace"):
+        look(model, broken(model, torch.ops.aten.relu.default, torch.ops.aten.log.default))
+
+
+def test_a_small_difference_is_a_warning(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logging.getLogger("autovaruna"), "propagate", True)
+    model = net(nn.ReLU())
+    trace = traced(model, X)
+    bias: Any = model[-1].bias
+    trace.constants["3.bias"] = bias.detach() * (1 + 1e-4)  # in place of the parameter
+    compare(trace, model, [X], CPU)
+    assert "Training goes on" in caplog.text
+
+
+class Noisy(nn.Module):
+    """Draws in every way that a trace keeps."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.dropout(x, 0.5) + torch.rand_like(x) + torch.randn(12) * torch.bernoulli(torch.full((12,), 0.5))
+        return x + torch.empty(12).uniform_() + F.rrelu(x, training=True)
+
+
+@pytest.mark.parametrize(
+    "part", [Noisy, lambda: nn.BatchNorm1d(12), lambda: nn.Dropout(0.5), lambda: nn.AlphaDropout()]
+)
+@pytest.mark.parametrize("is_training", [True, False])
+def test_random_numbers_and_statistics_are_no_difference(part: Any, is_training: bool) -> None:
+    look(net(part()).train(is_training))
+
+
+def test_a_module_that_draws_from_python_is_no_difference() -> None:
+    def noisy(self: Any, x: Tensor) -> Tensor:
+        return x * random.random() + float(numpy.random.rand())
+
+    look(net(Function(noisy)))
+
+
+class Marking(nn.Module):
+    """Leaves something in every place that a forward can reach."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.drop, self.seen = nn.BatchNorm1d(12), nn.Dropout(0.5), deque([1])
+        self.last: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.append(1)
+        self.last = x.detach()
+        out: Tensor = self.drop(self.norm(x))
+        return out
+
+
+def test_it_leaves_nothing_behind() -> None:
+    model = net(Marking())
+    trace = traced(model, X)
+    marking: Any = model[2]
+    marking.seen.clear()
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    generators = torch.get_rng_state(), random.getstate(), numpy.random.get_state()[1].tolist()  # type: ignore[union-attr]
+    look(model, trace)
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert torch.equal(generators[0], torch.get_rng_state())
+    assert generators[1:] == (random.getstate(), numpy.random.get_state()[1].tolist())  # type: ignore[union-attr]
+    assert (len(marking.seen), marking.last) == (0, None)
+
+
+def test_what_rounding_does_is_no_difference() -> None:
+    """The last bits of a sum are all that is left of numbers that cancel out."""
+    model = Function(
+        lambda self, x: (x @ self.weight).sum(1) - (x @ self.weight.flip(1)).sum(1),
+        weight=nn.Parameter(X.T[:, :4].clone()),
+    )
+    trace = broken(model, torch.ops.aten.flip.default, torch.ops.aten.clone.default)
+    for node in trace.module.graph.find_nodes(op="call_function", target=torch.ops.aten.clone.default):
+        node.args = node.args[:1]
+    look(model, trace)
+
+
+def test_distances() -> None:
+    one = torch.tensor([1.0, 4.0])
+    assert distance(one, one.clone()) == 0.0
+    assert distance(one, torch.tensor([1.0, 3.0])) == pytest.approx(1 / 3)
+    assert distance(one, one.double()) == torch.inf
+    assert distance(torch.tensor([torch.nan, 1.0]), torch.tensor([torch.nan, 1.0])) == 0.0
+    assert distance(torch.tensor([torch.inf, 1.0]), torch.tensor([-torch.inf, 1.0])) == torch.inf
+    assert distance(torch.tensor([3]), torch.tensor([4])) == 0.25
+
+
+class State:
+    """Holds what a call leaves, by the class until then."""
+
+    last: Tensor | None = None
+
+
+class Carrying(nn.Module):
+    """Adds what its last call has left to what it gives, if there is something: an attribute, or in another object."""
+
+    def __init__(self, is_read: bool, where: str = "own") -> None:
+        super().__init__()
+        self.layer, self.is_read, self.where = nn.Linear(12, 12), is_read, where
+        self.last: Any = None
+        self.state = State()
+
+    def forward(self, x: Tensor) -> Tensor:
+        known = self.state.last if self.where == "state" else self.last
+        known = known[0] if isinstance(known, tuple) else known
+        out: Tensor = self.layer(x + known if self.is_read and known is not None else x)
+        if self.where == "state":
+            self.state.last = out.detach()
+        else:
+            self.last = (out.detach(), 1) if self.where == "tuple" else out.detach()
+        return out
+
+
+@pytest.mark.parametrize(("where", "name"), [("own", "last"), ("state", "state.last"), ("tuple", "last")])
+def test_samples_that_the_first_call_leaves_for_the_next_are_found(where: str, name: str) -> None:
+    """Once, a state of as many samples as the batch has, empty before the first call, stayed empty."""
+    with pytest.raises(TraceError, match=f"its next call computes something else: got changes of {name},"):
+        look(Carrying(is_read=True, where=where))
+    look(Carrying(is_read=False, where=where))
+
+
+WIDTH, LENGTH = 6, 5
+SEQUENCES = torch.zeros(3, LENGTH, WIDTH)
+
+
+def model(function: Callable[..., Tensor]) -> Function:
+    """Returns a model that is a function of ``(self, x)`` with layers of its own."""
+    parts = {"first": nn.Linear(WIDTH, WIDTH), "last": nn.Linear(WIDTH, WIDTH), "mean": torch.zeros(WIDTH)}
+    return Function(function, attention=nn.TransformerEncoderLayer(WIDTH, 2, 8), **parts)
+
+
+def attention(self: nn.Module, x: Tensor) -> Tensor:
+    """Takes the first dimension for time, as layers of torch do unless batch_first=True."""
+    return self.attention(x)
+
+
+def convolution(self: nn.Module, x: Tensor) -> Tensor:
+    return F.conv1d(x.permute(1, 2, 0), torch.ones(WIDTH, WIDTH, 3), padding=1)
+
+
+def softmax(self: nn.Module, x: Tensor) -> Tensor:
+    return self.first(x).softmax(0)
+
+
+def cumulated(self: nn.Module, x: Tensor) -> Tensor:
+    return self.first(x).cumsum(0)
+
+
+def turned(self: nn.Module, x: Tensor) -> Tensor:
+    return self.first(x) + x.flip(0)
+
+
+def pooled(self: nn.Module, x: Tensor) -> Tensor:
+    return F.avg_pool1d(x.permute(1, 2, 0), 3, 1, 1)
+
+
+def limited(self: nn.Module, x: Tensor) -> Tensor:
+    """Limits the norm of each channel over all samples."""
+    return torch.renorm(self.first(x), 2, 2, 0.5)
+
+
+def instances(self: nn.Module, x: Tensor) -> Tensor:
+    """Normalises each channel over all samples."""
+    return F.instance_norm(self.first(x).permute(1, 2, 0))
+
+
+def scaled(self: nn.Module, x: Tensor) -> Tensor:
+    return self.last(x) / self.first(x).norm()
+
+
+def against_the_first(self: nn.Module, x: Tensor) -> Tensor:
+    return self.last(x) - x[0]
+
+
+def covariance(self: nn.Module, x: Tensor) -> Tensor:
+    flat = self.first(x).flatten(0, 1)
+    return flat @ (flat.t() @ flat)
+
+
+def one_bag(self: nn.Module, x: Tensor) -> Tensor:
+    return self.last(self.first(x).amax(0)).square().mean()
+
+
+def shifted(self: nn.Module, x: Tensor) -> Tensor:
+    return self.first(x).flatten(0, 1)[:-1].square().mean()
+
+
+def backwards(self: nn.Module, x: Tensor) -> Tensor:
+    return self.last(x)[torch.arange(x.shape[0] - 1, -1, -1)]
+
+
+def crosswise(self: nn.Module, x: Tensor) -> Tensor:
+    return self.first(x) * self.last(x).index_select(0, (torch.arange(x.shape[0]) + 1) % x.shape[0])
+
+
+def named(self: nn.Module, x: Tensor) -> Tensor:
+    """Picks rows by numbers in the inputs."""
+    return self.last(x) + self.first(x)[x[:, 0, 0].long()]
+
+
+def sent(self: nn.Module, x: Tensor) -> Tensor:
+    """Adds rows to others that the inputs name."""
+    return self.last(x).index_add(0, x[:, 0, 0].long().clamp(min=0), self.first(x))
+
+
+def permuted(self: nn.Module, x: Tensor) -> Tensor:
+    return self.last(0.7 * x + 0.3 * x[torch.randperm(x.shape[0])])
+
+
+MIXING = (
+    *(attention, convolution, softmax, cumulated, turned, pooled, limited, instances, scaled, against_the_first),
+    *(covariance, one_bag, shifted, backwards, crosswise, named, sent, permuted),
+)
+
+
+@pytest.mark.parametrize("function", MIXING, ids=lambda function: function.__name__)
+def test_samples_that_meet_are_refused(function: Callable[..., Tensor]) -> None:
+    """The error says what to do; for one batch size, which a user may ask for, the model is traced as it is."""
+    with pytest.raises(TraceError, match=r"mixes the samples of a batch: .*batch_first=True.*dynamic_batch=False"):
+        trace(model(function), call_of(model(function), SEQUENCES), CPU)
+    trace(model(function), call_of(model(function), SEQUENCES), CPU, is_dynamic=False, micro_batch_size=3)
+
+
+def auxiliary(self: nn.Module, x: Tensor) -> Tensor:
+    """Adds a loss of how a batch is spread over experts, weighted by a parameter."""
+    scores = self.first(x).softmax(-1)
+    counts = F.one_hot(scores.argmax(-1), WIDTH).float().mean((0, 1))
+    return self.last(x).square().mean() + (counts * scores.mean((0, 1))).sum() * self.last.bias.exp().sum()
+
+
+def chosen(self: nn.Module, x: Tensor) -> Tensor:
+    """Sends what an expert is chosen for through it, sorted."""
+    flat = self.first(x).flatten(0, 1)
+    experts = flat.argmax(1)
+    order = experts.argsort()
+    rows = (experts == 1).nonzero().squeeze(1)
+    return flat.index_add(0, order, self.last(flat[order])).index_add(0, rows, self.last(flat[rows]))
+
+
+def lengths(self: nn.Module, x: Tensor) -> Tensor:
+    """Cuts by the longest of the batch, and takes one place of each sample."""
+    longest = (x[:, :, 0] > 0).sum(1)
+    places = torch.arange(LENGTH) < longest.max()
+    return self.last(x * places[:, None])[torch.arange(x.shape[0]), longest.clamp(max=LENGTH - 1)]
+
+
+def followed(self: nn.Module, x: Tensor) -> Tensor:
+    """Follows a mean in a buffer, which it assigns, as batch normalisation does."""
+    self.mean = 0.9 * self.mean + 0.1 * x.mean((0, 1)).detach()
+    return self.last(x - self.mean)
+
+
+def joined(self: nn.Module, x: Tensor) -> Tensor:
+    """Joins two batches, and parts them again."""
+    left, right = self.first(torch.cat([x, 2.0 * x])).chunk(2)
+    return left * right
+
+
+def alike(self: nn.Module, x: Tensor) -> Tensor:
+    """Takes the kind of one value for another."""
+    return x + self.last.bias.to(x) + self.mean.type_as(x)
+
+
+def centred(self: nn.Module, x: Tensor) -> Tensor:
+    """Uses a mean of the inputs alone: it is computed over the whole batch before the step."""
+    return self.last(x - x.mean(0))
+
+
+def in_turn(self: nn.Module, x: Tensor) -> Tensor:
+    """Picks rows by numbers that follow from the size of the batch: each sample's own, one and several times."""
+    numbers = torch.arange(x.shape[0])
+    flat = self.first(x).flatten(0, 1)
+    last = flat[numbers * LENGTH + LENGTH - 1] + self.last(x)[numbers, 0]
+    return (
+        last[torch.arange(2 * x.shape[0]) // 2]
+        * x[numbers.repeat_interleave(2), torch.randint(LENGTH, (2 * x.shape[0],))]
+    )
+
+
+def ends(self: nn.Module, x: Tensor) -> Tensor:
+    """Takes the last place of each sample, which the inputs say, and any other, out of all places of all samples."""
+    last = (x[:, :, 0] > 0).sum(1).clamp(max=LENGTH - 1)
+    any_ = torch.randint(LENGTH, (x.shape[0],))
+    flat = self.last(x).flatten(0, 1)
+    return flat[torch.arange(x.shape[0]) * LENGTH + last] + flat[torch.arange(x.shape[0]) * LENGTH + any_]
+
+
+@pytest.mark.parametrize(
+    "function",
+    (ends, auxiliary, chosen, lengths, followed, joined, alike, centred, in_turn),
+    ids=lambda function: function.__name__,
+)
+def test_samples_that_go_alone_are_not(function: Callable[..., Tensor]) -> None:
+    assert trace(model(function), call_of(model(function), SEQUENCES), CPU).sizes.symbol is not None
+
+
+def test_samples_that_meet_behind_a_batch_norm_are_refused() -> None:
+    """What it returns is of the samples, though it changes buffers; its own mean is one of a micro-batch."""
+
+    def normal(self: nn.Module, x: Tensor) -> Tensor:
+        return self.norm(x.transpose(1, 2))
+
+    def centred_behind_it(self: nn.Module, x: Tensor) -> Tensor:
+        return normal(self, x) - normal(self, x).mean(0)
+
+    norm = nn.BatchNorm1d(WIDTH)
+    trace(Function(normal, norm=norm), call_of(Function(normal, norm=norm), SEQUENCES), CPU)
+    with pytest.raises(TraceError, match="made of several samples, meets each sample"):
+        trace(Function(centred_behind_it, norm=norm), call_of(Function(centred_behind_it, norm=norm), SEQUENCES), CPU)
+
+
+ROWS = torch.zeros(3, 4)
+LOSS, SAMPLES, MEAN, TOTAL, SAME = OutputKind
+
+
+def returning(make: Any, loss_mode: str = "auto") -> TracedModel:
+    """Traces a model that returns what `make` makes of a linear layer's output of shape (3, 4)."""
+    model = Function(lambda self, x: make(self.layer(x)), layer=nn.Linear(4, 4))
+    return trace(model, describe(model, (ROWS,), {})[1], CPU, loss_mode=loss_mode)
+
+
+@pytest.mark.parametrize(
+    ("make", "kinds"),
+    [
+        (lambda out: out.mean(), [LOSS]),
+        (lambda out: out, [SAMPLES]),
+        (lambda out: (out.mean(), out.detach()), [LOSS, SAMPLES]),
+        (lambda out: (out.mean(), out), [MEAN, SAMPLES]),
+        (lambda out: {"loss": out.mean(), "logits": out}, [LOSS, SAMPLES]),
+        (lambda out: (out.mean(), out.sum()), [MEAN, MEAN]),
+        (lambda out: {"loss": out.mean(), "other": out.sum()}, [LOSS, MEAN]),
+        (lambda out: (out, out.detach().mean(dim=0)), [SAMPLES, MEAN]),
+        (lambda out: (out, (out > 0).sum()), [SAMPLES, TOTAL]),
+        (lambda out: (out, torch.arange(4)), [SAMPLES, SAME]),
+        (lambda out: out.mean().reshape(1), [MEAN]),
+        (lambda out: (out.mean(), None, 3), [LOSS]),
+    ],
+)
+def test_kinds(make: Any, kinds: list[OutputKind]) -> None:
+    """A lone differentiable scalar, or the one named loss, is the loss; the rest by batch, dtype and inputs."""
+    assert [spec.kind for spec in returning(make).outputs] == kinds
+
+
+def test_the_batch_dimension_of_samples_is_said() -> None:
+    """A transposed output is put together along its second dimension."""
+    (spec,) = returning(lambda out: out.t()).outputs
+    assert (spec.kind, spec.dimension, spec.needs_gradient) == (SAMPLES, 1, True)
+
+
+@pytest.mark.parametrize(
+    ("make", "outer"),
+    [
+        (lambda out: out, 1),
+        (lambda out: out.reshape(-1), 1),
+        (lambda out: out.t().reshape(-1), 4),
+        (lambda out: out.t().reshape(-1).exp().view(2, -1), 2),
+        (lambda out: out.t().reshape(4, -1), 1),
+        (lambda out: out.t().reshape(-1).view(2, 2, -1).flatten(1).softmax(0), 2),
+        (lambda out: out.t().reshape(-1, 1).repeat(1, 2).max(1)[0], 4),
+    ],
+)
+def test_rows_say_how_often_the_samples_come(make: Any, outer: int) -> None:
+    """A dimension that was made of features and samples has all samples for each of the features before them."""
+    traced = returning(make, loss_mode="outputs")
+    (spec,) = traced.outputs
+    assert traced.outer(spec, ()) == outer
+
+
+def test_rows_of_unknown_order_are_refused() -> None:
+    """Behind each other stand the rows of two values, each with all samples for each feature."""
+    with pytest.raises(TraceError, match="which samples the rows of output"):
+        returning(lambda out: torch.cat([out.t().reshape(-1)] * 2), loss_mode="outputs")
+
+
+def test_paths_lead_to_the_outputs() -> None:
+    """An output is called what a person would write."""
+    outputs = returning(lambda out: {"loss": out.mean(), "more": [out, (out * 2,)]}).outputs
+    assert [spec.path for spec in outputs] == ["output['loss']", "output['more'][0]", "output['more'][1][0]"]
+
+
+def test_the_mode_decides_against_the_shape() -> None:
+    """outputs: a lone scalar is no loss; loss: a scalar beside other outputs still needs its name."""
+    assert returning(lambda out: out.mean(), "outputs").loss is None
+    found = returning(lambda out: {"loss": out.mean(), "x": out}, "loss").loss
+    assert found is not None and found.path == "output['loss']"
+
+
+@pytest.mark.parametrize(
+    "make", [lambda out: out, lambda out: (out.mean(), out.sum()), lambda out: out.detach().mean()]
+)
+def test_a_loss_that_is_not_there_is_an_error(make: Any) -> None:
+    """Asked for a loss among outputs that have none, or several, it says what was found."""
+    with pytest.raises(TraceError, match=r"loss_mode='loss'.*got \{'output"):
+        returning(make, "loss")
+
+
+def test_an_output_that_is_an_input_or_repeated() -> None:
+    """A model may return its input, or a mask: they are samples too, and no block makes them."""
+
+    def passed(self: nn.Module, x: Tensor) -> tuple[Tensor, ...]:
+        return self.layer(x), x, x > 0
+
+    model = Function(passed, layer=nn.Linear(4, 4))
+    found = trace(model, describe(model, (ROWS,), {})[1], CPU)
+    assert [spec.kind for spec in found.outputs] == [SAMPLES, SAMPLES, SAMPLES]
+    assert [spec.node in found.block_of for spec in found.outputs] == [True, False, False]

@@ -1,0 +1,319 @@
+"""Methods count like calls; calls go into one another; every backward of a call gives its gradients."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributions import Categorical
+
+from autovaruna import AutoVaruna, InputError
+from autovaruna.runtime.transport.threads import run_ranks
+from autovaruna.runtime.world import World
+from tests.catalogue.small import CLASSES, WIDTH, labelled
+from tests.reference import sgd
+from tests.session.training import QUIET, Setup, gradients_of, on_ranks, pipeline, planned
+
+SETTINGS = {"inputs": "per_rank"}
+SETUPS = {
+    "two": pipeline(2, num_micro_batches=2, settings=SETTINGS),
+    "replicas": Setup(((0, 1),), num_micro_batches=2, settings=SETTINGS),
+}
+
+
+class Agent(nn.Module):
+    """Has an actor and a critic."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.actor, self.critic = nn.Linear(4, 8), nn.Linear(8, 2), nn.Linear(8, 1)
+        self.num_evaluated = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns logits."""
+        return self.actor(torch.tanh(self.body(x)))  # type: ignore[no-any-return]
+
+    def evaluate(self, x: Tensor, *, scale: float = 1.0) -> tuple[Tensor, Tensor]:
+        """Returns logits and values."""
+        hidden = torch.tanh(self.body(x))
+        return self.actor(hidden), scale * self.critic(hidden)
+
+    def act(self, x: Tensor, action: Tensor | None = None) -> tuple[Tensor, ...]:
+        """Returns actions, their log probabilities and values."""
+        logits, values = self.evaluate(x)
+        choices = Categorical(logits=logits)
+        action = choices.sample() if action is None else action  # type: ignore[no-untyped-call]
+        return action, choices.log_prob(action), values  # type: ignore[no-untyped-call]
+
+    def count(self, x: Tensor) -> int:
+        """Counts samples; no weight is used."""
+        self.num_evaluated += len(x)
+        return self.num_evaluated
+
+
+def agent() -> Agent:
+    """Makes an agent."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return Agent()
+
+
+def by_method(model: Any, x: Tensor, y: Tensor) -> Tensor:
+    """Trains by a method alone."""
+    logits, values = model.evaluate(x, scale=0.5)
+    return F.cross_entropy(logits, y) + values.square().mean()
+
+
+def by_acting(model: Any, x: Tensor, y: Tensor) -> Tensor:
+    """Trains by actions that were chosen before."""
+    with torch.no_grad():
+        assert model.act(x)[0].shape == y.shape
+    _, log_probabilities, values = model.act(x, y)
+    return values.square().mean() - log_probabilities.mean()  # type: ignore[no-any-return]
+
+
+def by_both(model: Any, x: Tensor, y: Tensor) -> Tensor:
+    """Trains by forward and a method."""
+    return F.cross_entropy(model(x), y) + model.evaluate(x)[1].square().mean()
+
+
+def beside(model: Any, x: Tensor, y: Tensor) -> Tensor:
+    """Trains by forward, and a submodule beside it."""
+    logits: Tensor = model(x)
+    return F.cross_entropy(logits, y) + model.critic(model.body(x)).square().mean()
+
+
+def inner(model: Any, x: Tensor, y: Tensor) -> Tensor:
+    """Calls the model in the wrapper."""
+    return F.cross_entropy(model.module(x), y)
+
+
+def batches(num: int = 3) -> list[tuple[Tensor, Tensor]]:
+    """Draws batches."""
+    generator = torch.Generator().manual_seed(1)
+    return [(torch.randn(8, 4, generator=generator), torch.arange(8) % 2) for _ in range(num)]
+
+
+@pytest.mark.parametrize("loss_of", [by_method, by_acting, by_both])
+@pytest.mark.parametrize("setup", SETUPS)
+def test_methods_count_like_calls(loss_of: Callable[..., Tensor], setup: str) -> None:
+    """Once, each rank trained alone, and weights drifted apart without a word."""
+    plain = agent()
+
+    def train(model: Any, optimizer: Any, part: slice) -> dict[str, Tensor]:
+        for x, y in batches():
+            loss_of(model, x[part], y[part]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                model.evaluate(x[part])
+        assert model.count(torch.zeros(3)) == 3
+        return model.state_dict()  # type: ignore[no-any-return]
+
+    def run(model: AutoVaruna, optimizer: Any, rank: int) -> dict[str, Tensor]:
+        return train(model, optimizer, slice(4 * rank, 4 * rank + 4))
+
+    found = on_ranks(SETUPS[setup], plain, run)
+    reference = agent()
+    expected = train(reference, sgd(reference.parameters()), slice(None))
+    for state in found:
+        torch.testing.assert_close(state, expected)
+
+
+@pytest.mark.parametrize("loss_of", [beside, inner])
+def test_gradients_from_beside_the_wrapper_are_noticed(loss_of: Callable[..., Tensor]) -> None:
+    def run(model: AutoVaruna, optimizer: Any, rank: int) -> None:
+        x, y = batches(1)[0]
+        loss_of(model, x[4 * rank : 4 * rank + 4], y[4 * rank : 4 * rank + 4]).backward()
+        with pytest.raises(InputError, match=r"has called .* beside the wrapper.*model\.method"):
+            optimizer.step()
+
+    on_ranks(SETUPS["replicas"], agent(), run)
+
+
+def test_what_goes_not_backward_may_be_called_beside_the_wrapper() -> None:
+    def run(model: AutoVaruna, optimizer: Any, rank: int) -> None:
+        x, y = batches(1)[0]
+        model.critic(model.body(x)).mean().item()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+    on_ranks(SETUPS["replicas"], agent(), run)
+
+
+SIZES = 4, 2
+
+
+class Critic(nn.Module):
+    """Returns a loss of its own, or scores."""
+
+    def __init__(self, has_loss: bool) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1))
+        self.has_loss = has_loss
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores: Tensor = self.layers(x)
+        return F.softplus(scores).mean() if self.has_loss else scores
+
+
+def maker() -> nn.Module:
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+
+
+def go_backward(first: nn.Module, critic: nn.Module, x: Tensor) -> None:
+    """Goes backward through two calls of one model and one of another; part of the loss is of the first alone."""
+    made = first(first(x) + 0.1)
+    judged = critic(2.0 * made)
+    loss = judged if judged.dim() == 0 else F.softplus(judged).mean()
+    (loss + made.square().mean()).backward()  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.parametrize("has_loss", [True, False])
+def test_gradients_go_through_several_calls(has_loss: bool) -> None:
+    """Each rank has samples of its own, more on one: each call counts a rank's own loss, but only once."""
+    torch.manual_seed(0)
+    models = maker(), Critic(has_loss)
+    x = torch.randn(sum(SIZES), WIDTH, dtype=torch.float64)
+    for model in models:
+        model.double()
+    copies = [copy.deepcopy(models) for _ in SIZES]
+    go_backward(*models, x)
+
+    def be_rank(world: World) -> list[dict[str, Tensor]]:
+        settings: dict[str, Any] = {**QUIET, "num_micro_batches": 2}
+        wrapped = [AutoVaruna(model, **settings) for model in copies[world.rank]]
+        go_backward(*wrapped, x.split(SIZES)[world.rank])
+        return [gradients_of(model) for model in wrapped]
+
+    with planned(pipeline(2, num_micro_batches=2)):
+        found = run_ranks(len(SIZES), be_rank, timeout_seconds=60.0)
+    for place, model in enumerate(models):
+        got = {name: gradient for of_rank in found for name, gradient in of_rank[place].items()}
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(got[name], parameter.grad, rtol=1e-9, atol=1e-12)
+
+
+BATCH = labelled(6, 0)[1]
+STAGES = {
+    "two": pipeline(2),
+    "whole": pipeline(2, num_micro_batches=1),
+    "recompute": pipeline(2, recompute=True),
+    "replicas": Setup(((0, 1),), num_micro_batches=4, settings={"inputs": "replicated"}),
+}
+
+
+class Model(nn.Module):
+    """Returns its loss, or scores."""
+
+    def __init__(self, has_loss: bool) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES)
+        self.has_loss = has_loss
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        scores = self.last(torch.tanh(self.first(x)))
+        return F.cross_entropy(scores, y) if self.has_loss else scores
+
+
+def of_loss(model: Any) -> None:
+    loss = model(**BATCH)
+    loss.backward(retain_graph=True)
+    (3.0 * loss).backward(retain_graph=True)
+    loss.backward()
+
+
+def of_two_losses(model: Any) -> None:
+    """The second of which uses half of the scores."""
+    scores = model(**BATCH)
+    F.cross_entropy(scores, BATCH["y"]).backward(retain_graph=True)
+    scores[:, 0].square().mean().backward(retain_graph=True)
+    scores[:, 1:].square().mean().backward()
+
+
+def of_gradients(model: Any) -> None:
+    """Takes the gradients of each loss, and joins them itself."""
+    scores, parameters = model(**BATCH), list(model.parameters())
+    losses = [F.cross_entropy(scores, BATCH["y"]), scores.square().mean()]
+    both = [torch.autograd.grad(loss, parameters, retain_graph=True) for loss in losses]
+    for parameter, *found in zip(parameters, *both, strict=True):
+        parameter.grad = found[0] + 2 * found[1]
+
+
+@pytest.mark.parametrize("setup", STAGES)
+@pytest.mark.parametrize("act", [of_loss, of_two_losses, of_gradients])
+def test_every_backward_gives_its_gradients(act: Callable[[Any], None], setup: str) -> None:
+    plain = Model(act is of_loss)
+
+    def run(model: Any, optimizer: Any, rank: int) -> dict[str, Tensor]:
+        act(model)
+        return gradients_of(model)
+
+    found = on_ranks(STAGES[setup], plain, run)
+    act(plain)
+    expected = gradients_of(plain)
+    for gradients in found:
+        torch.testing.assert_close(gradients, {name: expected[name] for name in gradients}, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("has_loss", [False, True])
+def test_a_backward_that_keeps_nothing_is_the_last(has_loss: bool) -> None:
+    def run(model: Any, optimizer: Any, rank: int) -> None:
+        loss = model(**BATCH).mean()
+        loss.backward(retain_graph=True)
+        loss.backward()
+        with pytest.raises(RuntimeError, match="second time"):
+            loss.backward()
+
+    on_ranks(pipeline(2), Model(has_loss), run)
+
+
+@pytest.mark.parametrize("is_recomputed", [False, True])
+@pytest.mark.parametrize("has_loss", [False, True])
+def test_no_backward_goes_through_weights_that_have_changed(has_loss: bool, is_recomputed: bool) -> None:
+    """Plain PyTorch refuses it as well."""
+
+    def loss_of(model: Any) -> Tensor:
+        found = model(**BATCH)
+        return found if has_loss else F.cross_entropy(found, BATCH["y"])
+
+    def step_between(model: Any, optimizer: Any) -> None:
+        first, second = loss_of(model), loss_of(model)
+        second.backward(retain_graph=True)
+        optimizer.step()
+        with pytest.raises(RuntimeError, match=r"modified by an inplace|after weights have changed"):
+            first.backward()
+        with pytest.raises(RuntimeError, match=r"modified by an inplace|after weights have changed"):
+            second.backward()
+
+    plain = Model(has_loss)
+    on_ranks(pipeline(1, recompute=is_recomputed), plain, lambda model, optimizer, rank: step_between(model, optimizer))
+    step_between(plain, torch.optim.SGD(plain.parameters(), 0.1))
+
+
+def test_weights_that_no_gradient_needs_may_change() -> None:
+    """The first layer's, for its input needs no gradient, and biases."""
+
+    def act(model: Any) -> None:
+        loss = model(**BATCH)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if "first" in name or "bias" in name:
+                    parameter.mul_(2.0)
+        loss.backward()
+
+    def run(model: Any, optimizer: Any, rank: int) -> dict[str, Tensor]:
+        act(model)
+        return gradients_of(model)
+
+    plain = Model(has_loss=True)
+    found = on_ranks(pipeline(2), plain, run)
+    act(plain)
+    expected = gradients_of(plain)
+    for gradients in found:
+        torch.testing.assert_close(gradients, {name: expected[name] for name in gradients}, rtol=1e-5, atol=1e-7)

@@ -1,0 +1,267 @@
+"""Draws whole runs at random (models, calls, plans) and holds them to plain PyTorch, and to each other's bits.
+
+Calls take other paths through the model, of other sizes, with and without gradients; between them parameters are
+frozen and set free, gradients are added up, kept back and clipped, and the state leaves the model and comes back.
+``DRAWN_GRAPHS=1000 pytest tests/session/test_drawn.py`` draws as many, ``DRAWN_FROM=5000`` from that seed on.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autovaruna import AutoVaruna
+from autovaruna.errors import PlanError
+from autovaruna.graph.records import Graph
+from autovaruna.planner.problem import Constraints, Problem
+from autovaruna.planner.records import Plan
+from autovaruna.planner.search import make_plan
+from autovaruna.profiler.records import BlockCost, Profile
+from tests.catalogue import PLAIN
+from tests.catalogue.case import Batch, Case, batch_size
+from tests.catalogue.drawn import NUM_PATHS, draw_case
+from tests.catalogue.small import WIDTH
+from tests.planner.cases import make_cluster
+from tests.products import drawn_seeds, some
+from tests.reference import (
+    OPTIMIZERS,
+    Record,
+    bit_equal,
+    buffers_of,
+    compare,
+    part,
+    plain_micro_batched,
+    plain_steps,
+    ranges,
+    weights_of,
+)
+from tests.session.training import Setup, TooFewBlocksError, merge, on_ranks, train, with_state
+
+STEPS = 2
+ONCE_WRONG = (68, 255)  # a value and the same under another name on both sides of a cut
+SHARED = ("interleaved", "deepest_first")
+SCHEDULES = ("gpipe", "1f1b", "varuna", "zero_bubble", *SHARED)
+
+
+def draw_setup(chance: random.Random, case: Case, num_stages: int) -> Setup:
+    """Returns any placement of stages: unequal replicas (each has buffers of its own), several stages a rank."""
+    num_ranks = chance.randint(1, 4)
+    schedule = chance.choice(SCHEDULES)
+    most = 1 if schedule in ("zero_bubble", *SHARED) or case.has_batch_norm else num_ranks
+    ranks = tuple(tuple(chance.sample(range(num_ranks), chance.randint(1, most))) for _ in range(num_stages))
+    if schedule in SHARED:
+        ranks = tuple((stage % num_ranks,) for stage in range(num_stages))
+    return Setup(
+        stage_ranks=ranks,
+        num_micro_batches=chance.randint(1, 7),
+        shares=tuple(sorted(chance.random() for _ in range(num_stages - 1))),
+        recompute=chance.random() < 0.4 and schedule != "zero_bubble",
+        schedule=schedule,
+        num_ranks=num_ranks,
+    )
+
+
+def micro_batches(batch: Batch, num_micro_batches: int) -> list[Batch]:
+    """Returns the parts that a run cuts the batch into, without empty ones."""
+    return [part(batch, start, end) for start, end in ranges(batch_size(batch), num_micro_batches) if end > start]
+
+
+def hold(case: Case, setup: Setup, size: int, optimizer: str) -> None:
+    """Compares a run with one on a single rank, bit for bit where that is promised, and with plain PyTorch."""
+    batches = [case.batch(size, step) for step in range(STEPS)]
+    got = train(case, setup, batches, OPTIMIZERS[optimizer])
+    alone = train(case, Setup(((0,),), setup.num_micro_batches), batches, OPTIMIZERS[optimizer])
+    if all(len(ranks) == 1 for ranks in setup.stage_ranks):
+        bit_equal(got, alone)
+    else:
+        compare(got, alone)
+    if not case.has_dropout:
+        steps = [micro_batches(batch, setup.num_micro_batches) for batch in batches]
+        compare(got, plain_micro_batched(case, steps, OPTIMIZERS[optimizer]))
+
+
+@pytest.mark.parametrize("seed", sorted({*drawn_seeds(24), *ONCE_WRONG}))
+def test_a_drawn_graph_trains_as_plain_pytorch(seed: int) -> None:
+    chance = random.Random(seed)
+    case = draw_case(seed, chance.randint(6, 20))
+    if chance.random() < 0.5:
+        case = case.without_dropout()
+    for num_stages in range(chance.randint(1, 5), 0, -1):
+        try:
+            hold(case, draw_setup(chance, case, num_stages), chance.randint(1, 12), chance.choice(list(OPTIMIZERS)))
+        except TooFewBlocksError:
+            continue
+        return
+
+
+Forward = Callable[[Batch], Tensor]
+WRONG_CALLS = (560,)  # a layer that one stage uses before and after another
+KINDS = ("train", "train", "train", "accumulate", "keep", "evaluate", "freeze", "reload", "clip")
+
+
+class Script:
+    """A loop of training, the same for a plain model and for a wrapped one.
+
+    Args:
+        seed: What it does depends on this alone.
+        case: Its model.
+    """
+
+    def __init__(self, seed: int, case: Case) -> None:
+        chance = random.Random(seed)
+        self._case = case
+        self._names = [name for name, _ in case.model().named_parameters() if not name.startswith("embedding")]
+        self._acts = ["train", *(chance.choice(KINDS) for _ in range(7)), "train"]
+        self._chance = chance.random()
+
+    def run(self, model: nn.Module, whole: nn.Module, optimizer: Any, forward: Forward, clip: Any) -> list[Tensor]:
+        """Runs it and returns the losses; `whole` is the model that was given, `model` what is called and saved."""
+        chance, losses = random.Random(self._chance), []
+        for act in self._acts:
+            args, kwargs = self._case.batch(chance.randint(1, 9), chance.randrange(1000))
+            batch = args, {**kwargs, "path": chance.randrange(NUM_PATHS)}
+            name, is_free = chance.choice(self._names), chance.random() < 0.5
+            if act in ("train", "accumulate", "keep", "clip"):
+                with model.no_sync() if act == "keep" and isinstance(model, AutoVaruna) else nullcontext():
+                    losses.append(forward(batch))
+                if act == "clip":
+                    clip(0.3)
+                if act in ("train", "clip"):
+                    optimizer.step()
+                    optimizer.zero_grad()
+            elif act == "evaluate":
+                with torch.no_grad():
+                    model.eval()
+                    losses.append(forward(batch))
+                    model.train()
+            elif act == "freeze":
+                dict(whole.named_parameters())[name].requires_grad_(is_free)
+            else:
+                model.load_state_dict({key: value.clone() for key, value in model.state_dict().items()})
+        return losses
+
+
+def plain(script: Script, case: Case, setup: Setup, make_optimizer: Any) -> Record:
+    """Runs a script on the model itself, micro-batch by micro-batch."""
+    model = case.model()
+    optimizer = make_optimizer(model.parameters())
+
+    def forward(batch: Batch) -> Tensor:
+        parts, size = micro_batches(batch, setup.num_micro_batches), batch[0][0].shape[0]
+        total = torch.zeros(())
+        for args, kwargs in parts:
+            loss = model(*args, **kwargs) * (args[0].shape[0] / size)
+            if loss.requires_grad:
+                loss.backward()
+            total += loss.detach()
+        return total
+
+    def clip(most: float) -> None:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), most)
+
+    losses = script.run(model, model, optimizer, forward, clip)
+    return Record(losses, weights=weights_of(model), buffers=buffers_of(model))
+
+
+def wrapped(script: Script, case: Case, setup: Setup, make_optimizer: Any) -> Record:
+    """Runs a script on ranks."""
+
+    def run(model: AutoVaruna, optimizer: Any, rank: int) -> Record:
+        def forward(batch: Batch) -> Tensor:
+            loss = model(*batch[0], **batch[1])
+            if loss.requires_grad:
+                loss.backward()
+            return loss.detach()
+
+        return with_state(Record(script.run(model, model.module, optimizer, forward, model.clip_grad_norm_)), model)
+
+    return merge(on_ranks(setup, case.model(), run, make_optimizer, token=(case.name, case.has_dropout)))
+
+
+@pytest.mark.parametrize("seed", sorted({*drawn_seeds(12), *WRONG_CALLS}))
+def test_any_calls_train_as_plain_pytorch(seed: int) -> None:
+    chance = random.Random(seed)
+    case = draw_case(seed, chance.randint(5, 18)).without_dropout()
+    script, make_optimizer = Script(seed, case), OPTIMIZERS[chance.choice(list(OPTIMIZERS))]
+    for num_stages in range(chance.randint(1, 4), 0, -1):
+        setup = draw_setup(chance, case, num_stages)
+        try:
+            got = wrapped(script, case, setup, make_optimizer)
+        except TooFewBlocksError:
+            continue
+        except PlanError as refusal:  # a shared layer is at a stage too late for a path that needs it early
+            assert "another order" in str(refusal)
+            return
+        compare(got, plain(script, case, setup, make_optimizer))
+        return
+
+
+NUM_STEPS = 3
+CASES = [case.without_dropout() for case in PLAIN if not case.has_batch_norm]
+
+
+def draw_placement(chance: random.Random, case: Case) -> Setup:
+    """Returns any placement: unequal replicas, several stages a rank, idle ranks."""
+    num_ranks, num_stages = chance.randint(1, 5), chance.randint(1, min(4, case.max_stages))
+    ranks = tuple(tuple(chance.sample(range(num_ranks), chance.randint(1, num_ranks))) for _ in range(num_stages))
+    return Setup(
+        stage_ranks=ranks,
+        num_micro_batches=chance.randint(num_ranks, 2 * num_ranks + 3),
+        shares=tuple(sorted(chance.random() for _ in range(num_stages - 1))),
+        recompute=chance.random() < 0.4,
+        schedule=chance.choice(["1f1b", "gpipe", "varuna"]),
+        num_ranks=num_ranks,
+    )
+
+
+def draw_sizes(chance: random.Random, num_ranks: int) -> list[int]:
+    """Returns samples for each rank: some, and not as many as a tensor without samples has numbers."""
+    while True:
+        sizes = [chance.choice([0, 1, 2, 3, 5]) for _ in range(num_ranks)]
+        if sum(sizes) not in (0, WIDTH):
+            return sizes
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_any_setup_trains_as_plain_pytorch(seed: int) -> None:
+    chance = random.Random(seed)
+    case = chance.choice(CASES)
+    setup = draw_placement(chance, case)
+    sizes = [draw_sizes(chance, setup.world_size) for _ in range(NUM_STEPS)]
+    batches = [case.batch(sum(each), step) for step, each in enumerate(sizes)]
+    optimizer = OPTIMIZERS[chance.choice(list(OPTIMIZERS))]
+    options = {"max_norm": chance.choice([None, 0.1]), "num_accumulated": chance.choice([1, 3])}
+    compare(train(case, setup, batches, optimizer, sizes, **options), plain_steps(case, batches, optimizer, **options))
+
+
+SIZE = 6
+LONG = [case for case in PLAIN if case.max_stages >= 4]
+
+
+@dataclass(frozen=True)
+class Searched(Setup):
+    """A run whose plan is searched, for blocks that take long and messages that do not."""
+
+    def plan(self, graph: Graph) -> Plan:
+        """Returns the plan that the search chooses, in which ranks hold several stages."""
+        costs = tuple(BlockCost(0.01, 0.02, 1e3, 0.0) for _ in graph.blocks)
+        profile = Profile(graph.fingerprint, "test", (1,), (costs,))
+        constraints = Constraints(num_micro_batches=self.num_micro_batches, num_replicas=1)
+        plan = make_plan(Problem(graph, profile, make_cluster(self.world_size), SIZE, constraints=constraints))
+        ranks = [rank for stage in plan.stages for rank in stage.ranks]
+        assert len(ranks) > len(set(ranks)) > 1, "the search was to choose several stages a rank"
+        return plan
+
+
+@pytest.mark.parametrize(("case", "num_ranks"), some([(case, 2 + k % 2) for k, case in enumerate(LONG)], 7), ids=str)
+def test_searched_interleaving_changes_no_bit(case: Case, num_ranks: int) -> None:
+    batches = [case.batch(SIZE, step) for step in range(NUM_STEPS)]
+    setups = Searched(num_ranks=num_ranks), Setup()
+    bit_equal(*(train(case, setup, batches, OPTIMIZERS["adamw"]) for setup in setups))

@@ -1,0 +1,414 @@
+"""What ranks owe each other: differences are errors on all; ends and metrics are known to all."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import random
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from autovaruna import AutoVaruna, ConfigError, RankError
+from autovaruna.runtime.deadlock import Failure, encoded
+from autovaruna.runtime.transport.base import Part
+from autovaruna.runtime.transport.threads import Mailboxes, ThreadTransport, run_ranks
+from autovaruna.runtime.world import World
+from autovaruna.session.stopping import STATUS
+from tests.catalogue.small import CLASSES, WIDTH, labelled
+from tests.session.training import QUIET
+
+BATCH = labelled(6, 0)[1]
+REPLICAS = QUIET | {"num_stages": 1, "num_replicas": 2}
+Optimizer = torch.optim.Optimizer
+
+
+class Net(nn.Module):
+    """Two layers and a loss, or the output alone."""
+
+    def __init__(self, has_loss: bool = True, num_layers: int = 2) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(num_layers)))
+        self.last = nn.Linear(WIDTH, CLASSES)
+        self.has_loss = has_loss
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        out: Tensor = self.last(self.layers(x))
+        return F.cross_entropy(out, y) if self.has_loss else out
+
+
+def sgd(model: nn.Module, lr: float = 0.1) -> Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=lr)
+
+
+def two_groups(model: nn.Module) -> Optimizer:
+    first, *others = model.parameters()
+    return torch.optim.SGD([{"params": [first]}, {"params": others}], lr=0.1)
+
+
+OF_RANK_1: dict[str, tuple[Callable[[nn.Module], Optimizer | None], str]] = {
+    "no optimizer": (lambda model: None, "the optimizer is SGD on rank 0, none on rank 1"),
+    "another optimizer": (lambda model: torch.optim.Adam(model.parameters()), "SGD on rank 0, Adam on rank 1"),
+    "another rate": (lambda model: sgd(model, 0.2), r"lr of the optimizer's group 0 is 0\.1 on rank 0, 0\.2 on rank 1"),
+    "other groups": (two_groups, "parameters of the optimizer's group 0 is .6 from .* on rank 0, .1 from .* on rank 1"),
+}
+
+
+@pytest.mark.parametrize("what", OF_RANK_1)
+def test_optimizers_that_differ_are_told_before_the_first_step(what: str) -> None:
+    make, words = OF_RANK_1[what]
+
+    def be_rank(world: World) -> None:
+        model = Net()
+        wrapped = AutoVaruna(model, make(model) if world.rank == 1 else sgd(model), **REPLICAS)
+        with pytest.raises(RankError, match=words):
+            wrapped(**BATCH)
+
+    run_ranks(2, be_rank)
+
+
+def test_models_that_differ_are_told_by_what_they_hold() -> None:
+    def be_rank(world: World) -> None:
+        with pytest.raises(RankError, match=r"number of modules is 5 on rank 0, 6 on rank 1; the number of parameters"):
+            AutoVaruna(Net(num_layers=2 + world.rank), **REPLICAS)(**BATCH)
+
+    run_ranks(2, be_rank)
+
+
+def halve(optimizer: Optimizer) -> None:
+    optimizer.param_groups[0]["lr"] /= 2
+
+
+ACTS: tuple[tuple[str, Callable[[AutoVaruna, Optimizer], Any]], ...] = (
+    (r"lr of the optimizer's group 0 is \S+ on rank 0, \S+ on rank 1", lambda model, optimizer: halve(optimizer)),
+    (r"number of steps of the optimizer is 0 on rank 0, 1 on rank 1", lambda model, optimizer: optimizer.step()),
+    (r"calls of its zero_grad\(\) is 0 on rank 0, 1", lambda model, optimizer: optimizer.zero_grad()),
+    (
+        r"number of load_state_dict\(\) is missing on rank 0, 1",
+        lambda model, _: model.load_state_dict({}, strict=False),
+    ),
+)
+
+
+def test_what_one_rank_does_alone_is_told_until_the_others_do_it_too() -> None:
+    """Once, such ranks trained copies that differed: a learning rate, a step, or a ``zero_grad`` of one rank alone."""
+
+    def be_rank(world: World) -> None:
+        model = Net()
+        optimizer = sgd(model)
+        wrapped = AutoVaruna(model, optimizer, **REPLICAS)
+        wrapped(**BATCH).backward()
+        for words, act in ACTS:
+            if world.rank == 1:
+                act(wrapped, optimizer)
+            with pytest.raises(RankError, match=words):
+                wrapped(**BATCH)
+            if world.rank == 0:
+                act(wrapped, optimizer)
+            wrapped(**BATCH).backward()
+        with pytest.raises(RankError, match="max_norm is 1 on rank 0, 2 on rank 1"):
+            wrapped.clip_grad_norm_(1.0 + world.rank)
+        clips_one_of_two(world, wrapped, AutoVaruna(copy.deepcopy(model), **REPLICAS))
+
+    run_ranks(2, be_rank)
+
+
+def clips_one_of_two(world: World, first: AutoVaruna, second: AutoVaruna) -> None:
+    """Calls two models in another order on each rank."""
+    second(**BATCH).backward()
+    with pytest.raises(RankError, match=r"rank 0 is in 'clip_grad_norm_', rank 1 is in 'clip_grad_norm_ \(model 2\)'"):
+        (second if world.rank else first).clip_grad_norm_(1.0)
+    with pytest.raises(RankError, match=r"inputs\", rank 1 is in \"reading the model's inputs \(model 2\)\""):
+        (second if world.rank else first)(**BATCH)
+
+
+def test_backwards_in_another_order_are_told() -> None:
+    """Once, each rank took the other one's gradients for those of its own call."""
+
+    def be_rank(world: World) -> None:
+        wrapped = AutoVaruna(Net(has_loss=False), **REPLICAS)
+        losses = [wrapped(**BATCH).sum() for _ in range(2)]
+        losses[world.rank].backward()
+
+    with pytest.raises(RankError, match=r"outputs of call 1 that .*outputs of call 2 that"):
+        run_ranks(2, be_rank)
+
+
+@pytest.mark.parametrize("differs", [True, False])
+def test_a_batch_that_is_not_the_same_on_ranks_that_share_it_is_told_once(
+    differs: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Once, a loader that was seeded otherwise on each rank trained with the inputs of one batch, labels of another."""
+
+    def be_rank(world: World) -> None:
+        net = Net()
+        model = AutoVaruna(net, sgd(net), **REPLICAS, inputs="replicated")
+        for step in range(3):
+            batch = dict(BATCH)
+            if differs and step and world.rank:
+                batch["y"] = (batch["y"] + 1) % CLASSES
+            model(**batch).backward()
+
+    with caplog.at_level("WARNING"):
+        run_ranks(2, be_rank)
+    assert caplog.text.count("ranks [0, 1] are to pass the same samples, but y differ there") == differs
+
+
+PATIENCE_SECONDS = 20.0
+
+
+class Held(Part):
+    """A message that leaves once its sender has asked for it some times, after those before it."""
+
+    needs_calls = True
+
+    def __init__(self, transport: Lazy, send: Callable[[], object]) -> None:
+        self._transport = transport
+        self._send = send
+        self.has_left = False
+
+    def leave(self) -> None:
+        self._send()
+        self.has_left = True
+
+    def is_done(self) -> bool:
+        if not self.has_left:
+            self._transport.advance()
+        return self.has_left
+
+
+class Lazy(ThreadTransport):
+    """Moves nothing but while it is called, and then not at once: each message, or notice, is held for some calls."""
+
+    def __init__(self, rank: int, mailboxes: Mailboxes, seed: int) -> None:
+        super().__init__(rank, mailboxes)
+        self._random = random.Random(seed * 1000 + rank)
+        self._held: list[Held] = []
+        self._num_calls = 0
+
+    def _hold(self, send: Callable[[], object]) -> Held:
+        self._held.append(Held(self, send))
+        return self._held[-1]
+
+    def post_send(self, tensor: Tensor, destination: int, channel: int, tag: int) -> Part:
+        if self._random.random() < 0.3 and not self._held:
+            return super().post_send(tensor, destination, channel, tag)
+        return self._hold(lambda: ThreadTransport.post_send(self, tensor, destination, channel, tag))
+
+    def send_notice(self, data: bytes, destination: int) -> None:
+        self._hold(lambda: ThreadTransport.send_notice(self, data, destination))
+
+    def take_notices(self) -> Iterator[tuple[int, bytes]]:
+        self.advance()
+        yield from super().take_notices()
+
+    def fail(self, text: str) -> None:
+        for rank in range(len(self.hosts)):
+            super().send_notice(encoded(Failure(text, is_final=True)), rank)
+
+    def are_notices_out(self) -> bool:
+        self.advance()
+        return not self._held
+
+    def advance(self) -> None:
+        if self._num_calls > 0:
+            self._num_calls -= 1
+        elif self._held:
+            self._num_calls = self._random.randrange(6)
+            self._held.pop(0).leave()
+
+
+def network(loss_in_model: bool) -> nn.Module:
+    torch.manual_seed(0)
+    layers = [nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8), nn.Linear(8, 4)]
+    return Loss(nn.Sequential(*layers)) if loss_in_model else nn.Sequential(*layers)
+
+
+def train(world: World, net: nn.Module, meet: Callable[[], object], loss_in_model: bool) -> list[float]:
+    """Does all that a script does in a step, and meets the others after each."""
+    net, draws = copy.deepcopy(net), torch.Generator().manual_seed(1 + world.rank)
+    optimizer = torch.optim.Adam(net.parameters())
+    replicas = [[0, 1], [2]] if loss_in_model else [[0], [1], [2]]
+    settings = {"stage_ranks": replicas, "num_micro_batches": 6, "save_deployment": False, "load_deployment": False}
+    settings["cuts"] = ["net.4"] if loss_in_model else ["2", "4"]
+    model = AutoVaruna(net, optimizer, progress=False, **settings)
+    losses = []
+    for step in range(3):
+        out = model(torch.randn(8, 8, generator=draws))
+        meet()
+        loss = out if loss_in_model else out.square().mean()
+        loss.backward()
+        meet()
+        model.clip_grad_norm_(1.0)
+        meet()
+        optimizer.step()
+        meet()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        if step == 1:
+            with model.no_sync():
+                out = model(torch.randn(8, 8, generator=draws))
+                (out if loss_in_model else out.square().mean()).backward()
+            meet()
+            model.allreduce_grads()
+            meet()
+    model.state_dict()
+    meet()
+    model.optimizer_state_dict()
+    meet()
+    world.barrier("end")
+    meet()
+    return losses
+
+
+class Loss(nn.Module):
+    """A model whose loss is its own."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x).square().mean()
+
+
+@pytest.mark.parametrize("loss_in_model", [False, True])
+@pytest.mark.parametrize("seed", range(4))
+def test_ranks_may_wait_for_each_other_by_themselves_after_any_call(
+    seed: int, loss_in_model: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lazy_worlds(num_ranks: int) -> list[World]:
+        mailboxes = Mailboxes(num_ranks)
+        return [World(Lazy(rank, mailboxes, seed)) for rank in range(num_ranks)]
+
+    net = network(loss_in_model)
+    expected = run_ranks(3, lambda world: train(world, net, lambda: None, loss_in_model))
+    monkeypatch.setattr("autovaruna.runtime.transport.threads.make_worlds", lazy_worlds)
+    barrier = threading.Barrier(3, timeout=PATIENCE_SECONDS)
+    assert run_ranks(3, lambda world: train(world, net, barrier.wait, loss_in_model)) == expected
+
+
+torch.manual_seed(0)
+NET = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+
+
+def wrap(**settings: Any) -> tuple[AutoVaruna, torch.optim.Optimizer]:
+    net = copy.deepcopy(NET)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    settings = {"save_deployment": False, "load_deployment": False, "progress": False, **settings}
+    return AutoVaruna(net, optimizer, **settings), optimizer
+
+
+def test_all_ranks_stop_after_the_call_that_tells_them() -> None:
+    """Rank 1 wants to stop in step 2; all know after the call of step 3, and for good."""
+
+    def run(world: World) -> list[bool]:
+        model, optimizer = wrap()
+        answers = []
+        for step in range(5):
+            model(torch.ones(2, 4)).mean().backward()
+            optimizer.step()
+            answers.append(model.should_stop(world.rank == 1 and step == 2))
+        return answers
+
+    assert run_ranks(2, run) == [[False, False, False, True, True]] * 2
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_checkpoint_is_saved_once_the_optimizer_has_stepped(num_ranks: int, tmp_path: Path) -> None:
+    """Gradients of two calls are accumulated for a step; what one of them has left behind is in no checkpoint."""
+
+    def run(world: World) -> bool:
+        model, optimizer = wrap(save_on_signal=str(tmp_path))
+        for call in range(6):
+            model.should_stop(call == 5 and world.rank == 0)
+            model(torch.ones(2, 4)).mean().backward()
+            if call % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+        with pytest.raises(SystemExit, match=str(STATUS)):
+            model(torch.ones(2, 4))
+        return model.should_stop()
+
+    assert run_ranks(num_ranks, run) == [True] * num_ranks
+    assert [path.name for path in tmp_path.glob("step-*")] == ["step-00000003"]
+
+
+def test_the_scripts_numbers_go_on(tmp_path: Path) -> None:
+    """A run that has saved its step 10 saves step 11 a step later; one that has loaded it saves 12 two steps later."""
+
+    def run(world: World, is_first: bool) -> None:
+        model, optimizer = wrap(save_on_signal=str(tmp_path))
+        if not is_first:
+            model.load_checkpoint(str(tmp_path), step=10)
+        for number in range(4):
+            model(torch.ones(2, 4)).mean().backward()
+            optimizer.step()
+            if number == 0 and is_first:
+                model.save_checkpoint(str(tmp_path), step=10)
+            model.should_stop(number == 1)
+
+    for is_first in (True, False):
+        with pytest.raises(SystemExit):
+            run_ranks(2, lambda world, first=is_first: run(world, first))
+    assert {path.name[:13] for path in tmp_path.glob("step-*")} == {f"step-000000{step}" for step in (10, 11, 12)}
+
+
+def test_several_models_are_refused(tmp_path: Path) -> None:
+    def run(world: World) -> None:
+        for model, _ in (wrap(save_on_signal=str(tmp_path)), wrap(save_on_signal=str(tmp_path))):
+            model(torch.ones(2, 4))
+
+    with pytest.raises(ConfigError, match=r"expected one model.*should_stop\(\)"):
+        run_ranks(2, run)
+
+
+class Scoring(nn.Module):
+    def __init__(self, has_loss: bool) -> None:
+        super().__init__()
+        self.first, self.last, self.has_loss = nn.Linear(4, 4), nn.Linear(4, 2), has_loss
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.last(self.first(x))
+        return out.square().mean() if self.has_loss else out
+
+
+@pytest.mark.parametrize("has_loss", [True, False])
+def test_a_loss_that_is_not_finite_is_told_once(has_loss: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """A sample of rank 1 is not a number in step 2 and on; a loss of the script's own is each rank's."""
+    torch.manual_seed(0)
+    net = Scoring(has_loss)
+
+    def run(world: World) -> list[Any]:
+        own = copy.deepcopy(net)
+        optimizer = torch.optim.SGD(own.parameters(), 0.1)
+        settings = {"stage_ranks": [[0], [1]], "num_micro_batches": 4, "save_deployment": False, "progress": False}
+        model = AutoVaruna(own, optimizer, load_deployment=False, **settings)
+        said = [(model.metrics.step, model.metrics.loss, model.metrics.is_finite)]
+        for step in range(4):
+            x = torch.ones(4, 4)
+            if step and world.rank == 1:
+                x[3, 1] = float("nan")
+            out = model(x)
+            loss = out if has_loss else out.square().mean()
+            loss.backward()
+            metrics = model.metrics
+            assert metrics.step == step + 1
+            assert metrics.loss == pytest.approx(loss.item(), nan_ok=True) if has_loss else metrics.loss is None
+            said.append(metrics.is_finite)
+        return said
+
+    with caplog.at_level(logging.WARNING, "autovaruna.runtime.metrics"):
+        first, second = run_ranks(2, run)
+    assert first[0] == second[0] == (0, None, None)
+    assert second[1:] == [True, False, False, False]
+    assert first[1:] == (second[1:] if has_loss else [True] * 4)
+    (line,) = (record.getMessage() for record in caplog.records if record.name == "autovaruna.runtime.metrics")
+    assert line.startswith("step 2: ") and "stage 1" in line and "rank 1" in line
+    assert ("micro-batch 3 (samples 2 to 3 of rank 1) is nan" in line) == has_loss
