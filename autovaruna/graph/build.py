@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, fx
 
 from autovaruna._torch import OpOverload
-from autovaruna.graph.facts import Fact
+from autovaruna.graph.facts import Fact, KnownGraph
 from autovaruna.graph.grouping import Grouping
 from autovaruna.graph.precision import cast_dtype, precision_of
 from autovaruna.graph.records import Block, CutMark, Graph, Input, Parameter, Value
@@ -79,30 +79,15 @@ class Builder:
     """Turns a grouped graph into records.
 
     Args:
-        module: The traced graph.
-        facts: What is known of each node.
-        sizes: Evaluates shapes.
+        known: The traced graph.
         grouping: Blocks and repeated nodes.
-        parameters: First name of each parameter, by each of its names.
-        buffers: First name of each buffer, by each of its names.
     """
 
-    def __init__(
-        self,
-        module: fx.GraphModule,
-        facts: Mapping[str, Fact],
-        sizes: Sizes,
-        grouping: Grouping,
-        parameters: Mapping[str, str],
-        buffers: Mapping[str, str],
-    ) -> None:
-        self.module = module
-        self.facts = facts
-        self.sizes = sizes
+    def __init__(self, known: KnownGraph, grouping: Grouping) -> None:
+        self.module, self.facts, self.sizes = known.module, known.facts, known.sizes
+        self.parameters, self.buffers = known.parameters, known.buffers
         self.grouping = grouping
-        self.parameters = parameters
-        self.buffers = buffers
-        self.nodes: dict[str, fx.Node] = {node.name: node for node in module.graph.nodes}
+        self.nodes: dict[str, fx.Node] = {node.name: node for node in self.module.graph.nodes}
         self._users: dict[fx.Node, set[int]] = {}
         self.block_of = {name: index for index, names in enumerate(grouping.blocks) for name in names}
 

@@ -9,6 +9,7 @@ import operator
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import sympy
@@ -21,11 +22,12 @@ from autovaruna._torch import FakeTensorMode, OpOverload, pytree
 from autovaruna.errors import TraceError
 from autovaruna.graph import flops
 from autovaruna.graph.batch.operators import Counting, changed_statistics, is_random
-from autovaruna.graph.call import CallSpec
+from autovaruna.graph.call import CallSpec, InputSpec
 from autovaruna.graph.export.errors import reason_of
 from autovaruna.graph.export.exported import Exported
 from autovaruna.graph.export.fakes import example_inputs, fake_like
 from autovaruna.graph.precision import in_precision, precision_of, without_autocast
+from autovaruna.graph.sizes import Sizes
 from autovaruna.graph.source_lines import origin
 
 
@@ -118,6 +120,50 @@ class _Pass(fx.Interpreter):
         return {storage_of(self.env[each]) for each in changed_statistics(self.module, node)}
 
 
+@dataclass(frozen=True)
+class KnownGraph:
+    """A graph of torch.export with what is known of it.
+
+    Attributes:
+        module: the graph; placeholders are inputs, attributes have the model's names.
+        facts: what is known of each node, by its name.
+        sizes: evaluates shapes for a micro-batch.
+        call: the call that was traced.
+        parameters: first name of each parameter, by each of its names.
+        buffers: first name of each buffer, by each of its names.
+    """
+
+    module: fx.GraphModule
+    facts: dict[str, Fact]
+    sizes: Sizes
+    call: CallSpec
+    parameters: dict[str, str]
+    buffers: dict[str, str]
+
+    @cached_property
+    def inputs(self) -> dict[str, InputSpec]:
+        """The input tensors by the names of their nodes, in order."""
+        placeholders = self.module.graph.find_nodes(op="placeholder")
+        return {node.name: spec for node, spec in zip(placeholders, self.call.inputs, strict=True)}
+
+    @cached_property
+    def batch_inputs(self) -> frozenset[str]:
+        """Names of the inputs whose first dimension is the batch."""
+        return frozenset(name for name, spec in self.inputs.items() if spec.is_batch)
+
+    def outliving_storages(self) -> set[int]:
+        """Returns the storages of buffers, parameters, constants and inputs."""
+        roots = [node for node in self.module.graph.nodes if node.op in ("placeholder", "get_attr")]
+        return {storage for root in roots for storage in self.facts[root.name].makes}
+
+    def changed_attributes(self) -> frozenset[str]:
+        """Returns the attributes that are parameters and buffers, and that forward changes."""
+        written = {storage for fact in self.facts.values() for storage in fact.writes}
+        names = {str(node.target): node.name for node in self.module.graph.find_nodes(op="get_attr")}
+        state = self.parameters | self.buffers
+        return frozenset(name for name, node in names.items() if name in state and self.facts[node].makes & written)
+
+
 def learn(
     exported: Exported, model: nn.Module, call: CallSpec, batch_size: int, device: torch.device
 ) -> dict[str, Fact]:
@@ -158,12 +204,6 @@ def _later_in_need(graph: fx.Graph, facts: Mapping[str, Fact]) -> dict[str, Fact
 def storage_of(tensor: Tensor) -> int:
     """Returns which memory a tensor lies in; views share theirs."""
     return int(tensor.untyped_storage()._cdata)
-
-
-def outliving_storages(graph: fx.Graph, facts: Mapping[str, Fact]) -> set[int]:
-    """Returns the storages of buffers, parameters, constants and inputs."""
-    roots = [node for node in graph.nodes if node.op in ("placeholder", "get_attr")]
-    return {storage for root in roots for storage in facts[root.name].makes}
 
 
 def _plain(number: Any) -> float:

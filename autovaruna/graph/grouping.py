@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import networkx as nx
@@ -12,7 +12,7 @@ from torch import Tensor, fx
 
 from autovaruna.graph.batch.interpret import counted
 from autovaruna.graph.export.assertions import check
-from autovaruna.graph.facts import Fact, outliving_storages
+from autovaruna.graph.facts import Fact, KnownGraph
 
 _CHEAP_SHARE = 1e-3
 _LOOKUPS = {torch.ops.aten.embedding.default, torch.ops.aten.lstm.input, torch.ops.aten.gru.input}
@@ -33,28 +33,17 @@ class Grouping:
     joins: tuple[tuple[tuple[str, ...], str], ...] = ()
 
 
-def group(
-    graph: fx.Graph,
-    facts: Mapping[str, Fact],
-    is_given: Callable[[fx.Node], bool],
-    depends_on_data: Callable[[fx.Node], bool],
-    parameters: Collection[str] = (),
-) -> Grouping:
-    """Groups the nodes of a graph.
-
-    Args:
-        graph: A tidied graph of torch.export.
-        facts: What is known of each node.
-        is_given: Whether stages are given the value of a node, so that it runs in none.
-        depends_on_data: Whether the shape of a node's value depends on the numbers in tensors.
-        parameters: Names of the attributes that are parameters.
-    """
-    nodes = [node for node in graph.nodes if node.op in ("call_function", "call_module") and not is_given(node)]
-    rules = _Rules(nodes, facts, depends_on_data)
+def group(known: KnownGraph) -> Grouping:
+    """Groups the nodes of a graph."""
+    is_given, parameters = known.sizes.is_given, known.parameters
+    nodes = [
+        node for node in known.module.graph.nodes if node.op in ("call_function", "call_module") and not is_given(node)
+    ]
+    rules = _Rules(nodes, known)
     rules.tuples_stay_whole()
     rules.changes_stay_with_what_they_change()
     rules.data_dependent_shapes_stay()
-    rules.numbers_stay_with_what_they_count(parameters)
+    rules.numbers_stay_with_what_they_count()
     repeated = _repeated(rules, parameters)
     worked = [node for node in nodes if node.name not in repeated]
     if not worked:  # nothing has a parameter, or needs a gradient: a stage has to hold something
@@ -67,12 +56,11 @@ def group(
 
 
 class _Rules:
-    def __init__(
-        self, nodes: Sequence[fx.Node], facts: Mapping[str, Fact], depends_on_data: Callable[[fx.Node], bool]
-    ) -> None:
+    def __init__(self, nodes: Sequence[fx.Node], known: KnownGraph) -> None:
         self.nodes = nodes
-        self.facts = facts
-        self.depends_on_data = depends_on_data
+        self.known = known
+        self.facts = known.facts
+        self.depends_on_data = known.sizes.depends_on_data
         self.position = {node: index for index, node in enumerate(nodes)}
         self.sets = nx.utils.UnionFind(nodes)
         self.joins: list[tuple[tuple[str, ...], str]] = []
@@ -85,7 +73,7 @@ class _Rules:
 
     def changes_stay_with_what_they_change(self) -> None:
         """Applies rules 2 and 3."""
-        outliving = self.outliving_storages()
+        outliving = self.known.outliving_storages()
         last_write: dict[int, int] = {}
         for node in self.nodes:
             for storage in self.facts[node.name].writes:
@@ -105,11 +93,11 @@ class _Rules:
             if self.depends_on_data(node):
                 self._join([node, *node.users], "a value whose shape depends on data stays with its users")
 
-    def numbers_stay_with_what_they_count(self, parameters: Collection[str]) -> None:
+    def numbers_stay_with_what_they_count(self) -> None:
         """Applies rule 7."""
         data = [node for node in self.nodes if self.depends_on_data(node)]
         numbers = [node for node in data if not isinstance(self.facts[node.name].value, Tensor)]
-        for number, sources in counted(numbers, self.facts, parameters):
+        for number, sources in counted(numbers, self.known):
             self._join([number, *sources], "a number out of a tensor stays with what it was counted from")
 
     def join_users_out_of_order(self, nodes: Sequence[fx.Node]) -> bool:
@@ -148,10 +136,6 @@ class _Rules:
         waiting.add_edges_from((source, user) for source, user in used if source is not user)
         return waiting
 
-    def outliving_storages(self) -> set[int]:
-        """Storages of buffers, parameters, constants and inputs."""
-        return outliving_storages(self.nodes[0].graph, self.facts) if self.nodes else set()
-
     def _join(self, nodes: Iterable[fx.Node], rule: str) -> None:
         known = sorted({node for node in nodes if node in self.position}, key=self.position.__getitem__)
         if len(known) > 1:
@@ -170,7 +154,7 @@ def _repeated(rules: _Rules, parameters: Collection[str]) -> dict[str, tuple[str
     """Returns the nodes of every group that can be run again in each stage that uses it."""
     total = sum(fact.num_flops for fact in rules.facts.values())
     written = {storage for node in rules.nodes for storage in rules.facts[node.name].writes}
-    changed = written & rules.outliving_storages()
+    changed = written & rules.known.outliving_storages()
     repeated: dict[str, tuple[str, ...]] = {}
     waiting = [
         members

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from autovaruna.errors import TraceError
-from autovaruna.graph.facts import Fact, tensors_in
+from autovaruna.graph.facts import Fact, KnownGraph, tensors_in
 from autovaruna.graph.lengths import free_value
 from autovaruna.graph.sizes import Sizes
 from autovaruna.graph.source_lines import origin
@@ -71,25 +71,21 @@ def opened(tensor: Tensor, dimension: int, outer: int) -> Tensor:
     return tensor.reshape(*before, outer, tensor.shape[dimension] // outer, *after)
 
 
-def classify(
-    graph: fx.Graph, facts: dict[str, Fact], sizes: Sizes, paths: Sequence[str], loss_mode: str
-) -> tuple[OutputSpec, ...]:
+def classify(graph: KnownGraph, paths: Sequence[str], loss_mode: str) -> tuple[OutputSpec, ...]:
     """Classifies the outputs of a graph.
 
     Args:
         graph: The traced graph.
-        facts: What is known of each node.
-        sizes: Evaluates shapes.
         paths: Path of each output.
         loss_mode: ``loss`` (there is one loss), ``outputs`` (there is none) or ``auto``.
 
     Raises:
         TraceError: ``loss`` is asked for and no single output can be it.
     """
-    nodes: list[fx.Node] = list(graph.output_node().args[0])  # type: ignore[arg-type]
-    fed, outer = _fed_by_batch(graph), _outer_lengths(graph, sizes)
-    specs = [_classify_one(node, path, facts, sizes, fed, outer) for node, path in zip(nodes, paths, strict=True)]
-    place = None if loss_mode == "outputs" else _find_loss(specs, facts)
+    nodes: list[fx.Node] = list(graph.module.graph.output_node().args[0])  # type: ignore[arg-type]
+    fed, outer = _fed_by_batch(graph.module.graph), _outer_lengths(graph.module.graph, graph.sizes)
+    specs = [_classify_one(node, path, graph, fed, outer) for node, path in zip(nodes, paths, strict=True)]
+    place = None if loss_mode == "outputs" else _find_loss(specs, graph.facts)
     if place is None and loss_mode == "loss":
         found = {spec.path: spec.kind.value for spec in specs}
         raise TraceError(
@@ -103,16 +99,11 @@ def classify(
 
 
 def _classify_one(
-    node: fx.Node,
-    path: str,
-    facts: dict[str, Fact],
-    sizes: Sizes,
-    fed: set[fx.Node],
-    outer: dict[fx.Node, Any],
+    node: fx.Node, path: str, graph: KnownGraph, fed: set[fx.Node], outer: dict[fx.Node, Any]
 ) -> OutputSpec:
     value = node.meta["val"]
     assert isinstance(value, Tensor)
-    dimension = sizes.batch_dimension(value)
+    dimension = graph.sizes.batch_dimension(value)
     if dimension is not None:
         kind = OutputKind.SAMPLES
     elif node not in fed:
@@ -126,7 +117,7 @@ def _classify_one(
             f"{origin(node) or node.name}, where time and batch are one dimension. Expected "
             "an output that has them apart; reshape it after the call."
         )
-    return OutputSpec(node.name, path, kind, dimension or 0, facts[node.name].needs_gradient, times)
+    return OutputSpec(node.name, path, kind, dimension or 0, graph.facts[node.name].needs_gradient, times)
 
 
 _aten = torch.ops.aten

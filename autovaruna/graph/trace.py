@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from threading import Lock
 
@@ -19,12 +19,12 @@ from autovaruna.graph.batch.state import steady_state
 from autovaruna.graph.batch.totals import NO_TOTALS, take_totals
 from autovaruna.graph.build import Builder
 from autovaruna.graph.call import CallSpec
-from autovaruna.graph.cuts import crossing_sizes, locate, merge_free_blocks
+from autovaruna.graph.cuts import Marker, crossing_sizes, locate, merge_free_blocks
 from autovaruna.graph.export.errors import BatchSizeError, warn_once
 from autovaruna.graph.export.exported import PREFIX, Exported
 from autovaruna.graph.export.run import export
 from autovaruna.graph.export.watchers import marked, script_hooks, untouched
-from autovaruna.graph.facts import Fact, learn
+from autovaruna.graph.facts import Fact, KnownGraph, learn
 from autovaruna.graph.grouping import Grouping, group
 from autovaruna.graph.lengths import Places
 from autovaruna.graph.opaque.infer_reduction import infer_function_reductions
@@ -49,15 +49,6 @@ def learn_written(
     facts = learn(exported, model, call, batch_size, device)
     _refuse_writing(exported, facts, model)
     return facts
-
-
-def changed_state(module: fx.GraphModule, facts: dict[str, Fact], state: dict[str, str]) -> frozenset[str]:
-    """Returns the attributes that are parameters and buffers, and that forward changes."""
-    written = {storage for fact in facts.values() for storage in fact.writes}
-    attributes = module.graph.find_nodes(op="get_attr")
-    return frozenset(
-        str(node.target) for node in attributes if str(node.target) in state and facts[node.name].makes & written
-    )
 
 
 def _refuse_writing(exported: Exported, facts: dict[str, Fact], model: nn.Module) -> None:
@@ -194,32 +185,29 @@ def _trace(
         exported, batch_size = _export(model, call, device, is_dynamic, micro_batch_size, is_parted, free, can_keep)
         sizes = _sizes(exported, call, batch_size)
         facts = learn_written(exported, model, call, batch_size, device)
-        module = exported.module
-        placeholders = module.graph.find_nodes(op="placeholder")
-        batch = frozenset(node.name for node, spec in zip(placeholders, call.inputs, strict=True) if spec.is_batch)
         parameters = _first_names(dict(model.named_parameters(remove_duplicate=False)))
-        totals = take_totals(module.graph, facts, sizes, batch, parameters, is_added) if has_totals else NO_TOTALS
-        infer_function_reductions(module.graph, facts, batch, device)
-        joining = refuse_mixing(model, call, module.graph, facts, sizes, batch) if is_parted else []
-        _check_computes(exported, type(model).__qualname__)
-        grouping = group(module.graph, facts, sizes.is_given, sizes.depends_on_data, parameters)
         buffers = _first_names(dict(model.named_buffers(remove_duplicate=False)))
-        graph = _build(exported, facts, sizes, grouping, parameters, buffers)
-        state = parameters | buffers
-        changed = changed_state(module, facts, state)
-        steady = frozenset(state[name] for name in steady_state(module, facts, batch, parameters, changed))
+        known = KnownGraph(exported.module, facts, sizes, call, parameters, buffers)
+        totals = take_totals(known, is_added) if has_totals else NO_TOTALS
+        infer_function_reductions(known, device)
+        joining = refuse_mixing(model, known) if is_parted else []
+        _check_computes(exported, type(model).__qualname__)
+        grouping = group(known)
+        graph = _build(exported.markers, known, grouping)
+        state, changed = parameters | buffers, known.changed_attributes()
+        steady = frozenset(state[name] for name in steady_state(known, changed))
         if is_parted:
             _say_what_follows_samples({state[name] for name in changed} - steady, model)
         logger.info("traced %s: %d operations in %d blocks", type(model).__name__, len(facts), len(graph.blocks))
         return TracedModel(
-            module=module,
+            module=exported.module,
             facts=facts,
             sizes=sizes,
             graph=graph,
             repeated=grouping.repeated,
             call=call,
             output_tree=exported.output_tree,
-            outputs=classify(module.graph, facts, sizes, exported.output_tree.tensor_paths(), loss_mode),
+            outputs=classify(known, exported.output_tree.tensor_paths(), loss_mode),
             parameters=parameters,
             buffers=buffers,
             constants=exported.constants,
@@ -254,26 +242,19 @@ def _export(
     return export(model, call, micro_batch_size, False, device, can_keep=can_keep, free=free), micro_batch_size
 
 
-def _build(
-    exported: Exported,
-    facts: dict[str, Fact],
-    sizes: Sizes,
-    grouping: Grouping,
-    parameters: dict[str, str],
-    buffers: dict[str, str],
-) -> Graph:
+def _build(markers: Sequence[Marker], known: KnownGraph, grouping: Grouping) -> Graph:
     """Builds the record without the cuts that others beat."""
-    builder = Builder(exported.module, facts, sizes, grouping, parameters, buffers)
-    marks = locate(exported.markers, grouping.blocks, builder, grouping.joins)
+    builder = Builder(known, grouping)
+    marks = locate(markers, grouping.blocks, builder, grouping.joins)
     blocks = merge_free_blocks(
         grouping.blocks,
         crossing_sizes(builder.values(), len(grouping.blocks)),
-        lambda index: all(facts[name].is_view for name in grouping.blocks[index]),
+        lambda index: all(known.facts[name].is_view for name in grouping.blocks[index]),
         [mark.block - 1 for mark in marks if mark.block > 0],
     )
     starts = {names[0]: index for index, names in enumerate(blocks)}
     marks = [replace(mark, block=starts[grouping.blocks[mark.block][0]]) if mark.block > 0 else mark for mark in marks]
-    return Builder(exported.module, facts, sizes, replace(grouping, blocks=blocks), parameters, buffers).build(marks)
+    return Builder(known, replace(grouping, blocks=blocks)).build(marks)
 
 
 def _hint(model: nn.Module, call: CallSpec) -> int:

@@ -11,14 +11,13 @@ from torch import Tensor, fx
 
 from autovaruna.graph.batch.operators import SCALING, Means, arguments, is_random, name_of, operator_of
 from autovaruna.graph.batch.totals import NO_TOTALS, BatchTotals
-from autovaruna.graph.call import CallSpec, InputSpec
+from autovaruna.graph.call import CallSpec
 from autovaruna.graph.export.watchers import WatchedCall
-from autovaruna.graph.facts import Fact
+from autovaruna.graph.facts import Fact, KnownGraph
 from autovaruna.graph.opaque.run import OpaqueModule
 from autovaruna.graph.outputs import OutputKind, OutputSpec
 from autovaruna.graph.precision import precision_of
 from autovaruna.graph.records import Graph
-from autovaruna.graph.sizes import Sizes
 from autovaruna.graph.tree import Tree
 
 _LAYERS = frozenset(
@@ -67,20 +66,14 @@ def _multiplied(node: fx.Node) -> list[fx.Node]:
 
 
 @dataclass(frozen=True)
-class TracedModel:
+class TracedModel(KnownGraph):
     """A model as a graph that can be cut.
 
     Attributes:
-        module: the graph; placeholders are inputs, attributes have the model's names.
-        facts: what is known of each node.
-        sizes: evaluates shapes for a micro-batch.
         graph: the graph as plain data.
         repeated: nodes that run in every stage that uses them, each with all that are repeated together.
-        call: the call that was traced.
         output_tree: structure of what the model returns.
         outputs: its tensors.
-        parameters: first name of each parameter, by each of its names.
-        buffers: first name of each buffer, by each of its names.
         constants: other tensors, by attribute name.
         changed_state: first names of buffers, and of parameters, that forward changes.
         steady_state: those of them that it changes whatever the samples are.
@@ -91,16 +84,10 @@ class TracedModel:
         fixes_lengths: where the model fixes a size; empty: not known.
     """
 
-    module: fx.GraphModule
-    facts: dict[str, Fact]
-    sizes: Sizes
     graph: Graph
     repeated: Mapping[str, tuple[str, ...]]
-    call: CallSpec
     output_tree: Tree
     outputs: tuple[OutputSpec, ...]
-    parameters: dict[str, str]
-    buffers: dict[str, str]
     constants: dict[str, Tensor]
     changed_state: frozenset[str]
     steady_state: frozenset[str] = frozenset()
@@ -165,17 +152,6 @@ class TracedModel:
     def saved_weights(self) -> frozenset[str]:
         """First names of the parameters that a backward needs as they are, and that forward leaves so."""
         return saved_weights(self.module.graph, self.facts, self.parameters) - self.changed_state
-
-    @cached_property
-    def inputs(self) -> dict[str, InputSpec]:
-        """The input tensors by the names of their nodes, in order."""
-        placeholders = self.module.graph.find_nodes(op="placeholder")
-        return {node.name: spec for node, spec in zip(placeholders, self.call.inputs, strict=True)}
-
-    @cached_property
-    def batch_inputs(self) -> frozenset[str]:
-        """Names of the inputs whose first dimension is the batch."""
-        return frozenset(name for name, spec in self.inputs.items() if spec.is_batch)
 
     @cached_property
     def places(self) -> dict[str, int]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from operator import getitem
 from typing import Any
 
@@ -19,8 +19,7 @@ from torch import Tensor, fx
 from autovaruna._torch import OpOverload
 from autovaruna.graph.batch.operators import Trait, aten, has, operator_of
 from autovaruna.graph.batch.values import Merge, Reach, Share, Source, Value, count_by_class, is_of_batch, reached
-from autovaruna.graph.facts import Fact, outliving_storages, tensors_in
-from autovaruna.graph.sizes import Sizes
+from autovaruna.graph.facts import Fact, KnownGraph, tensors_in
 
 _OF_NUMBERS = {math.__name__, operator.__name__, f"_{operator.__name__}", torch.sym_max.__module__}
 """Modules whose functions do arithmetic on sizes."""
@@ -32,30 +31,19 @@ class Values:
 
     Args:
         graph: The graph.
-        facts: What is known of each node.
-        sizes: Its sizes.
-        batch: Names of the inputs whose first dimension is the batch.
-        known: The nodes that follow from the inputs alone, where totals are looked for.
+        chosen: The nodes that follow from the inputs alone, where totals are looked for.
     """
 
-    def __init__(
-        self,
-        graph: fx.Graph,
-        facts: Mapping[str, Fact],
-        sizes: Sizes,
-        batch: Collection[str],
-        known: Collection[fx.Node] = (),
-    ) -> None:
-        self._facts = facts
-        self._sizes = sizes
-        self._batch = batch
-        self._known = set(known)
-        self._picked = picked_symbols(graph) if known else {}
-        self._state = {storage for node in graph.find_nodes(op="get_attr") for storage in self._makes(node)}
-        copies = graph.find_nodes(op="call_function", target=aten.copy_.default)
+    def __init__(self, graph: KnownGraph, chosen: Collection[fx.Node] = ()) -> None:
+        nodes, facts = graph.module.graph, graph.facts
+        self._facts, self._sizes, self._batch = facts, graph.sizes, graph.batch_inputs
+        self._known = set(chosen)
+        self._picked = picked_symbols(nodes) if chosen else {}
+        self._state = {storage for node in nodes.find_nodes(op="get_attr") for storage in self._makes(node)}
+        copies = nodes.find_nodes(op="call_function", target=aten.copy_.default)
         self._becomes_state = {self._source_of(copy) for copy in copies if facts[copy.name].writes & self._state}
         self._of: dict[fx.Node, Value] = {}
-        for node in graph.nodes:
+        for node in nodes.nodes:
             self._of[node] = self._value(node)
 
     def __getitem__(self, node: fx.Node) -> Value:
@@ -228,29 +216,24 @@ def _mask(node: fx.Node) -> fx.Node | None:
     return None
 
 
-def from_inputs(graph: fx.Graph, facts: Mapping[str, Fact], parameters: Collection[str]) -> list[fx.Node]:
+def from_inputs(graph: KnownGraph) -> list[fx.Node]:
     """Returns the nodes that follow from inputs, buffers and constants alone, in order of execution.
 
     They can be computed before a step, without the model. None of them is random, needs a gradient or changes what
     outlives the step. Memory of their own they may change.
-
-    Args:
-        graph: The graph.
-        facts: What is known of each node.
-        parameters: Names of the attributes that are parameters.
     """
-    outliving = outliving_storages(graph, facts)
+    outliving = graph.outliving_storages()
     foreign: set[int] = set()  # memory that other nodes change
     while True:
         found: dict[fx.Node, None] = {}
         written: set[int] = set()
-        for node in graph.nodes:
+        for node in graph.module.graph.nodes:
             if node.op == "output":
                 break
-            fact = facts[node.name]
+            fact = graph.facts[node.name]
             touched = fact.reads | fact.makes | fact.writes
             is_own = not fact.writes & outliving and not touched & foreign
-            if is_own and _is_free(node, fact, parameters) and found.keys() >= set(node.all_input_nodes):
+            if is_own and _is_free(node, fact, graph.parameters) and found.keys() >= set(node.all_input_nodes):
                 found[node] = None
             else:
                 written |= fact.writes
@@ -270,9 +253,7 @@ def _is_free(node: fx.Node, fact: Fact, parameters: Collection[str]) -> bool:
     return node.op == "placeholder" or isinstance(target, OpOverload) or is_arithmetic
 
 
-def counted(
-    numbers: Sequence[fx.Node], facts: Mapping[str, Fact], parameters: Collection[str]
-) -> Iterator[tuple[fx.Node, list[fx.Node]]]:
+def counted(numbers: Sequence[fx.Node], graph: KnownGraph) -> Iterator[tuple[fx.Node, list[fx.Node]]]:
     """Yields each number that a model takes out of tensors (``counts.tolist()``) with the nodes it was counted from.
 
     These go back to where integers came from floating point. Random floating point numbers are sorted, compared and
@@ -280,22 +261,21 @@ def counted(
     with a step's own numbers.
 
     Args:
-        numbers: Nodes of one graph whose values are numbers that depend on data.
-        facts: What is known of each node.
-        parameters: Names of the attributes that are parameters.
+        numbers: Nodes whose values are numbers that depend on data.
+        graph: Their graph.
     """
     if not numbers:
         return
     whole: set[fx.Node] = set()  # integers, or made of integers alone
     given: set[fx.Node] = set()  # of inputs, buffers and constants alone
-    for node in numbers[0].graph.nodes:
+    for node in graph.module.graph.nodes:
         if node.op == "output":
             break
-        fact = facts[node.name]
+        fact = graph.facts[node.name]
         is_made = node.op == "call_function" and not fact.is_random and whole.issuperset(node.all_input_nodes)
         if is_made or has(node, Trait.FILLS) or not any(leaf.is_floating_point() for leaf in tensors_in(fact.value)):
             whole.add(node)
-        is_parameter = node.op == "get_attr" and str(node.target) in parameters
+        is_parameter = node.op == "get_attr" and str(node.target) in graph.parameters
         if not is_parameter and not fact.is_random and given.issuperset(node.all_input_nodes):
             given.add(node)
     computed = whole - given

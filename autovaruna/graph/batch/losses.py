@@ -43,7 +43,7 @@ def refuse_other_losses(traced: TracedModel, is_added: bool, is_exact: bool = Tr
         InputError: the loss is no mean over its samples, or a sum that would be averaged, or no sum and would be added
             up; says which line makes it so, and how to go on.
     """
-    values = Values(traced.module.graph, traced.facts, traced.sizes, traced.batch_inputs)
+    values = Values(traced)
     means, powers = _Means(traced, values), Powers(values, traced.sizes, is_added)
     specs = [spec for spec in traced.outputs if spec.kind in (OutputKind.LOSS, OutputKind.MEAN)]
     for spec in specs if traced.sizes.symbol is not None else ():

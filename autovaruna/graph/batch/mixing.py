@@ -7,7 +7,6 @@ the samples, nor into layers; and no operation may run along the batch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from operator import getitem
 from typing import Any
 
@@ -20,48 +19,36 @@ from autovaruna.graph.batch.drawn import are_in_turn, follows_place
 from autovaruna.graph.batch.interpret import Values, has_numbers, is_long, read
 from autovaruna.graph.batch.operators import MEAN, Trait, arguments, has, name_of, operator_of
 from autovaruna.graph.batch.values import Reach, reached
-from autovaruna.graph.call import CallSpec
-from autovaruna.graph.facts import Fact, tensors_in
+from autovaruna.graph.facts import KnownGraph, tensors_in
 from autovaruna.graph.opaque.infer_reduction import opaque_name, reduction_of
 from autovaruna.graph.opaque.run import Reduction
-from autovaruna.graph.sizes import Sizes
 from autovaruna.graph.source_lines import modules_of, origin
 
 
-def refuse_mixing(
-    model: nn.Module, call: CallSpec, graph: fx.Graph, facts: Mapping[str, Fact], sizes: Sizes, batch: frozenset[str]
-) -> list[fx.Node]:
+def refuse_mixing(model: nn.Module, graph: KnownGraph) -> list[fx.Node]:
     """Makes sure that the numbers of samples go through a graph one by one; returns what joins counts of several.
 
-    Args:
-        model: The model.
-        call: The call that was traced.
-        graph: The traced graph.
-        facts: What is known of each node.
-        sizes: Its sizes; those of one fixed batch size are not looked at.
-        batch: Names of the inputs whose first dimension is the batch.
+    One that holds for one batch size alone is not looked at.
 
     Raises:
         TraceError: an operation mixes samples; says which, and how to go on.
     """
-    if sizes.symbol is None:
+    if graph.sizes.symbol is None:
         return []
-    meetings = _Meetings(Values(graph, facts, sizes, batch), facts, sizes)
-    for node in graph.nodes:
+    meetings = _Meetings(graph)
+    for node in graph.module.graph.nodes:
         if words := meetings.words(node):
             name, place = type(model).__qualname__, origin(node) or node.name
-            helps = advice(model, call, modules_of(node))
+            helps = advice(model, graph.call, modules_of(node))
             raise TraceError(f"{name} mixes the samples of a batch: {words} at {place}. {helps}")
-    return [node for node in graph.nodes if meetings.joins_counts(node)]
+    return [node for node in graph.module.graph.nodes if meetings.joins_counts(node)]
 
 
 class _Meetings:
     """Tells how the operations of a graph have samples meet."""
 
-    def __init__(self, values: Values, facts: Mapping[str, Fact], sizes: Sizes) -> None:
-        self._values = values
-        self._facts = facts
-        self._sizes = sizes
+    def __init__(self, graph: KnownGraph) -> None:
+        self._values, self._facts, self._sizes = Values(graph), graph.facts, graph.sizes
 
     def joins_counts(self, node: fx.Node) -> bool:
         """Whether what was counted over the batch meets samples, or an operation along the batch makes counts."""

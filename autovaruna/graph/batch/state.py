@@ -19,7 +19,7 @@ from torch import fx
 from autovaruna.errors import InputError
 from autovaruna.graph.batch.operators import changed_statistics, is_random, written
 from autovaruna.graph.batch.values import is_of_batch
-from autovaruna.graph.facts import Fact
+from autovaruna.graph.facts import Fact, KnownGraph
 from autovaruna.graph.opaque.run import OpaqueModule, opaque_module_of
 from autovaruna.graph.precision import REGION, inside
 from autovaruna.graph.traced import TracedModel
@@ -32,28 +32,20 @@ _TRAINING = 5
 """Place of the argument of ``aten.batch_norm`` that says whether it computes statistics."""
 
 
-def steady_state(
-    module: fx.GraphModule,
-    facts: Mapping[str, Fact],
-    batch: Collection[str],
-    parameters: Collection[str],
-    changed: Collection[str],
-) -> frozenset[str]:
+def steady_state(graph: KnownGraph, changed: Collection[str]) -> frozenset[str]:
     """Returns the names of parameters and buffers that change alike in all micro-batches that find them alike.
 
     Args:
-        module: The graph.
-        facts: What is known of each node.
-        batch: Names of the inputs whose first dimension is the batch.
-        parameters: Names of the attributes that are parameters.
+        graph: The graph.
         changed: The attributes that forward changes.
     """
     if not changed:
         return frozenset()
+    module, facts = graph.module, graph.facts
     attributes = [node for node in module.graph.find_nodes(op="get_attr") if node.name in facts]
     places = {str(node.target): facts[node.name].makes for node in attributes if str(node.target) in changed}
-    read = {node: (facts[node.name].makes, node.target in parameters) for node in attributes}
-    inputs = [node for node in module.graph.find_nodes(op="placeholder") if node.name in batch]
+    read = {node: (facts[node.name].makes, node.target in graph.parameters) for node in attributes}
+    inputs = [node for node in module.graph.find_nodes(op="placeholder") if node.name in graph.batch_inputs]
     steps = list(_Steps(module, facts))
     every = _NONE.union(*places.values())
     varied: set[int] = set()

@@ -47,10 +47,9 @@ from autovaruna.graph.batch.values import (
     of_batch,
     reached,
 )
-from autovaruna.graph.facts import Fact, outliving_storages, storage_of, tensors_in
+from autovaruna.graph.facts import Fact, KnownGraph, storage_of, tensors_in
 from autovaruna.graph.lengths import free_value
 from autovaruna.graph.precision import in_precision, precision_of
-from autovaruna.graph.sizes import Sizes
 from autovaruna.graph.source_lines import origin
 
 _HALF = frozenset({torch.float16, torch.bfloat16})
@@ -83,34 +82,26 @@ class BatchTotals:
 NO_TOTALS = BatchTotals({}, (), (), {})
 
 
-def take_totals(
-    graph: fx.Graph,
-    facts: MutableMapping[str, Fact],
-    sizes: Sizes,
-    batch: Collection[str],
-    parameters: Collection[str],
-    is_added: bool,
-) -> BatchTotals:
+def take_totals(graph: KnownGraph, is_added: bool) -> BatchTotals:
     """Finds the values of a graph that are of the whole batch, and puts calls of `of_batch` where they are used.
 
+    A graph of one fixed batch size has none, for each micro-batch is a batch of its own.
+
     Args:
-        graph: The graph; changed.
-        facts: What is known of each node; changed with it.
-        sizes: Its sizes; those of one fixed batch size have no totals, for each micro-batch is a batch of its own.
-        batch: Names of the inputs whose first dimension is the batch.
-        parameters: Names of the attributes that are parameters.
+        graph: The graph; changed, and its facts with it.
         is_added: Whether losses of micro-batches are added up, rather than averaged.
 
     Raises:
         TraceError: an operation takes the size of the batch in a way that cannot be given another one.
     """
+    sizes, facts = graph.sizes, graph.facts
     if sizes.symbol is None:
         return NO_TOTALS
-    additions = _Additions(graph, facts)
-    _part_means(graph, from_inputs(graph, facts, parameters), sizes, additions)
-    known = from_inputs(graph, facts, parameters)
-    values = Values(graph, facts, sizes, batch, known)
-    marks = _Marks(graph, facts, sizes, values, additions)
+    additions = _Additions(graph.module.graph, facts)
+    _part_means(graph, additions)
+    known = from_inputs(graph)
+    values = Values(graph, known)
+    marks = _Marks(graph, values, additions)
     marks.give_totals(known)
     marks.give_lengths(known)
     tensors = marks.give_sizes(is_added)
@@ -144,18 +135,13 @@ class _Marks:
 
     Args:
         graph: The graph.
-        facts: What is known of each node.
-        sizes: Its sizes.
         values: What the nodes have to do with the batch.
         additions: Adds nodes to the graph.
     """
 
-    def __init__(
-        self, graph: fx.Graph, facts: Mapping[str, Fact], sizes: Sizes, values: Values, additions: _Additions
-    ) -> None:
-        self._graph = graph
-        self._facts = facts
-        self._sizes = sizes
+    def __init__(self, graph: KnownGraph, values: Values, additions: _Additions) -> None:
+        self._known = graph
+        self._graph, self._facts, self._sizes = graph.module.graph, graph.facts, graph.sizes
         self._values = values
         self._add = additions
         self._in_outputs = self._makes_outputs()
@@ -229,7 +215,7 @@ class _Marks:
 
         Nor is it state: that follows micro-batches, as BatchNorm's does.
         """
-        outliving = outliving_storages(self._graph, self._facts)
+        outliving = self._known.outliving_storages()
         outputs: set[fx.Node] = set()
         state: set[fx.Node] = set()
         for node in reversed(self._graph.nodes):
@@ -345,10 +331,10 @@ def _replace(user: fx.Node, number: fx.Node, given: fx.Node) -> None:
     user.replace_input_with(number, given)
 
 
-def _part_means(graph: fx.Graph, known: Collection[fx.Node], sizes: Sizes, additions: _Additions) -> None:
-    """Parts the means of a graph whose counts follow from its inputs; `known` are the nodes that follow from them."""
-    means = _Means(graph, set(known), sizes, additions)
-    for node in list(graph.nodes):
+def _part_means(graph: KnownGraph, additions: _Additions) -> None:
+    """Parts the means of a graph whose counts follow from its inputs."""
+    means = _Means(graph, additions)
+    for node in list(graph.module.graph.nodes):
         count = means.count_of(node) if node.op == "call_function" else None
         if count is not None:
             means.part(node, count)
@@ -361,11 +347,12 @@ class _Means:
     unequal counts, so the mean of their means is not that of the batch; a sum over the count of them all is its part.
     """
 
-    def __init__(self, graph: fx.Graph, known: set[fx.Node], sizes: Sizes, additions: _Additions) -> None:
-        self._known = known
-        self._sizes = sizes
+    def __init__(self, graph: KnownGraph, additions: _Additions) -> None:
+        self._known = set(from_inputs(graph))
+        self._sizes = graph.sizes
         self._add = additions
-        self._masks = {symbol: mask for symbol, mask in picked_symbols(graph).items() if mask in known}
+        masks = picked_symbols(graph.module.graph)
+        self._masks = {symbol: mask for symbol, mask in masks.items() if mask in self._known}
 
     def count_of(self, node: fx.Node) -> Callable[[], fx.Node] | None:
         """Returns what adds the count to the graph over which a node averages; None: it does not, or over all alike."""

@@ -5,7 +5,7 @@ It runs on a few samples, then on two parts of them, forward and backward.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from enum import Enum
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from autovaruna.graph.facts import Fact
+from autovaruna.graph.facts import Fact, KnownGraph
 from autovaruna.graph.opaque.functions import function_name, run_function
 from autovaruna.graph.opaque.infer_outputs import Trial, run_apart
 from autovaruna.graph.opaque.run import OutputShape, Reduction, Returned, is_differentiable, opaque_module_of
@@ -240,20 +240,12 @@ class _Applied(nn.Module):
         return run_function(self.key, tensors)
 
 
-def infer_function_reductions(
-    graph: fx.Graph, facts: Mapping[str, Fact], batch: Collection[str], device: torch.device
-) -> None:
-    """Tries the kept functions of a graph out; notes what is found at their nodes.
-
-    Args:
-        graph: The graph.
-        facts: What is known of each node.
-        batch: Names of the inputs whose first dimension is the batch.
-        device: Where the graph will run.
-    """
-    sizes = [node.meta["val"].shape[0] for node in graph.find_nodes(op="placeholder") if node.name in batch]
+def infer_function_reductions(graph: KnownGraph, device: torch.device) -> None:
+    """Tries the kept functions of a graph, which will run on `device`, out; notes what is found at their nodes."""
+    nodes, facts, batch = graph.module.graph, graph.facts, graph.batch_inputs
+    sizes = [node.meta["val"].shape[0] for node in nodes.find_nodes(op="placeholder") if node.name in batch]
     known: dict[Any, list[Reduction]] = {}
-    for node in graph.find_nodes(op="call_function", target=run_function):
+    for node in nodes.find_nodes(op="call_function", target=run_function):
         key, sources = node.args
         inputs = [_like(source, facts) for source in sources]
         kind = key, tuple((str(each.shape), each.dtype, each.requires_grad) for each in inputs), precision_of(node)
