@@ -22,7 +22,7 @@ from autovaruna.checkpoint.save import Way
 from autovaruna.checkpoint.state import Content
 from autovaruna.config.settings import Settings, resolve, whole_number
 from autovaruna.errors import InputError, OrderError
-from autovaruna.graph.export.methods import follows_weights, method_of
+from autovaruna.graph.export.methods import OwnMethods, method_of
 from autovaruna.planner.records import Plan
 from autovaruna.runtime.direct_calls import own_code
 from autovaruna.runtime.environment import promise, show_errors_in_few_lines
@@ -97,6 +97,7 @@ class AutoVaruna(nn.Module):
         self.__dict__["module"] = module  # not registered: names must stay the module's own
         self.training = module.training
         self._wrapped = Wrapped(module, optimizer, settings)
+        self._methods = OwnMethods(module, self._wrapped.guards)
         self._persistence = Persistence()
         self._state = State(self._wrapped, self._persistence)
         self._session = Session(self._wrapped, self._state, self._persistence, scaler, copies)
@@ -175,7 +176,7 @@ class AutoVaruna(nn.Module):
             return plain(*args, **kwargs)
         wrapped = self._wrapped
         is_needed = torch.is_grad_enabled() or wrapped.placement.splits(wrapped.parameter_names)
-        if not is_needed or not follows_weights(self.module, plain, args, kwargs, wrapped.device):
+        if not is_needed or not self._methods.follow_weights(name, args, kwargs, wrapped.device):
             return plain(*args, **kwargs)
         self._persistence.poll()
         wrapped.lent.settle()

@@ -202,25 +202,29 @@ class CallReader:
         tensors: list[Tensor] = []
         forward = getattr(getattr(self._model, method), "__func__", None)  # its parameters name the inputs
         try:
-            outline = mode, forward, _outline((tuple(args), dict(kwargs)), tensors)
-        except _UnfamiliarError:
+            known_as = mode, forward, outline((tuple(args), dict(kwargs)), tensors)
+        except UnfamiliarError:
             return describe(self._model, args, kwargs, self._batch_inputs, mode, method, self._batch_dims)
-        known = self._known.get(outline) if forward is not None else None
+        known = self._known.get(known_as) if forward is not None else None
         if known is not None:
             return known.batch_first(tensors), known
         found, call = describe(self._model, args, kwargs, self._batch_inputs, mode, method, self._batch_dims)
         if len(self._known) >= _MOST_KNOWN:
             self._known.clear()
-        self._known[outline] = call
+        self._known[known_as] = call
         return found, call
 
 
-class _UnfamiliarError(Exception):
+class UnfamiliarError(Exception):
     """A part of a call is of a class that no outline tells enough of."""
 
 
-def _outline(value: Any, tensors: list[Tensor]) -> Hashable:
-    """Returns what is equal for values that only differ in the numbers of their tensors, which it collects in order."""
+def outline(value: Any, tensors: list[Tensor]) -> Hashable:
+    """Returns what is equal for values that only differ in the numbers of their tensors, which it collects in order.
+
+    Raises:
+        UnfamiliarError: a part is of a class that no outline tells enough of.
+    """
     kind = type(value)
     if (kind is Tensor or kind is nn.Parameter) and value.layout is torch.strided:
         tensors.append(value)
@@ -228,10 +232,10 @@ def _outline(value: Any, tensors: list[Tensor]) -> Hashable:
     if kind in _CONSTANTS:
         return kind, repr(value)
     if kind is tuple or kind is list:
-        return kind, tuple([_outline(each, tensors) for each in value])
+        return kind, tuple([outline(each, tensors) for each in value])
     if kind is dict and all(type(key) is str for key in value):
-        return tuple(value), tuple([_outline(each, tensors) for each in value.values()])
-    raise _UnfamiliarError
+        return tuple(value), tuple([outline(each, tensors) for each in value.values()])
+    raise UnfamiliarError
 
 
 def _refuse_layouts(names: Sequence[str], tensors: Sequence[Tensor]) -> None:

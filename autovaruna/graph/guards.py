@@ -126,17 +126,14 @@ class Guards:
         """Returns all of it as a text that is equal for calls that one trace serves."""
         if self._read() != self._values:
             self._note_changes()
-        try:
-            training = list(map(_TRAINING, self._modules))
-        except KeyError:  # one keeps it elsewhere
-            training = [module.training for module in self._model.modules()]
-        parameters = [each for each in self._parameters() if each is not None]
-        with DisableTorchFunctionSubclass():  # those that other ranks hold answer through Python otherwise
-            trained = [each.requires_grad for each in parameters]
-        mode = self._changed_words(), training, trained, torch.is_grad_enabled(), current_precision()
+        mode = self._changed_words(), *self._flags(), torch.is_grad_enabled(), current_precision()
         if mode != self._latest:
             self._latest, self._latest_words = mode, _in_words(*mode)
         return self._latest_words
+
+    def snapshot(self) -> Any:
+        """Returns what is equal on this rank while nothing guarded changes in the model; takes note of nothing."""
+        return self._read(), self._flags()
 
     def start(self) -> None:
         """Takes everything as it is now: the model has been traced, for the first time or once more."""
@@ -269,6 +266,16 @@ class Guards:
         values += map(id, chain.from_iterable(map(_VALUES, self._holders)))
         values += map(len, chain(self._places, self._hooks, self._tables, self._buffers))
         return values
+
+    def _flags(self) -> tuple[list[bool], list[bool]]:
+        """Returns which modules are in training, and which parameters are trained."""
+        try:
+            training = list(map(_TRAINING, self._modules))
+        except KeyError:  # one keeps it elsewhere
+            training = [module.training for module in self._model.modules()]
+        parameters = [each for each in self._parameters() if each is not None]
+        with DisableTorchFunctionSubclass():  # those that other ranks hold answer through Python otherwise
+            return training, [each.requires_grad for each in parameters]
 
     def _parameters(self) -> Iterator[Any]:
         """Yields what is in the place of each parameter, None where there is none."""

@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 from autovaruna.errors import InputError
 from autovaruna.graph import random as generators
 from autovaruna.graph.call import CallReader, describe
+from autovaruna.graph.export.methods import OwnMethods
 from autovaruna.graph.guards import Guards, mode_of
 from autovaruna.graph.tree import Opaque, Undelivered, flatten, words
 from tests.graph.models import Function, traced
@@ -431,3 +432,26 @@ def test_a_trace_under_a_debugger_is_the_same() -> None:
         sys.settrace(before)
     assert "line" in lines
     assert list(watched.nodes) == list(plain.nodes) and watched.graph == plain.graph
+
+
+class _Switch(nn.Linear):
+    is_live = False
+    num_asked = 0
+
+    def score(self, x: Tensor) -> Tensor:
+        type(self).num_asked += 1
+        return self(x).sum() if self.is_live else x.sum()
+
+
+def test_a_method_is_looked_at_once_until_the_script_changes_the_model() -> None:
+    model = _Switch(3, 2)
+    model.is_live = False
+    methods = OwnMethods(model, Guards(model))
+    x, cpu = torch.rand(4, 3), torch.device("cpu")
+    assert not any(methods.follow_weights("score", (each,), {}, cpu) for each in (x, x + 1))
+    assert model.num_asked == 1
+    model.is_live = True
+    assert methods.follow_weights("score", (x,), {}, cpu)
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    assert not methods.follow_weights("score", (x,), {}, cpu)

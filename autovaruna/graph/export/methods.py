@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -13,16 +14,50 @@ from torch.distributions import Distribution
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from autovaruna._torch import FakeTensorMode
+from autovaruna.graph.call import UnfamiliarError, outline
 from autovaruna.graph.export.errors import quiet_failure
 from autovaruna.graph.export.fakes import fake_like, faked
+from autovaruna.graph.guards import Guards
 from autovaruna.graph.module_state import as_before
 from autovaruna.graph.tree import flatten
+
+_MOST_KNOWN = 64
 
 
 def method_of(model: nn.Module, value: object, name: str) -> bool:
     """Whether an attribute is a method that the model's own class adds to those of every module."""
     is_public = not (name.startswith("_") or hasattr(nn.Module, name))
     return is_public and isinstance(value, MethodType) and value.__self__ is model
+
+
+class OwnMethods:
+    """Tells which calls of a model's methods return what follows from weights; it asks once for calls that are alike.
+
+    Args:
+        model: The model.
+        guards: What its traces depend on.
+    """
+
+    def __init__(self, model: nn.Module, guards: Guards) -> None:
+        self._model = model
+        self._guards = guards
+        self._known: dict[Hashable, bool] = {}
+        self._snapshot: Any = None
+
+    def follow_weights(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.device) -> bool:
+        """Whether a call of a method returns tensors that have a gradient for weights, which compute on `device`."""
+        find = partial(follows_weights, self._model, getattr(self._model, name), args, kwargs, device)
+        snapshot = self._guards.snapshot()
+        if snapshot != self._snapshot or len(self._known) >= _MOST_KNOWN:
+            self._known.clear()
+        self._snapshot = snapshot
+        try:
+            kind = name, outline((tuple(args), dict(kwargs)), [])
+        except UnfamiliarError:
+            return find()
+        if kind not in self._known:
+            self._known[kind] = find()
+        return self._known[kind]
 
 
 def follows_weights(
