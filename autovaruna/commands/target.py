@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from autovaruna.config.settings import Settings
 from autovaruna.errors import InputError
 from autovaruna.graph.call import describe
+from autovaruna.graph.export.run import Options
 from autovaruna.graph.trace import trace
 from autovaruna.graph.traced import TracedModel
 from autovaruna.session.device import find_device
@@ -56,14 +57,9 @@ def load_target(name: str, settings: Settings, device: torch.device | None = Non
     tensors, call = describe(model, args, kwargs, settings.batch_inputs, batch_dims=settings.batch_dims)
     if call.batch_size < 1:
         raise InputError(f"{name} returned a call of no samples. Expected a batch of one or more. {_EXPECTED}.")
-    traced = trace(
-        model,
-        call,
-        device or find_device(model, settings),
-        is_dynamic=settings.dynamic_batch,
-        micro_batch_size=settings.micro_batch_size or call.batch_size,
-        loss_mode=settings.loss_mode,
-    )
+    size = settings.micro_batch_size or call.batch_size
+    options = Options(settings.dynamic_batch, size, settings.loss_mode)
+    traced = trace(model, call, device or find_device(model, settings), options)
     return Target(model, traced, () if any(tensor.is_meta for tensor in tensors) else tuple(tensors))
 
 

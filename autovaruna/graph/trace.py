@@ -22,11 +22,10 @@ from autovaruna.graph.call import CallSpec
 from autovaruna.graph.cuts import Marker, crossing_sizes, locate, merge_free_blocks
 from autovaruna.graph.export.errors import BatchSizeError, warn_once
 from autovaruna.graph.export.exported import PREFIX, Exported
-from autovaruna.graph.export.run import export
+from autovaruna.graph.export.run import PLAIN, Options, export
 from autovaruna.graph.export.watchers import marked, script_hooks, untouched
 from autovaruna.graph.facts import Fact, KnownGraph, learn
 from autovaruna.graph.grouping import Grouping, group
-from autovaruna.graph.lengths import Places
 from autovaruna.graph.opaque.infer_reduction import infer_function_reductions
 from autovaruna.graph.opaque.run import run_opaque
 from autovaruna.graph.outputs import classify
@@ -84,14 +83,7 @@ def trace(
     model: nn.Module,
     call: CallSpec,
     device: torch.device,
-    *,
-    is_dynamic: bool = True,
-    micro_batch_size: int = 0,
-    loss_mode: str = "auto",
-    has_totals: bool = True,
-    is_added: bool = False,
-    is_parted: bool = True,
-    free: Places = frozenset(),
+    options: Options = PLAIN,
 ) -> TracedModel:
     """Traces one call of a model in its present mode, without running it or holding its numbers.
 
@@ -101,32 +93,24 @@ def trace(
         model: The model; its parameters may be on ``meta``.
         call: The call, from `describe`.
         device: Where the graph will run.
-        is_dynamic: Whether the graph serves every batch size, as far as the model lets it.
-        micro_batch_size: The one size that it serves if not.
-        loss_mode: ``auto``, ``loss`` or ``outputs``.
-        has_totals: Whether micro-batches use what was counted over the whole batch; else, over their own samples.
-        is_added: Whether losses of micro-batches are added up, rather than averaged.
-        is_parted: Whether there may be several micro-batches, for which samples must not meet. If not, a model that
-            fixes its batch size is traced for `micro_batch_size` samples.
-        free: Dimensions of inputs, besides the batch, whose lengths the graph need not fix.
+        options: What the graph is to serve.
 
     Raises:
         TraceError: the model cannot be traced.
     """
     warn_of_untried()
-    options = is_dynamic, micro_batch_size, loss_mode, has_totals, is_added, is_parted, free
     if not script_hooks(model):
-        return _trace(model, call, device, *options)
+        return _trace(model, call, device, options)
     watched = error = None
     try:
         with marked(model):
-            watched = _trace(model, call, device, *options)
+            watched = _trace(model, call, device, options)
     except TraceError as found:  # forward may use what a hook leaves
         error = found
     try:
         with untouched(model):
             can_keep = watched is None or _num_kept(watched) > 0  # else hooks alone would ask for it
-            whole = _trace(model, call, device, *options, can_keep)
+            whole = _trace(model, call, device, replace(options, can_keep=can_keep))
     except TraceError:
         if watched is None:
             raise
@@ -168,35 +152,23 @@ def _refuse_watching(traced: TracedModel) -> None:
                 )
 
 
-def _trace(
-    model: nn.Module,
-    call: CallSpec,
-    device: torch.device,
-    is_dynamic: bool,
-    micro_batch_size: int,
-    loss_mode: str,
-    has_totals: bool,
-    is_added: bool,
-    is_parted: bool,
-    free: Places,
-    can_keep: bool = True,
-) -> TracedModel:
+def _trace(model: nn.Module, call: CallSpec, device: torch.device, options: Options) -> TracedModel:
     with _one_at_a_time:
-        exported, batch_size = _export(model, call, device, is_dynamic, micro_batch_size, is_parted, free, can_keep)
+        exported, batch_size = _export(model, call, device, options)
         sizes = _sizes(exported, call, batch_size)
         facts = learn_written(exported, model, call, batch_size, device)
         parameters = _first_names(dict(model.named_parameters(remove_duplicate=False)))
         buffers = _first_names(dict(model.named_buffers(remove_duplicate=False)))
         known = KnownGraph(exported.module, facts, sizes, call, parameters, buffers)
-        totals = take_totals(known, is_added) if has_totals else NO_TOTALS
+        totals = take_totals(known, options.is_added) if options.has_totals else NO_TOTALS
         infer_function_reductions(known, device)
-        joining = refuse_mixing(model, known) if is_parted else []
+        joining = refuse_mixing(model, known) if options.is_parted else []
         _check_computes(exported, type(model).__qualname__)
         grouping = group(known)
         graph = _build(exported.markers, known, grouping)
         state, changed = parameters | buffers, known.changed_attributes()
         steady = frozenset(state[name] for name in steady_state(known, changed))
-        if is_parted:
+        if options.is_parted:
             _say_what_follows_samples({state[name] for name in changed} - steady, model)
         logger.info("traced %s: %d operations in %d blocks", type(model).__name__, len(facts), len(graph.blocks))
         return TracedModel(
@@ -207,7 +179,7 @@ def _trace(
             repeated=grouping.repeated,
             call=call,
             output_tree=exported.output_tree,
-            outputs=classify(known, exported.output_tree.tensor_paths(), loss_mode),
+            outputs=classify(known, exported.output_tree.tensor_paths(), options.loss_mode),
             parameters=parameters,
             buffers=buffers,
             constants=exported.constants,
@@ -221,25 +193,17 @@ def _trace(
         )
 
 
-def _export(
-    model: nn.Module,
-    call: CallSpec,
-    device: torch.device,
-    is_dynamic: bool,
-    micro_batch_size: int,
-    is_parted: bool,
-    free: Places,
-    can_keep: bool,
-) -> tuple[Exported, int]:
+def _export(model: nn.Module, call: CallSpec, device: torch.device, options: Options) -> tuple[Exported, int]:
     """Returns what torch.export makes of a call, and the number that stands for the batch in it."""
-    batch_size = _hint(model, call) if is_dynamic else micro_batch_size
+    batch_size = _hint(model, call) if options.is_dynamic else options.micro_batch_size
     try:
-        return export(model, call, batch_size, is_dynamic, device, is_parted, can_keep, free), batch_size
+        return export(model, call, batch_size, device, options), batch_size
     except BatchSizeError as error:
-        if is_parted:
+        if options.is_parted:
             raise
         warn_once(logger, model, f"{_OF_EACH_SIZE} {error}")
-    return export(model, call, micro_batch_size, False, device, can_keep=can_keep, free=free), micro_batch_size
+    batch_size = options.micro_batch_size
+    return export(model, call, batch_size, device, replace(options, is_dynamic=False, is_parted=True)), batch_size
 
 
 def _build(markers: Sequence[Marker], known: KnownGraph, grouping: Grouping) -> Graph:

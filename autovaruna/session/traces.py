@@ -17,6 +17,7 @@ from autovaruna.graph.batch.losses import refuse_other_losses
 from autovaruna.graph.batch.state import refuse_single_values
 from autovaruna.graph.call import CallSpec
 from autovaruna.graph.export.errors import warn_once
+from autovaruna.graph.export.run import Options
 from autovaruna.graph.guards import GONE, Guards, Unusable, UsedError
 from autovaruna.graph.lengths import Places
 from autovaruna.graph.trace import trace
@@ -288,11 +289,7 @@ class Traces:
         free: Places = frozenset(),
         is_alone: bool = False,
     ) -> Callable[[], TracedModel]:
-        return partial(
-            trace,
-            self._model,
-            call,
-            self._device,
+        options = Options(
             is_dynamic=is_dynamic,
             micro_batch_size=micro_batch_size,
             loss_mode=self._settings.loss_mode,
@@ -301,6 +298,7 @@ class Traces:
             is_parted=self._settings.num_micro_batches != 1 and not is_alone,
             free=free,
         )
+        return partial(trace, self._model, call, self._device, options)
 
     def _check(self, traced: TracedModel, shared: SharedCall, micro_batch_size: int) -> None:
         """Makes sure that the graph computes what the model does, on the first rank that has it whole. Collective.

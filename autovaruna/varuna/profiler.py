@@ -17,6 +17,7 @@ from autovaruna.config.files import Amount, Count, at_home
 from autovaruna.config.settings import Settings, resolve, whole_number
 from autovaruna.errors import InputError, MeasureError
 from autovaruna.graph.call import describe
+from autovaruna.graph.export.run import Options
 from autovaruna.graph.records import Graph
 from autovaruna.graph.trace import trace
 from autovaruna.graph.traced import TracedModel
@@ -41,7 +42,7 @@ def subject_of(model: nn.Module, inputs: Inputs, device: torch.device, settings:
 
     def act() -> Subject:
         tensors, call = describe(model, (), inputs, settings.batch_inputs)
-        traced = trace(model, call, device, loss_mode=settings.loss_mode)
+        traced = trace(model, call, device, Options(loss_mode=settings.loss_mode))
         return Subject(model, traced, tensors, settings, SpeedWatch(world, device))
 
     return on_all(world, act, "tracing")

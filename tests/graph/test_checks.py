@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from autovaruna.errors import TraceError
 from autovaruna.graph.call import describe
+from autovaruna.graph.export.run import Options
 from autovaruna.graph.outputs import OutputKind
 from autovaruna.graph.trace import trace
 from autovaruna.graph.traced import TracedModel
@@ -286,7 +287,7 @@ def test_samples_that_meet_are_refused(function: Callable[..., Tensor]) -> None:
     """The error says what to do; for one batch size, which a user may ask for, the model is traced as it is."""
     with pytest.raises(TraceError, match=r"mixes the samples of a batch: .*batch_first=True.*dynamic_batch=False"):
         trace(model(function), call_of(model(function), SEQUENCES), CPU)
-    trace(model(function), call_of(model(function), SEQUENCES), CPU, is_dynamic=False, micro_batch_size=3)
+    trace(model(function), call_of(model(function), SEQUENCES), CPU, Options(is_dynamic=False, micro_batch_size=3))
 
 
 def auxiliary(self: nn.Module, x: Tensor) -> Tensor:
@@ -384,7 +385,7 @@ LOSS, SAMPLES, MEAN, TOTAL, SAME = OutputKind
 def returning(make: Any, loss_mode: str = "auto") -> TracedModel:
     """Traces a model that returns what `make` makes of a linear layer's output of shape (3, 4)."""
     model = Function(lambda self, x: make(self.layer(x)), layer=nn.Linear(4, 4))
-    return trace(model, describe(model, (ROWS,), {})[1], CPU, loss_mode=loss_mode)
+    return trace(model, describe(model, (ROWS,), {})[1], CPU, Options(loss_mode=loss_mode))
 
 
 @pytest.mark.parametrize(

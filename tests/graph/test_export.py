@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from autovaruna.errors import TraceError
+from autovaruna.graph.export.run import Options
 from autovaruna.graph.trace import trace
 from autovaruna.graph.verify.eager_vs_graph import compare
 from tests.graph.models import CPU, Function, Pieces, call_of, traced, traced_function
@@ -158,7 +159,7 @@ def test_branches_on_many_large_batches_are_looked_at_together(is_harmless: bool
 def test_a_model_that_mixes_samples_can_be_traced_for_one_size() -> None:
     """Without a dynamic batch it is a graph for that size alone."""
     model = Contrastive()
-    found = trace(model, call_of(model, X), CPU, is_dynamic=False, micro_batch_size=3)
+    found = trace(model, call_of(model, X), CPU, Options(is_dynamic=False, micro_batch_size=3))
     assert found.sizes.symbol is None and found.sizes.batch_size == 3
     x = torch.randn(3, 4)
     assert torch.equal(Pieces(model, found, [0]).run([x])[0], model(x))

@@ -15,6 +15,7 @@ from autovaruna.errors import TraceError
 from autovaruna.graph.batch.operators import Means, Trait, operator_of, rows
 from autovaruna.graph.batch.values import Merge
 from autovaruna.graph.call import describe
+from autovaruna.graph.export.run import Options
 from autovaruna.graph.facts import Fact
 from autovaruna.graph.records import Size
 from autovaruna.graph.trace import trace
@@ -300,7 +301,7 @@ def test_the_batch_dimension_is_found_wherever_it_is() -> None:
 def test_a_graph_for_one_size_has_plain_numbers() -> None:
     """Without a batch symbol every shape is that of the one micro-batch."""
     model = nn.Linear(4, 5)
-    found = trace(model, call_of(model, X), CPU, is_dynamic=False, micro_batch_size=3)
+    found = trace(model, call_of(model, X), CPU, Options(is_dynamic=False, micro_batch_size=3))
     value = found.nodes["linear"].meta["val"]
     assert found.sizes.shape(value, 3) == (3, 5)
     assert found.sizes.num_bytes(value).at(3) == 3 * 5 * 4

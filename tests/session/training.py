@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from autovaruna import AutoVaruna, AutoVarunaError, TraceError
 from autovaruna.graph.call import CallSpec
+from autovaruna.graph.export.run import PLAIN, Options
 from autovaruna.graph.records import Graph
 from autovaruna.graph.trace import trace
 from autovaruna.graph.traced import TracedModel
@@ -139,17 +140,18 @@ _known: dict[Any, TracedModel] = {}
 _one_at_a_time = Lock()
 
 
-def trace_once(token: object, model: nn.Module, call: CallSpec, device: torch.device, **options: Any) -> TracedModel:
+def trace_once(
+    token: object, model: nn.Module, call: CallSpec, device: torch.device, options: Options = PLAIN
+) -> TracedModel:
     """Traces a call of one of several equal models; the graph holds no numbers, so it serves them all.
 
     A graph that calls modules of the model, kept whole, serves that model alone.
     """
-    asked = {**options, "micro_batch_size": 0} if options["is_dynamic"] else options
-    key = (token, repr(model), call.key(), *asked.items())
+    key = token, repr(model), call.key(), replace(options, micro_batch_size=0) if options.is_dynamic else options
     with _one_at_a_time:
         if key in _known:
             return _known[key]
-        traced = trace(model, call, device, **options)
+        traced = trace(model, call, device, options)
         if not traced.has_kept_modules:
             _known[key] = traced
         return traced

@@ -269,6 +269,36 @@ def _kind(tensor: Tensor | None) -> str:
 
 
 @dataclass(frozen=True)
+class Options:
+    """What a graph is to serve.
+
+    Attributes:
+        is_dynamic: whether it serves every batch size, as far as the model lets it.
+        micro_batch_size: the one size that it serves if not.
+        loss_mode: ``auto``, ``loss`` or ``outputs``.
+        has_totals: whether micro-batches use what was counted over the whole batch; else, over their own samples.
+        is_added: whether losses of micro-batches are added up, rather than averaged.
+        is_parted: whether there may be several micro-batches, for which samples must not meet. If not, the first line
+            that fixes the batch size stops a trace for all of them, even inside of a submodule that could be kept
+            whole, and the model is traced for `micro_batch_size` samples.
+        free: dimensions of inputs, besides the batch, whose lengths it need not fix; nothing is kept whole then.
+        can_keep: whether what stops the trace is kept whole.
+    """
+
+    is_dynamic: bool = True
+    micro_batch_size: int = 0
+    loss_mode: str = "auto"
+    has_totals: bool = True
+    is_added: bool = False
+    is_parted: bool = True
+    free: Places = frozenset()
+    can_keep: bool = True
+
+
+PLAIN = Options()
+
+
+@dataclass(frozen=True)
 class Attempt:
     """One trace of a call.
 
@@ -276,23 +306,19 @@ class Attempt:
         model: its parameters may be on ``meta``.
         call: the call to trace.
         batch_size: the number that stands for the batch while tracing.
-        is_dynamic: whether the graph must serve every batch size.
         device: where the graph will run.
+        options: what it is to serve.
         kept: what is kept whole.
         least: the batch size from which on the graph must hold.
-        is_parted: whether there may be several micro-batches; if not, a graph of one batch size does as well.
-        free: dimensions of inputs whose lengths the graph need not fix.
     """
 
     model: nn.Module
     call: CallSpec
     batch_size: int
-    is_dynamic: bool
     device: torch.device
+    options: Options
     kept: Opaque
     least: int = 1
-    is_parted: bool = True
-    free: Places = frozenset()
 
     def run(self) -> Exported:
         """Traces the call.
@@ -307,7 +333,9 @@ class Attempt:
         flat = FlatCall(self.model, self.call, output_trees, left, self.kept.is_told)
         with self._noted(mode) as notes:
             flat.note_batch, flat.idioms = notes.keeper.note_batch, notes.idioms.entered
-            flat.note_lengths = lambda tensors: notes.free.note([tensors[i].shape[d] for i, d in sorted(self.free)])
+            flat.note_lengths = lambda tensors: notes.free.note(
+                [tensors[i].shape[d] for i, d in sorted(self.options.free)]
+            )
             inputs = example_inputs(self.call, self.batch_size, mode, self.device)
             notes.draws.start()
             try:
@@ -322,19 +350,19 @@ class Attempt:
         assert output_trees
         constants, markers = self._tidy(graph_module)
         watched = take_watched(graph_module)
-        lengths = None
-        if self.free:
+        lengths, is_dynamic = None, self.options.is_dynamic
+        if self.options.free:
             _refuse_kept(graph_module)
-            lengths = find_lengths(graph_module, self.call, self.is_dynamic, notes.free.conditions)
+            lengths = find_lengths(graph_module, self.call, is_dynamic, notes.free.conditions)
         return Exported(
             module=graph_module,
             output_tree=output_trees[-1],
             constants=constants,
-            is_dynamic=self.is_dynamic,
+            is_dynamic=is_dynamic,
             markers=markers,
             watched=watched,
             left=tuple(left),
-            greatest=min((size for size, _ in notes.bounds), default=None) if self.is_dynamic else None,
+            greatest=min((size for size, _ in notes.bounds), default=None) if is_dynamic else None,
             asks_for_many=notes.line_of_bound(),
             asks_for_one=next(iter(notes.lone), ""),
             lengths=lengths,
@@ -368,9 +396,9 @@ class Attempt:
         """Returns torch.export's graph, with parameters, buffers and what is kept whole as attributes."""
         dimension = torch.export.Dim("batch", min=1)
         shapes: list[dict[int, Any]] = [
-            {0: dimension} if spec.is_batch and self.is_dynamic else {} for spec in self.call.inputs
+            {0: dimension} if spec.is_batch and self.options.is_dynamic else {} for spec in self.call.inputs
         ]
-        for index, place in self.free:
+        for index, place in self.options.free:
             shapes[index][place] = torch.export.Dim.AUTO
         with warnings.catch_warnings():  # recurrent modules keep their weights twice; torch.export warns of it
             warnings.filterwarnings("ignore", message="The tensor attribute")
@@ -386,20 +414,20 @@ class Attempt:
     def _stop(self, error: Exception, flat: FlatCall, mode: FakeTensorMode, notes: _Notes) -> NoReturn:
         """Asks for another attempt if one may do better than this one, which an error has stopped; else explains it."""
         kept = self.kept
-        if isinstance(error, BatchSizeError) and not (self.is_parted or kept.can_tell):
+        if isinstance(error, BatchSizeError) and not (self.options.is_parted or kept.can_tell):
             raise error
         if notes.draws.are_hidden():
             raise RetryError(replace(kept, notes_draws=True)) from error
         refusal = own_error(flat, example_inputs(self.call, self.call.batch_size, mode, self.device), mode)
         drawn = notes.draws.error()
-        if kept.can_grow and (drawn or not (self.is_dynamic and refusal is None and is_about_batch(error))):
+        if kept.can_grow and (drawn or not (self.options.is_dynamic and refusal is None and is_about_batch(error))):
             retry(drawn or error, self.model, kept, notes.idioms.stopped)
         if isinstance(error, BatchSizeError):
             raise BatchSizeError(f"{error} {advice(self.model, self.call)}") from error
         if isinstance(error, TraceError):
             raise error
         lines = notes.fixing or [each for each in [notes.line_of_bound()] if each]
-        raise explain(error, self.model, self.call, self.is_dynamic, lines, refusal) from error
+        raise explain(error, self.model, self.call, self.options.is_dynamic, lines, refusal) from error
 
     def _tidy(self, graph_module: fx.GraphModule) -> tuple[dict[str, Tensor], tuple[Marker, ...]]:
         """Gives a graph plain names and regions.
@@ -465,16 +493,7 @@ _OF_HOOKS = (
 )
 
 
-def export(
-    model: nn.Module,
-    call: CallSpec,
-    batch_size: int,
-    is_dynamic: bool,
-    device: torch.device,
-    is_parted: bool = True,
-    can_keep: bool = True,
-    free: Places = frozenset(),
-) -> Exported:
+def export(model: nn.Module, call: CallSpec, batch_size: int, device: torch.device, options: Options) -> Exported:
     """Traces one call of a model in its present mode, without running it.
 
     A submodule in which that fails is kept whole.
@@ -483,12 +502,8 @@ def export(
         model: The model; its parameters may be on ``meta``.
         call: The call to trace.
         batch_size: The number that stands for the batch while tracing.
-        is_dynamic: Whether the graph must serve every batch size.
         device: Where the graph will run.
-        is_parted: Whether there may be several micro-batches; if not, the first line that fixes the batch size stops
-            the trace, even inside of a submodule that could be kept whole.
-        can_keep: Whether what stops the trace is kept whole.
-        free: Dimensions of inputs whose lengths the graph need not fix; nothing is kept whole then.
+        options: What it is to serve.
 
     Raises:
         BatchSizeError: the graph would hold for one batch size alone.
@@ -496,12 +511,12 @@ def export(
     """
     check_layouts(model)
     mend_lstm()
-    first = Opaque(modules=hooked(model), can_grow=can_keep)
+    first = Opaque(modules=hooked(model), can_grow=options.can_keep)
     if first.modules:
         warn_once(logger, model, _OF_HOOKS.format(", ".join(sorted(first.modules))))
     kept: Opaque | None = first
     while kept is not None:
-        attempt = Attempt(model, call, batch_size, is_dynamic, device, kept, is_parted=is_parted, free=free)
+        attempt = Attempt(model, call, batch_size, device, options, kept)
         try:
             with quiet_failure():
                 found = attempt.run()
@@ -511,12 +526,10 @@ def export(
             return found
         except RetryError as stopped:
             kept = stopped.kept
-            if free and (kept.modules or kept.functions):
+            if options.free and (kept.modules or kept.functions):
                 raise TraceError(_KEPT) from stopped
         except TraceError as error:
-            if isinstance(error, BatchSizeError) and not is_parted:
-                raise
-            if free:
+            if options.free or (isinstance(error, BatchSizeError) and not options.is_parted):
                 raise
             is_first = kept == replace(first, functions=kept.functions, notes_draws=kept.notes_draws)
             if is_first or not is_of_keeper(error):
@@ -524,7 +537,7 @@ def export(
             kept = None
     with quiet_failure():  # fails again, and says why: nobody has asked for what was kept whole
         last = replace(first, can_grow=False, notes_draws=True)
-        return Attempt(model, call, batch_size, is_dynamic, device, last).run()
+        return Attempt(model, call, batch_size, device, replace(options, is_parted=True, free=frozenset()), last).run()
 
 
 def _check_larger(found: Exported, attempt: Attempt) -> None:
