@@ -15,24 +15,36 @@ from torch import Tensor, fx, nn
 from autovaruna.errors import InputError, TraceError
 from autovaruna.graph.records import CutMark, Size, Value
 
-_OPERATOR = "autovaruna::cut_point"
+CUT, WATCHED = "cut", "watched"
 _tracing = threading.local()
 _FIRST, _LAST = "nothing of the model lies before it", "nothing of the model lies after it"
 
 
-@torch.library.custom_op(_OPERATOR, mutates_args=())
-def _mark(x: Tensor, name: str) -> Tensor:
-    """Marks a tensor in a trace; `_fake` says what comes out."""
+@torch.library.custom_op("autovaruna::mark", mutates_args=())
+def mark(x: Tensor, kind: str, key: str) -> Tensor:
+    """Marks a tensor in a trace, `CUT` or `WATCHED`; `_fake` says what comes out."""
     return x.clone()
 
 
-@_mark.register_fake
-def _fake(x: Tensor, name: str) -> Tensor:
+@mark.register_fake
+def _fake(x: Tensor, kind: str, key: str) -> Tensor:
     """Has the strides of its input, which the operations after it were chosen by."""
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
 
 
-_mark.register_autograd(lambda ctx, gradient: (gradient, None))
+mark.register_autograd(lambda ctx, gradient: (gradient, None, None))
+
+
+def is_mark(node: fx.Node, kind: str = "") -> bool:
+    """Whether a node of a graph is a mark, of one kind if that is given."""
+    return node.target is torch.ops.autovaruna.mark.default and kind in ("", node.args[1])
+
+
+def drop(marks: Sequence[fx.Node]) -> None:
+    """Takes marks out of a graph; what used them uses what they marked."""
+    for node in reversed(marks):
+        node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
+        node.graph.erase_node(node)
 
 
 class CutPoint(nn.Module):
@@ -56,7 +68,7 @@ class CutPoint(nn.Module):
         names: dict[int, str] | None = getattr(_tracing, "names", None)
         if names is None:
             return x
-        marked: Tensor = _mark(x, names.setdefault(id(self), f"cut point {len(names)}"))
+        marked: Tensor = mark(x, CUT, names.setdefault(id(self), f"cut point {len(names)}"))
         return marked
 
 
@@ -129,36 +141,29 @@ def take_markers(module: fx.GraphModule) -> tuple[Marker, ...]:
 def _take(module: fx.GraphModule, is_region: bool = False) -> list[Marker]:
     markers: list[Marker] = []
     kept = 0
+    marks = [node for node in module.graph.nodes if is_mark(node, CUT)]
     for node in list(module.graph.nodes):
         if node.op == "get_attr" and isinstance(region := getattr(module, str(node.target), None), fx.GraphModule):
             markers += _take(region, is_region=True)
-        if _is_marker(node):
+        if node in marks:
             users = tuple(user.name for user in _final_users(node))
-            markers.append(Marker(str(node.args[1]), _source(node).name, users, kept, is_region))
-        else:
-            kept += 1
-    for node in reversed(list(module.graph.nodes)):
-        if _is_marker(node):
-            node.replace_all_uses_with(node.args[0])
-            module.graph.erase_node(node)
+            markers.append(Marker(str(node.args[2]), _source(node).name, users, kept, is_region))
+        kept += not is_mark(node)
+    drop(marks)
     if markers and is_region:
         module.recompile()
     return markers
 
 
-def _is_marker(node: fx.Node) -> bool:
-    return node.target is torch.ops.autovaruna.cut_point.default
-
-
 def _source(node: fx.Node) -> fx.Node:
     source = node.args[0]
     assert isinstance(source, fx.Node)
-    return _source(source) if _is_marker(source) else source
+    return _source(source) if is_mark(source) else source
 
 
 def _final_users(node: fx.Node) -> Iterator[fx.Node]:
     for user in node.users:
-        if _is_marker(user):
+        if is_mark(user):
             yield from _final_users(user)
         else:
             yield user

@@ -10,8 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autovaruna import AutoVaruna
+from autovaruna import AutoVaruna, CutPoint
 from autovaruna.errors import TraceError
+from autovaruna.graph.call import describe
+from autovaruna.graph.trace import trace
 from tests.catalogue.case import Case
 from tests.catalogue.small import CLASSES, WIDTH, labelled
 from tests.reference import compare, plain_steps, sgd
@@ -120,6 +122,19 @@ def test_a_result_that_is_changed_in_place_is_refused() -> None:
             model(X)
 
     on_ranks(pipeline(2, num_micro_batches=2), layers(True), run)
+
+
+def test_a_cut_point_between_hooks_stays_one() -> None:
+    """Marks of both kinds are on one tensor."""
+    seen: list[int] = []
+    model = nn.Sequential(nn.Linear(6, 6), CutPoint(), nn.Linear(6, 1))
+    for layer in model:
+        layer.register_forward_hook(lambda *given: seen.append(len(given[2])))
+    wrapped = AutoVaruna(model, num_micro_batches=2, **QUIET)
+    wrapped(X).square().mean().backward()
+    assert seen == [4] * 6
+    (mark,) = trace(model, describe(model, (X,), {})[1], torch.device("cpu")).graph.cut_marks
+    assert (mark.name, mark.block) == ("1", 1)
 
 
 SIZE = 6

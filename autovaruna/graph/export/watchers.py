@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from autovaruna.errors import InputError, OrderError
+from autovaruna.graph.cuts import WATCHED, drop, is_mark, mark
 from autovaruna.graph.tree import Opaque, Tree, Undelivered, flatten
 
 _TABLES = ("_forward_pre_hooks", "_forward_hooks")
@@ -28,20 +29,6 @@ _CONTAINERS = (list, dict, set, deque, Counter, OrderedDict, defaultdict)
 _DEPTH, _MOST = 4, 100_000
 _NO_RECORDS = (nn.Module, Tensor, type, ModuleType, FunctionType, MethodType)
 _tracing = local()
-
-
-@torch.library.custom_op("autovaruna::watch", mutates_args=())
-def _mark(x: Tensor, key: int) -> Tensor:
-    """Marks a tensor in a trace; `_fake` says what comes out."""
-    return x.clone()
-
-
-@_mark.register_fake
-def _fake(x: Tensor, key: int) -> Tensor:
-    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
-
-
-_mark.register_autograd(lambda ctx, gradient: (gradient, None))
 
 
 @dataclass(frozen=True)
@@ -141,21 +128,19 @@ def _marked(value: Any) -> tuple[Any, list[int]]:
     first = getattr(_tracing, "num_marks", 0)
     _tracing.num_marks = first + len(tensors)
     keys = list(range(first, _tracing.num_marks))
-    return tree.unflatten([_mark(each, key) for each, key in zip(tensors, keys, strict=True)]), keys
+    return tree.unflatten([mark(each, WATCHED, str(key)) for each, key in zip(tensors, keys, strict=True)]), keys
 
 
 def take_watched(module: fx.GraphModule) -> tuple[WatchedCall, ...]:
     """Takes the marks out of a graph; returns the calls that it was traced with."""
     sources: dict[int, str] = {}
     for each in [each for each in module.modules() if isinstance(each, fx.GraphModule)]:
-        marks = each.graph.find_nodes(op="call_function", target=torch.ops.autovaruna.watch.default)
+        marks: list[Any] = [node for node in each.graph.nodes if is_mark(node, WATCHED)]
         for node in marks:
-            source: Any = node.args[0]
-            name = sources[source.args[1]] if source in marks else source.name
-            sources[node.args[1]] = name if each is module else ""
-        for node in marks:
-            node.replace_all_uses_with(node.args[0])
-            each.graph.erase_node(node)
+            source = node.args[0]
+            name = sources[int(source.args[2])] if source in marks else source.name
+            sources[int(node.args[2])] = name if each is module else ""
+        drop(marks)
         if marks and each is not module:
             each.recompile()
     calls = getattr(_tracing, "calls", None) or ()
