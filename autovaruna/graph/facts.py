@@ -26,8 +26,8 @@ from autovaruna.graph.call import CallSpec, InputSpec
 from autovaruna.graph.export.errors import reason_of
 from autovaruna.graph.export.exported import Exported
 from autovaruna.graph.export.fakes import example_inputs, fake_like
+from autovaruna.graph.lengths import Sizes
 from autovaruna.graph.precision import in_precision, precision_of, without_autocast
-from autovaruna.graph.sizes import Sizes
 from autovaruna.graph.source_lines import origin
 
 

@@ -14,8 +14,7 @@ from torch import Tensor, fx
 
 from autovaruna.errors import TraceError
 from autovaruna.graph.facts import Fact, KnownGraph, tensors_in
-from autovaruna.graph.lengths import free_value
-from autovaruna.graph.sizes import Sizes
+from autovaruna.graph.lengths import Sizes, free_value
 from autovaruna.graph.source_lines import origin
 
 

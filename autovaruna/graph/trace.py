@@ -17,7 +17,6 @@ from autovaruna.errors import TraceError
 from autovaruna.graph.batch.mixing import refuse_mixing
 from autovaruna.graph.batch.state import steady_state
 from autovaruna.graph.batch.totals import NO_TOTALS, take_totals
-from autovaruna.graph.build import Builder
 from autovaruna.graph.call import CallSpec
 from autovaruna.graph.cuts import Marker, crossing_sizes, locate, merge_free_blocks
 from autovaruna.graph.export.errors import BatchSizeError, warn_once
@@ -25,12 +24,12 @@ from autovaruna.graph.export.exported import PREFIX, Exported
 from autovaruna.graph.export.run import PLAIN, Options, export
 from autovaruna.graph.export.watchers import marked, script_hooks, untouched
 from autovaruna.graph.facts import Fact, KnownGraph, learn
-from autovaruna.graph.grouping import Grouping, group
-from autovaruna.graph.opaque.infer_reduction import infer_function_reductions
+from autovaruna.graph.grouping import Builder, Grouping, group
+from autovaruna.graph.lengths import Sizes
+from autovaruna.graph.opaque.infer import infer_function_reductions
 from autovaruna.graph.opaque.run import run_opaque
 from autovaruna.graph.outputs import classify
 from autovaruna.graph.records import Graph
-from autovaruna.graph.sizes import Sizes
 from autovaruna.graph.traced import TracedModel, is_same_graph
 from autovaruna.graph.tree import Opaque
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from autovaruna._torch import OpOverload
-from autovaruna.graph.build import signature
+from autovaruna.graph.grouping import signature
 from autovaruna.graph.pieces.deferral import Deferred, SplitPiece, direct, split_backward
 from autovaruna.graph.pieces.extract import Argument, Piece, Source, extract
 from autovaruna.graph.precision import precision_of

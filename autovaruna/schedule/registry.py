@@ -1,14 +1,255 @@
-"""Lists the policies by name; a new schedule is one file in `policies` and one line here."""
+"""Defines the schedules, one a policy with a drawing of itself, and lists them by name."""
 
 from __future__ import annotations
 
-from autovaruna.schedule.policies.deepest_first import DeepestFirst
-from autovaruna.schedule.policies.gpipe import GPipe
-from autovaruna.schedule.policies.interleaved import Interleaved
-from autovaruna.schedule.policies.one_f_one_b import OneFOneB
-from autovaruna.schedule.policies.varuna import Varuna
-from autovaruna.schedule.policies.zero_bubble import ZeroBubble
-from autovaruna.schedule.policy import Policy
+from collections.abc import Sequence
+
+from autovaruna.errors import ScheduleError
+from autovaruna.schedule.instruction import BACKWARD, FORWARD, RECOMPUTE, WEIGHT
+from autovaruna.schedule.pipeline import Pipeline, deepest_in_flight
+from autovaruna.schedule.policy import Choice, Policy, num_in_flight, pick_in_turn
+from autovaruna.schedule.replica import Replica
+
+
+class GPipe(Policy):
+    """Runs all forwards, then all backwards.
+
+        rank 0 | 0F0 0F1 0F2 0F3  .   .   .   .  0B0 0B1 0B2 0B3
+        rank 1 |  .  1F0 1F1 1F2 1F3  .   .  1B0 1B1 1B2 1B3  .
+        rank 2 |  .   .  2F0 2F1 2F2 2F3 2B0 2B1 2B2 2B3  .   .
+
+    Backwards go in ascending order of micro-batches, unlike in the paper, so that gradients are summed in the order of
+    one process. Simple, and the depth is the number of micro-batches. The one way to run a model that returns outputs
+    instead of a loss.
+
+    References:
+        Huang et al., GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism, NeurIPS 2019.
+    """
+
+    name = "gpipe"
+
+    def pick(self, replicas: Sequence[Replica]) -> Choice | None:
+        """Chooses the deepest forward; backwards once the rank has no forward left."""
+        for replica in replicas:
+            if replica.can_forward:
+                return replica, FORWARD
+        if any(replica.forwards < replica.num_micro_batches for replica in replicas):
+            return None
+        for replica in replicas:
+            if replica.can_backward:
+                return replica, BACKWARD
+        for replica in replicas:
+            if replica.can_recompute:
+                return replica, RECOMPUTE
+        return None
+
+    def depth(self, pipeline: Pipeline, stage: int, replica: int) -> int:
+        """Returns the number of the replica's micro-batches."""
+        allowed, needed = pipeline.stages[stage].in_flight, deepest_in_flight(pipeline, stage)
+        if allowed < needed:
+            raise ScheduleError(
+                f"stage {stage}: gpipe holds {needed} micro-batches in flight, the plan allows {allowed}; "
+                "use 1f1b or varuna, or plan with more memory"
+            )
+        return needed
+
+
+class Varuna(Policy):
+    """Runs what frees memory first: backward, then recompute, then forward; never waits.
+
+        rank 0 | 0F0 0F1 0F2 0R0  .  0B0 0F3 0R1 0B1 0R2 0B2 0R3  .   .  0B3
+        rank 1 |  .  1F0 1F1 1R0 1B0 1F2 1R1 1B1 1R2 1B2 1F3 1R3  .  1B3  .
+        rank 2 |  .   .  2F0 2B0 2F1 2B1 2F2 2B2  .   .   .  2F3 2B3  .   .
+
+    A recompute goes before forwards once its gradient is here. Before that it fills the time in which neither forward
+    nor backward may run, and so overlaps with the backward of the next stage. The last stage goes backward right after
+    each forward, so it never recomputes. While a gradient is late the rank runs ahead with forwards, as far as the
+    depth allows; while an activation is late it recomputes and goes backward.
+
+    The paper starts a recompute, before any forward, as soon as the next stage has begun its backward. In simulations
+    of uneven chains of 2 to 8 stages that was slower everywhere, by 1 to 6 %: it holds up the forwards that the next
+    stages wait for. For the same reason `1f1b` with the same depth, where forwards come before recomputes, is often
+    faster than this order by a few percent.
+
+    References:
+        Athlur et al., Varuna: Scalable, Low-cost Training of Massive Deep Learning Models, EuroSys 2022, section 3.2.
+    """
+
+    name = "varuna"
+
+    def pick(self, replicas: Sequence[Replica]) -> Choice | None:
+        """Chooses backward, else a recompute whose gradient is here, else forward, else any recompute."""
+        for replica in replicas:
+            if replica.can_backward:
+                return replica, BACKWARD
+        for replica in replicas:
+            if replica.can_recompute and replica.has_gradient:
+                return replica, RECOMPUTE
+        for replica in replicas:
+            if replica.can_forward:
+                return replica, FORWARD
+        for replica in replicas:
+            if replica.can_recompute:
+                return replica, RECOMPUTE
+        return None
+
+    def recomputes(self, pipeline: Pipeline, stage: int) -> bool:
+        """Returns whether the stage recomputes; the last one does not."""
+        return pipeline.recomputes(stage) and not pipeline.is_last(stage)
+
+
+class OneFOneB(Policy):
+    """Runs forwards up to the in-flight depth (warm-up), then one backward and one forward in turn.
+
+        rank 0 | 0F0 0F1 0F2  .   .  0B0 0F3 0B1  .  0B2  .  0B3
+        rank 1 |  .  1F0 1F1  .  1B0 1F2 1B1 1F3 1B2  .  1B3  .
+        rank 2 |  .   .  2F0 2B0 2F1 2B1 2F2 2B2 2F3 2B3  .   .
+
+    The turn is the depth's doing: a stage at its depth goes backward, one below it goes forward, and one that cannot
+    have its turn takes the other. A rank with several stages first serves those whose turn is backward, deepest first.
+    A last stage of depth 1 goes backward right after each forward, so it never recomputes; more depth there pays only
+    if its rank has other stages. Elsewhere a recompute goes right before its backward, or earlier if there is nothing
+    else to do.
+    The drawing has depth S - s; see `latency_depth` for slow links.
+
+    References:
+        Narayanan et al., PipeDream: Generalized Pipeline Parallelism for DNN Training, SOSP 2019.
+        Narayanan et al., Efficient Large-Scale Language Model Training on GPU Clusters, SC 2021 (interleaving).
+    """
+
+    name = "1f1b"
+
+    def pick(self, replicas: Sequence[Replica]) -> Choice | None:
+        """Chooses a backward whose turn it is, else the deepest forward, else any backward, else a recompute."""
+        return pick_in_turn(replicas, replicas)
+
+    def recomputes(self, pipeline: Pipeline, stage: int) -> bool:
+        """Returns whether the stage recomputes; the last one at depth 1 does not."""
+        return pipeline.recomputes(stage) and not (pipeline.is_last(stage) and pipeline.stages[stage].in_flight == 1)
+
+
+class ZeroBubble(OneFOneB):
+    """Runs as 1F1B, but computes gradients of weights apart from backward, when there is nothing else to do.
+
+        rank 0 | 0F0 0F1 0F2  .   .  0B0 0F3 0W0 0B1 0W1 0B2 0W2 0B3 0W3
+        rank 1 |  .  1F0 1F1  .  1B0 1F2 1B1 1F3 1W0 1B2 1W1 1B3 1W2 1W3
+        rank 2 |  .   .  2F0 2B0 2F1 2B1 2F2 2B2 2F3 2W0 2B3 2W1 2W2 2W3
+
+    The stage before waits for the gradients of activations alone, so backwards follow each other sooner, and weight
+    gradients (W) fill what was bubble. Whatever is deferred holds memory; a stage that has deferred as many as the plan
+    allows computes the oldest before its next backward. With as many as 1F1B has in flight less, that is one more on
+    each later stage, the memory of the first stage is that of all (ZB-H1 in the paper); more hides slow links.
+
+    The paper finds the order by search, and goes on to the next step before the optimizer's checks are done. Here the
+    order is greedy, which in equal stages without latency reaches the lower bound of a step, and steps stay apart.
+
+    References:
+        Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024.
+    """
+
+    name = "zero_bubble"
+
+    def pick(self, replicas: Sequence[Replica]) -> Choice | None:
+        """Chooses weight gradients that a backward waits for, else what 1F1B does, else any weight gradients."""
+        for replica in replicas:
+            if replica.is_blocked and replica.has_gradient:
+                return replica, WEIGHT
+        choice = super().pick(replicas)
+        if choice is not None:
+            return choice
+        for replica in replicas:
+            if replica.can_weight:
+                return replica, WEIGHT
+        return None
+
+    def splits(self, pipeline: Pipeline, stage: int) -> bool:
+        """Returns whether the plan lets the stage defer weight gradients."""
+        return pipeline.needs_gradients and pipeline.stages[stage].deferred > 0
+
+
+class Interleaved(Policy):
+    """Takes as many micro-batches through a stage as there are ranks before any goes through the rank's next stage.
+
+        rank 0 | 0F0 0F1 2F0 2F1 0F2 2B0 0F3 2B1 2F2 0B0 2F3 0B1  .  2B2  .  2B3 0B2 0B3
+        rank 1 |  .  1F0 1F1 3F0 3B0 3F1 3B1 1F2 1B0 1F3 1B1 3F2 3B2 3F3 3B3 1B2 1B3  .
+
+    Such a *round* keeps a stage at work while its activations arrive one by one. Of several stages that of the earliest
+    round goes first; within a round the first stage forward, the last one backward. Each rank takes turns as a whole:
+    forwards run until the last of its stages has begun and a gradient can have come back to it (two for each stage
+    behind), then both in turn. What is late gives way to whatever else may run, so each stage keeps to its own depth.
+    With equal stages, v of them on each of P ranks in turn, a step takes ``(P - 1) / v`` micro-batches longer than the
+    work alone, for P - 1 with one stage a rank. Micro-batches that are no multiple of P make longer rounds.
+
+    References:
+        Narayanan et al., Efficient Large-Scale Language Model Training on GPU Clusters, SC 2021, section 2.2, where
+        the order is a fixed table for multiples of P micro-batches.
+    """
+
+    name = "interleaved"
+
+    def pick(self, replicas: Sequence[Replica]) -> Choice | None:
+        """Chooses a backward if it is the rank's turn, else a forward, else any backward or recompute."""
+        backwards = [each for each in replicas if each.has_gradient or each.can_recompute]
+        forwards = [each for each in replicas if each.can_forward]
+        if not (backwards or forwards):
+            return None
+        num_rounds = _num_rounds(replicas)
+        if len(backwards) > 1:
+            backwards.sort(key=lambda each: (_round(each, each.backwards, num_rounds), -each.stage))
+        if len(forwards) > 1:
+            forwards.sort(key=lambda each: (_round(each, each.forwards, num_rounds), each.stage))
+        is_turn = bool(backwards) and _is_ahead(replicas, num_rounds)
+        return pick_in_turn(backwards, forwards, is_turn=is_turn)
+
+
+def _num_rounds(replicas: Sequence[Replica]) -> int:
+    """Returns how many rounds a rank makes, each of as many micro-batches as lie stages between two of its own."""
+    deepest, first = replicas[0], replicas[-1]
+    apart = (deepest.stage - first.stage) // max(1, len(replicas) - 1)
+    return max(1, first.num_micro_batches // max(1, apart))
+
+
+def _round(replica: Replica, k: int, num_rounds: int) -> int:
+    """Returns the round of a replica's k-th micro-batch; rounds differ by one micro-batch at most."""
+    return ((k + 1) * num_rounds - 1) // max(1, replica.num_micro_batches)
+
+
+def _is_ahead(replicas: Sequence[Replica], num_rounds: int) -> bool:
+    """Returns whether a rank runs forwards no longer: its last stage has begun, and gradients can be on their way."""
+    deepest = replicas[0]
+    longest = -(-deepest.num_micro_batches // num_rounds)
+    needed = 1 + (len(replicas) - 1) * longest + 2 * deepest.num_later
+    return num_in_flight(replicas) >= needed
+
+
+class DeepestFirst(Policy):
+    """Runs forwards until the rank, over all its stages, is as far ahead as its backwards need; then both in turn.
+
+        rank 0 | 0F0 0F1 2F0 2F1 0F2 2B0 0F3 2B1 2F2 0B0  .  2B2 2F3 0B1  .  2B3 0B2 0B3
+        rank 1 |  .  1F0 1F1 3F0 3B0 3F1 3B1 1F2 1B0 3F2 3B2 1F3 1B1 3F3 3B3 1B2 1B3  .
+
+    In 1F1B each stage takes turns by itself, which leaves ranks with several stages idle. Here the turn is the rank's:
+    a backward comes first once the rank holds as many micro-batches in flight as its first stage may, or as it runs
+    forwards until the first gradient reaches its last stage (one for each stage from its first to its last, two for
+    each one behind). Of several stages the deepest goes first. Each stage still keeps to its own depth. Where stages
+    recompute, or differ much, this is often faster than `interleaved`.
+    """
+
+    name = "deepest_first"
+
+    def pick(self, replicas: Sequence[Replica]) -> Choice | None:
+        """Chooses a backward if it is the rank's turn, else the deepest forward, else any backward or recompute."""
+        is_turn = _is_far_ahead(replicas)
+        return pick_in_turn(replicas, replicas, is_turn=is_turn)
+
+
+def _is_far_ahead(replicas: Sequence[Replica]) -> bool:
+    """Returns whether a rank has as many micro-batches in flight as it needs; its stages come deepest first."""
+    deepest, first = replicas[0], replicas[-1]
+    needed = 1 + deepest.stage - first.stage + 2 * deepest.num_later
+    held = num_in_flight(replicas)
+    return held >= needed and held >= first.depth
+
 
 POLICIES: dict[str, Policy] = {
     policy.name: policy for policy in (GPipe(), OneFOneB(), Varuna(), Interleaved(), DeepestFirst(), ZeroBubble())

@@ -1,7 +1,8 @@
 """Describes a call of the model on all ranks, which must agree on everything but the number of samples.
 
 Ranks that are to pass the same mini-batch are compared in a few calls: each stage takes what it needs from its own
-rank's copy, and with other samples there a step would join the inputs of some samples with the labels of others.
+rank's copy, and with other samples there a step would join the inputs of some samples with the labels of others. What
+the script does on a rank between calls must be the same on every rank, too, and is kept account of.
 """
 
 from __future__ import annotations
@@ -9,21 +10,112 @@ from __future__ import annotations
 import inspect
 import logging
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import wraps
+from operator import is_
 from typing import Any
 from zlib import crc32
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from autovaruna.config.settings import Settings, replicas_of
 from autovaruna.errors import InputError, RankError
 from autovaruna.graph.call import CallSpec
+from autovaruna.graph.guards import is_plain
 from autovaruna.runtime.batch import GlobalBatch, MicroBatch
 from autovaruna.runtime.world import World, differences, gather_on_all
 from autovaruna.session.batch_values import Totals
-from autovaruna.session.script_actions import Digest
+
+Digest = tuple[Hashable, ...]
+_STEP, _ZERO = "steps of the optimizer", "calls of its zero_grad()"
+
+
+class ScriptActions:
+    """What a script has done with a model and its optimizer, none of which the ranks do together.
+
+    Ranks that do other things would train copies of the weights that differ, without another sign of it.
+    """
+
+    def __init__(self) -> None:
+        self._counts: Counter[str] = Counter({_STEP: 0, _ZERO: 0})
+        self._optimizer: Optimizer | None = None
+        self._groups: list[str] = []
+        self._raw: list[Any] | None = None  # options none of which can change by itself; None: some can
+        self._latest: list[Any] = []
+        self._digest = 0
+
+    def note(self, act: str) -> None:
+        """Counts an act."""
+        self._counts[act] += 1
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of the optimizer so far."""
+        return self._counts[_STEP]
+
+    def watch(self, optimizer: Optimizer, groups: Sequence[Sequence[str]]) -> None:
+        """Counts what is done with an optimizer from now on, and reads its options.
+
+        Args:
+            optimizer: The optimizer.
+            groups: First names of the parameters of each group of the whole optimizer.
+        """
+        self._optimizer = optimizer
+        self._groups = [f"{len(names)} from {names[0]} to {names[-1]}" if names else "none" for names in groups]
+        optimizer.register_step_post_hook(self._note_step)
+        optimizer.zero_grad = self._counted(optimizer.zero_grad, _ZERO)  # type: ignore[method-assign]
+
+    def _note_step(self, *_: object) -> None:
+        self._counts[_STEP] += 1
+
+    def digest(self) -> Digest:
+        """Returns what is short, and equal for ranks that have done the same."""
+        groups = [] if self._optimizer is None else self._optimizer.param_groups
+        raw = [value for group in groups for name, value in group.items() if name != "params"]
+        if self._raw is None or len(raw) != len(self._raw) or not all(map(is_, raw, self._raw)):
+            self._raw = raw if all(map(is_plain, raw)) else None
+            options = list(self._options())
+            if options != self._latest:
+                self._latest, self._digest = options, crc32(repr(options).encode())
+        return *sorted(self._counts.items()), type(self._optimizer).__name__, self._digest
+
+    def words(self) -> dict[str, str]:
+        """Returns all of it in words."""
+        words = {"the optimizer": "none" if self._optimizer is None else type(self._optimizer).__name__}
+        words |= {f"the number of {act}": str(count) for act, count in self._counts.items()}
+        return words | {
+            f"{name} of the optimizer's group {place}": repr(value) for place, name, value in self._options()
+        }
+
+    def _options(self) -> Iterator[tuple[int, str, Any]]:
+        """Yields group, name and value of each option that the optimizer's class declares, and the parameters."""
+        if self._optimizer is not None:
+            yield from ((place, "parameters", names) for place, names in enumerate(self._groups))
+            for place, group in enumerate(self._optimizer.param_groups):
+                for name in self._optimizer.defaults:
+                    yield place, name, _plain(group.get(name))
+
+    def _counted(self, act: Callable[..., None], what: str) -> Callable[..., None]:
+        @wraps(act)
+        def counted(*args: Any, **kwargs: Any) -> None:
+            self.note(what)
+            act(*args, **kwargs)
+
+        return counted
+
+
+def _plain(value: object) -> object:
+    """Returns an option as a number or a text; what is neither says nothing, for it may differ between processes."""
+    if isinstance(value, Tensor):
+        return value.item() if value.numel() == 1 and value.device.type == "cpu" else None
+    if isinstance(value, tuple | list):
+        return tuple(map(_plain, value))
+    return value if is_plain(value) else None
+
 
 _OF_ONE_RANK = {
     "memory_limit_bytes",

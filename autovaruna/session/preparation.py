@@ -26,7 +26,6 @@ from autovaruna.graph.batch.state import batch_norms
 from autovaruna.graph.records import Graph
 from autovaruna.graph.traced import TracedModel
 from autovaruna.log import phase
-from autovaruna.planner.candidate import priced
 from autovaruna.planner.deployment import (
     Deployment,
     Fingerprint,
@@ -271,10 +270,6 @@ class Preparation:
 
         plan = self._on_all(read, "loading the deployment")
         return self._world.broadcast_object(plan, 0, "sharing the deployment")  # type: ignore[no-any-return]
-
-    def measured_again(self) -> Plan:
-        """Returns the plan as it is predicted by what is measured now; nothing changes. Collective."""
-        return priced(self.plan, self._measured_problem())
 
     def _new_plan(self) -> Plan:
         """Measures, searches, and saves the deployment. Collective; rank 0 searches for all."""

@@ -21,8 +21,8 @@ from autovaruna.runtime.optimizers.optimizer import CutOptimizer, OwnSteps, with
 from autovaruna.runtime.weights.placement import OwnedState, Placement
 from autovaruna.runtime.weights.state import StateCopies
 from autovaruna.runtime.world import World
+from autovaruna.session.calls import Digest, ScriptActions
 from autovaruna.session.device import bring_to_own_device
-from autovaruna.session.script_actions import Digest, ScriptActions
 from autovaruna.session.stopping import Stopping, listen
 
 

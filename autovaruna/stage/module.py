@@ -170,9 +170,3 @@ def _check_kind(name: str, now: Tensor, known: Tensor) -> None:
             f"The buffer {name} has been replaced by one of another kind after the first call: got {got}, expected "
             f"{expected}. Wrap the changed model anew."
         )
-
-
-def zero_gradients(leaves: Mapping[ParameterUse, Tensor]) -> None:
-    """Forgets the gradients of an earlier step."""
-    for leaf in leaves.values():
-        leaf.grad = None

@@ -16,13 +16,12 @@ from torch import Tensor, fx
 
 from autovaruna._torch import OpOverload
 from autovaruna.errors import InputError
-from autovaruna.graph.batch.drawn import join_tried
+from autovaruna.graph.batch.drawn import Powers, join_tried
 from autovaruna.graph.batch.interpret import Values
 from autovaruna.graph.batch.operators import MEAN, Means, Trait, arguments, has, is_listed, name_of, operator_of
-from autovaruna.graph.batch.powers import Powers
 from autovaruna.graph.batch.values import Source, reached
 from autovaruna.graph.opaque.functions import run_function
-from autovaruna.graph.opaque.infer_reduction import reduction_of
+from autovaruna.graph.opaque.infer import reduction_of
 from autovaruna.graph.opaque.run import Reduction
 from autovaruna.graph.outputs import OutputKind
 from autovaruna.graph.source_lines import origin

@@ -14,13 +14,13 @@ from torch import Tensor, fx, nn
 
 from autovaruna._torch import OpOverload
 from autovaruna.errors import TraceError
-from autovaruna.graph.advice import advice
 from autovaruna.graph.batch.drawn import are_in_turn, follows_place
 from autovaruna.graph.batch.interpret import Values, has_numbers, is_long, read
 from autovaruna.graph.batch.operators import MEAN, Trait, arguments, has, name_of, operator_of
 from autovaruna.graph.batch.values import Reach, reached
+from autovaruna.graph.export.errors import advice
 from autovaruna.graph.facts import KnownGraph, tensors_in
-from autovaruna.graph.opaque.infer_reduction import opaque_name, reduction_of
+from autovaruna.graph.opaque.infer import opaque_name, reduction_of
 from autovaruna.graph.opaque.run import Reduction
 from autovaruna.graph.source_lines import modules_of, origin
 

@@ -20,6 +20,7 @@ from torch import Tensor, fx
 
 from autovaruna._torch import OpOverload
 from autovaruna.errors import TraceError
+from autovaruna.graph.batch.drawn import Powers
 from autovaruna.graph.batch.interpret import Values, from_inputs, has_numbers, is_number, picked_symbols
 from autovaruna.graph.batch.operators import (
     KEEPING,
@@ -35,7 +36,6 @@ from autovaruna.graph.batch.operators import (
     has,
     operator_of,
 )
-from autovaruna.graph.batch.powers import Powers
 from autovaruna.graph.batch.values import (
     Merge,
     Share,

@@ -20,7 +20,6 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from autovaruna._torch import FakeTensorMode, call_impl, mend_lstm
 from autovaruna.errors import InputError, TraceError
-from autovaruna.graph.advice import advice
 from autovaruna.graph.call import CallSpec
 from autovaruna.graph.cuts import Marker, named_cut_points, take_markers
 from autovaruna.graph.export.assertions import take_checks
@@ -37,6 +36,7 @@ from autovaruna.graph.export.errors import (
     TRANSFORMS,
     BatchSizeError,
     InModuleError,
+    advice,
     chain_of,
     check_layouts,
     check_operations,

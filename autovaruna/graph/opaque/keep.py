@@ -1,7 +1,7 @@
 """Keeps submodules that cannot be traced whole: each call of one is one node of the graph.
 
 While a model is traced, a call of such a module leaves the operator ``autovaruna::module``; `take_modules` makes each a
-call of `run_opaque`. What the module returns is learned by trying it out (`infer_outputs.py`).
+call of `run_opaque`. What the module returns is learned by trying it out (`infer.py`).
 
 So are recurrent modules on packed sequences, whose length depends on numbers. What ``pack_padded_sequence`` computes of
 the lengths is a stand-in here, which holds the padded tensor; the module that is called on it is kept with the packing
@@ -27,8 +27,7 @@ from torch.nn.utils import rnn
 
 from autovaruna.errors import TraceError
 from autovaruna.graph.guards import HOOKS
-from autovaruna.graph.opaque.infer_outputs import CannotKeepError, Trial, copy_of, own_tensors, run_apart
-from autovaruna.graph.opaque.infer_reduction import infer_reductions
+from autovaruna.graph.opaque.infer import CannotKeepError, Trial, copy_of, infer_reductions, own_tensors, run_apart
 from autovaruna.graph.opaque.run import OpaqueModule, places_of, run_opaque
 from autovaruna.graph.precision import current_precision
 from autovaruna.graph.source_lines import users_line

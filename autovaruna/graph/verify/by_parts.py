@@ -18,10 +18,9 @@ from torch import Tensor, fx, nn
 
 from autovaruna._torch import OpOverload
 from autovaruna.errors import TraceError
-from autovaruna.graph.advice import FOR_COUNTS
 from autovaruna.graph.batch.values import is_of_batch
-from autovaruna.graph.export.errors import first_line
-from autovaruna.graph.opaque.infer_reduction import reduction_of
+from autovaruna.graph.export.errors import FOR_COUNTS, first_line
+from autovaruna.graph.opaque.infer import reduction_of
 from autovaruna.graph.opaque.run import Reduction
 from autovaruna.graph.outputs import OutputKind, joined, opened
 from autovaruna.graph.source_lines import origin

@@ -1,1 +1,0 @@
-"""Holds the policies, one a file."""
