@@ -46,9 +46,22 @@ def train(case: Case, size: int, num_steps: int, **settings: Any) -> Any:
     return train_rank(case, model, optimizer, [case.batch(size, step) for step in range(num_steps)])
 
 
-def tied_weights() -> Any:
-    """Trains three steps with one weight on both stages."""
-    return train(CASES["tied"], 8, 3, **TWO_STAGES)
+PLAIN: dict[str, tuple[Case, int, list[list[int]]]] = {
+    "tied": (CASES["tied"], 8, [[0], [1]]),
+    "three_users": (CASES["three_users"], 8, [[0], [1], [0], [1]]),
+    "late": (LATE, 8, [[0], [1]]),
+    "chain": (CASES["chain"], 18, [[0], [1]]),
+    "keywords": (CASES["keywords"], 8, [[0], [1]]),
+}
+"""What peers cannot train at all, or train wrongly: a model, the samples of a batch, and the ranks of stages."""
+
+
+def trained() -> Any:
+    """Returns the records of three steps of each of them."""
+    return {
+        name: train(case, size, 3, **{**TWO_STAGES, "stage_ranks": ranks})
+        for name, (case, size, ranks) in PLAIN.items()
+    }
 
 
 def two_steps_without_zeroing() -> Any:
@@ -63,22 +76,6 @@ def two_steps_without_zeroing() -> Any:
 def batch_norm_statistics() -> Any:
     """Returns the statistics after three steps."""
     return train(CASES["batch_norm"], 8, 3, **TWO_STAGES).buffers
-
-
-def value_of_three_users() -> Any:
-    """Trains with a value that two later stages use (two stages a rank)."""
-    stages = {**TWO_STAGES, "stage_ranks": [[0], [1], [0], [1]]}
-    return train(CASES["three_users"], 8, 3, **stages)
-
-
-def input_of_a_later_stage() -> Any:
-    """Trains with an input that the last stage uses alone, and a dict between stages."""
-    return train(LATE, 8, 3, **TWO_STAGES)
-
-
-def uneven_micro_batches() -> Any:
-    """Trains on 18 samples in 4 micro-batches."""
-    return train(CASES["chain"], 18, 3, **TWO_STAGES)
 
 
 def evaluation() -> Any:
@@ -149,11 +146,6 @@ def input_gradients() -> Any:
     x = batch["x"].clone().requires_grad_()
     model(x=x, y=batch["y"]).backward()
     return x.grad
-
-
-def keyword_arguments() -> Any:
-    """Trains a model that is called with keywords which are no tensors."""
-    return train(CASES["keywords"], 8, 2, **TWO_STAGES)
 
 
 def uneven_ranks() -> Any:
