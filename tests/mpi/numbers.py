@@ -1,4 +1,4 @@
-"""What `test_numbers.py` and `test_peers.py` run on ranks: many cases in one job."""
+"""What `test_numbers.py` runs on ranks: many cases in one job."""
 
 from __future__ import annotations
 
@@ -134,14 +134,6 @@ def numbers(names: Sequence[str], replicated: Sequence[str]) -> dict[str, Rows]:
     """Runs everything that `test_numbers.py` looks at."""
     torch.set_num_threads(1)
     return quietly(lambda: {"stages": by_partition(names), "replicas": by_replica(replicated)})
-
-
-def stories(names: Sequence[str]) -> Rows:
-    """Runs the stories of `test_peers.py` by name."""
-    from tests.mpi import peers
-
-    torch.set_num_threads(1)
-    return quietly(lambda: {name: getattr(peers, name)() for name in names})
 
 
 class Tiny(nn.Module):

@@ -69,18 +69,24 @@ def test_each_backward_may_start_from_other_outputs(name: str, setup: str) -> No
 
 
 def test_ranks_may_use_different_outputs() -> None:
+    """Each has the gradient of its own input."""
     case, batch = CASES["outputs_tuple"], CASES["outputs_tuple"].batch(7, 0)
     sizes = [4, 3]
 
     def run(model: AutoVaruna, optimizer: Any, rank: int) -> Record:
-        model(*share_of(batch, sizes, rank)[0])[rank].mean().backward()
-        return Record(gradients=[gradients_of(model)])
+        x = share_of(batch, sizes, rank)[0][0].clone().requires_grad_()
+        model(x)[rank].mean().backward()
+        assert x.grad is not None
+        return Record(gradients=[gradients_of(model) | {f"x of rank {rank}": x.grad}])
 
     found = merge(on_ranks(pipeline(2, num_micro_batches=4, settings={"inputs": "per_rank"}), case.model(), run))
     model = case.model()
-    first, second = (model(*share_of(batch, sizes, rank)[0])[rank].mean() for rank in (0, 1))
+    x = batch[0][0].clone().requires_grad_()
+    first, second = (model(each)[rank].mean() for rank, each in enumerate(x.split(sizes)))
     ((4 * first + 3 * second) / 7).backward()
-    compare(found, Record(gradients=[plain_gradients(model)]))
+    assert x.grad is not None
+    own = {f"x of rank {rank}": each for rank, each in enumerate(x.grad.split(sizes))}
+    compare(found, Record(gradients=[plain_gradients(model) | own]))
 
 
 @pytest.mark.parametrize("kind", ["tuple", "dict", "dataclass", "none"])
