@@ -331,15 +331,6 @@ def test_repeated_nodes_come_along_or_stay_outside() -> None:
     assert len(bare.named(Source.VALUE)) == len(whole.named(Source.VALUE)) + 1
 
 
-def test_a_tied_parameter_has_an_argument_for_each_block() -> None:
-    """Each block that uses a parameter has its own gradient of it, so that sums have one order."""
-    _, traced, _ = prepared("tied", has_dropout=True)
-    nodes = {name for block in traced.graph.blocks for name in block.nodes}
-    piece = extract(traced, nodes, [traced.outputs[0].node])
-    blocks = [a.block for a in piece.arguments if a.source is Source.PARAMETER and a.name == "words.weight"]
-    assert blocks == sorted(set(blocks)) and len(blocks) == 2
-
-
 def test_random_numbers_depend_on_step_micro_batch_and_node_alone() -> None:
     """Equal coordinates draw equal numbers, any other differ, and the user's generator does not notice."""
 

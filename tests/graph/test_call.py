@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import subprocess
 import sys
 import warnings
@@ -20,7 +19,6 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from autovaruna.errors import InputError
-from autovaruna.graph import random as generators
 from autovaruna.graph.call import CallReader, describe
 from autovaruna.graph.export.methods import OwnMethods
 from autovaruna.graph.guards import Guards, mode_of
@@ -64,14 +62,6 @@ def test_names_are_identifiers_and_differ() -> None:
     """Keys that are no identifiers, or that read alike, still give a name each."""
     found = names(X, {"a b": Y, "a-b": Y, "a_b": Y})
     assert len(set(found)) == 4 and all(name.isidentifier() for name in found)
-
-
-def test_the_tensors_come_in_the_order_of_the_names() -> None:
-    """What `describe` takes out is the very tensors, and the tree puts them back."""
-    tensors, call = describe(MODEL, (X,), {"mask": Y, "flag": True})
-    assert tensors[0] is X and tensors[1] is Y
-    args, kwargs = call.tree.unflatten(tensors)
-    assert args[0] is X and kwargs["mask"] is Y and kwargs["flag"] is True
 
 
 def test_batches_are_found_by_the_first_size() -> None:
@@ -310,18 +300,6 @@ def test_a_class_that_gives_no_keys_is_taken_apart() -> None:
         assert tree.tensor_paths() == paths and tree.constants() == []
 
 
-def test_paths_are_what_a_person_would_write() -> None:
-    """Names of tensors in messages lead to them."""
-    _, tree = flatten({"x": [A, Answer(B)]}, "batch")
-    assert tree.tensor_paths() == ["batch['x'][0]", "batch['x'][1].scores"]
-
-
-def test_keys_tell_constants_and_structures_apart() -> None:
-    """Two calls share a key if they differ in tensors alone."""
-    keys = [flatten(value)[1].key() for value in ((A, 1), (B, 1), (A, 2), (A, True), [A, 1], (A, None))]
-    assert keys[0] == keys[1] and len(set(keys)) == 5
-
-
 def test_an_opaque_leaf_is_asked_for() -> None:
     """A class that hides tensors is not taken apart; whoever rebuilds says what stands in its place."""
     tensors, tree = flatten((A, Cache()), "output")
@@ -391,22 +369,6 @@ def test_words_do_not_say_where_an_object_lies_or_how_a_set_is_ordered() -> None
 
 
 WIDE = torch.zeros(3, 12)
-
-
-def test_modules_are_not_looked_at_one_by_one_unless_something_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    looks = []
-    place = generators._place
-    monkeypatch.setattr(generators, "_place", lambda: (looks.append(1), place())[1])
-    traced(nn.Sequential(*(nn.Linear(12, 12) for _ in range(9))), WIDE)
-    assert len(looks) == 2
-
-
-def test_a_module_that_draws_is_found_in_the_second_look() -> None:
-    def noisy(self: Any, x: Tensor) -> Tensor:
-        return x * random.random()
-
-    model = nn.Sequential(nn.Linear(12, 12), Function(noisy), nn.Linear(12, 12))
-    assert any(name.startswith("module") for name in traced(model, WIDE).nodes)
 
 
 def test_a_trace_under_a_debugger_is_the_same() -> None:

@@ -20,7 +20,7 @@ from autovaruna.graph.export.run import Options
 from autovaruna.graph.outputs import OutputKind
 from autovaruna.graph.trace import trace
 from autovaruna.graph.traced import TracedModel
-from autovaruna.graph.verify.eager_vs_graph import compare, distance
+from autovaruna.graph.verify.eager_vs_graph import compare
 from tests.graph.models import CPU, Function, call_of, traced
 
 X = torch.linspace(-1, 1, 48).reshape(4, 12)
@@ -142,16 +142,6 @@ def test_what_rounding_does_is_no_difference() -> None:
     for node in trace.module.graph.find_nodes(op="call_function", target=torch.ops.aten.clone.default):
         node.args = node.args[:1]
     look(model, trace)
-
-
-def test_distances() -> None:
-    one = torch.tensor([1.0, 4.0])
-    assert distance(one, one.clone()) == 0.0
-    assert distance(one, torch.tensor([1.0, 3.0])) == pytest.approx(1 / 3)
-    assert distance(one, one.double()) == torch.inf
-    assert distance(torch.tensor([torch.nan, 1.0]), torch.tensor([torch.nan, 1.0])) == 0.0
-    assert distance(torch.tensor([torch.inf, 1.0]), torch.tensor([-torch.inf, 1.0])) == torch.inf
-    assert distance(torch.tensor([3]), torch.tensor([4])) == 0.25
 
 
 class State:

@@ -13,10 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from autovaruna.errors import TraceError
-from autovaruna.graph.export.run import Options
-from autovaruna.graph.trace import trace
 from autovaruna.graph.verify.eager_vs_graph import compare
-from tests.graph.models import CPU, Function, Pieces, call_of, traced, traced_function
+from tests.graph.models import CPU, Function, traced
 
 X = torch.zeros(3, 4)
 
@@ -57,35 +55,6 @@ class Fixed(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x.reshape(3, 4) + self.offsets  # the reshape
-
-
-class Inner(nn.Module):
-    """Assigns, adds to and counts in buffers, one of them twice."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
-        self.register_buffer("mean", torch.zeros(4))
-        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.layer(x)
-        self.mean = 0.9 * self.mean + 0.1 * out.detach().mean(dim=0)
-        self.calls += 1
-        self.calls += 1
-        return out - self.mean
-
-
-class Outer(nn.Module):
-    """Holds the module whose buffers change, one level down."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = nn.ModuleDict({"deep": inner})
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.inner["deep"](x)
-        return out.square()
 
 
 def test_a_branch_on_numbers_is_shown() -> None:
@@ -156,61 +125,10 @@ def test_branches_on_many_large_batches_are_looked_at_together(is_harmless: bool
             traced(model, X)
 
 
-def test_a_model_that_mixes_samples_can_be_traced_for_one_size() -> None:
-    """Without a dynamic batch it is a graph for that size alone."""
-    model = Contrastive()
-    found = trace(model, call_of(model, X), CPU, Options(is_dynamic=False, micro_batch_size=3))
-    assert found.sizes.symbol is None and found.sizes.batch_size == 3
-    x = torch.randn(3, 4)
-    assert torch.equal(Pieces(model, found, [0]).run([x])[0], model(x))
-
-
 def test_a_lazy_parameter_is_refused() -> None:
     """A parameter without a shape is named."""
     with pytest.raises(TraceError, match=r"weight has no shape yet.*run one batch"):
         traced(nn.Sequential(nn.LazyLinear(3)), X)
-
-
-def test_buffers_assigned_in_nested_modules_are_kept() -> None:
-    """An assignment, an in-place addition and a second one all reach the buffer, two calls in a row."""
-    model, x = Outer(Inner()), torch.randn(5, 4)
-    found = traced(model, X)
-    assert found.changed_state == {"inner.deep.mean", "inner.deep.calls"}
-    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    pieces = Pieces(model, found, [0])
-    outputs = pieces.run([x])
-    assert all(torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())
-    assert torch.equal(outputs[0], model(x))
-    assert all(torch.equal(pieces.buffers[name], buffer) for name, buffer in model.named_buffers())
-    assert model.inner["deep"].calls == 2
-
-
-def test_a_buffer_of_another_kind_is_refused() -> None:
-    """A buffer that grows cannot be kept on a stage; the error names it and both kinds."""
-
-    def grow(self: nn.Module, x: Tensor) -> Tensor:
-        self.seen = torch.cat((self.seen, self.seen))
-        return x * 2.0
-
-    with pytest.raises(TraceError, match=r"'seen'.*\(8,\).*\(4,\)"):
-        traced_function(grow, X, seen=torch.zeros(4))
-
-
-def test_changes_under_no_grad_are_kept() -> None:
-    """A region that torch wraps is not thrown away for having no users."""
-
-    def counted(self: nn.Module, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            self.total.add_(x.sum(dim=0))
-        return self.layer(x)
-
-    model, x = Function(counted, layer=nn.Linear(4, 4), total=torch.zeros(4)), torch.randn(5, 4)
-    found = traced(model, X)
-    assert found.changed_state == {"total"}
-    pieces = Pieces(model, found, [0])
-    pieces.run([x])
-    model(x)
-    assert torch.equal(pieces.buffers["total"], model.total)
 
 
 def test_placeholders_and_attributes_have_the_users_names() -> None:

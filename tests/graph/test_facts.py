@@ -15,32 +15,11 @@ from autovaruna.errors import TraceError
 from autovaruna.graph.batch.operators import Means, Trait, operator_of, rows
 from autovaruna.graph.batch.values import Merge
 from autovaruna.graph.call import describe
-from autovaruna.graph.export.run import Options
-from autovaruna.graph.facts import Fact
-from autovaruna.graph.records import Size
-from autovaruna.graph.trace import trace
 from autovaruna.graph.verify.eager_vs_graph import EagerVsGraph, compare
 from tests.catalogue import CASES
-from tests.graph.models import CPU, Function, call_of, named, traced, traced_function
+from tests.graph.models import CPU, Function, named, traced, traced_function
 
 X = torch.zeros(3, 4)
-
-
-def facts_of(function: object, *starts: str, **parts: nn.Module | Tensor) -> list[Fact]:
-    """Returns the facts of the nodes whose names start with each text."""
-    model = traced_function(function, X, **parts)  # type: ignore[arg-type]
-    return [model.facts[named(model, start)] for start in starts]
-
-
-def test_gradients_follow_parameters_and_stop_at_detach() -> None:
-    """What a parameter feeds needs a gradient; what is detached, frozen or made of inputs alone does not."""
-
-    def mixed(self: nn.Module, x: Tensor) -> Tensor:
-        return self.learned(x).tanh() + self.learned(x).detach().cos() + self.frozen(x).sin() + x.exp()
-
-    parts = {"learned": nn.Linear(4, 4), "frozen": nn.Linear(4, 4).requires_grad_(False)}
-    found = facts_of(mixed, "tanh", "cos", "sin", "exp", **parts)
-    assert [fact.needs_gradient for fact in found] == [True, False, False, False]
 
 
 def test_what_is_written_into_needs_a_gradient() -> None:
@@ -52,31 +31,13 @@ def test_what_is_written_into_needs_a_gradient() -> None:
         other[:, :2] = x[:, :2]
         return out.exp() + other.exp()
 
-    found = facts_of(filled, "zeros", "ones", layer=nn.Linear(4, 4))
-    assert [fact.needs_gradient for fact in found] == [True, False]
+    model = traced_function(filled, X, layer=nn.Linear(4, 4))
+    assert [model.facts[named(model, start)].needs_gradient for start in ("zeros", "ones")] == [True, False]
 
 
-def test_views_share_memory_and_copies_do_not() -> None:
-    """A view is made of its argument's storage; arithmetic and contiguous copies are not."""
-
-    def viewed(self: nn.Module, x: Tensor) -> Tensor:
-        out = self.layer(x).t()
-        return out.contiguous().exp().view(-1)
-
-    found = facts_of(viewed, "t", "contiguous", "exp", "view", layer=nn.Linear(4, 4))
-    assert [fact.is_view for fact in found] == [True, False, False, True]
-    assert found[3].makes == found[2].makes
-
-
-def test_changes_are_seen() -> None:
-    """In-place operations write; so does batch normalisation, whose schema does not say so, while it trains."""
-    (add,) = facts_of(lambda self, x: self.layer(x).add_(1.0), "add_", layer=nn.Linear(4, 4))
-    assert add.writes and add.writes <= add.reads and not add.is_view
-    norm = nn.BatchNorm1d(4)
-    (trained,) = facts_of(lambda self, x: self.norm(x), "batch_norm", norm=norm)
-    assert len(trained.writes) == 2
-    model = traced(nn.Sequential(nn.BatchNorm1d(4).eval()), X)
-    assert not model.facts["batch_norm"].writes and not model.changed_state
+def test_arithmetic_is_counted() -> None:
+    """A linear of 4 by 5 takes 40 operations a sample."""
+    assert traced(nn.Linear(4, 5), X).graph.blocks[0].num_flops_per_sample == 40
 
 
 def test_changes_are_seen_by_what_the_schema_says() -> None:
@@ -110,46 +71,6 @@ def test_dropout_is_random_only_while_it_drops() -> None:
 
     model = traced_function(attended, X)
     assert [f.is_random for n, f in model.facts.items() if n.startswith("scaled")] == [True, False]
-
-
-def test_a_random_region_is_random() -> None:
-    """Noise drawn under no_grad, in a region of its own, is seeded as one node."""
-
-    def noisy(self: nn.Module, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            noise = torch.rand_like(x) * 2.0
-        return self.layer(x) * noise
-
-    model = traced_function(noisy, X, layer=nn.Linear(4, 4))
-    assert sum(fact.is_random for fact in model.facts.values()) == 1
-
-
-def test_arithmetic_is_counted() -> None:
-    """A linear of 4 by 5 takes 40 operations a sample."""
-    model = traced(nn.Linear(4, 5), X)
-    assert model.facts["linear"].num_flops == 2 * 4 * 5 * model.sizes.batch_size
-    assert model.graph.blocks[0].num_flops_per_sample == 40
-
-
-def test_values_are_fakes_of_the_hint() -> None:
-    """The pass holds shapes alone, for a batch size that no other dimension has."""
-    model = traced(nn.Linear(4, 7), X)
-    value = model.facts["linear"].value
-    assert value.shape == (model.sizes.batch_size, 7) and model.sizes.batch_size not in (4, 7)
-    assert isinstance(value, torch._subclasses.FakeTensor)
-
-
-def test_each_operation_has_its_own_arithmetic() -> None:
-    """What comes after a product, or before it, has none of its arithmetic, recalled or not."""
-
-    def several(self: nn.Module, x: Tensor) -> Tensor:
-        first = self.layer(x).view(-1, 2, 2).transpose(1, 2)
-        return self.layer(first.reshape(-1, 4).split(2, dim=1)[0].repeat(1, 2))
-
-    model = traced_function(several, X, layer=nn.Linear(4, 4))
-    product = 2 * 4 * 4 * model.sizes.batch_size
-    found = {name: fact.num_flops for name, fact in model.facts.items() if fact.num_flops}
-    assert found == {"linear": product, "linear_1": product}
 
 
 class Base(nn.Module):
@@ -264,48 +185,6 @@ def test_shapes_are_those_of_the_run(batch_size: int) -> None:
         if isinstance(fake, Tensor):
             assert found.sizes.shape(fake, batch_size) == value.shape, name
             assert found.sizes.num_bytes(fake).at(batch_size) == value.numel() * value.element_size(), name
-
-
-def test_bytes_have_a_fixed_part_and_one_that_grows() -> None:
-    """A padded value is a line with both; a table is all fixed; an activation all grows."""
-    model = traced_function(shaped, X, layer=nn.Linear(4, 4))
-    sizes = {name: model.sizes.num_bytes(model.nodes[name].meta["val"]) for name in ("linear", "cat_1")}
-    assert sizes == {"linear": Size(0.0, 16.0), "cat_1": Size(64.0, 32.0)}
-    assert model.sizes.num_bytes(model.nodes[named(model, "arange")].meta["val"]).sample_bytes == 0
-
-
-def test_numbers_that_follow_from_the_batch_are_sizes() -> None:
-    """x.shape[0] and what is computed from it are numbers, not blocks."""
-
-    def halved(self: nn.Module, x: Tensor) -> Tensor:
-        return self.layer(x).reshape(x.shape[0] * 2, 2)
-
-    model = traced_function(halved, X, layer=nn.Linear(4, 4))
-    sizes = [node for node in model.nodes.values() if model.sizes.is_given(node)]
-    assert sizes and not {node.name for node in sizes} & model.block_of.keys()
-    assert model.sizes.number(sizes[-1].meta["val"], 5) == 10
-
-
-def test_the_batch_dimension_is_found_wherever_it_is() -> None:
-    """It may be moved; a value without one has None."""
-
-    def moved(self: nn.Module, x: Tensor) -> Tensor:
-        return self.layer(x).t().exp().sum(dim=1)
-
-    model = traced_function(moved, X, layer=nn.Linear(4, 4))
-    found = {start: model.sizes.batch_dimension(model.nodes[named(model, start)].meta["val"])
-             for start in ("linear", "exp", "sum")}  # fmt: skip
-    assert found == {"linear": 0, "exp": 1, "sum": None}
-
-
-def test_a_graph_for_one_size_has_plain_numbers() -> None:
-    """Without a batch symbol every shape is that of the one micro-batch."""
-    model = nn.Linear(4, 5)
-    found = trace(model, call_of(model, X), CPU, Options(is_dynamic=False, micro_batch_size=3))
-    value = found.nodes["linear"].meta["val"]
-    assert found.sizes.shape(value, 3) == (3, 5)
-    assert found.sizes.num_bytes(value).at(3) == 3 * 5 * 4
-    assert found.sizes.batch_dimension(value) == 0 and not found.sizes.mixes_samples(value)
 
 
 aten = torch.ops.aten
@@ -442,18 +321,6 @@ def test_whole_dimensions_are_not_sliced() -> None:
     assert slices(lambda self, x: x[:, :8] * 2 + x[:, 0:8:1]) == []
     assert len(slices(lambda self, x: x[:, ::2] * 2)) == 1
     assert len(slices(lambda self, x: x[:, :7] * 2)) == 1
-
-
-def test_regions_are_tidied_too() -> None:
-    """What runs under ``no_grad`` is a graph in the graph."""
-
-    def detached(self: object, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            part = x[:, :]
-        return x * part
-
-    graphs = traced_function(detached, DRAWN).nodes.values()
-    assert not any(node.target is torch.ops.aten.slice.Tensor for node in graphs)
 
 
 def test_what_is_written_to_a_whole_slice_is_written() -> None:
