@@ -16,8 +16,7 @@ from autovaruna import AutoVaruna
 from autovaruna.runtime.environment import get_world
 from tests.catalogue import CASES, Batch, Case
 from tests.reference import OPTIMIZERS, Record, sgd
-from tests.session.precision import WAYS, Way, loop
-from tests.session.test_precision import MIXED
+from tests.session.test_precision import MIXED, WAYS, Way, loop
 from tests.session.training import (
     Setup,
     gradients_of,

@@ -14,7 +14,7 @@ from tests.mpi.launch import run_on_ranks, warm
 from tests.mpi.numbers import CHOSEN, LARGE, SIZE, STEPS, Tiny, optimizer_of, samples, sizes_of, stage_counts
 from tests.products import WHOLE
 from tests.reference import OPTIMIZERS, Record, bit_equal, compare, plain_steps
-from tests.session.precision import WAYS, plain_in
+from tests.session.test_precision import WAYS, plain_in
 from tests.session.training import merge, weighted_losses
 
 pytestmark = pytest.mark.timeout(1000)

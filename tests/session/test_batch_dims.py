@@ -271,48 +271,6 @@ def test_the_setting_is_read_from_each_source() -> None:
         resolve({"batch_dims": {"src": 1}, "dynamic_batch": False})
 
 
-class Tagger(nn.Module):
-    """Gives each word of a text a row of scores, time before batch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(WORDS, WIDTH)
-        self.body = nn.TransformerEncoderLayer(WIDTH, 2, 16, 0.0, "gelu")
-        self.head = nn.Linear(WIDTH, 3)
-
-    def forward(self, words: Tensor) -> Tensor:
-        return self.head(self.body(self.embed(words))).flatten(0, 1)
-
-
-def test_few_lengths_are_traced() -> None:
-    """A length of time that has varied once is not traced again; each has its own order of rows."""
-    plain = made(Tagger)
-    begin = copy.deepcopy(plain)
-
-    def train(model: Any, optimizer: Any) -> list[Tensor]:
-        outputs = []
-        for length in (4, 7, 3, 9, 5):
-            rows = model(drawn(length, length, BATCH))
-            (rows * torch.arange(3.0 * len(rows)).sin().view(-1, 3)).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            outputs.append(rows.detach())
-        return outputs
-
-    def run(model: AutoVaruna, optimizer: Any, rank: int) -> Any:
-        outputs = train(model, optimizer)
-        assert model._session.traces is not None
-        assert model._session.traces.num_traced <= 2
-        return outputs, weights_of(model)
-
-    expected = train(plain, sgd(plain.parameters()))
-    setup = pipeline(2, num_micro_batches=2, settings={"batch_dims": {"words": 1}})
-    for outputs, weights in on_ranks(setup, begin, run):
-        for found, right in zip(outputs, expected, strict=True):
-            torch.testing.assert_close(found, right)
-        assert_alike(weights, plain)
-
-
 class Scored(nn.Module):
     """Returns the loss of the words that count."""
 

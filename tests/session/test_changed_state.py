@@ -326,18 +326,6 @@ def test_a_change_counts(change: Callable[[Optioned], None]) -> None:
     )
 
 
-def test_a_value_set_back_needs_no_new_trace() -> None:
-    """The words of the start return with the value of the start."""
-    model = Optioned()
-    guards = Guards(model)
-    before = guards.words()
-    guards.start()
-    model.scale = 2.0
-    assert "attributes=scale:2.0" in guards.words() and "scale:2.0" in guards.words()
-    model.scale = 1.0
-    assert guards.words() == before
-
-
 def test_what_a_call_sets_itself_is_no_change() -> None:
     """Ranks set it apart, each on its own stages."""
     model = Optioned()

@@ -13,8 +13,7 @@ from torch._dynamo.utils import counters
 from autovaruna import AutoVaruna
 from tests.catalogue import CASES, Case
 from tests.reference import bit_equal, compare
-from tests.session.precision import WAYS, Trained, train_in
-from tests.session.test_precision import MIXED
+from tests.session.test_precision import MIXED, WAYS, Trained, train_in
 from tests.session.training import QUIET, Setup, pipeline
 
 SIZES = (9, 7)

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import logging
-import pickle
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autovaruna import AutoVaruna, AutoVarunaError, InputError, OrderError, TraceError
+from autovaruna import AutoVaruna, InputError, OrderError, TraceError
 from autovaruna.errors import PlanError
 from autovaruna.runtime.transport.threads import run_ranks
 from autovaruna.runtime.world import World
@@ -60,35 +58,6 @@ def stepped(wrapped: AutoVaruna) -> AutoVaruna:
     """Makes a step."""
     wrapped(**BATCH).backward()
     return wrapped
-
-
-def second_derivative() -> None:
-    model = Net()
-    loss = AutoVaruna(model, **ONE)(**BATCH)
-    torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
-
-
-def empty_first() -> None:
-    AutoVaruna(Net(), **ONE)(x=BATCH["x"][:0], y=BATCH["y"][:0])
-
-
-def script() -> None:
-    AutoVaruna(torch.jit.script(nn.Linear(WIDTH, WIDTH)), **ONE)(BATCH["x"])
-
-
-MISTAKES: tuple[tuple[Callable[[], Any], type[AutoVarunaError], str], ...] = (
-    (lambda: pickle.dumps(stepped(AutoVaruna(Net(), **ONE))), InputError, r"pickle.*save_checkpoint\(\)"),
-    (second_derivative, OrderError, "create_graph=True"),
-    (empty_first, InputError, "empty batch"),
-    (script, TraceError, "TorchScript.*take the one that it was made of"),
-    (lambda: AutoVaruna(Function(lambda x, y: x), **ONE)(**BATCH), TraceError, "computes nothing"),
-)
-
-
-@pytest.mark.parametrize(("act", "error", "words"), MISTAKES)
-def test_mistakes_get_a_sentence(act: Callable[[], Any], error: type[AutoVarunaError], words: str) -> None:
-    with pytest.raises(error, match=words):
-        act()
 
 
 def test_a_model_without_parameters_is_one_block() -> None:
@@ -140,16 +109,6 @@ def test_a_cast_of_the_inner_module_after_the_split_says_what_to_do() -> None:
     run_ranks(2, be_rank)
 
 
-def test_lbfgs_needs_all_parameters_on_each_rank() -> None:
-    def be_rank(world: World) -> None:
-        model = Net()
-        optimizer = torch.optim.LBFGS(model.parameters())
-        with pytest.raises(InputError, match=r"LBFGS joins numbers of several parameters.*num_replicas=2"):
-            AutoVaruna(model, optimizer, **TWO)(**BATCH)
-
-    run_ranks(2, be_rank)
-
-
 class Bags(nn.Module):
     """Averages embeddings in bags that begin at offsets."""
 
@@ -172,45 +131,13 @@ class Words(nn.Module):
         return self.table(words).square().mean()  # type: ignore[no-any-return]
 
 
-class Steps(nn.Module):
-    """Goes on from a state, in which the batch is the second dimension."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.cell = nn.GRU(WIDTH, WIDTH, batch_first=True)
-
-    def forward(self, x: Tensor, state: Tensor) -> Tensor:
-        return self.cell(x, state)[0].mean()  # type: ignore[no-any-return]
-
-
-class Images(nn.Module):
-    """Takes a list of images."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.kernel = nn.Conv2d(3, 4, 3)
-
-    def forward(self, images: list[Tensor]) -> Tensor:
-        return torch.stack([self.kernel(each[None]).mean() for each in images]).mean()
-
-
 NO_BATCH: list[tuple[nn.Module, tuple[Any, ...], str]] = [
     (
         Bags(),
         (torch.tensor([0, 2, 3, 7]), torch.arange(9), torch.zeros(4).long()),
         "offsets says where bags begin .*pad",
     ),
-    (
-        Steps(),
-        (torch.ones(4, 3, WIDTH), torch.ones(1, 4, WIDTH)),
-        r"batch, which state \(1, 4, 12\) has in another one",
-    ),
     (Words(), (torch.arange(8).view(4, 2) % 3,), "scale_grad_by_freq has gradients go by how often"),
-    (
-        Images(),
-        ([torch.ones(3, 5, 6), torch.ones(3, 6, 5)],),
-        "in a list .images_0, images_1. are .*micro_batches=1, dynamic_batch",
-    ),
 ]
 
 
@@ -354,35 +281,6 @@ def test_those_settings_have_the_numbers_of_plain_pytorch(cause: str) -> None:
     model.zero_grad()
     for record in on_ranks(Setup(((0, 1),), 1, settings=WHOLE), model, step, sgd):
         compare(record, expected)
-
-
-class Signs(nn.Module):
-    """Goes through NumPy."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (self.layer(x) * torch.from_numpy(np.sign(x.numpy()))).mean()
-
-
-class Dropped(nn.Module):
-    """Draws from NumPy's generator."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (self.layer(x) if np.random.rand() < 0.5 else x).mean()
-
-
-@pytest.mark.parametrize(("model", "words"), [(Signs(), r"np\.sign.*NumPy.*torch\.sign"), (Dropped(), r"draws from")])
-def test_what_is_no_control_flow_is_not_called_so(model: nn.Module, words: str) -> None:
-    with pytest.raises(TraceError, match=words) as caught:
-        AutoVaruna(model, num_micro_batches=2, **QUIET)(random(4, 4))
-    assert "control flow" not in str(caught.value)
 
 
 class TwoSteps(torch.optim.SGD):
