@@ -22,17 +22,18 @@ from autovaruna.checkpoint.manifest import MANIFEST, _own_checksum
 from autovaruna.checkpoint.source import INDEX, STATE
 from autovaruna.commands.trace import read_bars, summary
 from autovaruna.config.files import PACKAGED
-from autovaruna.config.settings import resolve
+from autovaruna.config.settings import Settings, resolve
 from autovaruna.errors import AutoVarunaError, ConfigError
 from autovaruna.graph.call import describe
 from autovaruna.graph.trace import trace
-from autovaruna.planner.deployment import Fingerprint, deployment_of, load, plan_from, save
+from autovaruna.planner.deployment import Fingerprint, deployment_of, save
 from autovaruna.planner.records import UNKNOWN_LINK
 from autovaruna.planner.search import make_plan
 from autovaruna.profiler.cache import ProfileCache
 from autovaruna.profiler.measure import measure, to_profile
 from autovaruna.profiler.records import Cluster
 from autovaruna.profiler.roofline import read_device
+from autovaruna.session.preparation import read_saved_plan
 from autovaruna.varuna.auto_config import AutoConfig
 from autovaruna.varuna.launcher import read_machines, read_variables
 from autovaruna.varuna.profiler import Facts, ProfileFolder
@@ -173,8 +174,10 @@ def plans(root: Path) -> list[Reader]:
     problem = make_problem(8, 3, 12, num_stages=3)
     memory = problem.cluster.memory_bytes
     fingerprint = Fingerprint("abc", {"global batch": "12"}, 3, (3,), "cpu", memory, {"optimizer_bytes_factor": 2.0})
-    save(root / "deployment.json", deployment_of(make_plan(problem), problem.graph, fingerprint))
-    return [Reader(root / "deployment.json", lambda: plan_from(load(root / "deployment.json"), problem.graph))]
+    file = root / "deployment.json"
+    save(file, deployment_of(make_plan(problem), problem.graph, fingerprint))
+    settings = Settings(deployment_file=str(file), load_deployment=True)
+    return [Reader(file, lambda: read_saved_plan(settings, fingerprint, problem.graph))]
 
 
 def profiles(root: Path) -> list[Reader]:

@@ -15,19 +15,9 @@ from torch import Tensor, nn
 from autovaruna import AutoVaruna
 from autovaruna.runtime.environment import get_world
 from tests.catalogue import CASES, Batch, Case
-from tests.reference import OPTIMIZERS, Record, sgd
+from tests.reference import OPTIMIZERS, Record, gradients_of, sgd
 from tests.session.test_precision import MIXED, WAYS, Way, loop
-from tests.session.training import (
-    Setup,
-    gradients_of,
-    pipeline,
-    planned,
-    share_of,
-    trace_shared,
-    train,
-    train_rank,
-    with_state,
-)
+from tests.session.training import Setup, pipeline, planned, share_of, trace_shared, train, train_rank, with_state
 
 STEPS, SIZE = 3, 8
 NUM_MICRO_BATCHES = 4

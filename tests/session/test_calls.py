@@ -16,8 +16,8 @@ from autovaruna import AutoVaruna, InputError
 from autovaruna.runtime.transport.threads import run_ranks
 from autovaruna.runtime.world import World
 from tests.catalogue.small import CLASSES, WIDTH, labelled
-from tests.reference import sgd
-from tests.session.training import QUIET, Setup, gradients_of, on_ranks, pipeline, planned
+from tests.reference import gradients_of, sgd
+from tests.session.training import QUIET, Setup, on_ranks, pipeline, planned, same_gradients
 
 SETTINGS = {"inputs": "per_rank"}
 SETUPS = {
@@ -248,17 +248,7 @@ def of_gradients(model: Any) -> None:
 @pytest.mark.parametrize("setup", STAGES)
 @pytest.mark.parametrize("act", [of_loss, of_two_losses, of_gradients])
 def test_every_backward_gives_its_gradients(act: Callable[[Any], None], setup: str) -> None:
-    plain = Model(act is of_loss)
-
-    def run(model: Any, optimizer: Any, rank: int) -> dict[str, Tensor]:
-        act(model)
-        return gradients_of(model)
-
-    found = on_ranks(STAGES[setup], plain, run)
-    act(plain)
-    expected = gradients_of(plain)
-    for gradients in found:
-        torch.testing.assert_close(gradients, {name: expected[name] for name in gradients}, rtol=1e-5, atol=1e-7)
+    same_gradients(STAGES[setup], Model(act is of_loss), act)
 
 
 @pytest.mark.parametrize("has_loss", [False, True])
@@ -307,13 +297,4 @@ def test_weights_that_no_gradient_needs_may_change() -> None:
                     parameter.mul_(2.0)
         loss.backward()
 
-    def run(model: Any, optimizer: Any, rank: int) -> dict[str, Tensor]:
-        act(model)
-        return gradients_of(model)
-
-    plain = Model(has_loss=True)
-    found = on_ranks(pipeline(2), plain, run)
-    act(plain)
-    expected = gradients_of(plain)
-    for gradients in found:
-        torch.testing.assert_close(gradients, {name: expected[name] for name in gradients}, rtol=1e-5, atol=1e-7)
+    same_gradients(pipeline(2), Model(has_loss=True), act)

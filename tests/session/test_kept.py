@@ -21,7 +21,15 @@ from autovaruna import AutoVaruna, InputError
 from tests.catalogue.case import Batch, Case
 from tests.catalogue.small import CLASSES, WIDTH, Classifier, labelled
 from tests.reference import bit_equal, compare, part, plain_micro_batched, plain_steps, ranges
-from tests.session.training import QUIET, Setup, gradients_of, on_ranks, pipeline, refuse, train, train_as_plain
+from tests.session.training import (
+    QUIET,
+    Setup,
+    pipeline,
+    refuse,
+    same_gradients,
+    train,
+    train_as_plain,
+)
 
 SIZE, STEPS = 6, 3
 
@@ -360,17 +368,12 @@ class Model(nn.Module):
 def test_each_run_has_a_cache_of_its_own(is_kept: bool) -> None:
     """Once, a trace took the value that the run before it had left for one that follows from nothing."""
 
-    def run(model: Any, optimizer: Any, rank: int) -> dict[str, Tensor]:
+    def act(model: Any) -> None:
         for step in range(2):
             with parametrize.cached():
                 model(**labelled(6, step)[1]).backward()
-        return gradients_of(model)
 
-    plain = Model(is_kept)
-    found = on_ranks(pipeline(2), plain, run)
-    expected = run(plain, None, 0)
-    for gradients in found:
-        torch.testing.assert_close(gradients, {name: expected[name] for name in gradients}, rtol=1e-4, atol=1e-6)
+    same_gradients(pipeline(2), Model(is_kept), act, rtol=1e-4)
 
 
 LENGTH = 7

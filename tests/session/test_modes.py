@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from autovaruna import AutoVaruna
 from tests.catalogue import CASES, Batch, Case
 from tests.catalogue.structure import Answer
-from tests.reference import Record, bit_equal, compare, part, plain_steps, sgd
-from tests.reference import gradients_of as plain_gradients
-from tests.session.training import Setup, gradients_of, held, merge, on_ranks, pipeline, share_of, train, train_rank
+from tests.reference import Record, bit_equal, compare, gradients_of, part, plain_steps, sgd
+from tests.session.training import Setup, held, merge, on_ranks, pipeline, share_of, train, train_rank
 
 Backward = Callable[[Any, int], None]
 SETUPS = {
@@ -42,7 +41,7 @@ def plain(model: nn.Module, batches: list[Batch], backward: Backward) -> dict[st
     """Returns the same of plain PyTorch."""
     for step, batch in enumerate(batches):
         backward(model(*batch[0], **batch[1]), step)
-    return plain_gradients(model)
+    return gradients_of(model)
 
 
 def hold(case: Case, backward: Backward, setup: Setup, num_batches: int = 1) -> None:
@@ -86,7 +85,7 @@ def test_ranks_may_use_different_outputs() -> None:
     ((4 * first + 3 * second) / 7).backward()
     assert x.grad is not None
     own = {f"x of rank {rank}": each for rank, each in enumerate(x.grad.split(sizes))}
-    compare(found, Record(gradients=[plain_gradients(model) | own]))
+    compare(found, Record(gradients=[gradients_of(model) | own]))
 
 
 @pytest.mark.parametrize("kind", ["tuple", "dict", "dataclass", "none"])
@@ -124,7 +123,7 @@ def test_two_calls_before_one_backward() -> None:
 
     model = case.model()
     loss_of(model).backward()  # type: ignore[no-untyped-call]
-    compare(merge(on_ranks(pipeline(3), case.model(), run)), Record(gradients=[plain_gradients(model)]))
+    compare(merge(on_ranks(pipeline(3), case.model(), run)), Record(gradients=[gradients_of(model)]))
 
 
 @pytest.mark.parametrize("setup", SETUPS)

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from autovaruna import InputError, RankError
 from tests.catalogue import CASES
 from tests.profiler.own_optimizers import JOINT, SEPARATE, Langevin, Unknown
-from tests.reference import MakeOptimizer, Record, adamw, compare
-from tests.session.training import Setup, gradients_of, on_ranks, pipeline
+from tests.reference import MakeOptimizer, Record, adamw, compare, gradients_of
+from tests.session.training import Setup, on_ranks, pipeline
 
 CASE = CASES["conv_net_batch_norm"].without_dropout()
 DECLARED = {"optimizer_bytes_factor": 4.0}

@@ -20,8 +20,8 @@ from autovaruna.runtime.optimizers.scaler import LossScale
 from autovaruna.runtime.transport.threads import single_world
 from tests.catalogue import CASES, Batch, Case
 from tests.catalogue.small import words
-from tests.reference import MakeOptimizer, Record, bit_equal, buffers_of, compare, sgd, weights_of
-from tests.session.training import Setup, gradients_of, held, merge, on_ranks, pipeline, with_state
+from tests.reference import MakeOptimizer, Record, bit_equal, buffers_of, compare, gradients_of, sgd, weights_of
+from tests.session.training import Setup, held, merge, on_ranks, pipeline, with_state
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from autovaruna.session import traces
 from autovaruna.session.preparation import Preparation
 from tests.catalogue import Batch, Case, batch_size
 from tests.catalogue.small import labelled
-from tests.reference import MakeOptimizer, Record, bit_equal, compare, part, plain_steps, sgd
+from tests.reference import MakeOptimizer, Record, bit_equal, compare, gradients_of, part, plain_steps, sgd
 
 Ranks = tuple[tuple[int, ...], ...]
 QUIET: dict[str, Any] = {"load_deployment": False, "save_deployment": False, "progress": False, "seed": 5}
@@ -197,6 +197,20 @@ def train_as_plain(case: Case, setup: Setup, *sizes: int, exact: bool = False) -
     (bit_equal if exact else compare)(train(case, setup, batches), plain_steps(case, batches))
 
 
+def same_gradients(setup: Setup, model: nn.Module, act: Callable[[Any], None], rtol: float = 1e-5) -> None:
+    """Asserts that what a script does with a model gives the gradients of plain PyTorch on every rank."""
+
+    def run(wrapped: AutoVaruna, optimizer: torch.optim.Optimizer, rank: int) -> dict[str, Tensor]:
+        act(wrapped)
+        return gradients_of(wrapped)
+
+    found = on_ranks(setup, model, run)
+    act(model)
+    expected = gradients_of(model)
+    for gradients in found:
+        torch.testing.assert_close(gradients, {name: expected[name] for name in gradients}, rtol=rtol, atol=rtol / 100)
+
+
 Run = Callable[[AutoVaruna, torch.optim.Optimizer, int], Any]
 
 
@@ -295,15 +309,9 @@ def train_rank(
     return with_state(record, model)
 
 
-def held(model: AutoVaruna) -> dict[str, nn.Parameter]:
+def held(model: nn.Module) -> dict[str, nn.Parameter]:
     """Returns the parameters whose numbers a rank holds."""
     return {name: parameter for name, parameter in model.named_parameters() if not parameter.is_meta}
-
-
-def gradients_of(model: AutoVaruna) -> dict[str, Tensor]:
-    """Returns copies of the gradients that a rank holds, by name."""
-    gradients = {name: parameter.grad for name, parameter in held(model).items()}
-    return {name: gradient.detach().clone() for name, gradient in gradients.items() if gradient is not None}
 
 
 def with_state(record: Record, model: AutoVaruna) -> Record:
