@@ -48,27 +48,11 @@ def _recurrent(x: Shape, of_input: Shape, of_hidden: Shape, *rest: Any, **more: 
     return 2 * x[0] * x[1] * (math.prod(of_input) + math.prod(of_hidden))
 
 
-def _recurrent_backward(*args: Any, **more: Any) -> int:
-    return 2 * _recurrent(*args)
-
-
 def _recurrent_gpu(x: Shape, weights: Sequence[Shape], *rest: Any, **more: Any) -> int:
     return 2 * x[0] * x[1] * sum(math.prod(weight) for weight in weights if len(weight) == 2)
 
 
-def _recurrent_gpu_backward(*args: Any, **more: Any) -> int:
-    return 2 * _recurrent_gpu(*args)
-
-
-def _vector(matrix: Shape, *rest: Any, **more: Any) -> int:
-    return 2 * math.prod(matrix)
-
-
-def _add_vector(vector: Shape, matrix: Shape, *rest: Any, **more: Any) -> int:
-    return 2 * math.prod(matrix)
-
-
-def _outer(matrix: Shape, *rest: Any, **more: Any) -> int:
+def _product(matrix: Shape, *rest: Any, **more: Any) -> int:
     return 2 * math.prod(matrix)
 
 
@@ -77,14 +61,10 @@ def _grouped(one: Shape, other: Shape, *rest: Any, **more: Any) -> int:
     return 2 * math.prod(one) * other[-1]
 
 
-def _grouped_backward(one: Shape, other: Shape, *rest: Any, **more: Any) -> int:
-    return 2 * _grouped(one, other)
-
-
 def _of_transformers() -> dict[Any, Callable[..., int]]:
     """Returns the formulas of operators that the library transformers adds once it is imported."""
     own = torch.ops.transformers
-    names = {"grouped_mm_fallback": _grouped, "grouped_mm_fallback_backward": _grouped_backward}
+    names = {"grouped_mm_fallback": _grouped, "grouped_mm_fallback_backward": lambda *args, **more: 2 * _grouped(*args)}
     return {getattr(own, name): formula for name, formula in names.items() if hasattr(own, name)}
 
 
@@ -93,12 +73,12 @@ _FORMULAS: dict[Any, Callable[..., int]] = {
     **{getattr(aten, f"_scaled_dot_product_{name}"): _attention for name in _ATTENTIONS},
     **{getattr(aten, f"_scaled_dot_product_{name}_backward"): _attention_backward for name in _ATTENTIONS},
     aten.mkldnn_rnn_layer: _recurrent,
-    aten.mkldnn_rnn_layer_backward: _recurrent_backward,
+    aten.mkldnn_rnn_layer_backward: lambda *args, **more: 2 * _recurrent(*args),
     aten._cudnn_rnn: _recurrent_gpu,
-    aten._cudnn_rnn_backward: _recurrent_gpu_backward,
-    aten.mv: _vector,
-    aten.dot: _vector,
-    aten.addmv: _add_vector,
-    aten.addr: _outer,
+    aten._cudnn_rnn_backward: lambda *args, **more: 2 * _recurrent_gpu(*args),
+    aten.mv: _product,
+    aten.dot: _product,
+    aten.addmv: lambda vector, matrix, *rest, **more: 2 * math.prod(matrix),
+    aten.addr: _product,
     aten._grouped_mm: _grouped,
 }

@@ -263,7 +263,8 @@ def _seconds(
         _scale(backward, layer, whole.backward_seconds)
         _scale(added, layer, whole.split_seconds)
     if traced.repeated and blocks:
-        forward[_first_user(traced, blocks)] += costs[repeated_part(traced).signature].forward_seconds
+        first_user = next((k for k, part in enumerate(blocks) if traced.repeated.keys() & part.values), 0)
+        forward[first_user] += costs[repeated_part(traced).signature].forward_seconds
     return forward, backward, added
 
 
@@ -272,10 +273,6 @@ def _scale(seconds: list[float], layer: Part, whole: float) -> None:
     total = sum(seconds[k] for k in places)
     for k in places:
         seconds[k] *= whole / total if total > 0 else 1.0
-
-
-def _first_user(traced: TracedModel, blocks: Sequence[Part]) -> int:
-    return next((k for k, part in enumerate(blocks) if traced.repeated.keys() & part.values), 0)
 
 
 def _bytes(traced: TracedModel, blocks: Sequence[Part], measured: Sequence[Bytes]) -> tuple[list[int], list[int]]:

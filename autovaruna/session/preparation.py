@@ -183,7 +183,8 @@ class Preparation:
         self._settings = settings
         self._world = world
         self.device = device
-        self.seed = int(world.broadcast_object(_seed(settings), 0, "agreeing on the seed"))
+        seed = torch.initial_seed() if settings.seed is None else settings.seed
+        self.seed = int(world.broadcast_object(seed, 0, "agreeing on the seed"))
         self._on_all(self._dump_graph, "writing the graph")
         self._fingerprint = self._describe_run()
         self.plan = self._saved_plan() or self._new_plan()
@@ -325,7 +326,3 @@ class Preparation:
             return ""
         total = self._shared.global_batch_size
         return f"micro-batches of {-(-total // self.plan.num_micro_batches)} samples, of {total}"
-
-
-def _seed(settings: Settings) -> int:
-    return torch.initial_seed() if settings.seed is None else settings.seed

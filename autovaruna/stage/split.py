@@ -68,7 +68,8 @@ def carry_over(planned: Assignment, traced: TracedModel) -> Assignment:
             possible = [option for option in fixed if earliest <= option <= latest[block.index]]
             stage = next((option for option in wanted if option in possible), possible[0] if possible else -1)
             if stage < 0:
-                where = _between(earliest, latest[block.index])
+                last = latest[block.index]
+                where = f"at stages {earliest} to {last} alone" if earliest <= last else "at no stage"
                 raise PlanError(
                     f"{block.name} uses parameters of stage {fixed[0]}, but can run {where}. "
                     "The model runs its modules in another order than in the call that was planned. Expected one "
@@ -79,11 +80,6 @@ def carry_over(planned: Assignment, traced: TracedModel) -> Assignment:
         block_stage[block.index] = stage
     stage_of = {name: block_stage[block.index] for block in traced.graph.blocks for name in block.nodes}
     return Assignment(planned.num_stages, stage_of, _holders(traced, stage_of))
-
-
-def _between(earliest: int, latest: int) -> str:
-    """Says at which stages a block can run, by what it needs and by what needs it."""
-    return f"at stages {earliest} to {latest} alone" if earliest <= latest else "at no stage"
 
 
 def _latest(planned: Assignment, traced: TracedModel) -> dict[int, int]:
@@ -237,7 +233,7 @@ class _Splitter:
         self.nodes: tuple[list[str], ...] = tuple([] for _ in self.stages)
         for name, stage in self.stage_of.items():
             self.nodes[stage].append(name)
-        self.relayed_inputs = _relayed_inputs(traced)
+        self.relayed_inputs = {name for name, spec in traced.inputs.items() if spec.needs_gradient}
         self.users = self._users()
         self.output_stage = [self._stage_of_output(spec.node) for spec in traced.outputs]
 
@@ -305,11 +301,6 @@ class _Splitter:
         """An output that later stages use leaves from the last of them: its own gradient is then added first."""
         stages: set[int] = {self.stage_of.get(name, self.stages[-1]), *self.users.get(name, ())}
         return max(stages)
-
-
-def _relayed_inputs(traced: TracedModel) -> set[str]:
-    """Returns the inputs that travel like values: those with a gradient, so that it is summed in order, too."""
-    return {name for name, spec in traced.inputs.items() if spec.needs_gradient}
 
 
 def _returned(outputs: Iterable[tuple[int, str]], leaving: Iterable[Edge]) -> tuple[str, ...]:

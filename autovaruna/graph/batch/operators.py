@@ -223,14 +223,6 @@ def _others(node: fx.Node) -> Iterable[Any]:
     return shape
 
 
-def _after_channels(node: fx.Node) -> Iterable[Any]:
-    return _shape(node.args[0])[2:]
-
-
-def _keys(node: fx.Node) -> Iterable[Any]:
-    return _shape(node.args[1])[-2:-1]
-
-
 _LINEAR, _VIEW, _BREAK, _UNKNOWN = Means.LINEAR, Means.VIEW, Means.BREAK, Means.UNKNOWN
 _ROWS = Trait.TAKES_ROWS | Trait.BY_INDEX
 _LABELS = Operator(traits=Trait.AVERAGES_LABELS)
@@ -319,8 +311,8 @@ _TABLE: tuple[tuple[str, Operator], ...] = (
     ("lstm.input gru.input rnn_tanh.input rnn_relu.input", Operator(along=_steps)),
     ("renorm renorm_", Operator(along=_others)),
     ("batch_norm", Operator(statistics=_NORMALISES)),
-    ("instance_norm", Operator(along=_after_channels, statistics=_NORMALISES)),
-    ("scaled_dot_product_attention", Operator(along=_keys, drops=(4, None))),
+    ("instance_norm", Operator(along=lambda node: _shape(node.args[0])[2:], statistics=_NORMALISES)),
+    ("scaled_dot_product_attention", Operator(along=lambda node: _shape(node.args[1])[-2:-1], drops=(4, None))),
     ("dropout", Operator(drops=(1, 2))),
     ("cross_entropy_loss nll_loss_nd nll_loss nll_loss2d", _LABELS),
     ("nll_loss_backward nll_loss2d_backward", Operator(not_read=-1)),

@@ -135,12 +135,7 @@ def _follow(steps: Iterable[_Step], inputs: Iterable[fx.Node], read: _Read, vari
     for step in steps:
         if step.is_random or step.reads & varied or is_of_batch(step.node) or not nodes.isdisjoint(step.sources):
             nodes.add(step.node)
-            varied |= step.writes if step.kept is None else _buffers(step.kept, step.state)
-
-
-def _buffers(kept: OpaqueModule, state: tuple[Memory, ...]) -> Memory:
-    """Returns the memory of the buffers of a kept module: it may change each of them by its samples."""
-    return _NONE.union(*state[kept.num_parameters :])
+            varied |= step.writes if step.kept is None else _NONE.union(*step.state[step.kept.num_parameters :])
 
 
 def _counters_of_samples(

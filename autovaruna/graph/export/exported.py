@@ -138,11 +138,6 @@ def _is_whole(source: fx.Node, dim: int = 0, start: object = None, end: object =
     return isinstance(size, int) and size == end  # of a size that varies with the batch, nothing is asked
 
 
-def _drops_nothing(source: fx.Node, p: float, train: bool) -> bool:
-    """Whether a dropout keeps everything."""
-    return p == 0 or not train
-
-
 def _is_there(source: fx.Node, dtype: torch.dtype, non_blocking: bool = False, copy: bool = False) -> bool:
     """Whether a cast without more wishes is to the dtype that a tensor has."""
     value = source.meta.get("val")
@@ -152,7 +147,7 @@ def _is_there(source: fx.Node, dtype: torch.dtype, non_blocking: bool = False, c
 _DROPOUTS = (aten.dropout, aten.alpha_dropout, aten.feature_dropout, aten.feature_alpha_dropout)
 _IDLE: dict[OpOverload, Callable[..., bool]] = {
     aten.slice.Tensor: _is_whole,
-    **{dropout.default: _drops_nothing for dropout in _DROPOUTS},
+    **{dropout.default: lambda source, p, train: p == 0 or not train for dropout in _DROPOUTS},
     aten.to.dtype: _is_there,
 }
 
@@ -168,17 +163,12 @@ def open_free_regions(module: fx.GraphModule, parameters: Collection[str], have_
     inputs = dict(zip(module.graph.find_nodes(op="placeholder"), have_gradients, strict=True))
     free: set[fx.Node] = {node for node, has_gradient in inputs.items() if not has_gradient}
     for node in list(module.graph.nodes):
-        if node.target is REGION and free.issuperset(_tensors(node)):
+        if node.target is REGION and free.issuperset(each for each in node.args[2:] if isinstance(each, fx.Node)):
             free |= _open(module, node)
         elif node.op == "get_attr":
             free |= set() if str(node.target) in parameters else {node}
         elif node.op == "call_function" and free.issuperset(node.all_input_nodes):
             free.add(node)
-
-
-def _tensors(region: fx.Node) -> list[fx.Node]:
-    """Returns what goes into a region, beside its graph."""
-    return [argument for argument in region.args[2:] if isinstance(argument, fx.Node)]
 
 
 def _open(module: fx.GraphModule, region: fx.Node) -> set[fx.Node]:

@@ -8,7 +8,7 @@ changes what the model computes is no watcher: the model is traced with it, as w
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
@@ -160,7 +160,8 @@ def untouched(model: nn.Module) -> Iterator[None]:
             for value in _held_by(hook):
                 _collect(value, places)
     before = [(each, copy(each)) for each in places.values()]
-    cells = [(cell, cell.cell_contents) for hooks in script_hooks(model).values() for cell in _cells(hooks)]
+    functions = [getattr(hook, "__func__", hook) for hooks in script_hooks(model).values() for hook in hooks]
+    cells = [(cell, cell.cell_contents) for each in functions for cell in getattr(each, "__closure__", None) or ()]
     try:
         yield
     finally:
@@ -183,11 +184,6 @@ def _collect(value: Any, places: dict[int, Any], depth: int = _DEPTH) -> None:
         places[id(inner)] = inner
         for each in list(inner.values() if isinstance(inner, dict) else inner):
             _collect(each, places, depth - 1)
-
-
-def _cells(hooks: Sequence[Any]) -> Iterator[Any]:
-    for hook in hooks:
-        yield from getattr(getattr(hook, "__func__", hook), "__closure__", None) or ()
 
 
 def _held_by(hook: Any) -> Iterator[Any]:

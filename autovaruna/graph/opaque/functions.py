@@ -105,7 +105,7 @@ def _replace_new(function: Function, /, **options: Any) -> None:
 
 
 def _replace(functions: list[Function]) -> None:
-    found = [(each, each.forward) for each in functions if _is_users(each)]
+    found = [(each, each.forward) for each in functions if not each.__module__.startswith("torch.")]
     for function, known in found:
         _replaced.append((function, vars(function).get("forward")))
         function.forward = staticmethod(_handled(function, getattr(known, "plain", known)))  # type: ignore[method-assign]
@@ -135,10 +135,6 @@ def _handled(function: Function, plain: Callable[..., Any]) -> Callable[..., Any
 
     forward.plain = plain  # type: ignore[attr-defined]
     return forward
-
-
-def _is_users(function: Function) -> bool:
-    return not function.__module__.startswith("torch.")
 
 
 @dataclass(frozen=True)

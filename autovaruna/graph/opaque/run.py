@@ -258,7 +258,7 @@ def _called(module: nn.Module, args: Any, kwargs: Any) -> Any:
 @contextmanager
 def _saving() -> Iterator[None]:
     """Lets a forward that goes backward itself do so where nothing is saved for a backward."""
-    with saved_tensors_hooks(_same, _same) if _is_forgetting() else nullcontext():
+    with saved_tensors_hooks(_same, _same) if top_saved_tensors_hooks(True) is not None else nullcontext():
         yield
 
 
@@ -273,11 +273,6 @@ def _refuse_backward(nothing: None) -> Tensor:
         "global), while its trace was tried out. Expected a loss made of what the model returns; return that tensor, "
         "too."
     )
-
-
-def _is_forgetting() -> bool:
-    """Whether autograd is told how to save tensors."""
-    return top_saved_tensors_hooks(True) is not None
 
 
 def _same(tensor: Tensor) -> Tensor:

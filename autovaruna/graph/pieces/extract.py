@@ -38,7 +38,7 @@ def normalize(operation: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Te
     value: Tensor = args[0]
     if value.shape[0] == 1 and value.dim() in _CHANNELS_LAST and result.requires_grad and not value.is_cuda:
         is_joined = operation is aten.instance_norm.default
-        result.register_hook(_in_rows if is_joined else partial(_told_apart, order_of(value)))  # type: ignore[no-untyped-call]
+        result.register_hook(Tensor.contiguous if is_joined else partial(_told_apart, order_of(value)))  # type: ignore[no-untyped-call]
     return result
 
 
@@ -46,10 +46,6 @@ def order_of(tensor: Tensor) -> torch.memory_format | None:
     """Returns in which order one sample lies in memory, whatever the stride of its batch; None: in neither."""
     orders = torch.contiguous_format, _CHANNELS_LAST[tensor.dim()]
     return next((order for order in orders if tensor.is_contiguous(memory_format=order)), None)
-
-
-def _in_rows(gradient: Tensor) -> Tensor | None:
-    return gradient.contiguous()
 
 
 def _told_apart(order: torch.memory_format | None, gradient: Tensor) -> Tensor | None:
