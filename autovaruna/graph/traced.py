@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -126,8 +127,8 @@ class TracedModel(KnownGraph):
 
     @property
     def code(self) -> list[str]:
-        """The code of the graph, and of those within it."""
-        return [each.graph.python_code("self").src for each in self._regions]
+        """The code of the graph, and of those within it, whatever nodes are called: names count nodes that are gone."""
+        return [_without_names(each.graph) for each in self._regions]
 
     @cached_property
     def needs_gradient(self) -> bool:
@@ -176,9 +177,14 @@ class TracedModel(KnownGraph):
         return next((spec for spec in self.outputs if spec.kind is OutputKind.LOSS), None)
 
 
+def _without_names(graph: fx.Graph) -> str:
+    places = {node.name: f"node{place}" for place, node in enumerate(graph.nodes)}
+    return re.sub(r"(?<![.\w])[A-Za-z_]\w*", lambda name: places.get(name[0], name[0]), graph.python_code("self").src)
+
+
 def is_same_graph(one: TracedModel, other: TracedModel) -> bool:
-    """Whether two traces compute the same, numbers and all."""
-    if one.graph.fingerprint != other.graph.fingerprint or one.output_tree.key() != other.output_tree.key():
+    """Whether two traces of a model compute the same, numbers and all."""
+    if one.graph.cut_marks != other.graph.cut_marks or one.output_tree.key() != other.output_tree.key():
         return False
     if one.constants.keys() != other.constants.keys() or one.code != other.code:
         return False
