@@ -2,7 +2,6 @@
 
 from tests.catalogue.case import Batch, Case, batch_size, loss_in, tensors
 from tests.catalogue.functions import FUNCTIONS
-from tests.catalogue.hard import HARD
 from tests.catalogue.hugging_face import HUGGING_FACE, MORE, REFUSED
 from tests.catalogue.small import SMALL
 from tests.catalogue.structure import STRUCTURE
@@ -10,12 +9,11 @@ from tests.catalogue.structure import STRUCTURE
 PLAIN = SMALL + STRUCTURE + FUNCTIONS
 """Models that need torch alone."""
 
-CASES = {case.name: case for case in PLAIN + HARD + HUGGING_FACE + MORE + REFUSED}
+CASES = {case.name: case for case in PLAIN + HUGGING_FACE + MORE + REFUSED}
 """The whole catalogue by name."""
 
 __all__ = [
     "CASES",
-    "HARD",
     "HUGGING_FACE",
     "MORE",
     "PLAIN",
