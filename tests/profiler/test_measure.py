@@ -26,7 +26,7 @@ from autovaruna.profiler.measure import measure, merge, to_profile
 from autovaruna.profiler.records import Profile
 from autovaruna.profiler.roofline import predict
 from autovaruna.profiler.time import measure_pace, own_clock
-from autovaruna.profiler.work import Part, Samples, block_parts, layer_parts, make_work
+from autovaruna.profiler.work import Part, Samples, block_parts, make_work
 from tests.catalogue import CASES
 from tests.profiler.clock import TICK_SECONDS, plain_seconds, work_clock
 from tests.profiler.models import CPU, WIDTH, Mlp, profile, traced, traced_case
@@ -108,14 +108,6 @@ def test_without_gradients_there_is_no_backward() -> None:
     assert all(cost.forward_seconds > 0 for cost in costs)
 
 
-def test_progress_is_told() -> None:
-    """The callback hears of each part and of the total."""
-    model, heard = Mlp(3), []
-    graph = traced(model, torch.zeros(3, WIDTH))
-    costs = measure(graph, model, [2], CPU, on_progress=lambda done, total: heard.append((done, total)))
-    assert heard == [(done + 1, len(costs)) for done in range(len(costs))]
-
-
 def test_a_spent_budget_still_measures_everything() -> None:
     """With no time at all each part is sampled once, and none is left out."""
     model, graph, tensors = traced_case("conv_net", 4)
@@ -148,15 +140,6 @@ def test_twice_the_layers_take_twice_as_long() -> None:
             costs = profile(graph, model, [32], CPU, iterations=2).costs[0]
         totals.append(sum(cost.forward_seconds + cost.backward_seconds for cost in costs))
     assert totals[1] / totals[0] == pytest.approx(2.0, rel=0.02)
-
-
-def test_layers_hold_every_block_once() -> None:
-    """Layers part the blocks, in order, and none is small but the last."""
-    layers = layer_parts(traced(Mlp(40), torch.zeros(3, 16)))
-    assert [block.index for layer in layers for block in layer.blocks] == list(
-        range(len(layers[0].traced.graph.blocks))
-    )
-    assert all(len(layer.blocks) >= 12 for layer in layers[:-1])
 
 
 def test_an_empty_call_costs_little() -> None:
@@ -216,21 +199,6 @@ def test_what_is_kept_is_the_operand_and_the_gradient() -> None:
     costs = measured(Mlp(3), 8, torch.zeros(5, WIDTH)).costs[0]
     assert [cost.deferred_bytes for cost in costs if cost.weight_seconds > 0] == [2 * 8 * WIDTH * 4] * 3
     assert all(cost.deferred_bytes == 0 for cost in costs if not cost.weight_seconds)
-
-
-def test_nothing_is_left_of_what_was_counted() -> None:
-    """Counting leaves gradients of parameters as they were; a second count is the same."""
-    model = Mlp(2)
-    graph = traced(model, torch.zeros(5, WIDTH))
-    part = next(part for part in block_parts(graph) if "linear" in part.name)
-    work = make_work(part, Samples(graph, model, CPU), 4)
-    assert count_deferred_bytes(work)[0] == count_deferred_bytes(work)[0] == 2 * 4 * WIDTH * 4
-
-
-def test_a_file_keeps_them(tmp_path: Path) -> None:
-    found = measured(Mlp(2), 4, torch.zeros(5, WIDTH))
-    save_measured(tmp_path / "profile.json", found)
-    assert load_measured(tmp_path / "profile.json", Profile) == found
 
 
 @pytest.mark.parametrize("place", [0, -1])

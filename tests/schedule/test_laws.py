@@ -107,14 +107,6 @@ def test_each_rank_is_never_in_two_places(name: str) -> None:
             assert min(parts) >= -1e-9 and sum(parts) == pytest.approx(simulation.step_seconds)
 
 
-@pytest.mark.parametrize("name", POLICIES)
-def test_same_simulation_twice(name: str) -> None:
-    for seed in range(40):
-        pipeline = fitted(random_pipeline(seed), name)
-        first, second = (simulate(pipeline, POLICIES[name]) for _ in range(2))
-        assert (first.events, first.step_seconds) == (second.events, second.step_seconds)
-
-
 def test_split_backwards_over_all_products_up_to_twelve() -> None:
     """Any depth and any number of deferred weight gradients, each computed once, after its backward, in time."""
     for num_stages, num_micro_batches in itertools.product(range(1, 13), range(1, 13)):

@@ -190,11 +190,6 @@ def test_policy_is_its_drawing(name: str) -> None:
     assert draw(simulate(drawn[name], POLICIES[name]), 1.0) == drawing(name)
 
 
-def test_registry_names_are_the_policies_own() -> None:
-    assert list(POLICIES) == ["gpipe", "1f1b", "varuna", "interleaved", "deepest_first", "zero_bubble"]
-    assert all(policy.name == name for name, policy in POLICIES.items())
-
-
 def test_timeline_of_two_stages() -> None:
     pipeline = chain(2, 2, 1.0, 2.0)
     stages = (dataclasses.replace(pipeline.stages[0], reduce_seconds=1.0), pipeline.stages[1])
@@ -204,14 +199,6 @@ def test_timeline_of_two_stages() -> None:
         "rank 1 |.....1F0>>1B0<<<<<<<1F1>>1B1<<<<<<<...............| work 60%  bubble 40%",
         "step 10 s    > forward  o recompute  < backward  + all-reduce  . idle",
     ]
-
-
-def test_every_row_has_the_width() -> None:
-    for seed in range(40):
-        pipeline = random_pipeline(seed)
-        lines = render(simulate(pipeline, POLICIES["varuna"]), 64).splitlines()
-        assert len(lines) == pipeline.num_ranks + 1
-        assert {line.rindex("|") - line.index("|") for line in lines[:-1]} == {65}
 
 
 def test_lines_fit_into_a_terminal_the_shares_left_out_where_it_is_narrow() -> None:
@@ -301,8 +288,3 @@ def test_work_of_each_stage_is_that_of_the_log() -> None:
     for stage, seconds in ((0, FIRST_SECONDS), (LOGGED, 107.1), (NUM_STAGES - 1, LAST_SECONDS)):
         work = simulated(0.0).lost[stage * NUM_REPLICAS].work_seconds
         assert work == pytest.approx(seconds, rel=0.005)
-
-
-def test_the_last_stage_never_recomputes() -> None:
-    kinds = {act[3] for act in simulated(0.0).acts[-1]}
-    assert kinds == {Kind.FORWARD, Kind.BACKWARD}
