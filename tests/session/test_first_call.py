@@ -141,24 +141,6 @@ def test_one_rank_compares_where_the_model_has_memory(place: str, monkeypatch: p
     assert looks == ([] if place == "meta" else [4])
 
 
-def numbers(check_trace: bool) -> list[Any]:
-    """Returns losses and statistics of a model with dropout and BatchNorm, and what torch draws after two steps."""
-
-    def be_rank(world: Any) -> Any:
-        torch.manual_seed(3)
-        model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 1))
-        wrapped = AutoVaruna(model, num_micro_batches=2, check_trace=check_trace, **QUIET)
-        x = torch.linspace(-1, 1, 64).reshape(8, 8)
-        outputs = [wrapped(x).tolist() for _ in range(2)]
-        return outputs, model[1].running_var.tolist(), model[1].num_batches_tracked.item()  # type: ignore[union-attr,operator]
-
-    return [*run_ranks(1, be_rank), torch.rand(3).tolist()]
-
-
-def test_numbers_are_the_same_without_it() -> None:
-    assert numbers(True) == numbers(False)
-
-
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[str, int]]:
     """Counts what is measured, by part and micro-batch size, on all ranks together."""
@@ -305,15 +287,6 @@ def test_what_takes_longer_than_the_budget_is_measured_once(monkeypatch: pytest.
 
     assert all(set(found) == {("a", 4), ("b", 4)} for found in run_ranks(2, run))
     assert places == [0, 0]
-
-
-def test_progress_goes_on_from_turn_to_turn() -> None:
-    told: list[tuple[int, int]] = []
-    for place in range(2):
-        turn = Turn((0, 1), 1, 1.0, place, 2)
-        for done in (1, 2):
-            turn.progress(lambda done, total: told.append((done, total)))(done, 2)
-    assert told == [(1, 4), (2, 4), (3, 4), (4, 4)]
 
 
 CPU, META = torch.device("cpu"), torch.device("meta")

@@ -7,8 +7,6 @@ import torch
 
 from autovaruna.session import machine
 
-CPU = torch.device("cpu")
-
 
 @pytest.fixture(autouse=True)
 def plain(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -16,27 +14,21 @@ def plain(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-def test_small_pieces_cost_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = machine._fragmentation(CPU)
-    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.trim_threshold=1:glibc.malloc.tcache_count=0")
-    assert 1.0 < machine._fragmentation(CPU) < plain
-    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.tcache_count=01")
-    assert machine._fragmentation(CPU) == plain
-
-
 @pytest.mark.parametrize(
-    ("name", "value"),
-    [("GLIBC_TUNABLES", "glibc.malloc.mmap_threshold=65536"), ("MALLOC_MMAP_THRESHOLD_", "4096")],
+    ("name", "value", "expected"),
+    [
+        ("GLIBC_TUNABLES", "glibc.malloc.trim_threshold=1:glibc.malloc.tcache_count=0", machine._FRAGMENTATION),
+        ("GLIBC_TUNABLES", "glibc.malloc.tcache_count=01", machine._FRAGMENTATION_WITH_CACHE),
+        ("GLIBC_TUNABLES", "glibc.malloc.mmap_threshold=65536", 1.0),
+        ("MALLOC_MMAP_THRESHOLD_", "4096", 1.0),
+        ("MALLOC_MMAP_THRESHOLD_", str(1 << 25), machine._FRAGMENTATION_WITH_CACHE),
+    ],
 )
-def test_tensors_that_are_mapped_leave_no_holes(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
+def test_small_pieces_cost_more_and_mapped_tensors_nothing(
+    name: str, value: str, expected: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(name, value)
-    assert machine._fragmentation(CPU) == 1.0
-
-
-def test_a_high_threshold_leaves_the_heap_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = machine._fragmentation(CPU)
-    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", str(1 << 25))
-    assert machine._fragmentation(CPU) == plain
+    assert machine._fragmentation(torch.device("cpu")) == expected
 
 
 class Library:
