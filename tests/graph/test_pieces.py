@@ -17,7 +17,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from autovaruna.graph.call import describe
 from autovaruna.graph.pieces.deferral import Deferred, direct, split_backward
 from autovaruna.graph.pieces.extract import Argument, Piece, Source, extract
-from autovaruna.graph.precision import current_precision, precision_of, without_autocast
 from autovaruna.graph.trace import trace
 from autovaruna.graph.traced import TracedModel
 from autovaruna.profiler.measure import measure
@@ -230,22 +229,6 @@ def exported() -> torch.fx.GraphModule:
     return torch.export.export(Net(), (torch.randn(3, 4), torch.randn(4, 2))).graph_module
 
 
-def test_it_computes_the_same_bits() -> None:
-    module, x, y = exported(), torch.randn(3, 4, requires_grad=True), torch.randn(4, 2)
-    for one, other in zip(direct(module)(x, y), module(x, y), strict=True):
-        assert torch.equal(one, other) and one.requires_grad and one.stride() == other.stride()
-
-
-def test_no_operation_goes_through_python(monkeypatch: pytest.MonkeyPatch) -> None:
-    run, x, y = direct(exported()), torch.randn(3, 4), torch.randn(4, 2)
-
-    def refuse(*args: object, **kwargs: object) -> None:
-        raise AssertionError("an operation was called through Python")
-
-    monkeypatch.setattr(torch._ops.OpOverload, "__call__", refuse)
-    run(x, y)
-
-
 def test_what_fails_is_shown_with_the_line_of_its_node() -> None:
     with pytest.raises(RuntimeError) as caught:
         direct(exported())(torch.randn(3, 4), torch.randn(5, 2))
@@ -297,27 +280,6 @@ def test_a_region_keeps_its_precision_and_its_grad_mode() -> None:
         assert parameter.grad is not None and torch.equal(gradients[name], parameter.grad)
 
 
-def test_nodes_know_the_autocast_around_the_call_unless_the_model_leaves_it() -> None:
-    class Leaves(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 1)
-
-        def forward(self, x: Tensor) -> Tensor:
-            x = self.first(x)
-            with torch.autocast("cpu", enabled=False):
-                mean: Tensor = self.last(x.float()).mean()
-            return mean
-
-    graph = traced_under(Leaves(), BFLOAT16)
-    dtypes = {
-        name: (graph.facts[name].value.dtype, [each.dtype for each in precision_of(node)])
-        for name, node in graph.nodes.items()
-        if name.startswith("linear")
-    }
-    assert dtypes == {"linear": (torch.bfloat16, [torch.bfloat16]), "linear_1": (torch.float32, [])}
-
-
 def test_blocks_of_another_precision_are_other_work() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
     plain, low = traced_under(model), traced_under(model, BFLOAT16)
@@ -334,12 +296,3 @@ def test_weights_that_are_cast_count_once_not_once_a_micro_batch(around: Any) ->
     assert copies == (2 * (4 * 4 + 4 + 4 * 1024) if around is BFLOAT16 else 0)
     costs = measure(graph, model, [2], CPU, iterations=1)
     assert all(cost.num_bytes.inside < 1024 for cost in costs.values())
-
-
-def test_autocast_is_given_back_as_it_was() -> None:
-    with BFLOAT16:
-        before = current_precision()
-        with pytest.raises(ValueError), without_autocast():
-            assert not current_precision()
-            raise ValueError
-        assert current_precision() == before
