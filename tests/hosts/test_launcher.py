@@ -69,7 +69,7 @@ def test_a_lost_host_is_no_success(two_hosts: Hosts):
         run.wait_for_a_step()
         two_hosts.kill("h2")
         status, words = run.finish()
-    assert status not in (0, 75) and "rank 1" in words, words
+    assert status not in (0, 75) and "never said that they ended: their host was lost" in words, words
     assert not leftovers(two_hosts, CLEAN_SECONDS)
 
 
@@ -117,7 +117,8 @@ def test_nothing_is_left_of_a_launcher_that_is_killed(two_hosts: Hosts, is_manag
             run.wait_for_a_step()
             run.command.kill()
             run.finish()
-    assert not leftovers(two_hosts, CLEAN_SECONDS, but=("/.autovaruna/jobs/",))
+    left = leftovers(two_hosts, CLEAN_SECONDS)
+    assert not [each for each in left if is_managed or "/tmp/ompi." not in each]  # the next job removes those
 
 
 @pytest.mark.parametrize("is_managed", [False, True])
