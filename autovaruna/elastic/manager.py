@@ -23,7 +23,7 @@ from types import FrameType
 from typing import Any
 
 from autovaruna.elastic.events import EventLog
-from autovaruna.elastic.job import Grid, Job, handling
+from autovaruna.elastic.job import LOST_OTHERS, Grid, Job, handling
 from autovaruna.elastic.keeper import SOCKET
 from autovaruna.elastic.link import Link, answers, job_folder
 from autovaruna.elastic.notices import Notices
@@ -46,8 +46,6 @@ _AGAIN_SECONDS = 5.0
 _LEAVE_SECONDS = 120.0
 _DEPLOYMENT = "AUTOVARUNA_DEPLOYMENT_FILE"
 _HOUR = 3600.0
-_LOST_OTHERS = 14
-"""What Open MPI ends a rank with that has done nothing, but has lost its connection to another one."""
 _NO_PROGRESS = 3
 """How often in a row the job is started again without having come any further."""
 
@@ -412,7 +410,7 @@ class Manager:
 
         A job that has not come to any step ends with the error of its script.
         """
-        if status == _LOST_OTHERS:
+        if status == LOST_OTHERS:
             self._take_now(hosts)
             first = next(((its, each) for its, each in job.output.ended.items() if each not in (0, status)), None)
             if first is None:
