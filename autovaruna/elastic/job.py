@@ -134,6 +134,8 @@ _KEEP_ALIVE = {"time": "3", "intvl": "2", "probes": "3"}
 loses its power says nothing."""
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 _SET_DEATH_SIGNAL = 1  # of prctl, on Linux
+LOST_OTHERS = 14
+"""What Open MPI ends a rank with that has done nothing, but has lost its connection to another one."""
 
 
 class Job:
@@ -257,12 +259,18 @@ class Job:
                 f"{sys.executable} and {self.options.script}\n"
             )
         ended = self.output.ended
-        rank, its_status = next(((rank, its) for rank, its in ended.items() if its), (-1, 0))
+        faults = sorted(((rank, its) for rank, its in ended.items() if its), key=lambda each: each[1] == LOST_OTHERS)
+        rank, its_status = faults[0] if faults else (-1, 0)
         if its_status < 0 and not self._num_ends:
             name = signal.Signals(-its_status).name
             sys.stderr.write(f"run_varuna: rank {rank} was ended by {name}; the other ranks were ended after it\n")
         if missing := sorted(set(range(self.num_ranks)) - ended.keys()):
-            if self.output.has_started and not its_status and not self._num_ends and self._place is None:
+            if (
+                self.output.has_started
+                and its_status in (0, LOST_OTHERS)
+                and not self._num_ends
+                and self._place is None
+            ):
                 sys.stderr.write(
                     f"run_varuna: ranks {', '.join(map(str, missing[:8]))} never said that they ended: their host was "
                     "lost, or mpirun was killed. The job has not finished\n"

@@ -70,11 +70,13 @@ class Keeper:
         folder: The job's folder, in memory of this host.
         token: What keepers and ranks of the job know.
         has_standby: Whether the host has a standby process, or soon will.
+        file: Another file of the job; empty: there is none.
     """
 
-    def __init__(self, folder: Path, token: bytes, has_standby: bool) -> None:
+    def __init__(self, folder: Path, token: bytes, has_standby: bool, file: str = "") -> None:
         self.folder = folder
         self.token = token
+        self._file = file
         self._is_ready = not has_standby
         self._attempt: Attempt | None = None
         self._copied: tuple[int, int] | None = None
@@ -200,6 +202,8 @@ class Keeper:
         if attempt is not None:
             self.end(attempt.number, "")
         end_all(str(self.folder / SOCKET).encode())
+        if self._file:
+            Path(self._file).unlink(missing_ok=True)
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _look_on(self) -> None:
@@ -400,7 +404,7 @@ def main() -> None:
         sys.exit(f"keeper: another one holds {folder}")
     if settings["standby"]:
         Standby(folder)
-    keeper = Keeper(folder, token, settings["standby"])
+    keeper = Keeper(folder, token, settings["standby"], settings.get("file", ""))
     line = Line(keeper)
     line.write({"port": keeper.port, "host": socket.gethostname(), "cores": len(os.sched_getaffinity(0))})
     threading.Thread(target=line.end_if_silent, daemon=True).start()

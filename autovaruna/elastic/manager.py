@@ -23,11 +23,11 @@ from types import FrameType
 from typing import Any
 
 from autovaruna.elastic.events import EventLog
-from autovaruna.elastic.job import Grid, Job, handling
+from autovaruna.elastic.job import LOST_OTHERS, Grid, Job, handling
 from autovaruna.elastic.keeper import SOCKET
 from autovaruna.elastic.link import Link, answers, job_folder
 from autovaruna.elastic.notices import Notices
-from autovaruna.elastic.options import Options, list_hosts
+from autovaruna.elastic.options import Options, is_this_machine, list_hosts
 from autovaruna.elastic.slow_hosts import SlowHosts
 from autovaruna.elastic.snapshots import State, find_state, hand_out
 from autovaruna.elastic.watch import Watch
@@ -46,8 +46,6 @@ _AGAIN_SECONDS = 5.0
 _LEAVE_SECONDS = 120.0
 _DEPLOYMENT = "AUTOVARUNA_DEPLOYMENT_FILE"
 _HOUR = 3600.0
-_LOST_OTHERS = 14
-"""What Open MPI ends a rank with that has done nothing, but has lost its connection to another one."""
 _NO_PROGRESS = 3
 """How often in a row the job is started again without having come any further."""
 
@@ -59,6 +57,7 @@ class Outcome:
     Attributes:
         why: in words.
         status: what the whole job ends with; None: it goes on.
+        error: what a rank's script has ended with, if it was that.
         lost: hosts that do not answer any more.
         is_fault: whether something has failed, in contrast to what was asked for.
         began: when it was noticed, on the monotonic clock, seconds.
@@ -66,6 +65,7 @@ class Outcome:
 
     why: str
     status: int | None = None
+    error: int = 1
     lost: tuple[str, ...] = ()
     is_fault: bool = True
     began: float = field(default_factory=time.monotonic)
@@ -89,6 +89,7 @@ class Manager:
         self._choose = choose
         self._log = EventLog(self._ways.events)
         self._token = secrets.token_hex(32)
+        self._notices = Notices(self._notice)
         self._folder = job_folder(self._ways.memory, secrets.token_hex(4))
         self._listed = dict(options.hosts)
         self._links: dict[str, Link] = {}
@@ -115,7 +116,7 @@ class Manager:
 
     def run(self) -> int:
         """Runs the job to its end and returns its status."""
-        with handling(self._hear), Notices(self._notice):
+        with handling(self._hear), self._notices:
             try:
                 self._greet()
                 while True:
@@ -156,6 +157,8 @@ class Manager:
 
     def _open(self, host: str) -> None:
         settings = {"folder": str(self._folder), "token": self._token, "standby": self._ways.has_standby}
+        if is_this_machine(host):
+            settings["file"] = str(self._notices.path)
         self._links[host] = Link(host, settings)
 
     def _usable(self) -> dict[str, int]:
@@ -405,9 +408,9 @@ class Manager:
     def _by_rank(self, hosts: Iterable[str], job: Job, rank: int, status: int) -> Outcome:
         """Returns the outcome where a rank has ended: for what its script did, or after another one.
 
-        A job that came no further ends with the error of its script.
+        A job that has not come to any step ends with the error of its script.
         """
-        if status == _LOST_OTHERS:
+        if status == LOST_OTHERS:
             self._take_now(hosts)
             first = next(((its, each) for its, each in job.output.ended.items() if each not in (0, status)), None)
             if first is None:
@@ -416,8 +419,8 @@ class Manager:
         if status < 0:
             return Outcome(f"rank {rank} was ended by {signal.Signals(-status).name}")
         why = f"rank {rank} ended with status {status}"
-        has_moved = self._watch.holds_any and self._watch.num_steps > self._best_step
-        return Outcome(why) if has_moved else Outcome(why, status)
+        has_state = self._watch.holds_any or job.options.resume_step != self._options.resume_step
+        return Outcome(why, None if has_state else status, error=status)
 
     def _leaves_by_itself(self) -> Outcome:
         """Returns the outcome where ranks were asked to end by signals that came past the manager."""
@@ -522,7 +525,7 @@ class Manager:
             return 1
         if self._num_in_vain >= _NO_PROGRESS:
             self._log.note("given_up", f"{_NO_PROGRESS} runs in a row came no further: the job is given up")
-            return 1
+            return outcome.error
         return None
 
     def _quit(self) -> None:

@@ -37,11 +37,14 @@ class Notices:
 
     Args:
         take: Gets a host and after how many seconds it goes; returns what is wrong with that, in words.
+
+    Attributes:
+        path: a file that tells how the manager is reached.
     """
 
     def __init__(self, take: Callable[[str, float], str]) -> None:
         self._take = take
-        self._path = Path(at_home(_FOLDER), f"{secrets.token_hex(8)}.json")
+        self.path = Path(at_home(_FOLDER), f"{secrets.token_hex(8)}.json")
 
     def __enter__(self) -> None:
         token = secrets.token_hex(32)
@@ -49,8 +52,8 @@ class Notices:
         address = Address(socket.gethostname(), server.port, token, os.getpid())
         before = os.umask(0o077)
         try:
-            self._path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            write_whole(self._path, json.dumps(vars(address)), is_synced=False)
+            self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            write_whole(self.path, json.dumps(vars(address)), is_synced=False)
         except OSError:  # without a HOME that can be written to, there are no notices from elsewhere
             return
         finally:
@@ -59,7 +62,7 @@ class Notices:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._path.unlink(missing_ok=True)
+        self.path.unlink(missing_ok=True)
 
     def _answer(self, connection: Connection, request: Mapping[str, Any]) -> None:
         fault = self._take(str(request["host"]), float(request["seconds"]))

@@ -63,7 +63,7 @@ def _forked(connection: socket.socket) -> int:
     if last:
         return int(last)
     _kill(process)
-    return 1
+    return -signal.SIGKILL
 
 
 def _kill(process: int) -> None:

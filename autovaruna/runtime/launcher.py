@@ -135,13 +135,21 @@ def remove_leftovers(
     for folder in _own_and_old([*place.glob("ompi.*"), *place.glob("prted.*")], least_seconds):
         process = folder.name.rpartition(".")[2]
         is_of_this_host = next(folder.glob(f"pmix.{socket.gethostname()}.tool*"), None) is not None
-        if process.isdigit() and is_of_this_host and not (processes / process).exists():
+        if process.isdigit() and is_of_this_host and not _is_alive(processes / process):
             shutil.rmtree(folder, ignore_errors=True)
     segments = _own_and_old(shared.glob(f"sm_segment.{socket.gethostname()}.{os.getuid()}.*"), least_seconds)
     mapped = "".join(_maps_of(each) for each in processes.iterdir() if each.name.isdigit()) if segments else ""
     for segment in segments:
         if segment.name not in mapped:
             segment.unlink(missing_ok=True)
+
+
+def _is_alive(process: Path) -> bool:
+    """Says whether a process runs; one that has ended and waits to be noticed does not."""
+    try:
+        return (process / "stat").read_text(errors="replace").rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 def _own_and_old(paths: Iterable[Path], least_seconds: float) -> list[Path]:

@@ -166,15 +166,15 @@ class ElasticRun:
             os.kill(process, number)
 
 
-def leftovers(hosts: Hosts, seconds: float, but: Sequence[str] = ()) -> list[str]:
-    """Returns what jobs have left on hosts after so many seconds: files, but for some, and processes."""
+def leftovers(hosts: Hosts, seconds: float) -> list[str]:
+    """Returns what jobs have left on hosts after so many seconds, files and processes."""
 
     def found() -> list[str]:
         left = []
         for host in filter(hosts.is_up, hosts.names):
             files = [file for file in hosts.leftovers(host) if not file.startswith(_COMPILED)]
             files += [str(file) for file in hosts.path(host, "/run/home/.autovaruna/jobs").glob("*")]
-            left += [f"{host}: {file}" for file in files if not any(words in file for words in but)]
+            left += [f"{host}: {file}" for file in files]
             left += [f"{host}: {pid} {line}" for pid, line in hosts.processes(host)]
         return left
 
