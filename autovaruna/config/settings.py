@@ -253,6 +253,12 @@ class Settings:
         "Bytes of optimizer state for each byte of parameters; auto: found from the optimizer.",
         "opt_param_factor",
     )
+    shard_optimizer: bool | Literal["auto"] = _setting(
+        either(BOOLEAN, choice("auto")),
+        "auto",
+        "Whether replicas share the optimizer's state: each keeps that of its own parameters (ZeRO stage 1), and all "
+        "give each other the new weights after a step; auto: no.",
+    )
     recompute: Literal["auto", "all", "none"] = _setting(
         choice("auto", "all", "none"),
         "auto",

@@ -197,8 +197,9 @@ class Preparation:
 
     @cached_property
     def placement(self) -> Placement:
-        """The ranks that hold each parameter."""
-        return placement_of(self.assignment, self.plan)
+        """The ranks that hold each parameter, and its owner if the optimizer's state is shared out."""
+        trained = {each.name: each.num_bytes for each in self._traced.graph.parameters if each.needs_gradient}
+        return placement_of(self.assignment, self.plan, trained if self._settings.shard_optimizer is True else None)
 
     @cached_property
     def orders(self) -> Orders:

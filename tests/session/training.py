@@ -276,9 +276,9 @@ def held(model: AutoVaruna) -> dict[str, nn.Parameter]:
 
 
 def gradients_of(model: AutoVaruna) -> dict[str, Tensor]:
-    """Returns copies of the gradients that a rank holds, by name."""
+    """Returns copies of the gradients that a rank has, by name."""
     gradients = {name: parameter.grad for name, parameter in held(model).items()}
-    return {name: gradient.detach().clone() for name, gradient in gradients.items() if gradient is not None}
+    return {name: each.detach().clone() for name, each in gradients.items() if each is not None and not each.is_meta}
 
 
 def with_state(record: Record, model: AutoVaruna) -> Record:
