@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from autovaruna.config.settings import Sharing
 from autovaruna.errors import InputError
 from autovaruna.profiler.separable import Steps, steps_of
 from autovaruna.runtime.weights.placement import Placement, split_models
@@ -420,6 +421,25 @@ def step_over_own_part(
             steps.what,
         )
     _known.add(optimizer)
+
+
+def sharing_of(optimizer: Optimizer | None, setting: Sharing, device: torch.device) -> Sharing:
+    """Returns whether replicas share the state of an optimizer, or ``auto``: they may.
+
+    Args:
+        optimizer: The optimizer; None: it is not known yet.
+        setting: What the user asks for.
+        device: Where it steps.
+
+    Raises:
+        InputError: they are to, and its steps are not of each parameter by itself.
+    """
+    if setting is False or optimizer is None:
+        return setting is True
+    steps = steps_of(optimizer, device)
+    if setting is True and steps.kind != "separate":
+        raise InputError(_refusal_to_share(type(optimizer).__name__, steps))
+    return setting if steps.kind == "separate" else False
 
 
 def watch_later_optimizers() -> None:
