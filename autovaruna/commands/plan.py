@@ -58,7 +58,7 @@ class Planning:
         self.traced = self.target.traced
         optimizer = make_optimizer(options.optimizer, [*self.target.model.parameters()])
         self.optimizer_bytes_factor = optimizer_factor(optimizer, self.settings)
-        self.sharing = sharing_of(optimizer, self.settings.shard_optimizer, _CPU)
+        self.sharing = sharing_of(optimizer, options.ranks > 1 and self.settings.shard_optimizer, _CPU)
         self.profile = saved or self._new_profile()
 
     @cached_property

@@ -199,7 +199,7 @@ class Preparation:
         Raises:
             InputError: they are to, and it cannot step over some of its parameters alone.
         """
-        setting = self._settings.shard_optimizer if self._world.num_ranks > 1 else False
+        setting = self._world.num_ranks > 1 and self._settings.shard_optimizer
         if setting is False:
             return False
         act = partial(sharing_of, self._optimizer, setting, self.device)

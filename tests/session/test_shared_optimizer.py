@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from autovaruna import InputError
+from autovaruna import InputError, RankError
 from tests.catalogue import CASES, Case
 from tests.profiler.own_optimizers import JOINT, SEPARATE, Langevin, Unknown
 from tests.reference import MakeOptimizer, Record, adamw, bit_equal, compare, plain_steps, sgd
@@ -296,3 +297,40 @@ def test_copies_of_the_model_follow() -> None:
         model.load_state_dict(average.state_dict())
 
     ends_alike(story)
+
+
+def test_what_is_frozen_and_thawed_between_steps() -> None:
+    def story(model: Any, optimizer: Any) -> None:
+        names = [name for name, _ in model.named_parameters()]
+        for step, frozen in enumerate(([], names[:3], names[2:5], [])):
+            for name, each in model.named_parameters():
+                each.requires_grad_(name not in frozen)
+            backward(model, step)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    ends_alike(story, "2 replicas")
+
+
+def test_a_rank_that_does_not_step_is_told_of() -> None:
+    def run(model: Any, optimizer: Any, rank: int) -> None:
+        backward(model)
+        if rank == 0:
+            optimizer.step()
+        backward(model)
+
+    with pytest.raises(RankError, match=r"rank 0 waits for a sum or a copy among ranks \(0, 1\)"):
+        on_ranks(shared(TWO), CASE.model(), run, adamw, (CASE.name, False))
+
+
+def test_the_model_may_be_saved_by_pickle(tmp_path: Path) -> None:
+    """As where each replica has all of the state."""
+
+    def run(model: Any, optimizer: Any, rank: int) -> None:
+        backward(model)
+        optimizer.step()
+        torch.save(dict(model.module.named_parameters()), tmp_path / str(rank))
+
+    on_ranks(shared(TWO), CASE.model(), run, adamw, (CASE.name, False))
+    one, other = (torch.load(tmp_path / str(rank), weights_only=False) for rank in (0, 1))
+    assert all(torch.equal(one[name], other[name]) for name in one)
