@@ -178,6 +178,10 @@ def mend_lstm() -> None:
     import_module(name).one_layer_lstm = mended  # type: ignore[attr-defined]
 
 
+IMPORTED_LATE = ("torch.export._trace", "sympy.tensor.tensor")
+"""What a first trace imports, and whoever expects one may import before."""
+
+
 def _later(module: str, name: str) -> Any:
     try:
         return getattr(import_module(module), name)

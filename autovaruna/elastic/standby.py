@@ -25,8 +25,6 @@ from autovaruna.elastic import rank_script
 from autovaruna.elastic.life import is_held
 
 _NOT_IMPORTED = ("__main__", "run_varuna")
-_IMPORTED_LATE = ("torch.export._trace", "sympy.tensor.tensor")
-"""What a first trace imports."""
 _LOOK_SECONDS = 1.0
 _MOST_LOOKS = 20
 """How long the process outlives the host's keeper, for a new one to come."""
@@ -152,7 +150,9 @@ def warm() -> None:
         if module.name.rpartition(".")[2] not in _NOT_IMPORTED:
             with suppress(ImportError):  # of a library that is not installed
                 importlib.import_module(module.name)
-    for name in _IMPORTED_LATE:
+    from autovaruna._torch import IMPORTED_LATE
+
+    for name in IMPORTED_LATE:
         with suppress(ImportError):
             importlib.import_module(name)
     torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])
