@@ -258,7 +258,8 @@ class Settings:
         either(BOOLEAN, choice("auto")),
         "auto",
         "Whether replicas share the optimizer's state: each keeps that of its own parameters (ZeRO stage 1), and all "
-        "give each other the new weights after a step; auto: where memory is short, and a step is at least 2 % faster for it.",
+        "give each other the new weights after a step; auto: where memory is short, and a step is at least 2 % faster "
+        "for it.",
     )
     recompute: Literal["auto", "all", "none"] = _setting(
         choice("auto", "all", "none"),
