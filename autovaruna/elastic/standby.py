@@ -21,12 +21,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import autovaruna
+from autovaruna._torch import EXPORT
 from autovaruna.elastic import rank_script
 from autovaruna.elastic.life import is_held
 
 _NOT_IMPORTED = ("__main__", "run_varuna")
-_IMPORTED_LATE = ("torch.export._trace", "sympy.tensor.tensor")
-"""What a first trace imports."""
 _LOOK_SECONDS = 1.0
 _MOST_LOOKS = 20
 """How long the process outlives the host's keeper, for a new one to come."""
@@ -152,7 +151,7 @@ def warm() -> None:
         if module.name.rpartition(".")[2] not in _NOT_IMPORTED:
             with suppress(ImportError):  # of a library that is not installed
                 importlib.import_module(module.name)
-    for name in _IMPORTED_LATE:
+    for name in (EXPORT, "sympy.tensor.tensor"):  # what a first trace imports
         with suppress(ImportError):
             importlib.import_module(name)
     torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])
