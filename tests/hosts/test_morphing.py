@@ -93,10 +93,10 @@ def plain_losses(num_samples: int, batch_size: int) -> list[float]:
 
 
 def test_each_sample_comes_once_while_hosts_come_and_go(three_hosts: Hosts):
-    """Two hosts, three, one, and three again within one epoch, by the machine list and by a notice."""
-    hosts, num_samples, batch_size = three_hosts, 4800, 12
+    """Two hosts, three, one, and three again within one epoch, by the machine list and by a notice; starts are cold."""
+    hosts, num_samples, batch_size = three_hosts, 3600, 12
     script: list[str | Path] = [SAMPLED, str(num_samples), str(batch_size), str(STEP_SECONDS)]
-    with job(ElasticRun(hosts, script, listed=["h1", "h2"])) as run:
+    with job(ElasticRun(hosts, script, ["--no_standby"], listed=["h1", "h2"])) as run:
         run.wait_for_steps(20)
         run.list_hosts(hosts.names)
         assert started(run)["hosts"] == hosts.names
