@@ -45,6 +45,7 @@ try:
     import torch.utils._pytree
     import torch.utils._sympy.numbers
     import torch.utils._sympy.value_ranges
+    import torch.utils.weak
 
     pytree = torch.utils._pytree  # structures of lists and dicts, as torch.export takes them apart
 
@@ -59,6 +60,7 @@ try:
     DisableTorchFunctionSubclass = torch._C.DisableTorchFunctionSubclass  # for classes of tensors
 
     # Tensors without numbers, and those that torch.export wraps them in.
+    without_memory: Any = Tensor._make_wrapper_subclass  # a tensor of a device that is of a class of our own
     subclasses: Any = torch._subclasses  # where libraries look for the class of fake tensors
     FakeTensor = torch._subclasses.fake_tensor.FakeTensor
     FakeTensorMode = torch._subclasses.fake_tensor.FakeTensorMode
@@ -71,6 +73,8 @@ try:
     preserve_version_counter = torch.autograd.grad_mode._unsafe_preserve_version_counter  # to write unseen by autograd
     _num_uses: Any = torch._C._storage_Use_Count
     swap_tensors: Any = torch._C._swap_tensor_impl  # torch.utils.swap_tensors refuses what the graph of a step holds
+
+    by_tensor: Any = torch.utils.weak.WeakIdKeyDictionary  # maps tensors, as long as they are there
 
     pack_by_lengths: Any = torch._VF._pack_padded_sequence  # packs what ``pack_padded_sequence`` has put in order
     all_true = Tensor._is_all_true  # what torch's own checks of tensors ask
@@ -172,6 +176,10 @@ def mend_lstm() -> None:
         return output, tuple(each[0] if each.dim() == 3 else each for each in states)
 
     import_module(name).one_layer_lstm = mended  # type: ignore[attr-defined]
+
+
+IMPORTED_LATE = ("torch.export._trace", "sympy.tensor.tensor")
+"""What a first trace imports, and whoever expects one may import before."""
 
 
 def _later(module: str, name: str) -> Any:

@@ -23,6 +23,7 @@ SCRIPTS = {
     "pipelining": "Against torch.distributed.pipelining",
     "whole": "AutoVaruna's own plan against the best by hand",
     "data_parallel": "Against DistributedDataParallel",
+    "shared_optimizer": "Replicas that share AdamW's state",
     "scaling": "A step as it grows",
     "overhead": "One rank against plain PyTorch",
     "tracing": "What a trace of events costs",

@@ -152,7 +152,7 @@ def _backward(case: Case, model: nn.Module, micro_batches: Sequence[Batch]) -> T
 def gradients_of(model: nn.Module) -> Tensors:
     """Returns copies of the gradients that are on this rank, by parameter name."""
     held = [(name, p.grad) for name, p in model.named_parameters() if not p.is_meta]
-    return {name: gradient.detach().clone() for name, gradient in held if gradient is not None}
+    return {name: each.detach().clone() for name, each in held if each is not None and not each.is_meta}
 
 
 def weights_of(model: nn.Module) -> Tensors:

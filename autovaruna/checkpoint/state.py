@@ -160,7 +160,7 @@ def writers(subject: Subject, tensors: Mapping[str, Tensor], is_shared: bool) ->
         subject: The model.
         tensors: Its `tensors()`.
         is_shared: Whether the replicas of a parameter's stage divide its stage's parameters among them by bytes, or
-            the first of them writes all. Buffers are always those of the first.
+            the first of them writes all. Buffers are always those of the first; what has an owner is the owner's.
     """
     saved = dict.fromkeys(subject.saved_names(tensors).values())
     if subject.placement is None:
@@ -169,7 +169,7 @@ def writers(subject: Subject, tensors: Mapping[str, Tensor], is_shared: bool) ->
     found: dict[str, int] = {}
     sizes = {name: num_bytes(tensors[name]) for name in saved}
     for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
-        holders = subject.placement.ranks_of(subject.first(name))
+        holders = subject.placement.steppers_of(subject.first(name))
         is_divided = is_shared and isinstance(subject.state.tensor(subject.first(name)), nn.Parameter)
         found[name] = min(holders, key=lambda rank: (load[rank], rank)) if is_divided else holders[0]
         load[found[name]] += sizes[name]

@@ -28,10 +28,12 @@ from autovaruna.planner.prediction import pipeline_of, policy_of, short_enough
 from autovaruna.planner.problem import Problem
 from autovaruna.planner.records import UNKNOWN_LINK, Plan
 from autovaruna.planner.search import make_plan
+from autovaruna.planner.sharing import plan_with_sharing
 from autovaruna.planner.table import Choice, explain, plan_choices, plan_table, seconds
 from autovaruna.profiler.cache import load_measured
 from autovaruna.profiler.records import Cluster, OptimizerCost, Profile
 from autovaruna.profiler.roofline import optimizer_cost, predict, read_device
+from autovaruna.runtime.optimizers.optimizer import sharing_of
 from autovaruna.schedule.pipeline import Pipeline
 from autovaruna.schedule.simulation import render
 from autovaruna.schedule.simulator import simulate
@@ -75,6 +77,7 @@ class Planning:
         self.traced = self.target.traced
         optimizer = make_optimizer(options.optimizer, [*self.target.model.parameters()])
         self.optimizer_bytes_factor = optimizer_factor(optimizer, self.settings)
+        self.sharing = sharing_of(optimizer, options.ranks > 1 and self.settings.shard_optimizer, _CPU)
         self.profile = saved or self._new_profile()
 
     def on(self, num_ranks: int) -> Planning:
@@ -140,14 +143,15 @@ class Planning:
     def plan(self) -> Plan:
         """The plan."""
         with status_bar() as progress:
-            plan = make_plan(self.problem, progress)
+            plan = plan_with_sharing(self.problem, self.sharing, partial(make_plan, progress=progress))
         return replace(plan, is_measured=self.profile.is_measured)
 
     @cached_property
     def choices(self) -> list[Choice]:
         """All sensible choices, fastest first."""
         with status_bar() as progress:
-            return plan_choices(self.problem, progress=progress)
+            problem = replace(self.problem, shares_state=self.plan.shares_state)
+            return plan_choices(problem, progress=progress)
 
     @cached_property
     def deployment(self) -> Deployment:
@@ -161,7 +165,7 @@ class Planning:
             device=self.device.name if self.device else self.profile.device,
             memory_bytes=self.cluster.memory_bytes,
             settings={name: getattr(self.settings, name) for name in SHAPING}
-            | {"optimizer_bytes_factor": self.optimizer_bytes_factor},
+            | {"optimizer_bytes_factor": self.optimizer_bytes_factor, "shard_optimizer": self.sharing},
         )
         return deployment_of(self.plan, self.traced.graph, fingerprint)
 

@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import autovaruna
-from autovaruna._torch import EXPORT
 from autovaruna.elastic import rank_script
 from autovaruna.elastic.life import is_held
 
@@ -151,7 +150,9 @@ def warm() -> None:
         if module.name.rpartition(".")[2] not in _NOT_IMPORTED:
             with suppress(ImportError):  # of a library that is not installed
                 importlib.import_module(module.name)
-    for name in (EXPORT, "sympy.tensor.tensor"):  # what a first trace imports
+    from autovaruna._torch import IMPORTED_LATE
+
+    for name in IMPORTED_LATE:
         with suppress(ImportError):
             importlib.import_module(name)
     torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])

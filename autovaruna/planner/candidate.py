@@ -115,6 +115,7 @@ class Planner:
             host_of=self.host_of,
             overhead_seconds=cluster.overhead_seconds,
             needs_gradient=problem.needs_gradient,
+            shares_state=problem.shares_state,
         )
 
     def step_seconds(self, num_micro_batches: int) -> Array:
@@ -217,7 +218,7 @@ class Planner:
             shared_bytes=peak.shared_bytes,
             recompute_seconds=times.forward if option.needs_recompute else 0.0,
             reduce_seconds=reduce,
-            optimizer_seconds=times.optimizer,
+            optimizer_seconds=times.optimizer * sized.owned_share(len(option.ranks), option.held),
             parameter_bytes=option.held.parameters,
             speeds=speeds if set(speeds) != {1.0} else (),
             deferred=option.deferred,
@@ -229,7 +230,7 @@ class Planner:
         """Returns the all-reduce seconds of each stage: of its own parameters, and of those it shares with others."""
         if not self.problem.needs_gradient:
             return [0.0] * len(options)
-        seconds = [sized.all_reduces.seconds(o.ranks, o.held.trained) if o.held.trained else 0.0 for o in options]
+        seconds = [self._reduce_seconds_of(sized, o) for o in options]
         firsts = self.tables.positions[list(candidate.starts)]
         for parameter in self.tied:
             stages = {int(s) for s in np.searchsorted(firsts, parameter.blocks, side="right") - 1}
@@ -238,6 +239,13 @@ class Planner:
                 for stage in stages:
                     seconds[stage] += sized.all_reduces.seconds(tuple(ranks), parameter.num_bytes)
         return seconds
+
+    def _reduce_seconds_of(self, sized: SizedProblem, option: Option) -> float:
+        """Returns the seconds to sum a stage's gradients; where state is shared, and to give weights back."""
+        if not option.held.trained:
+            return 0.0
+        again = sized.all_reduces.seconds(option.ranks, 0.0) if self.problem.shares_state else 0.0
+        return again + sized.all_reduces.seconds(option.ranks, option.held.trained)
 
 
 def _range(candidate: Candidate, stage: int, tables: RangeTables) -> tuple[int, int]:

@@ -184,7 +184,14 @@ class SizedProblem:
             problem.optimizer_cost.work_of_all,
             problem.optimizer_cost.work_of_largest,
             problem.min_micro_batches_for_inputs > 1,
+            problem.most_owners,
         )
+
+    def owned_share(self, num_replicas: int, held: Holdings[float] | None = None) -> float:
+        """Returns the share of a stage's optimizer step that one of so many replicas makes; of any stage, at least."""
+        if held is not None and held.trained:
+            return self.model.owned(held, num_replicas) / held.trained
+        return 1.0 / min(num_replicas, self.problem.most_owners)
 
     @cached_property
     def peaks(self) -> Peaks:
@@ -202,10 +209,14 @@ class SizedProblem:
         return AllReduces(self.problem.cluster)
 
     def reduce_seconds(self, num_replicas: int, trained_bytes: Array, *, is_local: bool) -> Array:
-        """Returns the all-reduce seconds of ranges with so many bytes to train and so many replicas."""
+        """Returns the all-reduce seconds of ranges with so many bytes to train and so many replicas.
+
+        Where replicas share the optimizer's state, they are those of its two halves, which start apart.
+        """
         if not self.problem.needs_gradient:
             return np.zeros_like(trained_bytes)
         latency, seconds_per_byte = self.all_reduces.cost(num_replicas, is_local=is_local)
+        latency *= 1 + self.problem.shares_state
         return np.where(trained_bytes > 0, latency + seconds_per_byte * trained_bytes, 0.0)
 
     @cached_property

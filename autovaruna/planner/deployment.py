@@ -115,7 +115,7 @@ def memory_complaint(plan: Plan, valid_for: Fingerprint, graph: Graph) -> str:
     costs = Costs(float(size), none, none, saved, work, none, none, deferred)
     factor = float(valid_for.settings.get("optimizer_bytes_factor", 0.0))
     rules = (known.process_bytes, known.fragmentation, known.work_of_all, known.work_of_largest)
-    model = MemoryModel(factor, plan.needs_gradient, *rules)
+    model = MemoryModel(factor, plan.needs_gradient, *rules, most_owners=plan.num_ranks if plan.shares_state else 1)
     limits = [limit + known.process_bytes for limit in valid_for.memory_bytes]  # a limit is for what the model brings
     if _first_above(_by_depths(plan, graph, costs, model), limits) is None:
         return ""
@@ -139,7 +139,7 @@ def _by_depths(plan: Plan, graph: Graph, costs: Costs, model: MemoryModel) -> Se
     for stage in plan.stages:
         held = holdings_of_stage(graph, costs, stage.blocks)
         share = -(-plan.num_micro_batches // len(stage.ranks))
-        num_bytes = model.of_stage(held, stage.needs_recompute)
+        num_bytes = model.of_stage(held, stage.needs_recompute, len(stage.ranks))
         peak = num_bytes.peak(stage.in_flight, share, model.process_bytes, stage.deferred)
         stages.append(replace(stage, memory_bytes=peak.num_bytes, shared_bytes=peak.shared_bytes))
     return replace(plan, stages=tuple(stages), rank_memory_bytes=()).rank_bytes()
@@ -260,6 +260,7 @@ class _File(msgspec.Struct, forbid_unknown_fields=True):
     stages: list[_Stage]
     predicted: _Predicted
     valid_for: _ValidFor
+    shares_state: bool = False
 
 
 def save(path: str | os.PathLike[str], deployment: Deployment) -> None:
@@ -307,6 +308,7 @@ def _file(deployment: Deployment) -> _File:
         format_version=FORMAT_VERSION,
         num_micro_batches=plan.num_micro_batches,
         schedule=plan.schedule,
+        shares_state=plan.shares_state,
         stages=[_stage(stage, cut) for stage, cut in zip(plan.stages, ("", *deployment.cuts), strict=True)],
         predicted=_Predicted(
             step_seconds=plan.predicted_seconds,
@@ -367,6 +369,7 @@ def _deployment(file: _File) -> Deployment:
         num_micro_batches=file.num_micro_batches,
         micro_batch_size=valid_for.global_batch_size / file.num_micro_batches,
         schedule=file.schedule,
+        shares_state=file.shares_state,
         predicted_seconds=predicted.step_seconds,
         local_link=predicted.local_link.cost(),
         remote_link=predicted.remote_link.cost(),

@@ -76,6 +76,7 @@ class Problem:
         global_batch_size: samples of all ranks together.
         optimizer_bytes_factor: bytes of optimizer state for each byte of a trained parameter (AdamW: 2).
         optimizer_cost: what a step of the optimizer takes.
+        shares_state: whether the replicas of a stage share the optimizer's state.
         needs_gradient: False for a model that only runs forward.
         min_micro_batches_for_inputs: least M with which every rank can pass its own mini-batch (N, or 1).
     """
@@ -89,6 +90,12 @@ class Problem:
     needs_gradient: bool = True
     min_micro_batches_for_inputs: int = 1
     constraints: Constraints = field(default_factory=Constraints)
+    shares_state: bool = False
+
+    @property
+    def most_owners(self) -> int:
+        """The most ranks that the optimizer's state of a stage may be shared out over."""
+        return (self.constraints.num_replicas or self.cluster.num_ranks) if self.shares_state else 1
 
     @cached_property
     def cost_table(self) -> CostTable:

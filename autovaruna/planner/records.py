@@ -97,7 +97,8 @@ class Plan:
     `overhead_seconds` (of the executor, for each instruction) are those that the prediction was made with: with them
     the plan alone gives the schedule, the same one on every rank. `is_measured` is False if the costs came from a
     roofline. `rank_memory_bytes` is the predicted peak of each rank over its instructions (empty: not known).
-    `block_bytes` is what memory was predicted from, so that a plan edited by hand can be checked.
+    `block_bytes` is what memory was predicted from, so that a plan edited by hand can be checked. With `shares_state`
+    the replicas of a stage share the optimizer's state: each keeps that of its own parameters.
     """
 
     stages: tuple[StagePlan, ...]
@@ -117,6 +118,7 @@ class Plan:
     is_measured: bool = True
     rank_memory_bytes: tuple[float, ...] = ()
     block_bytes: BlockBytes | None = None
+    shares_state: bool = False
     format_version: int = FORMAT_VERSION
 
     @property

@@ -205,7 +205,8 @@ class ReplicaSearch:
         key = replicas, slowest, is_local
         if key not in self._tails:
             reduce = self.sized.reduce_seconds(replicas, self.trained_bytes[:, :width], is_local=is_local)
-            self._tails[key] = np.maximum(self.after, reduce + self.optimizer[:, :width] / slowest)
+            optimizer = self.optimizer[:, :width] * self.sized.owned_share(replicas)
+            self._tails[key] = np.maximum(self.after, reduce + optimizer / slowest)
         return self._tails[key]
 
     def _chain(

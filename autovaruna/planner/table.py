@@ -66,6 +66,8 @@ def explain(plan: Plan, graph: Graph) -> str:
     if plan.block_bytes and plan.block_bytes.fragmentation > 1:
         factor = f"{plan.block_bytes.fragmentation:.3g} times what micro-batches make and free"
         lines.append(f"fragmentation   predicted memory is what lasts, gradients, and {factor}")
+    if plan.shares_state:
+        lines.append("optimizer state shared by the replicas of a stage: each keeps that of its own parameters")
     if len(used) < plan.num_ranks:
         lines.append(f"ranks used      {len(used)} of {plan.num_ranks}: more are not faster, or were not asked for")
     for name, parts in _parts([lost[rank] for rank in used] if len(lost) == plan.num_ranks else lost):

@@ -3,13 +3,11 @@
 A parameter that several blocks use has one accumulator for each of them. They are summed from the last use to the
 first, the order in which autograd meets them on one process, whatever stages the uses are on: a partial sum travels
 from the last stage that holds the parameter to the first, each adding its own, and the total goes back to all.
-Over ranks large tensors are summed where they lie, small ones together in flat buckets; sums start in the order in
-which tensors are added, the same on every rank of a group, and few buckets are under way at once.
+Where the optimizer's state is shared out, the total of a parameter goes to its owner alone.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,145 +18,13 @@ import torch
 from torch import Tensor, nn
 
 from autovaruna.planner.records import Plan
-from autovaruna.runtime.transport.base import Done, Pending
+from autovaruna.runtime.sums import Sums
 from autovaruna.runtime.weights.placement import OwnedState, Placement
 from autovaruna.runtime.weights.remote_parameter import RemoteTensor, note_gradients
+from autovaruna.runtime.weights.shares import note_gradients_of_others, steps_here
 from autovaruna.runtime.world import World
 from autovaruna.stage.module import ParameterUse, StageModule
 from autovaruna.stage.split import Split
-
-LARGE_BYTES = 256 << 10
-BUCKET_BYTES, HOST_BUCKET_BYTES = 16 << 20, 4 << 20
-"""On the host a bucket has to find a place between gradients, where large holes are few."""
-BUCKETS_AT_ONCE = 2
-
-Ranks = tuple[int, ...]
-
-
-class Large:
-    """A tensor that is summed where it lies."""
-
-    is_copy = False
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._tensor = tensor
-        self._pending: Pending = Done()
-
-    def start(self, world: World, ranks: Ranks) -> None:
-        """Starts the sum."""
-        self._pending = world.start_all_reduce(self._tensor, ranks)
-
-    def finish(self) -> None:
-        """Waits for the sum."""
-        self._pending.wait()
-
-
-class Bucket:
-    """Small tensors of one dtype that are summed in one message."""
-
-    is_copy = True
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._tensors = [tensor]
-        self._num_bytes = tensor.nbytes
-        self._flat = tensor
-        self._pending: Pending = Done()
-
-    def take(self, tensor: Tensor) -> bool:
-        """Takes a tensor in, if it is of the same dtype and there is room; says whether."""
-        most_bytes = HOST_BUCKET_BYTES if tensor.is_cpu else BUCKET_BYTES
-        is_fitting = self._tensors[0].dtype == tensor.dtype and self._num_bytes + tensor.nbytes <= most_bytes
-        if is_fitting:
-            self._tensors.append(tensor)
-            self._num_bytes += tensor.nbytes
-        return is_fitting
-
-    def start(self, world: World, ranks: Ranks) -> None:
-        """Packs the tensors and starts to sum them."""
-        self._flat = torch.cat([tensor.reshape(-1) for tensor in self._tensors])
-        self._pending = world.start_all_reduce(self._flat, ranks)
-
-    def finish(self) -> None:
-        """Waits for the sum and unpacks it."""
-        self._pending.wait()
-        values = torch.split(self._flat, [tensor.numel() for tensor in self._tensors])
-        for tensor, value in zip(self._tensors, values, strict=True):
-            tensor.copy_(value.view(tensor.shape))
-
-
-class Queue:
-    """The sums of one group of ranks, which start in the order added on each of them, whatever else a rank does."""
-
-    def __init__(self, world: World, ranks: Ranks) -> None:
-        self._world = world
-        self._ranks = ranks
-        self._open: dict[torch.dtype, Bucket] = {}
-        self._coming: deque[Large | Bucket] = deque()
-        self._started: deque[Large | Bucket] = deque()
-
-    def add(self, tensor: Tensor, *, is_contiguous: bool) -> None:
-        """Adds a tensor; all ranks add the same shapes."""
-        if is_contiguous and tensor.nbytes >= LARGE_BYTES:
-            self._coming.append(Large(tensor))
-            return
-        bucket = self._open.get(tensor.dtype)
-        if bucket is None or not bucket.take(tensor):
-            self._open[tensor.dtype] = bucket = Bucket(tensor)
-            self._coming.append(bucket)
-
-    def start(self) -> None:
-        """Starts what has been added, as far as few copies are under way."""
-        self._open = {}
-        while self._coming and self._num_copies < BUCKETS_AT_ONCE:
-            self._coming[0].start(self._world, self._ranks)
-            self._started.append(self._coming.popleft())
-
-    def finish(self) -> None:
-        """Waits for everything."""
-        self.start()
-        while self._started:
-            self._started.popleft().finish()
-            self.start()
-
-    @property
-    def _num_copies(self) -> int:
-        return sum(each.is_copy for each in self._started)
-
-
-class Sums:
-    """Sums on their way, over any groups of ranks.
-
-    Args:
-        world: The ranks.
-    """
-
-    def __init__(self, world: World) -> None:
-        self._world = world
-        self._queues: dict[Ranks, Queue] = {}
-
-    def add(self, tensor: Tensor, ranks: Ranks, *, is_contiguous: bool) -> None:
-        """Adds a tensor that is overwritten by its sum over `ranks` once `finish` is through.
-
-        Args:
-            tensor: The tensor.
-            ranks: The group; its ranks add the same shapes in the same order, between the same calls of `start`.
-            is_contiguous: Whether the tensor is, on every rank.
-        """
-        if ranks not in self._queues:
-            self._queues[ranks] = Queue(self._world, ranks)
-        self._queues[ranks].add(tensor, is_contiguous=is_contiguous)
-
-    def start(self) -> None:
-        """Starts what has been added."""
-        for queue in self._queues.values():
-            queue.start()
-
-    def finish(self) -> None:
-        """Waits for everything; group by group in one order for all ranks, so that they never wait for each other."""
-        self.start()
-        for ranks in sorted(self._queues):
-            self._queues[ranks].finish()
-
 
 _CHAIN_TAG = 1 << 19
 
@@ -186,15 +52,20 @@ class Order:
         spread: those that several stages use, or that ranks without a gradient hold, with the ranks that get the sum.
         uses: their uses.
         stages: the uses of the others, by the ranks that sum them and by stage.
+        owners: the ranks that alone get the sums of parameters that are shared out.
     """
 
-    def __init__(self, uses: Mapping[str, list[Use]], holders: Mapping[str, tuple[int, ...]]) -> None:
+    def __init__(
+        self, uses: Mapping[str, list[Use]], holders: Mapping[str, tuple[int, ...]], owners: Mapping[str, int]
+    ) -> None:
+        self.owners = owners
         self.uses: dict[str, list[Use]] = {}
         self.spread: dict[str, tuple[int, ...]] = {}
         self.stages: dict[tuple[int, ...], dict[int, dict[str, list[Use]]]] = {}
         for name, each in uses.items():
             if len({use.stage for use in each}) > 1 or set(holders[name]) != set(each[0].ranks):
-                self.uses[name], self.spread[name] = each, tuple(sorted(holders[name]))
+                getting = {each[-1].ranks[0], owners[name]} if name in owners else holders[name]
+                self.uses[name], self.spread[name] = each, tuple(sorted(getting))
         for name, each in sorted(uses.items(), key=lambda item: -item[1][0].stage):
             if name not in self.spread:
                 self.stages.setdefault(each[0].ranks, {}).setdefault(each[0].stage, {})[name] = each
@@ -242,7 +113,8 @@ class GradientSum:
             origin: What the backward started from; None: several, so that ranks must agree anew.
 
         Returns:
-            For each parameter of this rank that has a gradient, the gradient of the global batch.
+            For each parameter of this rank that has a gradient, the gradient of the global batch; not of those that
+            another rank owns.
         """
         order = self._agree(accumulators, origin)
         return Summation(order, self._world, self._parameters).finish(accumulators)
@@ -259,7 +131,8 @@ class GradientSum:
             agreed = set().union(*self._world.gather_objects(set(accumulators), "agreeing on gradients"))
             live = {name: [use for use in uses if (name, use.block) in agreed] for name, uses in self._uses.items()}
             holders = {name: self._placement.ranks_of(name) for name, uses in live.items() if uses}
-            order = Order({name: live[name] for name in holders if self._world.rank in holders[name]}, holders)
+            own = {name: live[name] for name in holders if self._world.rank in holders[name]}
+            order = Order(own, holders, self._placement.owners)
         if origin is not None:
             self._orders[origin] = order
         return order
@@ -293,7 +166,7 @@ class Summation:
         self._start()
 
     def finish(self, accumulators: Mapping[ParameterUse, Tensor]) -> dict[str, Tensor]:
-        """Sums what is left and waits for everything; returns the gradient of each parameter."""
+        """Sums what is left and waits for everything; returns the gradient of each parameter that this rank gets."""
         self._accumulators.update(accumulators)
         self._ended.update(stage for stages in self._coming.values() for stage in stages)
         self._start()
@@ -301,7 +174,8 @@ class Summation:
             self._totals[name] = self._chain(name, uses)
         self._sums.finish()
         self._spread()
-        return self._totals
+        owners, rank = self._order.owners, self._world.rank
+        return {name: total for name, total in self._totals.items() if owners.get(name, rank) == rank}
 
     def _start(self) -> None:
         for ranks, stages in self._coming.items():
@@ -318,7 +192,7 @@ class Summation:
             if len(ranks) > 1:
                 is_contiguous = self._parameters[name].is_contiguous()
                 total = total.contiguous() if is_contiguous else total
-                self._sums.add(total, ranks, is_contiguous=is_contiguous)
+                self._sums.add(total, ranks, is_contiguous=is_contiguous, owner=self._order.owners.get(name))
             self._totals[name] = total
 
     def _take(self, name: str, use: Use) -> Tensor:
@@ -354,9 +228,9 @@ class Summation:
         return total if total is not None else torch.empty_like(self._parameters[name])
 
     def _spread(self) -> None:
-        """Gives these sums to every rank that holds the parameter."""
+        """Gives these sums to every rank that gets them."""
         for name, ranks in self._order.spread.items():
-            if len(ranks) > 1:
+            if len(ranks) > 1 and self._world.rank in ranks:
                 self._world.broadcast(self._totals[name], self._order.uses[name][-1].ranks[0], ranks)
 
 
@@ -460,10 +334,11 @@ class Backwards:
         self.last_gradient = gradient
 
     def note_gradients(self, is_summed: bool) -> None:
-        """Shows gradients of the parameters that other ranks hold, where plain PyTorch has them."""
+        """Shows gradients that other ranks have, where plain PyTorch has them."""
         self._owes_gradients = not is_summed
         if is_summed:
             note_gradients(self._away)
+            note_gradients_of_others(self._of_others)
 
     def synchronise(self) -> None:
         """Sums the gradients that were kept back and adds them to ``.grad``. Collective."""
@@ -503,6 +378,12 @@ class Backwards:
             for name, total in book.take_kept().items():
                 totals[name] = totals[name].add_(total) if name in totals else total
         return totals
+
+    @cached_property
+    def _of_others(self) -> list[nn.Parameter]:
+        """The parameters that this rank holds and another one steps over."""
+        here = [each for each in self._state.parameters().values() if not isinstance(each, RemoteTensor)]
+        return [each for each in here if not steps_here(each)]
 
     @cached_property
     def _away(self) -> list[RemoteTensor]:

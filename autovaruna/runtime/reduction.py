@@ -1,11 +1,14 @@
 """Defines the sums and copies among a group of ranks, made of messages.
 
-A sum has one order, that of `ranks`, whatever the size of the tensor or of the group, and each element is summed on
-one rank (or, for small tensors, in the same way on each): so every rank gets the same bits, and a second run too.
+An all-reduce gives every rank the sum of a tensor, a reduce-scatter gives each rank the sums of its own share alone, an
+all-gather each rank's share to all. A sum has one order, that of `ranks`, whatever the size of the tensor or of the
+group, and each element is summed on one rank (or, for small tensors, in the same way on each): so every rank gets the
+same bits, and a second run too.
 
     small tensor   every rank sends it whole to every other, and sums                        1 message time
     large tensor   rank i of n gets the i-th n-th of it from all, sums it, sends it to all   2 (n-1)/n of its bytes,
                                                                                              the least there is
+    shares         as either half of that, with a share of rank i in place of the i-th n-th
 
 (Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH", 2005, section 4;
 theirs are trees and rings with fewer messages for large n, whose sums have other orders.)
@@ -15,7 +18,9 @@ from __future__ import annotations
 
 import zlib
 from collections import deque
+from collections.abc import Sequence
 from functools import partial
+from itertools import zip_longest
 
 import torch
 from torch import Tensor
@@ -43,17 +48,35 @@ class Group:
         self.ranks = ranks
         self.tag = group_tag(ranks)
         self.num_calls = 0
-        self._coming: deque[Piece] = deque()
-        self.active: deque[Piece] = deque()
+        self._coming: deque[Piece | Row] = deque()
+        self.active: deque[Piece | Row] = deque()
         self._num_active_bytes = 0
 
-    def start(self, tensor: Tensor) -> AllReduce:
+    def start(self, tensor: Tensor) -> Exchange:
         """Starts the sum of a tensor."""
+        host = to_host(tensor)
+        num_elements = max(1, PIECE_BYTES // tensor.element_size()) * len(self.ranks)
+        return self._start([Piece(piece) for piece in torch.split(flat(host), num_elements)], [(tensor, host)])
+
+    def start_shares(self, shares: Sequence[Sequence[Tensor]], *, gathers: bool) -> Exchange:
+        """Starts to sum each share on its rank, or to send it from there to the others.
+
+        Args:
+            shares: The tensors of each rank of the group, in its order; the same shapes on every rank.
+            gathers: Whether shares are sent, not summed.
+        """
+        hosts = [[(tensor, to_host(tensor)) for tensor in share] for share in shares]
+        columns = [[part for _, host in share for part in _cut(host)] for share in hosts]
+        own = self.ranks.index(self.transport.rank)
+        landing = [pair for place, share in enumerate(hosts) if (place == own) != gathers for pair in share]
+        return self._start([Row(row, gathers) for row in zip_longest(*columns)], landing)
+
+    def _start(self, pieces: Sequence[Piece | Row], landing: Sequence[tuple[Tensor, Tensor]]) -> Exchange:
         self.count_call()
-        reduction = AllReduce(self, tensor)
-        self._coming.extend(reduction.pieces)
+        exchange = Exchange(self, pieces, landing)
+        self._coming.extend(pieces)
         self.advance()
-        return reduction
+        return exchange
 
     def advance(self) -> None:
         """Lets the pieces advance; a later one may not come to its second exchange before an earlier one."""
@@ -92,41 +115,44 @@ class Group:
     def waiting(self) -> tuple[str, tuple[Need, ...]]:
         """Says in words and for the deadlock detector what is missing."""
         needs = tuple(self.need(rank) for rank in self.ranks if rank != self.transport.rank)
-        return f"for an all-reduce among ranks {self.ranks}", needs
+        return f"for a sum or a copy among ranks {self.ranks}", needs
 
 
-class AllReduce(Pending):
-    """The sum of one tensor over the ranks of a group, in pieces."""
+class Exchange(Pending):
+    """A sum or a copy among the ranks of a group on its way, in pieces.
 
-    def __init__(self, group: Group, tensor: Tensor) -> None:
-        self.group = group
-        self.tensor = tensor
-        self.host = to_host(tensor)
-        num_elements = max(1, PIECE_BYTES // tensor.element_size()) * len(group.ranks)
-        self.pieces = [Piece(piece) for piece in torch.split(flat(self.host), num_elements)]
+    Args:
+        group: The ranks.
+        pieces: What has been started.
+        landing: Tensors, and the memory on the host that is copied to them at the end.
+    """
+
+    def __init__(self, group: Group, pieces: Sequence[Piece | Row], landing: Sequence[tuple[Tensor, Tensor]]) -> None:
+        self._group = group
+        self._pieces = list(pieces)
+        self._landing = [pair for pair in landing if pair[0] is not pair[1]]
 
     def is_done(self) -> bool:
-        """Says whether every piece is summed, letting the group advance."""
-        if not self.pieces:
-            return True
-        if not self._is_summed():
-            self.group.advance()
-            if not self._is_summed():
+        """Says whether every piece is, letting the group advance."""
+        if not self._has_ended():
+            self._group.advance()
+            if not self._has_ended():
                 return False
-        if self.host is not self.tensor:
-            self.tensor.detach().copy_(self.host)
+        landing, self._landing = self._landing, []
+        for tensor, host in landing:
+            tensor.detach().copy_(host)
         return True
 
-    def _is_summed(self) -> bool:
-        """Says whether every piece is: a small last one, exchanged once, may overtake the second exchange of others."""
-        while self.pieces and self.pieces[-1].is_finished:
-            self.pieces.pop()
-        return not self.pieces
+    def _has_ended(self) -> bool:
+        """Says whether every piece has ended: one that is exchanged once may overtake the second exchange of others."""
+        while self._pieces and self._pieces[-1].is_finished:
+            self._pieces.pop()
+        return not self._pieces
 
     def wait(self) -> None:
-        """Blocks until every piece is summed."""
+        """Blocks until every piece is there."""
         if not self.is_done():
-            self.group.watch.wait_until(self.is_done, self.group.waiting)
+            self._group.watch.wait_until(self.is_done, self._group.waiting)
 
 
 class Piece:
@@ -177,6 +203,57 @@ class Piece:
             self.messages += transport.post_receives([incoming[i]], rank, GROUP_CHANNEL, tag)
         for i, rank in self._peers:
             self.messages += transport.post_sends([outgoing[i]], rank, GROUP_CHANNEL, tag)
+
+
+class Row:
+    """One piece of each rank's share: each is summed on its rank, or sent from there to the others, in one exchange.
+
+    Args:
+        shares: The piece of each rank of the group; None: its share has ended.
+        gathers: Whether they are sent, not summed.
+    """
+
+    def __init__(self, shares: Sequence[Tensor | None], gathers: bool) -> None:
+        self._shares = shares
+        self._gathers = gathers
+        self._parts: list[Tensor] = []
+        self.num_bytes = sum(share.nbytes for share in shares if share is not None)
+        self.messages: list[Part] = []
+        self.is_finished = False
+
+    def exchange(self, group: Group) -> None:
+        """Sends each rank what it gets of this one, and receives what this rank gets."""
+        transport, own = group.transport, group.ranks.index(group.transport.rank)
+        mine, incoming = self._shares[own], self._shares
+        if mine is not None and not self._gathers:
+            incoming = self._parts = [
+                mine if place == own else torch.empty_like(mine) for place in range(len(incoming))
+            ]
+        elif not self._gathers:
+            incoming = [None] * len(self._shares)
+        outgoing = [mine] * len(self._shares) if self._gathers else self._shares
+        peers = [(place, rank) for place, rank in enumerate(group.ranks) if place != own]
+        for place, rank in peers:
+            if (tensor := incoming[place]) is not None:
+                self.messages += transport.post_receives([tensor], rank, GROUP_CHANNEL, group.tag)
+        for place, rank in peers:
+            if (tensor := outgoing[place]) is not None:
+                self.messages += transport.post_sends([tensor], rank, GROUP_CHANNEL, group.tag)
+        self._own = own
+
+    def advance(self) -> bool:
+        """Sums if all messages have come; later pieces may always advance."""
+        self.messages = [message for message in self.messages if not message.is_done()]
+        if not self.messages and not self.is_finished:
+            if self._parts:
+                sum_in_order(self._parts, self._parts[self._own])
+            self._parts, self.is_finished = [], True
+        return True
+
+
+def _cut(tensor: Tensor) -> Sequence[Tensor]:
+    """Cuts a tensor into flat pieces; none of no elements."""
+    return torch.split(flat(tensor), max(1, PIECE_BYTES // tensor.element_size())) if tensor.numel() else ()
 
 
 def sum_in_order(parts: list[Tensor], out: Tensor) -> None:

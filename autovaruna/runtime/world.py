@@ -365,6 +365,33 @@ class World:
                 return carried
         return self._group(ranks).start(tensor)
 
+    def start_reduce_scatter(self, shares: Sequence[Sequence[Tensor]], ranks: tuple[int, ...]) -> Pending:
+        """Starts to overwrite the tensors of each share with their sums over `ranks`, on the rank whose share it is.
+
+        What the other ranks have in its place is of no use afterwards. Order and precision are those of all-reduces.
+
+        Args:
+            shares: The tensors of each of `ranks`, dense and with elements; the same shapes on every rank.
+            ranks: The group.
+        """
+        return self._start_shares(shares, ranks, gathers=False)
+
+    def start_all_gather(self, shares: Sequence[Sequence[Tensor]], ranks: tuple[int, ...]) -> Pending:
+        """Starts to overwrite the tensors of each share with those of the rank whose share it is; as the other way."""
+        return self._start_shares(shares, ranks, gathers=True)
+
+    def _start_shares(self, shares: Sequence[Sequence[Tensor]], ranks: tuple[int, ...], *, gathers: bool) -> Pending:
+        every = [tensor for share in shares for tensor in share]
+        for tensor in every:
+            check_dense(tensor)
+        if len(ranks) == 1 or not every:
+            return DONE
+        if self.carrier is not None and every[0].device.type == self.carrier.device.type:
+            carried = self.carrier.start_shares(shares, ranks, gathers=gathers)
+            if carried is not None:
+                return carried
+        return self._group(ranks).start_shares(shares, gathers=gathers)
+
     def _group(self, ranks: tuple[int, ...]) -> Group:
         if ranks not in self._groups:
             assert self.rank in ranks, f"rank {self.rank} must be among {ranks}"

@@ -158,6 +158,7 @@ SHAPING = (
     "cuts",
     "cutpoints",
     "stage_ranks",
+    "shard_optimizer",
     "inputs",
     "dynamic_batch",
 )

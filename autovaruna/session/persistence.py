@@ -197,7 +197,7 @@ class State:
     def show_whole_optimizer(self) -> None:
         """Lets the optimizer's own methods give and take the state of all parameters, if this rank has but some."""
         placement = self._wrapped.placement
-        if self._wrapped.optimizer is not None and placement.splits(placement.holders):
+        if self._wrapped.optimizer is not None and placement.divides(placement.holders):
             optimizer = self._wrapped.optimizer.optimizer
             optimizer.state_dict = self.optimizer_state_dict  # type: ignore[method-assign]
             optimizer.load_state_dict = self.load_optimizer_state_dict  # type: ignore[method-assign]

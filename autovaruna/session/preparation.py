@@ -10,7 +10,7 @@ import stat
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import count
 from pathlib import Path
 from typing import TypeVar
@@ -20,7 +20,7 @@ from rich.console import Console
 from torch import nn
 
 from autovaruna.config.files import at_home
-from autovaruna.config.settings import Settings, replicas_of
+from autovaruna.config.settings import Settings, Sharing, replicas_of
 from autovaruna.errors import ConfigError, DeploymentError, ScheduleError
 from autovaruna.graph.batch.state import batch_norms
 from autovaruna.graph.records import Graph
@@ -40,8 +40,10 @@ from autovaruna.planner.prediction import Orders
 from autovaruna.planner.problem import Problem
 from autovaruna.planner.records import Plan
 from autovaruna.planner.search import make_plan
+from autovaruna.planner.sharing import plan_with_sharing
 from autovaruna.planner.table import explain, plan_table
 from autovaruna.profiler.measure import device_name
+from autovaruna.runtime.optimizers.optimizer import sharing_of
 from autovaruna.runtime.trace import EventTrace
 from autovaruna.runtime.weights.placement import Placement, placement_of
 from autovaruna.runtime.world import World, on_all
@@ -186,9 +188,23 @@ class Preparation:
         seed = torch.initial_seed() if settings.seed is None else settings.seed
         self.seed = int(world.broadcast_object(seed, 0, "agreeing on the seed"))
         self._on_all(self._dump_graph, "writing the graph")
+        self._sharing = self._try_sharing()
         self._fingerprint = self._describe_run()
         self.plan = self._saved_plan() or self._new_plan()
         self._report()
+
+    def _try_sharing(self) -> Sharing:
+        """Returns whether replicas share the optimizer's state, or may. Collective, unless there are none.
+
+        Raises:
+            InputError: they are to, and it cannot step over some of its parameters alone.
+        """
+        setting = self._world.num_ranks > 1 and self._settings.shard_optimizer
+        if setting is False:
+            return False
+        act = partial(sharing_of, self._optimizer, setting, self.device)
+        with phase(logger, "finding out whether replicas may share the optimizer's state"):
+            return self._on_all(act, "trying the optimizer out")
 
     @cached_property
     def assignment(self) -> Assignment:
@@ -197,8 +213,14 @@ class Preparation:
 
     @cached_property
     def placement(self) -> Placement:
-        """The ranks that hold each parameter."""
-        return placement_of(self.assignment, self.plan)
+        """The ranks that hold each parameter, and its owner if the optimizer's state is shared out."""
+        trained = {each.name: each.num_bytes for each in self._traced.graph.parameters if each.needs_gradient}
+        return placement_of(self.assignment, self.plan, trained if self._is_shared else None)
+
+    @property
+    def _is_shared(self) -> bool:
+        """Whether the replicas of a stage share the optimizer's state."""
+        return self.plan.shares_state or self._sharing is True
 
     @cached_property
     def orders(self) -> Orders:
@@ -254,7 +276,7 @@ class Preparation:
             device=device_name(self.device),
             memory_bytes=limits,
             settings={name: getattr(self._settings, name) for name in SHAPING}
-            | {"optimizer_bytes_factor": max(factors)},
+            | {"optimizer_bytes_factor": max(factors), "shard_optimizer": self._sharing},
         )
 
     def _saved_plan(self) -> Plan | None:
@@ -275,8 +297,12 @@ class Preparation:
     def _new_plan(self) -> Plan:
         """Measures, searches, and saves the deployment. Collective; rank 0 searches for all."""
         problem = self._measured_problem()
+
+        def search() -> Plan | None:
+            return plan_with_sharing(problem, self._sharing, make_plan) if self._world.rank == 0 else None
+
         with phase(logger, "searching for a plan"):
-            plan = self._on_all(lambda: make_plan(problem) if self._world.rank == 0 else None, "planning")
+            plan = self._on_all(search, "planning")
         self.plan = self._world.broadcast_object(plan, 0, "sharing the plan")
         if self._settings.save_deployment:
             self._on_all(self._save_on_first, "saving the deployment")

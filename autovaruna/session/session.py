@@ -34,6 +34,7 @@ from autovaruna.runtime.optimizers.optimizer import (
 from autovaruna.runtime.optimizers.scaler import LossScale
 from autovaruna.runtime.transport.torch_channel import open_channel
 from autovaruna.runtime.weights.placement import note_split
+from autovaruna.runtime.weights.shares import note_shares
 from autovaruna.runtime.world import World, gather_on_all, on_all
 from autovaruna.session.batch_values import BatchValues, Totals, ValuesOfBatch
 from autovaruna.session.calls import (
@@ -397,9 +398,12 @@ class Session:
 
     def _check_steps(self, cut: CutOptimizer, own: OwnSteps, preparation: Preparation) -> None:
         """Lets an optimizer step over this rank's part, if it will have but a part and may. Collective."""
-        if preparation.placement.splits(chain(*cut.names)):
-            world = self._wrapped.world
-            act = partial(step_over_own_part, cut.optimizer, own, world.num_ranks, preparation.device)
+        placement, world = preparation.placement, self._wrapped.world
+        if placement.divides(chain(*cut.names)):
+            is_shared = bool(placement.owners)
+            act = partial(
+                step_over_own_part, cut.optimizer, own, world.num_ranks, preparation.device, is_shared=is_shared
+            )
             on_all(world, act, f"trying the optimizer{self._wrapped.of_model}")
 
     # split
@@ -410,9 +414,9 @@ class Session:
         given = self._persistence.given(wrapped.subject())
         seed = self._seed(0)
         wrapped.state.distribute(preparation.placement, wrapped.world, preparation.device, seed, given)
+        self.run_part()
         if wrapped.optimizer is not None:
             wrapped.optimizer.cut(wrapped.state.parameters())
-        self.run_part()
         self._state.show_whole_optimizer()
         self._persistence.fill(wrapped.subject())
 
@@ -421,7 +425,8 @@ class Session:
         wrapped, preparation = self._wrapped, self.preparation
         settings, world = wrapped.settings, wrapped.world
         plan, placement, device = preparation.plan, preparation.placement, preparation.device
-        if placement.splits(placement.holders):
+        note_shares(wrapped.state, placement, world, device)
+        if placement.divides(placement.holders):
             note_split(wrapped.state, placement, world)
             join_norms()
             watch_later_optimizers()

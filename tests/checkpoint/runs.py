@@ -21,6 +21,9 @@ SETUPS = {
     "3 stages": pipeline(3),
     "2x2": Setup(((0, 1), (2, 3))),
     "unequal": Setup(((0,), (1, 2))),
+    "2 replicas, shared": Setup(((0, 1),), settings={"shard_optimizer": True}),
+    "2x2, shared": Setup(((0, 1), (2, 3)), settings={"shard_optimizer": True}),
+    "unequal, shared": Setup(((0,), (1, 2)), settings={"shard_optimizer": True}),
 }
 NUM_STEPS = 3
 

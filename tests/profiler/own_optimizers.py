@@ -79,6 +79,16 @@ class Lamb(AdaBelief):
         return found * parameter.norm() / (found.norm() + 1e-6)
 
 
+class MasterAdam(AdaBelief):
+    """Steps over copies of the parameters in float32."""
+
+    def update(self, parameter: Tensor, gradient: Tensor, state: dict[str, Any]) -> Tensor:
+        master = state.setdefault("master", parameter.float().clone())
+        before = parameter.clone()
+        master.add_(super().update(master, gradient.float(), state), alpha=-0.5)
+        return before - master.to(parameter.dtype)
+
+
 class Shampoo(EachAlone):
     """Preconditions each tensor by a matrix of its own (Gupta et al., 2018)."""
 
@@ -206,6 +216,7 @@ SEPARATE: dict[str, MakeOptimizer] = {
     "ada_belief": AdaBelief,
     "lars": Lars,
     "lamb": Lamb,
+    "master": MasterAdam,
     "shampoo": Shampoo,
     "lookahead": lookahead,
 }

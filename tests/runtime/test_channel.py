@@ -93,10 +93,11 @@ def test_a_message_of_another_size_is_an_error() -> None:
         run_ranks(2, talk)
 
 
+@pytest.mark.parametrize("is_shared", [False, True])
 @pytest.mark.parametrize("stage_ranks", [((0,), (1,)), ((0, 1), (2,)), ((0, 1),)])
-def test_training_through_gloo_is_training(stage_ranks: tuple[tuple[int, ...], ...]) -> None:
+def test_training_through_gloo_is_training(stage_ranks: tuple[tuple[int, ...], ...], is_shared: bool) -> None:
     case = next(case for case in PLAIN if case.max_stages >= 4).without_dropout()
-    setup = Setup(stage_ranks, 4, settings={"channel": "gloo"})
+    setup = Setup(stage_ranks, 4, settings={"channel": "gloo", "shard_optimizer": is_shared})
     sizes = [[2] * setup.world_size] * 2
     batches = [case.batch(2 * setup.world_size, step) for step in range(2)]
     compare(train(case, setup, batches, sgd, sizes), plain_steps(case, batches, sgd))

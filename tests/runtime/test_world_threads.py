@@ -168,7 +168,7 @@ def test_a_reduction_that_a_rank_never_starts_is_found() -> None:
         if world.rank < 2:
             world.all_reduce(torch.ones(10), (0, 1, 2))
 
-    with pytest.raises(RankError, match=r"rank 2 ended its script while rank . waits for an all-reduce among ranks"):
+    with pytest.raises(RankError, match=r"rank 2 ended its script while rank . waits for a sum or a copy among ranks"):
         run_ranks(3, run)
 
 

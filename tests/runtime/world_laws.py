@@ -198,6 +198,31 @@ def sums_in_groups_at_once(world: World) -> None:
             assert torch.equal(tensor, in_order([sample(r, tensor.numel(), torch.float32) for r in ranks]))
 
 
+def shares_of(world: World, whose: int, dtype: torch.dtype) -> list[list[Tensor]]:
+    """Returns tensors of every rank, as `whose` has them: of no, one and several pieces, and of unlike sizes."""
+    sizes = ((5, 700_001), (), (30_001,), (1, 2))
+    return [[sample(whose, size, dtype) for size in sizes[rank % 4]] for rank in range(world.num_ranks)]
+
+
+def sums_each_share_on_its_rank(world: World) -> None:
+    ranks = tuple(range(world.num_ranks))
+    for dtype in (torch.float32, torch.bfloat16):
+        own = shares_of(world, world.rank, dtype)
+        world.start_reduce_scatter(own, ranks).wait()
+        expected = [shares_of(world, rank, dtype)[world.rank] for rank in ranks]
+        for place, tensor in enumerate(own[world.rank]):
+            assert torch.equal(tensor, in_order([share[place] for share in expected]))
+
+
+def gives_each_share_to_all(world: World) -> None:
+    ranks = tuple(reversed(range(world.num_ranks)))
+    shares = shares_of(world, world.rank, torch.float32)
+    world.start_all_gather(shares, ranks).wait()
+    for place, rank in enumerate(ranks):
+        for tensor, expected in zip(shares[place], shares_of(world, rank, torch.float32)[place], strict=True):
+            assert torch.equal(tensor, expected)
+
+
 def sums_by_itself_while_others_wait(world: World) -> None:
     """A reduction that was started before a collective goes on while the ranks wait in it, and is there after."""
     tensor = torch.ones(100_000)
@@ -248,7 +273,8 @@ LAWS: dict[str, Callable[[World], None]] = {
         keeps_its_own_error_when_ranks_disagree, quotes_the_first_traceback,
         tells_who_is_where, sends_every_dtype_in_a_ring, keeps_layouts, refuses_holes, sends_nothing,
         keeps_the_order_sent, sends_objects, forgets_finished_sends, sums_every_dtype_in_one_order,
-        sums_large_tensors_in_pieces, sums_in_groups_at_once, sums_by_itself_while_others_wait,
+        sums_large_tensors_in_pieces, sums_in_groups_at_once, sums_each_share_on_its_rank, gives_each_share_to_all,
+        sums_by_itself_while_others_wait,
         keeps_the_layout_of_sums, broadcasts_among_some, refuses_another_size, raises_what_does_not_pickle,
     )
 }  # fmt: skip

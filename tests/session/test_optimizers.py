@@ -212,7 +212,11 @@ def test_a_step_that_fails_leaves_the_groups_whole() -> None:
 
 
 CHAIN = CASES["chain"].without_dropout()
-SETUPS = {"two": pipeline(2, num_micro_batches=1), "idle_rank": Setup(((0,), (1,)), num_ranks=3, num_micro_batches=1)}
+SETUPS = {
+    "two": pipeline(2, num_micro_batches=1),
+    "idle_rank": Setup(((0,), (1,)), num_ranks=3, num_micro_batches=1),
+    "shared_state": Setup(((0, 1), (1, 2)), num_micro_batches=1, settings={"shard_optimizer": True}),
+}
 LISTS: dict[str, Callable[[Any, Any], list[Any]]] = {
     "parameters": lambda model, optimizer: model.parameters(),
     "groups": lambda model, optimizer: [each for group in optimizer.param_groups for each in group["params"]],

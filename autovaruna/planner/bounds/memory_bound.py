@@ -38,7 +38,8 @@ def lost_seconds(sized: SizedProblem) -> float:
     room = sum(map(max, _free_bytes(sized), [0.0] * len(speeds))) - float(state.sum())
     done = sum(speeds) * fill / max(speeds)
     lost = done - _most_held(sized, starts < fill * (1.0 - ROUNDING), max(room, 0.0))
-    return max(lost, 0.0) * _share_lost(sized, fill / max(speeds), state)
+    of_rank = _state_bytes(sized, 1.0 / problem.most_owners)
+    return max(lost, 0.0) * _share_lost(sized, fill / max(speeds), of_rank)
 
 
 def _free_bytes(sized: SizedProblem) -> list[float]:
@@ -49,11 +50,16 @@ def _free_bytes(sized: SizedProblem) -> list[float]:
     return [limit - min(process, cluster.process_bytes) for limit, process in pairs]
 
 
-def _state_bytes(sized: SizedProblem) -> Array:
-    """Returns, for each block, what lasts from step to step; what several blocks use is parted among them."""
+def _state_bytes(sized: SizedProblem, owned: float = 1.0) -> Array:
+    """Returns, for each block, what lasts from step to step; what several blocks use is parted among them.
+
+    Args:
+        sized: the problem.
+        owned: the share of the optimizer's state that counts.
+    """
     graph, state = sized.problem.graph, np.zeros(len(sized.problem.graph.blocks))
     for parameter in graph.parameters:
-        more = sized.problem.optimizer_bytes_factor if parameter.needs_gradient else 0.0
+        more = sized.problem.optimizer_bytes_factor * owned if parameter.needs_gradient else 0.0
         for block in parameter.blocks:
             state[block] += parameter.num_bytes * (1.0 + more) / len(parameter.blocks)
     return state

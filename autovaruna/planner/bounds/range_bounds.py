@@ -463,7 +463,8 @@ class RangeSeconds:
         is_local = replicas <= max(self.hosts.values())
         reduce = self.sized.reduce_seconds(replicas, self._trained_bytes, is_local=is_local)
         slowest = self.speeds[0] / self.speeds[min(replicas, len(self.speeds)) - 1]
-        optimizer = self._optimizer * np.where(reduce > 0, slowest, 1.0)  # An all-reduce ends on all its ranks at once.
+        optimizer = self._optimizer * self.sized.owned_share(replicas)
+        optimizer *= np.where(reduce > 0, slowest, 1.0)  # An all-reduce ends on all its ranks at once.
         return np.asarray(reduce + optimizer, dtype=np.float64)
 
     def _way(self, needs_recompute: bool, table: Array) -> RecomputeOption:

@@ -32,7 +32,7 @@ def bytes_of_ranks(
         own_process_bytes: of each rank's process, where that is known; `model` has one for all.
     """
     pairs = zip(held, plan.stages, strict=True)
-    stages = [model.of_stage(each, stage.needs_recompute) for each, stage in pairs]
+    stages = [model.of_stage(each, stage.needs_recompute, len(stage.ranks)) for each, stage in pairs]
     own = own_process_bytes or [model.process_bytes] * plan.num_ranks
     peaks = peaks_of_ranks(plan, stages, model.process_bytes, pipeline, schedule)
     return tuple(peak + process - model.process_bytes for peak, process in zip(peaks, own, strict=True))

@@ -314,6 +314,8 @@ class MemoryModel:
         work_of_all, work_of_largest: bytes that the optimizer's step needs on top, for each byte of all trained
             parameters and of the largest of them.
         has_own_inputs: whether each rank passes samples of its own; else all pass the same ones.
+        most_owners: the most replicas that share the optimizer's state. What is not said to be of so many counts with
+            that many, the least that it may take.
     """
 
     optimizer_bytes_factor: float
@@ -323,15 +325,24 @@ class MemoryModel:
     work_of_all: float = 0.0
     work_of_largest: float = 0.0
     has_own_inputs: bool = True
+    most_owners: int = 1
 
     def fixed(self, held: Holdings[Bytes]) -> Bytes:
         """Returns the bytes that are there whether or not micro-batches run: what lasts, and gradients."""
         return self.lasting(held) + self.gradients(held)
 
-    def lasting(self, held: Holdings[Bytes]) -> Bytes:
+    def lasting(self, held: Holdings[Bytes], num_replicas: int = 0) -> Bytes:
         """Returns the bytes that stay from step to step: parameters, buffers, optimizer state, the process."""
         state = held.parameters + held.buffers + self.process_bytes
-        return state + held.trained * self.optimizer_bytes_factor if self.needs_gradient else state
+        return state + self.owned(held, num_replicas) * self.optimizer_bytes_factor if self.needs_gradient else state
+
+    def owned(self, held: Holdings[Bytes], num_replicas: int = 0) -> Bytes:
+        """Returns the bytes of the trained parameters that the replica steps over that has most of them.
+
+        A parameter has one owner, so it is its share or the largest parameter; see `shares.share_out`.
+        """
+        owners = min(num_replicas or self.most_owners, self.most_owners)
+        return held.trained if owners == 1 else _greatest(held.trained / owners, held.largest)
 
     def gradients(self, held: Holdings[Bytes]) -> Bytes:
         """Returns the bytes of all gradients, with an accumulator for each use of a parameter."""
@@ -357,11 +368,12 @@ class MemoryModel:
         """Returns the bytes of messages on their way."""
         return held.received + held.gradients_received + held.gradients_sent if self.needs_gradient else held.received
 
-    def updating(self, held: Holdings[Bytes]) -> Bytes:
+    def updating(self, held: Holdings[Bytes], num_replicas: int = 0) -> Bytes:
         """Returns the bytes on top when no micro-batch is there: tied gradients meet, then the optimizer steps."""
         if not self.needs_gradient:
             return held.trained * 0.0
-        step = held.trained * self.work_of_all + held.largest * self.work_of_largest - (held.tied - held.tied_once)
+        owned = self.owned(held, num_replicas)
+        step = owned * self.work_of_all + held.largest * self.work_of_largest - (held.tied - held.tied_once)
         most: Bytes = np.maximum(step, held.tied_once)
         return most
 
@@ -372,12 +384,13 @@ class MemoryModel:
         more: Bytes = np.minimum(held.work_of_first - held.work - self.gradients(held), 0.0)
         return more
 
-    def of_stage(self, held: Holdings[Bytes], needs_recompute: bool) -> StageBytes[Bytes]:
+    def of_stage(self, held: Holdings[Bytes], needs_recompute: bool, num_replicas: int = 0) -> StageBytes[Bytes]:
         """Returns the peak on one replica, for any number of forwards not yet backwarded.
 
         Args:
             held: what the stage holds.
             needs_recompute: whether it recomputes.
+            num_replicas: how many there are; 0: not known.
         """
         each, messages, running, updating, deferred = (
             part * self.fragmentation
@@ -385,14 +398,16 @@ class MemoryModel:
                 self.per_micro_batch(held, needs_recompute),
                 self.messages(held),
                 self.running(held, needs_recompute),
-                self.updating(held),
+                self.updating(held, num_replicas),
                 held.deferred,
             )
         )
         gradients = self.gradients(held)
         once = gradients + messages + running
         first, least = once + self.before_gradients(held), gradients + updating
-        return StageBytes(once, each, least, first, running, gradients, deferred).on_top_of(self.lasting(held))
+        return StageBytes(once, each, least, first, running, gradients, deferred).on_top_of(
+            self.lasting(held, num_replicas)
+        )
 
 
 class Peaks:
@@ -405,7 +420,7 @@ class Peaks:
 
     def __init__(self, model: MemoryModel, num_micro_batches: int) -> None:
         self.model, self.num_micro_batches = model, num_micro_batches
-        self._of_stages: dict[tuple[int, bool], tuple[Holdings[float], StageBytes[float]]] = {}
+        self._of_stages: dict[tuple[int, bool, int], tuple[Holdings[float], StageBytes[float]]] = {}
         self._known: dict[tuple[int, bool, int, int, int, bool], Peak] = {}
 
     def of(
@@ -430,14 +445,14 @@ class Peaks:
         peak = self._known.get(key)
         if peak is None:
             share = max(-(-self.num_micro_batches // num_replicas) - is_short, 1)
-            stage, most = self._of_stage(held, needs_recompute), share if is_short else in_flight
+            stage, most = self._of_stage(held, needs_recompute, num_replicas), share if is_short else in_flight
             peak = stage.peak(min(in_flight, most), share, self.model.process_bytes, deferred)
             self._known[key] = peak
         return peak
 
-    def _of_stage(self, held: Holdings[float], needs_recompute: bool) -> StageBytes[float]:
+    def _of_stage(self, held: Holdings[float], needs_recompute: bool, num_replicas: int) -> StageBytes[float]:
         """Returns the peak of a stage for any number of forwards not yet backwarded."""
-        key = id(held), needs_recompute
+        key = id(held), needs_recompute, min(num_replicas, self.model.most_owners)
         if key not in self._of_stages:
-            self._of_stages[key] = held, self.model.of_stage(held, needs_recompute)
+            self._of_stages[key] = held, self.model.of_stage(held, needs_recompute, num_replicas)
         return self._of_stages[key][1]

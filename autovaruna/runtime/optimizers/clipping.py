@@ -54,7 +54,8 @@ def clip_grad_norm(
         RuntimeError: the norm is not finite and `error_if_nonfinite` is set.
     """
     here = {name: parameter for name, parameter in state.parameters().items() if not parameter.is_meta}
-    own = {name: parameter.grad for name, parameter in here.items() if parameter.grad is not None}
+    gradients = {name: parameter.grad for name, parameter in here.items() if parameter.grad is not None}
+    own = {name: each for name, each in gradients.items() if not isinstance(each, RemoteTensor)}
     options = {"max_norm": f"{float(max_norm):g}", "norm_type": f"{float(norm_type):g}"}
     norms = norms_of_all(own, placement, names, world, norm_type, options, what)
     total = total_of(norms, norm_type, error_if_nonfinite)
@@ -123,8 +124,8 @@ def total_of(norms: Tensor, norm_type: float, error_if_nonfinite: bool) -> Tenso
 def _own_norms(
     own: Mapping[str, Tensor], placement: Placement, names: Sequence[str], rank: int, norm_type: float
 ) -> dict[int, float]:
-    """Returns the norms of what this rank is the first to hold, by place in the list of names."""
-    places = [place for place, name in enumerate(names) if name in own and placement.ranks_of(name)[0] == rank]
+    """Returns the norms of what this rank is the first to step over, by place in the list of names."""
+    places = [place for place, name in enumerate(names) if name in own and placement.steppers_of(name)[0] == rank]
     norms = [torch.linalg.vector_norm(own[names[place]], norm_type).double() for place in places]
     return dict(zip(places, torch.stack(norms).tolist(), strict=True)) if norms else {}
 
@@ -224,7 +225,7 @@ def _joined(own: list[_Norm], model: SplitModel, norm_type: float) -> list[_Norm
         RankError: the ranks ask for different norms, or have clipped to others; or one has not listed a gradient that
             another has.
     """
-    rank, first = model.world.rank, model.placement.ranks_of
+    rank, first = model.world.rank, model.placement.steppers_of
     told = [
         each for each in own if each.number is not None and (each.parameter is None or first(each.parameter)[0] == rank)
     ]

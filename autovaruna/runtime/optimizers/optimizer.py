@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial, wraps
-from threading import Lock
+from threading import Lock, local
 from types import MethodType
 from typing import Any
 from weakref import WeakSet
@@ -22,10 +22,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from autovaruna.config.settings import Sharing
 from autovaruna.errors import InputError
 from autovaruna.profiler.separable import Steps, steps_of
 from autovaruna.runtime.weights.placement import Placement, split_models
 from autovaruna.runtime.weights.remote_parameter import PLAIN, RemoteTensor
+from autovaruna.runtime.weights.shares import share_of, spread_steps, steps_here
 from autovaruna.runtime.world import World
 
 _HOOKS = tuple(
@@ -34,8 +36,8 @@ _HOOKS = tuple(
 
 
 def own_of(parameters: list[Tensor]) -> list[Tensor]:
-    """Returns those parameters whose numbers this rank has."""
-    return [each for each in parameters if not isinstance(each, RemoteTensor)]
+    """Returns those parameters that this rank steps over."""
+    return [each for each in parameters if steps_here(each)]
 
 
 Whole = list[tuple[list[Tensor], list[Tensor]]]
@@ -43,7 +45,7 @@ Whole = list[tuple[list[Tensor], list[Tensor]]]
 
 
 def cut_down(optimizer: Optimizer) -> Whole:
-    """Takes what is elsewhere out of the groups; the lists are the same ones, for others may share them."""
+    """Takes what other ranks step over out of the groups; the lists are the same ones, for others may share them."""
     whole = [(group["params"], group["params"][:]) for group in optimizer.param_groups]
     for parameters, every in whole:
         parameters[:] = own_of(every)
@@ -59,7 +61,7 @@ def give_back(optimizer: Optimizer, whole: Whole) -> None:
 
 @contextmanager
 def own_part(optimizer: Optimizer) -> Iterator[None]:
-    """Takes what is elsewhere out of the groups for a while."""
+    """Takes what other ranks step over out of the groups for a while."""
     whole = cut_down(optimizer)
     try:
         yield
@@ -69,9 +71,9 @@ def own_part(optimizer: Optimizer) -> Iterator[None]:
 
 @contextmanager
 def own_state(optimizer: Optimizer) -> Iterator[None]:
-    """Takes what is elsewhere out of groups and state for a while."""
+    """Takes what other ranks step over out of groups and state for a while."""
     away: dict[Tensor, Any] = {
-        each: optimizer.state[each] for each in optimizer.state if isinstance(each, RemoteTensor)
+        each: optimizer.state[each] for each in optimizer.state if isinstance(each, Tensor) and not steps_here(each)
     }
     for each in away:
         del optimizer.state[each]
@@ -93,6 +95,16 @@ def with_hooks(optimizer: Optimizer) -> Optimizer:
             setattr(optimizer, name, OrderedDict())
         optimizer.step = MethodType(Optimizer.profile_hook_step(type(optimizer).step), optimizer)  # type: ignore[method-assign]
     return optimizer
+
+
+class _OnThisThread(local):
+    """What this thread, which may be one of several ranks, is doing."""
+
+    outermost: OwnSteps | None = None
+    """The step that is under way; steps of optimizers that it steps with are part of it."""
+
+
+_on_this_thread = _OnThisThread()
 
 
 class OwnSteps:
@@ -131,6 +143,8 @@ class OwnSteps:
         finally:
             self._depth = 0
             self._give_back()
+            if _on_this_thread.outermost is self:
+                _on_this_thread.outermost = None
 
     def _zero_grad(self, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not self.is_on:
@@ -143,18 +157,28 @@ class OwnSteps:
         with PLAIN():  # one after the other through `RemoteTensor` takes long
             for group in self._optimizer.param_groups:
                 for each in group["params"]:
-                    if isinstance(each, RemoteTensor):
+                    if not steps_here(each):
                         each.grad = None
 
     def _enter(self, *_: Any) -> None:
         self._depth += 1
         if self._depth == 1 and self.is_on:
             self._whole = cut_down(self._optimizer)
+            _on_this_thread.outermost = _on_this_thread.outermost or self
+
+    @property
+    def listed(self) -> list[Tensor]:
+        """The parameters of all ranks in the groups, while they are cut down."""
+        return [each for _, every in self._whole or () for each in every]
 
     def _leave(self, *_: Any) -> None:
         self._depth -= 1
-        if self._depth == 0:
+        if self._depth == 0 and self._whole is not None:
+            listed = self.listed
             self._give_back()
+            if _on_this_thread.outermost is self:
+                _on_this_thread.outermost = None
+                spread_steps(listed)
 
     def _give_back(self) -> None:
         if self._whole is not None:
@@ -269,7 +293,7 @@ class CutOptimizer:
             now = [parameters[name] for name in names]
             for old, new in zip(group["params"], now, strict=True):
                 state = self.optimizer.state.pop(old, None)
-                if state is not None and not isinstance(new, RemoteTensor):
+                if state is not None and steps_here(new):
                     self.optimizer.state[new] = state
             group["params"][:] = now
         self._is_cut = True
@@ -293,7 +317,7 @@ class CutOptimizer:
         known = world.gather_objects({name: _without_numbers(state) for name, state in mine.items()}, "optimizer state")
         state: dict[int, dict[str, Any]] = {}
         for place, name in enumerate(name for names in self._groups for name in names):
-            root = placement.ranks_of(name)[0]
+            root = placement.steppers_of(name)[0]
             if known[root].get(name):
                 state[place] = self._fetch(mine.get(name, {}), known[root][name], root, world)
         return {"state": state, "param_groups": self._whole_groups(own["param_groups"])}
@@ -326,7 +350,7 @@ class CutOptimizer:
         self.load_own({"state": own, "param_groups": groups})
 
     def _own_names(self, rank: int, placement: Placement) -> list[str]:
-        return [name for names in self._groups for name in names if not name or rank in placement.ranks_of(name)]
+        return [name for names in self._groups for name in names if not name or rank in placement.steppers_of(name)]
 
     def _whole_groups(self, own: list[dict[str, Any]]) -> list[dict[str, Any]]:
         groups, start = [], 0
@@ -367,19 +391,25 @@ _is_watching = False
 _one_at_a_time = Lock()
 
 
-def step_over_own_part(optimizer: Optimizer, own: OwnSteps, num_ranks: int, device: torch.device) -> None:
+def step_over_own_part(
+    optimizer: Optimizer, own: OwnSteps, num_ranks: int, device: torch.device, *, is_shared: bool
+) -> None:
     """Cuts the steps of an optimizer down to this rank's part of its parameters.
 
     Args:
-        optimizer: The optimizer, some of whose parameters are not on every rank.
+        optimizer: The optimizer, some of whose parameters are not on every rank, or shared out.
         own: What cuts them down.
         num_ranks: How many ranks there are.
         device: Where it steps.
+        is_shared: Whether state is shared out over the ranks that hold a parameter.
 
     Raises:
-        InputError: its steps join numbers of several parameters, or draw random numbers.
+        InputError: its steps join numbers of several parameters, or draw random numbers; or that cannot be tried, and
+            parameters are shared out.
     """
     steps = steps_of(optimizer, device)
+    if steps.kind != "separate" and is_shared:
+        raise InputError(_refusal_to_share(type(optimizer).__name__, steps))
     if steps.kind in ("joint", "random"):
         raise InputError(_refusal(type(optimizer).__name__, steps, num_ranks))
     own.is_on = steps.kind == "separate"
@@ -391,6 +421,25 @@ def step_over_own_part(optimizer: Optimizer, own: OwnSteps, num_ranks: int, devi
             steps.what,
         )
     _known.add(optimizer)
+
+
+def sharing_of(optimizer: Optimizer | None, setting: Sharing, device: torch.device) -> Sharing:
+    """Returns whether replicas share the state of an optimizer, or ``auto``: they may.
+
+    Args:
+        optimizer: The optimizer; None: it is not known yet.
+        setting: What the user asks for.
+        device: Where it steps.
+
+    Raises:
+        InputError: they are to, and its steps are not of each parameter by itself.
+    """
+    if setting is False or optimizer is None:
+        return setting is True
+    steps = steps_of(optimizer, device)
+    if setting is True and steps.kind != "separate":
+        raise InputError(_refusal_to_share(type(optimizer).__name__, steps))
+    return setting if steps.kind == "separate" else False
 
 
 def watch_later_optimizers() -> None:
@@ -406,10 +455,20 @@ def _note(optimizer: Optimizer, *_: Any) -> None:
     if optimizer in _known:
         return
     parameters = [each for group in optimizer.param_groups for each in group["params"]]
-    away = [each for each in parameters if isinstance(each, RemoteTensor)]
-    if away:
-        home = away[0].home
-        step_over_own_part(optimizer, OwnSteps(optimizer), 1 + max(home.rank, *home.ranks), home.device)
+    away = [each.home for each in parameters if isinstance(each, RemoteTensor)]
+    shared = {id(each): share.home for each in parameters if (share := share_of(each)) is not None}
+    outermost = _on_this_thread.outermost
+    if outermost is not None and shared.keys() - set(map(id, outermost.listed)):
+        raise InputError(
+            f"An optimizer steps with a {type(optimizer).__name__} of other parameters than its own: got shared "
+            "optimizer state, which the ranks exchange after the step of the first. Expected all parameters in its "
+            "param_groups; or pass shard_optimizer=False."
+        )
+    if outermost is not None and all(map(steps_here, parameters)):
+        return  # its lists are those of the one that steps with it
+    if home := next(iter((*away, *shared.values())), None):
+        num_ranks = 1 + max(home.rank, *home.ranks)
+        step_over_own_part(optimizer, OwnSteps(optimizer), num_ranks, home.device, is_shared=bool(shared))
         _show_whole_state(optimizer, parameters)
 
 
@@ -427,11 +486,25 @@ def _show_whole_state(optimizer: Optimizer, parameters: Sequence[nn.Parameter]) 
             )
 
 
+_DOES = {
+    "joint": "joins numbers of several parameters in its steps",
+    "random": "draws random numbers in its steps",
+    "unknown": "cannot be tried out",
+}
+
+
+def _refusal_to_share(name: str, steps: Steps) -> str:
+    """Returns what to say to an optimizer whose state cannot be shared out."""
+    return (
+        f"shard_optimizer is true, and {name} {_DOES[steps.kind]} ({steps.what}). Expected an optimizer that updates "
+        "each parameter by its own numbers alone, whose state replicas can share; or pass shard_optimizer=False."
+    )
+
+
 def _refusal(name: str, steps: Steps, num_ranks: int) -> str:
     """Returns what to say to an optimizer that would step otherwise than in plain PyTorch."""
-    does = "joins numbers of several parameters" if steps.kind == "joint" else "draws random numbers"
     return (
-        f"{name} {does} in its steps, and the plan splits the model, so that no rank holds all parameters: got an "
+        f"{name} {_DOES[steps.kind]}, and the plan splits the model, so that no rank holds all parameters: got an "
         f"optimizer that was tried out, where {steps.what}. Expected one that updates each parameter by its own "
         f"numbers alone; or pass num_stages=1 and num_replicas={num_ranks}, so that every rank holds them all; or, if "
         "it clips by a norm of all gradients, turn that off and call model.clip_grad_norm_() before its step."

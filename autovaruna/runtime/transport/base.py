@@ -241,6 +241,10 @@ class Carrier(Protocol):
 
     def start_all_reduce(self, tensor: Tensor, ranks: tuple[int, ...]) -> Pending | None: ...
 
+    def start_shares(
+        self, shares: Sequence[Sequence[Tensor]], ranks: tuple[int, ...], *, gathers: bool
+    ) -> Pending | None: ...
+
     def advance(self) -> None: ...
 
 

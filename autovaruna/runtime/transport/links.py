@@ -14,8 +14,8 @@ from torch import Tensor
 
 from autovaruna.profiler.records import LinkCost
 from autovaruna.profiler.time import wait_for
-from autovaruna.runtime.gradients import Sums
 from autovaruna.runtime.mail import Layout
+from autovaruna.runtime.sums import Sums
 from autovaruna.runtime.transport.base import Pair
 from autovaruna.runtime.world import World
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from itertools import count
@@ -25,6 +25,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from autovaruna.errors import ConfigError, RankError
 from autovaruna.planner.records import Plan
+from autovaruna.runtime.reduction import WIDER
 from autovaruna.runtime.transport import links
 from autovaruna.runtime.transport.addresses import own_addresses, reachable
 from autovaruna.runtime.transport.base import HEADER_CHANNEL, Pair, Part, Pending, flat
@@ -86,6 +87,22 @@ class Sum(Pending):
         self._work.wait()
         if self._result is not self._tensor:
             self._tensor.copy_(self._result)
+
+
+class Several(Pending):
+    """Sums and copies on their way, the first one first."""
+
+    def __init__(self, every: Sequence[Pending]) -> None:
+        self._every = deque(every)
+
+    def is_done(self) -> bool:
+        """Says whether all have finished."""
+        return all(each.is_done() for each in self._every)
+
+    def wait(self) -> None:
+        """Waits for each."""
+        while self._every:
+            self._every.popleft().wait()
 
 
 class EmptyWork:
@@ -194,9 +211,31 @@ class TorchChannel:
             return None
         if tensor.dtype is torch.bool:
             return None
-        half = tensor.dtype in (torch.float16, torch.bfloat16)
-        result = tensor.to(torch.float32) if half else tensor
+        result = tensor.to(WIDER.get(tensor.dtype, tensor.dtype))
         return Sum(self, group.allreduce([flat(result)]), tensor, result)
+
+    def start_shares(self, shares: Sequence[Sequence[Tensor]], ranks: Ranks, *, gathers: bool) -> Pending | None:
+        """Starts to sum each share on its rank, or to copy it from there to all; None if the group was not opened.
+
+        Backends have reduce-scatter and all-gather for equal shares alone.
+        """
+        group = self._sums.get(ranks)
+        if group is None:
+            return None
+        every = [(root, tensor) for root, share in enumerate(shares) for tensor in share]
+        start = self._broadcast if gathers else self._reduce
+        return Several([start(group, tensor, root) for root, tensor in every])
+
+    def _broadcast(self, group: Any, tensor: Tensor, root: int) -> Pending:
+        options = dist.BroadcastOptions()
+        options.rootRank = root
+        return Sum(self, group.broadcast([flat(tensor)], options), tensor, tensor)
+
+    def _reduce(self, group: Any, tensor: Tensor, root: int) -> Pending:
+        options = dist.ReduceOptions()
+        options.rootRank = root
+        result = tensor.to(WIDER.get(tensor.dtype, tensor.dtype))
+        return Sum(self, group.reduce([flat(result)], options), tensor, result)
 
     def advance(self) -> None:
         """Posts the receives of all tensors whose headers have come; never blocks."""

@@ -18,6 +18,7 @@ from autovaruna.errors import InputError, PlanError
 from autovaruna.graph.export.fakes import put
 from autovaruna.graph.random import default_generator, untouched_generator
 from autovaruna.planner.records import Plan
+from autovaruna.planner.shares import share_out
 from autovaruna.runtime.transport.base import distinct
 from autovaruna.runtime.weights.remote_parameter import PLAIN, Home, release
 from autovaruna.runtime.world import World
@@ -110,29 +111,47 @@ class Placement:
     """Which ranks hold each parameter, and each buffer that a step changes, by first name.
 
     Names that are missing are held by every rank. The first holder is the one that others follow.
+
+    Attributes:
+        holders: the ranks.
+        num_ranks: how many ranks there are.
+        owners: where the optimizer's state is shared out: the one holder that has gradient and state of a parameter.
     """
 
     holders: dict[str, tuple[int, ...]]
     num_ranks: int
+    owners: Mapping[str, int] = field(default_factory=dict)
 
     def ranks_of(self, name: str) -> tuple[int, ...]:
         """Returns the ranks that hold a parameter or buffer, the leading one first."""
         return self.holders.get(name, tuple(range(self.num_ranks)))
+
+    def steppers_of(self, name: str) -> tuple[int, ...]:
+        """Returns the ranks that have gradient and state of a parameter, and step over it, the leading one first."""
+        return (self.owners[name],) if name in self.owners else self.ranks_of(name)
+
+    def divides(self, names: Iterable[str]) -> bool:
+        """Says whether a rank steps but over some of the parameters."""
+        return any(len(self.steppers_of(name)) < self.num_ranks for name in names)
 
     def splits(self, names: Iterable[str]) -> bool:
         """Says whether any of some parameters is missing on a rank."""
         return any(len(self.ranks_of(name)) < self.num_ranks for name in names)
 
 
-def placement_of(assignment: Assignment, plan: Plan) -> Placement:
-    """Returns the placement of a plan's stages."""
-    return Placement(
-        {
-            name: tuple(dict.fromkeys(rank for stage in stages for rank in plan.stages[stage].ranks))
-            for name, stages in assignment.holders.items()
-        },
-        plan.num_ranks,
-    )
+def placement_of(assignment: Assignment, plan: Plan, shared_bytes: Mapping[str, float] | None = None) -> Placement:
+    """Returns the placement of a plan's stages.
+
+    Args:
+        assignment: The stages of each parameter.
+        plan: Their ranks.
+        shared_bytes: Of each parameter whose optimizer state is shared out over its holders.
+    """
+    holders = {
+        name: tuple(dict.fromkeys(rank for stage in stages for rank in plan.stages[stage].ranks))
+        for name, stages in assignment.holders.items()
+    }
+    return Placement(holders, plan.num_ranks, share_out(shared_bytes or {}, holders))
 
 
 class OwnedState:

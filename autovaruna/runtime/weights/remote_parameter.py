@@ -30,6 +30,7 @@ from autovaruna._torch import (
     num_uses_of_storage,
     pytree,
     swap_tensors,
+    without_memory,
 )
 from autovaruna.errors import InputError
 
@@ -122,6 +123,46 @@ def _wrapped(tensor: Tensor, home: Home) -> RemoteTensor:
         made = tensor.as_subclass(RemoteTensor)
     made.home = home
     return made
+
+
+class RemoteGradient(RemoteTensor):
+    """The gradient, which another rank has, of a parameter that this rank holds.
+
+    It is on the device of the parameter, as PyTorch asks of a gradient, and has no memory anywhere.
+    """
+
+    @classmethod
+    def of(cls, parameter: Tensor, home: Home) -> RemoteGradient:
+        """Returns the gradient of a parameter."""
+        made: RemoteGradient = without_memory(
+            cls, parameter.shape, strides=parameter.stride(), dtype=parameter.dtype, device=parameter.device
+        )
+        made.home = home
+        return made
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Does as any `RemoteTensor`, which says of itself that it is on ``meta``."""
+        if func == _IS_META and isinstance(args[0], RemoteGradient):
+            return True
+        return super().__torch_function__(func, types, args, kwargs)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Runs an operation on shapes alone."""
+        args, kwargs = pytree.tree_map_only(Tensor, _shape_of, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+def _shape_of(tensor: Tensor) -> Tensor:
+    """Returns a tensor on ``meta`` of the layout of one that has no memory; others as they are on ``meta``."""
+    if isinstance(tensor, RemoteGradient):
+        return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
+    return tensor if tensor.is_meta else tensor.detach().to("meta")
 
 
 class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]

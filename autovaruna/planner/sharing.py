@@ -1,0 +1,57 @@
+"""Decides whether the replicas of a stage share the optimizer's state: where memory is short, if a step gains by it.
+
+A script then finds gradients of other replicas' parameters elsewhere: for time alone that is too high a price.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+
+from autovaruna.config.settings import Sharing
+from autovaruna.errors import PlanError
+from autovaruna.planner.problem import Problem
+from autovaruna.planner.records import Plan
+
+WORTH = 0.98
+"""State is shared for steps that take no more than this share: each replica has all gradients otherwise."""
+_FULL = 0.5
+"""Of its memory, more than which a rank holds where less state might give another plan."""
+
+_log = logging.getLogger(__name__)
+
+
+def plan_with_sharing(problem: Problem, sharing: Sharing, make: Callable[[Problem], Plan]) -> Plan:
+    """Returns the plan of a problem.
+
+    Args:
+        problem: the problem.
+        sharing: whether replicas share the optimizer's state; auto: where memory is short.
+        make: plans a problem.
+
+    Raises:
+        PlanError: no plan fits; says what is missing without sharing.
+    """
+    has_choice = problem.cluster.num_ranks > 1 and problem.constraints.num_replicas != 1 and problem.needs_gradient
+    if sharing != "auto" or not has_choice:
+        return make(replace(problem, shares_state=sharing is True))
+    with_shares = replace(problem, shares_state=True)
+    try:
+        plan = make(problem)
+    except PlanError:
+        try:
+            return make(with_shares)
+        except PlanError as error:
+            _log.debug("nor is there a plan with shared state: %s", error)
+        raise
+    if not _lacks_memory(plan, problem):
+        return plan
+    shared = make(with_shares)
+    return shared if shared.predicted_seconds <= WORTH * plan.predicted_seconds else plan
+
+
+def _lacks_memory(plan: Plan, problem: Problem) -> bool:
+    """Says whether less state might allow another plan."""
+    pairs = zip(plan.rank_bytes(), problem.cluster.memory_bytes, strict=True)
+    return any(stage.needs_recompute for stage in plan.stages) or any(held > _FULL * limit for held, limit in pairs)
