@@ -149,7 +149,7 @@ def _is_alive(process: Path) -> bool:
     try:
         return (process / "stat").read_text(errors="replace").rpartition(")")[2].split()[0] != "Z"
     except OSError:
-        return False
+        return process.exists()
 
 
 def _own_and_old(paths: Iterable[Path], least_seconds: float) -> list[Path]:

@@ -13,9 +13,9 @@ TOKEN = "a" * 64
 
 
 @contextmanager
-def keeper(folder: Path) -> Iterator[Link]:
+def keeper(folder: Path, has_standby: bool = False) -> Iterator[Link]:
     """Returns a keeper's link, once it answers; it ends with the context."""
-    link = Link("localhost", {"folder": str(folder), "token": TOKEN, "standby": False})
+    link = Link("localhost", {"folder": str(folder), "token": TOKEN, "standby": has_standby})
     try:
         wait_for(lambda: link.is_up or link.is_gone, "a keeper")
         assert link.is_up, link.words

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -18,12 +19,13 @@ import pytest
 from autovaruna.checkpoint.elsewhere import Pointer, connect, open_bytes
 from autovaruna.checkpoint.part import RankPart, write_record
 from autovaruna.checkpoint.write import write_file
+from autovaruna.elastic.life import processes_with
 from autovaruna.elastic.link import Link
 from autovaruna.errors import CheckpointError
 from tests.elastic.keepers import TOKEN, keeper
 from tests.hosts.emulation import wait_for
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(120)
 REFUSED = (EOFError, ConnectionError)
 SECRET = "what is no business of anybody's"
 
@@ -141,6 +143,16 @@ def test_a_folder_has_one_keeper(link: Link, tmp_path: Path) -> None:
     wait_for(lambda: bool(second.words), "its last words")
     assert "another one holds" in second.words and link.is_up
     assert link.ask("ping").result(10.0)["ranks"] == {}
+
+
+def test_a_standby_process_that_is_killed_is_started_again(tmp_path: Path) -> None:
+    with keeper(tmp_path / "job", has_standby=True) as link:
+        wait_for(lambda: link.is_ready, "a standby process", 40.0)
+        (standby,) = processes_with(str(tmp_path / "job" / "standby").encode())
+        os.kill(standby, signal.SIGKILL)
+        wait_for(lambda: not link.is_ready, "a report")
+        wait_for(lambda: link.is_ready, "another standby process", 40.0)
+    assert not processes_with(str(tmp_path / "job" / "standby").encode())
 
 
 def test_a_keeper_whose_manager_is_killed_leaves_nothing(tmp_path: Path) -> None:

@@ -133,6 +133,17 @@ class ElasticRun:
             thread.join(5.0)
         return status
 
+    def stop_soon(self) -> None:
+        """Lets the script of `SCRIPT` end after some more steps."""
+        (self.hosts.shared / "stop").write_text(str(self.steps[-1][1] + 20))
+
+    def matches_one_process(self) -> bool:
+        """Says whether losses and weights of a finished run of `SCRIPT` are those of one process, to the last bit."""
+        call = [sys.executable, SCRIPT, str(self.steps[-1][1] + 1), "0"]
+        alone = self.hosts.run("h1", call, timeout=300).stdout.splitlines()[1:]
+        weights = [line.partition("] ")[2] for _, line in self.lines if "] weights" in line]
+        return [f"loss {step} {loss}" for step, loss in self.losses()] + weights == alone
+
     def end(self) -> None:
         """Kills it, if it still runs."""
         self.command.end()

@@ -22,7 +22,7 @@ from tests.hosts.sampled_train import Loss, dataset
 pytestmark = pytest.mark.timeout(400)
 NOTICED_SECONDS = CLEAN_SECONDS = 10.0
 STEP_SECONDS = 0.05
-NUM_STEPS = 700
+MOST_STEPS = 100_000
 SAMPLED = Path(__file__).with_name("sampled_train.py")
 
 
@@ -33,11 +33,6 @@ def job(run: ElasticRun) -> Iterator[ElasticRun]:
         yield run
     finally:
         run.end()
-
-
-def uninterrupted(hosts: Hosts, num_steps: int) -> list[str]:
-    """Returns what the script prints in one process without a manager, but its first line."""
-    return hosts.run("h1", [sys.executable, SCRIPT, str(num_steps), "0"], timeout=120).stdout.splitlines()[1:]
 
 
 def blamed(run: ElasticRun, strike: Callable[[], object]) -> dict[str, Any]:
@@ -55,8 +50,7 @@ def blamed(run: ElasticRun, strike: Callable[[], object]) -> dict[str, Any]:
 def test_a_job_survives_what_happens_to_ranks_and_hosts(three_hosts: Hosts):
     """One run of one job, struck by one fault after another; each is said as what it was."""
     hosts = three_hosts
-    expected = uninterrupted(hosts, NUM_STEPS)
-    with job(ElasticRun(hosts, [SCRIPT, str(NUM_STEPS), str(STEP_SECONDS)])) as run:
+    with job(ElasticRun(hosts, [SCRIPT, str(MOST_STEPS), str(STEP_SECONDS)])) as run:
         for rank in (1, 0):
             ended = blamed(run, lambda rank=rank: run.strike(run.ranks()[rank][1]))
             assert f"rank {rank} was ended by SIGKILL" in ended["text"] and not ended["lost"]
@@ -78,10 +72,8 @@ def test_a_job_survives_what_happens_to_ranks_and_hosts(three_hosts: Hosts):
             hosts.boot(host)
             assert f"host {host} is there" in run.wait_for_event("ended", since)["text"]
             run.wait_for_event("running", since)
-        assert run.finish() == 0, run.text
-        printed = [f"loss {step} {loss}" for step, loss in run.losses()]
-        weights = [line.partition("] ")[2] for _, line in run.lines if "] weights" in line]
-        assert printed + weights == expected, run.text
+        run.stop_soon()
+        assert run.finish() == 0 and run.matches_one_process(), run.text
         assert not leftovers(hosts, CLEAN_SECONDS), run.text
 
 
@@ -101,10 +93,10 @@ def plain_losses(num_samples: int, batch_size: int) -> list[float]:
 
 
 def test_each_sample_comes_once_while_hosts_come_and_go(three_hosts: Hosts):
-    """Two hosts, three, one, and three again within one epoch, by the machine list and by a notice."""
-    hosts, num_samples, batch_size = three_hosts, 4800, 12
+    """Two hosts, three, one, and three again within one epoch, by the machine list and by a notice; starts are cold."""
+    hosts, num_samples, batch_size = three_hosts, 3600, 12
     script: list[str | Path] = [SAMPLED, str(num_samples), str(batch_size), str(STEP_SECONDS)]
-    with job(ElasticRun(hosts, script, listed=["h1", "h2"])) as run:
+    with job(ElasticRun(hosts, script, ["--no_standby"], listed=["h1", "h2"])) as run:
         run.wait_for_steps(20)
         run.list_hosts(hosts.names)
         assert started(run)["hosts"] == hosts.names

@@ -57,7 +57,10 @@ def test_what_dead_jobs_left_is_removed(tmp_path: Path) -> None:
     (processes / "71").mkdir(parents=True)
     prefix = f"sm_segment.{socket.gethostname()}.{os.getuid()}"
     (processes / "71" / "maps").write_text(f"7f00-7f01 rw-s 0 00:01 12 /dev/shm/{prefix}.aa.0\n")
-    for name, host in (("ompi.70", ""), ("ompi.71", ""), ("ompi.72", "of-another-host"), ("ompi.x", "")):
+    (processes / "74").mkdir()
+    (processes / "74" / "stat").write_text("74 (prterun) Z 1 1")  # it has ended, and nobody has noticed yet
+    names = [("ompi.70", ""), ("ompi.71", ""), ("ompi.72", "of-another-host"), ("ompi.74", ""), ("ompi.x", "")]
+    for name, host in names:
         folder = temporary / name
         (folder / "0").mkdir(parents=True)
         (folder / f"pmix.{host or socket.gethostname()}.tool").write_text("")
@@ -67,7 +70,7 @@ def test_what_dead_jobs_left_is_removed(tmp_path: Path) -> None:
         (shared / name).write_text("")
     remove_leftovers(temporary, shared, processes)
     assert (temporary / "ompi.70").exists()  # it is young
-    for path in (*temporary.glob("ompi.7[012]"), temporary / "ompi.x", *shared.iterdir()):
+    for path in (*temporary.glob("ompi.7[0124]"), temporary / "ompi.x", *shared.iterdir()):
         os.utime(path, (1.0, 1.0))
     remove_leftovers(temporary, shared, processes)
     assert sorted(path.name for path in temporary.iterdir()) == ["ompi.71", "ompi.72", "ompi.73", "ompi.x"]
