@@ -18,7 +18,7 @@ from autovaruna.commands.measure import measure_here
 from autovaruna.commands.printing import checked_plot, columns, plot, show
 from autovaruna.commands.target import Target, load_target
 from autovaruna.config.files import at_home, check_writable
-from autovaruna.config.settings import BYTES, REFUSALS
+from autovaruna.config.settings import BYTES, REFUSALS, Sharing
 from autovaruna.errors import ConfigError
 from autovaruna.graph.traced import TracedModel
 from autovaruna.log import progress_bar, status_bar
@@ -64,7 +64,7 @@ class Planning:
         self.memory_bytes = self._find_memory()
         if known:
             self.target, self.traced, self.profile = known.target, known.traced, known.profile
-            self.optimizer_bytes_factor = known.optimizer_bytes_factor
+            self.optimizer_bytes_factor, self._may_share = known.optimizer_bytes_factor, known._may_share
         else:
             self._read_model()
 
@@ -77,8 +77,13 @@ class Planning:
         self.traced = self.target.traced
         optimizer = make_optimizer(options.optimizer, [*self.target.model.parameters()])
         self.optimizer_bytes_factor = optimizer_factor(optimizer, self.settings)
-        self.sharing = sharing_of(optimizer, options.ranks > 1 and self.settings.shard_optimizer, _CPU)
+        self._may_share = sharing_of(optimizer, self.settings.shard_optimizer, _CPU)
         self.profile = saved or self._new_profile()
+
+    @property
+    def sharing(self) -> Sharing:
+        """Whether replicas share the optimizer's state, or may."""
+        return self.options.ranks > 1 and self._may_share
 
     def on(self, num_ranks: int) -> Planning:
         """Returns the planning of the same step, its trace, costs and samples, on another number of ranks."""

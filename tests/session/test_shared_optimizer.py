@@ -16,7 +16,7 @@ from autovaruna import InputError, RankError
 from tests.catalogue import CASES, Case
 from tests.profiler.own_optimizers import JOINT, SEPARATE, Langevin, Unknown
 from tests.reference import MakeOptimizer, Record, adamw, bit_equal, compare, plain_steps, sgd
-from tests.session.precision import Way, train_in
+from tests.session.test_precision import Way, train_in
 from tests.session.training import Setup, held, merge, on_ranks, train_rank, with_state
 
 CASE = CASES["chain"].without_dropout()
