@@ -62,6 +62,7 @@ class Planning:
         self.settings = settings_of(options, {"memory_limit_bytes": options.memory} if options.memory else {})
         self.device = read_device(options.device) if options.device else None
         self.memory_bytes = self._find_memory()
+        self._may_share: Sharing = False
         if known:
             self.target, self.traced, self.profile = known.target, known.traced, known.profile
             self.optimizer_bytes_factor, self._may_share = known.optimizer_bytes_factor, known._may_share
@@ -83,7 +84,7 @@ class Planning:
     @property
     def sharing(self) -> Sharing:
         """Whether replicas share the optimizer's state, or may."""
-        return self.options.ranks > 1 and self._may_share
+        return self._may_share if int(self.options.ranks) > 1 else False
 
     def on(self, num_ranks: int) -> Planning:
         """Returns the planning of the same step, its trace, costs and samples, on another number of ranks."""
