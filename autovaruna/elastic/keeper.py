@@ -383,9 +383,12 @@ class Line:
             self.write({"id": number, "error": f"{type(error).__name__}: {error}"})
 
     def end_if_silent(self) -> None:
-        """Ends all if the manager does not speak any more, as where the network is cut."""
-        while time.monotonic() - self.last_word < _SILENT_SECONDS:
+        """Ends all if the manager does not speak any more, as where the network is cut; a pause is none."""
+        num_silent = 0
+        while num_silent < _SILENT_SECONDS:
+            before = self.last_word
             time.sleep(1.0)
+            num_silent = num_silent + 1 if self.last_word == before else 0
         self._keeper.quit()
         os._exit(1)
 

@@ -20,8 +20,8 @@ from autovaruna.elastic.options import is_this_machine
 
 _CONNECT_SECONDS = 3
 _BEAT_SECONDS = 1.0
-LOST_SECONDS = 3.0
-"""After so long without an answer a host is lost: three beats of a second."""
+_MOST_MISSED = 3
+"""Answers that may be missed: a pause of the manager's own, however long, is one."""
 
 
 class Link:
@@ -44,7 +44,8 @@ class Link:
         self.host = host
         self.port = self.cores = 0
         self.words = ""
-        self.began = self.last_heard = time.monotonic()
+        self.began = time.monotonic()
+        self._num_missed = 0
         self.report: dict[str, Any] = {}
         self._name = ""
         self._waiting: dict[int, Future[Any]] = {}
@@ -82,7 +83,7 @@ class Link:
     @property
     def is_silent(self) -> bool:
         """Whether the host has not answered for so long that it counts as lost."""
-        return time.monotonic() - self.last_heard > LOST_SECONDS
+        return self._num_missed >= _MOST_MISSED
 
     @property
     def address(self) -> str:
@@ -131,18 +132,24 @@ class Link:
     def _read(self) -> None:
         assert self._process.stdout is not None
         for line in self._process.stdout:
-            self.last_heard = time.monotonic()
             with suppress(ValueError, KeyError, TypeError):  # a shell may greet
                 self._take(json.loads(line))
         self._process.wait()
         self._fail()
 
     def _beat(self) -> None:
+        """Asks every second; who does not answer three times is cut off, so that nobody waits for other answers."""
         while not self.is_gone:
+            begin = time.monotonic()
             if self.port:
-                with suppress(Exception):
-                    self.report = self.ask("ping").result(LOST_SECONDS)
-            time.sleep(_BEAT_SECONDS)
+                try:
+                    self.report = self.ask("ping").result(_BEAT_SECONDS)
+                    self._num_missed = 0
+                except Exception:  # no answer in time, or the keeper has gone
+                    self._num_missed += 1
+                if self.is_silent:
+                    self.cut()
+            time.sleep(max(0.0, _BEAT_SECONDS - (time.monotonic() - begin)))
 
     def _take(self, found: dict[str, Any]) -> None:
         if "port" in found:

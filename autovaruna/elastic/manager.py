@@ -17,6 +17,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from types import FrameType
@@ -191,7 +192,7 @@ class Manager:
                     self._open(host)
             elif link.is_up:
                 self._delays.pop(host, None)
-            elif link.is_silent and now - link.began > _START_SECONDS:
+            elif now - link.began > _START_SECONDS:
                 link.cut()
 
     def _read_list(self) -> None:
@@ -226,15 +227,16 @@ class Manager:
             link = self._links.get(host)
             if link is None:
                 continue
+            if link.is_silent:
+                if host not in self._lost:
+                    self._log.note("lost", f"host {host} does not answer any more", host=host)
+                self._lost.add(host)
+                continue
             if link.is_gone and host not in self._delays:  # as where it alone was killed: a new one goes on
                 self._delays[host] = _AGAIN_SECONDS
                 self._open(host)
                 continue
             self._watch.take(host, link.report)
-            if link.is_up and link.is_silent:
-                self._log.note("lost", f"host {host} does not answer any more", host=host)
-                self._lost.add(host)
-                link.cut()
         self._slow.take(self._watch)
 
     # one run of the job
@@ -244,7 +246,10 @@ class Manager:
         hosts = self._wait_for_hosts()
         began = time.monotonic()
         links = [self._links[host] for host in hosts]
-        state = self._put_state(links)
+        try:
+            state = self._put_state(links)
+        except (OSError, FutureTimeoutError) as error:  # a host was lost meanwhile
+            return Outcome(f"no state could be handed out: {error}")
         seconds = {"state": time.monotonic() - began}
         self._attempt += 1
         options, grid = self._choose(replace(self._options, hosts=hosts))
