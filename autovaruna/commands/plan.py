@@ -22,12 +22,13 @@ from autovaruna.config.settings import BYTES, REFUSALS
 from autovaruna.errors import ConfigError
 from autovaruna.log import progress_bar, status_bar
 from autovaruna.planner.deployment import Deployment, Fingerprint, deployment_of, host_counts, save
+from autovaruna.planner.grids import Choice
 from autovaruna.planner.infeasible import readable
 from autovaruna.planner.prediction import pipeline_of, policy_of, short_enough
 from autovaruna.planner.problem import Problem
 from autovaruna.planner.records import UNKNOWN_LINK, Plan
-from autovaruna.planner.search import make_plan
-from autovaruna.planner.table import Choice, explain, plan_choices, plan_table, seconds
+from autovaruna.planner.search import plan_and_choices
+from autovaruna.planner.table import explain, plan_table, seconds
 from autovaruna.profiler.cache import load_profile
 from autovaruna.profiler.records import Cluster, OptimizerCost, Profile
 from autovaruna.profiler.roofline import optimizer_cost, predict, read_device
@@ -116,21 +117,24 @@ class Planning:
             optimizer_cost=optimizer_cost(self.device, self.optimizer_bytes_factor) if self.device else OptimizerCost(),
             needs_gradient=needs_gradient(self.traced),
             min_micro_batches_for_inputs=self.num_mini_batches,
-            constraints=constraints_of(self.settings, self.traced, self.num_mini_batches),
+            constraints=constraints_of(self.settings, self.traced),
         )
 
-    @cached_property
+    @property
     def plan(self) -> Plan:
         """The plan."""
-        with status_bar() as progress:
-            plan = make_plan(self.problem, progress)
-        return replace(plan, is_measured=self.profile.is_measured)
+        return self._found[0]
+
+    @property
+    def choices(self) -> list[Choice]:
+        """The best plan of every regular grid, fastest first."""
+        return self._found[1]
 
     @cached_property
-    def choices(self) -> list[Choice]:
-        """All sensible choices, fastest first."""
+    def _found(self) -> tuple[Plan, list[Choice]]:
         with status_bar() as progress:
-            return plan_choices(self.problem, progress=progress)
+            plan, choices = plan_and_choices(self.problem, progress)
+        return replace(plan, is_measured=self.profile.is_measured), choices
 
     @cached_property
     def deployment(self) -> Deployment:
@@ -253,10 +257,33 @@ def report(planning: Planning, options: argparse.Namespace) -> None:
         show(f"drew {options.plot}")
 
 
+_COLUMNS = (
+    "stages",
+    "replicas",
+    "micro-batch",
+    "micro-batches",
+    "schedule",
+    "step",
+    "samples/s",
+    "memory",
+    "recompute",
+)
+
+
 def choices_table(choices: Sequence[Choice]) -> Table:
     """Returns choices as a table, in their order."""
     table = Table(title="choices, fastest first", box=box.SIMPLE_HEAD)
-    for name in ("stages", "replicas", "micro-batch", "micro-batches", "step", "samples/s", "memory", "recompute"):
+    for name in (
+        "stages",
+        "replicas",
+        "micro-batch",
+        "micro-batches",
+        "schedule",
+        "step",
+        "samples/s",
+        "memory",
+        "recompute",
+    ):
         table.add_column(name, justify="right")
     for choice in choices:
         stages = choice.plan.stages
@@ -265,6 +292,7 @@ def choices_table(choices: Sequence[Choice]) -> Table:
             str(choice.num_replicas),
             str(choice.micro_batch_size),
             str(choice.plan.num_micro_batches),
+            choice.plan.schedule,
             seconds(choice.step_seconds),
             f"{choice.samples_per_second:.4g}",
             readable(choice.memory_bytes),
@@ -342,7 +370,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("-o", "--output", default="", metavar="FILE", help="save the plan as a deployment")
     parser.add_argument("--plot", type=at_home, default="", metavar="FILE", help="draw a step as a picture: step.png")
-    parser.add_argument("--table", action="store_true", help="list all sensible choices, best first")
+    parser.add_argument("--table", action="store_true", help="list the best plan of every regular grid")
     add_settings(parser, _SETTINGS)
 
 

@@ -9,21 +9,22 @@ from itertools import pairwise
 
 import numpy as np
 
-from autovaruna.planner.cost_table import Array
 from autovaruna.planner.costs import SizedProblem
-from autovaruna.planner.memory.rank_memory import Option, bytes_of_ranks, fit, peak_of
-from autovaruna.planner.prediction import Edges, Predictor, fold, least_seconds, pipeline_of, policy_of, telling
+from autovaruna.planner.memory.rank_memory import Choices, Option, bytes_of_ranks, fit, peak_of
+from autovaruna.planner.prediction import Edges, Predictor, least_seconds, pipeline_of, policy_of, telling
 from autovaruna.planner.problem import SPLIT_SCHEDULE, Problem
 from autovaruna.planner.ranges import RangeTables
 from autovaruna.planner.records import BlockBytes, Plan, StagePlan
 from autovaruna.schedule.pipeline import Pipeline, latency_depth, textbook_depth
 from autovaruna.schedule.simulator import simulate
 
-_ACTS_OF_A_CANDIDATE, _ACTS_OF_A_STAGE = 100, 5
+_ACTS_OF_A_CANDIDATE = 100
 _ACTS_OF_A_FIT = 30
 """What it takes to fit a stage that shares its ranks with others into their memory."""
 _ACTS_OF_A_PEAK, _ACTS_OF_AN_INSTRUCTION = 120, 4
 """What it takes to follow the memory of ranks: for a plan, and for each instruction."""
+_MOST_SIZED = 8
+"""Numbers of micro-batches whose tables are kept, since a search goes back and forth between a few."""
 DEPTHS = {"textbook": textbook_depth, "latency": latency_depth}
 DEEPEST = "deepest"
 """As deep as memory allows without recompute, or with it where that is needed at any depth."""
@@ -33,13 +34,17 @@ _DEFERRED_EACH_STAGE = 2
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """Where the stages start (in segments), their ranks, and M; `depth` and `schedule` are names."""
+    """Where the stages start (in segments), their ranks, and M; `depth` and `schedule` are names.
+
+    `choices` says what each stage holds, in place of a rule for depths that memory bounds; empty: nothing.
+    """
 
     starts: tuple[int, ...]
     ranks: tuple[tuple[int, ...], ...]
     num_micro_batches: int
     depth: str = "textbook"
     schedule: str = "1f1b"
+    choices: tuple[Choices, ...] = ()
 
     @property
     def is_interleaved(self) -> bool:
@@ -64,7 +69,7 @@ class Planner:
         self.host_of = tuple(numbers[host] for host in hosts) if len(numbers) > 1 else ()
         self.speeds = problem.cluster.speeds if set(problem.cluster.speeds) != {1.0} else ()
         is_split = problem.constraints.schedule == SPLIT_SCHEDULE
-        self.sized = lru_cache(maxsize=4)(lambda count: SizedProblem(problem, tables, count, is_split))
+        self.sized = lru_cache(maxsize=_MOST_SIZED)(lambda count: SizedProblem(problem, tables, count, is_split))
         self.tied = [p for p in problem.graph.parameters if p.needs_gradient and len(p.blocks) > 1]
 
     @property
@@ -75,11 +80,6 @@ class Planner:
     def count_candidate(self) -> float:
         """Counts a candidate that is looked at, and returns `spent_seconds`."""
         self.predictor.num_acts += _ACTS_OF_A_CANDIDATE
-        return self.spent_seconds
-
-    def count_step(self) -> float:
-        """Counts a stage that is laid down and no more, and returns `spent_seconds`."""
-        self.predictor.num_acts += _ACTS_OF_A_STAGE
         return self.spent_seconds
 
     def step_costs(self, candidate: Candidate) -> float:
@@ -117,9 +117,14 @@ class Planner:
             needs_gradient=problem.needs_gradient,
         )
 
-    def step_seconds(self, num_micro_batches: int) -> Array:
-        """Returns forward and backward seconds of each block for one micro-batch."""
-        return self.sized(num_micro_batches).step_seconds
+    def fixed_options(self, candidate: Candidate) -> list[Option]:
+        """Returns the stages of a candidate that says what they hold."""
+        sized = self.sized(candidate.num_micro_batches)
+        options = []
+        for s, (ranks, (again, depth, deferred)) in enumerate(zip(candidate.ranks, candidate.choices, strict=True)):
+            held = sized.held_by(*_range(candidate, s, self.tables))
+            options.append(Option(held, ranks, depth, depth, again, deferred))
+        return options
 
     def pipeline(self, plan: Plan) -> Pipeline:
         """Returns the plan as the simulator sees it; that of the last one again, if only the schedule is another."""
@@ -141,10 +146,6 @@ class Planner:
     def predict_whole(self, plan: Plan) -> Plan:
         """Returns the plan with its predicted seconds and memory, from all ranks if parts differ and are not many."""
         return self._predict_bytes(plan, telling(self.pipeline(plan)))
-
-    def predict_part(self, plan: Plan) -> Plan:
-        """Returns the same from the part of the ranks that takes longest, as `predict` does: quicker for many ranks."""
-        return self._predict_bytes(plan, fold(self.pipeline(plan)))
 
     def _predict_bytes(self, plan: Plan, pipeline: Pipeline) -> Plan:
         simulation = simulate(pipeline, policy_of(plan.schedule))

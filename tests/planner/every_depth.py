@@ -20,9 +20,7 @@ from math import inf
 from autovaruna.errors import PlanError
 from autovaruna.planner.bounds.proof import WORTH
 from autovaruna.planner.candidate import Candidate, Planner
-from autovaruna.planner.local_search import seconds_of
-from autovaruna.planner.memory.rank_memory import Option
-from autovaruna.planner.memory_fit import is_within
+from autovaruna.planner.memory.rank_memory import Option, is_within
 from autovaruna.planner.problem import SPLIT_SCHEDULE, Problem
 from autovaruna.planner.ranges import RangeTables
 from autovaruna.planner.records import Plan
@@ -42,6 +40,11 @@ SCHEDULES = {
 }
 _LINKS = LinkCost(1e-5, 1e10), LinkCost(2e-3, 1e6), LinkCost(1e-4, 1e7)
 Options = tuple[Option, ...]
+
+
+def seconds_of(plan: Plan) -> float:
+    """Returns the seconds by which plans are ordered: several stages a rank have to be worth it."""
+    return plan.predicted_seconds / (WORTH if plan.is_shared else 1.0)
 
 
 def any_problem(kind: str, seed: int) -> Problem:
@@ -111,7 +114,7 @@ class EveryDepth:
                 assert predicted is not None
                 if seconds_of(predicted) < seconds:
                     whole = self.planner.predict_whole(predicted)
-                    if is_within(self.planner, whole):
+                    if is_within(whole, self.planner.limits):
                         best, seconds = whole, seconds_of(whole)
         return best
 
