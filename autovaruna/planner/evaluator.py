@@ -16,8 +16,8 @@ _LONG_SECONDS, _LONG_INTERLEAVED_SECONDS = 0.2, 0.02
 _LONG_INTERLEAVED_VARIANTS = 2
 """The two orders made for several stages a rank: which one is better depends on recompute."""
 _REACHED = 0.999
-_WORTH_ITS_MEMORY = 0.995
-"""What as many micro-batches in flight as there is memory for have to save."""
+_LOOSE = 1.2
+"""By its depths, a plan that fits by its instructions may need so many times its limits; seldom more."""
 
 Progress = Callable[[str, float], None]
 """Is told what is being done and the share of it that is done (0 to 1)."""
@@ -40,12 +40,17 @@ class Evaluator:
         self.best: Plan | None = None
         self.plans: dict[Candidate, Plan] = {}
         self._seen: dict[Candidate, float] = {}
-        self.was_cut_short = False
+        self.was_cut_short = self._is_loose = False
 
     @property
     def least_seconds(self) -> float:
         """The seconds of the best plan, infinite if there is none."""
         return self.best.predicted_seconds if self.best else math.inf
+
+    def loosen(self) -> None:
+        """Has plans tried, from now on, that fit by their instructions, though not by their depths."""
+        self._is_loose = True
+        self._seen.clear()
 
     def attempt(self, candidate: Candidate, below: float = math.inf) -> float:
         """Simulates a candidate by every schedule; returns its least seconds, infinite if they are not below `below`.
@@ -67,6 +72,9 @@ class Evaluator:
         plan = self.planner.predict(self.planner.put_together(candidate, self.planner.fixed_options(candidate)), below)
         return plan if plan and is_within(self.planner.predict_whole(plan), self.planner.limits) else None
 
+    def _fits(self, plan: Plan) -> bool:
+        return not self._is_loose or is_within(self.planner.predict_whole(plan), self.planner.limits)
+
     def _fastest(self, candidate: Candidate, below: float) -> Plan | None:
         """Returns the fastest plan of a candidate, None if none fits or is fast enough."""
         best, bounds, known = None, dict[tuple[bool, ...], float](), list[Plan]()
@@ -85,7 +93,7 @@ class Evaluator:
             if bounds[key] >= min(below, (best.predicted_seconds if best else math.inf) * _REACHED):
                 continue
             predicted = self.planner.predict(plan, below)
-            if predicted:
+            if predicted and self._fits(predicted):
                 best, below = predicted, predicted.predicted_seconds
         return best
 
@@ -98,11 +106,12 @@ class Evaluator:
     def _plans(self, candidate: Candidate) -> Iterator[Plan]:
         """Yields plans of a candidate, by every rule for depths and every schedule, that may differ."""
         is_free = self.planner.problem.constraints.schedule == "auto"
+        limits = [_LOOSE * limit for limit in self.planner.limits] if self._is_loose else []
         built: dict[tuple[str, bool, bool], Plan | None] = {}
         for depth, schedule in variants(self.planner.problem, len(candidate.starts), candidate.is_interleaved):
             key = depth, schedule == "gpipe", schedule == "zero_bubble"
             if key not in built:
-                built[key] = self.planner.build(replace(candidate, depth=depth, schedule=schedule))
+                built[key] = self.planner.build(replace(candidate, depth=depth, schedule=schedule), limits)
             plan = built[key]
             if plan and not (is_free and schedule == "varuna" and not any(s.needs_recompute for s in plan.stages)):
                 yield replace(plan, schedule=schedule)

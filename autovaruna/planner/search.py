@@ -103,16 +103,22 @@ class _Search:
         Raises:
             PlanError: none fits.
         """
-        self._try_grids()
-        self._try_unequal_replicas()
-        self._try_several_stages_a_rank()
+        self._try_all()
         if self.trials.best is None:
             self._try_what_fits()
+        if self.trials.best is None:
+            self.trials.loosen()
+            self._try_all()
         if self.trials.best is None:
             raise explain_infeasible(self.problem, self.tables, self.counts)
         self._improve()
         self.found = self._proven(self._simplest())
         return self.found
+
+    def _try_all(self) -> None:
+        self._try_grids()
+        self._try_unequal_replicas()
+        self._try_several_stages_a_rank()
 
     def choices(self) -> list[Choice]:
         """Returns the best plan of every regular grid, the fastest first."""
@@ -209,6 +215,7 @@ class _Search:
         plan = self.planner.with_block_bytes(self.planner.predict_whole(plan))
         singles = (each for each in self.trials.plans.values() if not each.is_shared)
         single = min(singles, key=lambda each: each.predicted_seconds, default=None)
+        single = self.trials.best if self.most_each == 1 else single
         return self.proof.put_into(plan, single, was_cut_short=self.trials.was_cut_short)
 
 
