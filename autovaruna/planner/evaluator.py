@@ -106,7 +106,8 @@ class Evaluator:
     def _plans(self, candidate: Candidate) -> Iterator[Plan]:
         """Yields plans of a candidate, by every rule for depths and every schedule, that may differ."""
         is_free = self.planner.problem.constraints.schedule == "auto"
-        limits = [_LOOSE * limit for limit in self.planner.limits] if self._is_loose else []
+        loose = math.inf if candidate.is_interleaved else _LOOSE
+        limits = [loose * limit for limit in self.planner.limits] if self._is_loose else []
         built: dict[tuple[str, bool, bool], Plan | None] = {}
         for depth, schedule in variants(self.planner.problem, len(candidate.starts), candidate.is_interleaved):
             key = depth, schedule == "gpipe", schedule == "zero_bubble"

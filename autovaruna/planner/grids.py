@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from autovaruna.planner.bounds.range_bounds import waits_of
 from autovaruna.planner.candidate import Candidate, Planner
-from autovaruna.planner.placement import Ranks, layouts, rank_orders
+from autovaruna.planner.placement import Ranks, in_a_row, layouts, rank_orders
 from autovaruna.planner.problem import Problem, forced_stages, micro_batch_range
 from autovaruna.planner.ranges import partition_chain
 from autovaruna.planner.records import Plan
@@ -116,6 +116,13 @@ def cut_grids(planner: Planner, grids: Sequence[Grid]) -> Iterator[tuple[Grid, l
                         (chain.seconds, Candidate(chain.starts, ranks, count))
                         for ranks in layouts(problem, order, chain.replicas)
                     ]
+        for (
+            grid
+        ) in wanted.values():  # A replica with fewer micro-batches may have less memory than the formula asks for.
+            if grid not in found:
+                ranks = in_a_row(problem, orders[0], [replicas] * grid.num_stages)
+                even = cut_for_ranks(planner, count, ranks) if grid.num_stages <= _MOST_GRIDS else None
+                found[grid] = [(math.inf, even)] if even else []
         for grid, own in found.items():
             yield grid, [candidate for _, candidate in sorted(own, key=lambda each: each[0])]
 

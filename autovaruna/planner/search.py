@@ -36,6 +36,7 @@ _SHARED_SECONDS, _IMPROVING_SECONDS = 4.0, 24.0
 _STARTS = 4
 _NEAR = 1.06
 _COUNTS, _NEAR_OF_A_FORMULA = 2, 1.1
+_MOST_GROUPS, _NEAR_OF_SHAPES = 200, 2.0
 _CELLS = 10**6
 """With few enough cells of the dynamic program every number of micro-batches is tried."""
 
@@ -170,20 +171,21 @@ class _Search:
         if forced:
             shapes = forced_shapes(planner, self.most_each, forced, even_counts(self.problem))
         else:
-            grids = ((trials.plans[each], each) for each in self.rows.values())
-            known = ((plan.predicted_seconds, each.ranks, each.num_micro_batches) for plan, each in grids)
+            grids = trials.best_of_each(
+                lambda each: (each.ranks, each.num_micro_batches), _MOST_GROUPS, _NEAR_OF_SHAPES
+            )
+            known = ((trials.plans[each].predicted_seconds, each.ranks, each.num_micro_batches) for each in grids)
             shapes = shapes_of_grids(planner, self.most_each, known)
         end = planner.spent_seconds + _SHARED_SECONDS
         for done, shape in enumerate(shapes):
             self.progress("interleaving stages", done / len(shapes))
-            if shape.seconds >= trials.least_seconds:
+            if shape.seconds >= trials.least_seconds * _NEAR_OF_A_FORMULA:
                 break
             if planner.spent_seconds > end and trials.best:
                 trials.was_cut_short = True
                 break
             for candidate in candidates_of(planner, shape):
                 trials.attempt(candidate, trials.least_seconds * WORTH)
-                break
 
     def _try_what_fits(self) -> None:
         """Tries splits that fit by their bytes alone: which ranks a stage gets may leave but a few."""
