@@ -32,6 +32,7 @@ class Evaluator:
     Attributes:
         best: the fastest plan so far.
         plans: of each candidate that fits and was as fast as it had to be, its best plan.
+        is_loose: whether plans are tried that fit by their instructions, though not by their depths.
         was_cut_short: whether something was left out since its simulation is long, or time was up.
     """
 
@@ -40,7 +41,7 @@ class Evaluator:
         self.best: Plan | None = None
         self.plans: dict[Candidate, Plan] = {}
         self._seen: dict[Candidate, float] = {}
-        self.was_cut_short = self._is_loose = False
+        self.was_cut_short = self.is_loose = False
 
     @property
     def least_seconds(self) -> float:
@@ -49,7 +50,7 @@ class Evaluator:
 
     def loosen(self) -> None:
         """Has plans tried, from now on, that fit by their instructions, though not by their depths."""
-        self._is_loose = True
+        self.is_loose = True
         self._seen.clear()
 
     def attempt(self, candidate: Candidate, below: float = math.inf) -> float:
@@ -73,7 +74,7 @@ class Evaluator:
         return plan if plan and is_within(self.planner.predict_whole(plan), self.planner.limits) else None
 
     def _fits(self, plan: Plan) -> bool:
-        return not self._is_loose or is_within(self.planner.predict_whole(plan), self.planner.limits)
+        return not self.is_loose or is_within(self.planner.predict_whole(plan), self.planner.limits)
 
     def _fastest(self, candidate: Candidate, below: float) -> Plan | None:
         """Returns the fastest plan of a candidate, None if none fits or is fast enough."""
@@ -106,8 +107,7 @@ class Evaluator:
     def _plans(self, candidate: Candidate) -> Iterator[Plan]:
         """Yields plans of a candidate, by every rule for depths and every schedule, that may differ."""
         is_free = self.planner.problem.constraints.schedule == "auto"
-        loose = math.inf if candidate.is_interleaved else _LOOSE
-        limits = [loose * limit for limit in self.planner.limits] if self._is_loose else []
+        limits = [_LOOSE * limit for limit in self.planner.limits] if self.is_loose else []
         built: dict[tuple[str, bool, bool], Plan | None] = {}
         for depth, schedule in variants(self.planner.problem, len(candidate.starts), candidate.is_interleaved):
             key = depth, schedule == "gpipe", schedule == "zero_bubble"

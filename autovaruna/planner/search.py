@@ -186,6 +186,8 @@ class _Search:
                 break
             for candidate in candidates_of(planner, shape):
                 trials.attempt(candidate, trials.least_seconds * WORTH)
+                for other in move_cuts(planner, candidate) if trials.best is None and trials.is_loose else ():
+                    trials.attempt(other)
 
     def _try_what_fits(self) -> None:
         """Tries splits that fit by their bytes alone: which ranks a stage gets may leave but a few."""
