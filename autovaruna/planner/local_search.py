@@ -221,4 +221,4 @@ def _one_more(num_stages: int, stage: int, counts: Sequence[int]) -> int:
     return textbook_depth(num_stages, stage, counts) + 1
 
 
-_RULES = (textbook_depth, _one_more, latency_depth, _deepest)
+_RULES: tuple[Callable[[int, int, Sequence[int]], int], ...] = (textbook_depth, _one_more, latency_depth, _deepest)
