@@ -15,7 +15,7 @@ from autovaruna.planner.search_space import variants
 _LONG_SECONDS, _LONG_INTERLEAVED_SECONDS = 0.2, 0.02
 _LONG_INTERLEAVED_VARIANTS = 2
 """The two orders made for several stages a rank: which one is better depends on recompute."""
-_REACHED = 0.999
+_REACHED = 0.9999
 _LOOSE = 1.2
 """By its depths, a plan that fits by its instructions may need so many times its limits; seldom more."""
 
