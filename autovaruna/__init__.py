@@ -27,6 +27,7 @@ from autovaruna.errors import (
 if _TYPE_CHECKING:
     from autovaruna.api import AutoVaruna
     from autovaruna.checkpoint.load import CheckpointInfo, load_checkpoint
+    from autovaruna.elastic.sampler import ElasticSampler
     from autovaruna.graph.cuts import CutPoint
     from autovaruna.session.device import barrier, get_rank, get_world_size
     from autovaruna.varuna.auto_config import AutoConfig
@@ -44,6 +45,7 @@ __all__ = [
     "ConfigError",
     "CutPoint",
     "DeploymentError",
+    "ElasticSampler",
     "InputError",
     "MeasureError",
     "OrderError",
@@ -65,6 +67,7 @@ _HOMES = {
     "AutoVaruna": "autovaruna.api",
     "CheckpointInfo": "autovaruna.checkpoint.load",
     "CutPoint": "autovaruna.graph.cuts",
+    "ElasticSampler": "autovaruna.elastic.sampler",
     "Profiler": "autovaruna.varuna.profiler",
     "Varuna": "autovaruna.varuna.varuna",
     "barrier": "autovaruna.session.device",

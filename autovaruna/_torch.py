@@ -73,6 +73,7 @@ try:
 
     # What is known of a tensor besides its numbers.
     preserve_version_counter = torch.autograd.grad_mode._unsafe_preserve_version_counter  # to write unseen by autograd
+    _num_uses: Any = torch._C._storage_Use_Count
     swap_tensors: Any = torch._C._swap_tensor_impl  # torch.utils.swap_tensors refuses what the graph of a step holds
 
     pack_by_lengths: Any = torch._VF._pack_padded_sequence  # packs what ``pack_padded_sequence`` has put in order
@@ -110,12 +111,18 @@ try:
         (torch.ops.aten.mul.Tensor, ("_schema", "_overloadpacket", "_op")),
         (torch.fx.Graph(), ("_codegen", "_root")),
         (torch.amp.GradScaler, ("_unscale_grads_",)),
+        (torch.distributions.Distribution, ("_validate_args",)),
         (torch.nn.utils.clip_grad, ("_get_total_norm", "_clip_grads_with_norm_")),
     ):
         for _name in _names:
             getattr(_sample, _name)
 except (ImportError, AttributeError) as _error:
     raise _missing(_error) from _error
+
+
+def num_uses_of_storage(tensor: Tensor) -> int:
+    """Returns how many tensors and other objects use the memory of a tensor, the one that counts included."""
+    return int(_num_uses(tensor.untyped_storage()._cdata))
 
 
 @cache

@@ -9,27 +9,32 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
+from functools import partial, wraps
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from autovaruna._torch import pytree
 from autovaruna.checkpoint.load import CheckpointInfo
 from autovaruna.checkpoint.save import Way
 from autovaruna.checkpoint.state import Content
 from autovaruna.config.settings import Settings, resolve, whole_number
 from autovaruna.errors import InputError, OrderError
+from autovaruna.graph.export.methods import follows_weights, method_of
 from autovaruna.planner.records import Plan
-from autovaruna.runtime.environment import promise
-from autovaruna.runtime.optimizers.clipping import clip_grad_norm
+from autovaruna.runtime.direct_calls import own_code
+from autovaruna.runtime.environment import promise, show_errors_in_few_lines
+from autovaruna.runtime.metrics import Metrics
+from autovaruna.runtime.optimizers.clipping import clip_grad_norm, norms_of_all, total_of
 from autovaruna.runtime.weights.remote_parameter import RemoteTensor
 from autovaruna.runtime.world import World
 from autovaruna.session.device import find_device
 from autovaruna.session.persistence import Persistence, State
 from autovaruna.session.preparation import Preparation
 from autovaruna.session.session import Copies, Session
+from autovaruna.session.stopping import listen
 from autovaruna.session.wrapped import Wrapped
 
 if TYPE_CHECKING:
@@ -37,7 +42,7 @@ if TYPE_CHECKING:
 
 
 class AutoVaruna(nn.Module):
-    """Trains a model over all ranks of ``mpirun``, split as the planner finds best.
+    """Trains a model over all ranks of ``mpirun`` or ``torchrun``, split as the planner finds best.
 
     The first call traces the model, measures it, plans, and gives each rank its part. On one process the model is
     called as it is, unless a setting asks for micro-batches, stages or recomputation.
@@ -62,6 +67,7 @@ class AutoVaruna(nn.Module):
         scaler: torch.amp.GradScaler | None = None,
         **settings: Any,
     ) -> None:
+        show_errors_in_few_lines()
         if isinstance(model, AutoVaruna) or not isinstance(model, nn.Module):
             raise InputError(f"AutoVaruna wraps a torch.nn.Module that is not wrapped yet: got {type(model).__name__}.")
         if any(isinstance(parameter, RemoteTensor) for parameter in model.parameters()):
@@ -118,6 +124,12 @@ class AutoVaruna(nn.Module):
         return self._session.preparation
 
     @property
+    def metrics(self) -> Metrics:
+        """What is known of the last step that went backward: ``step``, ``loss``, ``is_finite``."""
+        engine = self._wrapped.engine
+        return Metrics() if engine is None else engine.metrics
+
+    @property
     def loss_mode(self) -> str | None:
         """What calls do: ``loss`` (the whole step), ``outputs`` (forwards; backwards in backward), None: not known."""
         traces = self._session.traces
@@ -144,11 +156,30 @@ class AutoVaruna(nn.Module):
         self._persistence.poll()
         self._wrapped.lent.settle()
         if self._session.is_plain:
+            self._session.end_if_due()
             return self.module(*args, **kwargs)
-        if torch.is_inference_mode_enabled():
-            with torch.inference_mode(False), torch.no_grad():  # what a call prepares is for later steps, too
-                return self._session.call(args, kwargs)
-        return self._session.call(args, kwargs)
+        return self._call("forward", args, kwargs)
+
+    def _call(self, method: str, args: Any, kwargs: Any) -> Any:
+        """Calls a method of the model on all ranks. Collective."""
+        with own_code():
+            if torch.is_inference_mode_enabled():
+                with torch.inference_mode(False), torch.no_grad():  # what a call prepares is for later steps, too
+                    return self._session.call(args, kwargs, method)
+            return self._session.call(args, kwargs, method)
+
+    def _call_method(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """Calls a method of the model: on all ranks if what it returns follows from weights, else as it is."""
+        plain = getattr(self.module, name)
+        if not any(isinstance(each, Tensor) for each in pytree.tree_leaves((args, kwargs))) or self._session.is_plain:
+            return plain(*args, **kwargs)
+        wrapped = self._wrapped
+        is_needed = torch.is_grad_enabled() or wrapped.placement.splits(wrapped.parameter_names)
+        if not is_needed or not follows_weights(self.module, plain, args, kwargs, wrapped.device):
+            return plain(*args, **kwargs)
+        self._persistence.poll()
+        wrapped.lent.settle()
+        return self._call(name, args, kwargs)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -188,6 +219,28 @@ class AutoVaruna(nn.Module):
             error_if_nonfinite,
             f"clip_grad_norm_{wrapped.of_model}",
         )
+
+    def should_stop(self, wants_stop: bool = False) -> bool:
+        """Says whether the loop is to end: the same on every rank, after the same call of the model.
+
+        Signals are noted from the first use on: SIGTERM and SIGUSR1 then no longer end this process by themselves. A
+        rank learns of what others have heard with the next call of the model, which tells it anyway.
+
+        Args:
+            wants_stop: Whether this rank's script wants to end for a reason of its own, such as its clock; it stays so.
+        """
+        listen()
+        stopping = self._wrapped.stopping
+        stopping.want(wants_stop)
+        return stopping.own if self._wrapped.world.num_ranks == 1 else stopping.is_agreed
+
+    def parameter_norm(self, norm_type: float = 2.0) -> Tensor:
+        """Returns the norm of all parameters, on all ranks: the same number for every plan. Collective."""
+        wrapped = self._wrapped
+        own = {name: each.detach() for name, each in wrapped.state.parameters().items() if not each.is_meta}
+        options, what = {"norm_type": f"{float(norm_type):g}"}, f"parameter_norm{wrapped.of_model}"
+        names, placement = wrapped.parameter_names, wrapped.placement
+        return total_of(norms_of_all(own, placement, names, wrapped.world, norm_type, options, what), norm_type, False)
 
     # state
 
@@ -271,6 +324,7 @@ class AutoVaruna(nn.Module):
         step, keep = whole_number("step", step, 0), None if keep is None else whole_number("keep", keep)
         content = Content(step, data_position, extra, scaler, lr_scheduler)
         self._persistence.save(self._wrapped.subject(), dir, content, Way(keep, tempdir, shard, background))
+        self._wrapped.stopping.number_from(step, self._wrapped.num_steps)
 
     def wait_checkpoint(self) -> None:
         """Waits until the checkpoint in the background is complete. Collective.
@@ -311,6 +365,7 @@ class AutoVaruna(nn.Module):
         parts = {"scaler": scaler, "lr_scheduler": lr_scheduler}
         info = self._persistence.load(wrapped.subject(), dir, step, strict, find, **parts)
         wrapped.num_calls = self._persistence.num_calls
+        wrapped.stopping.number_from(info.step or 0, wrapped.num_steps)
         if wrapped.engine is not None and self._persistence.seed is not None:
             wrapped.engine.seed = self._persistence.seed
         return info
@@ -351,18 +406,17 @@ class AutoVaruna(nn.Module):
         return repr(self.module)
 
     def __getattr__(self, name: str) -> Any:
-        """Finds what the wrapper does not define on the wrapped model (``model.config``)."""
+        """Finds what the wrapper does not define on the wrapped model (``model.config``); methods count as calls."""
         if "module" not in self.__dict__ or name == "module":
             raise AttributeError(name)
-        return getattr(self.__dict__["module"], name)
+        found = getattr(self.module, name)
+        return wraps(found)(partial(self._call_method, name)) if method_of(self.module, found, name) else found
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
-        """Moves or casts the model, as ``to``, ``half`` and the like ask; before the first call only."""
+        """Moves or casts the model, as ``to``, ``half`` and the like ask; after the split, where nothing changes."""
         if self._wrapped.engine is not None:
-            raise InputError(
-                "The model has been split over the ranks: got to(), cuda() or a cast after the first call. "
-                "Move or cast it before the first call."
-            )
+            self._wrapped.refuse_changes(fn)
+            return self
         self.module._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self._wrapped.settle()
         self._wrapped.take_state()
@@ -386,10 +440,9 @@ class AutoVaruna(nn.Module):
         return made
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refuses to pickle a model that is split: this rank has but a part of it."""
-        if self._wrapped.engine is not None:
-            raise InputError(
-                "The model has been split over the ranks: got a pickle, or a shallow copy, of the wrapper. Expected "
-                "one of its state: state_dict() (on every rank), or save_checkpoint(); or copy.deepcopy(model)."
-            )
-        return super().__reduce_ex__(protocol)
+        """Refuses to pickle the wrapper: a rank may have but a part of the model."""
+        raise InputError(
+            "The wrapper belongs to the ranks of this run: got a pickle (torch.save(model), for example), or a shallow "
+            "copy, of it. Expected one of its state: state_dict() (on every rank), or save_checkpoint(); or "
+            "copy.deepcopy(model)."
+        )

@@ -1,4 +1,4 @@
-"""Sets up the loggers, one a room, from logging.toml, and shows progress bars on a terminal.
+"""Sets up the loggers, one a room, from logging.toml; shows progress bars on a terminal, and errors in few lines.
 
 What a user has set stays: the handlers of a program that configures logging itself come first.
 """
@@ -9,14 +9,16 @@ import difflib
 import logging
 import os
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from autovaruna.config.files import PACKAGED, conf_dir, read_toml
-from autovaruna.errors import ConfigError
+from autovaruna.errors import AutoVarunaError, ConfigError
 
 ROOMS = (
     "config",
@@ -164,3 +166,54 @@ def status_bar() -> Iterator[Callable[[str, float], None]]:
     with Progress(TextColumn("{task.description}"), BarColumn(), console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("planning", total=1.0)
         yield lambda what, share: bar.update(task, description=what, completed=share)
+
+
+ALL_FRAMES_VARIABLE = "AUTOVARUNA_FULL_TRACEBACKS"
+_all_frames: bool | None = None
+
+
+def show_all_frames(is_asked: bool) -> None:
+    """Says whether tracebacks have the frames of this package and of torch, too; before, the variable does."""
+    global _all_frames
+    _all_frames = is_asked
+
+
+def error_text(error: BaseException) -> str:
+    """Returns the traceback of an error, with the frames of the user's own files; the message is last.
+
+    An error of this package says all in its message: what led to it inside of the package is left out.
+    """
+    named = os.environ.get(ALL_FRAMES_VARIABLE, "").lower() not in ("", "0", "no", "false")
+    if named if _all_frames is None else _all_frames:
+        return "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    found = traceback.TracebackException(type(error), error, error.__traceback__)
+    if isinstance(error, AutoVarunaError):
+        found.__cause__ = found.__context__ = None
+    hidden, link = _hidden_files(), found
+    if found.stack and found.stack[0].filename.startswith(hidden):  # caught in here: the script's lines lead here
+        found.stack[:0] = traceback.extract_stack()
+    num_hidden = 0
+    while link is not None:
+        users = [frame for frame in link.stack if not frame.filename.startswith(hidden)]
+        num_hidden += len(link.stack) - len(users)
+        link.stack[:] = users
+        link = link.__cause__ or link.__context__  # type: ignore[assignment]
+    lines = list(found.format())
+    if num_hidden:
+        lines.insert(-1, f"  ({num_hidden} frames of torch and AutoVaruna: {ALL_FRAMES_VARIABLE}=1 shows them)\n")
+    return "".join(lines)
+
+
+def _hidden_files() -> tuple[str, ...]:
+    """Returns how the names of files begin whose frames say nothing to a user."""
+    torch = sys.modules.get("torch")
+    of_torch = () if torch is None or torch.__file__ is None else (str(Path(torch.__file__).parent),)
+    return (str(Path(__file__).parent) + os.sep, "<frozen", "<eval_with_key>", *of_torch)
+
+
+def write_error(text: str) -> None:
+    """Writes to where errors go in the end; torch.distributed puts something else there while it handles an error."""
+    stream = sys.__stderr__ or sys.stderr
+    if stream is not None:
+        stream.write(text)
+        stream.flush()

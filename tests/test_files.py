@@ -29,6 +29,20 @@ def test_a_link_to_a_file_stays_one(tmp_path: Path) -> None:
     assert link.is_symlink() and target.read_text() == "text"
 
 
+def test_who_may_read_a_file_is_as_the_umask_or_the_old_file_says(tmp_path: Path) -> None:
+    """Once, it was everybody, whatever either said."""
+    for umask, mode in ((0o077, 0o600), (0o002, 0o664)):
+        before = os.umask(umask)
+        try:
+            write_whole(tmp_path / str(mode), "text")
+        finally:
+            os.umask(before)
+        assert (tmp_path / str(mode)).stat().st_mode & 0o777 == mode
+        write_whole(tmp_path / str(mode), "another")
+        assert (tmp_path / str(mode)).stat().st_mode & 0o777 == mode
+    assert sorted(path.name for path in tmp_path.iterdir()) == [str(0o600), str(0o664)]
+
+
 def test_to_look_leaves_nothing_behind(tmp_path: Path) -> None:
     check_writable("--output", tmp_path / "new" / "folder" / "file")
     assert list(tmp_path.iterdir()) == []

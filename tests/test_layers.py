@@ -22,6 +22,7 @@ ROOMS = [
     "checkpoint",
     "session",
     "api",
+    "elastic",
     "varuna",
     "commands",
     "__main__",

@@ -6,7 +6,8 @@ import pytest
 import tomli
 
 from autovaruna import log
-from autovaruna.errors import ConfigError
+from autovaruna.config.settings import resolve
+from autovaruna.errors import ConfigError, TraceError
 
 
 @pytest.fixture(autouse=True)
@@ -115,3 +116,49 @@ def test_a_wrong_file_is_named_with_the_key(conf, tmp_path, text, words):
 
 def test_the_packaged_file_has_every_room():
     assert tuple(tomli.loads((log.PACKAGED / "logging.toml").read_text())["levels"]) == log.ROOMS
+
+
+def failing(**settings):
+    """Raises in the package, and then again, as errors that say all of an earlier one do."""
+    try:
+        resolve(settings)
+    except ConfigError as error:
+        raise TraceError("what to do") from error
+
+
+def text_of(**settings):
+    try:
+        failing(**settings)
+    except (TraceError, KeyError) as error:
+        return log.error_text(error)
+
+
+def test_an_error_shows_the_scripts_own_lines_and_its_message_last():
+    text = text_of(num_stage=2)
+    assert text.count("Traceback (most recent call last)") == 1
+    assert "failing(**settings)" in text and str(log.__file__) not in text and "settings.py" not in text
+    assert text.splitlines()[-1] == "autovaruna.errors.TraceError: what to do"
+
+
+def test_all_frames_are_shown_where_asked(monkeypatch):
+    monkeypatch.setattr(log, "_all_frames", None)
+    monkeypatch.setenv(log.ALL_FRAMES_VARIABLE, "1")
+    text = text_of(num_stage=2)
+    assert text.count("Traceback (most recent call last)") == 2 and "settings.py" in text
+    monkeypatch.setattr(log, "_all_frames", False)
+    assert "settings.py" not in text_of(num_stage=2)
+
+
+def test_an_error_that_is_caught_inside_shows_what_led_there():
+    """A step's error is shown before it reaches the script: the line of the call counts."""
+
+    def caught():
+        try:
+            resolve({"num_stage": 2})
+        except ConfigError as error:
+            error.__traceback__ = error.__traceback__.tb_next  # from here on, as the package itself would catch it
+            return log.error_text(error)
+
+    text = caught()  # the line of the call
+    assert "the line of the call" in text and "frames of torch and AutoVaruna" in text
+    assert text.splitlines()[-1].startswith("autovaruna.errors.ConfigError: keyword num_stage")

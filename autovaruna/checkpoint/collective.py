@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TypeVar
 
 from autovaruna.config.files import at_home
-from autovaruna.errors import InputError
+from autovaruna.errors import AutoVarunaError, CheckpointError, InputError
 from autovaruna.runtime.world import World, differences, gather_on_all, on_all
 
 Result = TypeVar("Result")
@@ -18,12 +19,31 @@ def together(world: World, act: Callable[[], Result], what: str) -> Result:
 
     Ranks that have failed wait for those that are still at work, however long.
     """
-    return on_all(world, act, what, waits=True)
+    return on_all(world, partial(as_ours, act, what), what, waits=True)
+
+
+def as_ours(act: Callable[[], Result], what: str) -> Result:
+    """Returns what `act` returns.
+
+    Raises:
+        AutoVarunaError: it fails, whatever it raises: a script can catch the same on every rank.
+    """
+    try:
+        return act()
+    except AutoVarunaError:
+        raise
+    except Exception as error:  # no memory, as a rule
+        raise CheckpointError(f"{what} failed: {type(error).__name__}: {error!s:.500}") from error
 
 
 def on_first(world: World, act: Callable[[], Result], what: str) -> Result:
     """Returns on every rank what `act` returns on rank 0. Collective."""
-    return gather_on_all(world, lambda: act() if world.rank == 0 else None, what, waits=True)[0]  # type: ignore[return-value]
+    return gather(world, lambda: act() if world.rank == 0 else None, what)[0]  # type: ignore[return-value]
+
+
+def gather(world: World, act: Callable[[], Result], what: str) -> list[Result]:
+    """Returns what `act` returns on each rank; as `together`. Collective."""
+    return gather_on_all(world, partial(as_ours, act, what), what, waits=True)
 
 
 def place_of(given: str | os.PathLike[str]) -> str:
@@ -42,14 +62,7 @@ def place_of(given: str | os.PathLike[str]) -> str:
 
 
 def different_requests(world: World, place: str, own: Mapping[str, str], what: str) -> str:
-    """Returns in words what ranks ask for in another way than rank 0; empty: nothing. Collective.
-
-    Args:
-        world: The ranks.
-        place: The path that this rank was given; one folder may have several.
-        own: What else it was given.
-        what: What the ranks are at.
-    """
+    """Returns in words what ranks ask for in another way than rank 0; empty: nothing. Collective."""
     every = world.gather_objects((dict(own), place, _real(place)), what)
     is_one = len({given for _, given, _ in every}) == 1
     return differences([mine if is_one else {**mine, "dir": real} for mine, _, real in every])

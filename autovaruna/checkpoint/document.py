@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from autovaruna.config.files import shown
 from autovaruna.errors import CheckpointError
 
 Json = Any
@@ -98,19 +99,32 @@ def _encode_dict(value: Mapping[Any, Any], path: str, tensors: dict[str, Tensor]
 def decode(given: Json, read: Callable[[str], Tensor]) -> Any:
     """Returns the value that `encode` was given; sizes and ordered dicts come back as tuples and dicts.
 
-    Args:
-        given: The JSON.
-        read: Returns the tensor of a name.
+    Raises:
+        ValueError: `encode` makes no such JSON.
     """
     if isinstance(given, list):
         return [decode(item, read) for item in given]
     if not isinstance(given, dict):
         return given
-    if len(given) == 1:
-        [(kind, content)] = given.items()
-        if kind.startswith("$"):
-            return _SPECIAL[kind](content, read)
-    return {key: decode(item, read) for key, item in given.items()}
+    kind = next(iter(given), "")
+    if len(given) > 1 or not kind.startswith("$"):
+        return {key: decode(item, read) for key, item in given.items()}
+    try:
+        return _SPECIAL[kind](given[kind], read)
+    except (AttributeError, KeyError, TypeError, ValueError, OverflowError, RuntimeError) as error:
+        raise ValueError(f"it holds {shown(given)}, which no checkpoint does") from error
+
+
+def dtype_of(name: Any) -> torch.dtype:
+    """Returns the dtype of a name, as ``float32``; no other attribute of torch.
+
+    Raises:
+        ValueError: there is no such dtype.
+    """
+    found = getattr(torch, name, None) if isinstance(name, str) else None
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"{shown(name)} is no dtype of torch")
+    return found
 
 
 _SPECIAL: dict[str, Callable[[Any, Callable[[str], Tensor]], Any]] = {
@@ -118,7 +132,7 @@ _SPECIAL: dict[str, Callable[[Any, Callable[[str], Tensor]], Any]] = {
     "$tensor": lambda content, read: read(content),
     "$array": lambda content, read: read(content).numpy(),
     "$bytes": lambda content, read: base64.b64decode(content),
-    "$dtype": lambda content, read: getattr(torch, content),
+    "$dtype": lambda content, read: dtype_of(content),
     "$device": lambda content, read: torch.device(content),
     "$tuple": lambda content, read: tuple(decode(item, read) for item in content),
     "$complex": lambda content, read: complex(*(decode(item, read) for item in content)),

@@ -5,22 +5,25 @@ root/
   step-00000300.1/     the same step, saved again; it replaces the one above
   step-00000200.branch1/  saved after them, by a run that went back; so are all that follow, until one goes back again
   .step-00000400.x7ab/ on its way, or left behind by a run that was killed
+  .claim               names the job that saves here; only one does
 
 So names alone say which is the newest, whatever clocks say, and a damaged file changes nothing about that.
 
-A job locks the folder that it saves to, and, with a lock that many may have, the one that it loads from. The system
-takes locks away when a job dies: a folder on its way without a lock has been left behind. Where a file system has no
-locks, folders count as left behind.
+A job locks the claim, the folder that it writes and, with a lock that many may have, the one that it loads from. The
+system takes locks away when a job dies: a folder on its way without a lock has been left behind. Where a file system
+has no locks, folders count as left behind, and claims as free.
 """
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import logging
 import os
 import re
 import secrets
 import shutil
+import socket
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -28,12 +31,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from autovaruna.checkpoint.manifest import MANIFEST
+from autovaruna.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 
 _COMPLETE = re.compile(r"step-(\d{8,})(?:\.branch(\d+))?(?:\.(\d+))?")
 _PARTIAL = re.compile(r"\.step-\d{8,}\.[0-9a-f]{8}")
 _PATIENCE_SECONDS = 5.0
+CLAIM = ".claim"
+_claims: dict[tuple[int, str], int] = {}
+"""The open claims of a process, by its number and the folder."""
 
 
 @dataclass(frozen=True, order=True)
@@ -70,23 +77,76 @@ def saved_in(root: Path) -> list[Saved]:
 def begin(root: Path, step: int, locks: ExitStack) -> Path:
     """Makes the folder that a checkpoint is written to, and removes what killed runs have left behind.
 
-    Args:
-        root: Where checkpoints are.
-        step: Its step.
-        locks: Gets the lock on the folder.
-
     Raises:
         OSError: it cannot be made.
+        CheckpointError: another job saves to `root`.
     """
     root.mkdir(parents=True, exist_ok=True)
+    _claim(root)
     with lock(root, waits=True):
         for entry in os.scandir(root):
-            if _PARTIAL.fullmatch(entry.name) and not remove_unlocked(Path(entry.path)):
-                logger.warning("another job is saving a checkpoint to %s, too: %s", root, entry.name)
+            if _PARTIAL.fullmatch(entry.name):
+                remove_unlocked(Path(entry.path))
         path = _partial_path(root, step)
         path.mkdir()
         locks.enter_context(lock(path))
     return path
+
+
+def _claim(root: Path) -> None:
+    """Makes this process the only one that saves to a folder, until it ends.
+
+    The lock is of the kind that processes which were forked from this one do not have.
+
+    Raises:
+        OSError: the claim cannot be written.
+        CheckpointError: another process has it.
+    """
+    key = os.getpid(), os.path.realpath(root)
+    path = root / CLAIM
+    if key in _claims and path.exists() and os.path.samestat(os.fstat(_claims[key]), path.stat()):
+        return
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+    deadline = time.monotonic() + _PATIENCE_SECONDS
+    while not _locks(descriptor):
+        if time.monotonic() > deadline:
+            other = _words_of(descriptor)
+            os.close(descriptor)
+            raise CheckpointError(
+                f"Another job saves to {root}: {other}. Expected one job a folder: what two save would be mixed up, "
+                "and keep= of one would remove checkpoints of the other. Name another folder, or end that job."
+            )
+        time.sleep(0.05)
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, f"process {key[0]} on {socket.gethostname()}, since {time.ctime()}".encode(), 0)
+    _claims[key] = descriptor
+
+
+def other_job(root: Path) -> str:
+    """Returns which other job saves to a folder, in words; empty: none."""
+    if (os.getpid(), os.path.realpath(root)) in _claims:  # to close the file would give the claim up
+        return ""
+    try:
+        descriptor = os.open(root / CLAIM, os.O_RDWR | os.O_NOFOLLOW)
+    except OSError:
+        return ""
+    try:
+        return "" if _locks(descriptor) else _words_of(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _locks(descriptor: int) -> bool:
+    """Locks an open file for this process; returns False if another has it locked."""
+    try:
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return error.errno not in (errno.EACCES, errno.EAGAIN)  # else there are no locks here
+    return True
+
+
+def _words_of(descriptor: int) -> str:
+    return os.pread(descriptor, 200, 0).decode(errors="replace") or "one that has just begun"
 
 
 def _partial_path(root: Path, step: int) -> Path:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from autovaruna.checkpoint.optimizer_state import check_optimizer, load_optimize
 from autovaruna.checkpoint.source import Source, choose
 from autovaruna.checkpoint.state import Subject
 from autovaruna.checkpoint.tensor_file import Entry, Reader, can_become, read_all, read_new
-from autovaruna.errors import CheckpointError
+from autovaruna.errors import AutoVarunaError, CheckpointError
 from autovaruna.runtime.optimizers.optimizer import CutOptimizer
 from autovaruna.runtime.transport.threads import single_world
 from autovaruna.runtime.weights.placement import OwnedState, materialize
@@ -49,11 +49,7 @@ class CheckpointInfo:
 
 
 class Loading:
-    """A checkpoint that is being loaded.
-
-    Args:
-        source: The checkpoint, intact.
-    """
+    """A checkpoint that is being loaded."""
 
     def __init__(self, source: Source) -> None:
         self.source = source
@@ -131,7 +127,8 @@ class Loading:
         read_all([(entry, tensor) for entry, tensor in pairs if not tensor.is_meta])
         others = decode(self.state.get("module_state", {}), self._read)
         if others:
-            subject.model.load_state_dict(others, strict=False)
+            with self._taking("module_state"):
+                subject.model.load_state_dict(others, strict=False)
 
     def load_optimizer(self, subject: Subject, with_state: bool = True) -> None:
         """Gives the optimizer its groups' options and, if wanted, the state of what this rank holds."""
@@ -140,24 +137,40 @@ class Loading:
             state = self.state.get("optimizer_state", {}) if with_state else {}
             dtypes = {name: entry.dtype for name, entry in self.names(subject).items()}
             reader = Reader(self.source.others)
-            load_optimizer(subject.optimizer, subject.state, known, state, subject.first, reader, dtypes)
+            with self._taking("optimizer"):
+                load_optimizer(subject.optimizer, subject.state, known, state, subject.first, reader, dtypes)
 
     def load_rest(self, rank: int, scaler: Any = None, lr_scheduler: Any = None) -> CheckpointInfo:
         """Gives scaler, schedule and generators their states, and returns the rest."""
         for name, part in (("scaler", scaler), ("lr_scheduler", lr_scheduler)):
             if part is not None:
-                part.load_state_dict(decode(self.state[name], self._read))
+                with self._taking(name):
+                    part.load_state_dict(decode(self.state[name], self._read))
         generators = decode(self.state.get("generators", {}).get(str(rank), {}), self._read)
-        if "cpu" in generators:
-            torch.set_rng_state(generators["cpu"])
-        if "cuda" in generators and torch.cuda.is_available():
-            torch.cuda.set_rng_state(generators["cuda"])
+        with self._taking("generators"):
+            if "cpu" in generators:
+                torch.set_rng_state(generators["cpu"])
+            if "cuda" in generators and torch.cuda.is_available():
+                torch.cuda.set_rng_state(generators["cuda"])
         return CheckpointInfo(
             self.source.path,
             self.state.get("step"),
             decode(self.state.get("data_position"), self._read),
             decode(self.state.get("extra"), self._read),
         )
+
+    @contextmanager
+    def _taking(self, what: str) -> Iterator[None]:
+        """Names the checkpoint where something does not take the state that it has for it."""
+        try:
+            yield
+        except AutoVarunaError:
+            raise
+        except Exception as error:
+            raise CheckpointError(
+                f"The state of {what} in {self.source.path} cannot be loaded: {type(error).__name__}: {error!s:.300}. "
+                "Some of the rest has been loaded; load another step."
+            ) from error
 
     def _read(self, name: str) -> Tensor:
         return read_new(self.source.others[name])

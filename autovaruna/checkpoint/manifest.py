@@ -14,14 +14,14 @@ import os
 import zlib
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from autovaruna.config.files import parse
+from autovaruna.config.files import Whole, parse, read_record, shown
 from autovaruna.errors import CheckpointError
 
 MANIFEST = "manifest.json"
@@ -69,26 +69,30 @@ def refuse_unless_damaged(path: Path, error: Exception) -> None:
 class FileRecord:
     """One file as it was written: its size, and the checksum of each chunk."""
 
-    size: int
+    size: Whole
     checksums: tuple[str, ...]
-
-    @staticmethod
-    def from_json(given: Mapping[str, Any]) -> FileRecord:
-        """Returns what was made JSON of."""
-        return FileRecord(given["size"], tuple(given["checksums"]))
 
 
 @dataclass(frozen=True)
 class Manifest:
     """Everything that belongs to a checkpoint."""
 
-    step: int
+    step: Whole
     files: Mapping[str, FileRecord]
+    format_version: int = FORMAT_VERSION
+
+    def complaint(self) -> str:
+        """Returns what is wrong with what a file says; empty: nothing."""
+        for name, record in self.files.items():
+            if name != os.path.basename(name) or name in ("", ".", ".."):
+                return f"it tells of {name!r}, which is no name of a file in its folder"
+            if len(record.checksums) != num_chunks(record.size):
+                return f"{name} has {len(record.checksums)} checksums; expected {num_chunks(record.size)}"
+        return ""
 
     def to_json(self) -> str:
         """Returns the text of the file; it has a checksum of itself."""
-        files = {name: asdict(record) for name, record in sorted(self.files.items())}
-        content = {"format_version": FORMAT_VERSION, "step": self.step, "files": files}
+        content = asdict(replace(self, files=dict(sorted(self.files.items()))))
         return json.dumps({"checksum": _own_checksum(content), **content}, indent=1)
 
     def damages(self, folder: Path, rank: int = 0, num_ranks: int = 1) -> list[str]:
@@ -141,13 +145,16 @@ def read_manifest(folder: Path) -> Manifest:
         if told != _own_checksum(content):
             raise ValueError("it does not have the checksum that it tells of")
         if version == FORMAT_VERSION:
-            return Manifest(content["step"], {name: FileRecord.from_json(it) for name, it in content["files"].items()})
+            manifest = read_record(content, Manifest)
+            if complaint := manifest.complaint():
+                raise ValueError(complaint)
+            return manifest
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         refuse_unless_damaged(path, error)
-        raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {error}.") from error
+        raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {error!s:.300}.") from error
     raise NotDamagedError(
-        f"{path} has format_version {version}; expected {FORMAT_VERSION}. Load it with the version of autovaruna that "
-        "wrote it, or load another step."
+        f"{path} has format_version {shown(version)}; expected {FORMAT_VERSION}. Load it with the version of "
+        "autovaruna that wrote it, or load another step."
     )
 
 

@@ -81,15 +81,6 @@ def load_optimizer(
     """Gives an optimizer the saved options of its groups, and the state of the parameters that this rank holds.
 
     State that it has is overwritten where it is, so that there is no second copy.
-
-    Args:
-        optimizer: The optimizer.
-        weights: The parameters by name.
-        known: Class and groups, as `encode_groups` returned them.
-        state: State by name; empty: options alone.
-        first_of: Turns a saved name into the first name of this model.
-        reader: Reads tensors.
-        dtypes: Those of the saved weights, by first name.
     """
     by_first = {first_of(name): content for name, content in state.items()}
     own: dict[int, Any] = {}

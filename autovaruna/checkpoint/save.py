@@ -24,12 +24,12 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from autovaruna.checkpoint import folder
-from autovaruna.checkpoint.collective import different_requests, on_first, place_of, together
+from autovaruna.checkpoint.collective import different_requests, gather, on_first, place_of, together
 from autovaruna.checkpoint.state import Content, Part, Subject, compose, config_files
 from autovaruna.checkpoint.write import HostMemory, Report, cannot_write, commit, mark_of, write_part
-from autovaruna.config.files import at_home
+from autovaruna.config.files import at_home, read_record
 from autovaruna.errors import CheckpointError
-from autovaruna.runtime.world import World, gather_on_all
+from autovaruna.runtime.world import World
 
 POLL_SECONDS = 0.02
 
@@ -54,11 +54,7 @@ class Way:
 
 
 class Saver:
-    """Saves the checkpoints of one model; at most one of them is on its way.
-
-    Args:
-        world: The ranks.
-    """
+    """Saves the checkpoints of one model; at most one of them is on its way."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -117,7 +113,7 @@ class Saver:
             self._watch_the_end()
             self._job = BackgroundWrite(partial, self._world, act, complete)
         else:
-            reports = gather_on_all(self._world, act, "writing a checkpoint", waits=True)
+            reports = gather(self._world, act, "writing a checkpoint")
             on_first(self._world, lambda: complete(reports), "completing a checkpoint")
 
     def _compare(self, place: str, content: Content, way: Way) -> None:
@@ -135,7 +131,7 @@ class Saver:
             parts.append(compose(subject, content, way.is_shared))
             return self._memory.missing_bytes(parts[0]), available_bytes()
 
-        needs = gather_on_all(self._world, act, "composing a checkpoint", waits=True)
+        needs = gather(self._world, act, "composing a checkpoint")
         return parts[0], needs
 
     def _has_room(self, needs: Sequence[tuple[int, float]]) -> bool:
@@ -231,12 +227,6 @@ class BackgroundWrite:
     Attributes:
         folder: where it grows; every rank has its mark in it.
         error: what went wrong on this rank; None: nothing so far.
-
-    Args:
-        folder: As above.
-        world: The ranks; the thread does not talk to them.
-        write: Writes this rank's part.
-        complete: Completes the checkpoint from the reports; for rank 0.
     """
 
     def __init__(
@@ -296,7 +286,7 @@ class BackgroundWrite:
             raise CheckpointError(
                 f"rank {rank} could not write its part of the checkpoint {self.folder.name}; it says why."
             ) from error
-        return Report.from_json(json.loads(text))
+        return read_record(json.loads(text), Report)
 
 
 def available_bytes() -> float:

@@ -13,14 +13,18 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from autovaruna.checkpoint.collective import different_requests, on_first, place_of, together
-from autovaruna.checkpoint.folder import Saved, lock_to_read, saved_in
+import msgspec
+import torch
+
+from autovaruna.checkpoint.collective import different_requests, gather, on_first, place_of, together
+from autovaruna.checkpoint.document import decode
+from autovaruna.checkpoint.folder import Saved, lock_to_read, other_job, saved_in
 from autovaruna.checkpoint.manifest import MANIFEST, NotDamagedError, read_manifest
 from autovaruna.checkpoint.tensor_file import Entry, read_header
-from autovaruna.config.files import parse
+from autovaruna.config.files import Whole, parse, read_record
 from autovaruna.config.settings import is_whole
 from autovaruna.errors import CheckpointError
-from autovaruna.runtime.world import World, gather_on_all
+from autovaruna.runtime.world import World
 
 INDEX = "model.safetensors.index.json"
 STATE = "state.json"
@@ -65,12 +69,14 @@ def choose(world: World, root: str | os.PathLike[str], step: int | str, locks: E
     step = int(step) if is_whole(step) else step
     if found := different_requests(world, str(path), {"step": repr(step)}, "looking for checkpoints"):
         raise CheckpointError(f"The ranks load different checkpoints: {found}. Expected the same on every rank.")
+    if world.rank == 0 and (other := other_job(path)):
+        logger.info("another job saves to %s (%s): this one can load from there, but not save", path, other)
     known: dict[Path, list[str]] = {}
     while True:
         chosen = on_first(world, lambda: _next_best(path, step, known, locks), "looking for checkpoints")
         if chosen is None:
             return together(world, lambda: open_source(path), "opening a checkpoint")
-        every = gather_on_all(world, partial(_damages, chosen, world), "checking a checkpoint", waits=True)
+        every = gather(world, partial(_damages, chosen, world), "checking a checkpoint")
         known[chosen] = list(dict.fromkeys(damage for of_rank in every for damage in of_rank))
         if not known[chosen]:
             return together(world, partial(open_source, chosen), "opening a checkpoint")
@@ -163,11 +169,47 @@ def open_source(path: Path) -> Source:
 
 
 def _own(path: Path) -> Source:
-    source, state = _from_index(path), _json(path / STATE)
+    source = _from_index(path)
     others: dict[str, Entry] = {}
     for name in fnmatch.filter(read_manifest(path).files, OTHERS):
         others |= read_header(path / name)[0]
+    state = _state(path / STATE, others)
     return Source(path, source.weights, others, state["ties"], state)
+
+
+class _Group(msgspec.Struct):
+    params: list[str]
+
+
+class _Optimizer(msgspec.Struct, rename={"kind": "class"}):
+    kind: str
+    param_groups: list[_Group]
+
+
+class _State(msgspec.Struct):
+    """What ``state.json`` holds; what is as a user gave it may be of any kind."""
+
+    step: Whole
+    ties: dict[str, str]
+    generators: dict[str, dict[str, Any]]
+    num_calls: Whole
+    module_state: dict[str, Any]
+    seed: int | None = None
+    optimizer: _Optimizer | msgspec.UnsetType = msgspec.UNSET
+    optimizer_state: dict[str, dict[str, Any]] = {}
+    scaler: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET
+    lr_scheduler: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET
+
+
+def _state(path: Path, others: Mapping[str, Entry]) -> dict[str, Any]:
+    """Returns what ``state.json`` says, once it is known that everything in it can be decoded."""
+    content = _json(path)
+    try:
+        read_record(content, _State)
+        decode(content, lambda name: torch.empty((), dtype=others[name].dtype))
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is damaged: {error}. Nothing has been changed; load another step.") from error
+    return dict(content)
 
 
 def _from_index(path: Path) -> Source:
@@ -203,4 +245,4 @@ def _json(path: Path) -> Any:
     try:
         return parse(path.read_bytes())
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}.") from error
+        raise CheckpointError(f"{path} cannot be read: {error!s:.300}.") from error

@@ -21,7 +21,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from autovaruna.checkpoint.document import dtype_of
 from autovaruna.checkpoint.manifest import num_threads
+from autovaruna.config.files import parse
 from autovaruna.errors import CheckpointError
 
 NAMES = {
@@ -57,16 +59,7 @@ Rows = Sequence[Tensor]
 
 @dataclass(frozen=True)
 class Entry:
-    """Where the bytes of a tensor are.
-
-    Attributes:
-        name: of the tensor.
-        path: the file.
-        offset: first byte of the tensor in it.
-        num_bytes: how many bytes.
-        dtype: the tensor's.
-        shape: the tensor's.
-    """
+    """Where the bytes of a tensor are."""
 
     name: str
     path: Path
@@ -128,9 +121,9 @@ def read_header(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
             metadata = dict(checked.metadata() or {})
         with open(path, "rb") as file:
             length = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(length))
+            header = parse(file.read(length))
         header.pop("__metadata__", None)
-        noted = json.loads(metadata.get(NOTE, "{}"))
+        noted = parse(metadata.get(NOTE, "{}"))
         return {name: _entry(name, path, 8 + length, its, noted.get(name)) for name, its in header.items()}, metadata
     except (OSError, ValueError, AttributeError, SafetensorError) as error:
         raise CheckpointError(f"{path} cannot be read as a safetensors file: {error}.") from error
@@ -141,9 +134,9 @@ def _entry(name: str, path: Path, start: int, given: Mapping[str, Any], noted: s
     kept_as, shape, (begin, end) = given["dtype"], tuple(given["shape"]), given["data_offsets"]
     if kept_as not in DTYPES:
         raise ValueError(f"{name} is of dtype {kept_as!r}; expected one of {', '.join(DTYPES)}")
-    dtype: Any = DTYPES[kept_as] if noted is None else getattr(torch, noted, None)
+    dtype = DTYPES[kept_as] if noted is None else dtype_of(noted)
     if noted is not None:
-        if not isinstance(dtype, torch.dtype) or kept_as != NAMES[torch.uint8] or shape[-1:] != (dtype.itemsize,):
+        if kept_as != NAMES[torch.uint8] or shape[-1:] != (dtype.itemsize,):
             raise ValueError(f"its header notes {noted!r} of {name}, which has {kept_as} and shape {shape}")
         shape = shape[:-1]
     return Entry(name, path, start + begin, end - begin, dtype, shape)
@@ -178,11 +171,7 @@ def read_all(pairs: Sequence[tuple[Entry, Tensor]]) -> None:
 
 
 class Reader:
-    """Reads tensors by name, many at a time: each has its memory at once, and its numbers when `fill` returns.
-
-    Args:
-        entries: Where they are.
-    """
+    """Reads tensors by name, many at a time: each has its memory at once, and its numbers when `fill` returns."""
 
     def __init__(self, entries: Mapping[str, Entry]) -> None:
         self._entries = entries

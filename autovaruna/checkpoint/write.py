@@ -47,11 +47,6 @@ class Report:
     files: Mapping[str, FileRecord]
     documents: Mapping[str, Json]
 
-    @staticmethod
-    def from_json(given: Mapping[str, Any]) -> Report:
-        """Returns what `dataclasses.asdict` made JSON of."""
-        return Report({name: FileRecord.from_json(it) for name, it in given["files"].items()}, given["documents"])
-
 
 class HostMemory:
     """Memory on the host for a copy of a rank's part; one save after the other uses it. For CUDA it is pinned."""
@@ -170,16 +165,6 @@ def commit(
     partial: Path, step: int, reports: Sequence[Report], extra_files: Mapping[str, bytes], keep: int | None
 ) -> Path:
     """Writes what is still missing, gives the checkpoint its name, and then removes old ones.
-
-    Args:
-        partial: The folder that the ranks have written to.
-        step: Its step.
-        reports: What they have written, by rank.
-        extra_files: More small files, by name.
-        keep: How many checkpoints stay; None: all.
-
-    Returns:
-        The folder of the complete checkpoint.
 
     Raises:
         CheckpointError: something cannot be written.

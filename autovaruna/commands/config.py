@@ -27,10 +27,6 @@ def add_settings(parser: argparse.ArgumentParser, names: Iterable[str]) -> None:
 def settings_of(options: argparse.Namespace, extra: dict[str, object] | None = None) -> Settings:
     """Returns the settings: conf.toml, then variables, then options.
 
-    Args:
-        options: What was given.
-        extra: More settings by name, as keywords.
-
     Raises:
         ConfigError: a value is of the wrong kind, or two contradict each other.
     """

@@ -21,14 +21,6 @@ from autovaruna.session.device import find_device
 def measure_here(target: Target, sizes: Sequence[int], settings: Settings) -> tuple[Profile, int]:
     """Measures what the cache does not know.
 
-    Args:
-        target: The model.
-        sizes: Samples in a micro-batch.
-        settings: Say where, how often, and where costs are kept.
-
-    Returns:
-        The profile, and how many parts were measured.
-
     Raises:
         MeasureError: a block cannot be run.
     """

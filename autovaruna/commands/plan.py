@@ -29,7 +29,7 @@ from autovaruna.planner.problem import Problem
 from autovaruna.planner.records import UNKNOWN_LINK, Plan
 from autovaruna.planner.search import plan_and_choices
 from autovaruna.planner.table import explain, plan_table, seconds
-from autovaruna.profiler.cache import load_profile
+from autovaruna.profiler.cache import load_measured
 from autovaruna.profiler.records import Cluster, OptimizerCost, Profile
 from autovaruna.profiler.roofline import optimizer_cost, predict, read_device
 from autovaruna.schedule.pipeline import Pipeline
@@ -43,20 +43,13 @@ _CPU = torch.device("cpu")
 
 
 class Planning:
-    """One run of the plan command.
-
-    Args:
-        options: The options of the command.
-
-    Raises:
-        AutoVarunaError: an option, a file or the model cannot be used.
-    """
+    """One run of the plan command."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
         self.settings = settings_of(options, {"memory_limit_bytes": options.memory} if options.memory else {})
         self.device = read_device(options.device) if options.device else None
-        saved = load_profile(options.profile) if options.profile else None
+        saved = load_measured(options.profile, Profile) if options.profile else None
         is_simulated = self.device is not None or saved is not None
         self.memory_bytes = self._find_memory()
         make_optimizer(options.optimizer)  # a mistake is told before the model is traced
@@ -313,14 +306,7 @@ def shown_ranks(plan: Plan | Pipeline) -> list[int]:
 
 
 def timeline(drawing: str, rows: Sequence[int], num_ranks: int, names: Sequence[int] = ()) -> str:
-    """Returns some rows of a drawing, with its legend, and what was left out.
-
-    Args:
-        drawing: with a row for each simulated rank.
-        rows: those to keep.
-        num_ranks: of the plan.
-        names: the rank that each row of the drawing is about; empty: all in their order.
-    """
+    """Returns some rows of a drawing, with its legend, and what was left out."""
     lines = drawing.splitlines()
     kept = [_named(lines[row], names[row] if names else row, max(names, default=0)) for row in rows]
     kept += lines[len(names) or num_ranks :]

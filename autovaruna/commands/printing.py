@@ -58,11 +58,6 @@ def checked_plot(path: str) -> str:
 def plot(simulation: Simulation, ranks: Sequence[int], path: str) -> None:
     """Draws a row for each rank, time to the right.
 
-    Args:
-        simulation: The step.
-        ranks: The ranks to draw, from the top.
-        path: The file; its ending says the format.
-
     Raises:
         ConfigError: the file cannot be written, or matplotlib does not know its format.
     """

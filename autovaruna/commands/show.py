@@ -15,17 +15,7 @@ from autovaruna.planner.records import StagePlan
 from autovaruna.planner.table import seconds
 
 HELP = "print a saved deployment as a table"
-_COLUMNS = (
-    "stage",
-    "starts at",
-    "ranks",
-    "parameters",
-    "forward",
-    "backward",
-    "memory",
-    "recompute",
-    "in flight",
-)
+_COLUMNS = ("stage", "starts at", "ranks", "parameters", "forward", "backward", "memory", "recompute", "in flight")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -33,13 +33,7 @@ _LIBRARIES = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "pur
 
 @dataclass(frozen=True)
 class Target:
-    """A model and one call of it.
-
-    Attributes:
-        model: the model.
-        traced: its trace.
-        tensors: the tensors of the call, in the order of ``traced.call.inputs``; none if they hold no numbers.
-    """
+    """A model and one call of it."""
 
     model: nn.Module
     traced: TracedModel
@@ -53,11 +47,6 @@ class Target:
 
 def load_target(name: str, settings: Settings, device: torch.device | None = None) -> Target:
     """Builds and traces the model that a function returns.
-
-    Args:
-        name: ``module:function`` or ``file.py:function``.
-        settings: Say how the model is traced.
-        device: Where the graph is to run; None: as in a run with these settings.
 
     Raises:
         InputError: there is no such function, it raises, or it returns something else.

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Annotated
 
+import msgspec
 from rich.table import Table
 
 from autovaruna.commands.printing import COLOURS, checked_plot, draw_bars, show
-from autovaruna.config.files import at_home
+from autovaruna.config.files import Amount, Whole, at_home, parse, read_record
 from autovaruna.errors import ConfigError
 
 HELP = "show the trace of a run: steps as measured and as predicted"
@@ -70,18 +70,22 @@ def run(options: argparse.Namespace) -> None:
 
 
 def read_bars(path: Path) -> list[Bar]:
-    """Reads the instructions of a trace, which may have been cut off while it was written."""
+    """Reads the instructions of a trace, which may have been cut off while it was written.
+
+    Raises:
+        ConfigError: it cannot be read, or a line but the last is not of such a trace.
+    """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()[1:]
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
     bars = []
     for place, line in enumerate(lines, 2):
         try:
-            event: dict[str, Any] = json.loads(line.rstrip(" ,]"))
-            if event["ph"] == "X":
-                bars.append(_bar(event))
-        except (ValueError, KeyError, TypeError) as error:
+            event = parse(line.rstrip(" ,]"))
+            if not isinstance(event, dict) or event.get("ph") == "X":
+                bars.append(_bar(read_record(event, _Event)))
+        except ValueError as error:
             if place <= len(lines):
                 raise ConfigError(f"line {place} of {path} is not of a trace that AutoVaruna wrote: {error}") from error
     if not bars:
@@ -89,10 +93,24 @@ def read_bars(path: Path) -> list[Bar]:
     return bars
 
 
-def _bar(event: dict[str, Any]) -> Bar:
-    kind = event["name"].lstrip("0123456789")[0]
-    place = event["pid"], event["tid"], kind, event["args"]["step"]
-    return Bar(*place, event["ts"] * 1e-6, event["dur"] * 1e-6)
+class _Arguments(msgspec.Struct):
+    step: Whole
+
+
+class _Event(msgspec.Struct):
+    """A bar as the format of Chrome's traces has it, in microseconds."""
+
+    name: Annotated[str, msgspec.Meta(pattern="^[0-9]*[A-Za-z]")]
+    pid: Annotated[int, msgspec.Meta(ge=0, le=1)]
+    tid: Whole
+    ts: Annotated[float, msgspec.Meta(gt=-1e18, lt=1e18)]
+    dur: Amount
+    args: _Arguments
+
+
+def _bar(event: _Event) -> Bar:
+    kind = event.name.lstrip("0123456789")[0]
+    return Bar(event.pid, event.tid, kind, event.args.step, event.ts * 1e-6, event.dur * 1e-6)
 
 
 def summary(bars: list[Bar]) -> Table:

@@ -6,6 +6,8 @@ import difflib
 import json
 import os
 import re
+import secrets
+import stat
 import tempfile
 import zlib
 from collections.abc import Mapping
@@ -27,8 +29,8 @@ def at_home(path: str | os.PathLike[str]) -> str:
 def write_whole(path: str | os.PathLike[str], text: str, *, is_synced: bool = True) -> None:
     """Writes a text, and makes the folder if need be: the file is the old one or the new one, never half of it.
 
-    What is no file, as a pipe or ``/dev/null``, is written to and stays what it is. Unless it is synced, the file may
-    be lost with the machine's power.
+    What is no file, as a pipe or ``/dev/null``, is written to and stays what it is. Who may read it stays as it was; of
+    a new file the umask says so. Unless it is synced, the file may be lost with the machine's power.
 
     Raises:
         OSError: it cannot be written.
@@ -38,26 +40,23 @@ def write_whole(path: str | os.PathLike[str], text: str, *, is_synced: bool = Tr
         target.write_text(text, encoding="utf-8")
         return
     target.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+    new = target.with_name(f".{target.name}.{secrets.token_hex(8)}")
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
+        with open(new, "x", encoding="utf-8") as file:
+            if target.exists():
+                os.fchmod(file.fileno(), stat.S_IMODE(target.stat().st_mode))
             file.write(text)
             if is_synced:
                 file.flush()
                 os.fsync(file.fileno())
-        os.chmod(name, 0o644)
-        os.replace(name, target)
+        os.replace(new, target)
     except BaseException:
-        Path(name).unlink(missing_ok=True)
+        new.unlink(missing_ok=True)
         raise
 
 
 def check_writable(option: str, path: str | os.PathLike[str]) -> None:
     """Makes sure that a file can be written, before what takes long; leaves nothing behind.
-
-    Args:
-        option: Names it, for the message.
-        path: The file; its folder need not be there.
 
     Raises:
         ConfigError: it cannot be.
@@ -90,15 +89,20 @@ def conf_dir(environ: Mapping[str, str]) -> Path:
     """Returns the user's conf directory, which exists only if the environment names it.
 
     Raises:
-        ConfigError: the directory that the environment names does not exist, or there is no home directory.
+        ConfigError: the environment names no directory, or there is no home directory.
     """
     named = environ.get(CONF_DIR_VARIABLE)
     if not named:
         return _at_home()
-    path = Path(named).expanduser()
-    if not path.is_dir():
-        raise ConfigError(f"{CONF_DIR_VARIABLE}={named}: there is no such directory; create it or unset the variable")
-    return path
+    path, why = Path(at_home(named)), "it is a file"
+    try:
+        if stat.S_ISDIR(path.stat().st_mode):
+            return path
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or str(error)
+    raise ConfigError(
+        f"{CONF_DIR_VARIABLE}={named} is no directory that can be read: {why}; create it or unset the variable"
+    )
 
 
 def _at_home() -> Path:
@@ -129,14 +133,24 @@ def read_toml(path: Path) -> dict[str, object]:
         raise ConfigError(f"{path}, line {line}: not UTF-8 text; correct the line") from error
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}; make it readable or remove it") from error
+    except (ValueError, RecursionError) as error:  # a number of too many digits, or lists in lists in lists
+        raise ConfigError(f"{path} cannot be read: {error}; correct it") from error
+
+
+def shown(value: object) -> str:
+    """Returns a value as errors show it, which is not at length."""
+    try:
+        return f"{value!r:.200}"
+    except ValueError:  # Python writes no numbers of so many digits
+        return f"a {type(value).__name__} that is too long to be shown"
 
 
 Record = TypeVar("Record")
 Amount = Annotated[float, msgspec.Meta(ge=0, lt=1e18)]
 Positive = Annotated[float, msgspec.Meta(gt=0, lt=1e18)]
 Rate = Annotated[float, msgspec.Meta(gt=0)]  # infinite where there is nothing to send
-Count = Annotated[int, msgspec.Meta(ge=1)]
-Whole = Annotated[int, msgspec.Meta(ge=0)]
+Count = Annotated[int, msgspec.Meta(ge=1, lt=10**18)]
+Whole = Annotated[int, msgspec.Meta(ge=0, lt=10**18)]
 
 _CHECKSUM = "checksum"
 _WORDS = {

@@ -12,14 +12,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
 from typing import Any, Literal, NoReturn, SupportsIndex, TypeVar
 
-from autovaruna.config.files import CONF_DIR_VARIABLE, PACKAGED, at_home, conf_dir, read_toml
+from autovaruna.config.files import CONF_DIR_VARIABLE, PACKAGED, at_home, conf_dir, read_toml, shown
 from autovaruna.errors import ConfigError, InputError
 
 _BOOLEANS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
-REFUSALS = (KeyError, TypeError, ValueError)
+REFUSALS = (KeyError, TypeError, ValueError, OverflowError, RecursionError)
 """What `Kind.read` and `Kind.parse` raise for a value that they do not accept."""
 
 
@@ -213,7 +213,11 @@ class Settings:
     num_replicas: int = _setting(count(), 0, "Replicas of every stage; 0: the planner decides.", "replica_num")
     num_micro_batches: int = _setting(count(), 0, "Micro-batches of a step; 0: the planner decides.", "pipeline_num")
     micro_batch_size: int = _setting(
-        count(), 0, "Samples of a micro-batch, in place of num_micro_batches; 0: the planner decides.", "chunk_size"
+        count(),
+        0,
+        "Samples of a micro-batch, in place of num_micro_batches; 0: the planner decides.",
+        "chunk_size",
+        "batch_norm_samples",
     )
     min_micro_batches: int = _setting(count(1), 1, "Fewest micro-batches the planner may choose.", "min_pipeline")
     max_micro_batches: int = _setting(
@@ -338,7 +342,8 @@ class Settings:
         choice("auto", "mpi", "nccl", "gloo"),
         "auto",
         "What carries tensors between ranks; auto: NCCL if each rank has a GPU of its own, else MPI, and for messages "
-        "of at most 8 MiB within a host memory that its ranks share; mpi: MPI alone; gloo: for tests.",
+        "of at most 8 MiB within a host memory that its ranks share; mpi: MPI alone; gloo: for tests. Ranks of "
+        "torchrun have TCP in the place of MPI.",
     )
     compile_stages: bool | Literal["inductor", "aot_eager", "eager"] = _setting(
         either(BOOLEAN, choice("inductor", "aot_eager", "eager")),
@@ -346,6 +351,23 @@ class Settings:
         "Whether stages go through torch.compile, by its own backend or a named one.",
     )
     progress: bool = _setting(BOOLEAN, True, "Whether rank 0 shows a progress bar while it measures.")
+    stall_report_seconds: float = _setting(
+        number(),
+        30.0,
+        "How long a rank waits before it says for whom, and where the others are; at least 20 predicted steps.",
+    )
+    stall_limit_seconds: float = _setting(
+        number(), 0.0, "How long a rank waits before it ends the job with an error that names whom; 0: for ever."
+    )
+    save_on_signal: str = _setting(
+        PATH,
+        "",
+        "Folder for a checkpoint when SIGTERM or SIGUSR1 has come to any rank, after which all end with status 75; "
+        "empty: signals do what they do without this.",
+    )
+    full_tracebacks: bool = _setting(
+        BOOLEAN, False, "Whether errors show the frames of AutoVaruna and torch, too, and not the script's alone."
+    )
     show_settings: bool = _setting(BOOLEAN, False, "Whether each setting is logged at the start.", "show_config_items")
 
     _sources: tuple[tuple[str, str], ...] = field(default=(), repr=False, compare=False)
@@ -446,7 +468,7 @@ def _read(entry: _Entry) -> tuple[str, object]:
         value = alias.kind.parse(str(entry.value)) if entry.is_text else entry.value
         return declaration.name, alias.convert(alias.kind.read(value))
     except REFUSALS:
-        raise ConfigError(f"{entry.place} is {entry.value!r}; expected {alias.kind.expected}") from None
+        raise ConfigError(f"{entry.place} is {shown(entry.value)}; expected {alias.kind.expected}") from None
 
 
 def _nearest(name: str, known: Mapping[str, object]) -> str:

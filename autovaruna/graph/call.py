@@ -19,7 +19,7 @@ from autovaruna.graph.precision import Precision, current_precision
 from autovaruna.graph.tree import Tree, flatten
 
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-_MOST_KNOWN = 256
+_MOST_KNOWN = 64
 _CONSTANTS = (bool, int, float, str, type(None))
 
 
@@ -58,6 +58,7 @@ class CallSpec:
         batch_size: samples in the mini-batch.
         mode: texts that the trace depends on besides the inputs (training flags, grad mode, autocast).
         precision: the autocasts around the call.
+        method: the method of the model that is called.
     """
 
     tree: Tree
@@ -65,14 +66,29 @@ class CallSpec:
     batch_size: int
     mode: str
     precision: Precision = ()
+    method: str = "forward"
+
+    def of(self, model: nn.Module) -> Callable[..., Any]:
+        """Returns what is called of a model."""
+        return model if self.method == "forward" else getattr(model, self.method)
 
     def key(self) -> str:
         """Returns a digest that is equal for calls that one trace serves, whatever their batch size."""
         return self._key
 
+    def kind(self) -> str:
+        """Returns a digest that is equal for calls that differ in their mode and in lengths alone."""
+        return self._kind
+
+    @cached_property
+    def _kind(self) -> str:
+        kinds = [(each.name, len(each.shape), each.dtype, each.is_batch, each.needs_gradient) for each in self.inputs]
+        return hashlib.sha256(f"{self.tree.key()}\n{kinds}".encode()).hexdigest()
+
     @cached_property
     def _key(self) -> str:
-        text = "\n".join([self.tree.key(), *(spec.key() for spec in self.inputs), self.mode])
+        method = [] if self.method == "forward" else [self.method]
+        text = "\n".join([self.tree.key(), *(spec.key() for spec in self.inputs), self.mode, *method])
         return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -82,6 +98,7 @@ def describe(
     kwargs: Mapping[str, Any],
     batch_inputs: Sequence[str] = (),
     mode: str | None = None,
+    method: str = "forward",
 ) -> tuple[list[Tensor], CallSpec]:
     """Takes the arguments of a call apart.
 
@@ -92,21 +109,24 @@ def describe(
         batch_inputs: Names of the arguments whose first dimension is the batch; empty: every tensor whose first
             dimension has the size of the first tensor's.
         mode: What `mode_of` says of the model now, if that is known.
+        method: The method that is called.
 
     Returns:
         The tensors in order, and the description.
 
     Raises:
-        InputError: no argument is a batch, or batches differ in size.
+        InputError: no argument is a batch, batches differ in size, or a tensor is sparse.
     """
     tensors, tree = flatten((tuple(args), dict(kwargs)))
-    names = _input_names(model, tree.tensor_paths())
+    names = _input_names(getattr(model, method), tree.tensor_paths())
+    _refuse_layouts(names, tensors)
     batch_size, is_batch = _find_batch(names, tensors, batch_inputs, tree.arrays())
     inputs = tuple(
         InputSpec(name, tuple(tensor.shape), tensor.dtype, batch, tensor.requires_grad and torch.is_grad_enabled())
         for name, tensor, batch in zip(names, tensors, is_batch, strict=True)
     )
-    return tensors, CallSpec(tree, inputs, batch_size, mode_of(model) if mode is None else mode, current_precision())
+    mode = mode_of(model) if mode is None else mode
+    return tensors, CallSpec(tree, inputs, batch_size, mode, current_precision(), method)
 
 
 class CallReader:
@@ -122,22 +142,24 @@ class CallReader:
         self._batch_inputs = batch_inputs
         self._known: dict[Hashable, CallSpec] = {}
 
-    def read(self, args: Sequence[Any], kwargs: Mapping[str, Any], mode: str) -> tuple[list[Tensor], CallSpec]:
+    def read(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], mode: str, method: str = "forward"
+    ) -> tuple[list[Tensor], CallSpec]:
         """Returns what `describe` returns; the description is the same object for calls that do not differ.
 
         Raises:
             InputError: as `describe`.
         """
         tensors: list[Tensor] = []
-        forward = getattr(self._model.forward, "__func__", None)  # its parameters name the inputs
+        forward = getattr(getattr(self._model, method), "__func__", None)  # its parameters name the inputs
         try:
             outline = mode, forward, _outline((tuple(args), dict(kwargs)), tensors)
         except _UnfamiliarError:
-            return describe(self._model, args, kwargs, self._batch_inputs, mode)
+            return describe(self._model, args, kwargs, self._batch_inputs, mode, method)
         known = self._known.get(outline) if forward is not None else None
         if known is not None:
             return tensors, known
-        found, call = describe(self._model, args, kwargs, self._batch_inputs, mode)
+        found, call = describe(self._model, args, kwargs, self._batch_inputs, mode, method)
         if len(self._known) >= _MOST_KNOWN:
             self._known.clear()
         self._known[outline] = call
@@ -151,7 +173,7 @@ class _UnfamiliarError(Exception):
 def _outline(value: Any, tensors: list[Tensor]) -> Hashable:
     """Returns what is equal for values that only differ in the numbers of their tensors, which it collects in order."""
     kind = type(value)
-    if kind is Tensor or kind is nn.Parameter:
+    if (kind is Tensor or kind is nn.Parameter) and value.layout is torch.strided:
         tensors.append(value)
         return value.shape, value.dtype, value.requires_grad
     if kind in _CONSTANTS:
@@ -163,8 +185,18 @@ def _outline(value: Any, tensors: list[Tensor]) -> Hashable:
     raise _UnfamiliarError
 
 
-def _input_names(model: nn.Module, paths: Sequence[str]) -> list[str]:
-    forward = model.forward
+def _refuse_layouts(names: Sequence[str], tensors: Sequence[Tensor]) -> None:
+    """Refuses inputs that are not plain tensors in memory."""
+    for name, tensor in zip(names, tensors, strict=True):
+        if tensor.layout is not torch.strided:
+            raise InputError(
+                f"The input {name} is a sparse or nested tensor: got {tensor.layout}, expected torch.strided. Pass a "
+                "dense one (to_dense()), or its indices and values as tensors, and write the product in forward with "
+                "those: torch.zeros_like(out).index_add(0, rows, values[:, None] * x[columns])."
+            )
+
+
+def _input_names(forward: Callable[..., Any], paths: Sequence[str]) -> list[str]:
     if inspect.ismethod(forward):
         return list(_names_of_method(forward.__func__, tuple(paths)))
     return _names_in(list(inspect.signature(forward).parameters.values()), paths)

@@ -46,6 +46,12 @@ GONE = object()
 """Stands for an attribute that is not there."""
 
 
+def hooks_of(model: nn.Module) -> list[Any]:
+    """Returns the hooks of modules, which copies share: they may hold what cannot be copied."""
+    tables = [vars(module).get(table, {}) for module in model.modules() for table in HOOKS]
+    return [hook for table in tables for hook in table.values()]
+
+
 def is_plain(value: object) -> bool:
     """Says whether an object is a number, a text or the like, or a tuple of such: nothing in it can change."""
     return isinstance(value, _PLAIN) or (isinstance(value, tuple) and all(isinstance(each, _PLAIN) for each in value))

@@ -12,7 +12,6 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from threading import local
-from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from autovaruna._torch import FakeTensor
 from autovaruna.graph.call import CallSpec
 from autovaruna.graph.export.constant_values import is_known
 from autovaruna.graph.export.errors import warn_once
-from autovaruna.graph.guards import OF_MODULES, entries, full_name, is_plain, records
+from autovaruna.graph.guards import OF_MODULES, entries, full_name, hooks_of, is_plain, records
 from autovaruna.graph.precision import in_precision
 from autovaruna.graph.random import own_cache, python_generators, untouched_generator
 from autovaruna.graph.tree import flatten
@@ -81,12 +80,7 @@ def changed_attributes(model: nn.Module, own: nn.Module) -> list[str]:
 
 def left_tensors(model: nn.Module) -> list[str]:
     """Returns where the model's forward, which has just been traced, has left tensors; those of constants apart."""
-    found = dict.fromkeys(name for name, values in _attributes(model) if any(map(_is_left, values)))
-    for path, module in model.named_modules():
-        for hook in [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]:
-            if any(_is_left(each) for value in _held_by(hook) for _, each in entries("", value, 2)):
-                found[f"a hook of {path or 'the model'}"] = None
-    return list(found)
+    return list(dict.fromkeys(name for name, values in _attributes(model) if any(map(_is_left, values))))
 
 
 def warn_of_left(names: Sequence[str], model: nn.Module) -> None:
@@ -106,16 +100,6 @@ def _attributes(model: nn.Module) -> Iterator[tuple[str, list[Any]]]:
         for name, value in list(vars(owner).items()):
             if name not in OF_MODULES and not type(owner).__module__.startswith("torch."):
                 yield full_name(path, name), [each for _, each in entries("", value, 2)]
-
-
-def _held_by(hook: Any) -> Iterator[Any]:
-    """Yields what a hook may put tensors into: attributes of its object, variables and globals of its function."""
-    if isinstance(hook, MethodType):
-        yield from [] if isinstance(hook.__self__, nn.Module) else list(vars(hook.__self__).values())
-        hook = hook.__func__
-    if isinstance(hook, FunctionType) and not hook.__module__.startswith("torch."):
-        yield from (cell.cell_contents for cell in hook.__closure__ or ())
-        yield from list(hook.__globals__.values())
 
 
 def _is_left(value: Any) -> bool:
@@ -147,7 +131,7 @@ def settle(model: nn.Module, call: CallSpec, samples: Sequence[Sequence[Tensor]]
 
 def _left(model: nn.Module, call: CallSpec, tensors: Sequence[Tensor], device: torch.device) -> dict[Place, Any]:
     """Returns what a first call leaves, and a second one leaves as it is."""
-    own = copy.deepcopy(model)
+    own = copy.deepcopy(model, {id(each): each for each in hooks_of(model)})
     returned = _called(own, call, tensors, device)
     once = {place: copy.copy(value) if is_plain(value) else value.clone() for place, value in _held(own)}
     if not _same(returned, _called(own, call, tensors, device)):
@@ -165,7 +149,7 @@ def _called(own: nn.Module, call: CallSpec, tensors: Sequence[Tensor], device: t
     args, kwargs = call.tree.unflatten(inputs)
     with untouched_generator(device), python_generators(_SEED), in_precision(call.precision):
         torch.manual_seed(_SEED)
-        outputs, _ = flatten(own(*args, **kwargs), "output")
+        outputs, _ = flatten(call.of(own)(*args, **kwargs), "output")
     return [each.detach() for each in outputs]
 
 

@@ -101,11 +101,7 @@ def _fed_by_batch(graph: fx.Graph) -> set[fx.Node]:
 
 
 def _find_loss(specs: Sequence[OutputSpec], facts: dict[str, Fact]) -> int | None:
-    scalars = [
-        index
-        for index, spec in enumerate(specs)
-        if spec.needs_gradient and facts[spec.node].value.numel() == 1 and facts[spec.node].value.dim() == 0
-    ]
+    scalars = [index for index, spec in enumerate(specs) if spec.needs_gradient and facts[spec.node].value.dim() == 0]
     named = [index for index in scalars if specs[index].path.endswith(("['loss']", ".loss"))]
     if len(named) == 1:
         return named[0]

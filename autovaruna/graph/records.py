@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from autovaruna.config.files import Amount, Whole
+
 FORMAT_VERSION = 1
 
 
@@ -16,8 +18,8 @@ FORMAT_VERSION = 1
 class Size:
     """A number of bytes that depends on the micro-batch: ``fixed_bytes + sample_bytes * micro_batch_size``."""
 
-    fixed_bytes: float
-    sample_bytes: float
+    fixed_bytes: Amount
+    sample_bytes: Amount
 
     def at(self, micro_batch_size: float) -> float:
         """Returns the bytes for a micro-batch of `micro_batch_size` samples."""
@@ -29,8 +31,8 @@ class Value:
     """A tensor that one block makes and later blocks use: what crosses a cut."""
 
     name: str
-    producer: int
-    consumers: tuple[int, ...]
+    producer: Whole
+    consumers: tuple[Whole, ...]
     size: Size
     needs_gradient: bool
 
@@ -40,7 +42,7 @@ class Input:
     """A tensor that the caller passes; it goes straight to the blocks that use it."""
 
     name: str
-    consumers: tuple[int, ...]
+    consumers: tuple[Whole, ...]
     size: Size
 
 
@@ -49,9 +51,9 @@ class Parameter:
     """A parameter, under its first name, and the blocks that use it (several: it is tied)."""
 
     name: str
-    num_bytes: int
+    num_bytes: Whole
     needs_gradient: bool
-    blocks: tuple[int, ...]
+    blocks: tuple[Whole, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,13 +64,13 @@ class Block:
     the same shapes and dtypes, so that one measurement serves all of them.
     """
 
-    index: int
+    index: Whole
     name: str
     module: str
     nodes: tuple[str, ...]
     signature: str
-    buffer_bytes: int
-    num_flops_per_sample: float
+    buffer_bytes: Whole
+    num_flops_per_sample: Amount
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,3 +100,16 @@ class Graph:
     fingerprint: str
     cut_marks: tuple[CutMark, ...] = ()
     format_version: int = FORMAT_VERSION
+
+    def complaint(self) -> str:
+        """Returns what is wrong with what a file says; empty: nothing."""
+        most = len(self.blocks)
+        if [block.index for block in self.blocks] != list(range(most)) or not most:
+            return "blocks are not numbered from 0 on"
+        used = [(each.name, each.consumers) for each in self.values]
+        used += [(each.name, each.consumers) for each in self.inputs]
+        used += [(each.name, (each.producer,)) for each in self.values]
+        used += [(each.name, each.blocks) for each in self.parameters]
+        used += [(each.name, (each.block,)) for each in self.cut_marks if each.block != -1]
+        odd = [name for name, blocks in used if not all(0 <= block < most for block in blocks)]
+        return f"{odd[0]} is of a block that there is not" if odd else ""

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, fx
 
 from autovaruna.graph.batch.values import is_of_batch
+from autovaruna.graph.lengths import Lengths
 from autovaruna.graph.records import Size
 
 
@@ -19,11 +20,12 @@ from autovaruna.graph.records import Size
 class Sizes:
     """Evaluates sizes in terms of the batch symbol.
 
-    `symbol` is None for a graph that was traced for `batch_size` samples alone.
+    `symbol` is None for a graph that was traced for `batch_size` samples alone. `lengths` are others that vary.
     """
 
     symbol: sympy.Symbol | None
     batch_size: int
+    lengths: Lengths | None = None
 
     def is_given(self, node: fx.Node) -> bool:
         """Whether a stage is given the value of a node: a number that follows from the batch size, or `of_batch`."""
@@ -40,13 +42,17 @@ class Sizes:
 
     def number(self, value: Any, batch_size: int) -> Any:
         """Returns a size (a number or an expression) for a micro-batch of `batch_size` samples."""
-        expression = _expression(value)
-        if not isinstance(expression, sympy.Basic):
-            return expression
-        number = expression if self.symbol is None else _at(expression, self.symbol, batch_size)
-        if isinstance(value, torch.SymBool):
-            return bool(number)
-        return float(number) if isinstance(value, torch.SymFloat) else int(number)
+        symbols, numbers = ((), ()) if self.symbol is None else ((self.symbol,), (batch_size,))
+        return _number(value, symbols, numbers)
+
+    def in_call(self, value: Any, batch_size: int, lengths: tuple[int, ...]) -> Any:
+        """Returns what a node's `free_value` is for a micro-batch in a call of such lengths: a number, or a shape."""
+        if isinstance(value, Tensor):
+            return tuple(self.in_call(length, batch_size, lengths) for length in value.shape)
+        if self.lengths is None:
+            return self.number(value, batch_size)
+        batch = () if self.symbol is None else (self.symbol,)
+        return _number(value, (*self.lengths.symbols, *batch), (*lengths, batch_size)[: len(lengths) + len(batch)])
 
     def shape(self, value: Tensor, batch_size: int) -> tuple[int, ...]:
         """Returns the shape of a traced value for a micro-batch of `batch_size` samples."""
@@ -100,10 +106,20 @@ class Sizes:
         return isinstance(value, int | float | bool)
 
 
+def _number(value: Any, symbols: tuple[sympy.Symbol, ...], numbers: tuple[int, ...]) -> Any:
+    expression = _expression(value)
+    if not isinstance(expression, sympy.Basic):
+        return expression
+    number = _at(expression, symbols, numbers)
+    if isinstance(value, torch.SymBool):
+        return bool(number)
+    return float(number) if isinstance(value, torch.SymFloat) else int(number)
+
+
 @lru_cache(maxsize=4096)
-def _at(expression: Any, symbol: Any, batch_size: int) -> Any:
-    """Returns an expression for a batch size; in a deep model the same few come again and again."""
-    return expression.subs(symbol, batch_size)
+def _at(expression: Any, symbols: tuple[sympy.Symbol, ...], numbers: tuple[int, ...]) -> Any:
+    """Returns an expression for some sizes; in a deep model the same few come again and again."""
+    return expression.subs(list(zip(symbols, numbers, strict=True)))
 
 
 def _expression(value: Any) -> Any:

@@ -23,13 +23,16 @@ from autovaruna.graph.cuts import crossing_sizes, locate, merge_free_blocks
 from autovaruna.graph.export.errors import BatchSizeError, warn_once
 from autovaruna.graph.export.exported import PREFIX, Exported
 from autovaruna.graph.export.run import export
+from autovaruna.graph.export.watchers import marked, script_hooks, untouched
 from autovaruna.graph.facts import Fact, learn
 from autovaruna.graph.grouping import Grouping, group
+from autovaruna.graph.lengths import Places
 from autovaruna.graph.opaque.infer_reduction import infer_function_reductions
+from autovaruna.graph.opaque.run import run_opaque
 from autovaruna.graph.outputs import classify
 from autovaruna.graph.records import Graph
 from autovaruna.graph.sizes import Sizes
-from autovaruna.graph.traced import TracedModel
+from autovaruna.graph.traced import TracedModel, is_same_graph
 from autovaruna.graph.tree import Opaque
 
 logger = logging.getLogger(__name__)
@@ -38,15 +41,13 @@ logger = logging.getLogger(__name__)
 def learn_written(
     exported: Exported, model: nn.Module, call: CallSpec, batch_size: int, device: torch.device
 ) -> dict[str, Fact]:
-    """Returns what each operation does, by its node's name, once none writes into what is not the graph's to change.
+    """Returns what each operation does, by its node's name, where none writes into what is not the graph's to change.
 
     Raises:
-        TraceError: forward writes into a tensor of the model that is no buffer.
+        TraceError: forward writes into an argument, or into a tensor of the model that is no buffer.
     """
     facts = learn(exported, model, call, batch_size, device)
     _refuse_writing(exported, facts, model)
-    if _copy_what_is_written(exported, facts, model):
-        return learn(exported, model, call, batch_size, device)
     return facts
 
 
@@ -60,8 +61,19 @@ def changed_state(module: fx.GraphModule, facts: dict[str, Fact], state: dict[st
 
 
 def _refuse_writing(exported: Exported, facts: dict[str, Fact], model: nn.Module) -> None:
-    """Refuses a forward that writes into a tensor of its own that is no buffer: ranks would not share what it holds."""
+    """Refuses a forward that writes into a tensor of its own that is no buffer, which ranks would not share.
+
+    So it does one that writes into an argument: stages share it, and the caller's tensor would stay as it was.
+    """
     written = {storage for fact in facts.values() for storage in fact.writes}
+    placeholders = exported.module.graph.find_nodes(op="placeholder")
+    if changed := [node.name for node in placeholders if facts[node.name].makes & written]:
+        raise TraceError(
+            f"forward of {type(model).__qualname__} changes its arguments {', '.join(changed)} in place: stages have "
+            "parts and copies of them, and the caller's tensors would stay as they were. Expected a forward that "
+            "leaves them alone: begin with x = x.clone(), or use x * 2 for x.mul_(2), torch.where() for x[mask] = 0; "
+            "and return what the script is to see of the change."
+        )
     for node in exported.module.graph.find_nodes(op="get_attr"):
         name = str(node.target)
         if name in exported.constants and facts[node.name].makes & written:
@@ -70,29 +82,6 @@ def _refuse_writing(exported: Exported, facts: dict[str, Fact], model: nn.Module
                 "is neither a parameter nor a buffer: ranks would each change their own. Expected a forward that "
                 "changes buffers alone; make it one with register_buffer()."
             )
-
-
-def _copy_what_is_written(exported: Exported, facts: dict[str, Fact], model: nn.Module) -> bool:
-    """Has a graph change copies of its arguments, not those that it is given, which stages share, and run again with.
-
-    Returns:
-        Whether it changes any.
-    """
-    graph = exported.module.graph
-    written = {storage for fact in facts.values() for storage in fact.writes}
-    changed = [node for node in graph.find_nodes(op="placeholder") if facts[node.name].makes & written]
-    for node in changed:
-        with graph.inserting_after(graph.find_nodes(op="placeholder")[-1]):
-            copy = graph.call_function(torch.ops.aten.clone.default, (node,))
-        copy.meta = dict(node.meta)
-        node.replace_all_uses_with(copy, lambda user, copy=copy: user is not copy)
-    if changed:
-        text = (
-            f"forward changes its arguments {', '.join(map(str, changed))} in place. What goes through the model is "
-            "right, but the caller's tensors stay as they were; return what the script is to see of the change."
-        )
-        warn_once(logger, model, text)
-    return bool(changed)
 
 
 ONE_AT_A_TIME = Lock()  # torch.export keeps state of its own that threads share
@@ -111,8 +100,11 @@ def trace(
     has_totals: bool = True,
     is_added: bool = False,
     is_parted: bool = True,
+    free: Places = frozenset(),
 ) -> TracedModel:
     """Traces one call of a model in its present mode, without running it or holding its numbers.
+
+    Forward hooks of the script that change what the model computes are traced with it; others watch its steps.
 
     Args:
         model: The model; its parameters may be on ``meta``.
@@ -125,13 +117,81 @@ def trace(
         is_added: Whether losses of micro-batches are added up, rather than averaged.
         is_parted: Whether there may be several micro-batches, for which samples must not meet. If not, a model that
             fixes its batch size is traced for `micro_batch_size` samples.
+        free: Dimensions of inputs, besides the batch, whose lengths the graph need not fix.
 
     Raises:
         TraceError: the model cannot be traced.
     """
     warn_of_untried()
+    options = is_dynamic, micro_batch_size, loss_mode, has_totals, is_added, is_parted, free
+    if not script_hooks(model):
+        return _trace(model, call, device, *options)
+    watched = error = None
+    try:
+        with marked(model):
+            watched = _trace(model, call, device, *options)
+    except TraceError as found:  # forward may use what a hook leaves
+        error = found
+    try:
+        with untouched(model):
+            can_keep = watched is None or _num_kept(watched) > 0  # else hooks alone would ask for it
+            whole = _trace(model, call, device, *options, can_keep)
+    except TraceError:
+        if watched is None:
+            raise
+        whole = watched
+    is_kept = watched is not None and _num_kept(whole) > _num_kept(watched)  # for the sake of hooks alone
+    if watched is not None and (is_kept or is_same_graph(whole, watched)):
+        _refuse_watching(watched)
+        return watched
+    text = (
+        f"forward hooks of {', '.join(path or 'the model' for path in script_hooks(model))} change what the model "
+        "computes, or what it leaves, and are traced with it: a hook there that records something sees no step. "
+        "Compute in forward what hooks change, so that the others watch."
+    )
+    warn_once(logger, model, text + (f" ({error})" if error else ""))
+    return whole
+
+
+def _num_kept(traced: TracedModel) -> int:
+    """Returns how many calls of modules and functions are kept whole."""
+    graphs = [each.graph for each in traced.module.modules() if isinstance(each, fx.GraphModule)]
+    return sum(len(graph.find_nodes(op="call_function", target=run_opaque)) for graph in graphs)
+
+
+def _refuse_watching(traced: TracedModel) -> None:
+    """Refuses hooks that see a tensor which a later operation writes into: they would see it as it is in the end.
+
+    Raises:
+        TraceError: there is one.
+    """
+    written = {storage for fact in traced.facts.values() for storage in fact.writes}
+    for call in traced.watched:
+        for name in call.names[call.num_given :]:
+            if name not in traced.facts or traced.facts[name].makes & written:
+                raise TraceError(
+                    f"A forward hook of {call.path or 'the model'} watches what cannot be shown: its result is changed "
+                    "in place later (by inplace=True, say), or made in a region of its own, as under no_grad(). "
+                    "Expected a result that stays as it is; pass inplace=False to the module that follows, or register "
+                    "the hook on another module."
+                )
+
+
+def _trace(
+    model: nn.Module,
+    call: CallSpec,
+    device: torch.device,
+    is_dynamic: bool,
+    micro_batch_size: int,
+    loss_mode: str,
+    has_totals: bool,
+    is_added: bool,
+    is_parted: bool,
+    free: Places,
+    can_keep: bool = True,
+) -> TracedModel:
     with ONE_AT_A_TIME:
-        exported, batch_size = _export(model, call, device, is_dynamic, micro_batch_size, is_parted)
+        exported, batch_size = _export(model, call, device, is_dynamic, micro_batch_size, is_parted, free, can_keep)
         sizes = _sizes(exported, call, batch_size)
         facts = learn_written(exported, model, call, batch_size, device)
         module = exported.module
@@ -169,21 +229,30 @@ def trace(
             totals=totals,
             joins_counts=tuple(node.name for node in joining),
             asks_for_one=exported.asks_for_one,
+            watched=exported.watched,
+            fixes_lengths=exported.fixes_lengths,
         )
 
 
 def _export(
-    model: nn.Module, call: CallSpec, device: torch.device, is_dynamic: bool, micro_batch_size: int, is_parted: bool
+    model: nn.Module,
+    call: CallSpec,
+    device: torch.device,
+    is_dynamic: bool,
+    micro_batch_size: int,
+    is_parted: bool,
+    free: Places,
+    can_keep: bool,
 ) -> tuple[Exported, int]:
     """Returns what torch.export makes of a call, and the number that stands for the batch in it."""
     batch_size = _hint(model, call) if is_dynamic else micro_batch_size
     try:
-        return export(model, call, batch_size, is_dynamic, device, is_parted), batch_size
+        return export(model, call, batch_size, is_dynamic, device, is_parted, can_keep, free), batch_size
     except BatchSizeError as error:
         if is_parted:
             raise
         warn_once(logger, model, f"{_OF_EACH_SIZE} {error}")
-    return export(model, call, micro_batch_size, False, device), micro_batch_size
+    return export(model, call, micro_batch_size, False, device, can_keep=can_keep, free=free), micro_batch_size
 
 
 def _build(
@@ -218,13 +287,13 @@ def _hint(model: nn.Module, call: CallSpec) -> int:
 def _sizes(exported: Exported, call: CallSpec, batch_size: int) -> Sizes:
     placeholders = exported.module.graph.find_nodes(op="placeholder")
     if not exported.is_dynamic:
-        return Sizes(None, batch_size)
+        return Sizes(None, batch_size, exported.lengths)
     length = next(
         node.meta["val"].shape[0] for node, spec in zip(placeholders, call.inputs, strict=True) if spec.is_batch
     )
     symbol = length.node.expr
     assert isinstance(symbol, sympy.Symbol)
-    return Sizes(symbol, batch_size)
+    return Sizes(symbol, batch_size, exported.lengths)
 
 
 def _check_computes(exported: Exported, name: str) -> None:

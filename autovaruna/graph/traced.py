@@ -12,6 +12,7 @@ from torch import Tensor, fx
 from autovaruna.graph.batch.operators import SCALING, Means, arguments, is_random, name_of, operator_of
 from autovaruna.graph.batch.totals import NO_TOTALS, BatchTotals
 from autovaruna.graph.call import CallSpec, InputSpec
+from autovaruna.graph.export.watchers import WatchedCall
 from autovaruna.graph.facts import Fact
 from autovaruna.graph.opaque.run import OpaqueModule
 from autovaruna.graph.outputs import OutputKind, OutputSpec
@@ -86,6 +87,8 @@ class TracedModel:
         totals: its values of the whole batch.
         joins_counts: nodes that join counts of several samples.
         asks_for_one: where the model does something else for a batch of one sample; empty: nowhere.
+        watched: the calls of modules with hooks that only watch.
+        fixes_lengths: where the model fixes a size; empty: not known.
     """
 
     module: fx.GraphModule
@@ -104,11 +107,21 @@ class TracedModel:
     totals: BatchTotals = NO_TOTALS
     joins_counts: tuple[str, ...] = ()
     asks_for_one: str = ""
+    watched: tuple[WatchedCall, ...] = ()
+    fixes_lengths: str = ""
 
     @cached_property
     def key(self) -> str:
         """Digest of the calls that this graph serves."""
         return self.call.key() if self.sizes.symbol is not None else f"{self.call.key()}/{self.sizes.batch_size}"
+
+    def lengths_of(self, call: CallSpec) -> tuple[int, ...] | None:
+        """Returns the lengths that vary, as they are in a call; None: the graph does not serve it."""
+        if self.call.kind() != call.kind() or self.call.mode != call.mode:
+            return None
+        if self.sizes.lengths is not None:
+            return self.sizes.lengths.of(call)
+        return () if self.call.key() == call.key() else None
 
     @cached_property
     def nodes(self) -> dict[str, fx.Node]:

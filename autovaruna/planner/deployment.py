@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import msgspec
 import numpy as np
 
-from autovaruna.config.files import Amount, Count, Positive, Whole, at_home, parse, read_record, write_whole
+from autovaruna.config.files import Amount, Count, Positive, Whole, at_home, parse, read_record, shown, write_whole
 from autovaruna.errors import DeploymentError, PlanError
 from autovaruna.graph.records import Graph
 from autovaruna.planner.cost_table import Costs
@@ -358,6 +358,9 @@ def _deployment(file: _File) -> Deployment:
         ("valid_for.host_of", valid_for.host_of),
     ):
         _check(len(numbers) in (0, num_ranks), key, list(numbers), f"a number for each of {num_ranks} ranks")
+    factor = valid_for.settings.get("optimizer_bytes_factor", 0.0)
+    is_number = isinstance(factor, int | float) and 0 <= factor < 1e18
+    _check(is_number, "valid_for.settings.optimizer_bytes_factor", shown(factor), "a number of 0 or more")
     plan = Plan(
         stages=tuple(_stage_plan(stage) for stage in file.stages),
         num_ranks=num_ranks,

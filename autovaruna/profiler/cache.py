@@ -23,7 +23,6 @@ from autovaruna.config.files import conf_dir, load_record, write_record
 from autovaruna.config.settings import Settings
 from autovaruna.errors import MeasureError
 from autovaruna.profiler.measure import Key, PartCost, device_name
-from autovaruna.profiler.records import FORMAT_VERSION, Profile
 
 Record = TypeVar("Record")
 
@@ -47,36 +46,14 @@ def load_measured(path: str | os.PathLike[str], kind: type[Record]) -> Record:
         MeasureError: there is no file, or it is damaged; names the key.
     """
     try:
-        return load_record(path, kind)
+        record = load_record(path, kind)
+        if complaint := getattr(record, "complaint", str)():  # about the record as a whole
+            raise ValueError(complaint)
+        return record
     except OSError as error:
         raise MeasureError(f"the profile {path} cannot be read: {error.strerror or error}; measure first") from error
     except ValueError as error:
         raise MeasureError(f"the profile {path} is damaged: {error}; measure again") from error
-
-
-def load_profile(path: str | os.PathLike[str]) -> Profile:
-    """Reads a profile.
-
-    Raises:
-        MeasureError: there is no file, or it is damaged; names the key.
-    """
-    profile = load_measured(path, Profile)
-    complaint = _complaint(profile)
-    if complaint:
-        raise MeasureError(f"the profile {path} is damaged: {complaint}; measure again")
-    return profile
-
-
-def _complaint(profile: Profile) -> str:
-    """Returns what is wrong with a profile as a whole; empty: nothing."""
-    sizes, costs = profile.micro_batch_sizes, profile.costs
-    if profile.format_version != FORMAT_VERSION:
-        return f"format_version is {profile.format_version}, this library reads {FORMAT_VERSION}"
-    if not sizes or len(set(sizes)) < len(sizes):
-        return f"micro_batch_sizes is {list(sizes)}, expected different whole numbers above 0"
-    if len(costs) != len(sizes) or len(set(map(len, costs))) > 1:
-        return f"costs has {[len(each) for each in costs]} blocks, expected as many for each of {len(sizes)} sizes"
-    return ""
 
 
 logger = logging.getLogger(__name__)

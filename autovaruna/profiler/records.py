@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from autovaruna.config.files import Amount, Count, Rate
+from autovaruna.config.files import Amount, Count, Positive, Rate
 
 FORMAT_VERSION = 1
 
@@ -73,6 +73,17 @@ class Profile:
     is_measured: bool = True
     format_version: int = FORMAT_VERSION
 
+    def complaint(self) -> str:
+        """Returns what is wrong with what a file says; empty: nothing."""
+        sizes, costs = self.micro_batch_sizes, self.costs
+        if self.format_version != FORMAT_VERSION:
+            return f"format_version is {self.format_version}, this library reads {FORMAT_VERSION}"
+        if not sizes or len(set(sizes)) < len(sizes):
+            return f"micro_batch_sizes is {list(sizes)}, expected different whole numbers above 0"
+        if len(costs) != len(sizes) or len(set(map(len, costs))) > 1:
+            return f"costs has {[len(each) for each in costs]} blocks, expected as many for each of {len(sizes)} sizes"
+        return ""
+
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
@@ -95,18 +106,28 @@ class Cluster:
     """
 
     hosts: tuple[str, ...]
-    memory_bytes: tuple[float, ...]
-    speeds: tuple[float, ...]
+    memory_bytes: tuple[Positive, ...]
+    speeds: tuple[Positive, ...]
     local_link: LinkCost
     remote_link: LinkCost
-    all_reduce_bytes_per_second: float
-    all_reduce_latency_seconds: float = 0.0
-    overhead_seconds: float = 0.0
-    process_bytes: float = 0.0
-    fragmentation: float = 1.0
-    own_process_bytes: tuple[float, ...] = ()
-    memory_margin: float = 0.0
+    all_reduce_bytes_per_second: Rate
+    all_reduce_latency_seconds: Amount = 0.0
+    overhead_seconds: Amount = 0.0
+    process_bytes: Amount = 0.0
+    fragmentation: Amount = 1.0
+    own_process_bytes: tuple[Amount, ...] = ()
+    memory_margin: Amount = 0.0
     format_version: int = FORMAT_VERSION
+
+    def complaint(self) -> str:
+        """Returns what is wrong with what a file says; empty: nothing."""
+        if not self.hosts:
+            return "hosts is empty, expected the host of each rank"
+        for name in ("memory_bytes", "speeds", "own_process_bytes"):
+            numbers = getattr(self, name)
+            if len(numbers) != self.num_ranks and (numbers or name != "own_process_bytes"):
+                return f"{name} has {len(numbers)} numbers, expected one for each of {self.num_ranks} ranks"
+        return ""
 
     @property
     def num_ranks(self) -> int:

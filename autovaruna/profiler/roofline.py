@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from autovaruna._torch import FakeTensorMode, OpOverload, TorchDispatchMode, current_fake_mode, pytree
-from autovaruna.config.files import PACKAGED, Amount, Positive, conf_dir, read_record, read_toml
+from autovaruna.config.files import PACKAGED, Amount, Positive, at_home, conf_dir, read_record, read_toml, shown
 from autovaruna.config.settings import BYTES, REFUSALS
 from autovaruna.errors import ConfigError, MeasureError
 from autovaruna.graph import flops
@@ -123,8 +123,8 @@ def find_device_file(name: str) -> Path:
     """
     file = name if name.endswith(".toml") else f"{name}.toml"
     folders = [conf_dir(os.environ) / "devices", PACKAGED / "devices"]
-    for path in (Path(name).expanduser(), *(folder / file for folder in folders)):
-        if path.is_file():
+    for path in (Path(at_home(name)), *(folder / file for folder in folders)):
+        if os.path.isfile(path):  # False, too, where nobody may look
             return path
     known = sorted(path.stem for folder in folders for path in folder.glob("*.toml"))
     nearest = difflib.get_close_matches(Path(file).stem, known, 1)
@@ -168,7 +168,7 @@ def _memory_bytes(path: Path, value: Any) -> int:
     try:
         return int(BYTES.read(value))  # type: ignore[call-overload, no-any-return]
     except REFUSALS:
-        raise ConfigError(f"{path}: memory is {value!r}, expected {BYTES.expected}") from None
+        raise ConfigError(f"{path}: memory is {shown(value)}, expected {BYTES.expected}") from None
 
 
 logger = logging.getLogger(__name__)

@@ -22,6 +22,7 @@ from torch.autograd import Variable
 
 from autovaruna._torch import SingleLevelFunction, is_graph_kept
 from autovaruna.errors import OrderError
+from autovaruna.runtime.direct_calls import own_code
 
 
 def arrive(tensor: Tensor, gradients: dict[str, Tensor], name: str) -> Tensor:
@@ -73,7 +74,8 @@ class _Published(SingleLevelFunction):
             )
         if not is_kept:
             ctx.finish = None
-        return None, None, None, None, *finish(gradients, is_kept)
+        with own_code():
+            return None, None, None, None, *finish(gradients, is_kept)
 
 
 def _is_graph_kept() -> bool:

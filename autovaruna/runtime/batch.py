@@ -141,11 +141,12 @@ class Job:
         batch: its micro-batches.
         needs_gradient: whether backwards follow.
         seed, step: what random nodes depend on.
-        graph_key: digest of the graph.
+        graph_key: digest of the graph and of such lengths.
         is_sum: whether losses are added rather than averaged.
         recomputing: stages that run forward again before backward.
         splitting: stages whose backward leaves weight gradients for later.
         offload: whether what they keep for that is on the host meanwhile.
+        lengths: those that vary in the graph, in this call.
         of_batch: what micro-batches are given of the whole batch, by the weight of their loss and the name of the node.
         name: what to call it in errors.
     """
@@ -161,6 +162,7 @@ class Job:
     recomputing: frozenset[int]
     splitting: frozenset[int] = frozenset()
     offload: bool = False
+    lengths: tuple[int, ...] = ()
     of_batch: Mapping[float, dict[str, Tensor]] = field(default_factory=dict)
     name: str = "the call"
 
@@ -169,6 +171,11 @@ class Job:
         if self.is_sum:
             return 1.0
         return self.batch.num_samples_of(rank) / self.batch.num_samples
+
+    def weight_of_origin(self, rank: int) -> float:
+        """Returns `rank_weight`, shared out over the ranks that pass the same mini-batch."""
+        own = sum(part.size for part in self.batch.micro_batches.values() if part.origin == rank)
+        return self.rank_weight(rank) * own / max(self.batch.num_samples_of(rank), 1)
 
     def rank_of(self, stage: int, micro_batch: int) -> int:
         """Returns the rank that runs a micro-batch at a stage."""

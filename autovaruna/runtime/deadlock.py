@@ -10,12 +10,16 @@ program), and it answers when all have come, or when they never can. It finds
   where each has such an edge into the set can never go on (the AND model of distributed deadlock: Knapp, "Deadlock
   detection in distributed databases", ACM Computing Surveys 19 (4), 1987, section 2). Slow ranks are never accused.
 
+A wait that is merely long is no error: after a while a waiting rank asks the detector where the others are, and says so
+in the log; a rank 0 that does not answer is itself what all wait for.
+
 A step of every rank passes here, so a notice takes as long whatever the number of ranks, and what many of them say
 alike is one object: pickled, an answer is then little more than what differs.
 """
 
 from __future__ import annotations
 
+import logging
 import pickle
 import time
 from collections import Counter, deque
@@ -26,12 +30,18 @@ from typing import Any, NamedTuple, NoReturn
 from autovaruna.errors import RankError
 from autovaruna.runtime.transport.base import Transport
 
+logger = logging.getLogger(__name__)
+
 EAGER_SECONDS = 3e-3
 """So long a waiting rank looks many times before it rests; then once, and leaves its core to ranks that work."""
 REPORT_SECONDS = 0.5
 PATIENCE_SECONDS = 3.0
 """How long a rank with an error waits for the others to hear of it; then it ends them."""
 GRACE_SECONDS = 1.0
+ANSWER_SECONDS = 2.0
+"""How long a rank waits for an answer to where the others are."""
+STEPS = 20
+"""So many predicted steps are a long wait."""
 
 Event = tuple[str, int, int, int]
 """What a rank counts: ("sent" or "received", the other rank, channel, tag); -1 where one has no meaning."""
@@ -57,7 +67,10 @@ class Join(NamedTuple):
 
 
 class Report(NamedTuple):
-    """A rank has been waiting for a while: for what in words, what it needs, and what it had done before."""
+    """A rank has been waiting for a while: for what in words, what it needs, and what it had done before.
+
+    No words: it no longer waits.
+    """
 
     words: str
     needs: tuple[Need, ...]
@@ -68,6 +81,16 @@ class Leave(NamedTuple):
     """A rank came to the end of its script."""
 
     counts: dict[Event, int]
+
+
+class Ask(NamedTuple):
+    """A rank has waited for long, and asks where the others are."""
+
+
+class Places(NamedTuple):
+    """Answers that, in words."""
+
+    text: str
 
 
 class Values(NamedTuple):
@@ -89,10 +112,10 @@ class Farewell(NamedTuple):
 
 Notice = Join | Report | Leave
 Answer = Values | Failure | Farewell
-_NEWS = (Join, Report, Leave, Values, Failure, Farewell)
+_NEWS = (Join, Report, Leave, Values, Failure, Farewell, Ask, Places)
 
 
-def encoded(news: Notice | Answer) -> bytes:
+def encoded(news: Notice | Answer | Ask | Places) -> bytes:
     """Returns a notice or an answer as bytes; its class is a number in them, for pickle takes long to look one up."""
     return pickle.dumps((_NEWS.index(type(news)), *news))
 
@@ -123,7 +146,8 @@ class DeadlockDetector:
         if self.failure is not None:
             return
         if isinstance(notice, Report):
-            if rank not in self.ended:
+            self.reports.pop(rank, None)
+            if notice.words and rank not in self.ended:
                 self.reports[rank] = notice
         else:
             self.reports.pop(rank, None)
@@ -206,6 +230,17 @@ class DeadlockDetector:
             return f"in {self.joined[rank].label!r}"
         return self.reports[rank].words if rank in self.reports else "elsewhere"
 
+    def places(self, asking: int) -> str:
+        """Says where all ranks are but the one that asks, those first that are not here."""
+        away = [rank for rank in range(self.num_ranks) if rank not in {asking, *self.joined, *self.reports}]
+        gone = [rank for rank in away if rank in self.ended]
+        words = [
+            f"rank {rank} has not come: its script is elsewhere, or it is stopped" for rank in away if rank not in gone
+        ]
+        words += [f"rank {rank} has ended its script" for rank in gone]
+        waiting = sorted({*self.joined, *self.reports} - {asking})
+        return "; ".join(words + [f"rank {rank} waits {self._place(rank)}" for rank in waiting])
+
     def _ended_text(self, gone: int, waiting: int) -> str:
         return (
             f"rank {gone} ended its script while rank {waiting} waits {self._place(waiting)}. "
@@ -219,7 +254,10 @@ class DeadlockDetector:
             else f"rank {rank} is not in a collective call"
             for rank in range(self.num_ranks)
         )
-        return f"ranks are in different calls: {', '.join(places)}. Every rank must make the same calls, in one order."
+        text = f"ranks are in different calls: {', '.join(places)}. Every rank must make the same calls, in one order."
+        if any("checkpoint" in label for label in self.labels):
+            text += " A script that saves and ends after a signal asks model.should_stop(): all ranks answer alike."
+        return text
 
     def fail(self, text: str) -> None:
         """Tells every rank that none can go on, unless they know already."""
@@ -227,6 +265,30 @@ class DeadlockDetector:
             return
         self.failure = Failure(text, is_final=True)
         self.answer_all(self.failure)
+
+
+@dataclass
+class Stalls:
+    """What is a long wait.
+
+    Attributes:
+        report_seconds: after so long it is told, and again each time that it has doubled.
+        limit_seconds: after so long it ends all ranks; 0: never.
+        step_seconds: of a predicted step, of which some must pass, too.
+    """
+
+    report_seconds: float = 30.0
+    limit_seconds: float = 0.0
+    step_seconds: float = 0.0
+
+    @property
+    def first_seconds(self) -> float:
+        """When a wait is told for the first time."""
+        return max(self.report_seconds, STEPS * self.step_seconds)
+
+
+Waiting = Callable[[], tuple[str, tuple[Need, ...]]]
+"""Says in words and for the detector what a rank waits for."""
 
 
 class Watch:
@@ -241,6 +303,8 @@ class Watch:
 
     Attributes:
         counts: how often each act of this rank has happened.
+        stalls: what is a long wait.
+        places: where the others are, in words, as rank 0 has answered.
     """
 
     def __init__(self, transport: Transport, advance: Callable[[], None]) -> None:
@@ -251,6 +315,9 @@ class Watch:
         self._answers: deque[Answer] = deque()
         self._failure: Failure | None = None
         self.counts: Counter[Event] = Counter()
+        self.stalls = Stalls()
+        self.places = ""
+        self._is_leaving = False
 
     def gather(self, value: object, label: str, give_up: Callable[[], NoReturn] | None = None) -> list[Any]:
         """Returns the values that the ranks passed, by rank; those that are alike may be one object. Collective.
@@ -266,8 +333,9 @@ class Watch:
         self.raise_failure()
         own = pickle.dumps(value)
         self.counts[_JOINED] += 1
-        self._tell(Join(label, own))
+        self.tell(Join(label, own))
         answer = self._await_answer(f"in {label!r}", give_up)
+        self._let_notices_leave()
         if isinstance(answer, Failure):
             raise RankError(answer.text)
         assert isinstance(answer, Values), answer
@@ -284,8 +352,10 @@ class Watch:
             RankError: another rank waits for an act of this one.
         """
         self.raise_failure()
-        self._tell(Leave(dict(self.counts)))
+        self._is_leaving = True
+        self.tell(Leave(dict(self.counts)))
         answer = self._await_answer("for the other ranks to end")
+        self._let_notices_leave()
         assert isinstance(answer, Farewell), answer
 
     def count(self, event: Event, num_times: int = 1) -> int:
@@ -300,16 +370,17 @@ class Watch:
     def wait_until(
         self,
         is_done: Callable[[], bool],
-        waiting: Callable[[], tuple[str, tuple[Need, ...]]],
+        waiting: Waiting,
         give_up: Callable[[], NoReturn] | None = None,
     ) -> None:
         """Blocks until `is_done()`; after a while tells the detector `waiting()`, and after a longer one gives up.
 
         Raises:
-            RankError: it can never be done.
+            RankError: it can never be done, or takes longer than the limit.
         """
         started = now = 0.0
-        has_reported, num_turns = False, 0
+        long_wait: LongWait | None = None
+        num_turns = 0
         while not is_done():
             num_turns += 1
             if num_turns & 31 and now - started < EAGER_SECONDS:
@@ -319,12 +390,14 @@ class Watch:
             self._advance()
             self.listen()
             self.raise_failure()
-            if not has_reported and now - started > REPORT_SECONDS:
-                has_reported = True
-                self._tell(Report(*waiting(), dict(self.counts)))
+            if now - started > REPORT_SECONDS:
+                long_wait = long_wait or LongWait(self, waiting)
+                long_wait.go_on(now - started)
             if give_up is not None and now - started > PATIENCE_SECONDS:
                 give_up()
             self.transport.rest(now - started)
+        if long_wait is not None and not self._is_leaving:
+            self.tell(Report("", (), {}))
 
     def raise_failure(self) -> None:
         """Raises what has been found, if anything."""
@@ -335,18 +408,38 @@ class Watch:
         """Takes the notices that have come; on rank 0, lets the detector work. Never blocks."""
         for source, data in self.transport.take_notices():
             news = decoded(data)
-            if self._detector is None or isinstance(news, Failure):
+            if isinstance(news, Places):
+                self.places = news.text
+            elif isinstance(news, Ask):
+                assert self._detector is not None
+                self.transport.send_notice(encoded(Places(self._detector.places(source))), source)
+            elif self._detector is None or isinstance(news, Failure):
                 self._take_answer(news)
             else:
                 self._detector.take(source, news)
         if self._detector is not None:
             self._detector.tick()
 
-    def _tell(self, notice: Notice) -> None:
+    def tell(self, notice: Notice) -> None:
+        """Tells the detector."""
         if self._detector is None:
             self.transport.send_notice(encoded(notice), 0)
         else:
             self._detector.take(0, notice)
+
+    def ask(self) -> None:
+        """Asks where the others are; the answer comes to `places`, on rank 0 at once."""
+        self.places = ""
+        if self._detector is None:
+            self.transport.send_notice(encoded(Ask()), 0)
+        else:
+            self.places = self._detector.places(0)
+
+    def fail(self, text: str) -> None:
+        """Ends the wait of this rank with an error, on rank 0 those of all."""
+        if self._detector is not None:
+            self._detector.fail(text)
+        self._failure = self._failure or Failure(text, is_final=True)
 
     def _answer_all(self, answer: Answer) -> None:
         data = encoded(answer)
@@ -361,6 +454,11 @@ class Watch:
         else:
             self._answers.append(answer)
 
+    def _let_notices_leave(self) -> None:
+        """Waits until the answers of rank 0 have left: others wait for them, whatever it does next."""
+        if self._detector is not None and not self.transport.are_notices_out():
+            self.wait_until(self.transport.are_notices_out, lambda: ("for a notice to leave", ()))
+
     def _await_answer(self, words: str, give_up: Callable[[], NoReturn] | None = None) -> Answer:
         if not self._answers:
             self.wait_until(self._has_answer, lambda: (words, ()), give_up)
@@ -369,3 +467,41 @@ class Watch:
     def _has_answer(self) -> bool:
         self.listen()
         return bool(self._answers)
+
+
+class LongWait:
+    """A wait that has lasted for a while: tells the detector, and later the log, what is waited for.
+
+    Args:
+        watch: Of this rank.
+        waiting: Says what it waits for.
+    """
+
+    def __init__(self, watch: Watch, waiting: Waiting) -> None:
+        self._watch = watch
+        self._words, needs = waiting()
+        self._told_at = 0.0
+        self._asked_at: float | None = None
+        watch.tell(Report(self._words, needs, dict(watch.counts)))
+
+    def go_on(self, waited: float) -> None:
+        """Asks where the others are, tells the log, and ends the wait, each at its time; never blocks.
+
+        Args:
+            waited: Seconds since it began.
+        """
+        watch, stalls = self._watch, self._watch.stalls
+        limit = stalls.limit_seconds and max(stalls.limit_seconds, REPORT_SECONDS)
+        asks_at = max(stalls.first_seconds, 2 * self._told_at)
+        if self._asked_at is None and waited > (min(asks_at, limit) if limit else asks_at):
+            self._asked_at = waited
+            watch.ask()
+        if self._asked_at is None or not (watch.places or waited > self._asked_at + ANSWER_SECONDS):
+            return
+        places = watch.places or "rank 0 does not say where the others are: it computes for long, or is stopped"
+        text = f"rank {watch.transport.rank} has waited {waited:.0f} s {self._words}: {places}."
+        self._asked_at, self._told_at = None, waited
+        if not limit or waited < limit:
+            logger.warning("%s", text)
+        else:
+            watch.fail(f"{text} The job ends, since stall_limit_seconds is {stalls.limit_seconds:g}.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from autovaruna.config.settings import Settings
 from autovaruna.errors import InputError, PlanError
+from autovaruna.graph.lengths import free_value
 from autovaruna.graph.traced import TracedModel
 from autovaruna.graph.tree import Opaque, Undelivered
 from autovaruna.planner.prediction import Orders
@@ -21,6 +23,7 @@ from autovaruna.planner.records import Plan
 from autovaruna.runtime.batch import GlobalBatch, Job
 from autovaruna.runtime.gradients import Backwards, GradientBook, GradientSum
 from autovaruna.runtime.mail import Mail
+from autovaruna.runtime.metrics import Metrics
 from autovaruna.runtime.optimizers.scaler import LossScale
 from autovaruna.runtime.step_runner import RankParts, StepRunner
 from autovaruna.runtime.trace import EventTrace
@@ -33,6 +36,7 @@ from autovaruna.stage.compiled import CompiledPiece
 from autovaruna.stage.module import StageModule
 from autovaruna.stage.split import Assignment, Split, StagePart, carry_over, split
 
+_KNOWN_SIZES = 1024
 _KNOWN_BATCHES = 8
 """Batches of other sizes whose messages are kept: the last one of an epoch, for example."""
 
@@ -53,7 +57,7 @@ class Prepared:
     split: Split
     stages: dict[int, StageModule]
     gradients: GradientBook
-    traffic: Callable[[GlobalBatch], Traffic]
+    traffic: Callable[[GlobalBatch, str], Traffic]
     recomputing: frozenset[int]
     splitting: frozenset[int]
     is_half: bool
@@ -113,6 +117,13 @@ class PreparedGraphs:
                 stage.bind()
         return prepared
 
+    def forget(self, key: str) -> None:
+        """Forgets a graph, unless it has kept gradients back."""
+        prepared = self._known.get(key)
+        if prepared is not None and not prepared.gradients.may_have_kept:
+            del self._known[key]
+            self.books.remove(prepared.gradients)
+
     def _prepare(self, traced: TracedModel) -> Prepared:
         assignment = carry_over(self._assignment, traced)
         self._learn_holders(traced, assignment)
@@ -138,12 +149,10 @@ class PreparedGraphs:
         """Returns the stages of this rank."""
         parameters, buffers = self._state.parameters(), self._state.buffers()
         constants = {name: tensor.to(self._device) for name, tensor in traced.constants.items()}
-        numbers: dict[tuple[str, int], Any] = {}
 
-        def size_of(name: str, batch_size: int) -> Any:
-            if (name, batch_size) not in numbers:
-                numbers[name, batch_size] = traced.sizes.number(traced.nodes[name].meta["val"], batch_size)
-            return numbers[name, batch_size]
+        @lru_cache(_KNOWN_SIZES)
+        def size_of(name: str, batch_size: int, lengths: tuple[int, ...]) -> Any:
+            return traced.sizes.in_call(free_value(traced.nodes[name]), batch_size, lengths)
 
         return {
             part.index: StageModule(part, parameters, buffers, constants, size_of, self._compiled(part, traced))
@@ -199,6 +208,7 @@ class Engine:
         plan: the plan.
         seed: what random nodes are seeded from.
         backwards: the caller's backwards, and the gradients that are kept back.
+        metrics: of the last step that went backward.
     """
 
     def __init__(
@@ -227,8 +237,12 @@ class Engine:
             for name, each in state.parameters().items()  # calls refuse others in their place
             if not isinstance(each, RemoteTensor) and not each.is_meta
         }
+        self._recent: OrderedDict[str, None] = OrderedDict()
         mail, delivers_all = Mail(world, device), settings.outputs == "all"
-        self._rank = RankParts(world, device, mail, state, own, self.backwards, loss_scale, delivers_all, trace)
+        self.metrics = Metrics()
+        self._rank = RankParts(
+            world, device, mail, state, own, self.backwards, loss_scale, self.metrics, delivers_all, trace
+        )
 
     def run(
         self,
@@ -237,7 +251,8 @@ class Engine:
         number: int,
         batch: GlobalBatch,
         of_batch: Mapping[float, dict[str, Tensor]],
-        is_synchronising: bool,
+        asks_for_sums: Callable[[], bool],
+        lengths: tuple[int, ...] = (),
     ) -> Any:
         """Runs one call and returns what the model returns. Collective.
 
@@ -247,7 +262,8 @@ class Engine:
             number: How many calls there were before.
             batch: The micro-batches of all ranks.
             of_batch: What they are given of the whole batch, by the weight of their loss and the name of the node.
-            is_synchronising: Whether gradients are summed over ranks now.
+            asks_for_sums: Whether gradients are to be summed over ranks now.
+            lengths: Those that vary in the graph, in this call.
         """
         prepared = self._graphs.of(traced)
         needs_gradient = torch.is_grad_enabled() and traced.needs_gradient
@@ -263,11 +279,12 @@ class Engine:
             needs_gradient=needs_gradient,
             seed=self.seed,
             step=number,
-            graph_key=traced.key,
+            graph_key=self._key(traced, lengths),
             is_sum=self._settings.reduction == "sum",
             recomputing=prepared.recomputing,
             splitting=prepared.splitting,
             offload=self._settings.offload,
+            lengths=lengths,
             of_batch=of_batch,
             name=f"call {number + 1}{self._of_model}",
         )
@@ -276,14 +293,30 @@ class Engine:
             job=job,
             rank=self._rank,
             stages=prepared.stages,
-            traffic=prepared.traffic(batch),
+            traffic=prepared.traffic(batch, job.graph_key),
             book=prepared.gradients,
             placement=self.placement,
             inputs=dict(zip(traced.inputs, tensors, strict=True)),
-            is_synchronising=is_synchronising,
+            asks_for_sums=asks_for_sums,
             factor=self._rank.loss_scale.before(prepared.is_half) if is_whole else None,
         )
         return traced.output_tree.unflatten(_stand_ins(traced, runner.run()), Undelivered)
+
+    def _key(self, traced: TracedModel, lengths: tuple[int, ...]) -> str:
+        """Returns the key of messages for such lengths; of those that were met longest ago, messages are forgotten."""
+        if not lengths:
+            return traced.key
+        key = f"{traced.key}{lengths}"
+        self._recent[key] = None
+        self._recent.move_to_end(key)
+        if len(self._recent) > _KNOWN_BATCHES:
+            self._rank.mail.forget(self._recent.popitem(last=False)[0])
+        return key
+
+    def forget(self, key: str) -> None:
+        """Forgets a graph. All ranks do at the same call."""
+        self._graphs.forget(key)
+        self._rank.mail.forget(key)
 
     @property
     def placement(self) -> Placement:

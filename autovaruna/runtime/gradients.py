@@ -380,6 +380,9 @@ class GradientBook:
         total: Sums over ranks.
         stages: This rank's stages.
         world: The ranks' way to talk.
+
+    Attributes:
+        may_have_kept: whether some rank may keep gradients back.
     """
 
     def __init__(self, total: GradientSum, stages: Sequence[StageModule], world: World) -> None:
@@ -387,7 +390,7 @@ class GradientBook:
         self._stages = stages
         self._world = world
         self._kept: dict[ParameterUse, Tensor] = {}
-        self._may_have_kept = False
+        self.may_have_kept = False
         self._early: Summation | None = None
 
     def begin(self, origin: str) -> None:
@@ -401,7 +404,7 @@ class GradientBook:
 
     def keeps_back(self) -> None:
         """Notes that gradients of this step will be kept back; every rank of the step does."""
-        self._may_have_kept = True
+        self.may_have_kept = True
 
     def take(self) -> dict[ParameterUse, Tensor]:
         """Takes the gradients of the last step away from the leaves, by use."""
@@ -419,9 +422,9 @@ class GradientBook:
 
     def take_kept(self) -> dict[str, Tensor]:
         """Sums what was kept back. Collective."""
-        if not self._may_have_kept:
+        if not self.may_have_kept:
             return {}
-        kept, self._kept, self._may_have_kept = self._kept, {}, False
+        kept, self._kept, self.may_have_kept = self._kept, {}, False
         is_any = any(self._world.gather_objects(bool(kept), "summing kept gradients"))
         return self._sum.total(kept, None) if is_any else {}
 
@@ -449,6 +452,7 @@ class Backwards:
         self._state = state
         self._books = books
         self._owes_gradients = False
+        self._totals: dict[str, Tensor] = {}
 
     def note(self, gradient: str) -> None:
         """Counts a backward of the caller, and the gradient that comes into it."""
@@ -476,6 +480,11 @@ class Backwards:
         self._add({name: total for name, total in kept.items() if not parameters[name].requires_grad})
         return {name: total for name, total in kept.items() if parameters[name].requires_grad}
 
+    def keep_totals(self, totals: Mapping[str, Tensor]) -> None:
+        """Keeps back gradients that have been summed in the call, by parameter."""
+        for name, total in totals.items():
+            self._totals[name] = self._totals[name].add_(total) if name in self._totals else total
+
     def forget_step(self) -> None:
         """Drops what a step that has failed leaves behind."""
         for book in self._books:
@@ -489,7 +498,7 @@ class Backwards:
 
     def _kept(self) -> dict[str, Tensor]:
         """Sums the gradients that were kept back and returns them by parameter. Collective."""
-        totals: dict[str, Tensor] = {}
+        totals, self._totals = self._totals, {}
         for book in self._books:
             for name, total in book.take_kept().items():
                 totals[name] = totals[name].add_(total) if name in totals else total

@@ -39,7 +39,10 @@ class OwnSamples:
                 return whole
             parts = self._job.batch.owned_by(self._rank)
             pieces = torch.unsafe_split_with_sizes(whole, [each.size for each in parts])
-            slices = self._slices[name] = {each.index: piece for each, piece in zip(parts, pieces, strict=True)}
+            slices = self._slices[name] = {  # strides of dimensions of one element tell torch of an order in memory
+                each.index: piece.contiguous().view(-1).view(piece.shape) if 1 in piece.shape else piece
+                for each, piece in zip(parts, pieces, strict=True)
+            }
         return slices[part.index].contiguous()
 
     def send(self, parcels: Iterable[tuple[MicroBatch, Parcel]]) -> None:

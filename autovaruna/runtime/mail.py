@@ -63,8 +63,12 @@ class Layout:
             tensor is not None
             and tensor.dtype is self.dtype
             and tensor.shape == self.shape
-            and tensor.stride() == self.strides
+            and (tensor.stride() == self.strides or self._steps(tensor.stride()) == self._steps(self.strides))
         )
+
+    def _steps(self, strides: Sequence[int]) -> list[int]:
+        """Returns the strides that mean something: a dimension of one element is never stepped along."""
+        return [stride for stride, length in zip(strides, self.shape, strict=True) if length > 1]
 
     def pack(self, tensor: Tensor) -> Tensor:
         """Returns what travels of a tensor with holes, or with numbers that are there twice: a copy without."""
@@ -198,6 +202,12 @@ class Mail:
         self._local: defaultdict[Route, deque[TensorList]] = defaultdict(deque)
         self._posted: defaultdict[Route, deque[_Posted]] = defaultdict(deque)
         self._expected: defaultdict[Route, deque[Kind]] = defaultdict(deque)
+
+    def forget(self, graph: str) -> None:
+        """Forgets the layouts of a graph's messages, on all ranks at the same call; they are sent again."""
+        for kind in [each for each in self._layouts if each.graph.startswith(graph)]:
+            del self._layouts[kind]
+            self._brought.pop(kind, None)
 
     def follow(self, program: Sequence[Receiver]) -> None:
         """Takes the instructions that come, in order; posts what the first one receives and, later, what others do."""

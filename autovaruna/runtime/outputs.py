@@ -8,6 +8,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from autovaruna.graph.lengths import free_value
 from autovaruna.graph.outputs import OutputKind, OutputSpec
 from autovaruna.runtime.batch import GlobalBatch, Job, MicroBatch
 from autovaruna.runtime.mail import Kind, Mail, Route
@@ -90,8 +91,9 @@ class OutputCollector:
         return torch.cat(parts, dim=spec.dimension) if parts else self._empty(spec)
 
     def _empty(self, spec: OutputSpec) -> Tensor:
-        value: Tensor = self._job.split.traced.nodes[spec.node].meta["val"]
-        shape = list(self._job.split.traced.sizes.shape(value, 1))
+        traced = self._job.split.traced
+        value: Tensor = free_value(traced.nodes[spec.node])
+        shape = list(traced.sizes.in_call(value, 1, self._job.lengths))
         shape[spec.dimension] = 0
         return torch.empty(shape, dtype=value.dtype, device=self._device)
 
@@ -229,6 +231,9 @@ class GradientExchange:
             place: zero if gradient is None and place in used else gradient
             for place, (gradient, zero) in enumerate(zip(gradients, zeros, strict=True))
         }
+        for place, gradient in self._gradients.items():
+            if gradient is not None and self._job.split.traced.outputs[place].kind is not OutputKind.SAMPLES:
+                self._gradients[place] = self._over_ranks(gradient)
         for part in self._job.batch.owned_by(self._world.rank):
             for place, spec in enumerate(self._job.split.traced.outputs) if part.origin == self._world.rank else ():
                 is_there = self._job.batch.has(self._maker(place, part), part)
@@ -248,6 +253,12 @@ class GradientExchange:
         if gradient is None or spec.kind is OutputKind.SAME:
             return gradient if part.index == min(self._job.batch.micro_batches) else None
         return gradient * part.share
+
+    def _over_ranks(self, gradient: Tensor) -> Tensor:
+        """Returns the gradient, in the loss of the global batch, of an output that all ranks have alike. Collective."""
+        total = gradient * self._job.weight_of_origin(self._world.rank)
+        self._world.all_reduce(total, tuple(range(self._world.num_ranks)))
+        return total
 
     def input_gradients(self) -> dict[str, Tensor | None]:
         """Returns the gradients of this rank's inputs. Every rank takes part."""

@@ -11,6 +11,7 @@ forwards and publishes; the caller's backward prepares, runs and sums the rest.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from torch import Tensor
 
 from autovaruna.errors import InputError, OrderError
 from autovaruna.graph.call import InputSpec
+from autovaruna.graph.export.watchers import show
 from autovaruna.graph.opaque.run import forgetting
 from autovaruna.graph.outputs import OutputKind, OutputSpec
 from autovaruna.graph.pieces.deferral import Deferred
@@ -35,8 +37,10 @@ from autovaruna.runtime.changed_state import ChangedState, share_state
 from autovaruna.runtime.gradients import Backwards, GradientBook
 from autovaruna.runtime.in_flight import NOTHING, InFlight, OwnSamples, Stash
 from autovaruna.runtime.mail import Mail
+from autovaruna.runtime.metrics import Metrics
 from autovaruna.runtime.optimizers.scaler import LossScale
 from autovaruna.runtime.outputs import GradientExchange, OutputCollector
+from autovaruna.runtime.reduction import WIDER
 from autovaruna.runtime.trace import EventTrace, Recorder
 from autovaruna.runtime.traffic import Act, Traffic
 from autovaruna.runtime.weights.placement import OwnedState, Placement
@@ -44,6 +48,7 @@ from autovaruna.runtime.world import World
 from autovaruna.schedule.instruction import Kind
 from autovaruna.stage.module import ParameterUse, StageModule
 
+logger = logging.getLogger(__name__)
 Key = TypeVar("Key")
 _ALL = tuple(Kind)
 _FORWARDS = (Kind.FORWARD,)
@@ -62,6 +67,7 @@ class RankParts:
         parameters: those that this rank holds.
         backwards: keeps account of the caller's backwards.
         loss_scale: hears of the gradient that comes into the loss.
+        metrics: hears of every step that goes backward.
         delivers_all: whether a step returns outputs beside the loss.
         trace: records the instructions of every step.
     """
@@ -73,6 +79,7 @@ class RankParts:
     parameters: Mapping[str, Tensor]
     backwards: Backwards
     loss_scale: LossScale
+    metrics: Metrics
     delivers_all: bool
     trace: EventTrace | None
 
@@ -105,7 +112,7 @@ class StepRunner:
         book: Takes gradients from the stages and sums them.
         placement: Who holds what the call changes.
         inputs: This rank's mini-batch, by input name.
-        is_synchronising: Whether gradients are summed over ranks now.
+        asks_for_sums: Whether gradients are to be summed over ranks; what it says when a backward comes counts.
         factor: What comes into the loss is expected to be this, so backwards start from it; None: the caller's
             backward says what they start from.
     """
@@ -119,7 +126,7 @@ class StepRunner:
         book: GradientBook,
         placement: Placement,
         inputs: Mapping[str, Tensor],
-        is_synchronising: bool,
+        asks_for_sums: Callable[[], bool],
         factor: float | None,
     ) -> None:
         self._job = job
@@ -130,7 +137,8 @@ class StepRunner:
         self._book = book
         self._placement = placement
         self._inputs = inputs
-        self._is_synchronising = is_synchronising
+        self._asks_for_sums = asks_for_sums
+        self._is_synchronising = asks_for_sums()
         self._factor = factor
         self._keeps_graphs = False  # whether the same backwards may run again
         self._samples = OwnSamples(inputs, job, self._world.rank, self._mail)
@@ -141,6 +149,7 @@ class StepRunner:
         self._input_gradients: dict[tuple[str, int], Tensor | None] = {}
         self._seeds: Mapping[float, Tensor] = {}
         self._act: Act | None = None
+        self._loss: Tensor | None = None
         self._found = Found({}, {}, {}, {})
 
     def run(self) -> list[Tensor | None]:
@@ -164,6 +173,7 @@ class StepRunner:
         self._found = self._sum()
         outputs = self._collector.take(self._wanted)  # last: they have come while gradients were summed
         loss = {self._loss_place: outputs.pop(self._loss_place)}
+        self._loss = loss[self._loss_place]
         published = {**self._publish(loss, self._give_out), **self._publish(outputs, self._refuse)}
         return [published.get(place) for place in self._specs]
 
@@ -187,7 +197,13 @@ class StepRunner:
                 "A backward with retain_graph=True: got the schedule zero_bubble, whose stages keep nothing for "
                 "another one. Expected one backward, of the sum of all losses; or another schedule."
             )
+        self._is_synchronising = self._asks_for_sums()
+        if len(self._job.batch.groups) > 1 and self._world.rank == 0 and not self._rank.backwards.num:
+            logger.info(_OF_OWN_SAMPLES)
         self._rank.backwards.note("of its outputs")
+        has_scaler = self._rank.loss_scale.words != "none"  # whose gradients may overflow
+        total = None if has_scaler else _total(gradients)
+        self._rank.metrics.note(self._job.step + 1, total, self._where_not_finite, is_loss=False)
         self._rank.loss_scale.after(1.0)
         self._rank.backwards.note_gradients(self._is_synchronising)
         with self._guarded():
@@ -195,6 +211,7 @@ class StepRunner:
             self._keeps_graphs = is_kept
             self._run(self._prepare(_BACKWARDS))
             found = self._sum()
+            self._world.flush()  # others wait for it, and this rank may wait for them by itself
             self._book.keep(found.own)
             return self._for_sources(found.totals, found.kept, found.inputs)
 
@@ -250,6 +267,8 @@ class StepRunner:
         if self._job.needs_gradient and not keeps_graph:
             state.before = self._state.copy(stage)
         returned = self._run_stage(stage, part, state, keeps_graph)
+        for call in stage.part.watched:
+            show(self._rank.state.model, call, returned)
         for kind, names in act.sends:
             self._mail.send([returned[name].detach() for name in names], kind)
         for place, name in stage.part.outputs:
@@ -311,10 +330,10 @@ class StepRunner:
             tensors = {**tensors, **job.of_batch.get(part.share, NOTHING)}
         if job.needs_gradient and not keeps_graph:
             with forgetting():
-                return stage.run(tensors, part.size, stream)
+                return stage.run(tensors, part.size, stream, None, self._job.lengths)
         if keeps_graph and stage.index in job.splitting:
             state.deferred = Deferred()
-        return stage.run(tensors, part.size, stream, state.deferred)
+        return stage.run(tensors, part.size, stream, state.deferred, self._job.lengths)
 
     def _leaves(self, stage: StageModule, state: InFlight) -> Mapping[str, Tensor]:
         """Turns what the stage received into leaves whose gradients are noted in `state`."""
@@ -387,13 +406,22 @@ class StepRunner:
         if gradients[0] is None:
             backwards.note("none")
             return self._for_sources({}, found.kept, {})
+        self._rank.metrics.note(self._job.step + 1, self._loss, self._where_not_finite, is_loss=True)
         factor = gradients[0].item()
         backwards.note(f"{factor:g}")
         self._rank.loss_scale.after(factor)
-        backwards.note_gradients(self._is_synchronising)
+        asks_for_sums = self._asks_for_sums()
+        backwards.note_gradients(asks_for_sums)
         scale = factor / self._factor
         self._book.keep(_scaled(found.own, scale))
-        return self._for_sources(_scaled(found.totals, scale), found.kept, _scaled(found.inputs, scale))
+        totals, kept = _scaled(found.totals, scale), found.kept
+        if asks_for_sums and not self._is_synchronising:
+            kept = backwards.take_kept()
+        elif self._is_synchronising and not asks_for_sums:
+            backwards.keep_totals(totals)
+            backwards.keep_totals(kept)
+            totals, kept = {}, {}
+        return self._for_sources(totals, kept, _scaled(found.inputs, scale))
 
     def _refuse(self, gradients: Gradients, is_kept: bool) -> Gradients:
         """Refuses to go backward from outputs beside the loss."""
@@ -479,6 +507,20 @@ class StepRunner:
         self._rank.mail = Mail(self._world, self._device)
         self._rank.backwards.forget_step()
 
+    def _where_not_finite(self) -> str:
+        """Says where a loss that is not finite was found; empty: on another rank."""
+        rank = self._world.rank
+        if self._loss is None:
+            stage = self._job.plan.num_stages - 1
+            return f"the gradient of rank {rank}'s loss is not finite at the outputs of stage {stage}"
+        for (place, index), output in self._outputs.items():
+            if place == self._loss_place and not output.isfinite().all():
+                part = self._job.batch.micro_batches[index]
+                samples = f"samples {part.start} to {part.start + part.size - 1} of rank {part.origin}"
+                stage = self._job.split.makers[place]
+                return f"the loss of micro-batch {index} ({samples}) is {output.item()} on rank {rank}, stage {stage}"
+        return ""
+
     def _where(self, error: BaseException) -> str:
         """Returns rank, stage and micro-batch, and the line of the user's model if an operation raised `error`."""
         if self._act is None:
@@ -491,6 +533,12 @@ class StepRunner:
         line = failed_at(error, traced.nodes)
         return place + line + (given_whole(traced.inputs.values(), part, self._job.batch) if line else "")
 
+
+_OF_OWN_SAMPLES = (
+    "the loss is made outside of the model, by each rank of its own samples, and counts with its share of them, as in "
+    "DistributedDataParallel: one that sums over samples, or compares samples with each other (contrastive), is "
+    "another one than that of the global batch. Have forward return such a loss, with reduction='sum' if it is a sum"
+)
 
 _METHODS: dict[Kind, Callable[[StepRunner, StageModule, Act], None]] = {
     Kind.FORWARD: StepRunner._forward,
@@ -513,6 +561,12 @@ def given_whole(inputs: Iterable[InputSpec], part: MicroBatch, batch: GlobalBatc
         "batch. If numbers in there name samples (the edges of a graph, say), pass "
         f"num_micro_batches={len(batch.groups)}, so that each is all that a rank passes"
     )
+
+
+def _total(gradients: Gradients) -> Tensor | None:
+    """Returns a number that is finite if, and as a rule only if, the gradients are: their sum."""
+    present = [torch.view_as_real(each) if each.is_complex() else each for each in gradients if each is not None]
+    return torch.stack([each.sum(dtype=WIDER.get(each.dtype)) for each in present]).sum() if present else None
 
 
 def _input_key(name: str) -> str:

@@ -46,6 +46,7 @@ class Traffic:
         rank: This rank.
         instructions: All that this rank may do, in order.
         batch: The micro-batches.
+        graph_key: Digest of the graph, and of its lengths in the call.
 
     Attributes:
         wanted: what each stage receives whose gradient is wanted.
@@ -53,14 +54,20 @@ class Traffic:
     """
 
     def __init__(
-        self, split: Split, plan: Plan, rank: int, instructions: Sequence[Instruction], batch: GlobalBatch
+        self,
+        split: Split,
+        plan: Plan,
+        rank: int,
+        instructions: Sequence[Instruction],
+        batch: GlobalBatch,
+        graph_key: str,
     ) -> None:
         self._split = split
         self._plan = plan
         self._rank = rank
         self._instructions = instructions
         self._batch = batch
-        self._graph_key = split.traced.key
+        self._graph_key = graph_key
         self._factor: float | None = None
         self._seeds: dict[float, Tensor] = {}
         self._programs: dict[tuple[tuple[Work, ...], str], list[Act]] = {}

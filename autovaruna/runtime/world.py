@@ -9,7 +9,6 @@ the ranks that take part only. Messages with the same source, destination and ta
 from __future__ import annotations
 
 import pickle
-import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -21,6 +20,7 @@ import torch
 from torch import Tensor
 
 from autovaruna.errors import AutoVarunaError, RankError
+from autovaruna.log import error_text
 from autovaruna.runtime.deadlock import Event, Need, Watch
 from autovaruna.runtime.reduction import Group, broadcast_in_tree
 from autovaruna.runtime.transport.base import (
@@ -468,9 +468,7 @@ def kind_of(error: BaseException) -> type[AutoVarunaError]:
 
 def describe(error: BaseException) -> str:
     """Returns type, message and traceback of an error as text."""
-    name = type(error).__name__
-    trace = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-    return f"{name}: {error}\n{trace}"
+    return f"{type(error).__name__}: {error}\n{error_text(error)}"
 
 
 def differences(of_ranks: Sequence[Mapping[str, str]]) -> str:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from autovaruna.graph.batch.values import Merge
+from autovaruna.graph.lengths import free_value
 from autovaruna.graph.pieces.deferral import direct
 from autovaruna.graph.pieces.extract import Argument, Piece, Source, extract
 from autovaruna.graph.precision import is_autocast, without_autocast
@@ -44,20 +45,26 @@ class BatchValues:
         self._after = extract(traced, self._totals.after, list(dict.fromkeys(made_of)), is_bare=True)
         self._run_before, self._run_after = direct(self._before.module), direct(self._after.module)
 
-    def of_samples(self, tensors: Sequence[Tensor], num_samples: int) -> Totals:
+    def of_samples(self, tensors: Sequence[Tensor], num_samples: int, lengths: tuple[int, ...]) -> Totals:
         """Returns the totals of a mini-batch.
 
         Args:
             tensors: Its tensors, in the order of the call's inputs.
             num_samples: Samples in it.
+            lengths: The lengths that vary, in this call.
         """
         if not num_samples:
             return []
-        found = self._run(self._before, self._run_before, tensors, num_samples, {})
+        found = self._run(self._before, self._run_before, tensors, (num_samples, lengths), {})
         return [total.tolist() if isinstance(total, Tensor) else total for total in found.values()]
 
     def of_batch(
-        self, reported: Sequence[Totals], sizes: Sequence[int], tensors: Sequence[Tensor], batch: GlobalBatch
+        self,
+        reported: Sequence[Totals],
+        sizes: Sequence[int],
+        tensors: Sequence[Tensor],
+        batch: GlobalBatch,
+        lengths: tuple[int, ...],
     ) -> ValuesOfBatch:
         """Returns what the micro-batches of a global batch are given.
 
@@ -66,6 +73,7 @@ class BatchValues:
             sizes: The samples in each.
             tensors: This rank's tensors; those that are no batch are the same on all ranks.
             batch: Its micro-batches.
+            lengths: The lengths that vary, in this call.
         """
         parts = [(totals, size) for totals, size in zip(reported, sizes, strict=True) if size]
         counts = [size for _, size in parts]
@@ -75,7 +83,7 @@ class BatchValues:
         }
         if self._totals.after:
             totals = {name: self._as_traced(name, total) for name, total in made.items()}
-            made = self._run(self._after, self._run_after, tensors, batch.num_samples, totals)
+            made = self._run(self._after, self._run_after, tensors, (batch.num_samples, lengths), totals)
         return {share: self._given(made, share) for share in {part.share for part in batch.micro_batches.values()}}
 
     def _merged(self, name: str, totals: Sequence[Any], sizes: Sequence[int]) -> Any:
@@ -112,22 +120,26 @@ class BatchValues:
         piece: Piece,
         run: Callable[..., Sequence[Any]],
         tensors: Sequence[Tensor],
-        num_samples: int,
+        size: tuple[int, tuple[int, ...]],
         totals: Mapping[str, Any],
     ) -> dict[str, Any]:
         inputs = dict(zip(self._traced.inputs, tensors, strict=True))
-        given = [self._argument(argument, inputs, num_samples, totals) for argument in piece.arguments]
+        given = [self._argument(argument, inputs, size, totals) for argument in piece.arguments]
         with torch.no_grad(), without_autocast() if is_autocast() else nullcontext():  # it enters it as its nodes say
             return dict(zip(piece.outputs, run(*given), strict=True))
 
     def _argument(
-        self, argument: Argument, inputs: Mapping[str, Tensor], num_samples: int, totals: Mapping[str, Any]
+        self,
+        argument: Argument,
+        inputs: Mapping[str, Tensor],
+        size: tuple[int, tuple[int, ...]],
+        totals: Mapping[str, Any],
     ) -> Any:
         match argument.source:
             case Source.INPUT:
                 return inputs[argument.name].detach().to(self._device).contiguous()  # as micro-batches are
             case Source.SIZE:
-                return self._traced.sizes.number(self._traced.nodes[argument.name].meta["val"], num_samples)
+                return self._traced.sizes.in_call(free_value(self._traced.nodes[argument.name]), *size)
             case Source.BUFFER:
                 return self._buffers()[argument.name]
             case Source.CONSTANT:

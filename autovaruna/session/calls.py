@@ -34,6 +34,7 @@ _OF_ONE_RANK = {
     "dump_graph",
     "trace_events_file",
     "progress",
+    "full_tracebacks",
     "show_settings",
     "seed",
 }
@@ -41,9 +42,10 @@ _OF_ONE_RANK = {
 _FLAGS = {"t": "train()", "e": "eval()", "g": "trained", "f": "frozen"}
 
 
-Report = tuple[str, int, Digest, tuple[int, ...], Totals | None]
+Report = tuple[str, int, Digest, tuple[int, ...], bool, Totals | None]
 """What a rank says of its call: key, samples, a digest of what its script has done since the start, digests of its
-tensors (in few calls), and the totals of its mini-batch (None: the graph is not known yet)."""
+tensors (in few calls), whether it wants the run to end, and the totals of its mini-batch (None: the graph is not known
+yet)."""
 
 
 @dataclass(frozen=True)
@@ -137,9 +139,13 @@ def share_call(
         )
     if len({key for key, *_ in reports}) > 1:
         found = differences(world.gather_objects(_words(call), "comparing calls")) or "they nest otherwise"
+        kinds = world.gather_objects((call.kind(), call.mode), "comparing calls")
+        advice = " Where samples have lengths of their own, pad them to one length on all ranks." * (
+            len(set(kinds)) == 1
+        )
         raise RankError(
-            f"The ranks call the model with inputs that do not fit together: {found}. Expected "
-            "the same names, dtypes, constants, modes and shapes on every rank, but for the size of the batch."
+            f"The ranks call the model with inputs that do not fit together: {found}. Expected the same names, dtypes, "
+            f"constants, modes and shapes on every rank, but for the size of the batch.{advice}"
         )
     sizes = tuple([size for _, size, *_ in reports])
     if not any(sizes):
@@ -158,6 +164,7 @@ def share_call(
 def _words(call: CallSpec) -> dict[str, str]:
     """Returns everything that a trace depends on, in words, by what it is."""
     words = {f"input {spec.name}": spec.words() for spec in call.inputs}
+    words["the method"] = call.method
     words |= {f"constant {_name(path)}": value for path, value in call.tree.constants()}
     words |= dict(re.findall(r"(\w+)=(\S+)", call.mode))
     training, trained = words.pop("training", ""), words.pop("parameters", "")
@@ -232,8 +239,6 @@ class SameInputs:
 
 
 def _digest(tensor: Tensor) -> int:
-    if tensor.layout != torch.strided:
-        return 0
     flat = tensor.detach().reshape(-1)
     some = flat[:: max(1, len(flat) // _NUM_NUMBERS)].contiguous()
     return crc32(some.view(torch.uint8).cpu().numpy().tobytes())
@@ -265,7 +270,7 @@ def micro_batch_weights(
 
 def _weight(weigh: Callable[..., float], model: nn.Module, shared: SharedCall, part: MicroBatch) -> float:
     args, kwargs = shared.call.tree.unflatten(shared.samples(part.start, part.size))
-    weight: Any = weigh(dict(inspect.signature(model.forward).bind(*args, **kwargs).arguments))
+    weight: Any = weigh(dict(inspect.signature(getattr(model, shared.call.method)).bind(*args, **kwargs).arguments))
     number = float(weight)
     if not number >= 0:
         raise InputError(f"micro_batch_weight returned {weight!r}; expected a number of at least zero.")

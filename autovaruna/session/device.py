@@ -93,12 +93,12 @@ def _named(name: str) -> torch.device:
 
 
 def get_rank() -> int:
-    """Returns the number of this rank; 0 without mpirun."""
+    """Returns the number of this rank; 0 without a launcher."""
     return get_world().rank
 
 
 def get_world_size() -> int:
-    """Returns the number of ranks; 1 without mpirun."""
+    """Returns the number of ranks; 1 without a launcher."""
     return get_world().num_ranks
 
 

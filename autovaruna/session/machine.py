@@ -84,9 +84,8 @@ _CALLS_OF_AN_INSTRUCTION = 10.0
 _M_MXFAST, _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = 1, -1, -3
 _PROCESS_BYTES = 16 << 20
 """What a process holds on the CPU beside tensors, once it has traced a model, where the system does not say."""
-_LATER_BYTES = 13 << 20
-"""What splitting and the first steps add: graphs of stages, objects, pages of code, and memory that ranks share for
-their messages; found together with the factors below."""
+_LATER_BYTES = 3 << 20
+"""What planning and splitting add to a process that has traced, measured and sent: pages of code, graphs of stages."""
 _FRAGMENTATION, _FRAGMENTATION_WITH_CACHE, _FRAGMENTATION_OF_CUDA = 1.35, 1.75, 1.08
 """Bytes that an allocator takes for each byte that micro-batches make and free.
 
@@ -119,11 +118,25 @@ def resident_bytes() -> float:
 def _process_bytes(world: World, device: torch.device, resident_before: float, batch_bytes: float) -> tuple[float, ...]:
     """Returns what each rank holds beside its stages: its mini-batch, and on the CPU code and graphs. Collective.
 
-    Ranks trace the same model, but each measures other parts of it, for which libraries keep memory.
+    Ranks trace the same model, but each measures other parts of it, for which libraries keep memory. On the CPU the
+    samples of a mini-batch go to other ranks through memory that both share, which counts for both; what measuring the
+    links has touched of it serves again.
     """
-    growth = max(resident_bytes() - resident_before, 0.0) if resident_before else float(_PROCESS_BYTES)
-    mine = (growth + _LATER_BYTES if device.type == "cpu" else 0.0) + batch_bytes
+    mine = batch_bytes
+    if device.type == "cpu":
+        growth = max(resident_bytes() - resident_before, 0.0) if resident_before else float(_PROCESS_BYTES)
+        on_its_way = max(batch_bytes - _shared_bytes(), 0.0) if world.num_ranks > 1 else 0.0
+        mine += growth + on_its_way + _LATER_BYTES
     return tuple(world.gather_objects(mine, "measuring what processes hold"))
+
+
+def _shared_bytes() -> float:
+    """Returns what is resident of the memory that this process shares with others; 0 if the system does not say."""
+    try:
+        lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return 0.0
+    return next((float(line.split()[1]) * 1024 for line in lines if line.startswith("RssShmem:")), 0.0)
 
 
 def _device_memory(world: World, device: torch.device) -> float:
@@ -154,11 +167,11 @@ def describe_cluster(
         batch_bytes: What the caller's mini-batch takes on the device.
     """
     world, device = watch.world, watch.device
-    own_process_bytes = _process_bytes(world, device, resident_before, batch_bytes)
-    process_bytes = max(own_process_bytes)
     open_to_measure(settings.channel, world, device)
     local, remote = measure_links(world, device)
     sums = measure_sums(world, [each.num_bytes for each in graph.parameters if each.needs_gradient], device)
+    own_process_bytes = _process_bytes(world, device, resident_before, batch_bytes)  # with what messages leave
+    process_bytes = max(own_process_bytes)
     watch.look()
     overhead = _CALLS_OF_AN_INSTRUCTION * fmean(call_seconds(1, device))
     memory = rank_memory(world, device, settings) + (process_bytes if settings.memory_limit_bytes else 0.0)

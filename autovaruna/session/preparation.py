@@ -5,10 +5,13 @@ from __future__ import annotations
 import io
 import json
 import logging
-import shutil
+import os
+import stat
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict
 from functools import cached_property
+from itertools import count
 from pathlib import Path
 from typing import TypeVar
 
@@ -16,8 +19,10 @@ import torch
 from rich.console import Console
 from torch import nn
 
+from autovaruna.config.files import at_home
 from autovaruna.config.settings import Settings, replicas_of
 from autovaruna.errors import ConfigError, DeploymentError, ScheduleError
+from autovaruna.graph.batch.state import batch_norms
 from autovaruna.graph.records import Graph
 from autovaruna.graph.traced import TracedModel
 from autovaruna.planner.candidate import priced
@@ -90,12 +95,34 @@ def read_saved_plan(settings: Settings, fingerprint: Fingerprint, graph: Graph) 
 
 
 def _keep_copy(path: Path) -> str:
-    """Keeps what may be lost when a new plan is saved; returns in words how that went."""
+    """Keeps what would be lost when a new plan is saved, in a new file; returns in words how that went."""
     try:
-        shutil.copyfile(path, f"{path}.damaged")
+        content = path.read_bytes()
+        for number in count():
+            copy = f"{path}.damaged{number or ''}"
+            with suppress(FileExistsError), open(copy, "xb") as file:
+                os.fchmod(file.fileno(), stat.S_IMODE(path.stat().st_mode))
+                file.write(content)
+                return f"a copy is kept as {copy}"
     except OSError as error:
         return f"no copy of it can be kept: {error.strerror}"
-    return f"a copy is kept as {path}.damaged"
+    raise AssertionError  # there is always another number
+
+
+def _check_replaceable(path: Path) -> None:
+    """Makes sure that no file is replaced that nobody could read: it may be a plan that somebody has edited.
+
+    Raises:
+        DeploymentError: there is such a file.
+    """
+    if path.is_file():
+        try:
+            path.open("rb").close()
+        except OSError as error:
+            raise DeploymentError(
+                f"{path} is there, but cannot be read ({error.strerror}), so that it is not replaced; make it "
+                "readable, remove it, or name another deployment_file"
+            ) from error
 
 
 def _runnable(deployment: Deployment, graph: Graph, settings: Settings, fingerprint: Fingerprint, path: Path) -> Plan:
@@ -260,6 +287,7 @@ class Preparation:
         if self._world.rank > 0:
             return
         try:
+            _check_replaceable(Path(at_home(self._settings.deployment_file)))
             self.save(self._settings.deployment_file)
             logger.info("saved the deployment to %s", self._settings.deployment_file)
         except DeploymentError as error:  # to plan again next time is better than to give up what was planned
@@ -277,11 +305,28 @@ class Preparation:
         return on_all(self._world, act, what)
 
     def _report(self) -> None:
-        if self._world.rank == 0 and logger.isEnabledFor(logging.INFO):
+        if self._world.rank > 0:
+            return
+        norms = self._norms()
+        if norms:
+            logger.warning(
+                "batch normalisations count over %s; plain PyTorch, over the whole batch. Pass batch_norm_samples to "
+                "say over how many",
+                norms,
+            )
+        if logger.isEnabledFor(logging.INFO):
             console = Console(width=110, file=io.StringIO())
             with console.capture() as capture:
                 console.print(plan_table(self.plan, self._traced.graph))
-            logger.info("the plan:\n%s\n%s", capture.get().rstrip(), explain(self.plan, self._traced.graph))
+            lines = explain(self.plan, self._traced.graph) + (f"\nbatch norm      counts over {norms}" if norms else "")
+            logger.info("the plan:\n%s\n%s", capture.get().rstrip(), lines)
+
+    def _norms(self) -> str:
+        """Returns in words what batch normalisations count over; empty: there are none, or they count over all."""
+        if self.plan.num_micro_batches == 1 or not batch_norms(self._traced):
+            return ""
+        total = self._shared.global_batch_size
+        return f"micro-batches of {-(-total // self.plan.num_micro_batches)} samples, of {total}"
 
 
 def _seed(settings: Settings) -> int:

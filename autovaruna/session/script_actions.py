@@ -36,6 +36,11 @@ class ScriptActions:
         """Counts an act."""
         self._counts[act] += 1
 
+    @property
+    def num_steps(self) -> int:
+        """Steps of the optimizer so far."""
+        return self._counts[_STEP]
+
     def watch(self, optimizer: Optimizer, groups: Sequence[Sequence[str]]) -> None:
         """Counts what is done with an optimizer from now on, and reads its options.
 

@@ -14,7 +14,9 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
-from autovaruna.errors import RankError
+from autovaruna.checkpoint.save import Way
+from autovaruna.checkpoint.state import Content
+from autovaruna.errors import ConfigError, RankError
 from autovaruna.graph.call import CallReader, CallSpec
 from autovaruna.graph.traced import TracedModel
 from autovaruna.planner.records import Plan
@@ -149,28 +151,53 @@ class Session:
         )
         return not any(asks)
 
-    def call(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Calls the model on all ranks; the first call plans and splits it. Collective.
+    def call(self, args: Sequence[Any], kwargs: Mapping[str, Any], method: str = "forward") -> Any:
+        """Calls the model, or a method of it, on all ranks; the first call plans and splits it. Collective.
 
         Returns:
             What the model returns, for the global batch.
         """
         wrapped = self._wrapped
-        num_known = 0 if self.traces is None else self.traces.num_known
-        shared = self._agree(args, kwargs)
+        num_known = 0 if self.traces is None else self.traces.num_traced
+        shared = self._agree(args, kwargs, method)
+        self.end_if_due()
         engine = wrapped.engine or self._start(shared)
         batch = self._cut(shared, engine.plan)
         assert self.traces is not None
         traced = self.traces.of(shared, batch)
         wrapped.num_calls += 1
-        values = self._values_of_batch(traced, shared, batch)
-        returned = engine.run(traced, shared.tensors, shared.number, batch, values, wrapped.is_synchronising)
-        is_new = self.traces.num_known > num_known
+        lengths = traced.lengths_of(shared.call) or ()
+        values = self._values_of_batch(traced, shared, batch, lengths)
+        returned = engine.run(traced, shared.tensors, shared.number, batch, values, wrapped.asks_for_sums, lengths)
+        is_new = self.traces.num_traced > num_known
+        for key in self.traces.forget_oldest():
+            engine.forget(key)
+            self._batch_values.pop(key, None)
         if is_new:
             wrapped.guards.start()
         if is_new or traced.has_kept_modules:  # both may set attributes
             wrapped.guards.settle()
         return returned
+
+    def end_if_due(self) -> None:
+        """Saves and ends the run, where a setting asks for it and a signal has come. Collective then."""
+        wrapped = self._wrapped
+        folder, num_steps = wrapped.settings.save_on_signal, wrapped.num_steps
+        if not folder:
+            return
+        if wrapped.of_model or wrapped.world.num_models > 1:
+            raise ConfigError(
+                f"save_on_signal is {folder!r}, but the script calls {wrapped.world.num_models} models, or copies of "
+                "one; expected one model. Leave the setting out, and save all of them once model.should_stop() is true."
+            )
+        if wrapped.world.num_ranks == 1:
+            wrapped.stopping.is_agreed = wrapped.stopping.own
+        if wrapped.stopping.is_due(num_steps):
+
+            def save(step: int) -> None:
+                self._persistence.save(wrapped.subject(), folder, Content(step, scaler=self._scaler), Way())
+
+            wrapped.stopping.save_and_end(save, num_steps)
 
     def prepare(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Plans and splits the model now, from a sample of the calls to come. Collective.
@@ -197,7 +224,7 @@ class Session:
 
     # agree
 
-    def _agree(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> SharedCall:
+    def _agree(self, args: Sequence[Any], kwargs: Mapping[str, Any], method: str = "forward") -> SharedCall:
         """Tells all ranks of this rank's call. Collective."""
         wrapped, world = self._wrapped, self._wrapped.world
         if wrapped.engine is None:
@@ -207,24 +234,25 @@ class Session:
         try:
             mode = wrapped.guards.words()
             wrapped.check_parameters()
-            tensors, call = self._reader.read(args, kwargs, mode)
+            tensors, call = self._reader.read(args, kwargs, mode, method)
             tensors = on_own_gpu(tensors, wrapped.device)
             passed = self._same_inputs.digests(wrapped.num_calls, tensors)
-            totals = self._own_totals(call.key(), tensors, call.batch_size)
-            report = call.key(), call.batch_size, wrapped.digest(), passed, totals
+            totals = self._own_totals(call, tensors)
+            report = call.key(), call.batch_size, wrapped.digest(), passed, wrapped.stopping.own, totals
         except Exception as caught:
             error = caught
         reports = world.agree(error, f"reading the model's inputs{wrapped.of_model}", report)
+        wrapped.stopping.is_agreed |= any(is_wanted for *_, is_wanted, _ in reports)
         if self._leave_out(call, reports):
-            return self._agree(args, kwargs)
+            return self._agree(args, kwargs, method)
         try:
             shared = share_call(call, tensors, wrapped.num_calls, self._groups, world, reports, wrapped.doings)
         except RankError:  # on every rank; parameters() gives a caller those of this rank alone to freeze
             if wrapped.engine is None or not wrapped.state.follow_frozen(wrapped.placement, world):
                 raise
-            return self._agree(args, kwargs)
+            return self._agree(args, kwargs, method)
         if world.rank == 0 and reports[0][3]:
-            self._same_inputs.compare(call, [digests for *_, digests, _ in reports])
+            self._same_inputs.compare(call, [digests for *_, digests, _, _ in reports])
         return shared
 
     def _leave_out(self, call: CallSpec, reports: Sequence[Report]) -> bool:
@@ -235,7 +263,7 @@ class Session:
         """
         world, guards, traces = self._wrapped.world, self._wrapped.guards, self.traces
         keys = {key for key, *_ in reports}
-        if self._wrapped.engine is None or traces is None or (len(keys) == 1 and traces.knows(call.key())):
+        if self._wrapped.engine is None or traces is None or (len(keys) == 1 and traces.knows(call)):
             return False
         found = world.gather_objects(guards.doubtful(), "comparing changed attributes")
         names = set().union(*found)
@@ -264,25 +292,28 @@ class Session:
         weights = micro_batch_weights(settings.micro_batch_weight, self._wrapped.module, shared, batch, world)
         return weigh(batch, weights, settings.reduction == "sum")
 
-    def _own_totals(self, key: str, tensors: Sequence[Tensor], num_samples: int) -> Totals | None:
+    def _own_totals(self, call: CallSpec, tensors: Sequence[Tensor]) -> Totals | None:
         """Returns the totals of this rank's mini-batch; None: the graph is not known yet."""
-        traced = None if self.traces is None else self.traces.known(key)
+        traced = None if self.traces is None else self.traces.known(call)
         if traced is None:
             return None
-        return self._values_in(traced).of_samples(tensors, num_samples) if traced.totals else []
+        lengths = traced.lengths_of(call) or ()
+        return self._values_in(traced).of_samples(tensors, call.batch_size, lengths) if traced.totals else []
 
-    def _values_of_batch(self, traced: TracedModel, shared: SharedCall, batch: GlobalBatch) -> ValuesOfBatch:
+    def _values_of_batch(
+        self, traced: TracedModel, shared: SharedCall, batch: GlobalBatch, lengths: tuple[int, ...]
+    ) -> ValuesOfBatch:
         """Returns what micro-batches are given of the whole batch. Collective if the graph is new."""
         if not traced.totals:
             return {}
         values = self._values_in(traced)
         reported: Sequence[Totals | None] = shared.totals
         if None in reported:  # on every rank
-            own = partial(values.of_samples, shared.tensors, shared.call.batch_size)
+            own = partial(values.of_samples, shared.tensors, shared.call.batch_size, lengths)
             reported = gather_on_all(self._wrapped.world, own, f"counting over the batch{self._wrapped.of_model}")
         first = [ranks[0] for ranks in shared.groups]
         totals = [reported[rank] or [] for rank in first]
-        return values.of_batch(totals, [shared.sizes[rank] for rank in first], shared.tensors, batch)
+        return values.of_batch(totals, [shared.sizes[rank] for rank in first], shared.tensors, batch, lengths)
 
     def _values_in(self, traced: TracedModel) -> BatchValues:
         if traced.key not in self._batch_values:
@@ -374,6 +405,7 @@ class Session:
             wrapped.of_model,
             None if self._number_of_copy else preparation.event_trace(),
         )
+        world.watch.stalls.step_seconds = max(world.watch.stalls.step_seconds, plan.predicted_seconds)
         wrapped.guards.settle()
 
     def _seed(self, number: int) -> int:

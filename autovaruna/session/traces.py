@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,12 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from autovaruna.config.settings import Settings
-from autovaruna.errors import InputError, RankError
+from autovaruna.errors import AutoVarunaError, InputError, RankError
 from autovaruna.graph.batch.losses import refuse_other_losses
 from autovaruna.graph.batch.state import refuse_single_values
 from autovaruna.graph.call import CallSpec
-from autovaruna.graph.export.errors import ChangedStateError
+from autovaruna.graph.export.errors import ChangedStateError, warn_once
 from autovaruna.graph.guards import GONE, Guards, Unusable, UsedError
+from autovaruna.graph.lengths import Places
 from autovaruna.graph.module_state import settle
 from autovaruna.graph.trace import ONE_AT_A_TIME, trace
 from autovaruna.graph.traced import TracedModel, is_same_graph
@@ -33,6 +34,10 @@ _OTHERS: tuple[Callable[[str], Any], ...] = (Unusable, lambda name: GONE)
 """What is put in the place of an attribute."""
 _MOST_SAMPLES = 4
 """Samples on which a graph is compared with its model."""
+_MOST_GRAPHS = 32
+"""Graphs that are kept."""
+_MOST_TRIED = 2
+"""Traces that try to leave a dimension free."""
 _MOST_IN_PARTS = 16
 """Samples of which two parts are compared with all of them."""
 
@@ -52,22 +57,31 @@ class Traces:
         self._settings = settings
         self._world = world
         self._device = device
-        self._known: dict[str, TracedModel] = {}
+        self._known: OrderedDict[str, TracedModel] = OrderedDict()
         self._checked: set[tuple[str, frozenset[int], bool]] = set()
+        self._stuck: Counter[tuple[str, int, int]] = Counter()
         self.latest: TracedModel | None = None
+        self.num_traced = 0
 
-    @property
-    def num_known(self) -> int:
-        """How many graphs there are."""
-        return len(self._known)
+    def known(self, call: CallSpec) -> TracedModel | None:
+        """Returns the graph of a call; None: it is not known yet, or depends on the micro-batches."""
+        return self._known.get(self._serving(call, 0))
 
-    def known(self, key: str) -> TracedModel | None:
-        """Returns the graph of the calls of a key; None: it is not known yet, or depends on the micro-batches."""
-        return self._known.get(key)
+    def knows(self, call: CallSpec) -> bool:
+        """Whether there is a graph that serves a call, at least for some size of micro-batches."""
+        return any(traced.lengths_of(call) is not None for traced in self._known.values())
 
-    def knows(self, key: str) -> bool:
-        """Whether calls of a key have been traced."""
-        return any(each.partition("/")[0] == key for each in self._known)
+    def _serving(self, call: CallSpec, micro_batch_size: int) -> str:
+        """Returns the key of the graph that serves a call; empty: there is none."""
+        for key in (call.key(), f"{call.key()}/{micro_batch_size}"):
+            if key in self._known:
+                return key
+        for key, traced in self._known.items():
+            sizes = traced.sizes
+            fits = sizes.lengths is not None and (sizes.symbol is not None or sizes.batch_size == micro_batch_size)
+            if fits and traced.lengths_of(call) is not None:
+                return key
+        return ""
 
     def try_without(self, names: Collection[str], call: CallSpec, guards: Guards) -> tuple[set[str], set[str]]:
         """Traces a call without attributes, and with something in their place that cannot be used.
@@ -81,29 +95,33 @@ class Traces:
             The attributes without which the graph is the one of the latest call that is like this one but for
             attributes; and those that forward uses.
         """
-        likes = [each for each in self._known.values() if _without_attributes(each.call) == _without_attributes(call)]
+        likes = [each for each in self._known.values() if _is_alike(each.call, call)]
         unread, read = set(names), set[str]()
         while likes and unread:
             try:
                 others = [{name: kind(name) for name in unread} for kind in _OTHERS]
-                is_unread = all(self._is_same(likes[-1], call, guards, each) for each in others)
+                is_unread = all(self._is_same(likes[-1], guards, each) for each in others)
                 return (unread if is_unread else set()), read
             except UsedError as used:
                 read.add(used.name)
                 unread.discard(used.name)
         return set(), read
 
-    def _is_same(self, known: TracedModel, call: CallSpec, guards: Guards, others: Mapping[str, Any]) -> bool:
+    def _is_same(self, known: TracedModel, guards: Guards, others: Mapping[str, Any]) -> bool:
         """Whether a model has the same graph with other values of attributes."""
+        is_dynamic, lengths = known.sizes.symbol is not None, known.sizes.lengths
+        act = self._act(known.call, known.sizes.batch_size, is_dynamic, lengths.places if lengths else frozenset())
         try:
             with guards.with_others(others):
-                return is_same_graph(self._act(call, known.sizes.batch_size)(), known)
+                return is_same_graph(act(), known)
         except Exception as error:
             logger.debug("the model cannot be traced without %s: %s", ", ".join(others), error)
             return False
 
     def first(self, shared: SharedCall) -> TracedModel:
         """Returns the graph of the call that is to be planned, whose micro-batches are not known yet. Collective."""
+        if self._settings.num_micro_batches != 1:
+            self._refuse_synchronised_norms()
         return self._find(shared, -(-max(shared.sizes) // self._expected_parts(shared)))
 
     def of(self, shared: SharedCall, batch: GlobalBatch) -> TracedModel:
@@ -124,9 +142,25 @@ class Traces:
         if (traced.key, sizes, is_parted) not in self._checked:
             refuse_single_values(traced, sizes)
             if is_parted:
+                self._refuse_synchronised_norms()
                 self._check_parts(traced)
             self._checked.add((traced.key, sizes, is_parted))
         return traced
+
+    def _refuse_synchronised_norms(self) -> None:
+        """Refuses normalisations by the samples of all ranks, where a micro-batch sees its own alone.
+
+        Raises:
+            InputError: there is one in training mode.
+        """
+        for path, module in self._model.named_modules():
+            if isinstance(module, nn.SyncBatchNorm) and module.training:
+                raise InputError(
+                    f"{path or 'The model'} is a SyncBatchNorm, which asks for the statistics of the global batch: got "
+                    "micro-batches, each of which has its own. Expected one micro-batch: pass num_micro_batches=1 and "
+                    "inputs='replicated', the same batch on every rank; or make it a BatchNorm, which counts over a "
+                    "micro-batch, and pass batch_norm_samples."
+                )
 
     def _check_parts(self, traced: TracedModel) -> None:
         """Makes sure that the losses of micro-batches make up that of the batch, unless the user weighs them."""
@@ -141,40 +175,128 @@ class Traces:
         return max(1, total // len(shared.groups))
 
     def _find(self, shared: SharedCall, micro_batch_size: int) -> TracedModel:
-        fixed = f"{shared.key}/{micro_batch_size}"
-        key = next((each for each in (shared.key, fixed) if each in self._known), "")
+        key = self._serving(shared.call, micro_batch_size)
         if not key:
-            traced = self._trace(shared, micro_batch_size)
-            key = shared.key if traced.sizes.symbol is not None else fixed
-            self._known[key] = traced
+            traced = self._trace_free(shared, micro_batch_size) or self._trace(shared, micro_batch_size)
+            key = self._add(traced.key, traced)
         if self._known[key].asks_for_one and shared.global_batch_size == 1:
-            key = f"{key}/alone"
+            key = f"{shared.key}/alone"
             if key not in self._known:
-                self._known[key] = self._trace(shared, 1, is_alone=True)
+                self._add(key, self._trace(shared, 1, is_alone=True))
+        self._known.move_to_end(key)
         self.latest = self._known[key]
         return self.latest
 
+    def _add(self, key: str, traced: TracedModel) -> str:
+        self._known[key] = traced
+        self.num_traced += 1
+        return key
+
+    def forget_oldest(self) -> list[str]:
+        """Forgets the graphs that were used longest ago, of more than some; returns their keys."""
+        forgotten = []
+        while len(self._known) > _MOST_GRAPHS:
+            _, traced = self._known.popitem(last=False)
+            self._checked = {each for each in self._checked if each[0] != traced.key}
+            forgotten.append(traced.key)
+        if forgotten:
+            text = (
+                f"the model was traced for more than {_MOST_GRAPHS} kinds of calls: the graphs that were used longest "
+                "ago are dropped. Each kind is traced once, which takes long: pad inputs to a few lengths, and pass "
+                "what varies as tensors, not as numbers"
+            )
+            warn_once(logger, self._model, text)
+        return forgotten
+
+    def _trace_free(self, shared: SharedCall, micro_batch_size: int) -> TracedModel | None:
+        """Traces a call of which dimensions have varied, so that its graph serves other lengths, too. Collective.
+
+        Returns:
+            The graph; None: no dimension has varied, or the model cannot be traced so.
+        """
+        call = shared.call
+        places = self._varying(call)
+        if not places:
+            return None
+        act = self._act(call, micro_batch_size, self._is_dynamic(call), places)
+
+        def attempt() -> tuple[TracedModel | None, str]:
+            try:
+                return act(), ""
+            except AutoVarunaError as error:
+                return None, str(error)
+
+        traced, reason = on_all(self._world, attempt, "tracing")
+        lengths = None if traced is None else traced.sizes.lengths
+        for place in places - (frozenset() if lengths is None else lengths.places):
+            self._note_stuck(call, place, reason if traced is None else traced.fixes_lengths)
+        if not all(self._world.gather_objects(traced is not None, "tracing")):
+            return None
+        assert traced is not None
+        return self._checked_on_all(traced, shared, micro_batch_size)
+
+    def _varying(self, call: CallSpec) -> Places:
+        """Returns the dimensions that differ in earlier calls of the kind, but for those that the model fixes."""
+        found: set[tuple[int, int]] = set()
+        for traced in self._known.values():
+            if traced.call.kind() == call.kind():
+                found |= _differing(traced.call, call)
+                found |= traced.sizes.lengths.places if traced.sizes.lengths else frozenset()
+        return frozenset(
+            (index, dimension)
+            for index, dimension in found
+            if call.inputs[index].shape[dimension] > 1 and self._stuck[call.kind(), index, dimension] < _MOST_TRIED
+        )
+
+    def _note_stuck(self, call: CallSpec, place: tuple[int, int], reason: str) -> None:
+        """Counts how often a dimension could not be left free; it may be by chance, so there are two tries."""
+        index, dimension = place
+        self._stuck[call.kind(), index, dimension] += 1
+        if self._stuck[call.kind(), index, dimension] == _MOST_TRIED and self._world.rank == 0:
+            spec = call.inputs[index]
+            text = (
+                f"the model fixes dimension {dimension} of {spec.name} {spec.shape}, and is traced anew for each other "
+                f"length, which takes long: pad inputs to a few lengths ({reason.strip() or 'at a line not known'})"
+            )
+            warn_once(logger, self._model, text)
+
     def _trace(self, shared: SharedCall, micro_batch_size: int, is_alone: bool = False) -> TracedModel:
         """Traces a call, for one sample and no other size if that `is_alone` in the global batch."""
-        act = self._act(shared.call, micro_batch_size, is_alone)
+        is_dynamic = not is_alone and self._is_dynamic(shared.call)
+        act = self._act(shared.call, micro_batch_size, is_dynamic, is_alone=is_alone)
         traced = on_all(self._world, partial(self._settled, act, shared), "tracing")
+        return self._checked_on_all(traced, shared, micro_batch_size)
+
+    def _checked_on_all(self, traced: TracedModel, shared: SharedCall, micro_batch_size: int) -> TracedModel:
         self._compare(traced)
         if self._settings.check_trace:
             self._check(traced, shared, micro_batch_size)
         return traced
 
-    def _act(self, call: CallSpec, micro_batch_size: int, is_alone: bool = False) -> Callable[[], TracedModel]:
+    def _is_dynamic(self, call: CallSpec) -> bool:
+        """Whether a graph of a call is to serve all batch sizes; not if one could not."""
+        return self._settings.dynamic_batch and not self.knows(call)
+
+    def _act(
+        self,
+        call: CallSpec,
+        micro_batch_size: int,
+        is_dynamic: bool,
+        free: Places = frozenset(),
+        is_alone: bool = False,
+    ) -> Callable[[], TracedModel]:
         return partial(
             trace,
             self._model,
             call,
             self._device,
-            is_dynamic=self._settings.dynamic_batch and not is_alone and not self.knows(call.key()),
+            is_dynamic=is_dynamic,
             micro_batch_size=micro_batch_size,
             loss_mode=self._settings.loss_mode,
             has_totals=not (self._settings.micro_batch_weight or is_alone),
             is_added=self._settings.reduction == "sum",
             is_parted=self._settings.num_micro_batches != 1 and not is_alone,
+            free=free,
         )
 
     def _settled(self, act: Callable[[], TracedModel], shared: SharedCall) -> TracedModel:
@@ -264,5 +386,17 @@ class Traces:
             )
 
 
-def _without_attributes(call: CallSpec) -> str:
-    return replace(call, mode=call.mode.partition(" attributes=")[0]).key()
+def _is_alike(one: CallSpec, other: CallSpec) -> bool:
+    """Whether calls are alike but for attributes and lengths."""
+    modes = {call.mode.partition(" attributes=")[0] for call in (one, other)}
+    return one.kind() == other.kind() and len(modes) == 1
+
+
+def _differing(one: CallSpec, other: CallSpec) -> set[tuple[int, int]]:
+    """Returns the dimensions, besides the batch, in which calls of one kind differ."""
+    return {
+        (index, dimension)
+        for index, (mine, its) in enumerate(zip(one.inputs, other.inputs, strict=True))
+        for dimension, pair in enumerate(zip(mine.shape, its.shape, strict=True))
+        if pair[0] != pair[1] and not (mine.is_batch and dimension == 0)
+    }

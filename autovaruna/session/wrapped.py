@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from itertools import chain
 from weakref import ref
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from autovaruna.checkpoint.state import Subject
 from autovaruna.config.settings import Settings, log_settings
 from autovaruna.errors import InputError, RankError
 from autovaruna.graph.guards import Guards
-from autovaruna.log import configure
+from autovaruna.log import configure, show_all_frames
+from autovaruna.runtime.direct_calls import DirectCalls
 from autovaruna.runtime.engine import Engine
-from autovaruna.runtime.environment import get_world
+from autovaruna.runtime.environment import get_world, is_alone
 from autovaruna.runtime.optimizers.optimizer import CutOptimizer, OwnSteps, with_hooks
 from autovaruna.runtime.weights.placement import OwnedState, Placement
 from autovaruna.runtime.weights.state import StateCopies
 from autovaruna.runtime.world import World
 from autovaruna.session.device import bring_to_own_device
 from autovaruna.session.script_actions import Digest, ScriptActions
+from autovaruna.session.stopping import Stopping, listen
 
 
 class Wrapped:
@@ -43,6 +47,7 @@ class Wrapped:
         engine: runs calls; None: the model is whole yet.
         num_calls: calls of the model so far.
         is_synchronising: whether gradients are summed over ranks now.
+        stopping: whether the run is to end.
     """
 
     def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer | None, settings: Settings) -> None:
@@ -59,10 +64,16 @@ class Wrapped:
         if self.optimizer is not None:
             self.acts.watch(self.optimizer.optimizer, self.optimizer.names)
             self.optimizer.optimizer.register_step_pre_hook(self.lent.settle)
+            if not is_alone():
+                self._direct_calls = DirectCalls(module)
+                self.optimizer.optimizer.register_step_pre_hook(self._refuse_own_gradients)
         self.guards = Guards(module)
         self.engine: Engine | None = None
         self.num_calls = 0
         self.is_synchronising = True
+        self.stopping = Stopping()
+        if settings.save_on_signal:
+            listen()
         self._known_world: World | None = None
         self._number = 0
 
@@ -72,9 +83,18 @@ class Wrapped:
         if self._known_world is None:
             self._known_world = get_world()
             configure(self._known_world.rank)
+            show_all_frames(self.settings.full_tracebacks)
+            stalls = self._known_world.watch.stalls
+            stalls.report_seconds = self.settings.stall_report_seconds
+            stalls.limit_seconds = self.settings.stall_limit_seconds
             if self.settings.show_settings:
                 log_settings(self.settings)
         return self._known_world
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of the optimizer so far; without one, calls of the model."""
+        return self.num_calls if self.optimizer is None else self.acts.num_steps
 
     @property
     def of_model(self) -> str:
@@ -111,9 +131,11 @@ class Wrapped:
         """Takes the parameters as they are, before the split; refuses others later.
 
         Raises:
-            InputError: parameters of a model that is split have been replaced, cast or moved.
+            InputError: another library has wrapped the model; or parameters of a model that is split have been
+                replaced, cast or moved.
         """
         if self.engine is None:
+            _refuse_parallel_wrappers(self.module)
             self.settle()
             if self.guards.replaced():
                 self.take_state()
@@ -125,6 +147,36 @@ class Wrapped:
                 "load_state_dict()), or wrap the changed model anew."
             )
         self.state.check_types()
+
+    def _refuse_own_gradients(self, *_: object) -> None:
+        """Refuses a step by gradients of this rank's samples alone; a hook of the optimizer.
+
+        Raises:
+            InputError: a backward has gone through a module that the script has called beside the wrapper.
+        """
+        path = self._direct_calls.take()
+        if path and self.settings.inputs != "replicated" and self.world.num_ranks > 1:
+            raise InputError(
+                f"The script has called {path} beside the wrapper and gone backward through it: got gradients of this "
+                "rank's samples alone, with which the copies of the weights would drift apart. Expected calls of the "
+                "wrapped model, model(...), or of a method of it, model.method(...), whose gradients are summed; "
+                "compute in there what the loss needs, and call modules for a log in torch.no_grad()."
+            )
+
+    def refuse_changes(self, change: Callable[[Tensor], Tensor]) -> None:
+        """Makes sure that a move or a cast of a model that is split leaves each tensor where and what it is.
+
+        Raises:
+            InputError: it would change one.
+        """
+        for name, tensor in chain(self.state.parameters().items(), self.state.buffers().items()):
+            if not _is_unchanged(tensor, changed := change(tensor)):
+                raise InputError(
+                    f"The model has been split over the ranks: got to(), cuda() or a cast after the first call, which "
+                    f"would make {name}, {tensor.dtype} on {tensor.device}, one of {changed.dtype} on "
+                    f"{changed.device}. Move or cast it before the first call; for lower precision from then on, use "
+                    "torch.autocast around the call."
+                )
 
     def follow_groups(self) -> CutOptimizer | None:
         """Returns the optimizer, with the groups of parameters that a script has made after wrapping."""
@@ -165,6 +217,10 @@ class Wrapped:
         cut.adopt([sorted(set().union(*groups), key=order.__getitem__) for groups in zip(*of_ranks, strict=True)])
         return cut
 
+    def asks_for_sums(self) -> bool:
+        """Whether gradients are to be summed over ranks now."""
+        return self.is_synchronising
+
     def digest(self) -> Digest:
         """Returns what is short, and equal for ranks whose scripts have done the same since the start."""
         engine = () if self.engine is None else self.engine.doings
@@ -179,3 +235,29 @@ class Wrapped:
         """Returns the first name of each parameter, by identity, those included that this rank has let go."""
         first = {id(each): name for known, name in self._first_parameters if (each := known()) is not None}
         return first | {id(each): name for name, each in self.state.parameters().items()}
+
+
+def _is_unchanged(before: Tensor, after: Tensor) -> bool:
+    """Whether a move has left a tensor as it is; which one of the GPUs a script names does not count."""
+    is_another_gpu = after.device.type == before.device.type and after.device != before.device
+    return after is before or (is_another_gpu and after.dtype is before.dtype)
+
+
+_PARALLEL = frozenset({"DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "FSDPModule"})
+
+
+def _refuse_parallel_wrappers(model: nn.Module) -> None:
+    """Refuses a model that torch itself would train over the ranks.
+
+    Raises:
+        InputError: it is wrapped, or has parameters of which ranks have shards.
+    """
+    for path, module in model.named_modules():
+        kinds = {kind.__name__ for kind in type(module).__mro__ if kind.__module__.startswith("torch.")} & _PARALLEL
+        kinds |= {type(each).__name__ for each in module._parameters.values() if type(each).__name__ == "DTensor"}
+        if kinds:
+            raise InputError(
+                f"{path or 'The model'} is wrapped by {kinds.pop()} of torch: got two libraries that would both spread "
+                "the model over the ranks. Expected the model itself; leave that wrapper out (fully_shard() and "
+                "parallelize_module() as well), and torch.distributed with it."
+            )

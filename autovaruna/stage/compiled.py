@@ -15,6 +15,7 @@ from torch import Tensor, fx
 
 from autovaruna._torch import enter_autocast, exit_autocast, mark_static
 from autovaruna.graph.export.assertions import check
+from autovaruna.graph.lengths import free_value
 from autovaruna.graph.module_state import profiling_mode
 from autovaruna.graph.opaque.functions import run_function
 from autovaruna.graph.pieces.extract import Argument, Piece, Source
@@ -167,10 +168,10 @@ def _ordered(value: Any, order: Order) -> Any:
 
 
 def _free_dimensions(argument: Argument, traced: TracedModel) -> frozenset[int]:
-    """Returns the dimensions of a tensor argument that follow from the batch size."""
+    """Returns the dimensions of a tensor argument that follow from the batch size, or from other lengths that vary."""
     if argument.source not in (Source.INPUT, Source.VALUE):
         return frozenset()
-    value = traced.nodes[argument.name].meta["val"]
+    value = free_value(traced.nodes[argument.name])
     return frozenset(place for place, length in enumerate(value.shape) if isinstance(length, torch.SymInt))
 
 

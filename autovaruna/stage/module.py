@@ -47,7 +47,7 @@ class StageModule:
         parameters: Mapping[str, nn.Parameter],
         buffers: Mapping[str, Tensor],
         constants: Mapping[str, Tensor],
-        size_of: Callable[[str, int], Any],
+        size_of: Callable[[str, int, tuple[int, ...]], Any],
         run: Callable[..., Sequence[Tensor]] | None = None,
     ) -> None:
         self.part = part
@@ -112,6 +112,7 @@ class StageModule:
         micro_batch_size: int,
         stream: RandomStream | None,
         deferred: Deferred | None = None,
+        lengths: tuple[int, ...] = (),
     ) -> dict[str, Tensor]:
         """Runs the operations of the stage.
 
@@ -120,6 +121,7 @@ class StageModule:
             micro_batch_size: Samples in the micro-batch.
             stream: What its random nodes draw from; None: it has none (`is_random`).
             deferred: What the backward leaves weight gradients to; None: it computes them itself.
+            lengths: The lengths that vary, in this call.
 
         Returns:
             What the stage returns, by name.
@@ -128,7 +130,7 @@ class StageModule:
         for place, name in self._values:
             arguments[place] = tensors[name]
         for place, name in self._sizes:
-            arguments[place] = self._size_of(name, micro_batch_size)
+            arguments[place] = self._size_of(name, micro_batch_size, lengths)
         for place in self._streams:
             arguments[place] = stream
         piece = self.part.piece

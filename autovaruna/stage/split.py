@@ -14,6 +14,7 @@ from functools import cached_property
 from torch import fx
 
 from autovaruna.errors import PlanError
+from autovaruna.graph.export.watchers import WatchedCall
 from autovaruna.graph.pieces.extract import Piece, extract, reads
 from autovaruna.graph.traced import TracedModel
 
@@ -186,9 +187,19 @@ class StagePart:
     leaving: tuple[Edge, ...]
 
     @cached_property
+    def watched(self) -> tuple[WatchedCall, ...]:
+        """The calls of modules with hooks whose results are made here."""
+        own = {*self.nodes, *self.inputs}
+        made = [(call, [name for name in call.names[call.num_given :] if name]) for call in self.traced.watched]
+        return tuple(call for call, names in made if names and names[-1] in own)
+
+    @cached_property
     def piece(self) -> Piece:
         """The operations, as a callable; made on the ranks that run them."""
-        return extract(self.traced, self.nodes, _returned(self.outputs, self.leaving))
+        arrived = {name for edge in self.arriving for name in edge.values}
+        here = {*self.nodes, *self.inputs, *arrived}
+        seen = [name for call in self.watched for name in call.names if name in here]
+        return extract(self.traced, self.nodes, tuple(dict.fromkeys([*_returned(self.outputs, self.leaving), *seen])))
 
 
 @dataclass(frozen=True)

@@ -93,10 +93,6 @@ class AutoConfig:
     def info(self, stages: int, micro_batch_size: int = 0) -> Choice:
         """Returns what some stages and micro-batch size would cost.
 
-        Args:
-            stages: Number of stages.
-            micro_batch_size: Samples of a micro-batch; 0: `chunk_size`, or the best.
-
         Raises:
             PlanError: it does not fit; says what is missing.
         """

@@ -132,11 +132,6 @@ def depths(problem: Problem, uses_all_ranks: bool = False) -> list[int]:
 def choice_at(problem: Problem, num_stages: int, chunk_size: int = 0) -> Choice:
     """Returns the best plan with so many stages, of as many replicas as there are ranks for.
 
-    Args:
-        problem: The model, what it costs, all ranks, the batch, and where cuts may lie.
-        num_stages: Stages.
-        chunk_size: Most samples of a micro-batch; 0: found.
-
     Raises:
         PlanError: none fits.
     """
@@ -151,9 +146,7 @@ def choice_at(problem: Problem, num_stages: int, chunk_size: int = 0) -> Choice:
             cluster=_first_ranks(problem.cluster, num_stages * replicas),
             min_micro_batches_for_inputs=replicas,
             constraints=replace(
-                problem.constraints,
-                num_micro_batches=min(count, batch_size),
-                stage_ranks=grid_of(num_stages, replicas),
+                problem.constraints, num_micro_batches=min(count, batch_size), stage_ranks=grid_of(num_stages, replicas)
             ),
         )
     )
@@ -164,11 +157,6 @@ def choice_at(problem: Problem, num_stages: int, chunk_size: int = 0) -> Choice:
 
 def choices(problem: Problem, chunk_size: int = 0, uses_all_ranks: bool = False) -> list[Choice]:
     """Returns the best plan of each depth that fits, the fastest first.
-
-    Args:
-        problem: As for `choice_at`.
-        chunk_size: Likewise.
-        uses_all_ranks: Whether every rank must have a place.
 
     Raises:
         PlanError: none fits at any depth; says why for each.

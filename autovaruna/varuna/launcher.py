@@ -32,6 +32,10 @@ from autovaruna.varuna.grid import Grid, grid_of
 from autovaruna.varuna.rank_script import STARTED
 
 DEFAULT_ENV_FILE = "varuna.env"
+_MOST_CHARACTERS = 131_071
+"""Of a line: the system takes no longer variables."""
+_ASSIGNS = re.compile(r"\s*(#|$|(export\s+)?['\"]?[^\W\d]\w*=)")
+_HOST = re.compile(r"([A-Za-z0-9_.-]+@)?[A-Za-z0-9_:][A-Za-z0-9_.:%-]*")
 
 
 @dataclass(frozen=True)
@@ -121,8 +125,11 @@ def read_machines(path: str, num_slots: int) -> dict[str, int]:
     names = [line.partition("#")[0].strip() for line in lines]
     machines: dict[str, int] = {}
     for name in filter(None, names):
-        if len(name.split()) > 1 or name.startswith("-"):
-            raise ConfigError(f"--machine_list {path} holds {name!r}; expected one name or address a line")
+        if not _HOST.fullmatch(name):
+            raise ConfigError(
+                f"--machine_list {path} holds {name!r:.80}; expected one name or address a line, of letters, digits "
+                "and the characters . _ - : %"
+            )
         if is_this_machine(name):  # mpirun would take two of its names for two machines, and then refuse them
             name = next(filter(is_this_machine, machines), "localhost" if ":" in name else name)
         machines[name] = machines.get(name, 0) + num_slots
@@ -139,10 +146,15 @@ def is_this_machine(name: str) -> bool:
 
 def _lines_of(file: str, option: str, expected: str) -> list[str]:
     try:
-        return Path(file).read_text(encoding="utf-8-sig").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
+        lines = Path(file).read_text(encoding="utf-8-sig").splitlines()
+    except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise ConfigError(f"{option} {file} cannot be read: {why}; expected {expected}") from None
+    for number, line in enumerate(lines, 1):
+        if len(line) > _MOST_CHARACTERS or "\0" in line:
+            fault = "a zero byte" if "\0" in line else f"{len(line)} characters; at most {_MOST_CHARACTERS} can be"
+            raise ConfigError(f"{option} {file}, line {number} has {fault}. Expected {expected}")
+    return lines
 
 
 def read_variables(path: str | None) -> dict[str, str]:
@@ -158,13 +170,15 @@ def read_variables(path: str | None) -> dict[str, str]:
     found: dict[str, str] = {}
     for number, line in enumerate(lines, 1):
         try:
+            if not _ASSIGNS.match(line):  # quickly, where a line is long
+                raise ValueError
             words = shlex.split(line, comments=True)
             words = words[1:] if words[:1] == ["export"] else words
             pairs = dict(word.split("=", 1) for word in words)
             if not all(name.isidentifier() for name in pairs):
                 raise ValueError
         except ValueError:
-            raise ConfigError(f"--env_file {file}, line {number}: {line!r}; expected NAME=value") from None
+            raise ConfigError(f"--env_file {file}, line {number}: {line!r:.80}; expected NAME=value") from None
         found |= pairs
     return found
 
@@ -181,11 +195,7 @@ _TAG = re.compile(r"\[\d+,(\d+)\]<std(?:out|err)>: ?")
 
 
 class Output:
-    """Follows the streams of an mpirun; `has_started` says whether a rank has run.
-
-    Args:
-        on_start: Called once, when the first one has.
-    """
+    """Follows the streams of an mpirun; `has_started` says whether a rank has run."""
 
     def __init__(self, on_start: Callable[[], None]) -> None:
         self.has_started = False
@@ -311,10 +321,6 @@ def choose(options: Options) -> tuple[Options, Grid | None]:
 class Job:
     """One run of a script under mpirun.
 
-    Args:
-        options: What to run.
-        grid: The ranks of each stage; None: all ranks, without stages.
-
     Raises:
         ConfigError: mpirun is missing.
     """
@@ -337,12 +343,13 @@ class Job:
         return [
             *(self.mpirun, "--hostfile", host_file, "-np", str(self.num_ranks), "--bind-to", "none"),
             *("--map-by", "slot", "--output", "tag", "--stdin", "none", "--wdir", str(self.options.code_dir), *passed),
-            *(sys.executable, rank_script.__file__, self.options.script, *self.options.arguments),
+            *(sys.executable, rank_script.__file__),
         ]
 
     def environment(self) -> dict[str, str]:
         """Returns the variables of the ranks."""
         launch = {
+            "arguments": [self.options.script, *self.options.arguments],  # a word ":" would start another program
             "grid": self.grid,
             "batch_size": self.options.batch_size,
             "chunk_size": self.options.chunk_size,

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autovaruna.config.files import at_home
+from autovaruna.config.files import Amount, Count, at_home
 from autovaruna.config.settings import Settings, resolve, whole_number
 from autovaruna.errors import InputError, MeasureError
 from autovaruna.graph.call import describe
@@ -22,7 +22,7 @@ from autovaruna.graph.trace import trace
 from autovaruna.graph.traced import TracedModel
 from autovaruna.planner.cut_points import cut_point_blocks
 from autovaruna.planner.problem import Constraints, Problem
-from autovaruna.profiler.cache import ProfileCache, cache_of, environment, load_measured, load_profile, save_measured
+from autovaruna.profiler.cache import ProfileCache, cache_of, environment, load_measured, save_measured
 from autovaruna.profiler.measure import Key, PartCost, merge, to_profile
 from autovaruna.profiler.records import Cluster, Profile
 from autovaruna.profiler.work import all_parts, distinct
@@ -78,12 +78,7 @@ logger = logging.getLogger(__name__)
 
 
 def find_grid(
-    model: nn.Module,
-    sample: Inputs,
-    batch_size: int,
-    chunk_size: int | None,
-    settings: Mapping[str, Any],
-    world: World,
+    model: nn.Module, sample: Inputs, batch_size: int, chunk_size: int | None, settings: Mapping[str, Any], world: World
 ) -> tuple[Grid, int | None]:
     """Returns the ranks of each stage and the micro-batch size of the fastest plan. Collective.
 
@@ -145,16 +140,12 @@ class Facts:
         optimizer_bytes_factor: bytes of optimizer state for each byte of a trained parameter.
     """
 
-    gpus_per_node: int
-    optimizer_bytes_factor: float
+    gpus_per_node: Count
+    optimizer_bytes_factor: Amount
 
 
 class ProfileFolder:
-    """A folder with a profile.
-
-    Args:
-        path: Where it is; made when something is written.
-    """
+    """A folder with a profile."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(at_home(path))
@@ -175,11 +166,11 @@ class ProfileFolder:
         Raises:
             MeasureError: a file is missing or damaged, or they do not belong together; says which.
         """
-        profile = load_profile(self._file("profile"))
+        profile = load_measured(self._file("profile"), Profile)
         graph = load_measured(self._file("graph"), Graph)
         cluster = load_measured(self._file("cluster"), Cluster)
         facts = load_measured(self._file("facts"), Facts)
-        if profile.fingerprint != graph.fingerprint:
+        if profile.fingerprint != graph.fingerprint or len(profile.costs[0]) != len(graph.blocks):
             raise MeasureError(
                 f"the profile in {self.path} is of several models: the costs are of graph {profile.fingerprint}, the "
                 f"graph is {graph.fingerprint}; measure again into an empty folder"
@@ -272,9 +263,6 @@ class Profiler:
 
     def profile_all(self, microbatches_to_profile: Sequence[int]) -> Profile | None:
         """Measures and writes the folder. Collective.
-
-        Args:
-            microbatches_to_profile: Micro-batch sizes.
 
         Returns:
             The costs of all blocks; None if parts are still to be measured.

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 VARIABLE = "VARUNA_LAUNCH"
-"""Holds what all ranks get, as JSON."""
+"""Holds what all ranks get, as JSON: the script and its arguments too, so that nothing reads them but the script."""
 STARTED = "\x1estarted"
 """Tells the launcher that a rank runs; it shows no such line."""
 STAND_INS = {signal.SIGTERM: signal.SIGVTALRM, signal.SIGINT: signal.SIGURG}
@@ -84,19 +84,20 @@ def _turn_back(number: int, frame: object) -> None:
     os.kill(os.getpid(), meant)
 
 
-def main(arguments: Sequence[str]) -> None:
-    """Runs a script with its arguments."""
+def main() -> None:
+    """Runs the script with its arguments."""
     rank, local = (int(os.environ[f"OMPI_COMM_WORLD_{name}"]) for name in ("RANK", "LOCAL_RANK"))
     for stand_in in STAND_INS.values():
         signal.signal(stand_in, _turn_back)
     sys.stderr.write(STARTED + "\n")
     sys.stderr.flush()
-    give_options(options_of(json.loads(os.environ[VARIABLE]), rank, local))
-    script = arguments[0]
-    sys.argv[:] = list(arguments)
+    launch = json.loads(os.environ[VARIABLE])
+    give_options(options_of(launch, rank, local))
+    sys.argv[:] = launch["arguments"]
+    script = sys.argv[0]
     sys.path[0] = os.path.dirname(os.path.abspath(script))
     runpy.run_path(script, run_name="__main__")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

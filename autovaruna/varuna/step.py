@@ -104,11 +104,7 @@ def loss_of(output: Any) -> Tensor:
 
 
 class Requests:
-    """The signals of a job.
-
-    Args:
-        world: The ranks.
-    """
+    """The signals of a job."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -147,9 +143,6 @@ class StepScale:
 
     Attributes:
         scaler: holds the scale, for whoever goes backward or writes a checkpoint.
-
-    Args:
-        device: Where the loss is.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -159,11 +152,6 @@ class StepScale:
 
     def configure(self, loss_scale: float | str, init_scale: float, min_scale: float) -> None:
         """Sets the scale.
-
-        Args:
-            loss_scale: A number, or ``dynamic``.
-            init_scale: The first one of a dynamic scale.
-            min_scale: The least one of a dynamic scale.
 
         Raises:
             InputError: a number is not above zero, or `loss_scale` is another word.
@@ -228,13 +216,6 @@ def finish(
 ) -> tuple[float | None, bool]:
     """Unscales gradients, adds those of earlier steps, and clips them. Collective.
 
-    Args:
-        model: The model.
-        parameters: Those of this rank.
-        scale: Of the loss; it follows what overflows. None: there is none.
-        earlier: What `put_aside` returned.
-        max_norm: Most that the norm of all gradients may be; None: anything.
-
     Returns:
         The norm of all gradients before clipping (None: nobody asked), and whether one is not finite, on any rank.
     """
@@ -251,13 +232,6 @@ def finish(
 
 def mean_loss(model: AutoVaruna, inputs: Inputs, batch_size: int, leaders: Sequence[int], world: World) -> float:
     """Returns the mean loss over the samples of all replicas, in eval mode, on every rank. Collective.
-
-    Args:
-        model: The wrapped model.
-        inputs: This replica's samples.
-        batch_size: Most samples that are on their way at once, over all replicas.
-        leaders: One rank of each replica.
-        world: The ranks.
 
     Raises:
         InputError: no rank has a sample.

@@ -47,10 +47,6 @@ def tie(model: nn.Module, pairs: Sequence[tuple[str, str]] | None) -> None:
 
     Pairs may form chains. Tied parameters get one gradient, the sum over all their uses, whatever stages these are on.
 
-    Args:
-        model: The model.
-        pairs: Names of parameters.
-
     Raises:
         InputError: a name is no parameter, or a pair differs in shape or dtype.
     """
@@ -189,11 +185,7 @@ class Varuna(nn.Module):
         if self._chunk_size:
             each = math.ceil(self.place.share_of(0) / self._chunk_size)
             settings["num_micro_batches"] = min(self.data_depth * each, self.global_batch_size)
-        wrapped = AutoVaruna(
-            model,
-            scaler=self._scaler,
-            **{**settings, "stage_ranks": [list(ranks) for ranks in grid]},
-        )
+        wrapped = AutoVaruna(model, scaler=self._scaler, **{**settings, "stage_ranks": [list(ranks) for ranks in grid]})
         with as_in_training(model), self._precision():
             sample = sample_batch(get_batch_fn, model, self.batch_size, self.device)
             wrapped._session.prepare((), sample)

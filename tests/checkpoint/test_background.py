@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -114,6 +115,37 @@ def test_without_memory_for_a_copy_files_are_written_at_once_and_it_is_told(
         model.wait_checkpoint()
 
     on_ranks(pipeline(2), case.model(), run, adamw, token=("chain", False))
+
+
+@pytest.mark.parametrize("owner, name", [(write.HostMemory, "copy"), (save, "compose"), (save, "write_part")])
+@pytest.mark.parametrize("error", [RuntimeError("can't allocate memory"), MemoryError()])
+def test_without_memory_one_except_clause_holds_all_ranks(
+    owner: Any, name: str, error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once, the rank without memory raised a RuntimeError, and the others a RankError."""
+    case, real, thread = CASES["chain"], getattr(owner, name), threading.local()
+
+    def fail(*given: Any) -> Any:
+        if getattr(thread, "is_first", False):
+            raise error
+        return real(*given)
+
+    def run(model: AutoVaruna, optimizer: torch.optim.Optimizer, rank: int) -> None:
+        model(**case.batch(7, 0)[1]).backward()
+        thread.is_first = rank == 0
+        for is_background in (False, True)[name == "copy" :]:
+            with pytest.raises(CheckpointError, match=type(error).__name__):
+                model.save_checkpoint(tmp_path, step=1, background=is_background)
+                model.wait_checkpoint()
+                assert is_background and name == "write_part"  # which a thread of its own does
+                raise CheckpointError(type(error).__name__)
+        thread.is_first = False
+        model.save_checkpoint(tmp_path, step=2, background=True)
+        model.wait_checkpoint()
+
+    monkeypatch.setattr(owner, name, fail)
+    on_ranks(pipeline(2), case.model(), run, adamw, token=("chain", False))
+    assert (tmp_path / "step-00000002").is_dir()
 
 
 def test_a_thread_that_cannot_start_fails_the_checkpoint_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

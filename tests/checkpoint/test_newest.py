@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -52,7 +53,7 @@ def test_the_newest_is_what_was_written_last(steps: str, keep: int | None, expec
 
 def test_clocks_that_go_back_change_nothing(tmp_path: Path) -> None:
     save_steps(tmp_path, "5 10 6")
-    for age, path in enumerate(tmp_path.iterdir()):
+    for age, path in enumerate(tmp_path.glob("step-*")):
         os.utime(path, (age, age))
         os.utime(path / MANIFEST, (-age, -age))
     assert trained().load_checkpoint(tmp_path).step == 6
@@ -100,16 +101,37 @@ def other(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     process.communicate()
 
 
-def test_what_another_job_is_saving_stays(
-    tmp_path: Path, other: subprocess.Popen[str], caplog: pytest.LogCaptureFixture
+def test_a_second_job_that_saves_to_a_folder_is_refused(
+    tmp_path: Path, other: subprocess.Popen[str], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = trained()
-    with caplog.at_level(logging.WARNING):
-        model.save_checkpoint(tmp_path / "saved", step=2)
-    assert "another job is saving" in caplog.text
+    """Once, the two took turns as the newest, and ``keep`` of each removed what the other had saved."""
+    monkeypatch.setattr(folder, "_PATIENCE_SECONDS", 0.1)
+    model, root = trained(), tmp_path / "saved"
+    with pytest.raises(CheckpointError, match=rf"Another job saves to {root}: process {other.pid} on .* since "):
+        model.save_checkpoint(root, step=2)
+    with caplog.at_level(logging.INFO), pytest.raises(CheckpointError, match="There is no checkpoint"):
+        model.load_checkpoint(root)
+    assert f"another job saves to {root} (process {other.pid} on " in caplog.text
     (tmp_path / "go").touch()
     assert other.wait(60) == 0, other.stderr and other.stderr.read()
-    assert [saved.step for saved in folder.saved_in(tmp_path / "saved")] == [1, 2]
+    assert [saved.step for saved in folder.saved_in(root)] == [1]
+    model.save_checkpoint(root, step=2)
+    assert [saved.step for saved in folder.saved_in(root)] == [2, 1]
+
+
+def test_a_claim_ends_with_its_process_and_no_fork_of_it_has_it(tmp_path: Path) -> None:
+    """What a job that was killed has forked, as workers that load data, lives on for a while."""
+    script = (
+        "import os, signal, sys, time, torch; from autovaruna import AutoVaruna\n"
+        "AutoVaruna(torch.nn.Linear(3, 3)).save_checkpoint(sys.argv[1], step=1)\n"
+        "os.close(1) or time.sleep(60) if os.fork() == 0 else os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.PIPE, start_new_session=True,
+                          cwd=Path(__file__).parents[2]) as job:  # fmt: skip
+        assert job.wait(60) == -signal.SIGKILL
+        trained().save_checkpoint(tmp_path, step=2)
+        os.killpg(job.pid, signal.SIGKILL)
+    assert [saved.step for saved in folder.saved_in(tmp_path)] == [2, 1]
 
 
 def test_what_a_killed_job_leaves_goes(tmp_path: Path, other: subprocess.Popen[str]) -> None:
@@ -117,7 +139,7 @@ def test_what_a_killed_job_leaves_goes(tmp_path: Path, other: subprocess.Popen[s
     other.wait(60)
     assert list(tmp_path.glob("saved/.step*"))
     trained().save_checkpoint(tmp_path / "saved", step=2)
-    assert [each.name for each in (tmp_path / "saved").iterdir()] == ["step-00000002"]
+    assert [each.name for each in (tmp_path / "saved").glob("*step-*")] == ["step-00000002"]
 
 
 def test_a_folder_that_the_script_has_lost_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,7 +158,7 @@ def test_two_models_of_one_program_leave_each_other_s_alone(tmp_path: Path) -> N
     second.save_checkpoint(tmp_path, step=2, background=True)
     first.wait_checkpoint()
     second.wait_checkpoint()
-    assert len(list(tmp_path.iterdir())) == 2
+    assert len(list(tmp_path.glob("*step-*"))) == 2
 
 
 def test_what_is_read_stays_until_it_has_been(tmp_path: Path) -> None:
@@ -149,7 +171,7 @@ def test_what_is_read_stays_until_it_has_been(tmp_path: Path) -> None:
             model.save_checkpoint(tmp_path, step=step, keep=1)
         assert trained().load_checkpoint(source.path).step == 1
     model.save_checkpoint(tmp_path, step=4, keep=1)
-    assert [each.name for each in tmp_path.iterdir()] == ["step-00000004"]
+    assert [each.name for each in tmp_path.glob("*step-*")] == ["step-00000004"]
 
 
 def test_one_that_has_just_been_removed_makes_room_for_the_newest(

@@ -16,8 +16,9 @@ from autovaruna import AutoVaruna
 from autovaruna.__main__ import main
 from autovaruna.commands.plan import make_optimizer, timeline
 from autovaruna.planner.deployment import load
-from autovaruna.profiler.cache import load_profile
+from autovaruna.profiler.cache import load_measured
 from autovaruna.profiler.optimizer import state_factor
+from autovaruna.profiler.records import Profile
 from autovaruna.profiler.roofline import read_device
 from tests.commands import targets
 
@@ -73,7 +74,7 @@ def test_a_profile_takes_the_place_of_the_prediction(tmp_path: Path, capsys: Any
     file, output = str(tmp_path / "profile.json"), tmp_path / "plan.json"
     sizes = ["--micro-batch-sizes", "1,2", "--profile-iterations", "1"]
     assert main(["measure", f"{HERE}:mlp", "-o", file, *sizes]) == 0
-    assert load_profile(file).is_measured and load_profile(file).micro_batch_sizes == (1, 2)
+    assert load_measured(file, Profile).is_measured and load_measured(file, Profile).micro_batch_sizes == (1, 2)
     assert plan(f"{HERE}:mlp", "--ranks", "2", "--device", device, "--profile", file, "-o", str(output)) == 0
     assert "roofline" not in capsys.readouterr().out
     assert load(output).plan.is_measured

@@ -90,8 +90,8 @@ class Pieces:
         )
         values = BatchValues(self.traced, lambda: self.buffers, CPU)
         whole = cut_batch((self.batch_size,), 1, ((0,),))
-        totals = values.of_samples(tensors, self.batch_size)
-        self.of_batch = values.of_batch([totals], [self.batch_size], tensors, whole)[1.0]
+        totals = values.of_samples(tensors, self.batch_size, ())
+        self.of_batch = values.of_batch([totals], [self.batch_size], tensors, whole, ())[1.0]
         sent: dict[str, Tensor] = {}
         runs = []
         with untouched_generator(CPU):

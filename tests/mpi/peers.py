@@ -13,11 +13,7 @@ from tests.catalogue import CASES, Case
 from tests.mpi.numbers import NUM_MICRO_BATCHES, wrap
 from tests.session.training import gradients_of, share_of, train_rank
 
-TWO_STAGES: dict[str, Any] = {
-    "inputs": "replicated",
-    "num_micro_batches": NUM_MICRO_BATCHES,
-    "stage_ranks": [[0], [1]],
-}
+TWO_STAGES: dict[str, Any] = {"inputs": "replicated", "num_micro_batches": NUM_MICRO_BATCHES, "stage_ranks": [[0], [1]]}
 TWO_REPLICAS: dict[str, Any] = {"num_micro_batches": NUM_MICRO_BATCHES, "stage_ranks": [[0, 1]]}
 RANKS_OWN: dict[str, Any] = {"num_micro_batches": NUM_MICRO_BATCHES, "stage_ranks": [[0], [1]]}
 

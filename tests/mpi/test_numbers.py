@@ -70,8 +70,7 @@ def test_the_numbers_are_those_of_plain_pytorch(case: Case, optimizer: str) -> N
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "name"),
-    [(num, name) for num in (1, 2, 3, 4) for name in drawn(REPLICATED, num)],
+    ("num_ranks", "name"), [(num, name) for num in (1, 2, 3, 4) for name in drawn(REPLICATED, num)]
 )
 @pytest.mark.parametrize("how", ["planned", "replicas"])
 def test_ranks_with_batches_of_their_own_train_as_one(num_ranks: int, name: str, how: str) -> None:

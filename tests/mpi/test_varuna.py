@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -10,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -46,10 +48,11 @@ def losses(text: str) -> dict[int, float]:
 
 @contextmanager
 def running(folder: Path, *words: str) -> Iterator[subprocess.Popen[str]]:
-    """Starts a job; ends it with the context."""
+    """Starts a job; ends it with the context. It hears SIGHUP also where the tests, under nohup, do not."""
     process = subprocess.Popen(
-        command(folder, *words), env=environment(folder), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
+        command(folder, *words), env=environment(folder), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        preexec_fn=partial(signal.signal, signal.SIGHUP, signal.SIG_DFL),
+    )  # fmt: skip
     try:
         yield process
     finally:
@@ -122,6 +125,15 @@ def test_ranks_run_in_the_directory_with_the_variables_on_a_machine_by_its_name(
     done = launch(tmp_path, *words, machine=socket.gethostname())
     assert done.returncode == 0, done.stdout + done.stderr
     assert sorted(done.stdout.splitlines()) == [f"[{rank}] up as {rank} blue {tmp_path}" for rank in range(2)]
+
+
+def test_arguments_reach_the_script_as_they_are(tmp_path: Path) -> None:
+    """Once, mpirun took a lone colon for the start of another program, and ran what followed it."""
+    (tmp_path / "job.py").write_text("import json, sys; print(json.dumps(sys.argv[1:]))")
+    given = ["a", ":", "-np", "1", "touch", str(tmp_path / "made"), "", "b c", "%p", "$HOME", "é\n;`", "--", "x" * 9000]
+    done = launch(tmp_path, "--gpus_per_node", "1", "job.py", *given)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.removeprefix("[0] ")) == given and not (tmp_path / "made").exists()
 
 
 @pytest.mark.parametrize(("act", "status"), [("exit", 5), ("kill", 128 + 9)])

@@ -24,6 +24,8 @@ START_SECONDS = 5.0
 NUM_TRIES = 3
 FAILURES = {
     "error": ["rank 1 failed:", "in error", "ValueError: the story's error"],
+    "error_behind_a_hook": ["rank 1 failed:", "in error", "ValueError: the story's error"],
+    "error_shown_by_another": ["in error", "ValueError: the story's error"],
     "error_while_busy": ["rank 1 failed:", "ValueError: the story's error"],
     "error_in_thread": ["rank 1 failed in thread", "ValueError: invalid literal for int() with base 10: \"the story's"],
     "error_everywhere": ["rank 0 failed:", "ValueError: the story's error"],

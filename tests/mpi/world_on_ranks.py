@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from autovaruna.runtime.environment import get_world
 from autovaruna.runtime.mail import Kind, Layout, Mail, Route
@@ -139,6 +140,18 @@ def error(world: World) -> None:
     if world.rank == 1:
         raise ValueError("the story's error")
     world.barrier("step 3")
+
+
+def error_behind_a_hook(world: World) -> None:
+    """Fails as `error`, in a script that has its own group of torch.distributed, whose hook for errors hides them."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    error(world)
+
+
+def error_shown_by_another(world: World) -> None:
+    """Fails as `error`, in a script that shows errors itself."""
+    sys.excepthook = sys.__excepthook__
+    error(world)
 
 
 def error_while_busy(world: World) -> None:

@@ -12,7 +12,7 @@ from torch import nn
 from autovaruna.errors import MeasureError
 from autovaruna.profiler import time
 from autovaruna.profiler.bytes import count_deferred_bytes
-from autovaruna.profiler.cache import load_profile, save_measured
+from autovaruna.profiler.cache import load_measured, save_measured
 from autovaruna.profiler.records import Profile
 from autovaruna.profiler.roofline import predict
 from autovaruna.profiler.work import Part, Samples, block_parts, make_work
@@ -76,7 +76,7 @@ def test_nothing_is_left_of_what_was_counted() -> None:
 def test_a_file_keeps_them(tmp_path: Path) -> None:
     found = measured(Mlp(2), 4, torch.zeros(5, WIDTH))
     save_measured(tmp_path / "profile.json", found)
-    assert load_profile(tmp_path / "profile.json") == found
+    assert load_measured(tmp_path / "profile.json", Profile) == found
 
 
 @pytest.mark.parametrize("place", [0, -1])
@@ -87,10 +87,10 @@ def test_a_digit_that_has_changed_is_named(place: int, tmp_path: Path) -> None:
     content["costs"][0][place]["forward_seconds"] += 1e-9
     path.write_text(json.dumps(content, indent=2))
     with pytest.raises(MeasureError, match=r"is damaged: checksum is .*measure again"):
-        load_profile(path)
+        load_measured(path, Profile)
     del content["checksum"]  # as a person does who means it
     path.write_text(json.dumps(content))
-    assert load_profile(path).costs[0][place].forward_seconds == content["costs"][0][place]["forward_seconds"]
+    assert load_measured(path, Profile).costs[0][place].forward_seconds == content["costs"][0][place]["forward_seconds"]
 
 
 @pytest.mark.parametrize(("name", "most"), [("conv_net", 1.0), ("gpt2", 1.0), ("bert", 1.25)])

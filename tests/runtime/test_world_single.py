@@ -30,7 +30,7 @@ def test_no_mpi_without_mpirun() -> None:
     subprocess.run([sys.executable, "-c", script], check=True, timeout=300, env=variables)
 
 
-def test_abort_prints_and_ends(capsys: pytest.CaptureFixture[str]) -> None:
+def test_abort_prints_and_ends(capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="1"):
         single_world().abort(ValueError("no"), "rank 0, stage 1")
-    assert capsys.readouterr().err.startswith("rank 0, stage 1:\nValueError: no")
+    assert capfd.readouterr().err.startswith("rank 0, stage 1:\nValueError: no")

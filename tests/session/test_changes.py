@@ -113,7 +113,9 @@ def test_what_an_attribute_holds_counts() -> None:
             assert wrapped(**BATCH).item() == 2 * before, name
         model.config.unread = 5
         wrapped(**BATCH)
-        assert wrapped._session.traces is not None and wrapped._session.traces.num_known == 2 - (name == "buffer"), name
+        assert wrapped._session.traces is not None and wrapped._session.traces.num_traced == 2 - (name == "buffer"), (
+            name
+        )
 
 
 def test_a_buffer_of_another_kind_is_refused() -> None:
@@ -166,7 +168,7 @@ def test_what_forward_does_not_read_may_change_at_every_step() -> None:
             model.clock = 0.1 * world.rank  # type: ignore[assignment]
             wrapped(**BATCH)
         assert wrapped._session.traces is not None
-        return wrapped._session.traces.num_known
+        return wrapped._session.traces.num_traced
 
     assert run_ranks(2, be_rank) == [1, 1]
 
@@ -232,7 +234,7 @@ def test_a_counter_is_left_out_and_what_is_read_beside_it_counts() -> None:
     model.num_steps = 7  # type: ignore[assignment]
     wrapped(**BATCH)
     traces = wrapped._session.traces
-    assert traces is not None and traces.num_known == 4  # one for each value of the factor
+    assert traces is not None and traces.num_traced == 4  # one for each value of the factor
 
 
 def test_what_a_model_only_compares_counts() -> None:

@@ -10,7 +10,7 @@ from torch import nn
 
 from autovaruna import AutoVaruna, load_checkpoint
 from autovaruna.__main__ import main
-from autovaruna.profiler.cache import load_profile, save_measured
+from autovaruna.profiler.cache import load_measured, save_measured
 from autovaruna.profiler.records import BlockCost, Profile
 from autovaruna.varuna.launcher import read_options
 from autovaruna.varuna.profiler import ProfileFolder
@@ -42,7 +42,7 @@ def test_checkpoints_are_there(background: bool, home: Path, tmp_path: Path) -> 
 def test_profiles_are_there(home: Path) -> None:
     profile = Profile("graph", "cpu", (1,), ((BlockCost(1.0, 2.0, 3.0, 4.0),),))
     save_measured("~/profile.json", profile)
-    assert (home / "profile.json").is_file() and load_profile("~/profile.json") == profile
+    assert (home / "profile.json").is_file() and load_measured("~/profile.json", Profile) == profile
     assert ProfileFolder("~/folder").path == home / "folder"
 
 

@@ -38,14 +38,15 @@ def test_a_job_is_an_mpirun_call(tmp_path: Path) -> None:
     job = launcher.Job(read, grid)
     command = job.command("hosts")
     assert command[command.index("-np") + 1] == "4" and command[command.index("--wdir") + 1] == str(tmp_path)
-    assert command[-3:] == [str(tmp_path / "train.py"), "--lr", "3"]
+    assert command[-1] == rank_script.__file__  # mpirun sees no argument of the script
     assert {"FOO", "BAR", rank_script.VARIABLE} <= {command[k + 1] for k, word in enumerate(command) if word == "-x"}
     assert (
         command[command.index("--stdin") + 1] == "none"
     )  # else rank 0 would wait for words that mpirun does not pass on
     found = job.environment()
     assert found["FOO"] == "a b"
-    assert json.loads(found[rank_script.VARIABLE])["grid"] == [[0, 2], [1, 3]]
+    launched = json.loads(found[rank_script.VARIABLE])
+    assert launched["grid"] == [[0, 2], [1, 3]] and launched["arguments"] == [str(tmp_path / "train.py"), "--lr", "3"]
 
 
 def test_ranks_that_stages_leave_over_are_not_started(capsys: pytest.CaptureFixture[str]) -> None:
@@ -148,6 +149,10 @@ def test_names_of_this_machine_are_of_one() -> None:
         (["--machine_list", "empty"], "lists no machine"),
         (["--machine_list", "binary"], "--machine_list binary cannot be read: not UTF-8"),
         (["--machine_list", "option"], "holds '-x'"),
+        (["--machine_list", "two"], "holds 'a b'"),
+        (["--machine_list", "command"], "holds 'a;b'"),
+        (["--env_file", "long"], "line 1 has 500000 characters; at most 131071"),
+        (["--env_file", "words"], "line 1: 'word word"),
         (["--env_file", "binary"], "--env_file binary cannot be read: not UTF-8"),
         (["--machine_list", "train.py"], "lists no machine"),
         (["--code_dir", "none"], "no directory"),
@@ -162,9 +167,14 @@ def test_what_cannot_start_says_why(words: list[str], message: str, capsys: pyte
     Path("empty").write_text("\n")
     Path("binary").write_bytes(b"\xff\n")
     Path("option").write_text("-x\n")
+    Path("two").write_text("a b\n")
+    Path("command").write_text("a;b\n")
+    Path("long").write_text("x" * 500_000)
+    Path("words").write_text("word " * 20_000)
     Path("bad").write_text("A=1\nno value\n")
     assert launcher.main(options(*words)) == 2
-    assert message in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert message in told and len(told) < 500
 
 
 def test_a_script_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) -> None:

@@ -192,6 +192,12 @@ def _counters_of_samples(
     return joined - following
 
 
+def batch_norms(traced: TracedModel) -> list[fx.Node]:
+    """Returns the batch normalisations that go by the statistics of their samples."""
+    nodes = traced.module.graph.find_nodes(op="call_function", target=torch.ops.aten.batch_norm.default)
+    return [node for node in nodes if node.args[_TRAINING]]
+
+
 def refuse_single_values(traced: TracedModel, sizes: Iterable[int]) -> None:
     """Makes sure that every batch normalisation sees more than one value per channel.
 
@@ -205,9 +211,10 @@ def refuse_single_values(traced: TracedModel, sizes: Iterable[int]) -> None:
         InputError: a micro-batch leaves a channel with one value, whose variance is not a number.
     """
     smallest = min(sizes)
-    for node in traced.module.graph.find_nodes(op="call_function", target=torch.ops.aten.batch_norm.default):
-        batch, channels, *others = traced.sizes.shape(node.args[0].meta["val"], smallest)
-        if node.args[_TRAINING] and batch * math.prod(others) == 1:
+    for node in batch_norms(traced):
+        given: Any = node.args[0]
+        batch, channels, *others = traced.sizes.shape(given.meta["val"], smallest)
+        if batch * math.prod(others) == 1:
             raise InputError(
                 f"A micro-batch has {smallest} sample, which leaves {node.name} one value for each of {channels} "
                 "channels; in training a batch normalisation needs more. Pass larger mini-batches, ask for fewer "

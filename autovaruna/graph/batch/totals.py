@@ -48,6 +48,7 @@ from autovaruna.graph.batch.values import (
     reached,
 )
 from autovaruna.graph.facts import Fact, outliving_storages, storage_of, tensors_in
+from autovaruna.graph.lengths import free_value
 from autovaruna.graph.precision import in_precision, precision_of
 from autovaruna.graph.sizes import Sizes
 from autovaruna.graph.source_lines import origin
@@ -417,7 +418,11 @@ class _Means:
             weights = self._add.before(node, aten.index.Tensor, weight, [some_class])
             weights = self._add.before(node, aten.mul.Tensor, weights, is_counted)
         else:  # it may itself be made of the labels
-            num_classes = weight.meta["val"].shape[0]
+            num_classes = free_value(weight).shape[0]
+            if not isinstance(num_classes, int):
+                raise TraceError(
+                    f"The number of classes at {origin(node) or node.name} follows from a length that varies."
+                )
             by_class = self._add.before(node, count_by_class, target, ignored, num_classes)
             weights = self._add.before(node, aten.mul.Tensor, weight, by_class)
         return self._add.before(node, aten.sum.default, weights)
@@ -430,9 +435,9 @@ class _Means:
         if self._sizes.depends_on_data(node) or not isinstance(value.meta["val"], Tensor):
             return None
         averaged = sympy.Integer(1)
-        for length in value.meta["val"].shape:
+        for length in free_value(value).shape:
             averaged *= length.node.expr if isinstance(length, torch.SymInt) else length
-        for length in result.shape:
+        for length in free_value(node).shape:
             averaged /= length.node.expr if isinstance(length, torch.SymInt) else length
         symbols = [symbol for symbol in averaged.free_symbols if symbol in self._masks]
         if len(symbols) != 1 or not (averaged / symbols[0]).is_Integer:

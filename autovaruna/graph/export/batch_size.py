@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from threading import get_ident
@@ -146,11 +146,40 @@ def _is_supported() -> bool:
 _MANY = sympy.Integer(2**24)
 
 
+class FreeLengths:
+    """The lengths beside that of the batch that a trace leaves free, and the conditions on them that it goes by."""
+
+    def __init__(self) -> None:
+        self._noted: list[Any] = []
+        self.conditions: dict[sympy.Basic, None] = {}
+
+    def note(self, lengths: Sequence[Any]) -> None:
+        """Notes them as the trace starts."""
+        self._noted = [each.node for each in lengths if isinstance(each, torch.SymInt)]
+
+    def symbols(self) -> set[Any]:
+        """Returns their symbols, as far as the trace has learned by now."""
+        return {symbol for node in self._noted for each in (node.expr, node._expr) for symbol in each.free_symbols}
+
+    def take(self, shapes: ShapeEnv, conditions: Iterable[sympy.Basic]) -> None:
+        """Takes conditions on them, and the bounds of those that there are."""
+        self.conditions |= dict.fromkeys(conditions)
+        for symbol in sorted(self.symbols(), key=str):
+            bounds = shapes.var_to_range[symbol]
+            length = shapes.replace(symbol)
+            self.conditions[sympy.Ge(length, bounds.lower)] = None
+            if bounds.upper != int_oo:
+                self.conditions[sympy.Le(length, bounds.upper)] = None
+
+
 @contextmanager
-def noted_branches() -> Iterator[tuple[list[str], list[str]]]:
+def noted_branches(free: FreeLengths) -> Iterator[tuple[list[str], list[str]]]:
     """Notes ``at file:line (code)`` of branches, on this thread, that one sample, or very many, would not take.
 
     torch takes it for granted that a size that is kept free is at least two, and says nothing of it.
+
+    Args:
+        free: Lengths that are no batch sizes.
 
     Yields:
         The branches on one sample in the user's own lines, and the lines that came to a branch on many.
@@ -160,6 +189,8 @@ def noted_branches() -> Iterator[tuple[list[str], list[str]]]:
 
     def noting(self: torch.SymBool) -> bool:
         answer: bool = known(self)
+        if free.symbols() & self.node.expr.free_symbols:
+            return answer
         if get_ident() == tracing and _differs_for(sympy.Integer(1), self, answer) and _is_users_branch():
             lone.append(users_line())
         elif get_ident() == tracing and _differs_for(_MANY, self, answer):
@@ -222,7 +253,7 @@ _SIZES = (*range(1, 513), *(2**power + step for power in range(10, 32) for step 
 
 
 @contextmanager
-def tried_guards(least: int) -> Iterator[list[int]]:
+def tried_guards(least: int, free: FreeLengths) -> Iterator[list[int]]:
     """Takes conditions that hold for every batch size out of those on which a trace stands, while the context lasts.
 
     A model may compare sizes that are equal in a way that torch's solver does not see: ``min(64, 768 * batch)`` is 64.
@@ -231,13 +262,14 @@ def tried_guards(least: int) -> Iterator[list[int]]:
 
     Args:
         least: The smallest batch size that is asked for.
+        free: Other lengths, which get the conditions on them.
     """
     tracing, produce = get_ident(), ShapeEnv.produce_guards
     greatest: list[int] = []
 
     def producing(self: ShapeEnv, *args: Any, **kwargs: Any) -> Any:
         if get_ident() == tracing and kwargs.get("guards") is None:
-            kwargs["guards"] = _fixing(self, least, greatest)
+            kwargs["guards"] = _fixing(self, least, greatest, free)
         return produce(self, *args, **kwargs)
 
     ShapeEnv.produce_guards = producing  # type: ignore[method-assign]
@@ -247,14 +279,16 @@ def tried_guards(least: int) -> Iterator[list[int]]:
         ShapeEnv.produce_guards = produce  # type: ignore[method-assign]
 
 
-def _fixing(shapes: ShapeEnv, least: int, greatest: list[int]) -> list[Any]:
+def _fixing(shapes: ShapeEnv, least: int, greatest: list[int], free: FreeLengths) -> list[Any]:
     """Returns the conditions that hold neither for all sizes nor, if that goes for all of them, up to one of them.
 
     Those on several sizes are left to torch, which knows that they are equal.
     """
-    known = dict(shapes.var_to_range)
-    bounds = _open_ranges(shapes, least)
+    known, lengths = dict(shapes.var_to_range), free.symbols()
+    bounds = _open_ranges(shapes, least, lengths)
     conditions = [(each, shapes.simplify(each.expr)) for each in shapes.guards]
+    free.take(shapes, (condition for _, condition in conditions if condition.free_symbols & lengths))
+    conditions = [(each, condition) for each, condition in conditions if not condition.free_symbols & lengths]
     others = [each for each, condition in conditions if len(condition.free_symbols) != 1]
     ours = ((each, condition) for each, condition in conditions if len(condition.free_symbols) == 1)
     reached = [(each, _holds_up_to(condition, least)) for each, condition in ours]
@@ -266,11 +300,12 @@ def _fixing(shapes: ShapeEnv, least: int, greatest: list[int]) -> list[Any]:
     return others
 
 
-def _open_ranges(shapes: ShapeEnv, least: int) -> list[int]:
+def _open_ranges(shapes: ShapeEnv, least: int, lengths: set[Any]) -> list[int]:
     """Takes bounds out of what a trace has learned of sizes, unless they leave out small ones; returns upper ones."""
     bounds = []
     for symbol, known in list(shapes.var_to_range.items()):
-        if symbol in shapes.backed_var_to_val and known.is_int and known.lower <= max(2, least):
+        is_of_batch = symbol in shapes.backed_var_to_val and symbol not in lengths
+        if is_of_batch and known.is_int and known.lower <= max(2, least):
             bounds += [] if known.upper == int_oo else [int(known.upper)]
             shapes.var_to_range[symbol] = ValueRanges(min(known.lower, 2), int_oo)
     return bounds

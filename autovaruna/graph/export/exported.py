@@ -15,6 +15,8 @@ from torch.export.graph_signature import InputKind, OutputKind
 
 from autovaruna._torch import OpOverload
 from autovaruna.graph.cuts import Marker
+from autovaruna.graph.export.watchers import WatchedCall
+from autovaruna.graph.lengths import Lengths
 from autovaruna.graph.precision import REGION, inside
 from autovaruna.graph.tree import Tree
 
@@ -33,6 +35,9 @@ class Exported:
         greatest: the batch size up to which the trace has taken this way; None: there is no such size.
         asks_for_many: where it may do something else for larger batches; empty: not known.
         asks_for_one: where the model does something else for a batch of one sample; empty: nowhere.
+        watched: the calls of modules with hooks that only watch.
+        lengths: those that vary; None: the graph holds for one shape of each sample.
+        fixes_lengths: where the model fixes a size; empty: not known.
     """
 
     module: fx.GraphModule
@@ -44,6 +49,9 @@ class Exported:
     greatest: int | None = None
     asks_for_many: str = ""
     asks_for_one: str = ""
+    watched: tuple[WatchedCall, ...] = ()
+    lengths: Lengths | None = None
+    fixes_lengths: str = ""
 
 
 _OF_THE_MODEL = (InputKind.PARAMETER, InputKind.BUFFER)

@@ -24,6 +24,7 @@ from autovaruna.graph.cuts import Marker, named_cut_points, take_markers
 from autovaruna.graph.export.assertions import take_checks
 from autovaruna.graph.export.autograd import FunctionCall, check_state, hooked, plain_state, watched, with_own_backward
 from autovaruna.graph.export.batch_size import (
+    FreeLengths,
     cached_size_arithmetic,
     find_threshold,
     noted_branches,
@@ -50,9 +51,12 @@ from autovaruna.graph.export.errors import (
 from autovaruna.graph.export.exported import PREFIX, Exported, drop_idle, open_free_regions, tidy, unlift
 from autovaruna.graph.export.fakes import example_inputs, faked
 from autovaruna.graph.export.idioms import Idioms, padded_encoders
+from autovaruna.graph.export.watchers import restart, take_watched
+from autovaruna.graph.lengths import Places, find_lengths
 from autovaruna.graph.module_state import as_before, left_tensors, warn_of_left
-from autovaruna.graph.opaque.functions import Function, take_functions
+from autovaruna.graph.opaque.functions import Function, run_function, take_functions
 from autovaruna.graph.opaque.keep import Keeper, is_of_keeper, kept_whole, packed_sequences, take_modules
+from autovaruna.graph.opaque.run import run_opaque
 from autovaruna.graph.precision import in_precision, noted_precision, switch_in_regions
 from autovaruna.graph.random import Draws, noted_draws, python_generators
 from autovaruna.graph.source_lines import short_stacks
@@ -208,6 +212,7 @@ class FlatCall(nn.Module):
         self.model = model
         self.call = call
         self.note_batch: Callable[[list[Any]], None] = lambda sizes: None
+        self.note_lengths: Callable[[list[Tensor]], None] = lambda tensors: None
         self.idioms: Callable[[], AbstractContextManager[None]] = nullcontext
         self.report = output_trees.append  # torch.export puts back every attribute that a trace sets
         self.report_left = left.extend
@@ -217,11 +222,13 @@ class FlatCall(nn.Module):
         sizes = [each.shape[0] for each, spec in pairs if spec.is_batch]
         assert all(size == sizes[0] for size in sizes)  # the trace has one symbol for them from now on
         self.note_batch(sizes)
+        restart()
+        self.note_lengths(tensors)
         args, kwargs = self.call.tree.unflatten(tensors)
         before = [(module, dict(module._buffers)) for module in self.model.modules()]
         numbers = plain_state(self.model)
         with self._hidden(), self.idioms():
-            returned = self.model(*args, **kwargs)
+            returned = self.call.of(self.model)(*args, **kwargs)
         if any(each.grad is not None for each in self.model.parameters()):
             raise refuse_backward("torch.autograd.backward")
         outputs, tree = flatten(returned, "output")
@@ -287,6 +294,7 @@ class Attempt:
         kept: what is kept whole.
         least: the batch size from which on the graph must hold.
         is_parted: whether there may be several micro-batches; if not, a graph of one batch size does as well.
+        free: dimensions of inputs whose lengths the graph need not fix.
     """
 
     model: nn.Module
@@ -297,6 +305,7 @@ class Attempt:
     kept: Opaque
     least: int = 1
     is_parted: bool = True
+    free: Places = frozenset()
 
     def run(self) -> Exported:
         """Traces the call.
@@ -311,6 +320,7 @@ class Attempt:
         flat = FlatCall(self.model, self.call, output_trees, left, self.kept.is_told)
         with self._noted(mode) as notes:
             flat.note_batch, flat.idioms = notes.keeper.note_batch, notes.idioms.entered
+            flat.note_lengths = lambda tensors: notes.free.note([tensors[i].shape[d] for i, d in sorted(self.free)])
             inputs = example_inputs(self.call, self.batch_size, mode, self.device)
             notes.draws.start()
             try:
@@ -324,22 +334,30 @@ class Attempt:
             raise RetryError(replace(self.kept, functions=self.kept.functions | found))
         assert output_trees
         constants, markers = self._tidy(graph_module)
+        watched = take_watched(graph_module)
+        lengths = None
+        if self.free:
+            _refuse_kept(graph_module)
+            lengths = find_lengths(graph_module, self.call, self.is_dynamic, notes.free.conditions)
         return Exported(
             module=graph_module,
             output_tree=output_trees[-1],
             constants=constants,
             is_dynamic=self.is_dynamic,
             markers=markers,
+            watched=watched,
             left=tuple(left),
             greatest=min(notes.bounds, default=None) if self.is_dynamic else None,
             asks_for_many=next(iter(notes.large), ""),
             asks_for_one=next(iter(notes.lone), ""),
+            lengths=lengths,
+            fixes_lengths=next(iter(notes.fixing), ""),
         )
 
     @contextmanager
     def _noted(self, mode: FakeTensorMode) -> Iterator[_Notes]:
         """Has the model run on fake tensors, and all that it does otherwise be noted."""
-        model, kept = self.model, self.kept
+        model, kept, free = self.model, self.kept, FreeLengths()
         with (
             as_before(model),
             torch.compiler.set_stance("force_eager"),  # torch.compile has nothing to compile on fake tensors
@@ -349,8 +367,8 @@ class Attempt:
             named_cut_points(model),
             watched(kept.functions) as function_calls,
             noted_fixed_sizes() as fixing,
-            noted_branches() as (lone, large),
-            tried_guards(self.least) as bounds,
+            noted_branches(free) as (lone, large),
+            tried_guards(self.least, free) as bounds,
             noted_draws(model, kept.notes_draws) as draws,
             in_precision(self.call.precision),
             python_generators(0),
@@ -358,15 +376,19 @@ class Attempt:
             noted_precision(self.call.precision),
             short_stacks(),
         ):
-            yield _Notes(keeper, draws, function_calls, Idioms(keeper.functions), fixing, lone, large, bounds)
+            yield _Notes(keeper, draws, function_calls, Idioms(keeper.functions), fixing, lone, large, bounds, free)
 
     def _graph(self, flat: FlatCall, inputs: list[Tensor]) -> fx.GraphModule:
         """Returns torch.export's graph, with parameters, buffers and what is kept whole as attributes."""
         dimension = torch.export.Dim("batch", min=1)
-        shapes = [{0: dimension} if spec.is_batch and self.is_dynamic else None for spec in self.call.inputs]
+        shapes: list[dict[int, Any]] = [
+            {0: dimension} if spec.is_batch and self.is_dynamic else {} for spec in self.call.inputs
+        ]
+        for index, place in self.free:
+            shapes[index][place] = torch.export.Dim.AUTO
         with warnings.catch_warnings():  # recurrent modules keep their weights twice; torch.export warns of it
             warnings.filterwarnings("ignore", message="The tensor attribute")
-            program = program_of(flat, inputs, shapes)
+            program = program_of(flat, inputs, [shape or None for shape in shapes])
         graph_module = unlift(program)
         take_modules(graph_module)
         take_checks(graph_module)
@@ -418,6 +440,7 @@ class _Notes:
         lone: where it does something else for a batch of one sample.
         large: where it may do something else for large batches.
         bounds: batch sizes up to which the trace has taken this way.
+        free: the other lengths that are left free.
     """
 
     keeper: Keeper
@@ -428,6 +451,16 @@ class _Notes:
     lone: list[str]
     large: list[str]
     bounds: list[int]
+    free: FreeLengths
+
+
+_KEPT = "what is kept whole is tried for one length alone"
+
+
+def _refuse_kept(module: fx.GraphModule) -> None:
+    regions = [each for each in module.modules() if isinstance(each, fx.GraphModule)]
+    if any(node.target in (run_opaque, run_function) for region in regions for node in region.graph.nodes):
+        raise TraceError(_KEPT)
 
 
 _OF_HOOKS = (
@@ -443,6 +476,8 @@ def export(
     is_dynamic: bool,
     device: torch.device,
     is_parted: bool = True,
+    can_keep: bool = True,
+    free: Places = frozenset(),
 ) -> Exported:
     """Traces one call of a model in its present mode, without running it.
 
@@ -456,18 +491,20 @@ def export(
         device: Where the graph will run.
         is_parted: Whether there may be several micro-batches; if not, the first line that fixes the batch size stops
             the trace, even inside of a submodule that could be kept whole.
+        can_keep: Whether what stops the trace is kept whole.
+        free: Dimensions of inputs whose lengths the graph need not fix; nothing is kept whole then.
 
     Raises:
         BatchSizeError: the graph would hold for one batch size alone.
         TraceError: the model cannot be traced; says which line and what to do.
     """
     check_layouts(model)
-    first = Opaque(modules=hooked(model))
+    first = Opaque(modules=hooked(model), can_grow=can_keep)
     if first.modules:
         warn_once(logger, model, _OF_HOOKS.format(", ".join(sorted(first.modules))))
     kept: Opaque | None = first
     while kept is not None:
-        attempt = Attempt(model, call, batch_size, is_dynamic, device, kept, is_parted=is_parted)
+        attempt = Attempt(model, call, batch_size, is_dynamic, device, kept, is_parted=is_parted, free=free)
         try:
             with quiet_failure():
                 found = attempt.run()
@@ -477,8 +514,12 @@ def export(
             return found
         except RetryError as stopped:
             kept = stopped.kept
+            if free and (kept.modules or kept.functions):
+                raise TraceError(_KEPT) from stopped
         except TraceError as error:
             if isinstance(error, BatchSizeError) and not is_parted:
+                raise
+            if free:
                 raise
             is_first = kept == replace(first, functions=kept.functions, notes_draws=kept.notes_draws)
             if is_first or not is_of_keeper(error):

@@ -22,6 +22,7 @@ from autovaruna.errors import TraceError
 from autovaruna.graph.export.autograd import check_state, plain_state
 from autovaruna.graph.export.constant_values import hide_tracing
 from autovaruna.graph.export.fakes import put
+from autovaruna.graph.guards import hooks_of
 from autovaruna.graph.opaque.run import OutputShape, Returned, in_place, is_differentiable, places_of
 from autovaruna.graph.precision import Precision, in_precision
 from autovaruna.graph.random import python_generators, untouched_generator
@@ -180,7 +181,7 @@ def copy_of(module: nn.Module) -> nn.Module:
         CannotKeepError: it cannot be copied.
     """
     try:
-        made = copy.deepcopy(module, {id(each): each for each in own_tensors(module)})
+        made = copy.deepcopy(module, {id(each): each for each in (*own_tensors(module), *hooks_of(module))})
     except Exception as error:
         raise CannotKeepError(f"it cannot be copied ({error})") from error
     for each in made.modules():

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from autovaruna.graph.batch.values import is_of_batch
+from autovaruna.graph.lengths import free_value
 from autovaruna.graph.opaque.run import OpaqueModule, run_opaque
 from autovaruna.graph.precision import Switch, precision_of
 from autovaruna.graph.random import draw
@@ -201,7 +202,7 @@ class _Extraction:
         if is_of_batch(node):
             return self._argument(Argument(Source.OF_BATCH, node.name))
         if self.traced.sizes.is_given(node):
-            value = node.meta["val"]
+            value = free_value(node)
             is_symbolic = isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool)
             return self._argument(Argument(Source.SIZE, node.name)) if is_symbolic else value
         return self._argument(Argument(Source.VALUE, node.name))

@@ -20,7 +20,8 @@ from torch import Tensor, fx, nn
 from autovaruna._torch import TorchDispatchMode, pytree
 from autovaruna.errors import TraceError
 from autovaruna.graph.export.errors import first_line
-from autovaruna.graph.guards import OF_MODULES, entries
+from autovaruna.graph.export.watchers import without_script_hooks
+from autovaruna.graph.guards import OF_MODULES, entries, hooks_of
 from autovaruna.graph.module_state import changed_attributes, profiling_mode
 from autovaruna.graph.opaque.run import OpaqueModule, forgetting, run_opaque
 from autovaruna.graph.precision import in_precision, precision_of, without_autocast
@@ -143,7 +144,7 @@ class EagerVsGraph:
         args, kwargs = self.traced.call.tree.unflatten(self._inputs())
         seeded = [own.get_submodule(path).register_forward_pre_hook(_seed_python) for path in self._kept_paths]
         with around or nullcontext(), self._alike(), in_precision(self.traced.call.precision), _as_it_is():
-            outputs, _ = flatten(own(*args, **kwargs), "output")
+            outputs, _ = flatten(self.traced.call.of(own)(*args, **kwargs), "output")
         for hook in seeded:
             hook.remove()
         named = _state(own)
@@ -199,8 +200,9 @@ class EagerVsGraph:
     def _copy(self) -> nn.Module:
         """Returns a copy of the model that shares with it the numbers that no call changes."""
         memo: dict[int, Any] = {id(each): _copy_of(each) for each in _made_by_operations(self.model)}
-        memo |= {id(each): each for each in self.model.parameters()}
-        return copy.deepcopy(self.model, memo | self._clones())
+        memo |= {id(each): each for each in (*self.model.parameters(), *hooks_of(self.model))}
+        with without_script_hooks(self.model) if self.traced.watched else nullcontext():
+            return copy.deepcopy(self.model, memo | self._clones())
 
 
 class Run(fx.Interpreter):

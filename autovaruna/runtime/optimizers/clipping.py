@@ -55,17 +55,40 @@ def clip_grad_norm(
     """
     here = {name: parameter for name, parameter in state.parameters().items() if not parameter.is_meta}
     own = {name: parameter.grad for name, parameter in here.items() if parameter.grad is not None}
-    device = next((gradient.device for gradient in own.values()), torch.device("cpu"))
     options = {"max_norm": f"{float(max_norm):g}", "norm_type": f"{float(norm_type):g}"}
-    parts = told_by_all(_own_norms(own, placement, names, world.rank, norm_type), options, world, what)
-    known = {place: norm for of_rank in parts for place, norm in of_rank.items()}
-    norms = torch.tensor([known.get(place, 0.0) for place in range(len(names))], dtype=torch.float64, device=device)
-    dtype = torch.float32 if not own else next(iter(own.values())).dtype
-    total = total_of(norms.to(dtype), norm_type, error_if_nonfinite)
+    norms = norms_of_all(own, placement, names, world, norm_type, options, what)
+    total = total_of(norms, norm_type, error_if_nonfinite)
     coefficient = torch.clamp(max_norm / (total + 1e-6), max=1.0)
     for gradient in own.values():
         gradient.mul_(coefficient)
     return total
+
+
+def norms_of_all(
+    own: Mapping[str, Tensor],
+    placement: Placement,
+    names: Sequence[str],
+    world: World,
+    norm_type: float,
+    options: Mapping[str, str],
+    what: str,
+) -> Tensor:
+    """Returns a norm for each parameter of the model, shape (parameters,), the same on every rank. Collective.
+
+    Args:
+        own: This rank's parameters, or their gradients, by first name.
+        placement: Who holds them.
+        names: First names of all parameters, in the model's order.
+        world: The ranks.
+        norm_type: The order of the norm.
+        options: What the ranks must ask with alike, in words.
+        what: What to call it in errors.
+    """
+    device = next((each.device for each in own.values()), torch.device("cpu"))
+    parts = told_by_all(_own_norms(own, placement, names, world.rank, norm_type), options, world, what)
+    known = {place: norm for of_rank in parts for place, norm in of_rank.items()}
+    norms = torch.tensor([known.get(place, 0.0) for place in range(len(names))], dtype=torch.float64, device=device)
+    return norms.to(torch.float32 if not own else next(iter(own.values())).dtype)
 
 
 def told_by_all(norms: Norms, options: Mapping[str, str], world: World, what: str) -> list[Norms]:
@@ -100,7 +123,7 @@ def total_of(norms: Tensor, norm_type: float, error_if_nonfinite: bool) -> Tenso
 def _own_norms(
     own: Mapping[str, Tensor], placement: Placement, names: Sequence[str], rank: int, norm_type: float
 ) -> dict[int, float]:
-    """Returns the norms of the gradients that this rank is the first to hold, by place in the list of names."""
+    """Returns the norms of what this rank is the first to hold, by place in the list of names."""
     places = [place for place, name in enumerate(names) if name in own and placement.ranks_of(name)[0] == rank]
     norms = [torch.linalg.vector_norm(own[names[place]], norm_type).double() for place in places]
     return dict(zip(places, torch.stack(norms).tolist(), strict=True)) if norms else {}

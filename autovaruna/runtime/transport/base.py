@@ -7,14 +7,14 @@ deadlock detector. It knows nothing of collectives, waits or sums: those are `Wo
 from __future__ import annotations
 
 import signal
-import sys
-import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor
+
+from autovaruna.log import error_text, write_error
 
 
 def is_dense(tensor: Tensor) -> bool:
@@ -202,6 +202,10 @@ class Transport(ABC):
     def send_notice(self, data: bytes, destination: int) -> None:
         """Starts to send a notice; those of one rank arrive in order."""
 
+    def are_notices_out(self) -> bool:
+        """Says whether all notices of this rank have left, so that they arrive whatever it does; lets them advance."""
+        return True
+
     @abstractmethod
     def take_notices(self) -> Iterable[tuple[int, bytes | bytearray]]:
         """Returns the notices that have come, each with its source."""
@@ -253,7 +257,8 @@ def status_after(error: BaseException) -> int:
     return 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
 
 
-def show(error: BaseException, where: str) -> None:
-    """Writes the traceback of an error, headed by `where`, on standard error."""
-    trace = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-    sys.stderr.write(f"{where}:\n{trace}")
+def show(error: BaseException, where: str) -> str:
+    """Writes what an error says, headed by `where`, on standard error; returns it."""
+    text = f"{where}:\n{error_text(error)}"
+    write_error(text)
+    return text

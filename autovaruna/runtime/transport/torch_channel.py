@@ -100,7 +100,8 @@ class EmptyWork:
         return True
 
 
-_TIMEOUT = timedelta(days=7)  # the deadlock detector finds waits that cannot end
+_NO_LIMIT = timedelta(days=7)
+"""The deadlock detector finds waits that cannot end; how long others may last, a setting says."""
 _HEADER_NUMBERS = 2
 _POOL_THREADS = 32
 
@@ -256,12 +257,14 @@ class TorchChannel:
         """Makes a process group of some ranks; all of them make theirs in one order."""
         store = PrefixStore("-".join([kind, *map(str, ranks)]), self._store)
         place = ranks.index(self.world.rank)
+        limit = self.world.watch.stalls.limit_seconds
+        timeout = timedelta(seconds=limit) if limit else _NO_LIMIT
         if self.is_on_host:
-            return dist.ProcessGroupGloo(store, place, len(ranks), _TIMEOUT)
+            return dist.ProcessGroupGloo(store, place, len(ranks), timeout)
         from torch.distributed import ProcessGroupNCCL  # not there in every PyTorch
 
         options = ProcessGroupNCCL.Options()
-        options._timeout = _TIMEOUT
+        options._timeout = timeout
         return ProcessGroupNCCL(store, place, len(ranks), options)
 
     def _greet(self, pairs: Iterable[Pair], groups: Iterable[Ranks]) -> None:

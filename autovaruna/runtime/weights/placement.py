@@ -202,7 +202,9 @@ class OwnedState:
         self._types = {name: (each.dtype, each.device) for name, each in own.items()}
         for name in self.places.keys() - held:
             if isinstance(tensor := self.tensor(name), nn.Parameter):
-                self.replace(name, release(tensor, Home(name, placement.ranks_of(name), world.rank, device)))
+                self.replace(
+                    name, release(tensor, Home(name, placement.ranks_of(name), world.rank, device, tensor.shape))
+                )
 
     def follow_frozen(self, placement: Placement, world: World) -> bool:
         """Lets parameters that this rank does not hold need a gradient if they do where they are held. Collective.

@@ -3,27 +3,55 @@
 It stands in the model in the place of the parameter, so that all ranks list the same parameters. Its shape, dtype,
 device and flags are the parameter's. What is computed from such tensors alone is again remote, and what is written to
 one is left to the ranks that hold it, where the same script does the same: so clamping all weights, and a step of any
-optimizer, are right on every rank. Whatever would join its numbers with those of this rank raises.
+optimizer, are right on every rank. What is drawn for one is drawn on every rank, so that generators stay together.
+
+A tensor of the script's own, of the same shape, may follow one parameter (an average of it, a moment): what is computed
+of both is elsewhere, and once that is written into the script's tensor, it is elsewhere as well. Whatever else would
+join numbers of several ranks raises.
 """
 
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
-from autovaruna._torch import DisableTorchFunctionSubclass, pytree, swap_tensors
+from autovaruna._torch import (
+    DisableTorchFunctionSubclass,
+    OpOverload,
+    TorchDispatchMode,
+    num_uses_of_storage,
+    pytree,
+    swap_tensors,
+)
 from autovaruna.errors import InputError
 
 PLAIN = DisableTorchFunctionSubclass
 _BY_SHAPE_ALONE = frozenset({"view_as", "expand_as", "reshape_as", "is_same_size"})
 _MOVES = frozenset({"to", "cpu", "cuda", "type", "type_as"})
+_EMPTY = frozenset({"new", "new_empty", "new_empty_strided", "empty_like"})
+_KNOWN = frozenset(
+    ("new_zeros", "new_ones", "new_full", "new_tensor", "zeros_like", "ones_like", "full_like")
+    + ("rand_like", "randn_like", "randint_like")
+)
+"""Makes numbers that follow from no number of the tensor."""
+_DRAWS_BY_VALUE = frozenset(
+    ("binomial", "multinomial", "poisson", "rrelu_with_noise", "rrelu_with_noise_")
+    + ("_sample_dirichlet", "_standard_gamma")
+)
+"""Random operations that draw more or fewer numbers by those that they are given."""
+_USES = 2
+"""Of the memory of a tensor that nothing else shares: by the tensor, and by the one who counts."""
 _FLAGS = frozenset(getattr(Tensor, name).__get__ for name in ("requires_grad", "is_meta", "is_leaf", "dtype", "shape"))
 """Attributes that are the tensor's own; every step reads some of every parameter."""
+_IS_META = Tensor.is_meta.__get__  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True)
@@ -35,12 +63,14 @@ class Home:
         ranks: The ranks that hold it.
         rank: This rank, which does not.
         device: Where the numbers would be on this rank.
+        shape: The shape of the parameter.
     """
 
     name: str
     ranks: tuple[int, ...]
     rank: int
     device: torch.device
+    shape: torch.Size
 
 
 class RemoteTensor(Tensor):
@@ -57,6 +87,8 @@ class RemoteTensor(Tensor):
     ) -> Any:
         """Does what PyTorch asks for without numbers, or raises an `InputError` that says whose numbers they are."""
         if func in _FLAGS:
+            if func == _IS_META and (caller := sys._getframe(1)).f_globals is vars(nn.init):
+                _initialise_as(caller)  # which leaves alone what is on meta
             with PLAIN():
                 return func(*args)
         if func is Tensor.detach:  # a state_dict detaches all parameters
@@ -92,6 +124,56 @@ def _wrapped(tensor: Tensor, home: Home) -> RemoteTensor:
     return made
 
 
+class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Draws what operations on tensors without numbers would draw if they had them.
+
+    Args:
+        operation: What asks for them.
+    """
+
+    def __init__(self, operation: _Operation, device: torch.device) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._operation = operation
+        self._device = device
+
+    def __torch_dispatch__(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Runs an operation; a random one on tensors of no meaning first."""
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded in func.tags and any(map(_is_on_meta, pytree.tree_leaves((args, kwargs)))):
+            if func.overloadpacket.__name__ in _DRAWS_BY_VALUE:
+                self._operation.refuse()
+            given, named = pytree.tree_map_only(Tensor, self._blank, (args, kwargs))
+            func(*given, **named)
+            kwargs = {name: value for name, value in kwargs.items() if name != "generator"}
+        return func(*args, **kwargs)
+
+    def _blank(self, tensor: Tensor) -> Tensor:
+        return _blank(tensor, self._device) if tensor.is_meta else tensor
+
+
+def _blank(tensor: Tensor, device: torch.device) -> Tensor:
+    """Returns zeros in the place of a tensor on ``meta``, of its strides, by which some kernels draw."""
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device).zero_()
+
+
+def _initialise_as(caller: FrameType) -> None:
+    """Has a function of ``torch.nn.init``, which has just been called, draw for a tensor that is dropped."""
+    code, given = caller.f_code, caller.f_locals
+    arguments = {name: given[name] for name in code.co_varnames[: code.co_argcount]}
+    _initialise(getattr(nn.init, code.co_name), arguments)
+
+
+def _initialise(function: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
+    """Calls a function with zeros in the place of tensors that are elsewhere, for what it draws."""
+    with PLAIN(), torch.no_grad():
+        function(
+            **{
+                name: _blank(each, each.home.device) if isinstance(each, RemoteTensor) else each
+                for name, each in arguments.items()
+            }
+        )
+
+
 class _Operation:
     """One operation of PyTorch that has been asked for with a tensor that is elsewhere."""
 
@@ -107,6 +189,9 @@ class _Operation:
             return self._attribute(getattr(getattr(self._func, "__self__", None), "__name__", ""))
         if self._func is torch.autograd.grad:
             return self._gradients()
+        if getattr(self._func, "__module__", "") == nn.init.__name__:
+            _initialise(self._func, self._kwargs)
+            return self._first
         special = getattr(self, f"_on{self._name}", None)
         if special is not None:
             return special()
@@ -114,12 +199,59 @@ class _Operation:
             return self._for_each()
         if self._name in _MOVES:
             return self._move()
+        if self._name in _KNOWN or self._name in _EMPTY:
+            return self._make()
         if isinstance(self._first, RemoteTensor):
             return self._without_numbers()
         if self._name in _BY_SHAPE_ALONE:
             with PLAIN():
                 return self._func(*self._args, **self._kwargs)
-        self.refuse()
+        if not isinstance(self._first, Tensor) or not self._is_of_one_parameter():
+            self.refuse()
+        return self._follow(self._first) if self._writes() else self._without_numbers()
+
+    def _make(self) -> Any:
+        """Makes a tensor of numbers that this rank knows; one for the parameter's own is elsewhere, too."""
+        if not isinstance(self._first, RemoteTensor):
+            self.refuse()
+        with PLAIN():
+            if self._name in _EMPTY:
+                like = self._func(*self._args, **(self._kwargs | {"device": "meta"} if self._name != "new" else {}))
+                if like.shape == self._home.shape:
+                    return _wrapped(like, self._home)
+                return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=self._home.device)
+            return self._func(
+                *self._args, **{**self._kwargs, "device": self._kwargs.get("device") or self._home.device}
+            )
+
+    def _writes(self) -> bool:
+        """Whether the operation writes into its first argument."""
+        is_augmented = self._name.startswith("__i") and self._name != "__invert__"
+        return is_augmented or self._name == "__setitem__" or (self._name[-1] == "_" != self._name[-2:-1])
+
+    def _is_of_one_parameter(self) -> bool:
+        """Whether all that is elsewhere belongs to one parameter, and what is here has its shape, or is one number."""
+        homes = {(each.home.name, each.home.ranks) for each in self._tensors if isinstance(each, RemoteTensor)}
+        here = [each for each in self._tensors if not isinstance(each, RemoteTensor)]
+        shape = self._home.shape
+        return len(homes) == 1 and all(
+            each.shape == shape or (each is not self._first and not each.shape) for each in here
+        )
+
+    def _follow(self, owner: Tensor) -> Tensor:
+        """Lets a tensor of the script's own, which is written by numbers that are elsewhere, be there from now on."""
+        with PLAIN():
+            is_own = type(owner) is Tensor and not (owner.requires_grad or owner._is_view())
+            if not is_own or num_uses_of_storage(owner) > _USES:
+                self.refuse()
+            made = remote_like(owner, self._home)
+            try:
+                swap_tensors(owner, made)
+            except RuntimeError as error:  # PyTorch keeps it
+                self.refuse(error)
+            owner.__class__ = RemoteTensor
+        owner.__dict__.update(home=self._home)
+        return owner
 
     @property
     def _first(self) -> Any:
@@ -135,8 +267,9 @@ class _Operation:
         if any(not isinstance(each, RemoteTensor) for each in self._tensors if each is self._kwargs.get("out")):
             self.refuse()
         args, kwargs = pytree.tree_map_only(Tensor, _on_meta, (self._args, self._kwargs))
+        is_attribute = self._name in ("__get__", "__set__")
         try:
-            with PLAIN():
+            with PLAIN(), nullcontext() if is_attribute else _Draws(self, self._home.device):
                 found = self._func(*args, **kwargs)
         except (RuntimeError, TypeError) as error:  # what meta has no kernel for is one
             if "meta" in str(error).lower() or self._name == "__format__":
@@ -179,14 +312,20 @@ class _Operation:
     def _for_each(self) -> Any:
         """Runs an operation on lists for those places whose tensors are here; the others are elsewhere."""
         lists = [each for each in (*self._args, *self._kwargs.values()) if _has_tensors(each)]
-        away = [any(isinstance(each, RemoteTensor) for each in place) for place in zip(*lists, strict=False)]
-        if any(not isinstance(one, RemoteTensor) and is_away for one, is_away in zip(lists[0], away, strict=True)):
-            self.refuse()
+        places = list(zip(*lists, strict=False))
+        away = [any(isinstance(each, RemoteTensor) for each in place) for place in places]
+        joint = [_Operation(self._func, place, {}) for place, is_away in zip(places, away, strict=True) if is_away]
+        for each in joint:
+            if not isinstance(each._first, RemoteTensor):
+                if not each._is_of_one_parameter():
+                    each.refuse()
+                if self._writes():
+                    each._follow(each._first)
         here = self._call_for([place for place, is_away in enumerate(away) if not is_away], len(away))
         if self._name.endswith("_") or here is None:
             return None
         there = self._call_for([place for place, is_away in enumerate(away) if is_away], len(away))
-        found, rest = iter(here), iter(there)
+        found, rest = iter(here), (_wrapped(made, each._home) for made, each in zip(there, joint, strict=True))
         return [next(rest) if is_away else next(found) for is_away in away]
 
     def _call_for(self, places: Sequence[int], length: int) -> Any:
@@ -242,15 +381,20 @@ class _Operation:
         raise InputError(
             f"Rank {home.rank} does not hold {home.name}, for the model has been split: got {self._name}() of its "
             f"numbers, which are on ranks {list(home.ranks)}. Expected calls of the wrapped model alone, model(...), "
-            "not of its submodules or other methods; for averages of weights, copy.deepcopy(model) of the wrapper, "
-            "which is split alike; for whole weights, model.state_dict() on every rank; for norms of gradients, "
-            "model.clip_grad_norm_(); for penalties on weights, that the model's forward adds them to its loss. What "
-            "is done to one parameter after the other may leave out those with is_meta."
+            "not of its submodules; for averages of weights, copy.deepcopy(model) of the wrapper, which is split "
+            "alike; for whole weights, model.state_dict() on every rank; for the norm of all gradients, "
+            "model.clip_grad_norm_(float('inf')); for the norm of all weights, model.parameter_norm(); for penalties "
+            "on weights, the optimizer's weight_decay, or that the model's forward adds them to its loss. What is "
+            "done to one parameter after the other may leave out those with is_meta."
         ) from cause
 
 
 def _on_meta(tensor: Tensor) -> Tensor:
     return tensor if isinstance(tensor, RemoteTensor) or tensor.is_meta else tensor.detach().to("meta")
+
+
+def _is_on_meta(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_meta
 
 
 def _has_tensors(value: Any) -> bool:

@@ -1,0 +1,267 @@
+"""Lets forward hooks that only watch see the tensors of steps, and nothing of tracing, measuring or comparing.
+
+While a model is traced, the hooks of a script are taken away, and each module that has some leaves marks on what goes
+in and comes out. The nodes of the graph that were marked are what the hooks are given when a stage has run. A hook that
+changes what the model computes is no watcher: the model is traced with it, as with any other line of its code.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from copy import copy
+from dataclasses import dataclass
+from functools import partial
+from threading import local
+from types import FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from autovaruna.errors import InputError, OrderError
+from autovaruna.graph.tree import Opaque, Tree, Undelivered, flatten
+
+_TABLES = ("_forward_pre_hooks", "_forward_hooks")
+_CONTAINERS = (list, dict, set, deque, Counter, OrderedDict, defaultdict)
+_DEPTH, _MOST = 4, 100_000
+_NO_RECORDS = (nn.Module, Tensor, type, ModuleType, FunctionType, MethodType)
+_tracing = local()
+
+
+@torch.library.custom_op("autovaruna::watch", mutates_args=())
+def _mark(x: Tensor, key: int) -> Tensor:
+    """Marks a tensor in a trace; `_fake` says what comes out."""
+    return x.clone()
+
+
+@_mark.register_fake
+def _fake(x: Tensor, key: int) -> Tensor:
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
+
+
+_mark.register_autograd(lambda ctx, gradient: (gradient, None))
+
+
+@dataclass(frozen=True)
+class WatchedCall:
+    """A call of a module with hooks, in a traced graph.
+
+    Attributes:
+        path: the module.
+        tree: structure of ``((args, kwargs), output)``.
+        names: nodes whose values its tensors are, in order.
+        num_given: how many of them are arguments.
+    """
+
+    path: str
+    tree: Tree
+    names: tuple[str, ...]
+    num_given: int
+
+
+def is_of_script(hook: Any) -> bool:
+    """Whether a hook is none of torch's own."""
+    return not str(getattr(hook, "__module__", "")).startswith("torch.")
+
+
+def script_hooks(model: nn.Module) -> dict[str, list[Any]]:
+    """Returns the forward hooks of a script, by the path of their modules."""
+    found: dict[str, list[Any]] = {}
+    for path, module in model.named_modules():
+        hooks = [hook for table in _TABLES for hook in vars(module).get(table, {}).values() if is_of_script(hook)]
+        if hooks:
+            found[path] = hooks
+    return found
+
+
+@contextmanager
+def without_script_hooks(model: nn.Module) -> Iterator[None]:
+    """Takes the forward hooks of a script away while the context lasts."""
+    tables = [vars(module)[table] for module in model.modules() for table in _TABLES if vars(module).get(table)]
+    before = [(table, dict(table)) for table in tables]
+    try:
+        for table, own in before:
+            table.clear()
+            table.update({key: hook for key, hook in own.items() if not is_of_script(hook)})
+        yield
+    finally:
+        for table, own in before:
+            table.clear()
+            table.update(own)
+
+
+@contextmanager
+def marked(model: nn.Module) -> Iterator[None]:
+    """Has modules with hooks of a script leave marks, on this thread, in the place of these hooks."""
+    paths = list(script_hooks(model))
+    with without_script_hooks(model):
+        handles = []
+        for path in paths:
+            module, entered = model.get_submodule(path), list[Any]()
+            handles += [
+                module.register_forward_pre_hook(partial(_enter, entered), with_kwargs=True),
+                module.register_forward_hook(partial(_leave, path, entered), with_kwargs=True),
+            ]
+        _tracing.calls = []
+        try:
+            yield
+        finally:
+            _tracing.calls = None
+            for handle in handles:
+                handle.remove()
+
+
+def restart() -> None:
+    """Forgets the calls of an attempt to trace that was given up."""
+    if getattr(_tracing, "calls", None):
+        _tracing.calls.clear()
+
+
+def _enter(entered: list[Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
+    given, keys = _marked((args, kwargs))
+    entered.append((given, keys))
+    return given
+
+
+def _leave(path: str, entered: list[Any], module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+    given, given_keys = entered.pop()
+    made, keys = _marked(output)
+    _, tree = flatten((given, made))
+    _tracing.calls.append((path, tree, [*given_keys, *keys], len(given_keys)))
+    return made
+
+
+def _marked(value: Any) -> tuple[Any, list[int]]:
+    """Returns a structure whose tensors are marked, and the keys of the marks; objects that hide tensors are left."""
+    tensors, tree = flatten(value)
+    if any(isinstance(leaf, Opaque) for leaf in tree.walk()):
+        return value, [-1] * len(tensors)
+    first = getattr(_tracing, "num_marks", 0)
+    _tracing.num_marks = first + len(tensors)
+    keys = list(range(first, _tracing.num_marks))
+    return tree.unflatten([_mark(each, key) for each, key in zip(tensors, keys, strict=True)]), keys
+
+
+def take_watched(module: fx.GraphModule) -> tuple[WatchedCall, ...]:
+    """Takes the marks out of a graph; returns the calls that it was traced with."""
+    sources: dict[int, str] = {}
+    for each in [each for each in module.modules() if isinstance(each, fx.GraphModule)]:
+        marks = each.graph.find_nodes(op="call_function", target=torch.ops.autovaruna.watch.default)
+        for node in marks:
+            source: Any = node.args[0]
+            name = sources[source.args[1]] if source in marks else source.name
+            sources[node.args[1]] = name if each is module else ""
+        for node in marks:
+            node.replace_all_uses_with(node.args[0])
+            each.graph.erase_node(node)
+        if marks and each is not module:
+            each.recompile()
+    calls = getattr(_tracing, "calls", None) or ()
+    return tuple(
+        WatchedCall(path, tree, tuple(sources.get(key, "") for key in keys), num_given)
+        for path, tree, keys, num_given in calls
+        if not sources.keys().isdisjoint(keys)  # else it is inside of a module that is kept whole, with its hooks
+    )
+
+
+@contextmanager
+def untouched(model: nn.Module) -> Iterator[None]:
+    """Puts back what the hooks of a script keep in lists, dicts and attributes when the context ends."""
+    places: dict[int, Any] = {}
+    for hooks in script_hooks(model).values():
+        for hook in hooks:
+            for value in _held_by(hook):
+                _collect(value, places)
+    before = [(each, copy(each)) for each in places.values()]
+    cells = [(cell, cell.cell_contents) for hooks in script_hooks(model).values() for cell in _cells(hooks)]
+    try:
+        yield
+    finally:
+        for value, content in before:
+            value.clear()
+            value.extend(content) if isinstance(value, list | deque) else value.update(content)
+        for cell, known in cells:
+            cell.cell_contents = known
+
+
+def _collect(value: Any, places: dict[int, Any], depth: int = _DEPTH) -> None:
+    """Adds the containers in a value, and the attributes of objects in it, by identity."""
+    if isinstance(value, _CONTAINERS):
+        inner = value
+    elif hasattr(value, "__dict__") and not isinstance(value, _NO_RECORDS):
+        inner = vars(value)
+    else:
+        return
+    if id(inner) not in places and depth and len(inner) <= _MOST:
+        places[id(inner)] = inner
+        for each in list(inner.values() if isinstance(inner, dict) else inner):
+            _collect(each, places, depth - 1)
+
+
+def _cells(hooks: Sequence[Any]) -> Iterator[Any]:
+    for hook in hooks:
+        yield from getattr(getattr(hook, "__func__", hook), "__closure__", None) or ()
+
+
+def _held_by(hook: Any) -> Iterator[Any]:
+    """Yields what a hook may write into."""
+    if isinstance(hook, partial):
+        yield from (*hook.args, *hook.keywords.values())
+        hook = hook.func
+    if isinstance(hook, MethodType):
+        yield hook.__self__
+        hook = hook.__func__
+    if isinstance(hook, FunctionType):
+        yield from (cell.cell_contents for cell in hook.__closure__ or ())
+        yield from (hook.__globals__[name] for name in hook.__code__.co_names if name in hook.__globals__)
+    else:
+        yield hook
+
+
+class _Seen(torch.autograd.Function):
+    """Shows a tensor to a hook; a backward that comes by it would miss the step."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        """Returns the tensor."""
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        """Refuses."""
+        raise OrderError(
+            "Backward reached a tensor that a forward hook has kept, left beside what the model returns. Expected a "
+            "loss made of what the model returns; return that tensor, too."
+        )
+
+
+def show(model: nn.Module, call: WatchedCall, values: Mapping[str, Tensor]) -> None:
+    """Calls the hooks of a module with what they see in one micro-batch.
+
+    Args:
+        model: The model.
+        call: The call of the module.
+        values: What is on this rank, by name of the node.
+
+    Raises:
+        InputError: a hook returns something, which cannot be put into the model any more.
+    """
+    module = model.get_submodule(call.path)
+    tensors = [
+        _Seen.apply(values[name]) if name in values else Undelivered(Opaque(f"{call.path} was given", "tensor"))  # type: ignore[no-untyped-call]
+        for name in call.names
+    ]
+    (args, kwargs), output = call.tree.unflatten(tensors)
+    for table, given in (("_forward_pre_hooks", ()), ("_forward_hooks", (output,))):
+        for key, hook in list(vars(module)[table].items()):
+            if not is_of_script(hook):
+                continue
+            is_with_kwargs = key in vars(module)[f"{table}_with_kwargs"]
+            if hook(module, args, *((kwargs,) if is_with_kwargs else ()), *given) is not None:
+                raise InputError(
+                    f"A forward hook of {call.path or 'the model'} returns something, but the model could not be "
+                    "traced with it. Expected a hook that returns nothing, or one of operations of torch alone, which "
+                    "is traced; write what it does into forward."
+                )

@@ -1,0 +1,180 @@
+"""Describes the lengths of inputs that vary from call to call: in a graph they are symbols, as the batch size is.
+
+Whatever is asked of such a graph is asked for the lengths that it was traced with: ``meta["val"]`` of its nodes has
+them as numbers. What has the symbols is ``meta["free"]``, from which a stage that runs gets the numbers of its call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor, fx
+
+from autovaruna._torch import pytree
+from autovaruna.errors import TraceError
+from autovaruna.graph.call import CallSpec
+
+FREE = "free"
+Places = frozenset[tuple[int, int]]
+"""Dimensions of inputs: the number of the input, and that of its dimension."""
+_SOME_SIZES = (2, 3, 4, 7, 8, 16, 32, 64, 128)
+_MOST_KNOWN = 64
+
+
+@dataclass(frozen=True, eq=False)
+class Lengths:
+    """The lengths for which a graph holds.
+
+    Attributes:
+        batch: the symbol of the batch size; None: it is fixed.
+        symbols: those of the lengths.
+        shapes: for each input, what its dimensions are: numbers and expressions; that of the batch is left out.
+        conditions: what must hold besides, for micro-batches of any size.
+    """
+
+    batch: sympy.Symbol | None
+    symbols: tuple[sympy.Symbol, ...]
+    shapes: tuple[Mapping[int, Any], ...]
+    conditions: tuple[sympy.Basic, ...]
+    _known: dict[tuple[tuple[int, ...], ...], tuple[int, ...] | None] = field(default_factory=dict, repr=False)
+
+    @property
+    def places(self) -> Places:
+        """The dimensions that may vary."""
+        return frozenset(
+            (index, dimension)
+            for index, shape in enumerate(self.shapes)
+            for dimension, length in shape.items()
+            if isinstance(length, sympy.Basic)
+        )
+
+    def of(self, call: CallSpec) -> tuple[int, ...] | None:
+        """Returns the lengths of a call in the order of the symbols; None: the graph does not hold for them."""
+        shapes = tuple(spec.shape for spec in call.inputs)
+        if shapes not in self._known:
+            if len(self._known) >= _MOST_KNOWN:
+                self._known.clear()
+            self._known[shapes] = self._fitting(shapes)
+        return self._known[shapes]
+
+    def _fitting(self, shapes: Sequence[Sequence[int]]) -> tuple[int, ...] | None:
+        pairs = [(length, shapes[i][d]) for i, shape in enumerate(self.shapes) for d, length in shape.items()]
+        numbers: dict[Any, Any] = {}
+        for length, number in pairs:
+            if isinstance(length, sympy.Symbol):
+                numbers.setdefault(length, sympy.Integer(number))
+        if not numbers.keys() >= set(self.symbols):
+            return None
+        for length, number in pairs:
+            if (length.xreplace(numbers) if isinstance(length, sympy.Basic) else length) != number:
+                return None
+        if not all(self._holds(condition, numbers) for condition in self.conditions):
+            return None
+        return tuple(int(numbers[symbol]) for symbol in self.symbols)
+
+    def _holds(self, condition: sympy.Basic, numbers: Mapping[Any, Any]) -> bool:
+        found = condition.xreplace(dict(numbers))
+        if self.batch is None or self.batch not in found.free_symbols:
+            return bool(found == sympy.true)
+        return all(found.xreplace({self.batch: sympy.Integer(size)}) == sympy.true for size in _SOME_SIZES)
+
+
+def find_lengths(
+    module: fx.GraphModule, call: CallSpec, is_dynamic: bool, conditions: Collection[sympy.Basic]
+) -> Lengths | None:
+    """Finds the lengths that are symbols in a graph of torch.export, and puts numbers in their place.
+
+    Args:
+        module: The graph; the values of its nodes are changed.
+        call: The call that was traced.
+        is_dynamic: Whether the batch size is a symbol.
+        conditions: What the trace went by.
+
+    Returns:
+        The lengths; None: the model has fixed them all.
+
+    Raises:
+        TraceError: it cannot be told which they may be.
+    """
+    values = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
+    batch = None
+    shapes = []
+    for value, spec in zip(values, call.inputs, strict=True):
+        batch = _plain(value.shape[0]) if spec.is_batch and is_dynamic else batch
+        shapes.append({d: _plain(length) for d, length in enumerate(value.shape) if d or not spec.is_batch})
+    lengths = [each for shape in shapes for each in shape.values() if isinstance(each, sympy.Basic)]
+    found = {symbol for each in lengths for symbol in each.free_symbols}
+    if not found:
+        return None
+    made = Lengths(batch, tuple(sorted(found, key=str)), tuple(shapes), tuple(conditions))
+    own = made.of(call)
+    if own is None:
+        raise TraceError("what a length may be cannot be told")
+    put_numbers(module, dict(zip(made.symbols, map(sympy.Integer, own), strict=True)))
+    return made
+
+
+def _plain(length: Any) -> Any:
+    """Returns a length as a number, or as an expression."""
+    expression = length.node.expr if isinstance(length, torch.SymInt) else length
+    return int(expression) if isinstance(expression, int | sympy.Integer) else expression
+
+
+def put_numbers(module: fx.GraphModule, numbers: Mapping[Any, Any]) -> None:
+    """Puts numbers in the place of symbols in the values of a graph, and of those within it."""
+    for part in module.modules():
+        if isinstance(part, fx.GraphModule):
+            for node in part.graph.nodes:
+                value = node.meta.get("val")
+                if _has(value, numbers):
+                    node.meta[FREE] = value
+                    node.meta["val"] = pytree.tree_map(lambda leaf: _with(leaf, numbers), value)
+
+
+def free_value(node: fx.Node) -> Any:
+    """Returns the value of a node in which lengths are symbols."""
+    return node.meta.get(FREE, node.meta.get("val"))
+
+
+def _has(value: Any, numbers: Mapping[Any, Any]) -> bool:
+    leaves = [value] if isinstance(value, Tensor) else pytree.tree_leaves(value)
+    return any(_free(size) & numbers.keys() for leaf in leaves for size in _sizes(leaf))
+
+
+def _sizes(leaf: Any) -> Sequence[Any]:
+    return (*leaf.shape, *leaf.stride()) if isinstance(leaf, Tensor) else (leaf,)
+
+
+def _free(size: Any) -> set[Any]:
+    return size.node.expr.free_symbols if isinstance(size, torch.SymInt | torch.SymFloat | torch.SymBool) else set()
+
+
+def _with(leaf: Any, numbers: Mapping[Any, Any]) -> Any:
+    if not isinstance(leaf, Tensor):
+        return _number(leaf, numbers)
+    if not _has(leaf, numbers):
+        return leaf
+    shape, strides = ([_number(each, numbers) for each in sizes] for sizes in (leaf.shape, leaf.stride()))
+    mode: Any = leaf.fake_mode  # type: ignore[attr-defined]
+    with mode, torch.no_grad():
+        made = torch.empty_strided(shape, strides, dtype=leaf.dtype, device=leaf.device)
+    return made.requires_grad_(leaf.requires_grad)
+
+
+def _number(size: Any, numbers: Mapping[Any, Any]) -> Any:
+    if not _free(size) & numbers.keys():
+        return size
+    expression, symbols = size.node.expr.xreplace(dict(numbers)), size.node.shape_env
+    if isinstance(size, torch.SymBool):
+        return bool(expression) if not expression.free_symbols else symbols.create_symboolnode(expression)
+    if isinstance(size, torch.SymFloat):
+        if not expression.free_symbols:
+            return float(expression)
+        return symbols.create_symfloatnode(expression, hint=size.node.hint)
+    if not expression.free_symbols:
+        return int(expression)
+    return symbols.create_symintnode(expression, hint=size.node.hint)

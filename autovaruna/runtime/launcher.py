@@ -1,0 +1,158 @@
+"""Looks at what started this process: whether its ranks are all there, whether it still is, and what others left.
+
+Open MPI ends a job whose rank ends after another one has called ``MPI_Init``, but not one whose rank ended before, with
+status 0: so a rank looks for the others of its host just before that call. Ranks of torchrun look while they wait.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import shutil
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+from autovaruna.errors import RankError
+
+
+class Names(NamedTuple):
+    """The variables by which a launcher tells a rank what it is.
+
+    Attributes:
+        job: those that no other job on the host has alike.
+        rank, num_here: its rank, and how many ranks this host has.
+    """
+
+    job: tuple[str, ...]
+    rank: str
+    num_here: str
+
+
+OF_OPEN_MPI = Names(("PMIX_NAMESPACE",), "PMIX_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE")
+OF_TORCHRUN = Names(("TORCHELASTIC_RUN_ID", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT"), "RANK", "LOCAL_WORLD_SIZE")
+
+_PATIENCE_SECONDS = 2.0
+"""How long a rank may take to appear: a launcher starts all of a host at once."""
+_STARTING_SECONDS = 60.0
+"""What is younger may be of a job that starts just now."""
+_LAUNCHERS = ("prterun", "prted", "mpirun", "mpiexec", "orted", "hydra_pmi_proxy")
+
+
+def expect_siblings(names: Names, variables: Mapping[str, str] = os.environ, processes: Path = Path("/proc")) -> None:
+    """Returns at once if every rank of this host has a process, or if that cannot be known.
+
+    Args:
+        names: Of the launcher's variables.
+        variables: The environment of this rank.
+        processes: Where the system shows its processes.
+
+    Raises:
+        RankError: ranks have ended.
+    """
+    job, num_here = [variables.get(name) for name in names.job], variables.get(names.num_here, "")
+    is_seen = names is OF_TORCHRUN or launcher_of(os.getpid(), processes)
+    if None in job or not num_here.isdigit() or not is_seen:
+        return
+    deadline = time.monotonic() + _PATIENCE_SECONDS
+    while (num_alive := len(_ranks_of(job, names, processes))) < int(num_here):
+        if time.monotonic() > deadline:
+            raise RankError(
+                f"{int(num_here) - num_alive} of the {num_here} ranks on this host ended their script before rank "
+                f"{variables.get(names.rank, '?')} came to its first call. Every rank must make the same calls, the "
+                "same number of times."
+            )
+        time.sleep(0.05)
+
+
+def _ranks_of(job: Sequence[str | None], names: Names, processes: Path) -> set[str]:
+    """Returns the ranks of a job that have a process here: itself, or one that it has started."""
+    found = (_variables_of(each) for each in processes.iterdir() if each.name.isdigit())
+    mine = (variables for variables in found if [variables.get(name) for name in names.job] == job)
+    return {variables[names.rank] for variables in mine if names.rank in variables}
+
+
+def _variables_of(process: Path) -> dict[str, str]:
+    try:
+        entries = (process / "environ").read_bytes().decode(errors="replace").split("\0")
+    except OSError:  # it has ended, or is somebody else's
+        return {}
+    return {name: value for name, _, value in (entry.partition("=") for entry in entries)}
+
+
+def launcher_of(process: int, processes: Path = Path("/proc")) -> int:
+    """Returns the launcher that is seen above a process: then so are the ranks that it has started; 0: none is."""
+    while process > 1:
+        try:
+            line, _, rest = (processes / str(process) / "stat").read_text(errors="replace").rpartition(")")
+        except OSError:
+            return 0
+        if line.partition("(")[2].startswith(_LAUNCHERS):
+            return process
+        process = int(rest.split()[1])
+    return 0
+
+
+def end_with(process: int) -> None:
+    """Ends this rank as soon as a process has ended, whatever it does; nothing where the system cannot tell.
+
+    Ranks whose launcher was killed would go on for seconds, into the time of a job that follows.
+    """
+    if process <= 1 or not hasattr(os, "pidfd_open"):
+        return
+    try:
+        file = os.pidfd_open(process)
+    except OSError:
+        return
+    threading.Thread(target=_end_after, args=(file,), name="autovaruna-launcher", daemon=True).start()
+
+
+def _end_after(file: int) -> None:
+    select.select([file], [], [])
+    os._exit(1)
+
+
+def remove_leftovers(
+    temporary: Path | None = None, shared: Path = Path("/dev/shm"), processes: Path = Path("/proc")
+) -> None:
+    """Removes what jobs of Open MPI left that this user killed on this host.
+
+    Args:
+        temporary: Where each mpirun has a folder, ``ompi.`` and its number; None: the system's place.
+        shared: Where ranks have memory for messages, which is theirs as long as one of them maps it.
+        processes: Where the system shows its processes.
+    """
+    for folder in _own_and_old((temporary or Path(tempfile.gettempdir())).glob("ompi.*")):
+        process = folder.name.rpartition(".")[2]
+        is_of_this_host = next(folder.glob(f"pmix.{socket.gethostname()}.tool*"), None) is not None
+        if process.isdigit() and is_of_this_host and not (processes / process).exists():
+            shutil.rmtree(folder, ignore_errors=True)
+    segments = _own_and_old(shared.glob(f"sm_segment.{socket.gethostname()}.{os.getuid()}.*"))
+    mapped = "".join(_maps_of(each) for each in processes.iterdir() if each.name.isdigit()) if segments else ""
+    for segment in segments:
+        if segment.name not in mapped:
+            segment.unlink(missing_ok=True)
+
+
+def _own_and_old(paths: Iterable[Path]) -> list[Path]:
+    """Returns those that belong to this user, are no links, and were not made just now."""
+    found = []
+    for path in paths:
+        with suppress(OSError):
+            status = path.lstat()
+            is_old = time.time() - status.st_mtime > _STARTING_SECONDS
+            if status.st_uid == os.getuid() and is_old and not path.is_symlink():
+                found.append(path)
+    return found
+
+
+def _maps_of(process: Path) -> str:
+    try:
+        return (process / "maps").read_text(errors="replace")
+    except OSError:
+        return ""

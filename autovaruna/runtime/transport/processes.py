@@ -1,0 +1,146 @@
+"""Defines `ProcessTransport`: what ranks that are processes have in common, rings within a host and how they end."""
+
+from __future__ import annotations
+
+import os
+import time
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import NoReturn
+
+from torch import Tensor
+
+from autovaruna.errors import RankError
+from autovaruna.runtime.transport.base import (
+    CHANNELS,
+    DONE,
+    TENSOR_CHANNEL,
+    Blank,
+    Gather,
+    Pair,
+    Part,
+    Transport,
+    show,
+    split,
+    status_after,
+)
+from autovaruna.runtime.transport.rings import MAX_BYTES, SLOT_BYTES, RingReceiver, RingSender, open_rings
+
+SPIN_SECONDS = 1e-3
+YIELD_SECONDS = 3e-3
+SECOND_HAND_SECONDS = 0.7
+LATER_RANK_SECONDS, _MOST_LATER = 0.3, 3
+_TAG_BITS = 32
+_RING_BYTES = [MAX_BYTES if channel == TENSOR_CHANNEL else SLOT_BYTES for channel in CHANNELS]
+"""The largest messages that go through a ring; of sums a rank copies what comes anyway."""
+
+
+class ProcessTransport(Transport):
+    """Ranks that are processes: messages between those of one host may go through rings, others go far."""
+
+    def __init__(self) -> None:
+        self._ring_pairs: set[Pair] = set()
+        self._rings_to: dict[int, RingSender] = {}
+        self._rings_from: dict[int, RingReceiver] = {}
+        self._is_crowded = True
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether another rank, which has said why, is ending this one."""
+        return False
+
+    @abstractmethod
+    def send_far(self, tensor: Tensor, destination: int, channel: int, tag: int) -> Part:
+        """Starts to send the memory of a dense tensor past the rings."""
+
+    @abstractmethod
+    def receive_far(self, tensor: Tensor, source: int, channel: int, tag: int) -> Part:
+        """Starts to receive into the memory of a dense tensor what comes past the rings."""
+
+    def set_cores(self, num_cores: int, num_ranks: int) -> None:
+        """Says that `num_ranks` ranks share `num_cores` cores, so that waiting ranks leave them to others."""
+        self._is_crowded = num_ranks > num_cores
+
+    def post_send(self, tensor: Tensor, destination: int, channel: int, tag: int) -> Part:
+        """Starts to send the memory of a dense tensor."""
+        ring = self._rings_to.get(destination)
+        if ring is not None and tensor.nbytes <= _RING_BYTES[channel]:
+            key = channel << _TAG_BITS | tag
+            return DONE if ring.put(tensor, key) else ring.queue(tensor, key)
+        return self.send_far(tensor, destination, channel, tag)
+
+    def post_receive(self, tensor: Tensor, source: int, channel: int, tag: int) -> Part:
+        """Starts to receive into the memory of a dense tensor."""
+        ring = self._rings_from.get(source)
+        if ring is not None and tensor.nbytes <= _RING_BYTES[channel]:
+            return ring.post(tensor, channel << _TAG_BITS | tag)
+        return self.receive_far(tensor, source, channel, tag)
+
+    def post_sends(self, tensors: Sequence[Tensor], destination: int, channel: int, tag: int) -> list[Part]:
+        """Starts to send tensors; those beside one that is too large for a ring go its way.
+
+        A rank posts the receive of such a list ahead, past lists that are brought: a part of it in the ring could not
+        be told from theirs, which have the same key and come first.
+        """
+        if not _is_large(tensors, channel):
+            return super().post_sends(tensors, destination, channel, tag)
+        return [self.send_far(part, destination, channel, tag) for each in tensors for part in split(each)]
+
+    def post_receives(self, tensors: Sequence[Tensor], source: int, channel: int, tag: int) -> list[Part]:
+        """Starts to receive the same parts."""
+        if not _is_large(tensors, channel):
+            return super().post_receives(tensors, source, channel, tag)
+        return [self.receive_far(part, source, channel, tag) for each in tensors for part in split(each)]
+
+    def open_rings(self, pairs: Iterable[Pair], can_share: bool, gather: Gather) -> None:
+        """Sends small messages through memory that both ranks see from now on, where a pair can. Collective."""
+        new = set(pairs) - self._ring_pairs
+        senders, receivers = open_rings(self.rank, self.hosts, new, can_share, gather)
+        self._ring_pairs |= new
+        self._rings_to |= senders
+        self._rings_from |= receivers
+
+    def brings(self, source: int, blanks: Sequence[Blank]) -> bool:
+        """Says whether tensors of `source` come through a ring."""
+        return source in self._rings_from and all(blank.num_bytes <= MAX_BYTES for blank in blanks)
+
+    def bringing(self, source: int, tag: int) -> Callable[[Blank], Tensor | None]:
+        """Returns what gives the next tensor of `source` that comes through a ring."""
+        return partial(self._rings_from[source].bring, key=TENSOR_CHANNEL << _TAG_BITS | tag)
+
+    def advance(self) -> None:
+        """Lets what goes through rings advance."""
+        for sender in self._rings_to.values():
+            sender.advance()
+        for receiver in self._rings_from.values():
+            receiver.advance()
+
+    def rest(self, waited_seconds: float) -> None:
+        """Spins at first if there are cores enough, then yields, then sleeps."""
+        if waited_seconds < SPIN_SECONDS and not self._is_crowded:
+            return
+        if waited_seconds < YIELD_SECONDS:
+            os.sched_yield()
+        else:
+            time.sleep(50e-6 if waited_seconds < 1.0 else 500e-6)
+
+    def tell_launcher(self, text: str) -> None:
+        """Hands the reason why this rank ends to its launcher, if that takes one."""
+
+    def abort(self, error: BaseException, where: str) -> NoReturn:
+        """Ends all ranks with `status_after`, after this rank's traceback.
+
+        Where one rank's error makes others fail, or all fail alike, one message is enough: ranks that only pass on
+        another's error, and then later ranks, give the others a moment to end this one first.
+        """
+        is_second_hand = isinstance(error, RankError) or getattr(error, "is_second_hand", False)
+        time.sleep(SECOND_HAND_SECONDS * is_second_hand + LATER_RANK_SECONDS * min(self.rank, _MOST_LATER))
+        if not self.is_ending:
+            self.tell_launcher(show(error, where))
+        self.end(status_after(error))
+
+
+def _is_large(tensors: Sequence[Tensor], channel: int) -> bool:
+    """Says whether any of some tensors is too large for a ring."""
+    return any(each.nbytes > _RING_BYTES[channel] for each in tensors)

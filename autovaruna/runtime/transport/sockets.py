@@ -1,0 +1,467 @@
+"""Defines `SocketTransport`: ranks that a launcher of torch.distributed started (torchrun, accelerate), over TCP.
+
+    store    where the launcher says (MASTER_ADDR); ranks find each other's addresses there, and a secret
+    data     one connection for each pair of ranks; a message is a header and its bytes, in the order sent
+    life     one connection of each rank with rank 0; a thread of each hears there that a rank has ended, which
+             ends all, also while they compute
+
+torch.distributed's own messages between hosts (gloo) cannot be asked whether they have come, and each would need a
+thread that waits for it. On GPUs tensors go through NCCL, as with MPI.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import selectors
+import socket
+import struct
+import sys
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from ctypes import c_char
+from datetime import timedelta
+from hmac import compare_digest
+from pathlib import Path
+from secrets import token_bytes
+from typing import Any, NoReturn
+
+from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
+
+from autovaruna.errors import RankError
+from autovaruna.log import write_error
+from autovaruna.runtime.transport.base import DONE, SMALL_BYTES, Part
+from autovaruna.runtime.transport.processes import ProcessTransport
+
+logger = logging.getLogger(__name__)
+
+_HEADER = struct.Struct("<IIQ")
+"""Channel, tag, number of bytes."""
+_NOTICE_CHANNEL = 1 << 16
+_TOKEN_BYTES = 16
+_GREETING = struct.Struct(f"<{_TOKEN_BYTES}sI?")
+"""The secret of the job, the rank that connects, and whether the connection is for data."""
+_GREETING_SECONDS = 10.0
+_START_SECONDS, _REPORT_SECONDS = 1800.0, 30.0
+"""How long ranks wait for those that have not come to their first call, and after what time they say so."""
+_CHECK_SECONDS = 1.0
+_AT_ONCE = 64
+"""Buffers that one call of the system takes."""
+_GOODBYE, _END = b"b", b"e"
+_LAUNCHER_SECONDS = 1.0
+"""What the launcher has to note which rank failed first, before others end."""
+
+Key = tuple[int, int]
+"""Channel and tag."""
+
+
+class Arrival(Part):
+    """A message that this rank has memory for."""
+
+    __slots__ = ("_num_bytes", "_peer", "_transport", "memory", "needs_calls", "tensor")
+
+    def __init__(self, transport: SocketTransport, peer: int, tensor: Tensor) -> None:
+        self._transport = transport
+        self._peer = peer
+        self._num_bytes = -1
+        self.tensor = tensor
+        self.memory = memory_of(tensor)
+        self.needs_calls = tensor.nbytes > SMALL_BYTES
+
+    def fill(self, data: bytearray) -> None:
+        """Takes a message that has come, of whatever size."""
+        if len(data) == self.tensor.nbytes:
+            self.memory[:] = data
+        self.has_come(len(data))
+
+    def has_come(self, num_bytes: int) -> None:
+        """Notes that so many bytes have come."""
+        self._num_bytes = num_bytes
+
+    def is_done(self) -> bool:
+        """Says whether it has come; checks the number of bytes."""
+        if self._num_bytes < 0:
+            self._transport.advance()
+            if self._num_bytes < 0:
+                return False
+        if self._num_bytes != self.tensor.nbytes:
+            raise RankError(f"rank {self._peer} sent {self._num_bytes} bytes where {self.tensor.nbytes} were expected")
+        return True
+
+
+class Departure(Part):
+    """A message that has not left whole."""
+
+    __slots__ = ("_tensor", "_transport", "has_left")
+    needs_calls = True
+
+    def __init__(self, transport: SocketTransport, tensor: Tensor | None) -> None:
+        self._transport = transport
+        self._tensor = tensor
+        self.has_left = False
+
+    def is_done(self) -> bool:
+        """Says whether it has left."""
+        if not self.has_left:
+            self._transport.advance()
+        return self.has_left
+
+
+class Peer:
+    """The connection with a rank; never blocks.
+
+    Args:
+        outgoing: Where messages go.
+        incoming: Where they come from: the same, but for a rank's connection with itself.
+
+    Attributes:
+        posted: receives that wait for their message.
+        early: messages that came before.
+        notices: those that have come.
+    """
+
+    def __init__(self, outgoing: socket.socket, incoming: socket.socket) -> None:
+        outgoing.setblocking(False)
+        incoming.setblocking(False)
+        self.outgoing, self.incoming = outgoing, incoming
+        self.posted: defaultdict[Key, deque[Arrival]] = defaultdict(deque)
+        self.early: defaultdict[Key, deque[bytearray]] = defaultdict(deque)
+        self.notices: deque[bytearray] = deque()
+        self._out: deque[memoryview] = deque()
+        self._leaving: deque[tuple[int, Departure]] = deque()  # what has left once so many bytes have
+        self._num_out = self._num_left = 0
+        self._header = bytearray(_HEADER.size)
+        self._into = memoryview(self._header)
+        self._body: bytearray | Arrival | None = None
+        self._is_open = True
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether all has left; nothing goes to a rank that has ended."""
+        return not self._out or not self._is_open
+
+    def send(self, key: Key, memory: memoryview, departure: Departure) -> None:
+        """Sends a message, as far as there is room; the rest with later calls of `advance`."""
+        self._out.append(memoryview(_HEADER.pack(*key, len(memory))))
+        if len(memory):
+            self._out.append(memory)
+        self._num_out += _HEADER.size + len(memory)
+        self._leaving.append((self._num_out, departure))
+        self.push()
+
+    def push(self) -> None:
+        """Sends what there is room for."""
+        while self._out and self._is_open:
+            try:
+                num_sent = self.outgoing.sendmsg([self._out[i] for i in range(min(_AT_ONCE, len(self._out)))])
+            except (BlockingIOError, InterruptedError):
+                break
+            except OSError:  # the other rank has ended, which its other connection tells
+                self._is_open = False
+                break
+            self._num_left += num_sent
+            while num_sent:
+                if num_sent < len(self._out[0]):
+                    self._out[0] = self._out[0][num_sent:]
+                    break
+                num_sent -= len(self._out.popleft())
+        while self._leaving and self._leaving[0][0] <= self._num_left:
+            self._leaving.popleft()[1].has_left = True
+
+    def pull(self) -> None:
+        """Takes what has come."""
+        while self._is_open:
+            try:
+                num_bytes = self.incoming.recv_into(self._into)
+            except (BlockingIOError, InterruptedError):
+                return
+            except OSError:
+                num_bytes = 0
+            if num_bytes == 0:
+                self._is_open = False
+                return
+            self._into = self._into[num_bytes:]
+            if not len(self._into):
+                self._take()
+
+    def _take(self) -> None:
+        """Goes on from a whole header to its message, from a whole message to the next header."""
+        channel, tag, size = _HEADER.unpack(self._header)
+        if self._body is None:
+            posted = self.posted[channel, tag]
+            if channel != _NOTICE_CHANNEL and posted and posted[0].tensor.nbytes == size:
+                self._body = posted.popleft()
+                self._into = self._body.memory
+            else:
+                self._body = bytearray(size)
+                self._into = memoryview(self._body)
+            if size:
+                return
+        body, self._body, self._into = self._body, None, memoryview(self._header)
+        if isinstance(body, Arrival):
+            body.has_come(size)
+        elif channel == _NOTICE_CHANNEL:
+            self.notices.append(body)
+        elif self.posted[channel, tag]:
+            self.posted[channel, tag].popleft().fill(body)
+        else:
+            self.early[channel, tag].append(body)
+
+
+class SocketTransport(ProcessTransport):
+    """The ranks of a launcher of torch.distributed.
+
+    Args:
+        store: A store that all ranks see, for this start of them alone.
+        rank: This rank.
+        num_ranks: How many there are.
+        master: Host name and port of the store, which say by which address this host is reached.
+        check: Raises if ranks have ended that would have to come.
+    """
+
+    def __init__(
+        self, store: Any, rank: int, num_ranks: int, master: tuple[str, int], check: Callable[[], None]
+    ) -> None:
+        super().__init__()
+        self.rank = rank
+        if rank == 0:
+            store.set("token", token_bytes(_TOKEN_BYTES).hex())
+        family, own = own_address(master)
+        with socket.create_server((own, 0), family=family, backlog=2 * num_ranks) as server:
+            host, port = server.getsockname()[:2]
+            store.set(f"rank {rank}", f"{socket.gethostname()} {host} {port}")
+            await_ranks(store, num_ranks, check)
+            token = bytes.fromhex(store.get("token").decode())
+            places = [store.get(f"rank {other}").decode().split() for other in range(num_ranks)]
+            self.hosts = tuple(name for name, _, _ in places)
+            found = {(other, True): _call(places[other], (token, rank, True)) for other in range(rank)}
+            if rank:
+                found[0, False] = _call(places[0], (token, rank, False))
+            expected = {(other, True) for other in range(rank + 1, num_ranks)}
+            expected |= {(other, False) for other in range(1, num_ranks)} if rank == 0 else set()
+            found |= _answer(server, token, expected)
+        self._peers = {other: Peer(each, each) for (other, is_data), each in found.items() if is_data}
+        self._peers[rank] = Peer(*socket.socketpair())
+        self._life = Life(rank, {other: each for (other, is_data), each in found.items() if not is_data})
+        os.register_at_fork(after_in_child=self._forget)
+
+    # Messages.
+
+    def send_far(self, tensor: Tensor, destination: int, channel: int, tag: int) -> Part:
+        """Starts to send the memory of a dense tensor over TCP."""
+        departure = Departure(self, tensor)
+        self._peers[destination].send((channel, tag), memory_of(tensor), departure)
+        return DONE if departure.has_left else departure
+
+    def receive_far(self, tensor: Tensor, source: int, channel: int, tag: int) -> Part:
+        """Starts to receive into the memory of a dense tensor what comes over TCP."""
+        arrival = Arrival(self, source, tensor)
+        peer = self._peers[source]
+        if early := peer.early.get((channel, tag)):
+            arrival.fill(early.popleft())
+        else:
+            peer.posted[channel, tag].append(arrival)
+        return arrival
+
+    def advance(self) -> None:
+        """Lets all that is on its way advance."""
+        super().advance()
+        for peer in self._peers.values():
+            peer.push()
+            peer.pull()
+
+    # Notices.
+
+    def send_notice(self, data: bytes, destination: int) -> None:
+        """Starts to send a notice."""
+        self._peers[destination].send((_NOTICE_CHANNEL, 0), memoryview(data), Departure(self, None))
+
+    def are_notices_out(self) -> bool:
+        """Says whether all that this rank sends has left."""
+        for peer in self._peers.values():
+            peer.push()
+        return all(peer.is_quiet for peer in self._peers.values())
+
+    def take_notices(self) -> Iterator[tuple[int, bytearray]]:
+        """Yields the notices that have come, each with its source."""
+        for source, peer in self._peers.items():
+            peer.push()
+            peer.pull()
+            while peer.notices:
+                yield source, peer.notices.popleft()
+
+    # The end.
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether another rank, which has said why, is ending this one."""
+        return self._life.is_ending
+
+    def tell_launcher(self, text: str) -> None:
+        """Hands the reason to torchrun, whose last words then are of the rank that failed first, and have it."""
+        file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+        if file:
+            with suppress(OSError):
+                Path(file).write_text(json.dumps({"message": text, "timestamp": int(time.time())}))
+
+    def end(self, status: int) -> NoReturn:
+        """Ends all ranks with a non-zero status, at once."""
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self._life.end(status)
+        os._exit(status)
+
+    def close(self) -> None:
+        """Lets the others know that this rank ends well."""
+        self._life.leave()
+
+    def _forget(self) -> None:
+        """Closes what a child process has inherited: its parent's end must show."""
+        for peer in self._peers.values():
+            peer.outgoing.close()
+        self._life.forget()
+
+
+class Life:
+    """Ends this rank with the others, whatever it does, in a thread of its own.
+
+    Args:
+        rank: This rank.
+        connections: With rank 0, or, on it, with all others; None of a rank that is alone.
+
+    Attributes:
+        is_ending: whether this rank will end at once.
+    """
+
+    def __init__(self, rank: int, connections: dict[int, socket.socket]) -> None:
+        self._rank = rank
+        self._connections = connections
+        self.is_ending = False
+        self._selector = selectors.DefaultSelector()
+        for other, connection in connections.items():
+            self._selector.register(connection, selectors.EVENT_READ, other)
+        threading.Thread(target=self._listen, name="autovaruna-life", daemon=True).start()
+
+    def end(self, status: int) -> None:
+        """Tells the others to end."""
+        self._tell(_END + bytes([status & 0xFF]))
+
+    def leave(self) -> None:
+        """Tells the others that this rank may end."""
+        self._tell(_GOODBYE)
+
+    def forget(self) -> None:
+        """Closes all in a child process."""
+        for connection in self._connections.values():
+            connection.close()
+
+    def _tell(self, word: bytes) -> None:
+        for connection in self._connections.values():
+            try:
+                connection.sendall(word)
+            except OSError:  # it has ended
+                continue
+
+    def _listen(self) -> None:
+        while self._selector.get_map():
+            for key, _ in self._selector.select():
+                try:
+                    word = self._connections[key.data].recv(2)
+                except OSError:
+                    word = b""
+                if word[:1] == _GOODBYE:
+                    self._selector.unregister(key.fileobj)
+                else:
+                    self._end_with(key.data, word)
+
+    def _end_with(self, other: int, word: bytes) -> None:
+        """Ends this rank, and on rank 0 all others, since one has ended; says so if that one could not."""
+        self.is_ending = True
+        status = word[1] if word[:1] == _END and len(word) > 1 else 1
+        if self._rank == 0:
+            self._tell(_END + bytes([status]))
+        if not word and self._rank <= 1:
+            write_error(f"rank {other} has ended without a word: it was killed, or has no memory left.\n")
+        time.sleep(_LAUNCHER_SECONDS)
+        os._exit(status)
+
+
+def open_store() -> Any:
+    """Returns the store of this start of the ranks, where their launcher says; the script may use the same."""
+    store, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=_START_SECONDS)))
+    return PrefixStore("autovaruna", store)
+
+
+def memory_of(tensor: Tensor) -> memoryview:
+    """Returns the memory of a dense tensor as bytes."""
+    return memoryview((c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
+
+
+def own_address(master: tuple[str, int]) -> tuple[socket.AddressFamily, str]:
+    """Returns the address by which other ranks reach this host: the one that this host reaches the store from."""
+    host, port = master
+    family, _, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(place)  # sends nothing
+        return family, str(probe.getsockname()[0])
+
+
+def await_ranks(store: Any, num_ranks: int, check: Callable[[], None]) -> None:
+    """Returns once every rank has come.
+
+    Args:
+        store: Where they say so.
+        num_ranks: How many there are.
+        check: Is called now and then.
+
+    Raises:
+        RankError: one has not, for half an hour.
+    """
+    began, has_told, checked = time.monotonic(), False, 0.0
+    while missing := [rank for rank in range(num_ranks) if not store.check([f"rank {rank}"])]:
+        waited = time.monotonic() - began
+        if waited > _START_SECONDS:
+            raise RankError(f"ranks {missing} have not come to their first call within {_START_SECONDS:.0f} s.")
+        if waited > _REPORT_SECONDS and not has_told:
+            has_told = True
+            logger.warning("ranks %s have not come to their first call for %.0f s", missing, waited)
+        if waited > checked + _CHECK_SECONDS:
+            checked = waited
+            check()
+        time.sleep(0.01 if waited < 1 else 0.1)
+
+
+def _call(place: list[str], greeting: tuple[bytes, int, bool]) -> socket.socket:
+    """Connects with another rank."""
+    _, host, port = place
+    connection = socket.create_connection((host, int(port)))
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.sendall(_GREETING.pack(*greeting))
+    return connection
+
+
+def _answer(
+    server: socket.socket, token: bytes, expected: set[tuple[int, bool]]
+) -> dict[tuple[int, bool], socket.socket]:
+    """Takes the connections of other ranks; strangers, who do not know the secret, are sent away."""
+    found: dict[tuple[int, bool], socket.socket] = {}
+    while expected - found.keys():
+        connection, _ = server.accept()
+        connection.settimeout(_GREETING_SECONDS)
+        try:
+            given, rank, is_data = _GREETING.unpack(connection.recv(_GREETING.size, socket.MSG_WAITALL))
+        except (OSError, struct.error):
+            given, rank, is_data = b"", -1, False
+        if not compare_digest(given, token) or (rank, is_data) not in expected:
+            connection.close()
+            continue
+        connection.settimeout(None)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        found[rank, is_data] = connection
+    return found

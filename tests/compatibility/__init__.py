@@ -1,0 +1,1 @@
+"""Scripts of the kinds that people have, each with the smallest change."""

@@ -1,0 +1,83 @@
+"""Defines `Script`: a training script that runs as plain PyTorch and on ranks, and what is to come out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+State: TypeAlias = dict[str, Tensor]
+
+
+class Wrap(Protocol):
+    """Is the line that a script adds; in plain PyTorch it returns the model as it is."""
+
+    def __call__(self, model: nn.Module, optimizer: Optimizer | None = None, **settings: Any) -> Any: ...
+
+
+Share: TypeAlias = Callable[[Tensor], Tensor]
+"""Takes the samples of a global batch that this rank's data loader would give; in plain PyTorch all of them."""
+Train: TypeAlias = Callable[[Wrap, Share], State]
+
+
+@dataclass(frozen=True)
+class Script:
+    """A script.
+
+    Attributes:
+        train: trains for some steps and returns the model's ``state_dict()``.
+        change: what is written beside the line ``model = AutoVaruna(model, optimizer)``; empty: nothing.
+        refusal: part of the error's text, a regular expression, where it is refused; empty: it has the numbers of
+            plain PyTorch.
+        is_replicated: whether all ranks pass the whole batch.
+    """
+
+    train: Train
+    change: str = ""
+    refusal: str = ""
+    is_replicated: bool = False
+
+    @property
+    def name(self) -> str:
+        """The function's name, in words."""
+        return self.train.__name__.replace("_", " ")
+
+    @property
+    def what(self) -> str:
+        """The first sentence of the function's docstring."""
+        return (self.train.__doc__ or "").strip().split("\n")[0].rstrip(".")
+
+    def __str__(self) -> str:
+        return self.train.__name__
+
+
+SCRIPTS: list[Script] = []
+
+
+def script(change: str = "", refusal: str = "", is_replicated: bool = False) -> Callable[[Train], Train]:
+    """Puts a function into the list of scripts."""
+
+    def add(train: Train) -> Train:
+        SCRIPTS.append(Script(train, change, refusal, is_replicated))
+        return train
+
+    return add
+
+
+def numbers(seed: int) -> torch.Generator:
+    """Returns a generator of a batch's numbers."""
+    return torch.Generator().manual_seed(seed)
+
+
+def normal(seed: int, *shape: int) -> Tensor:
+    """Returns normal random numbers of a shape."""
+    return torch.randn(*shape, generator=numbers(seed))
+
+
+def whole(seed: int, high: int, *shape: int) -> Tensor:
+    """Returns random integers below `high`."""
+    return torch.randint(high, shape, generator=numbers(seed))

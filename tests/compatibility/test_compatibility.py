@@ -1,0 +1,102 @@
+"""Runs each script on two ranks and as plain PyTorch, and holds the list in ``docs/compatibility.md``."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from autovaruna import AutoVaruna
+from autovaruna.errors import AutoVarunaError
+from autovaruna.runtime.transport.threads import run_ranks
+from autovaruna.runtime.world import World
+from tests.compatibility import language, others, techniques, vision
+from tests.compatibility.script import SCRIPTS, Script, State
+
+RANKS = 2
+QUIET: dict[str, Any] = {"load_deployment": False, "save_deployment": False, "progress": False, "num_stages": RANKS}
+HEAD = (
+    "# Scripts that run",
+    "",
+    "Each of these is a short script of `tests/compatibility`, written as people write such scripts. A test trains it",
+    "as plain PyTorch on whole batches, and with the line `model = AutoVaruna(model, optimizer)` on two ranks that",
+    "have half of each batch, the model in two stages; then it compares all weights. The test writes this page.",
+    "",
+    "| script | what is done in it | changed beside that line | numbers |",
+    "|---|---|---|---|",
+)
+PAGE = Path(__file__).parents[2] / "docs" / "compatibility.md"
+assert language and vision and others and techniques  # their scripts are in the list when they are imported
+
+
+def plain(script: Script) -> State:
+    torch.manual_seed(0)
+    return script.train(lambda model, optimizer=None, **settings: model, lambda tensor: tensor)
+
+
+def on_ranks(script: Script) -> list[State]:
+    """Runs a script on every rank, a thread each, and returns what each has in the end.
+
+    Threads share torch's generator, so that one after the other builds its model: until the first wrap.
+    """
+    building = Lock()
+
+    def be_rank(world: World) -> State:
+        is_built = False
+
+        def wrap(model: nn.Module, optimizer: Optimizer | None = None, **settings: Any) -> Any:
+            nonlocal is_built
+            if not is_built:
+                is_built = True
+                building.release()
+            inputs = "replicated" if script.is_replicated else "per_rank"
+            return AutoVaruna(model, optimizer, **{**QUIET, "inputs": inputs, **settings})
+
+        def share(tensor: Tensor) -> Tensor:
+            return tensor if script.is_replicated else tensor.chunk(RANKS)[world.rank]
+
+        building.acquire()
+        torch.manual_seed(0)
+        return script.train(wrap, share)
+
+    return run_ranks(RANKS, be_rank, timeout_seconds=200)
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=str)
+def test_a_script(script: Script) -> None:
+    if script.refusal:
+        with pytest.raises(AutoVarunaError, match=script.refusal):
+            on_ranks(script)
+        return
+    expected = plain(script)
+    for state in on_ranks(script):
+        assert state.keys() == expected.keys()
+        for name, value in expected.items():
+            torch.testing.assert_close(
+                state[name], value, rtol=1e-4, atol=1e-6, msg=lambda text, n=name: f"{n}: {text}"
+            )
+
+
+def test_the_page_lists_them() -> None:
+    """With ``WRITE_PAGE=1`` the page is written anew."""
+    if os.environ.get("WRITE_PAGE"):
+        PAGE.write_text(page(), encoding="utf-8")
+    assert PAGE.read_text(encoding="utf-8") == page(), (
+        "WRITE_PAGE=1 python -m pytest tests/compatibility writes it anew"
+    )
+
+
+def page() -> str:
+    """Returns the page."""
+    rows = [f"| {each.name} | {each.what} | {each.change or '-'} | {_outcome(each)} |" for each in SCRIPTS]
+    return "\n".join([*HEAD, *rows, ""])
+
+
+def _outcome(script: Script) -> str:
+    return "refused, with the line and what to write" if script.refusal else "plain PyTorch's"

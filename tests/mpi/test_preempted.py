@@ -1,0 +1,31 @@
+"""Holds what a script does when a scheduler takes its machine back: all ranks save at one step, and end."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from autovaruna.session.stopping import STATUS
+from tests.mpi.launch import mpirun
+
+SCRIPT = "tests.mpi.preempted"
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_all_ranks_stop_at_one_step(num_ranks: int, tmp_path: Path) -> None:
+    """Signals come to two of three ranks, at two moments."""
+    done = mpirun(num_ranks, SCRIPT, tmp_path, "flag")
+    said = re.findall(r"rank \d saved (\d+)", done.stdout)
+    assert len(said) == num_ranks and len(set(said)) == 1
+    assert (tmp_path / f"step-{int(said[0]):08d}").is_dir()
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_a_setting_saves_and_ends_with_a_status_of_its_own(num_ranks: int, tmp_path: Path) -> None:
+    done = mpirun(num_ranks, SCRIPT, tmp_path, "setting", check=False)
+    assert done.returncode == STATUS, done.stderr
+    (saved,) = tmp_path.glob("step-*")
+    assert f"got SIGUSR1: saved step {int(saved.name[5:])}, and end with status {STATUS}" in done.stderr
+    assert "Traceback" not in done.stderr

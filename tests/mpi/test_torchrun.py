@@ -1,0 +1,121 @@
+"""Holds ranks that launchers of torch.distributed start to what ranks of mpirun do: laws, numbers, ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from autovaruna.errors import ConfigError
+from autovaruna.runtime.environment import check_slurm, is_of_torch, num_ranks_in, start_torch
+from tests.mpi.launch import QUIET, ROOT, mpirun, run_group
+
+MODULE = "tests.mpi.torch_ranks"
+PLAIN = {name: value for name, value in os.environ.items() if not name.startswith(("OMPI_COMM", "PMI"))}
+ENV = {**PLAIN, **QUIET, "AUTOVARUNA_SAVE_DEPLOYMENT": "0", "AUTOVARUNA_LOAD_DEPLOYMENT": "0"}
+
+
+def torchrun(num_ranks: int, story: str, folder: Path, timeout: float = 200) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(num_ranks), "--master-port"]
+    command += [str(free_port()), "-m", MODULE, story, str(folder)]
+    return run_group(command, timeout, ENV)
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def test_ranks_of_torchrun_keep_the_laws_of_worlds(tmp_path: Path) -> None:
+    done = torchrun(3, "laws", tmp_path)
+    assert done.returncode == 0, done.stderr
+    for rank in range(3):
+        assert json.loads((tmp_path / f"broken{rank}").read_text()) == {}
+
+
+def losses(folder: Path) -> list[list[float]]:
+    return [json.loads((folder / f"losses{rank}").read_text()) for rank in range(3)]
+
+
+def test_losses_are_those_of_mpirun(tmp_path: Path) -> None:
+    """Bit for bit; within rounding where gloo sums, beside the script's own process group."""
+    found = {}
+    for story in ("train", "train_gloo"):
+        done = torchrun(3, story, tmp_path)
+        assert done.returncode == 0, done.stderr
+        found[story] = losses(tmp_path)
+    mpirun(3, MODULE, "train", tmp_path, env={name: ENV[name] for name in ENV if name.startswith("AUTOVARUNA")})
+    assert found["train"] == losses(tmp_path)
+    for of_gloo, expected in zip(found["train_gloo"], losses(tmp_path), strict=True):
+        assert of_gloo == pytest.approx(expected, rel=1e-4)
+
+
+ENDS = {
+    "error": ("rank 1 failed", "ValueError: the story's error"),
+    "vanish": ("rank 1 has ended without a word",),
+    "ends_early": ("rank 1 ended its script while rank 0 waits in 'barrier'",),
+}
+
+
+@pytest.mark.parametrize("story", ENDS)
+def test_a_rank_that_fails_ends_all(story: str, tmp_path: Path) -> None:
+    """Ranks are started without torchrun, as others do who end no rank when another has ended."""
+    port = str(free_port())
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-m", MODULE, story, str(tmp_path)],
+            cwd=ROOT,
+            env={**ENV, "RANK": str(rank), "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(3)
+    ]
+    try:
+        texts = [rank.communicate(timeout=100)[1] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    fault = max(float((tmp_path / f"fault{rank}").read_text()) for rank in range(3))
+    assert time.time() - fault < 10
+    assert all(rank.returncode for rank in ranks)
+    text = "".join(texts)
+    assert all(words in text for words in ENDS[story]), text
+    assert text.count("Traceback") == (story != "vanish"), text
+
+
+def test_the_last_words_of_torchrun_are_of_the_rank_that_failed(tmp_path: Path) -> None:
+    done = torchrun(2, "error", tmp_path)
+    assert done.returncode
+    cause = done.stderr.rpartition("Root Cause")[2]
+    assert "rank      : 1" in cause and "rank 1 failed:" in cause and "ValueError: the story's error" in cause
+
+
+TORCH = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+OPEN_MPI = {"OMPI_COMM_WORLD_SIZE": "2"}
+
+
+def test_mpirun_wins_over_variables_that_a_script_has_set() -> None:
+    assert num_ranks_in(TORCH) == 4 and is_of_torch(TORCH)
+    assert num_ranks_in(TORCH | OPEN_MPI) == 2 and not is_of_torch(TORCH | OPEN_MPI)
+    torchrun_on_each_host = TORCH | OPEN_MPI | {"TORCHELASTIC_RUN_ID": "7"}
+    assert num_ranks_in(torchrun_on_each_host) == 4 and is_of_torch(torchrun_on_each_host)
+
+
+@pytest.mark.parametrize("name", ["RANK", "MASTER_ADDR", "MASTER_PORT"])
+def test_a_launcher_that_says_too_little_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"WORLD_SIZE is 4, but {name} is not set.*`mpirun -np 4 python .*`"):
+        start_torch({key: value for key, value in TORCH.items() if key != name})
+
+
+def test_tasks_of_srun_that_mpi_does_not_know_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"srun started 4 tasks .*`mpirun -np 4 python .*`"):
+        check_slurm({"SLURM_NTASKS": "4", "SLURM_PROCID": "2"})
+    check_slurm({"SLURM_NTASKS": "4", "SLURM_PROCID": "0"})  # of a batch script, which is one process
+    check_slurm({"SLURM_NTASKS": "4", "SLURM_STEP_ID": "4294967290", "SLURM_STEP_NUM_TASKS": "1"})  # of a shell

@@ -1,0 +1,81 @@
+"""What `test_torchrun.py` runs on ranks that torchrun started: ``torch_ranks.py story folder``, a rank."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from autovaruna import AutoVaruna, barrier, get_rank
+from tests.mpi.world_on_ranks import try_laws
+
+
+def laws(folder: Path) -> None:
+    """Tries the laws of worlds."""
+    (folder / f"broken{get_rank()}").write_text(json.dumps(try_laws()))
+
+
+def train(folder: Path, channel: str = "auto") -> None:
+    """Trains a model of two stages, one with two replicas if there are three ranks, and keeps the losses."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 300), nn.ReLU(), nn.Linear(300, 300), nn.Dropout(0.1), nn.Linear(300, 4))
+    optimizer = torch.optim.Adam(net.parameters())
+    stage_ranks = [[0], [1, 2]] if int(os.environ.get("WORLD_SIZE", "3")) == 3 else [[0], [1]]
+    model = AutoVaruna(net, optimizer, stage_ranks=stage_ranks, cuts=["2"], num_micro_batches=4, channel=channel)
+    torch.manual_seed(1 + get_rank())
+    losses = []
+    for _ in range(4):
+        loss = model(torch.randn(4, 6)).square().mean()
+        loss.backward()
+        model.clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    (folder / f"losses{get_rank()}").write_text(json.dumps(losses))
+
+
+def train_gloo(folder: Path) -> None:
+    """Does the same with the script's own group of torch.distributed, and tensors through gloo."""
+    dist.init_process_group("gloo")
+    train(folder, "gloo")
+    total = torch.ones(())
+    dist.all_reduce(total)
+    assert total == dist.get_world_size()
+    dist.destroy_process_group()
+
+
+def error(folder: Path) -> None:
+    """Fails on rank 1 while the others compute."""
+    barrier()
+    (folder / f"fault{get_rank()}").write_text(repr(time.time()))
+    if get_rank() == 1:
+        raise ValueError("the story's error")
+    time.sleep(60)
+
+
+def vanish(folder: Path) -> None:
+    """Kills rank 1 while the others compute."""
+    barrier()
+    (folder / f"fault{get_rank()}").write_text(repr(time.time()))
+    if get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(60)
+
+
+def ends_early(folder: Path) -> None:
+    """Ends rank 1 while the others wait for it."""
+    barrier()
+    (folder / f"fault{get_rank()}").write_text(repr(time.time()))
+    if get_rank() != 1:
+        barrier()
+
+
+if __name__ == "__main__":
+    globals()[sys.argv[1]](Path(sys.argv[2]))

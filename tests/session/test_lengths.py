@@ -1,0 +1,183 @@
+"""Batches padded to their own longest sample: a length that has varied once is not traced again."""
+
+from __future__ import annotations
+
+import gc
+import random
+import statistics
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from autovaruna import AutoVaruna
+from autovaruna.errors import RankError
+from autovaruna.session import traces
+from tests.catalogue import Batch, Case
+from tests.catalogue.hugging_face import ENCODER, GPT, HEADS, WIDTH, WORDS, make
+from tests.products import WHOLE
+from tests.reference import Record, compare, plain_steps
+from tests.session.training import merge, on_ranks, pipeline, share_of, train_rank
+
+NUM_STEPS = 200 if WHOLE else 6
+LONGEST = 200
+NUM_WARM = 20
+T5 = {"vocab_size": WORDS, "d_model": WIDTH, "d_kv": 16, "d_ff": 48, "num_layers": 2, "num_heads": 2}
+
+
+class Encoder(nn.Module):
+    """An encoder over padded words, with the mean loss over those that are there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(WORDS, WIDTH)
+        layer = nn.TransformerEncoderLayer(
+            WIDTH, HEADS, 48, 0.0, "gelu", batch_first=True
+        )  # smooth: rounding flips no ReLU
+        self.body = nn.TransformerEncoder(layer, 2)
+        self.head = nn.Linear(WIDTH, WORDS)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor) -> Tensor:
+        hidden = self.body(self.embed(input_ids), src_key_padding_mask=attention_mask == 0)
+        return F.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten())
+
+
+def padded(draw: random.Random, size: int, length: int) -> dict[str, Tensor]:
+    """Returns words of a drawn number each, the longest of them `length`."""
+    lengths = torch.tensor([length, *(draw.randint(1, length) for _ in range(size - 1))])
+    mask = (torch.arange(length) < lengths[:, None]).long()
+    words = torch.tensor([[draw.randrange(3, WORDS) for _ in range(length)] for _ in range(size)]) * mask
+    return {"input_ids": words, "attention_mask": mask, "labels": words.masked_fill(mask == 0, -100)}
+
+
+def translated(draw: random.Random, size: int, length: int) -> dict[str, Tensor]:
+    """Returns padded words, and labels that are padded to a length of their own."""
+    return padded(draw, size, length) | {"labels": padded(draw, size, draw.randint(4, 100))["labels"]}
+
+
+def drawn(case: Case, num_steps: int) -> list[tuple[Batch, list[int]]]:
+    """Returns batches of drawn sizes and lengths, each with the samples of the ranks."""
+    draw = random.Random(0)
+    batch = translated if case.name == "t5" else padded
+    sizes = [draw.randint(2, 8) for _ in range(num_steps)]
+    return [(((), batch(draw, size, draw.randint(4, LONGEST))), [size // 2, size - size // 2]) for size in sizes]
+
+
+def case_of(name: str, model: str, config: str, fields: dict[str, Any]) -> Case:
+    return Case(name, lambda: make(model, config, fields), lambda size, seed: ((), {}), needs="transformers")
+
+
+PLACES = {"n_positions": 256, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "max_position_embeddings": 256}
+CASES = [
+    Case("encoder", Encoder, lambda size, seed: ((), {})),
+    case_of("gpt2", "GPT2LMHeadModel", "GPT2Config", {**GPT, **PLACES}),
+    case_of("bert", "BertForMaskedLM", "BertConfig", {**ENCODER, **NO_DROPOUT}),
+    case_of("t5", "T5ForConditionalGeneration", "T5Config", {**T5, "dropout_rate": 0.0, "decoder_start_token_id": 0}),
+]
+
+
+def train_drawn(
+    case: Case, steps: Sequence[tuple[Batch, list[int]]], num_stages: int = 2, more: Any = None
+) -> tuple[Record, int, list[Any]]:
+    """Trains on two ranks; returns the record, how many traces there were, and what `more` returned on each rank."""
+
+    def run(model: AutoVaruna, optimizer: torch.optim.Optimizer, rank: int) -> tuple[Record, int, Any]:
+        own = [share_of(batch, sizes, rank) for batch, sizes in steps]
+        record = train_rank(case, model, optimizer, own)
+        found = model._session.traces
+        assert found is not None
+        return record, found.num_traced, None if more is None else more(model, rank)
+
+    setup = pipeline(num_stages, num_micro_batches=2, settings={"inputs": "per_rank"})
+    records, numbers, others = zip(*on_ranks(setup, case.model(), run, token=case.name), strict=True)
+    assert len(set(numbers)) == 1
+    return merge(records), numbers[0], list(others)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_drawn_sizes_and_lengths_are_traced_twice(case: Case) -> None:
+    pytest.importorskip(case.needs or "torch")
+    steps = drawn(case, NUM_STEPS)
+    record, num_traces, _ = train_drawn(case, steps)
+    plain = plain_steps(case, [batch for batch, _ in steps])
+    plain.buffers = {name: buffer for name, buffer in plain.buffers.items() if name in record.buffers}
+    compare(record, plain, rtol=1e-4 if WHOLE else 1e-5)  # rounding grows over 200 steps
+    assert num_traces <= 3
+
+
+@pytest.mark.skipif(not WHOLE, reason="takes minutes")
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_new_length_costs_little_and_keeps_nothing(case: Case) -> None:
+    pytest.importorskip(case.needs or "torch")
+    later = drawn(case, 80)[-40:]
+
+    def more(model: AutoVaruna, rank: int) -> tuple[list[float], list[float], int]:
+        new, known, before = [], [], 0
+        for number, (batch, sizes) in enumerate(later):
+            own = share_of(batch, sizes, rank)
+            new.append(seconds_of(model, case, own))
+            known.append(seconds_of(model, case, own))
+            if number == NUM_WARM:
+                gc.collect()
+                before = len(gc.get_objects())
+        gc.collect()
+        return new, known, len(gc.get_objects()) - before
+
+    *_, others = train_drawn(case, drawn(case, NUM_WARM), more=more)
+    new, known, grown = others[0]
+    assert statistics.median(new) < 1.5 * statistics.median(known), (new, known)
+    assert grown < 3000  # objects, of which a trace has 11,000
+
+
+def seconds_of(model: AutoVaruna, case: Case, batch: Batch) -> float:
+    """Returns the processor time of a step, of all ranks together: they are threads."""
+    start = time.process_time()
+    case.loss_of(model(*batch[0], **batch[1]), batch).backward()  # type: ignore[no-untyped-call]
+    return time.process_time() - start
+
+
+class Steps(nn.Module):
+    """Goes word by word, in Python, so that a trace is for one length alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = x.new_zeros(x.shape[0], 4)
+        for place in range(x.shape[1]):
+            state = torch.tanh(self.first(x[:, place]) + state)
+        return self.last(state).square().mean()
+
+
+def of_lengths(*lengths: int) -> list[tuple[Batch, list[int]]]:
+    generator = torch.Generator().manual_seed(0)
+    return [(((torch.randn(4, length, 4, generator=generator),), {}), [2, 2]) for length in lengths]
+
+
+STEPS = Case("steps", Steps, lambda size, seed: ((), {}))
+
+
+def test_few_graphs_of_a_model_that_fixes_lengths_are_kept(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(traces, "_MOST_GRAPHS", 3)
+    steps = of_lengths(2, 3, 4, 5, 6, 2, 6, 3)
+    (record, _, kept) = train_drawn(STEPS, steps, more=lambda model, rank: len(model._session.traces._known))
+    compare(record, plain_steps(STEPS, [batch for batch, _ in steps]))
+    assert kept == [3, 3]
+    said = [each for each in caplog.messages if "dimension 1 of x" in each]
+    assert said and "range(x.shape[1])" in said[0] and "more than 3 kinds of calls" in caplog.text
+
+
+def test_ranks_pass_one_length() -> None:
+    def run(model: AutoVaruna, optimizer: torch.optim.Optimizer, rank: int) -> None:
+        model(torch.ones(2, 4 + rank, 4))
+
+    with pytest.raises(RankError, match="pad them to one length on all ranks"):
+        on_ranks(pipeline(2, settings={"inputs": "per_rank"}), STEPS.model(), run)
