@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Iterator
 from dataclasses import replace
 
 from autovaruna.planner.candidate import Candidate, Planner
-from autovaruna.planner.memory.rank_memory import is_within
+from autovaruna.planner.memory.rank_memory import choices_of, is_within
 from autovaruna.planner.prediction import SECONDS_OF_AN_ACT
 from autovaruna.planner.records import Plan
 from autovaruna.planner.search_space import variants
@@ -18,6 +18,7 @@ _LONG_INTERLEAVED_VARIANTS = 2
 _REACHED = 0.9999
 _LOOSE = 1.2
 """By its depths, a plan that fits by its instructions may need so many times its limits; seldom more."""
+_TURNS = 3
 
 Progress = Callable[[str, float], None]
 """Is told what is being done and the share of it that is done (0 to 1)."""
@@ -79,8 +80,8 @@ class Evaluator:
     def _fastest(self, candidate: Candidate, below: float) -> Plan | None:
         """Returns the fastest plan of a candidate, None if none fits or is fast enough."""
         best, bounds, known = None, dict[tuple[bool, ...], float](), list[Plan]()
-        most = self._most_variants(candidate)
-        for tried, plan in enumerate(self._plans(candidate)):
+        most, variant = self._most_variants(candidate), candidate
+        for tried, (each, plan) in enumerate(self._plans(candidate)):
             if tried >= most and best:
                 self.was_cut_short = True
                 break
@@ -95,7 +96,27 @@ class Evaluator:
                 continue
             predicted = self.planner.predict(plan, below)
             if predicted and self._fits(predicted):
-                best, below = predicted, predicted.predicted_seconds
+                best, below, variant = predicted, predicted.predicted_seconds, each
+        return self._with_all_memory(variant, best) if best and candidate.is_interleaved else best
+
+    def _with_all_memory(self, candidate: Candidate, plan: Plan) -> Plan:
+        """Returns the plan, or a faster one that saves less memory, since its stages do not hold all at the same time.
+
+        How far what its instructions need is below what its depths do depends on the plan: it takes a few turns.
+        """
+        free = self.planner.build(candidate, (math.inf,) * plan.num_ranks)
+        if free is None or choices_of(free.stages) == choices_of(plan.stages):
+            return plan
+        best, whole = plan, self.planner.predict_whole(plan)
+        for _ in range(_TURNS):
+            by_depths = replace(whole, rank_memory_bytes=()).rank_bytes()
+            rows = zip(self.planner.limits, by_depths, whole.rank_bytes(), strict=True)
+            built = self.planner.build(candidate, [limit + bounded - needed for limit, bounded, needed in rows])
+            if built is None or choices_of(built.stages) == choices_of(whole.stages):
+                break
+            whole = self.planner.predict_whole(built)
+            if whole.predicted_seconds < best.predicted_seconds and is_within(whole, self.planner.limits):
+                best = replace(built, predicted_seconds=whole.predicted_seconds)
         return best
 
     def _most_variants(self, candidate: Candidate) -> float:
@@ -104,18 +125,19 @@ class Evaluator:
             return math.inf
         return _LONG_INTERLEAVED_VARIANTS if candidate.is_interleaved else 1
 
-    def _plans(self, candidate: Candidate) -> Iterator[Plan]:
-        """Yields plans of a candidate, by every rule for depths and every schedule, that may differ."""
+    def _plans(self, candidate: Candidate) -> Iterator[tuple[Candidate, Plan]]:
+        """Yields a candidate by every rule for depths and every schedule, with its plan, that may differ."""
         is_free = self.planner.problem.constraints.schedule == "auto"
         limits = [_LOOSE * limit for limit in self.planner.limits] if self.is_loose else []
         built: dict[tuple[str, bool, bool], Plan | None] = {}
         for depth, schedule in variants(self.planner.problem, len(candidate.starts), candidate.is_interleaved):
+            variant = replace(candidate, depth=depth, schedule=schedule)
             key = depth, schedule == "gpipe", schedule == "zero_bubble"
             if key not in built:
-                built[key] = self.planner.build(replace(candidate, depth=depth, schedule=schedule), limits)
+                built[key] = self.planner.build(variant, limits)
             plan = built[key]
             if plan and not (is_free and schedule == "varuna" and not any(s.needs_recompute for s in plan.stages)):
-                yield replace(plan, schedule=schedule)
+                yield variant, replace(plan, schedule=schedule)
 
     def is_long(self, candidate: Candidate) -> bool:
         """Returns whether a simulation of the candidate takes long."""

@@ -10,7 +10,9 @@ import numpy as np
 
 from autovaruna.planner.candidate import Candidate, Planner
 from autovaruna.planner.cost_table import Array
+from autovaruna.planner.grids import cut_for_ranks
 from autovaruna.planner.placement import Ranks, in_a_row, rank_orders
+from autovaruna.planner.search_space import MAX_UNITS
 from autovaruna.schedule.pipeline import share_of
 
 Pattern = tuple[int, ...]
@@ -40,10 +42,10 @@ def patterns(num_groups: int, most_each: int, num_stages: int = 0, more_than: in
         if num_groups * more_than < length <= num_groups * most_each:
             yield tuple(stage % num_groups for stage in range(length))
     for each in range(more_than + 1, (most_each if num_stages else EVERY) + 1) if num_groups > 2 else ():
-        length = each * (num_groups - 1) + 1
-        if num_stages in (0, length) and each <= most_each:
-            there = [*range(num_groups), *range(num_groups - 2, 0, -1)]
-            yield tuple(there[stage % len(there)] for stage in range(length))
+        there = [*range(num_groups), *range(num_groups - 2, 0, -1)]
+        for length in (each * (num_groups - 1) + 1, each * (num_groups - 1)):  # the whole way, or without its end
+            if num_stages in (0, length) and each <= most_each:
+                yield tuple(there[stage % len(there)] for stage in range(length))
 
 
 def cut_evenly(work: Array, loads: Sequence[float], pattern: Pattern) -> Iterator[tuple[int, ...]]:
@@ -174,12 +176,16 @@ def forced_shapes(planner: Planner, most_each: int, num_stages: int, counts: Seq
 
 
 def candidates_of(planner: Planner, shape: Shape) -> Iterator[Candidate]:
-    """Yields a shape with cuts that are ever more even."""
+    """Yields a shape with cuts that are ever more even, and for few ranks with those that suit their memory."""
     sized = planner.sized(shape.num_micro_batches)
     work = np.add.reduceat(sized.step_seconds, sized.tables.positions[:-1])
     ranks = tuple(shape.groups[group] for group in shape.pattern)
     for starts in cut_evenly(work, _loads(planner, shape.groups, shape.num_micro_batches), shape.pattern):
         yield Candidate(starts, ranks, shape.num_micro_batches)
+    if planner.problem.cluster.num_ranks <= MAX_UNITS:
+        suited = cut_for_ranks(planner, shape.num_micro_batches, ranks)
+        if suited:
+            yield suited
 
 
 def _loads(planner: Planner, groups: Ranks, count: int) -> list[float]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from itertools import chain, product
+from itertools import chain, combinations, pairwise, product
 
 from autovaruna.planner.candidate import Candidate, Planner
 from autovaruna.planner.evaluator import Evaluator
@@ -23,8 +23,8 @@ _MOST_PLACES = 128
 """If cuts may be at no more places than this, all together, each is tried at all of them."""
 _RATIO = 1.5
 """Of many depths, or of much that may be deferred, each that is tried is greater than the one before by this."""
-_MOST_TOGETHER = 512
-"""Ways of all stages together of which all are tried."""
+_MOST_TOGETHER = 2560
+"""Ways of all stages together, with each schedule, of which all are tried."""
 _SHARE_OF_A_ROUND = 0.1
 """What stages hold is left as it is if one change of each takes a greater share of the time."""
 
@@ -57,7 +57,7 @@ def improve(trials: Evaluator, start: Candidate, most_seconds: float, moves: Seq
 
 
 def move_cuts(planner: Planner, start: Candidate) -> Iterator[Candidate]:
-    """Yields candidates with one cut moved, by ever fewer segments; at last anywhere, where these are few.
+    """Yields candidates with one cut moved, by ever fewer segments; where these are few, at last anywhere, or with two.
 
     What crosses may be much less at a place that is far away.
     """
@@ -70,6 +70,12 @@ def move_cuts(planner: Planner, start: Candidate) -> Iterator[Candidate]:
         for s in range(1, len(starts)):
             for place in sorted(range(bounds[s - 1] + 1, bounds[s + 1]), key=lambda place: abs(place - starts[s])):
                 yield from _with_cut(start, s, place)
+        for one, other in combinations(range(1, len(starts)), 2):
+            for steps in product((-1, 1), repeat=2):
+                moved = {one: starts[one] + steps[0], other: starts[other] + steps[1]}
+                places = [*(moved.get(s, place) for s, place in enumerate(starts)), bounds[-1]]
+                if all(before < behind for before, behind in pairwise(places)):
+                    yield replace(start, starts=tuple(places[:-1]), choices=())
 
 
 def _with_cut(start: Candidate, stage: int, place: int) -> Iterator[Candidate]:
@@ -162,7 +168,7 @@ class _Changes:
     def _together(self) -> Iterator[Candidate]:
         """Yields all ways of all stages, if they are few: two may have to change of which neither is of use alone."""
         ways = [list(self._ways(stage)) for stage in range(len(self.options))]
-        if math.prod(map(len, ways)) <= _MOST_TOGETHER:
+        if math.prod(map(len, ways)) * len(self.schedules) <= _MOST_TOGETHER:
             for chosen in product(*ways):
                 for each in self.schedules:
                     if self._may_run(each, chosen):

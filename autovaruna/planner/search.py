@@ -200,6 +200,8 @@ class _Search:
         every = self.trials.best_of_each(_kind, len(self.trials.plans), _NEAR)
         regular = [each for each in every if _kind(each)[1:] == (False, True)][:_STARTS]
         starts = regular + [each for each in every if each not in regular][:_STARTS]
+        others = self.trials.best_of_each(_finer_kind, len(self.trials.plans), _NEAR)
+        starts += [each for each in others if each not in starts][: 2 * _STARTS - len(starts)]
         for done, candidate in enumerate(starts):
             self.progress("improving plans", done / len(starts))
             improve(self.trials, candidate, _IMPROVING_SECONDS / len(starts), moves)
@@ -226,3 +228,8 @@ class _Search:
 def _kind(candidate: Candidate) -> tuple[int, bool, bool]:
     """Returns what moves seldom change: the number of stages, and whether these are regular."""
     return len(candidate.starts), candidate.is_interleaved, len(set(map(len, candidate.ranks))) == 1
+
+
+def _finer_kind(candidate: Candidate) -> tuple[int, bool, tuple[tuple[int, ...], ...]]:
+    """Returns what few moves change: the ranks of the stages, and the number of micro-batches."""
+    return candidate.num_micro_batches, candidate.is_interleaved, candidate.ranks
