@@ -16,7 +16,7 @@ _LONG_SECONDS, _LONG_INTERLEAVED_SECONDS = 0.2, 0.02
 _LONG_INTERLEAVED_VARIANTS = 2
 """The two orders made for several stages a rank: which one is better depends on recompute."""
 _REACHED = 0.9999
-_LOOSE = 1.2
+_LOOSE = 1.35
 """By its depths, a plan that fits by its instructions may need so many times its limits; seldom more."""
 _TURNS = 3
 
@@ -75,12 +75,14 @@ class Evaluator:
         return plan if plan and is_within(self.planner.predict_whole(plan), self.planner.limits) else None
 
     def _fits(self, plan: Plan) -> bool:
-        return not self.is_loose or is_within(self.planner.predict_whole(plan), self.planner.limits)
+        """Returns whether a plan fits, by its depths, or where these need more by its instructions."""
+        limits = self.planner.limits
+        return is_within(plan, limits) or is_within(self.planner.predict_whole(plan), limits)
 
     def _fastest(self, candidate: Candidate, below: float) -> Plan | None:
         """Returns the fastest plan of a candidate, None if none fits or is fast enough."""
         best, bounds, known = None, dict[tuple[bool, ...], float](), list[Plan]()
-        most, variant = self._most_variants(candidate), candidate
+        is_shared, most, variant = candidate.is_interleaved, self._most_variants(candidate), None
         for tried, (each, plan) in enumerate(self._plans(candidate)):
             if tried >= most and best:
                 self.was_cut_short = True
@@ -88,6 +90,7 @@ class Evaluator:
             if plan in known:
                 continue  # With few micro-batches, or little memory, variants are alike.
             known.append(plan)
+            variant = variant or each
             recomputed = tuple(stage.needs_recompute for stage in plan.stages)
             key = (*recomputed, any(stage.deferred for stage in plan.stages))
             if key not in bounds:
@@ -97,17 +100,17 @@ class Evaluator:
             predicted = self.planner.predict(plan, below)
             if predicted and self._fits(predicted):
                 best, below, variant = predicted, predicted.predicted_seconds, each
-        return self._with_all_memory(variant, best) if best and candidate.is_interleaved else best
+        return self._with_all_memory(variant, best or known[0], best, below) if variant and is_shared else best
 
-    def _with_all_memory(self, candidate: Candidate, plan: Plan) -> Plan:
-        """Returns the plan, or a faster one that saves less memory, since its stages do not hold all at the same time.
+    def _with_all_memory(self, candidate: Candidate, plan: Plan, best: Plan | None, below: float) -> Plan | None:
+        """Returns the best plan, or a faster one that saves less memory: stages do not hold all at the same time.
 
-        How far what its instructions need is below what its depths do depends on the plan: it takes a few turns.
+        How far what a plan's instructions need is below what its depths do depends on it, so this takes a few turns.
         """
         free = self.planner.build(candidate, (math.inf,) * plan.num_ranks)
-        if free is None or choices_of(free.stages) == choices_of(plan.stages):
-            return plan
-        best, whole = plan, self.planner.predict_whole(plan)
+        if free is None or choices_of(free.stages) == choices_of(plan.stages) or self.planner.bound(free) >= below:
+            return best
+        whole = self.planner.predict_whole(plan)
         for _ in range(_TURNS):
             by_depths = replace(whole, rank_memory_bytes=()).rank_bytes()
             rows = zip(self.planner.limits, by_depths, whole.rank_bytes(), strict=True)
@@ -115,8 +118,9 @@ class Evaluator:
             if built is None or choices_of(built.stages) == choices_of(whole.stages):
                 break
             whole = self.planner.predict_whole(built)
-            if whole.predicted_seconds < best.predicted_seconds and is_within(whole, self.planner.limits):
-                best = replace(built, predicted_seconds=whole.predicted_seconds)
+            if whole.predicted_seconds < below and is_within(whole, self.planner.limits):
+                below = whole.predicted_seconds
+                best = replace(built, predicted_seconds=below)
         return best
 
     def _most_variants(self, candidate: Candidate) -> float:
@@ -128,13 +132,13 @@ class Evaluator:
     def _plans(self, candidate: Candidate) -> Iterator[tuple[Candidate, Plan]]:
         """Yields a candidate by every rule for depths and every schedule, with its plan, that may differ."""
         is_free = self.planner.problem.constraints.schedule == "auto"
-        limits = [_LOOSE * limit for limit in self.planner.limits] if self.is_loose else []
+        loose = [_LOOSE * limit for limit in self.planner.limits] if self.is_loose or candidate.is_interleaved else []
         built: dict[tuple[str, bool, bool], Plan | None] = {}
         for depth, schedule in variants(self.planner.problem, len(candidate.starts), candidate.is_interleaved):
             variant = replace(candidate, depth=depth, schedule=schedule)
             key = depth, schedule == "gpipe", schedule == "zero_bubble"
             if key not in built:
-                built[key] = self.planner.build(variant, limits)
+                built[key] = self.planner.build(variant) or (self.planner.build(variant, loose) if loose else None)
             plan = built[key]
             if plan and not (is_free and schedule == "varuna" and not any(s.needs_recompute for s in plan.stages)):
                 yield variant, replace(plan, schedule=schedule)
