@@ -21,6 +21,8 @@ BETTER = 0.9995
 _STEPS = (8, 4, 2, 1)
 _MOST_PLACES = 128
 """If cuts may be at no more places than this, all together, each is tried at all of them."""
+_MOST_PAIRS = 256
+"""If two cuts may be at no more pairs of places than this, all of them are tried."""
 _RATIO = 1.5
 """Of many depths, or of much that may be deferred, each that is tried is greater than the one before by this."""
 _MOST_TOGETHER = 2560
@@ -70,12 +72,22 @@ def move_cuts(planner: Planner, start: Candidate) -> Iterator[Candidate]:
         for s in range(1, len(starts)):
             for place in sorted(range(bounds[s - 1] + 1, bounds[s + 1]), key=lambda place: abs(place - starts[s])):
                 yield from _with_cut(start, s, place)
-        for one, other in combinations(range(1, len(starts)), 2):
-            for steps in product((-1, 1), repeat=2):
-                moved = {one: starts[one] + steps[0], other: starts[other] + steps[1]}
-                places = [*(moved.get(s, place) for s, place in enumerate(starts)), bounds[-1]]
-                if all(before < behind for before, behind in pairwise(places)):
-                    yield replace(start, starts=tuple(places[:-1]), choices=())
+        yield from _two_cuts(start, bounds)
+
+
+def _two_cuts(start: Candidate, bounds: Sequence[int]) -> Iterator[Candidate]:
+    """Yields candidates with two cuts moved: those of a stage anywhere, where places are few, and others by a step."""
+    starts = start.starts
+    for s in range(1, len(starts) - 1):
+        places = list(combinations(range(bounds[s - 1] + 1, bounds[s + 2]), 2))
+        for place in places if len(places) * len(starts) <= _MOST_PAIRS else ():
+            yield replace(start, starts=(*starts[:s], *place, *starts[s + 2 :]), choices=())
+    for one, other in combinations(range(1, len(starts)), 2):
+        for steps in product((-1, 1), repeat=2):
+            moved = {one: starts[one] + steps[0], other: starts[other] + steps[1]}
+            cuts = [moved.get(s, place) for s, place in enumerate(starts)]
+            if all(before < behind for before, behind in pairwise([*cuts, bounds[-1]])):
+                yield replace(start, starts=tuple(cuts), choices=())
 
 
 def _with_cut(start: Candidate, stage: int, place: int) -> Iterator[Candidate]:

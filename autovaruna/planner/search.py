@@ -201,10 +201,12 @@ class _Search:
         regular = [each for each in every if _kind(each)[1:] == (False, True)][:_STARTS]
         starts = regular + [each for each in every if each not in regular][:_STARTS]
         others = self.trials.best_of_each(_finer_kind, len(self.trials.plans), _NEAR)
-        starts += [each for each in others if each not in starts][: 2 * _STARTS - len(starts)]
-        for done, candidate in enumerate(starts):
-            self.progress("improving plans", done / len(starts))
-            improve(self.trials, candidate, _IMPROVING_SECONDS / len(starts), moves)
+        more = [each for each in others if each not in starts][: 2 * _STARTS - len(starts)]
+        end = self.planner.spent_seconds + _IMPROVING_SECONDS
+        for done, candidate in enumerate([*starts, *more]):
+            self.progress("improving plans", done / len([*starts, *more]))
+            left = end - self.planner.spent_seconds
+            improve(self.trials, candidate, min(_IMPROVING_SECONDS / len(starts), left), moves)
 
     def _simplest(self) -> Plan:
         """Returns the simplest plan that takes hardly longer than the fastest, and what was given up for it."""
