@@ -82,7 +82,7 @@ class Evaluator:
     def _fastest(self, candidate: Candidate, below: float) -> Plan | None:
         """Returns the fastest plan of a candidate, None if none fits or is fast enough."""
         best, bounds, known = None, dict[tuple[bool, ...], float](), list[Plan]()
-        is_shared, most, variant = candidate.is_interleaved, self._most_variants(candidate), None
+        most, variant = self._most_variants(candidate), None
         for tried, (each, plan) in enumerate(self._plans(candidate)):
             if tried >= most and best:
                 self.was_cut_short = True
@@ -100,7 +100,9 @@ class Evaluator:
             predicted = self.planner.predict(plan, below)
             if predicted and self._fits(predicted):
                 best, below, variant = predicted, predicted.predicted_seconds, each
-        return self._with_all_memory(variant, best or known[0], best, below) if variant and is_shared else best
+        if variant is None or self.is_long(candidate):
+            return best
+        return self._with_all_memory(variant, best or known[0], best, below)
 
     def _with_all_memory(self, candidate: Candidate, plan: Plan, best: Plan | None, below: float) -> Plan | None:
         """Returns the best plan, or a faster one that saves less memory: stages do not hold all at the same time.
@@ -110,7 +112,8 @@ class Evaluator:
         free = self.planner.build(candidate, (math.inf,) * plan.num_ranks)
         if free is None or choices_of(free.stages) == choices_of(plan.stages) or self.planner.bound(free) >= below:
             return best
-        whole = self.planner.predict_whole(plan)
+        loose = self.planner.build(candidate, [_LOOSE * limit for limit in self.planner.limits])
+        whole = self.planner.predict_whole(loose or plan)
         for _ in range(_TURNS):
             by_depths = replace(whole, rank_memory_bytes=()).rank_bytes()
             rows = zip(self.planner.limits, by_depths, whole.rank_bytes(), strict=True)

@@ -18,6 +18,8 @@ from autovaruna.schedule.pipeline import latency_depth, textbook_depth
 
 BETTER = 0.9995
 """What a move has to save: a plan that is hardly faster is not worth the next simulations."""
+_NEARLY = 1.05
+"""What takes no longer than so many times the seconds is kept, to begin from it later."""
 _STEPS = (8, 4, 2, 1)
 _MOST_PLACES = 128
 """If cuts may be at no more places than this, all together, each is tried at all of them."""
@@ -50,7 +52,7 @@ def improve(trials: Evaluator, start: Candidate, most_seconds: float, moves: Seq
             if planner.count_candidate() + planner.step_costs(other) > limit:
                 trials.was_cut_short = True
                 return
-            found = trials.attempt(other, seconds * BETTER)
+            found = trials.attempt(other, seconds * (BETTER if other.choices else _NEARLY))
             if found < seconds * BETTER:
                 start, seconds, kind = other, found, 0
                 break
@@ -157,6 +159,7 @@ class _Changes:
         for schedule, options in (*self._of_a_stage(), *self._by_rules()):
             yield self._with(schedule, options)
         yield from self._together()
+        yield from self._in_pairs()
 
     def _with(self, schedule: str, options: Options) -> Candidate:
         return replace(self.start, schedule=schedule, choices=choices_of(options))
@@ -185,6 +188,26 @@ class _Changes:
                 for each in self.schedules:
                     if self._may_run(each, chosen):
                         yield self._with(each, chosen)
+
+    def _in_pairs(self) -> Iterator[Candidate]:
+        """Yields ways of two stages together that are near to what they hold, if they are few."""
+        near = [list(self._near_ways(stage)) for stage in range(len(self.options))]
+        pairs = list(combinations(range(len(near)), 2))
+        if len(near) > 2 and sum(len(near[one]) * len(near[other]) for one, other in pairs) <= _MOST_TOGETHER:
+            for one, other in pairs:
+                for ways in product(near[one], near[other]):
+                    chosen = [*self.options]
+                    chosen[one], chosen[other] = ways
+                    if self._may_run(self.start.schedule, chosen):
+                        yield self._with(self.start.schedule, chosen)
+
+    def _near_ways(self, stage: int) -> Iterator[Option]:
+        now, share = self.options[stage], self.shares[stage]
+        most = self.planner.most_deferred(self.start, stage, self.counts)
+        depths = {now.in_flight} if self._has_fixed_depths else {now.in_flight + change for change in (-1, 0, 1)}
+        for depth in sorted(depths & set(range(1, share + 1)) | {now.in_flight}):
+            for deferred in sorted({min(max(now.deferred + change, 0), most) for change in (-2, -1, 0, 1, 2)}):
+                yield now._replace(in_flight=depth, deferred=deferred)
 
     def _may_run(self, schedule: str, options: Options) -> bool:
         """Returns whether options are deep enough for a schedule, and defer only where it does."""

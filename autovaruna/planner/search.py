@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Hashable
 from dataclasses import replace
 
 from autovaruna.planner.bounds.proof import WORTH, Proof
@@ -33,7 +34,8 @@ _log = logging.getLogger(__name__)
 
 _SHARED_SECONDS, _IMPROVING_SECONDS = 4.0, 24.0
 """What simulations may take, by the count of `Planner.spent_seconds`, so that a search ends alike on every machine."""
-_STARTS = 4
+_STARTS, _MORE_STARTS = 4, 24
+"""From so many regular and other plans moves begin, and from so many in all where there is time left."""
 _NEAR = 1.06
 _COUNTS, _NEAR_OF_A_FORMULA = 2, 1.1
 _MOST_GROUPS, _NEAR_OF_SHAPES = 200, 2.0
@@ -200,12 +202,15 @@ class _Search:
         every = self.trials.best_of_each(_kind, len(self.trials.plans), _NEAR)
         regular = [each for each in every if _kind(each)[1:] == (False, True)][:_STARTS]
         starts = regular + [each for each in every if each not in regular][:_STARTS]
-        others = self.trials.best_of_each(_finer_kind, len(self.trials.plans), _NEAR)
-        more = [each for each in others if each not in starts][: 2 * _STARTS - len(starts)]
-        end = self.planner.spent_seconds + _IMPROVING_SECONDS
-        for done, candidate in enumerate([*starts, *more]):
-            self.progress("improving plans", done / len([*starts, *more]))
+        end, begun = self.planner.spent_seconds + _IMPROVING_SECONDS, set[Hashable]()
+        for done in range(_MORE_STARTS):
+            self.progress("improving plans", done / _MORE_STARTS)
+            others = self.trials.best_of_each(_finer_kind, len(self.trials.plans), _NEAR_OF_A_FORMULA)
+            candidate = next((each for each in [*starts, *others] if _finer_kind(each) not in begun), None)
             left = end - self.planner.spent_seconds
+            if candidate is None or left <= 0:
+                break
+            begun.add(_finer_kind(candidate))
             improve(self.trials, candidate, min(_IMPROVING_SECONDS / len(starts), left), moves)
 
     def _simplest(self) -> Plan:
