@@ -166,6 +166,23 @@ def passes_of_export() -> Any:
     return import_module(name)
 
 
+@cache
+def mend_lstm() -> None:
+    """Gives the last states of an LSTM on fake tensors the shape of real ones; torch 2.11 has a dimension too many.
+
+    Raises:
+        ImportError: torch has no such function.
+    """
+    name = "torch._decomp.decompositions"
+    one_layer = _later(name, "one_layer_lstm")
+
+    def mended(*args: Any, **kwargs: Any) -> Any:
+        output, states = one_layer(*args, **kwargs)
+        return output, tuple(each[0] if each.dim() == 3 else each for each in states)
+
+    import_module(name).one_layer_lstm = mended  # type: ignore[attr-defined]
+
+
 def _later(module: str, name: str) -> Any:
     try:
         return getattr(import_module(module), name)

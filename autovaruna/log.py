@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Timer
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -39,6 +40,7 @@ LEVELS = {
     "error": logging.ERROR,
     "off": logging.CRITICAL + 1,
 }
+_LONG_SECONDS = 1.0
 
 
 class RankHandler(logging.Handler):
@@ -131,6 +133,18 @@ def _expect_format(file: str, content: Mapping[str, object]) -> None:
         logging.Formatter(str(content.get("format", "")) or None).format(record)
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{file}: format cannot be used: {error!r}; expected %(name)s-like fields") from error
+
+
+@contextmanager
+def phase(logger: logging.Logger, what: str) -> Iterator[None]:
+    """Says in a line what is being done, once it has taken a second."""
+    timer = Timer(_LONG_SECONDS, logger.info, (f"{what} ...",))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 @contextmanager

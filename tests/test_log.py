@@ -1,6 +1,7 @@
 """Holds the logging: a level a room, the rank in every record, and the program's own set-up goes first."""
 
 import logging
+import time
 
 import pytest
 import tomli
@@ -162,3 +163,18 @@ def test_an_error_that_is_caught_inside_shows_what_led_there():
     text = caught()  # the line of the call
     assert "the line of the call" in text and "frames of torch and AutoVaruna" in text
     assert text.splitlines()[-1].startswith("autovaruna.errors.ConfigError: keyword num_stage")
+
+
+def test_a_long_phase_says_so_before_it_ends(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of a second or more says in a line what it is; a short one says nothing."""
+    logger = logging.getLogger("autovaruna.test")
+    with caplog.at_level(logging.INFO, logger="autovaruna.test"):
+        with log.phase(logger, "a short phase"):
+            pass
+        monkeypatch.setattr(log, "_LONG_SECONDS", 0.01)
+        with log.phase(logger, "a long phase"):
+            for _ in range(500):
+                if caplog.messages:
+                    break
+                time.sleep(0.01)
+            assert caplog.messages == ["a long phase ..."]

@@ -53,7 +53,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("target", metavar="MODULE:FUNCTION", help="a function that returns (model, args, kwargs)")
     parser.add_argument("-o", "--output", default="profile.json", metavar="FILE", help="the profile (profile.json)")
     parser.add_argument("--micro-batch-sizes", default="", metavar="1,2,4", help="samples in a micro-batch")
-    add_settings(parser, ("device", "profile_iterations", "profile_cache", "batch_inputs", "dynamic_batch"))
+    add_settings(
+        parser, ("device", "profile_iterations", "profile_cache", "batch_inputs", "batch_dims", "dynamic_batch")
+    )
 
 
 def run(options: argparse.Namespace) -> None:

@@ -334,6 +334,7 @@ _SETTINGS = (
     "memory_margin",
     "optimizer_bytes_factor",
     "batch_inputs",
+    "batch_dims",
     "loss_mode",
     "profile_iterations",
     "profile_cache",

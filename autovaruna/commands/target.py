@@ -53,7 +53,7 @@ def load_target(name: str, settings: Settings, device: torch.device | None = Non
         TraceError: the model cannot be traced.
     """
     model, args, kwargs = _returned(name, _call(name, _find(name)))
-    tensors, call = describe(model, args, kwargs, settings.batch_inputs)
+    tensors, call = describe(model, args, kwargs, settings.batch_inputs, batch_dims=settings.batch_dims)
     if call.batch_size < 1:
         raise InputError(f"{name} returned a call of no samples. Expected a batch of one or more. {_EXPECTED}.")
     traced = trace(

@@ -139,6 +139,19 @@ def _rank_lists(value: object) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(_rank(rank) for rank in ranks) for ranks in value)
 
 
+def _dimensions(value: object) -> tuple[tuple[str, int], ...]:
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        value = dict(value)
+    if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
+        raise ValueError
+    return tuple(sorted((name, _rank(dimension)) for name, dimension in value.items()))
+
+
+def _named_numbers(text: str) -> dict[str, int]:
+    pairs = [pair.split("=") for pair in text.split(",") if pair]
+    return {name.strip(): int(number) for name, number in pairs}
+
+
 def _rank(value: object) -> int:
     return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else _refuse()
 
@@ -163,6 +176,11 @@ NAMES = Kind(
     "a list of names (in a variable: separated by commas)", _names, lambda text: text.split(",") if text else []
 )
 RANK_LISTS = Kind("a list of ranks for each stage, as [[0, 1], [2]]", _rank_lists, json.loads)
+DIMENSIONS = Kind(
+    'names of inputs, each with a dimension from 0 on, as {"src": 1} (in a variable: src=1, separated by commas)',
+    _dimensions,
+    _named_numbers,
+)
 CALLABLE = Kind("a function, given as a keyword", _callable, lambda text: _refuse())
 AUTO_SEED = either(count(), Kind('"auto"', _none))
 
@@ -276,6 +294,12 @@ class Settings:
     batch_inputs: tuple[str, ...] = _setting(
         NAMES, (), "Inputs whose first dimension is the batch; empty: found by their size."
     )
+    batch_dims: tuple[tuple[str, int], ...] = _setting(
+        DIMENSIONS,
+        (),
+        'Dimension that is the batch in inputs where it is not the first one, as {"src": 1}; names of arguments of '
+        "forward, each with all tensors in it.",
+    )
     dynamic_batch: bool = _setting(
         BOOLEAN, True, "Whether the model is traced for any batch size; false: for the first one's alone."
     )
@@ -286,6 +310,12 @@ class Settings:
     )
     reduction: Literal["mean", "sum"] = _setting(
         choice("mean", "sum"), "mean", "Whether the model's loss is a mean over its samples, or their sum."
+    )
+    batch_statistics: Literal["exact", "micro-batch"] = _setting(
+        choice("exact", "micro-batch"),
+        "exact",
+        "Whether a loss that is no mean over its samples, such as the load balance of a mixture of experts, must be "
+        "that of the whole batch, or is taken of each micro-batch and averaged; one micro-batch is exact.",
     )
     micro_batch_weight: Callable[..., float] | None = _setting(
         CALLABLE,
@@ -488,6 +518,10 @@ def _check_together(settings: Settings) -> None:
     if settings.num_stages and settings.stage_ranks and settings.num_stages != len(settings.stage_ranks):
         _contradiction(settings, "num_stages", "stage_ranks", "stage_ranks has one list of ranks for each stage")
 
+    is_moved = any(dimension for _, dimension in settings.batch_dims)
+    if is_moved and not settings.dynamic_batch and settings.num_micro_batches != 1:
+        advice = "with num_micro_batches=1 alone, since nothing tells the batch from other dimensions of its length"
+        _contradiction(settings, "batch_dims", "dynamic_batch", advice)
     if settings.inputs == "per_replica" and not (settings.stage_ranks and all(settings.stage_ranks)):
         _contradiction(settings, "inputs", "stage_ranks", "per_replica needs the ranks of each stage")
     if settings.inputs == "per_replica" and _is_in_two_replicas(settings.stage_ranks):

@@ -27,7 +27,9 @@ _CONSTANTS = (bool, int, float, str, type(None))
 class InputSpec:
     """One tensor argument.
 
-    `shape` is the full shape; for a batch input the first number is the batch size of the call described.
+    `shape` is the full shape; for a batch input the first number is the batch size of the call described. The caller
+    passes the batch in `dimension`; it is moved to the first one as the call is read, and back where the model is
+    called.
     """
 
     name: str
@@ -35,11 +37,32 @@ class InputSpec:
     dtype: torch.dtype
     is_batch: bool
     needs_gradient: bool
+    dimension: int = 0
+
+    @property
+    def passed_shape(self) -> tuple[int, ...]:
+        """The shape as the caller passes it."""
+        return tuple(_moved_back(self.shape, self.dimension))
+
+    def place(self, dimension: int) -> int:
+        """Returns where a dimension of `shape` is as the caller passes it."""
+        return _moved_back(range(len(self.shape)), self.dimension).index(dimension)
+
+    def batch_first(self, tensor: Tensor) -> Tensor:
+        """Returns what the caller passes with the batch in the first dimension."""
+        return tensor.movedim(self.dimension, 0) if self.dimension else tensor
+
+    def as_passed(self, tensor: Tensor) -> Tensor:
+        """Returns a batch, or some samples of it, as the model takes them, contiguous in memory."""
+        if not self.dimension:
+            return tensor
+        return tensor.movedim(0, self.dimension).clone(memory_format=torch.contiguous_format)
 
     def words(self) -> str:
         """Returns shape and dtype as a person writes them, equal for inputs that one trace serves."""
         lengths = ["batch" if self.is_batch and place == 0 else str(length) for place, length in enumerate(self.shape)]
-        text = f"({', '.join(lengths)}) {str(self.dtype).removeprefix('torch.')}"
+        shape = ", ".join(_moved_back(lengths, self.dimension))
+        text = f"({shape}) {str(self.dtype).removeprefix('torch.')}"
         return f"{text} with a gradient" if self.needs_gradient else text
 
     def key(self) -> str:
@@ -72,6 +95,20 @@ class CallSpec:
         """Returns what is called of a model."""
         return model if self.method == "forward" else getattr(model, self.method)
 
+    def batch_first(self, tensors: list[Tensor]) -> list[Tensor]:
+        """Returns the tensors that a caller passes with the batch in the first dimension."""
+        if not self._is_moved:
+            return tensors
+        return [spec.batch_first(tensor) for spec, tensor in zip(self.inputs, tensors, strict=True)]
+
+    def arguments(self, tensors: Sequence[Tensor]) -> Any:
+        """Returns ``(args, kwargs)`` for the model of tensors in the order of `inputs`, the batch first in each."""
+        return self.tree.unflatten([spec.as_passed(each) for spec, each in zip(self.inputs, tensors, strict=True)])
+
+    @cached_property
+    def _is_moved(self) -> bool:
+        return any(spec.dimension for spec in self.inputs)
+
     def key(self) -> str:
         """Returns a digest that is equal for calls that one trace serves, whatever their batch size."""
         return self._key
@@ -99,6 +136,7 @@ def describe(
     batch_inputs: Sequence[str] = (),
     mode: str | None = None,
     method: str = "forward",
+    batch_dims: Sequence[tuple[str, int]] = (),
 ) -> tuple[list[Tensor], CallSpec]:
     """Takes the arguments of a call apart.
 
@@ -110,23 +148,31 @@ def describe(
             dimension has the size of the first tensor's.
         mode: What `mode_of` says of the model now, if that is known.
         method: The method that is called.
+        batch_dims: Names of arguments, each with the dimension that is the batch in its tensors, where that is not
+            the first one.
 
     Returns:
-        The tensors in order, and the description.
+        The tensors in order, with the batch in the first dimension, and the description.
 
     Raises:
         InputError: no argument is a batch, batches differ in size, or a tensor is sparse.
     """
     tensors, tree = flatten((tuple(args), dict(kwargs)))
     names = _input_names(getattr(model, method), tree.tensor_paths())
-    _refuse_layouts(names, tensors)
-    batch_size, is_batch = _find_batch(names, tensors, batch_inputs, tree.arrays())
-    inputs = tuple(
-        InputSpec(name, tuple(tensor.shape), tensor.dtype, batch, tensor.requires_grad and torch.is_grad_enabled())
-        for name, tensor, batch in zip(names, tensors, is_batch, strict=True)
-    )
+    plain_names = [name for name, _ in names]
+    _refuse_layouts(plain_names, tensors)
+    wanted = dict(batch_dims)
+    if method == "forward":
+        _check_names(wanted, plain_names, names, tensors, inspect.signature(model.forward).parameters)
+    batch_size, places = _find_batch(names, tensors, batch_inputs, wanted, tree.arrays())
+    inputs = []
+    for place, (name, tensor, dimension) in enumerate(zip(plain_names, tensors, places, strict=True)):
+        needs_gradient = tensor.requires_grad and torch.is_grad_enabled()
+        tensors[place] = tensor = tensor.movedim(dimension, 0) if dimension else tensor
+        shape, is_batch = tuple(tensor.shape), dimension is not None
+        inputs.append(InputSpec(name, shape, tensor.dtype, is_batch, needs_gradient, dimension or 0))
     mode = mode_of(model) if mode is None else mode
-    return tensors, CallSpec(tree, inputs, batch_size, mode, current_precision(), method)
+    return tensors, CallSpec(tree, tuple(inputs), batch_size, mode, current_precision(), method)
 
 
 class CallReader:
@@ -134,12 +180,15 @@ class CallReader:
 
     Args:
         model: The model.
-        batch_inputs: As in `describe`.
+        batch_inputs, batch_dims: As in `describe`.
     """
 
-    def __init__(self, model: nn.Module, batch_inputs: Sequence[str] = ()) -> None:
+    def __init__(
+        self, model: nn.Module, batch_inputs: Sequence[str] = (), batch_dims: Sequence[tuple[str, int]] = ()
+    ) -> None:
         self._model = model
         self._batch_inputs = batch_inputs
+        self._batch_dims = batch_dims
         self._known: dict[Hashable, CallSpec] = {}
 
     def read(
@@ -155,11 +204,11 @@ class CallReader:
         try:
             outline = mode, forward, _outline((tuple(args), dict(kwargs)), tensors)
         except _UnfamiliarError:
-            return describe(self._model, args, kwargs, self._batch_inputs, mode, method)
+            return describe(self._model, args, kwargs, self._batch_inputs, mode, method, self._batch_dims)
         known = self._known.get(outline) if forward is not None else None
         if known is not None:
-            return tensors, known
-        found, call = describe(self._model, args, kwargs, self._batch_inputs, mode, method)
+            return known.batch_first(tensors), known
+        found, call = describe(self._model, args, kwargs, self._batch_inputs, mode, method, self._batch_dims)
         if len(self._known) >= _MOST_KNOWN:
             self._known.clear()
         self._known[outline] = call
@@ -196,73 +245,120 @@ def _refuse_layouts(names: Sequence[str], tensors: Sequence[Tensor]) -> None:
             )
 
 
-def _input_names(forward: Callable[..., Any], paths: Sequence[str]) -> list[str]:
+_Name = tuple[str, frozenset[str]]
+"""The name of an input, and all names that cover it: those of what it is in, and of the argument."""
+
+
+def _input_names(forward: Callable[..., Any], paths: Sequence[str]) -> list[_Name]:
     if inspect.ismethod(forward):
         return list(_names_of_method(forward.__func__, tuple(paths)))
     return _names_in(list(inspect.signature(forward).parameters.values()), paths)
 
 
 @lru_cache(maxsize=64)
-def _names_of_method(function: Callable[..., Any], paths: tuple[str, ...]) -> tuple[str, ...]:
+def _names_of_method(function: Callable[..., Any], paths: tuple[str, ...]) -> tuple[_Name, ...]:
     """Returns the names of inputs of a method; a function of the class, which keeps no model alive."""
     return tuple(_names_in(list(inspect.signature(function).parameters.values())[1:], paths))
 
 
-def _names_in(parameters: Sequence[inspect.Parameter], paths: Sequence[str]) -> list[str]:
-    names: list[str] = []
+def _names_in(parameters: Sequence[inspect.Parameter], paths: Sequence[str]) -> list[_Name]:
+    names: dict[str, frozenset[str]] = {}
     for path in paths:
-        name = _readable(path, parameters)
+        keys = _keys(path, parameters)
+        name = _joined(keys) or "input"
         while name in names:
             name += "_"
-        names.append(name)
-    return names
+        names[name] = frozenset([name, *(_joined(keys[:place]) for place in range(1, len(keys)))])
+    return list(names.items())
 
 
-def _readable(path: str, parameters: Sequence[inspect.Parameter]) -> str:
-    """Turns ``[0][2]`` into the name of the third argument and ``[1]['labels']`` into ``labels``."""
+def _joined(keys: Sequence[str]) -> str:
+    return re.sub(r"\W", "_", "_".join(keys)).strip("_")
+
+
+def _keys(path: str, parameters: Sequence[inspect.Parameter]) -> list[str]:
+    """Turns ``[0][2][1]`` into the name of the third argument and 1, and ``[1]['labels']`` into ``labels``."""
     keys = re.findall(r"\['?([^\]']*)'?\]|\.(\w+)", path)
     first, *rest = [bracket or dot for bracket, dot in keys]
-    if first == "0":
-        rest[0] = _positional(int(rest[0]), parameters)
-    return re.sub(r"\W", "_", "_".join(rest)).strip("_") or "input"
+    return [*_positional(int(rest[0]), parameters), *rest[1:]] if first == "0" else rest
 
 
-def _positional(place: int, parameters: Sequence[inspect.Parameter]) -> str:
-    """Returns the name of a positional argument; those of ``*args`` are ``args_0`` and so on."""
+def _positional(place: int, parameters: Sequence[inspect.Parameter]) -> list[str]:
+    """Returns the name of a positional argument; of those of ``*args``, ``args`` and their number in there."""
     names = [parameter.name for parameter in parameters if parameter.kind in _POSITIONAL]
     if place < len(names):
-        return names[place]
+        return [names[place]]
     rest = next((p.name for p in parameters if p.kind is inspect.Parameter.VAR_POSITIONAL), "input")
-    return f"{rest}_{place - len(names)}"
+    return [rest, str(place - len(names))]
+
+
+def _check_names(
+    wanted: Mapping[str, int],
+    shown: Sequence[str],
+    names: Sequence[_Name],
+    tensors: Sequence[Tensor],
+    parameters: Mapping[str, inspect.Parameter],
+) -> None:
+    """Refuses names in batch_dims that no argument has; one that is left out in this call may come in another."""
+    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return
+    known = {*parameters, *(each for _, covering in names for each in covering)}
+    starts = tuple(f"{name}_" for name in parameters)
+    if strange := [name for name in wanted if name not in known and not name.startswith(starts)]:
+        raise InputError(
+            f"batch_dims names {', '.join(strange)}, but the model got tensors {_shapes(shown, tensors)}. Expected "
+            f"names of forward's arguments: {', '.join(parameters)}."
+        )
 
 
 def _find_batch(
-    names: Sequence[str], tensors: Sequence[Tensor], wanted: Sequence[str], arrays: Sequence[str]
-) -> tuple[int, list[bool]]:
-    if wanted:
-        is_batch = [
-            tensor.dim() > 0 and any(_is_part_of(name, want) for want in wanted)
-            for name, tensor in zip(names, tensors, strict=True)
-        ]
-    else:
-        first = next((tensor.shape[0] for tensor in tensors if tensor.dim() > 0), None)
-        is_batch = [tensor.dim() > 0 and tensor.shape[0] == first for tensor in tensors]
-    sizes = {name: tensor.shape[0] for name, tensor, batch in zip(names, tensors, is_batch, strict=True) if batch}
+    names: Sequence[_Name],
+    tensors: Sequence[Tensor],
+    batch_inputs: Sequence[str],
+    batch_dims: Mapping[str, int],
+    arrays: Sequence[str],
+) -> tuple[int, list[int | None]]:
+    """Returns the number of samples, and the dimension of each tensor that is the batch; None: it is no batch."""
+    shown = [name for name, _ in names]
+    places = [_named(name, tensor, batch_inputs, batch_dims) for name, tensor in zip(names, tensors, strict=True)]
+    if not batch_inputs:
+        some = [tensor.shape[place] for tensor, place in zip(tensors, places, strict=True) if place is not None]
+        first = next((size for size in (*some, *(each.shape[0] for each in tensors if each.dim()))), None)
+        for index, tensor in enumerate(tensors):
+            if places[index] is None and tensor.dim() > 0 and tensor.shape[0] == first:
+                places[index] = 0
+    pairs = zip(shown, tensors, places, strict=True)
+    sizes = {name: tensor.shape[place] for name, tensor, place in pairs if place is not None}
     if not sizes:
         raise InputError(
-            f"No argument of the model is a batch: got tensors {_shapes(names, tensors)}"
-            f"{f' and batch_inputs={list(wanted)}' if wanted else ''}"
+            f"No argument of the model is a batch: got tensors {_shapes(shown, tensors)}"
+            f"{f' and batch_inputs={list(batch_inputs)}' if batch_inputs else ''}"
             f"{f', and {arrays}, which are constants: make tensors of them' if arrays else ''}. Expected at least one "
             "tensor whose first dimension is the batch; pass one, or name the arguments in batch_inputs."
         )
     if len(set(sizes.values())) > 1:
         raise InputError(f"The batch inputs differ in size: got {sizes}. Expected one size; check batch_inputs.")
-    return next(iter(sizes.values())), is_batch
+    return next(iter(sizes.values())), places
+
+
+def _named(name: _Name, tensor: Tensor, batch_inputs: Sequence[str], batch_dims: Mapping[str, int]) -> int | None:
+    """Returns the dimension that settings say is the batch; None: they say nothing."""
+    own, covering = name
+    found = max((want for want in batch_dims if want in covering), key=len, default=None)
+    if found is not None and tensor.dim():
+        if batch_dims[found] >= tensor.dim():
+            raise InputError(
+                f"batch_dims says that dimension {batch_dims[found]} of {found} is the batch: got {own} of the shape "
+                f"{tuple(tensor.shape)}. Expected a dimension that it has, from 0 on."
+            )
+        return batch_dims[found]
+    return 0 if tensor.dim() and not covering.isdisjoint(batch_inputs) else None
 
 
 def _shapes(names: Sequence[str], tensors: Sequence[Tensor]) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in zip(names, tensors, strict=True)}
 
 
-def _is_part_of(name: str, wanted: str) -> bool:
-    return name == wanted or name.startswith(f"{wanted}_")
+def _moved_back(lengths: Sequence[Any], dimension: int) -> list[Any]:
+    """Returns what goes with each dimension, the first of which is put back to `dimension`."""
+    return [*lengths[1 : dimension + 1], *lengths[:1], *lengths[dimension + 1 :]]

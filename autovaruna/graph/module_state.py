@@ -146,7 +146,7 @@ def _left(model: nn.Module, call: CallSpec, tensors: Sequence[Tensor], device: t
 def _called(own: nn.Module, call: CallSpec, tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     pairs = zip(tensors, call.inputs, strict=True)
     inputs = [each.detach().clone().requires_grad_(spec.needs_gradient) for each, spec in pairs]
-    args, kwargs = call.tree.unflatten(inputs)
+    args, kwargs = call.arguments(inputs)
     with untouched_generator(device), python_generators(_SEED), in_precision(call.precision):
         torch.manual_seed(_SEED)
         outputs, _ = flatten(call.of(own)(*args, **kwargs), "output")

@@ -5,12 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from math import prod
+from typing import Any
 
+import sympy
+import torch
 from torch import Tensor, fx
 
 from autovaruna.errors import TraceError
-from autovaruna.graph.facts import Fact
+from autovaruna.graph.facts import Fact, tensors_in
+from autovaruna.graph.lengths import free_value
 from autovaruna.graph.sizes import Sizes
+from autovaruna.graph.source_lines import origin
 
 
 class OutputKind(str, Enum):
@@ -38,6 +44,8 @@ class OutputSpec:
         kind: how micro-batches are put together.
         dimension: the batch dimension of an output of samples.
         needs_gradient: whether a backward can start from it.
+        outer: how often all samples come one after the other in that dimension, a number or an expression of lengths:
+            ``time`` where ``(time, batch)`` was made one dimension.
     """
 
     node: str
@@ -45,6 +53,22 @@ class OutputSpec:
     kind: OutputKind
     dimension: int
     needs_gradient: bool
+    outer: Any = 1
+
+
+def joined(parts: Sequence[Tensor], dimension: int, outer: int) -> Tensor:
+    """Returns an output of all samples, of those that micro-batches made."""
+    if outer == 1:
+        return torch.cat(list(parts), dimension)
+    return torch.cat([opened(each, dimension, outer) for each in parts], dimension + 1).flatten(
+        dimension, dimension + 1
+    )
+
+
+def opened(tensor: Tensor, dimension: int, outer: int) -> Tensor:
+    """Returns a tensor whose `dimension` is two, of which the second has the samples."""
+    before, after = tensor.shape[:dimension], tensor.shape[dimension + 1 :]
+    return tensor.reshape(*before, outer, tensor.shape[dimension] // outer, *after)
 
 
 def classify(
@@ -63,8 +87,8 @@ def classify(
         TraceError: ``loss`` is asked for and no single output can be it.
     """
     nodes: list[fx.Node] = list(graph.output_node().args[0])  # type: ignore[arg-type]
-    fed = _fed_by_batch(graph)
-    specs = [_classify_one(node, path, facts, sizes, fed) for node, path in zip(nodes, paths, strict=True)]
+    fed, outer = _fed_by_batch(graph), _outer_lengths(graph, sizes)
+    specs = [_classify_one(node, path, facts, sizes, fed, outer) for node, path in zip(nodes, paths, strict=True)]
     place = None if loss_mode == "outputs" else _find_loss(specs, facts)
     if place is None and loss_mode == "loss":
         found = {spec.path: spec.kind.value for spec in specs}
@@ -78,7 +102,14 @@ def classify(
     return tuple(specs)
 
 
-def _classify_one(node: fx.Node, path: str, facts: dict[str, Fact], sizes: Sizes, fed: set[fx.Node]) -> OutputSpec:
+def _classify_one(
+    node: fx.Node,
+    path: str,
+    facts: dict[str, Fact],
+    sizes: Sizes,
+    fed: set[fx.Node],
+    outer: dict[fx.Node, Any],
+) -> OutputSpec:
     value = node.meta["val"]
     assert isinstance(value, Tensor)
     dimension = sizes.batch_dimension(value)
@@ -88,7 +119,68 @@ def _classify_one(node: fx.Node, path: str, facts: dict[str, Fact], sizes: Sizes
         kind = OutputKind.SAME
     else:
         kind = OutputKind.MEAN if value.is_floating_point() or value.is_complex() else OutputKind.TOTAL
-    return OutputSpec(node.name, path, kind, dimension or 0, facts[node.name].needs_gradient)
+    times = outer.get(node, 1)
+    if kind is OutputKind.SAMPLES and times is None:
+        raise TraceError(
+            f"Nothing tells which samples the rows of {path} {tuple(value.shape)} are of, at "
+            f"{origin(node) or node.name}, where time and batch are one dimension. Expected "
+            "an output that has them apart; reshape it after the call."
+        )
+    return OutputSpec(node.name, path, kind, dimension or 0, facts[node.name].needs_gradient, times)
+
+
+_aten = torch.ops.aten
+_RESHAPES = (
+    _aten.view.default,
+    _aten.reshape.default,
+    _aten._unsafe_view.default,
+    _aten.flatten.using_ints,
+    _aten.unflatten.int,
+)
+
+
+def _outer_lengths(graph: fx.Graph, sizes: Sizes) -> dict[fx.Node, Any]:
+    """Returns, for values of samples, how often these come one after the other in their dimension; None: not known."""
+    found: dict[fx.Node, Any] = {}
+    lengths: dict[fx.Node, Any] = {}
+    for node in graph.nodes if sizes.symbol is not None else ():
+        shape, dimension = _shape(node, sizes)
+        if dimension is None:
+            continue
+        lengths[node] = length = shape[dimension]
+        sources = [each for each in node.all_input_nodes if each in found]
+        alike = [found[each] for each in sources if lengths[each] == length]
+        if length == sizes.symbol:
+            found[node] = sympy.Integer(1)
+        elif node.target in _RESHAPES and node.args[0] in found:
+            found[node] = _reshaped(found[node.args[0]], _shape(node.args[0], sizes), (shape, dimension))
+        elif alike:
+            found[node] = next((each for each in alike if each != 1), alike[0])
+        else:
+            found[node] = None if any(found[each] != 1 for each in sources) else sympy.Integer(1)
+    return found
+
+
+def _shape(node: Any, sizes: Sizes) -> tuple[list[Any], int | None]:
+    """Returns the lengths of a value as expressions, and its batch dimension."""
+    known, free = tensors_in(node.meta.get("val")), tensors_in(free_value(node))
+    for value, lengths in zip(known, free, strict=True):
+        dimension = sizes.batch_dimension(value)
+        if dimension is not None:
+            sizes_ = [
+                each.node.expr if isinstance(each, torch.SymInt) else sympy.Integer(each) for each in lengths.shape
+            ]
+            return sizes_, dimension
+    return [], None
+
+
+def _reshaped(outer: Any, given: tuple[list[Any], int | None], made: tuple[list[Any], int | None]) -> Any:
+    """Returns how often the samples come one after the other in a value that is another of another shape."""
+    if outer is None:
+        return None
+    before, after = (prod(shape[:dimension], start=sympy.Integer(1)) for shape, dimension in (given, made))
+    times = sympy.cancel(before * outer / after)
+    return times if times.is_integer else None
 
 
 def _fed_by_batch(graph: fx.Graph) -> set[fx.Node]:

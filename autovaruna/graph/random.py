@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.nn.utils import parametrize
 
-from autovaruna.graph.export.errors import InModuleError
+from autovaruna.graph.export.errors import DRAWN, InModuleError
 
 _generator_lock = Lock()
 
@@ -111,9 +111,6 @@ def own_cache() -> Iterator[None]:
         module._cache = before
 
 
-_REASON = "it draws from Python's or numpy's generator, and a trace would fix what it drew (draw from torch)"
-
-
 @contextmanager
 def noted_draws(model: nn.Module, by_module: bool) -> Iterator[Draws]:
     """Notes what is drawn, on this thread, while the context lasts; call `start` inside of it.
@@ -179,11 +176,11 @@ class Draws:
         if error := self.error():
             raise error
         if self.are_hidden():
-            raise InModuleError("", _REASON)
+            raise InModuleError("", DRAWN)
 
     def error(self) -> InModuleError | None:
         """Returns an error that says which module has drawn; None: none has."""
-        return InModuleError(self._found[0], _REASON) if self._found else None
+        return InModuleError(self._found[0], DRAWN) if self._found else None
 
 
 def _place() -> tuple[Any, ...]:

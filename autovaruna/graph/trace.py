@@ -200,9 +200,8 @@ def _trace(
         parameters = _first_names(dict(model.named_parameters(remove_duplicate=False)))
         totals = take_totals(module.graph, facts, sizes, batch, parameters, is_added) if has_totals else NO_TOTALS
         infer_function_reductions(module.graph, facts, batch, device)
-        name = type(model).__qualname__
-        joining = refuse_mixing(name, module.graph, facts, sizes, batch) if is_parted else []
-        _check_computes(exported, name)
+        joining = refuse_mixing(model, call, module.graph, facts, sizes, batch) if is_parted else []
+        _check_computes(exported, type(model).__qualname__)
         grouping = group(module.graph, facts, sizes.is_given, sizes.depends_on_data, parameters)
         buffers = _first_names(dict(model.named_buffers(remove_duplicate=False)))
         graph = _build(exported, facts, sizes, grouping, parameters, buffers)

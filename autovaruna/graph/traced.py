@@ -123,6 +123,10 @@ class TracedModel:
             return self.sizes.lengths.of(call)
         return () if self.call.key() == call.key() else None
 
+    def outer(self, spec: OutputSpec, lengths: tuple[int, ...]) -> int:
+        """Returns how often all samples come one after the other in an output's dimension, in a call of `lengths`."""
+        return 1 if spec.outer == 1 else int(self.sizes.in_call(spec.outer, 1, lengths))
+
     @cached_property
     def nodes(self) -> dict[str, fx.Node]:
         """Nodes by name, in execution order."""

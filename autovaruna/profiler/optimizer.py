@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -18,8 +18,13 @@ from autovaruna.profiler.time import own_clock
 
 _SMALL, _NUM_SMALL = (16, 16), 8
 _LARGE_BYTES = 32 << 20
-"""Of all large trial tensors together: more than a core's caches hold."""
-_LEAST_BYTES = 1 << 20
+"""Of all trial tensors of the model's own shape together: more than a core's caches hold."""
+_MOST_TIMES = 128
+_BUDGET_SECONDS = 0.5
+"""Of one step that is tried out."""
+_LEAST_ELEMENTS = 1 << 12
+_LINEAR = 1.25
+"""Seconds that grow by a lower power of the elements are linear in them, but for caches."""
 _NUM_STEPS = 2
 _MOST_ELEMENTS = 1 << 16
 """A larger tensor is tried out as a smaller one of about the same shape."""
@@ -46,21 +51,58 @@ def state_factor(optimizer: torch.optim.Optimizer) -> float:
 
 
 def measure_step(optimizer: torch.optim.Optimizer, device: torch.device) -> OptimizerCost:
-    """Times steps over small tensors and over large ones, with the options of the greatest group; counts their bytes.
+    """Times steps over small tensors and over one of the model's own, with the options of the greatest group.
 
-    The large ones are as large as the tensor in which a byte of the group lies on average: temporaries of large tensors
-    are in no cache.
+    The latter has the shape of a parameter in which a byte of the group lies on average, and is there often enough to
+    fill caches: what a step takes for a byte may depend on the shape (Muon, Shampoo).
     """
     group = max(optimizer.param_groups, key=lambda each: sum(parameter.numel() for parameter in each["params"]))
     dtype = next((parameter.dtype for parameter in group["params"]), torch.float32)
-    shape, count = _large(group["params"], dtype)
-    small, large = (
-        _step_seconds(optimizer, _options(group), [_trial(trial, dtype, device) for _ in range(times)])
-        for trial, times in ((_SMALL, _NUM_SMALL), (shape, count))
-    )
-    each = small / _NUM_SMALL
-    per_byte = max(0.0, large - each * count) / (count * math.prod(shape) * dtype.itemsize)
+
+    def seconds(shape: tuple[int, ...], times: int) -> float:
+        return _step_seconds(optimizer, _options(group), [_trial(shape, dtype, device) for _ in range(times)])
+
+    each = seconds(_SMALL, _NUM_SMALL) / _NUM_SMALL
+    own = _typical_shape(group["params"])
+    tried, one, growth = _affordable(own, dtype.itemsize, seconds)
+    num_bytes, times = math.prod(own) * dtype.itemsize, _times(math.prod(tried) * dtype.itemsize, one)
+    typical = growth * (seconds(tried, times) / times if times > 1 else one)
+    per_byte = max(0.0, typical - each) / num_bytes if num_bytes else 0.0
     return OptimizerCost(each, per_byte, *work_factors(optimizer, device))
+
+
+def _affordable(
+    shape: tuple[int, ...], itemsize: int, seconds: Callable[[tuple[int, ...], int], float]
+) -> tuple[tuple[int, ...], float, float]:
+    """Finds the largest tensor of about a shape that can be tried out.
+
+    Args:
+        shape: The shape.
+        itemsize: Bytes of an element.
+        seconds: Takes a shape and a number of tensors; returns what a step over them takes.
+
+    Returns:
+        Its shape, the seconds of a step with it, and how many times longer one with `shape` takes.
+    """
+    power, most = 1.0, _LEAST_ELEMENTS
+    tried = _shrunk(shape, most)
+    taken = seconds(tried, 1)
+    while tried != shape:
+        most *= 4
+        larger = _shrunk(shape, most)
+        ratio = math.prod(larger) / math.prod(tried)
+        if math.prod(larger) * itemsize > _LARGE_BYTES or taken * ratio**power > _BUDGET_SECONDS:
+            break
+        before, taken, tried = taken, seconds(larger, 1), larger
+        power = math.log(taken / before, ratio) if before > 0 and taken > 0 else 1.0
+        power = power if power > _LINEAR else 1.0
+    return tried, taken, (math.prod(shape) / max(math.prod(tried), 1)) ** power
+
+
+def _times(num_bytes: int, seconds: float) -> int:
+    """Returns how many tensors are tried out together: enough to fill caches, if a step with one is short enough."""
+    affordable = int(_BUDGET_SECONDS / seconds) if seconds > 0 else _MOST_TIMES
+    return max(1, min(_LARGE_BYTES // max(num_bytes, 1), _MOST_TIMES, affordable))
 
 
 def work_factors(optimizer: torch.optim.Optimizer, device: torch.device) -> tuple[float, float]:
@@ -85,13 +127,12 @@ def work_factors(optimizer: torch.optim.Optimizer, device: torch.device) -> tupl
     return (of_all / total, of_largest / largest) if total else (0.0, 0.0)
 
 
-def _large(parameters: Sequence[nn.Parameter], dtype: torch.dtype) -> tuple[tuple[int, int], int]:
-    """Returns the shape of large trial tensors, and their number."""
+def _typical_shape(parameters: Sequence[nn.Parameter]) -> tuple[int, ...]:
+    """Returns the shape of the parameter whose size is next to that in which a byte lies on average."""
     total = sum(parameter.nbytes for parameter in parameters)
     typical = sum(parameter.nbytes**2 for parameter in parameters) / total if total else 0.0
-    num_bytes = min(max(typical, _LEAST_BYTES), _LARGE_BYTES)
-    side = math.isqrt(int(num_bytes) // dtype.itemsize)
-    return (side, side), round(_LARGE_BYTES / num_bytes)
+    nearest = min(parameters, key=lambda each: abs(each.nbytes - typical), default=None)
+    return tuple(nearest.shape) if nearest is not None else (0,)
 
 
 def _state_factor_of(
@@ -132,10 +173,10 @@ def _work_bytes(
         return float(meter.restart())
 
 
-def _shrunk(shape: Iterable[int]) -> tuple[int, ...]:
-    """Halves the longest dimension until there are few elements."""
+def _shrunk(shape: Iterable[int], most: int = _MOST_ELEMENTS) -> tuple[int, ...]:
+    """Halves the longest dimension until there are at most so many elements."""
     sizes = list(shape)
-    while math.prod(sizes) > _MOST_ELEMENTS:
+    while math.prod(sizes) > most:
         longest = sizes.index(max(sizes))
         sizes[longest] = (sizes[longest] + 1) // 2
     return tuple(sizes)

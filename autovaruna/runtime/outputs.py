@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from autovaruna.graph.lengths import free_value
-from autovaruna.graph.outputs import OutputKind, OutputSpec
+from autovaruna.graph.outputs import OutputKind, OutputSpec, joined, opened
 from autovaruna.runtime.batch import GlobalBatch, Job, MicroBatch
 from autovaruna.runtime.mail import Kind, Mail, Route
 from autovaruna.runtime.world import World
@@ -88,7 +88,9 @@ class OutputCollector:
             for part in self._job.batch.owned_by(self._world.rank)
         ]
         parts = [part for part in taken if part is not None]
-        return torch.cat(parts, dim=spec.dimension) if parts else self._empty(spec)
+        if not parts:
+            return self._empty(spec)
+        return joined(parts, spec.dimension, self._job.split.traced.outer(spec, self._job.lengths))
 
     def _empty(self, spec: OutputSpec) -> Tensor:
         traced = self._job.split.traced
@@ -242,23 +244,25 @@ class GradientExchange:
 
     def output_gradient(self, place: int, part: MicroBatch) -> Tensor | None:
         """Returns the gradient of an output for one micro-batch, at the stage that made it."""
-        spec = self._job.split.traced.outputs[place]
-        if self._gradients[place] is None:
+        spec, gradient = self._job.split.traced.outputs[place], self._gradients[place]
+        if gradient is None:
             return None
         if spec.kind is OutputKind.SAMPLES:
             if self._job.batch.has(self._world.rank, part):
                 return self._own_part(place, spec, part)
             return self._mail.take(self._output_kind(place, part))[0]
-        gradient = self._gradients[place]
-        if gradient is None or spec.kind is OutputKind.SAME:
+        if spec.kind is OutputKind.SAME:
             return gradient if part.index == min(self._job.batch.micro_batches) else None
         return gradient * part.share
 
     def _over_ranks(self, gradient: Tensor) -> Tensor:
         """Returns the gradient, in the loss of the global batch, of an output that all ranks have alike. Collective."""
-        total = gradient * self._job.weight_of_origin(self._world.rank)
-        self._world.all_reduce(total, tuple(range(self._world.num_ranks)))
-        return total
+        return self._sum_of_ranks(gradient * self._job.weight_of_origin(self._world.rank))
+
+    def _sum_of_ranks(self, own: Tensor) -> Tensor:
+        """Adds up a tensor over all ranks, in place. Collective."""
+        self._world.all_reduce(own, tuple(range(self._world.num_ranks)))
+        return own
 
     def input_gradients(self) -> dict[str, Tensor | None]:
         """Returns the gradients of this rank's inputs. Every rank takes part."""
@@ -276,8 +280,14 @@ class GradientExchange:
         gradient = self._gradients[place]
         if gradient is None:
             return None
-        num_rows = gradient.shape[spec.dimension] // self._job.batch.num_samples_of(self._world.rank)
-        rows = gradient.narrow(spec.dimension, part.start * num_rows, part.size * num_rows)
+        outer = self._job.split.traced.outer(spec, self._job.lengths)
+        whole, dimension = gradient, spec.dimension
+        if outer != 1:
+            whole, dimension = opened(gradient, dimension, outer), dimension + 1
+        num_rows = whole.shape[dimension] // self._job.batch.num_samples_of(self._world.rank)
+        rows = whole.narrow(dimension, part.start * num_rows, part.size * num_rows)
+        if outer != 1:
+            rows = rows.flatten(spec.dimension, dimension)
         weight = self.own_weight
         return rows.contiguous() if weight == 1.0 else (rows * weight).contiguous()
 
@@ -305,8 +315,7 @@ class GradientExchange:
         for (other, _), gradient in self._made.items():
             if other == name and gradient is not None:
                 total.add_(gradient)
-        self._world.all_reduce(total, tuple(range(self._world.num_ranks)))
-        return total
+        return self._sum_of_ranks(total)
 
     def _output_kind(self, place: int, part: MicroBatch) -> Kind:
         route = Route(part.origin, self._maker(place, part), 4 * place + 3)

@@ -67,9 +67,13 @@ class Message(Pending):
         self._event = event
         self._count = count
         self._finish = finish
-        for part in parts:
-            if part.needs_calls:
-                world.lagging.add(self)
+        if any(part.needs_calls for part in parts):
+            world.lagging.append(self)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it was done when somebody last asked."""
+        return not self._parts
 
     def is_done(self) -> bool:
         """Says whether every part has arrived or left."""
@@ -79,7 +83,6 @@ class Message(Pending):
                 return False
             parts.pop()
         self._world.coming.discard(self)
-        self._world.lagging.discard(self)
         if self._finish is not None:
             finish, self._finish = self._finish, None
             finish()
@@ -152,7 +155,8 @@ class World:
         watch: what waits for other ranks.
         carrier: what moves tensors of some ranks straight between their devices, if anything.
         coming: the messages that are on their way to this rank.
-        lagging: messages on their way, either way, that advance only while this rank calls the transport.
+        lagging: messages, either way, that advance only while this rank calls the transport, the oldest first; some
+            that are done may be among them.
     """
 
     def __init__(self, transport: Transport) -> None:
@@ -164,7 +168,7 @@ class World:
         self.watch = Watch(transport, self._advance)
         self.carrier: Carrier | None = None
         self.coming: set[Message] = set()
-        self.lagging: set[Message] = set()
+        self.lagging: deque[Message] = deque()
         self._sends: deque[Part] = deque()
         self._groups: dict[tuple[int, ...], Group] = {}
 
@@ -387,12 +391,12 @@ class World:
 
     def glance(self) -> None:
         """Does as `progress` if anything is on its way that does not advance by itself; called between instructions."""
+        lagging = self.lagging
+        while lagging and (lagging[0].has_ended or lagging[0].is_done()):  # to ask for one lets all advance
+            lagging.popleft()
         if len(self._sends) > SENDS_AT_ONCE or self.carrier is not None:
             self.progress()
             return
-        for message in list(self.lagging):
-            if not message.is_done():  # to ask for one lets all advance
-                break
         for group in self._groups.values():
             if group.active:
                 self.progress()

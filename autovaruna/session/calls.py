@@ -79,7 +79,7 @@ class SharedCall:
         return self.call.key()
 
     def samples(self, start: int, size: int) -> list[Tensor]:
-        """Returns this rank's tensors with some of its samples alone."""
+        """Returns this rank's tensors, the batch first in each, with some of its samples alone."""
         pairs = zip(self.tensors, self.call.inputs, strict=True)
         return [tensor[start : start + size] if spec.is_batch else tensor for tensor, spec in pairs]
 
@@ -269,7 +269,7 @@ def micro_batch_weights(
 
 
 def _weight(weigh: Callable[..., float], model: nn.Module, shared: SharedCall, part: MicroBatch) -> float:
-    args, kwargs = shared.call.tree.unflatten(shared.samples(part.start, part.size))
+    args, kwargs = shared.call.arguments(shared.samples(part.start, part.size))
     weight: Any = weigh(dict(inspect.signature(getattr(model, shared.call.method)).bind(*args, **kwargs).arguments))
     number = float(weight)
     if not number >= 0:

@@ -84,7 +84,7 @@ _CALLS_OF_AN_INSTRUCTION = 10.0
 _M_MXFAST, _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = 1, -1, -3
 _PROCESS_BYTES = 16 << 20
 """What a process holds on the CPU beside tensors, once it has traced a model, where the system does not say."""
-_LATER_BYTES = 3 << 20
+_LATER_BYTES = 5 << 20
 """What planning and splitting add to a process that has traced, measured and sent: pages of code, graphs of stages."""
 _FRAGMENTATION, _FRAGMENTATION_WITH_CACHE, _FRAGMENTATION_OF_CUDA = 1.35, 1.75, 1.08
 """Bytes that an allocator takes for each byte that micro-batches make and free.
@@ -218,8 +218,10 @@ def optimizer_factor(optimizer: torch.optim.Optimizer | None, settings: Settings
             return state_factor(optimizer)
     except Exception as error:
         raise PlanError(
-            f"Cannot find out how much state {type(optimizer).__name__} keeps: {error}. Pass optimizer_bytes_factor, "
-            "the bytes of its state for each byte of parameters (2 for Adam in the parameters' own dtype)."
+            f"{type(optimizer).__name__} cannot be tried out: got {type(error).__name__} from its step() alone: "
+            f"{error}. Pass optimizer_bytes_factor, the bytes of its state for each byte of parameters (2 for Adam in "
+            "the parameters' own dtype); and with it, for one of several steps by a closure or methods (SAM), "
+            "num_stages=1 and num_replicas=the number of ranks: each then holds all parameters, as such a step wants."
         ) from error
 
 

@@ -1,21 +1,24 @@
 """Measures what a plan of the first call is made from: the parts of the model, the machine and the optimizer.
 
 All ranks measure together, each part on two of them, some time apart: what else runs on a machine slows what is
-measured, now one rank, now another, for seconds at a time.
+measured, now one rank, now another, for seconds at a time. Parts that take longer than the budget even if each runs
+once are measured once: what disturbs for seconds disturbs a small share of them.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
+from time import perf_counter
 
 import torch
 from torch import Tensor, nn
 
 from autovaruna.config.settings import Settings
 from autovaruna.graph.traced import TracedModel
-from autovaruna.log import progress_bar
+from autovaruna.log import phase, progress_bar
 from autovaruna.planner.problem import SPLIT_SCHEDULE, Constraints, Problem
 from autovaruna.profiler.cache import cache_of
 from autovaruna.profiler.measure import Key, PartCost, lasting_keys, measure, merge, settle, to_profile
@@ -24,6 +27,7 @@ from autovaruna.runtime.world import gather_on_all
 from autovaruna.session.calls import SharedCall
 from autovaruna.session.machine import SpeedWatch, describe_cluster, optimizer_cost
 
+logger = logging.getLogger(__name__)
 _MOST_TURNS = 2
 _BUDGET_SECONDS = 10.0
 
@@ -109,17 +113,19 @@ class Subject:
 def measure_together(
     watch: SpeedWatch, iterations: int, own_share: Callable[[Turn], dict[Key, PartCost]]
 ) -> dict[Key, PartCost]:
-    """Measures on all ranks, by turns, and joins the results. Collective.
+    """Measures on all ranks, by turns as far as the budget goes, and joins the results. Collective.
 
     Args:
         watch: Of the ranks' speeds.
         iterations: Samples of each part, over all turns.
         own_share: Measures this rank's share of a turn.
     """
-    world, turns = watch.world, []
+    world, turns, started = watch.world, [], perf_counter()
     for turn in _turns(iterations, world.rank, world.num_ranks):
         watch.look()
         turns.append(gather_on_all(world, partial(own_share, turn), "measuring"))
+        if world.broadcast_object(perf_counter() - started > _BUDGET_SECONDS, 0, "measuring"):
+            break
     watch.look()
     speeds = watch.speeds_of_samples()
     joined = [merge(map(_at_speed_1, of_ranks, speeds)) for of_ranks in turns]
@@ -237,15 +243,20 @@ def measured_problem(
     traced, settings, watch = subject.traced, subject.settings, subject.watch
     fewest = len(shared.groups)  # every mini-batch is at least one micro-batch
     sizes = sizes_to_measure(settings, traced, shared.global_batch_size, fewest)
-    profile = _measure(subject, sizes)
+    with phase(logger, "measuring the parts of the model"):
+        profile = _measure(subject, sizes)
     batch_bytes = sum(each.nbytes for each in shared.tensors if each.device.type == watch.device.type)
+    with phase(logger, "measuring links, memory and speeds of the ranks"):
+        cluster = describe_cluster(watch, traced.graph, settings, resident_before, batch_bytes)
+    with phase(logger, "trying the optimizer out"):
+        step_cost = optimizer_cost(optimizer, watch.world, watch.device)
     return Problem(
         graph=traced.graph,
         profile=profile,
-        cluster=describe_cluster(watch, traced.graph, settings, resident_before, batch_bytes),
+        cluster=cluster,
         global_batch_size=shared.global_batch_size,
         optimizer_bytes_factor=optimizer_bytes_factor,
-        optimizer_cost=optimizer_cost(optimizer, watch.world, watch.device),
+        optimizer_cost=step_cost,
         needs_gradient=needs_gradient(traced),
         min_micro_batches_for_inputs=fewest,
         constraints=constraints_of(settings, traced),

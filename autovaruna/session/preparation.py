@@ -25,6 +25,7 @@ from autovaruna.errors import ConfigError, DeploymentError, ScheduleError
 from autovaruna.graph.batch.state import batch_norms
 from autovaruna.graph.records import Graph
 from autovaruna.graph.traced import TracedModel
+from autovaruna.log import phase
 from autovaruna.planner.candidate import priced
 from autovaruna.planner.deployment import (
     Deployment,
@@ -235,13 +236,14 @@ class Preparation:
 
     def _describe_run(self) -> Fingerprint:
         """Returns what the plan is valid for; known without measuring. Collective."""
-        mine = self._on_all(
-            lambda: (
-                rank_memory(self._world, self.device, self._settings),
-                optimizer_factor(self._optimizer, self._settings),
-            ),
-            "describing the run",
-        )
+        with phase(logger, "finding out what state the optimizer keeps"):
+            mine = self._on_all(
+                lambda: (
+                    rank_memory(self._world, self.device, self._settings),
+                    optimizer_factor(self._optimizer, self._settings),
+                ),
+                "describing the run",
+            )
         limits, factors = zip(*self._world.gather_objects(mine, "describing the run"), strict=True)
         return Fingerprint(
             graph=self._traced.graph.fingerprint,
@@ -277,7 +279,8 @@ class Preparation:
     def _new_plan(self) -> Plan:
         """Measures, searches, and saves the deployment. Collective; rank 0 searches for all."""
         problem = self._measured_problem()
-        plan = self._on_all(lambda: make_plan(problem) if self._world.rank == 0 else None, "planning")
+        with phase(logger, "searching for a plan"):
+            plan = self._on_all(lambda: make_plan(problem) if self._world.rank == 0 else None, "planning")
         self.plan = self._world.broadcast_object(plan, 0, "sharing the plan")
         if self._settings.save_deployment:
             self._on_all(self._save_on_first, "saving the deployment")

@@ -19,6 +19,7 @@ from autovaruna.checkpoint.state import Content
 from autovaruna.errors import ConfigError, RankError
 from autovaruna.graph.call import CallReader, CallSpec
 from autovaruna.graph.traced import TracedModel
+from autovaruna.log import phase
 from autovaruna.planner.records import Plan
 from autovaruna.runtime.batch import GlobalBatch, cut_batch, weigh
 from autovaruna.runtime.engine import Engine, PreparedGraphs
@@ -125,7 +126,7 @@ class Session:
         self._persistence = persistence
         self._scaler = scaler
         self._number_of_copy = copies.add(self)
-        self._reader = CallReader(wrapped.module, wrapped.settings.batch_inputs)
+        self._reader = CallReader(wrapped.module, wrapped.settings.batch_inputs, wrapped.settings.batch_dims)
         self._batch_values: dict[str, BatchValues] = {}
 
     @property
@@ -354,8 +355,9 @@ class Session:
         if optimizer is not None and wrapped.own_steps is not None:
             self._check_steps(optimizer, wrapped.own_steps, preparation)
         self.copies.preparation = preparation
-        for each in self.copies.members():
-            each._take_part()
+        with phase(logger, "giving each rank its part of the model"):
+            for each in self.copies.members():
+                each._take_part()
         give_back_freed_memory()
         assert wrapped.engine is not None
         return wrapped.engine

@@ -24,6 +24,7 @@ from autovaruna.graph.trace import ONE_AT_A_TIME, trace
 from autovaruna.graph.traced import TracedModel, is_same_graph
 from autovaruna.graph.verify.by_parts import Parts, warn_untried
 from autovaruna.graph.verify.eager_vs_graph import compare
+from autovaruna.log import phase
 from autovaruna.runtime.batch import GlobalBatch
 from autovaruna.runtime.weights.remote_parameter import RemoteTensor
 from autovaruna.runtime.world import World, differences, on_all
@@ -143,7 +144,7 @@ class Traces:
             refuse_single_values(traced, sizes)
             if is_parted:
                 self._refuse_synchronised_norms()
-                self._check_parts(traced)
+                self._check_parts(traced, self._settings.batch_statistics == "exact")
             self._checked.add((traced.key, sizes, is_parted))
         return traced
 
@@ -162,10 +163,10 @@ class Traces:
                     "micro-batch, and pass batch_norm_samples."
                 )
 
-    def _check_parts(self, traced: TracedModel) -> None:
+    def _check_parts(self, traced: TracedModel, is_exact: bool = True) -> None:
         """Makes sure that the losses of micro-batches make up that of the batch, unless the user weighs them."""
         if not self._settings.micro_batch_weight:
-            refuse_other_losses(traced, is_added=self._settings.reduction == "sum")
+            refuse_other_losses(traced, self._settings.reduction == "sum", is_exact)
 
     def _expected_parts(self, shared: SharedCall) -> int:
         """Returns the micro-batches that a mini-batch will have if the planner keeps to the settings."""
@@ -255,8 +256,9 @@ class Traces:
         if self._stuck[call.kind(), index, dimension] == _MOST_TRIED and self._world.rank == 0:
             spec = call.inputs[index]
             text = (
-                f"the model fixes dimension {dimension} of {spec.name} {spec.shape}, and is traced anew for each other "
-                f"length, which takes long: pad inputs to a few lengths ({reason.strip() or 'at a line not known'})"
+                f"the model fixes dimension {spec.place(dimension)} of {spec.name} {spec.passed_shape}, and is traced "
+                "anew for each other length, which takes long: pad inputs to a few lengths "
+                f"({reason.strip() or 'at a line not known'})"
             )
             warn_once(logger, self._model, text)
 
@@ -264,13 +266,15 @@ class Traces:
         """Traces a call, for one sample and no other size if that `is_alone` in the global batch."""
         is_dynamic = not is_alone and self._is_dynamic(shared.call)
         act = self._act(shared.call, micro_batch_size, is_dynamic, is_alone=is_alone)
-        traced = on_all(self._world, partial(self._settled, act, shared), "tracing")
+        with phase(logger, "tracing the model"):
+            traced = on_all(self._world, partial(self._settled, act, shared), "tracing")
         return self._checked_on_all(traced, shared, micro_batch_size)
 
     def _checked_on_all(self, traced: TracedModel, shared: SharedCall, micro_batch_size: int) -> TracedModel:
         self._compare(traced)
         if self._settings.check_trace:
-            self._check(traced, shared, micro_batch_size)
+            with phase(logger, "comparing the trace with the model"):
+                self._check(traced, shared, micro_batch_size)
         return traced
 
     def _is_dynamic(self, call: CallSpec) -> bool:
@@ -361,7 +365,7 @@ class Traces:
             return None
         try:
             self._check_parts(traced)
-        except InputError:  # there may turn out to be one micro-batch
+        except InputError:  # there may turn out to be one micro-batch, or each has statistics of its own
             return None
         return (lambda part: 1.0) if self._settings.reduction == "sum" else (lambda part: part)
 
@@ -380,9 +384,10 @@ class Traces:
             own |= {"the number of operations": str(len(traced.nodes))}
             found = differences(self._world.gather_objects(own, "comparing models"))
             raise RankError(
-                f"The ranks built different models: {found or f'the fingerprints of their graphs are {prints}'}. "
+                f"The ranks trace different models: {found or f'the fingerprints of their graphs are {prints}'}. "
                 "Expected the same model, built with the same arguments, on every rank; weights may differ, "
-                "operations and shapes may not."
+                "operations and shapes may not. Where it draws from Python's random or numpy's, as it is built or in "
+                "forward, seed that alike on all ranks first (random.seed(0)), or draw from torch in forward."
             )
 
 

@@ -299,3 +299,44 @@ def distillation(wrap: Wrap, share: Share) -> State:
         loss.backward()
         optimizer.step()
     return model.state_dict()
+
+
+class WordModel(nn.Module):
+    """Is the model of PyTorch's word language model: time first, one row for each word, hidden state in and out."""
+
+    def __init__(self, layers: int = 2) -> None:
+        super().__init__()
+        self.layers = layers
+        self.drop, self.encoder = nn.Dropout(0.0), nn.Embedding(WORDS, WIDTH)
+        self.rnn = nn.LSTM(WIDTH, WIDTH, layers, dropout=0.0)
+        self.decoder = nn.Linear(WIDTH, WORDS)
+        nn.init.uniform_(self.encoder.weight, -0.1, 0.1)
+        self.decoder.weight = self.encoder.weight
+
+    def forward(self, words: Tensor, hidden: tuple[Tensor, Tensor]) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        output, hidden = self.rnn(self.drop(self.encoder(words)), hidden)
+        decoded = self.decoder(self.drop(output)).view(-1, WORDS)
+        return F.log_softmax(decoded, dim=1), hidden
+
+    def init_hidden(self, batch: int) -> tuple[Tensor, Tensor]:
+        weight = next(self.parameters())
+        return weight.new_zeros(self.layers, batch, WIDTH), weight.new_zeros(self.layers, batch, WIDTH)
+
+
+@script(change='`batch_dims={"words": 1, "hidden": 1}`')
+def word_language_model(wrap: Wrap, share: Share) -> State:
+    """PyTorch's own example: LSTM of (time, batch) with tied weights, its state from call to call, clipping, SGD."""
+    model: Any = WordModel()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    model = wrap(model, optimizer, batch_dims={"words": 1, "hidden": 1})
+    text = share(whole(1, WORDS, BATCH, 5 * STEPS + 1)).t().contiguous()
+    hidden = model.init_hidden(text.shape[1])
+    for start in range(0, 5 * STEPS, 5):
+        data, targets = text[start : start + 5], text[start + 1 : start + 6].reshape(-1)
+        hidden = tuple(each.detach() for each in hidden)
+        output, hidden = model(data, hidden)
+        optimizer.zero_grad()
+        F.nll_loss(output, targets).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.25)
+        optimizer.step()
+    return model.state_dict()

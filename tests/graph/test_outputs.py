@@ -53,6 +53,31 @@ def test_the_batch_dimension_of_samples_is_said() -> None:
     assert (spec.kind, spec.dimension, spec.needs_gradient) == (SAMPLES, 1, True)
 
 
+@pytest.mark.parametrize(
+    ("make", "outer"),
+    [
+        (lambda out: out, 1),
+        (lambda out: out.reshape(-1), 1),
+        (lambda out: out.t().reshape(-1), 4),
+        (lambda out: out.t().reshape(-1).exp().view(2, -1), 2),
+        (lambda out: out.t().reshape(4, -1), 1),
+        (lambda out: out.t().reshape(-1).view(2, 2, -1).flatten(1).softmax(0), 2),
+        (lambda out: out.t().reshape(-1, 1).repeat(1, 2).max(1)[0], 4),
+    ],
+)
+def test_rows_say_how_often_the_samples_come(make: Any, outer: int) -> None:
+    """A dimension that was made of features and samples has all samples for each of the features before them."""
+    traced = returning(make, loss_mode="outputs")
+    (spec,) = traced.outputs
+    assert traced.outer(spec, ()) == outer
+
+
+def test_rows_of_unknown_order_are_refused() -> None:
+    """Behind each other stand the rows of two values, each with all samples for each feature."""
+    with pytest.raises(TraceError, match="which samples the rows of output"):
+        returning(lambda out: torch.cat([out.t().reshape(-1)] * 2), loss_mode="outputs")
+
+
 def test_paths_lead_to_the_outputs() -> None:
     """An output is called what a person would write."""
     outputs = returning(lambda out: {"loss": out.mean(), "more": [out, (out * 2,)]}).outputs

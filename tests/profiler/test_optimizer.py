@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from autovaruna.profiler import optimizer
 from autovaruna.profiler.optimizer import measure_step, state_factor, work_factors
-from tests.profiler.clock import work_clock
+from tests.profiler.clock import WorkClock, work_clock
 from tests.profiler.models import CPU
 
 
@@ -122,3 +122,51 @@ def test_a_step_with_a_closure_is_tried_out() -> None:
     assert state_factor(optimizer) >= 3.0
     assert measure_step(optimizer, torch.device("cpu")).seconds_per_parameter > 0.0
     assert not optimizer.state
+
+
+class Cubic(torch.optim.SGD):
+    """Multiplies every matrix by itself, as Muon and Shampoo do, many times."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for each in parameters_of(self):
+            assert each.grad is not None
+            for _ in range(5):
+                each.grad @ each.grad.T
+        super().step(closure)
+
+
+def plain_step_seconds(model: nn.Module, optimizer: torch.optim.Optimizer, clock: WorkClock) -> float:
+    """Returns the seconds of a second step of the optimizer itself."""
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    begin = clock()
+    optimizer.step()
+    return clock() - begin
+
+
+@pytest.mark.parametrize("make", [MAKERS["sgd"], MAKERS["adamw"], lambda model: Cubic(model.parameters(), lr=0.1)])
+def test_the_steps_of_a_model_are_predicted_from_its_own_shapes(
+    make: Callable[[nn.Module], torch.optim.Optimizer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once, tensors of a fixed size were tried out: a step that grows with the side of a matrix took minutes."""
+    model = nn.Sequential(*(nn.Linear(48, 96, bias=False) for _ in range(3)), nn.Linear(8, 48, bias=False))
+    monkeypatch.setattr(optimizer, "_BUDGET_SECONDS", 100.0)  # of this clock
+    with work_clock(optimizer) as clock:
+        found = measure_step(make(model), CPU)
+        begin = clock()
+        plain = plain_step_seconds(model, make(model), clock)
+    assert found.seconds(4, sum(each.nbytes for each in model.parameters())) == pytest.approx(plain, rel=0.1)
+    assert begin < 1000
+
+
+def test_a_large_matrix_is_extrapolated_by_its_growth(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A matrix that takes longer than the budget is tried out as a smaller one of its shape."""
+    model = nn.Linear(2048, 1024, bias=False)
+    made = Cubic(model.parameters(), lr=0.1)
+    monkeypatch.setattr(optimizer, "_BUDGET_SECONDS", 100.0)  # of this clock
+    with work_clock(optimizer) as clock:
+        found, taken = measure_step(made, CPU), clock()
+        plain = plain_step_seconds(model, made, clock)
+    assert found.seconds(1, model.weight.nbytes) == pytest.approx(plain, rel=0.5)
+    assert taken < plain / 4

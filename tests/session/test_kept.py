@@ -315,15 +315,18 @@ class OwnSizes(Classifier):
         return super().forward(x, y) * F.interpolate(x[:, None, None], size=lengths).mean()
 
 
-OWN = [(OwnNumbers, r"x\.numpy"), (OwnSizes, "interpolate")]
+OWN = [
+    (OwnNumbers, r"x\.numpy.*goes through NumPy, which needs the numbers in a tensor"),
+    (OwnSizes, "interpolate.*needs the number in a tensor"),
+]
 
 
-@pytest.mark.parametrize(("kind", "line"), OWN)
-def test_what_only_a_trace_lacks_is_not_called_an_error_of_the_model(kind: type[Classifier], line: str) -> None:
+@pytest.mark.parametrize(("kind", "words"), OWN)
+def test_what_only_a_trace_lacks_is_not_called_an_error_of_the_model(kind: type[Classifier], words: str) -> None:
     """Numbers that others than torch's tracers want are there without a trace, so the inputs are not to blame."""
     batch = labelled(SIZE, 0)[1]
     kind(Branch())(**batch).backward()
-    with pytest.raises(TraceError, match=rf"cannot be traced at .*{line}.*needs the number in a tensor"):
+    with pytest.raises(TraceError, match=rf"cannot be traced at .*{words}"):
         AutoVaruna(kind(Branch()), num_micro_batches=2, **QUIET)(**batch)
 
 

@@ -144,6 +144,50 @@ def test_a_loss_that_is_no_mean_is_refused(loss: Loss) -> None:
     compare(train(case, pipeline(2, num_micro_batches=1), batches), plain_steps(case, batches))
 
 
+def routed(self: nn.Module, s: Tensor, y: Tensor) -> Tensor:
+    """Multiplies, for each expert, the share of tokens that it gets by its mean probability, as Switch does."""
+    p = s.softmax(1)
+    density = F.one_hot(p.argmax(1), CLASSES).float().mean(0)
+    return F.cross_entropy(s, y) + 0.1 * CLASSES * (density * p.mean(0)).sum()
+
+
+def routed_to_two(self: nn.Module, s: Tensor, y: Tensor) -> Tensor:
+    """Divides sums over the tokens by their number, as Mixtral does with a mask."""
+    p = s.softmax(1)
+    mask = torch.ones_like(p[:, :1])
+    chosen = F.one_hot(p.topk(2)[1], CLASSES).float() * mask[..., None]
+    tokens = chosen.sum(0) / mask.sum()
+    return F.cross_entropy(s, y) + 0.1 * (tokens * ((p * mask).sum(0) / mask.sum())[None]).sum()
+
+
+def by_counts(self: nn.Module, s: Tensor, y: Tensor) -> Tensor:
+    """Divides the product of two sums by the square of how many tokens there are."""
+    p, n = s.softmax(1), s.shape[0]
+    chosen = F.one_hot(p.argmax(1), CLASSES).sum(0)
+    return F.cross_entropy(s, y) + 0.1 * CLASSES * (chosen * p.sum(0)).sum() / n**2
+
+
+class InParts(Model):
+    """Averages, by their samples, the losses of three micro-batches."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        parts = zip(x.tensor_split(3), y.tensor_split(3), strict=True)
+        return sum((super(InParts, self).forward(*part) * len(part[0]) / len(x) for part in parts), torch.zeros(()))
+
+
+@pytest.mark.parametrize("loss", (balance, routed, routed_to_two, by_counts), ids=lambda loss: loss.__name__)
+@pytest.mark.parametrize("num_samples", (6, 7))
+def test_a_load_balance_is_taken_of_micro_batches_where_that_is_asked_for(loss: Loss, num_samples: int) -> None:
+    """Its average is that over the micro-batches; with one of them the numbers are those of plain PyTorch."""
+    case, reference = case_of(loss), Case("in_parts", lambda: InParts(loss), labelled)
+    batches = [case.batch(num_samples, step) for step in range(2)]
+    with pytest.raises(InputError, match=r"test_means.py:\d+.*batch_statistics='micro-batch'"):
+        AutoVaruna(case.model(), num_micro_batches=2, **QUIET)(**batches[0][1])
+    settings = {"batch_statistics": "micro-batch"}
+    compare(train(case, pipeline(2, settings=settings), batches), plain_steps(reference, batches))
+    compare(train(case, pipeline(2, num_micro_batches=1, settings=settings), batches), plain_steps(case, batches))
+
+
 def scaled(self: nn.Module, s: Tensor, y: Tensor) -> Tensor:
     """Scales by parameters and constants, adds, picks, and turns into other types."""
     first, second = F.cross_entropy(s, y), torch.einsum("bc,bc->", s, s) / s.shape[0]

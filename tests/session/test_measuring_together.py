@@ -95,6 +95,22 @@ def test_every_part_is_measured_on_two_ranks(num_ranks: int, iterations: int, mo
     assert len(set(measured)) == len(PARTS) * min(num_turns, num_ranks) and len(measured) == len(PARTS) * num_turns
 
 
+def test_what_takes_longer_than_the_budget_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The budget limited samples alone: the parts of a large convolutional model were all made and run again."""
+    monkeypatch.setattr(measuring, "_BUDGET_SECONDS", 0.0)
+    places: list[int] = []
+
+    def run(world: World) -> dict[Key, PartCost]:
+        def own_share(turn: Turn) -> dict[Key, PartCost]:
+            places.append(turn.place)
+            return {(PARTS[world.rank], 4): cost(1.0)}
+
+        return measure_together(SpeedWatch(world, torch.device("cpu")), 5, own_share)
+
+    assert all(set(found) == {("a", 4), ("b", 4)} for found in run_ranks(2, run))
+    assert places == [0, 0]
+
+
 def test_progress_goes_on_from_turn_to_turn() -> None:
     told: list[tuple[int, int]] = []
     for place in range(2):

@@ -202,7 +202,11 @@ NO_BATCH: list[tuple[nn.Module, tuple[Any, ...], str]] = [
         r"batch, which state \(1, 4, 12\) has in another one",
     ),
     (Words(), (torch.arange(8).view(4, 2) % 3,), "scale_grad_by_freq has gradients go by how often"),
-    (Images(), ([torch.ones(3, 5, 6), torch.ones(3, 6, 5)],), "in a list .images_0, images_1. are .*dynamic_batch"),
+    (
+        Images(),
+        ([torch.ones(3, 5, 6), torch.ones(3, 6, 5)],),
+        "in a list .images_0, images_1. are .*micro_batches=1, dynamic_batch",
+    ),
 ]
 
 

@@ -31,12 +31,13 @@ from autovaruna.graph.traced import TracedModel
 logger = logging.getLogger(__name__)
 
 
-def refuse_other_losses(traced: TracedModel, is_added: bool) -> None:
+def refuse_other_losses(traced: TracedModel, is_added: bool, is_exact: bool = True) -> None:
     """Makes sure that losses of micro-batches make up that of the batch; warns of other outputs that do not.
 
     Args:
         traced: The graph.
         is_added: Whether losses of micro-batches are added up, rather than averaged.
+        is_exact: Whether they must; else a loss may go on from means as well, each micro-batch from its own.
 
     Raises:
         InputError: the loss is no mean over its samples, or a sum that would be averaged, or no sum and would be added
@@ -47,14 +48,17 @@ def refuse_other_losses(traced: TracedModel, is_added: bool) -> None:
     specs = [spec for spec in traced.outputs if spec.kind in (OutputKind.LOSS, OutputKind.MEAN)]
     for spec in specs if traced.sizes.symbol is not None else ():
         node = traced.nodes[spec.node]
-        found = means.broken_in(node) or powers.no_mean_in(node)
+        is_free = spec.kind is OutputKind.LOSS and not is_exact
+        found = (None if is_free else means.broken_in(node)) or powers.no_mean_in(node)
         if found is not None and spec.kind is OutputKind.LOSS:
             raise InputError(
                 f"The loss of the model is no mean over its samples: {found.name}, at {_place(found)}, goes on "
                 "from numbers that are made of several samples, or makes them in another way than by adding up, but "
                 "losses of micro-batches are averaged. Return what it is computed from, and compute it outside of the "
                 "model, from the outputs of the whole batch; or pass num_micro_batches=1, with inputs='replicated' on "
-                "several ranks; or dynamic_batch=False: each micro-batch is then a batch of its own to the model."
+                "several ranks; or dynamic_batch=False: each micro-batch is then a batch of its own to the model. For "
+                "the load balance of a mixture of experts pass batch_statistics='micro-batch', which takes such a loss "
+                "of each micro-batch and averages it, as its trainers do."
             )
         if found is not None:
             logger.warning(

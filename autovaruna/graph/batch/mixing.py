@@ -11,36 +11,31 @@ from collections.abc import Mapping
 from operator import getitem
 from typing import Any
 
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 from autovaruna._torch import OpOverload
 from autovaruna.errors import TraceError
+from autovaruna.graph.advice import advice
 from autovaruna.graph.batch.drawn import are_in_turn, follows_place
 from autovaruna.graph.batch.interpret import Values, has_numbers, is_long, read
 from autovaruna.graph.batch.operators import MEAN, Trait, arguments, has, name_of, operator_of
 from autovaruna.graph.batch.values import Reach, reached
+from autovaruna.graph.call import CallSpec
 from autovaruna.graph.facts import Fact, tensors_in
 from autovaruna.graph.opaque.infer_reduction import opaque_name, reduction_of
 from autovaruna.graph.opaque.run import Reduction
 from autovaruna.graph.sizes import Sizes
-from autovaruna.graph.source_lines import origin
-
-ADVICE = (
-    "Expected a model that treats samples one by one, so that a batch can go through in micro-batches. Pass tensors "
-    "whose first dimension is the batch (batch_first=True), move what mixes samples (a contrastive loss, say) out of "
-    "the model, or pass num_micro_batches=1, with inputs='replicated' on several ranks; or dynamic_batch=False: each "
-    "micro-batch is then a batch of its own to the model, and with num_micro_batches=the number of ranks so is what "
-    "each rank passes (a graph of its own, say)."
-)
+from autovaruna.graph.source_lines import modules_of, origin
 
 
 def refuse_mixing(
-    name: str, graph: fx.Graph, facts: Mapping[str, Fact], sizes: Sizes, batch: frozenset[str]
+    model: nn.Module, call: CallSpec, graph: fx.Graph, facts: Mapping[str, Fact], sizes: Sizes, batch: frozenset[str]
 ) -> list[fx.Node]:
     """Makes sure that the numbers of samples go through a graph one by one; returns what joins counts of several.
 
     Args:
-        name: The model's name.
+        model: The model.
+        call: The call that was traced.
         graph: The traced graph.
         facts: What is known of each node.
         sizes: Its sizes; those of one fixed batch size are not looked at.
@@ -54,7 +49,9 @@ def refuse_mixing(
     meetings = _Meetings(Values(graph, facts, sizes, batch), facts, sizes)
     for node in graph.nodes:
         if words := meetings.words(node):
-            raise TraceError(f"{name} mixes the samples of a batch: {words} at {origin(node) or node.name}. {ADVICE}")
+            name, place = type(model).__qualname__, origin(node) or node.name
+            helps = advice(model, call, modules_of(node))
+            raise TraceError(f"{name} mixes the samples of a batch: {words} at {place}. {helps}")
     return [node for node in graph.nodes if meetings.joins_counts(node)]
 
 

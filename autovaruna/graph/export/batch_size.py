@@ -11,7 +11,8 @@ from __future__ import annotations
 import itertools
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from threading import get_ident
@@ -253,7 +254,7 @@ _SIZES = (*range(1, 513), *(2**power + step for power in range(10, 32) for step 
 
 
 @contextmanager
-def tried_guards(least: int, free: FreeLengths) -> Iterator[list[int]]:
+def tried_guards(least: int, free: FreeLengths) -> Iterator[list[tuple[int, str]]]:
     """Takes conditions that hold for every batch size out of those on which a trace stands, while the context lasts.
 
     A model may compare sizes that are equal in a way that torch's solver does not see: ``min(64, 768 * batch)`` is 64.
@@ -263,23 +264,39 @@ def tried_guards(least: int, free: FreeLengths) -> Iterator[list[int]]:
     Args:
         least: The smallest batch size that is asked for.
         free: Other lengths, which get the conditions on them.
+
+    Yields:
+        Such sizes, each with the user's line where that is known.
     """
     tracing, produce = get_ident(), ShapeEnv.produce_guards
-    greatest: list[int] = []
+    relate: Any = getattr(ShapeEnv, "_maybe_guard_rel", None)  # private to torch: without it, no line is known
+    lines: dict[Any, str] = {}
+    greatest: list[tuple[int, str]] = []
 
     def producing(self: ShapeEnv, *args: Any, **kwargs: Any) -> Any:
         if get_ident() == tracing and kwargs.get("guards") is None:
-            kwargs["guards"] = _fixing(self, least, greatest, free)
+            kwargs["guards"] = _fixing(self, least, greatest, free, lines)
         return produce(self, *args, **kwargs)
 
+    def relating(self: ShapeEnv, condition: Any, *args: Any) -> None:
+        if get_ident() == tracing:
+            lines.setdefault(condition, users_line())
+        relate(self, condition, *args)
+
     ShapeEnv.produce_guards = producing  # type: ignore[method-assign]
+    if relate is not None:
+        ShapeEnv._maybe_guard_rel = relating  # type: ignore[method-assign, assignment]
     try:
         yield greatest
     finally:
         ShapeEnv.produce_guards = produce  # type: ignore[method-assign]
+        if relate is not None:
+            ShapeEnv._maybe_guard_rel = relate  # type: ignore[method-assign]
 
 
-def _fixing(shapes: ShapeEnv, least: int, greatest: list[int], free: FreeLengths) -> list[Any]:
+def _fixing(
+    shapes: ShapeEnv, least: int, greatest: list[tuple[int, str]], free: FreeLengths, lines: Mapping[Any, str]
+) -> list[Any]:
     """Returns the conditions that hold neither for all sizes nor, if that goes for all of them, up to one of them.
 
     Those on several sizes are left to torch, which knows that they are equal.
@@ -292,21 +309,21 @@ def _fixing(shapes: ShapeEnv, least: int, greatest: list[int], free: FreeLengths
     others = [each for each, condition in conditions if len(condition.free_symbols) != 1]
     ours = ((each, condition) for each, condition in conditions if len(condition.free_symbols) == 1)
     reached = [(each, _holds_up_to(condition, least)) for each, condition in ours]
-    bounds += [size for _, size in reached if size < _SIZES[-1]]
-    if 0 in bounds:
+    bounds += [(size, lines.get(each.expr, "")) for each, size in reached if size < _SIZES[-1]]
+    if any(size == 0 for size, _ in bounds):
         shapes.var_to_range.update(known)
         return others + [each for each, size in reached if size < _SIZES[-1]]
     greatest += bounds
     return others
 
 
-def _open_ranges(shapes: ShapeEnv, least: int, lengths: set[Any]) -> list[int]:
+def _open_ranges(shapes: ShapeEnv, least: int, lengths: set[Any]) -> list[tuple[int, str]]:
     """Takes bounds out of what a trace has learned of sizes, unless they leave out small ones; returns upper ones."""
-    bounds = []
+    bounds: list[tuple[int, str]] = []
     for symbol, known in list(shapes.var_to_range.items()):
         is_of_batch = symbol in shapes.backed_var_to_val and symbol not in lengths
         if is_of_batch and known.is_int and known.lower <= max(2, least):
-            bounds += [] if known.upper == int_oo else [int(known.upper)]
+            bounds += [] if known.upper == int_oo else [(int(known.upper), "")]
             shapes.var_to_range[symbol] = ValueRanges(min(known.lower, 2), int_oo)
     return bounds
 
@@ -315,16 +332,21 @@ def _open_ranges(shapes: ShapeEnv, least: int, lengths: set[Any]) -> list[int]:
 def _holds_up_to(condition: sympy.Basic, least: int) -> int:
     """Returns the greatest size up to which a condition on one size holds, from `least` on; 0: there is no such size.
 
-    Tried are the small ones, and those around powers of two.
+    Tried are the small ones, those around powers of two, and those between the last that holds and the next one.
     """
-    symbols, sizes = condition.free_symbols, [size for size in _SIZES if size >= least]
+
+    def holds(size: int) -> bool:
+        return bool(condition.xreplace(dict.fromkeys(condition.free_symbols, size)) == sympy.true)
+
+    sizes = [size for size in _SIZES if size >= least]
     held = 0
-    for size in sizes:
-        if condition.xreplace(dict.fromkeys(symbols, size)) != sympy.true:
-            break
+    for size in itertools.takewhile(holds, sizes):
         held = size
     above = [size for size in sizes if size > held]
-    return 0 if held and any(condition.xreplace(dict.fromkeys(symbols, size)) == sympy.true for size in above) else held
+    if held and any(map(holds, above)):
+        return 0
+    between = range(held + 1, above[0] if held and above else held + 1)
+    return held + bisect_left(between, True, key=lambda size: not holds(size))
 
 
 _ROUNDS = 4

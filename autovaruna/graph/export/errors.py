@@ -21,7 +21,8 @@ from torch import Tensor, fx, nn
 
 from autovaruna._torch import EXPORT, FAKE_TENSORS, FUNCTORCH, FakeTensor, FakeTensorMode
 from autovaruna.errors import TraceError
-from autovaruna.graph.call import CallSpec, InputSpec
+from autovaruna.graph.advice import advice
+from autovaruna.graph.call import CallSpec
 from autovaruna.graph.source_lines import is_users, origin, users_line
 
 _SPARSE: dict[Any, int] = {
@@ -38,6 +39,7 @@ class InModuleError(Exception):
     def __init__(self, path: str, reason: str) -> None:
         super().__init__(reason)
         self.path = path
+        self.reason = reason
 
 
 class BatchSizeError(TraceError):
@@ -127,8 +129,8 @@ _OF_OTHERS = ("tensor subclasses", "FakeTensor.__format__", "got FakeTensor", "c
 _OF_KEYS = "unhashable type: non-nested SymInt"
 _BOUNDS = re.compile(r"Expected op to be '==', got \S+ for (.*\bbatch\b.*)")
 """What torch says of a bound on the batch size that is no whole number."""
-_IN_LIST = re.compile(r"\[[01]\]\[(.+?)\]\[\d+\]")
-_MOST_NAMES = 3
+DRAWN = "it draws from Python's or numpy's generator, and a trace would fix what it drew (draw from torch)"
+_NUMPY = re.compile(r"\b(np|numpy)\b|\bfrom_numpy\(")
 _TRANSFORM = "function transform of torch.func"
 TRANSFORMS = tuple(str(Path(*FUNCTORCH.split("."), name)) for name in ("eager_transforms.py", "vmap.py"))
 _WANTS_NUMBERS = (*_OF_TRACERS, *_OF_OTHERS)
@@ -152,7 +154,7 @@ def explain(
     """Says which line of the user's code stopped the trace, and what to do."""
     name = type(model).__qualname__
     if own is not None:
-        inputs = ", ".join(f"{spec.name} {tuple(spec.shape)} {spec.dtype}" for spec in call.inputs)
+        inputs = ", ".join(f"{spec.name} {spec.passed_shape} {spec.dtype}" for spec in call.inputs)
         return TraceError(
             f"{name} raises {type(own).__name__} on these inputs{_where(own)}: {first_line(own)}. Got {inputs}. "
             "Expected inputs that the model takes on one process, without AutoVaruna; try it so."
@@ -163,7 +165,18 @@ def explain(
         return _of_transform(name, _where(error), error)
     if is_dynamic and is_about_batch(error):
         where = fixing[0] if fixing else _where(error)
-        return of_batch_size(name, where, _size_reason(error), _of_numbers(where) + _of_inputs(call))
+        return of_batch_size(model, call, where, _size_reason(error))
+    if uses_numpy(error):
+        return TraceError(
+            f"{name} cannot be traced{_where(error)}: it goes through NumPy, which needs the numbers in a tensor, and "
+            "a trace has none. Expected operations of torch, such as torch.sign(x) for np.sign(x); or move the line "
+            "into a submodule, which is then kept whole as one operation."
+        )
+    if isinstance(error, InModuleError) and error.reason == DRAWN:
+        return TraceError(
+            f"{name} cannot be traced: {DRAWN}. Expected draws from torch, as torch.rand(()) < 0.5 in torch.where; or "
+            "move the line that draws into a submodule, which is then kept whole, and draws alike on all ranks."
+        )
     return TraceError(
         f"{name} cannot be traced{_where(error)}: {reason_of(error)}. Expected a forward whose Python control flow "
         "does not depend on the numbers in tensors. Replace the branch by torch.where or torch.cond, move it out of "
@@ -171,13 +184,11 @@ def explain(
     )
 
 
-def of_batch_size(name: str, where: str, reason: str, inputs: str = "") -> BatchSizeError:
-    """Returns the error of a model whose graph does not hold for all batch sizes; `inputs` says what is odd of them."""
+def of_batch_size(model: nn.Module, call: CallSpec, where: str, reason: str) -> BatchSizeError:
+    """Returns the error of a model whose graph does not hold for all batch sizes."""
     return BatchSizeError(
-        f"{name} fixes its batch size or mixes the samples of a batch{where}: {reason}. {inputs}Expected a model that "
-        "treats samples one by one, so that a batch can go through in micro-batches. Move what mixes samples (a "
-        "contrastive loss, say) out of the model, or pass dynamic_batch=False: each micro-batch is then a batch of its "
-        "own to the model."
+        f"{type(model).__qualname__} fixes its batch size or mixes the samples of a batch{where}: {reason}. "
+        f"{_of_numbers(where)}{advice(model, call)}"
     )
 
 
@@ -185,33 +196,6 @@ def _of_numbers(where: str) -> str:
     """Returns what to write at a line that makes a number of Python of a size."""
     is_integer = re.search(r"\bint\(|\brange\(", where) is not None
     return "Write x.shape[0] without int() or range(), which need a fixed number. " if is_integer else ""
-
-
-def _of_inputs(call: CallSpec) -> str:
-    """Returns what may be wrong with the inputs of a call: batches in another dimension, and lists of samples."""
-    first = next(spec for spec in call.inputs if spec.is_batch)
-    others = [spec for spec in call.inputs if not spec.is_batch and _has_elsewhere(spec, first)]
-    if others:
-        kinds = ", ".join(f"{spec.name} {spec.shape}" for spec in others[:_MOST_NAMES])
-        return (
-            f"The first dimension of {first.name} {first.shape} is taken for the batch, which {kinds} "
-            f"{'has' if len(others) == 1 else 'have'} in another one: pass tensors whose first dimension is the batch, "
-            "and transpose them in forward. "
-        )
-    paths = zip(call.tree.tensor_paths(), call.inputs, strict=True)
-    listed = [spec.name for path, spec in paths if _IN_LIST.match(path)]
-    if not listed:
-        return ""
-    return (
-        f"Tensors in a list ({', '.join(listed[:_MOST_NAMES])}) are inputs of their own, of which the first dimension "
-        "is taken for the batch: pass one padded tensor and a mask, or, if each is a sample, num_micro_batches=1 with "
-        "dynamic_batch=False and inputs='replicated'. "
-    )
-
-
-def _has_elsewhere(spec: InputSpec, first: InputSpec) -> bool:
-    """Whether an input has the batch size in another dimension, or its first one is another dimension of a batch."""
-    return first.shape[0] in spec.shape[1:] or spec.shape[:1] in [(length,) for length in first.shape[1:]]
 
 
 def _of_key(name: str, where: str) -> TraceError:
@@ -222,6 +206,11 @@ def _of_key(name: str, where: str) -> TraceError:
         "out of forward, or into a submodule, which is then kept whole as one operation; if it is the batch size, "
         "dynamic_batch=False fixes that."
     )
+
+
+def uses_numpy(error: Exception) -> bool:
+    """Whether a trace has stopped where a tensor is made into an array, or the line does so."""
+    return _is_about_data(error) and _NUMPY.search(_where(error)) is not None
 
 
 def uses_transform(error: BaseException) -> bool:

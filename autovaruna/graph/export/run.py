@@ -11,14 +11,16 @@ import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, fx, nn
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from autovaruna._torch import FakeTensorMode, call_impl
+from autovaruna._torch import FakeTensorMode, call_impl, mend_lstm
 from autovaruna.errors import InputError, TraceError
+from autovaruna.graph.advice import advice
 from autovaruna.graph.call import CallSpec
 from autovaruna.graph.cuts import Marker, named_cut_points, take_markers
 from autovaruna.graph.export.assertions import take_checks
@@ -224,7 +226,7 @@ class FlatCall(nn.Module):
         self.note_batch(sizes)
         restart()
         self.note_lengths(tensors)
-        args, kwargs = self.call.tree.unflatten(tensors)
+        args, kwargs = self.call.arguments(tensors)
         before = [(module, dict(module._buffers)) for module in self.model.modules()]
         numbers = plain_state(self.model)
         with self._hidden(), self.idioms():
@@ -347,8 +349,8 @@ class Attempt:
             markers=markers,
             watched=watched,
             left=tuple(left),
-            greatest=min(notes.bounds, default=None) if self.is_dynamic else None,
-            asks_for_many=next(iter(notes.large), ""),
+            greatest=min((size for size, _ in notes.bounds), default=None) if self.is_dynamic else None,
+            asks_for_many=notes.line_of_bound(),
             asks_for_one=next(iter(notes.lone), ""),
             lengths=lengths,
             fixes_lengths=next(iter(notes.fixing), ""),
@@ -406,9 +408,12 @@ class Attempt:
         drawn = notes.draws.error()
         if kept.can_grow and (drawn or not (self.is_dynamic and refusal is None and is_about_batch(error))):
             retry(drawn or error, self.model, kept, notes.idioms.stopped)
+        if isinstance(error, BatchSizeError):
+            raise BatchSizeError(f"{error} {advice(self.model, self.call)}") from error
         if isinstance(error, TraceError):
             raise error
-        raise explain(error, self.model, self.call, self.is_dynamic, notes.fixing or notes.large, refusal) from error
+        lines = notes.fixing or [each for each in [notes.line_of_bound()] if each]
+        raise explain(error, self.model, self.call, self.is_dynamic, lines, refusal) from error
 
     def _tidy(self, graph_module: fx.GraphModule) -> tuple[dict[str, Tensor], tuple[Marker, ...]]:
         """Gives a graph plain names and regions.
@@ -439,7 +444,7 @@ class _Notes:
         fixing: where the model fixes the batch size.
         lone: where it does something else for a batch of one sample.
         large: where it may do something else for large batches.
-        bounds: batch sizes up to which the trace has taken this way.
+        bounds: batch sizes up to which the trace has taken this way, with their lines.
         free: the other lengths that are left free.
     """
 
@@ -450,8 +455,13 @@ class _Notes:
     fixing: list[str]
     lone: list[str]
     large: list[str]
-    bounds: list[int]
+    bounds: list[tuple[int, str]]
     free: FreeLengths
+
+    def line_of_bound(self) -> str:
+        """Returns the user's line that bounds the batch size most; empty: it is not known."""
+        lines = (line for _, line in sorted(self.bounds, key=itemgetter(0)) if line)
+        return next(lines, next(iter(self.large), ""))
 
 
 _KEPT = "what is kept whole is tried for one length alone"
@@ -499,6 +509,7 @@ def export(
         TraceError: the model cannot be traced; says which line and what to do.
     """
     check_layouts(model)
+    mend_lstm()
     first = Opaque(modules=hooked(model), can_grow=can_keep)
     if first.modules:
         warn_once(logger, model, _OF_HOOKS.format(", ".join(sorted(first.modules))))
@@ -543,6 +554,4 @@ def _check_larger(found: Exported, attempt: Attempt) -> None:
 
     greatest = find_threshold(found.module, found.greatest, again)
     if greatest is not None:
-        raise of_batch_size(
-            type(attempt.model).__qualname__, found.asks_for_many, f"it holds for batch <= {greatest} alone"
-        )
+        raise of_batch_size(attempt.model, attempt.call, found.asks_for_many, f"it holds for batch <= {greatest} alone")

@@ -18,12 +18,12 @@ from torch import Tensor, fx, nn
 
 from autovaruna._torch import OpOverload
 from autovaruna.errors import TraceError
-from autovaruna.graph.batch.mixing import ADVICE
+from autovaruna.graph.advice import FOR_COUNTS
 from autovaruna.graph.batch.values import is_of_batch
 from autovaruna.graph.export.errors import first_line
 from autovaruna.graph.opaque.infer_reduction import reduction_of
 from autovaruna.graph.opaque.run import Reduction
-from autovaruna.graph.outputs import OutputKind
+from autovaruna.graph.outputs import OutputKind, joined, opened
 from autovaruna.graph.source_lines import origin
 from autovaruna.graph.traced import TracedModel
 from autovaruna.graph.verify.eager_vs_graph import (
@@ -117,7 +117,10 @@ class Parts:
         spec = self.traced.outputs[place]
         if spec.kind is OutputKind.SAMPLES:
             assert spec.dimension is not None
-            return _of_samples(torch.cat(list(parts), spec.dimension), spec.dimension, self.num_samples, order)
+            outer = self.traced.outer(spec, self.traced.lengths_of(self.traced.call) or ())
+            whole = opened(joined(parts, spec.dimension, outer), spec.dimension, outer)
+            made = _of_samples(whole, spec.dimension + 1, self.num_samples, order)
+            return made.flatten(spec.dimension, spec.dimension + 1)
         return sum((part * share for part, share in zip(parts[1:], shares[1:], strict=True)), parts[0] * shares[0])
 
     def _distance(self, found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
@@ -148,7 +151,8 @@ class Parts:
         raise TraceError(
             f"{type(self.model).__qualname__} mixes the samples of a batch: what it counts over them at "
             f"{_lines(self.traced)} goes into what it gives for each. Got other numbers for two parts of "
-            f"{self.num_samples} samples than for all of them (they differ by {worst:.1e} of the largest). {ADVICE}"
+            f"{self.num_samples} samples than for all of them (they differ by {worst:.1e} of the largest). "
+            f"{FOR_COUNTS}"
         )
 
 

@@ -141,7 +141,7 @@ class EagerVsGraph:
         return self._called(own), left
 
     def _called(self, own: nn.Module, around: AbstractContextManager[Any] | None = None) -> list[Tensor]:
-        args, kwargs = self.traced.call.tree.unflatten(self._inputs())
+        args, kwargs = self.traced.call.arguments(self._inputs())
         seeded = [own.get_submodule(path).register_forward_pre_hook(_seed_python) for path in self._kept_paths]
         with around or nullcontext(), self._alike(), in_precision(self.traced.call.precision), _as_it_is():
             outputs, _ = flatten(self.traced.call.of(own)(*args, **kwargs), "output")

@@ -354,10 +354,8 @@ class MemoryModel:
         return held.work + held.saved + held.sent if needs_recompute else held.work
 
     def messages(self, held: Holdings[Bytes]) -> Bytes:
-        """Returns the bytes of messages on their way; of what is sent a copy, until the receiver has let go of it."""
-        if not self.needs_gradient:
-            return held.received
-        return held.received + held.sent + held.gradients_received + held.gradients_sent
+        """Returns the bytes of messages on their way."""
+        return held.received + held.gradients_received + held.gradients_sent if self.needs_gradient else held.received
 
     def updating(self, held: Holdings[Bytes]) -> Bytes:
         """Returns the bytes on top when no micro-batch is there: tied gradients meet, then the optimizer steps."""
