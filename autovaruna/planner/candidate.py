@@ -5,24 +5,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import pairwise
+from itertools import pairwise, product
 
 import numpy as np
 
 from autovaruna.planner.costs import SizedProblem
 from autovaruna.planner.memory.rank_memory import Choices, Option, bytes_of_ranks, fit, peak_of
-from autovaruna.planner.prediction import Edges, Predictor, least_seconds, pipeline_of, policy_of, telling
+from autovaruna.planner.prediction import Edges, Predictor, least_seconds, pipeline_of, policy_of
 from autovaruna.planner.problem import SPLIT_SCHEDULE, Problem
 from autovaruna.planner.ranges import RangeTables
 from autovaruna.planner.records import BlockBytes, Plan, StagePlan
+from autovaruna.schedule.instruction import Instruction, Kind
 from autovaruna.schedule.pipeline import Pipeline, latency_depth, textbook_depth
-from autovaruna.schedule.simulator import simulate
 
 _ACTS_OF_A_CANDIDATE = 100
 _ACTS_OF_A_FIT = 30
 """What it takes to fit a stage that shares its ranks with others into their memory."""
-_ACTS_OF_A_PEAK, _ACTS_OF_AN_INSTRUCTION = 120, 4
-"""What it takes to follow the memory of ranks: for a plan, and for each instruction."""
+_ACTS_OF_A_PEAK, _INSTRUCTIONS_OF_AN_ACT = 120, 4
+"""What it takes to follow the memory of ranks: for a plan; and how many instructions of theirs one act stands for."""
 _MOST_SIZED = 8
 """Numbers of micro-batches whose tables are kept, since a search goes back and forth between a few."""
 DEPTHS = {"textbook": textbook_depth, "latency": latency_depth}
@@ -145,16 +145,15 @@ class Planner:
 
     def predict_whole(self, plan: Plan) -> Plan:
         """Returns the plan with its predicted seconds and memory, from all ranks if parts differ and are not many."""
-        return self._predict_bytes(plan, telling(self.pipeline(plan)))
-
-    def _predict_bytes(self, plan: Plan, pipeline: Pipeline) -> Plan:
-        simulation = simulate(pipeline, policy_of(plan.schedule))
-        sized, schedule = self.sized(plan.num_micro_batches), simulation.schedule
+        pipeline, simulation = self.predictor.whole(self.pipeline(plan), policy_of(plan.schedule))
+        sized, ways = self.sized(plan.num_micro_batches), product(range(plan.num_stages), Kind)
+        alike = {(stage, kind): Instruction(stage, kind, 0) for stage, kind in ways}  # memory asks no micro-batch
+        rows = tuple([tuple([alike[act[2].stage, act[3]] for act in acts]) for acts in simulation.acts])
         places = np.searchsorted(self.tables.positions, [stage.blocks[0] for stage in plan.stages]).tolist()
         held = [sized.held_by(i, j) for i, j in pairwise([*places, self.tables.num_segments])]
         own = self.problem.cluster.own_process_bytes
-        needed = bytes_of_ranks(plan, held, sized.model, pipeline, schedule, own)
-        self.predictor.num_acts += _ACTS_OF_A_PEAK + sum(map(len, schedule)) * _ACTS_OF_AN_INSTRUCTION
+        needed = bytes_of_ranks(plan, held, sized.model, pipeline, rows, own)
+        self.predictor.num_acts += _ACTS_OF_A_PEAK + sum(map(len, rows)) // _INSTRUCTIONS_OF_AN_ACT
         return replace(plan, predicted_seconds=simulation.step_seconds, rank_memory_bytes=needed)
 
     def with_block_bytes(self, plan: Plan) -> Plan:

@@ -12,13 +12,15 @@ from autovaruna.planner.prediction import SECONDS_OF_AN_ACT
 from autovaruna.planner.records import Plan
 from autovaruna.planner.search_space import variants
 
-_LONG_SECONDS, _LONG_INTERLEAVED_SECONDS = 0.2, 0.02
+_LONG_SECONDS, _LONG_INTERLEAVED_SECONDS = 0.05, 0.02
 _LONG_INTERLEAVED_VARIANTS = 2
 """The two orders made for several stages a rank: which one is better depends on recompute."""
 _REACHED = 0.9999
 _LOOSE = 1.35
 """By its depths, a plan that fits by its instructions may need so many times its limits; seldom more."""
 _TURNS = 3
+_NEAR = 1.02
+"""Plans that may take no longer than so many times the least seconds are fitted into memory by their instructions."""
 
 Progress = Callable[[str, float], None]
 """Is told what is being done and the share of it that is done (0 to 1)."""
@@ -41,7 +43,7 @@ class Evaluator:
         self.planner = planner
         self.best: Plan | None = None
         self.plans: dict[Candidate, Plan] = {}
-        self._seen: dict[Candidate, float] = {}
+        self._seen: dict[Candidate, tuple[float, float]] = {}
         self.was_cut_short = self.is_loose = False
 
     @property
@@ -59,10 +61,12 @@ class Evaluator:
 
         One that says what its stages hold is simulated by its own schedule alone.
         """
-        if candidate in self._seen:
-            return self._seen[candidate]
+        found, limit = self._seen.get(candidate, (math.inf, -math.inf))
+        if found < math.inf or below <= limit:
+            return found
         plan = self._fixed(candidate, below) if candidate.choices else self._fastest(candidate, below)
-        found = self._seen[candidate] = plan.predicted_seconds if plan else math.inf
+        found = plan.predicted_seconds if plan else math.inf
+        self._seen[candidate] = found, below
         if plan:
             self.plans[candidate] = plan
             self.best = plan if found < self.least_seconds else self.best
@@ -82,11 +86,8 @@ class Evaluator:
     def _fastest(self, candidate: Candidate, below: float) -> Plan | None:
         """Returns the fastest plan of a candidate, None if none fits or is fast enough."""
         best, bounds, known = None, dict[tuple[bool, ...], float](), list[Plan]()
-        most, variant = self._most_variants(candidate), None
-        for tried, (each, plan) in enumerate(self._plans(candidate)):
-            if tried >= most and best:
-                self.was_cut_short = True
-                break
+        variant = None
+        for each, plan in self._plans(candidate):
             if plan in known:
                 continue  # With few micro-batches, or little memory, variants are alike.
             known.append(plan)
@@ -109,6 +110,7 @@ class Evaluator:
 
         How far what a plan's instructions need is below what its depths do depends on it, so this takes a few turns.
         """
+        below = min(below, self.least_seconds * _NEAR)
         free = self.planner.build(candidate, (math.inf,) * plan.num_ranks)
         if free is None or choices_of(free.stages) == choices_of(plan.stages) or self.planner.bound(free) >= below:
             return best
@@ -126,18 +128,22 @@ class Evaluator:
                 best = replace(built, predicted_seconds=below)
         return best
 
-    def _most_variants(self, candidate: Candidate) -> float:
-        """Returns how many variants to simulate: all, unless that takes long."""
+    def _variants(self, candidate: Candidate) -> list[tuple[str, str]]:
+        """Returns the depths and schedules to simulate; fewer where that takes long."""
+        every = variants(self.planner.problem, len(candidate.starts), candidate.is_interleaved)
         if not self.is_long(candidate):
-            return math.inf
-        return _LONG_INTERLEAVED_VARIANTS if candidate.is_interleaved else 1
+            return every
+        self.was_cut_short = True
+        if candidate.is_interleaved:
+            return every[:_LONG_INTERLEAVED_VARIANTS]
+        return [each for each in every if each[0] == every[0][0]]
 
     def _plans(self, candidate: Candidate) -> Iterator[tuple[Candidate, Plan]]:
         """Yields a candidate by every rule for depths and every schedule, with its plan, that may differ."""
         is_free = self.planner.problem.constraints.schedule == "auto"
         loose = [_LOOSE * limit for limit in self.planner.limits] if self.is_loose or candidate.is_interleaved else []
         built: dict[tuple[str, bool, bool], Plan | None] = {}
-        for depth, schedule in variants(self.planner.problem, len(candidate.starts), candidate.is_interleaved):
+        for depth, schedule in self._variants(candidate):
             variant = replace(candidate, depth=depth, schedule=schedule)
             key = depth, schedule == "gpipe", schedule == "zero_bubble"
             if key not in built:
@@ -152,6 +158,14 @@ class Evaluator:
         limit = _LONG_INTERLEAVED_SECONDS if candidate.is_interleaved else _LONG_SECONDS
         num_acts = 2 * candidate.num_micro_batches / replicas * len(candidate.starts)
         return num_acts * SECONDS_OF_AN_ACT > limit
+
+    def few_if_long(self, candidates: list[Candidate]) -> list[Candidate]:
+        """Returns the candidates, or, if their simulations are long, the one whose stages have the least bound."""
+        if len(candidates) < 2 or not self.is_long(candidates[0]):
+            return candidates
+        plans = [(candidate, self.planner.build(candidate)) for candidate in candidates]
+        bounds = {candidate: self.planner.bound(plan) for candidate, plan in plans if plan}
+        return [min(bounds, key=bounds.__getitem__)] if bounds else []
 
     def best_of_each(self, kind: Callable[[Candidate], Hashable], most: int, near: float) -> list[Candidate]:
         """Returns the best candidate of each kind, the fastest first.

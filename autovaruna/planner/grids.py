@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
+
 from autovaruna.planner.bounds.range_bounds import waits_of
 from autovaruna.planner.candidate import Candidate, Planner
+from autovaruna.planner.cost_table import Array
 from autovaruna.planner.placement import Ranks, in_a_row, layouts, rank_orders
 from autovaruna.planner.problem import Problem, forced_stages, micro_batch_range
 from autovaruna.planner.ranges import partition_chain
@@ -21,6 +24,8 @@ _MOST_GRIDS = 24
 """Up to so many stages every number of them is tried; of more, some that are evenly spaced in ratio."""
 _MOST_ORDERS = 24
 """Of uneven ranks every order is tried if there are no more than these."""
+_HALVINGS = 20
+"""After so many halvings the work of even stages is known to a millionth."""
 _WIDEST = 4.0
 """Times the segments of an even stage that a stage may have."""
 
@@ -95,36 +100,84 @@ def even_counts(problem: Problem, num_replicas: int = 1) -> list[int]:
     return sorted({num_replicas * min(max(share, least), most) for share in shares})
 
 
-def cut_grids(planner: Planner, grids: Sequence[Grid]) -> Iterator[tuple[Grid, list[Candidate]]]:
-    """Yields each grid with its candidates: cuts by the formula, in several orders and layouts of ranks."""
-    problem, segments = planner.problem, planner.tables.num_segments
-    orders = rank_orders(problem, _MOST_ORDERS)
+def even_seconds(planner: Planner, grid: Grid) -> float:
+    """Returns seconds that hardly any cuts of a grid take less than: those of even stages, with all memory."""
+    sized = planner.sized(grid.num_micro_batches)
+    work, urgent = float(sized.step_seconds.sum()), float(sized.urgent_seconds.sum())
+    part = max(work / grid.num_stages, float(sized.step_seconds.max()))
+    fill = (work - part) * (urgent / work if work else 1.0)
+    share = share_of(grid.num_micro_batches, grid.num_replicas, 0)
+    return (share * part + fill) / max(planner.problem.cluster.speeds)
+
+
+def cut_grids(
+    planner: Planner, grids: Sequence[Grid], is_open: Callable[[Grid], bool]
+) -> Iterator[tuple[Grid, list[Candidate]]]:
+    """Yields grids with their candidates: cuts by the formula, in several orders and layouts of ranks.
+
+    What promises most comes first.
+
+    Args:
+        planner: of the problem.
+        grids: which ones.
+        is_open: whether a grid may be of use, by what was found before.
+    """
+    segments = planner.tables.num_segments
     alike: dict[tuple[int, int], list[Grid]] = {}
-    for grid in grids:
+    for grid in sorted(grids, key=lambda grid: even_seconds(planner, grid)):
         alike.setdefault(grid[1:], []).append(grid)
-    for (replicas, count), some in alike.items():
+    for (_, count), some in alike.items():
         sized = planner.sized(count)
-        state = sized.model.fixed(sized.held_by(0, segments)) / max(problem.cluster.memory_bytes)
-        wanted = {grid.num_stages: grid for grid in some if grid.num_stages >= state}
-        found: dict[Grid, list[tuple[float, Candidate]]] = {}
-        for stages, order in ((s, order) for s in _runs(wanted) for order in orders):
-            width = 0 if stages[0] <= _WIDEST else math.ceil(segments * _WIDEST / stages[0])
-            for chain in ReplicaSearch(sized, order, [replicas], stages[-1], width).chains():
-                if len(chain.starts) in stages:
-                    own = found.setdefault(wanted[len(chain.starts)], [])
-                    own += [
-                        (chain.seconds, Candidate(chain.starts, ranks, count))
-                        for ranks in layouts(problem, order, chain.replicas)
-                    ]
-        for (
-            grid
-        ) in wanted.values():  # A replica with fewer micro-batches may have less memory than the formula asks for.
-            if grid not in found:
-                ranks = in_a_row(problem, orders[0], [replicas] * grid.num_stages)
-                even = cut_for_ranks(planner, count, ranks) if grid.num_stages <= _MOST_GRIDS else None
-                found[grid] = [(math.inf, even)] if even else []
-        for grid, own in found.items():
-            yield grid, [candidate for _, candidate in sorted(own, key=lambda each: each[0])]
+        state = sized.model.fixed(sized.held_by(0, segments)) / max(planner.problem.cluster.memory_bytes)
+        for run in _runs([grid for grid in some if grid.num_stages >= state]):
+            wanted = [grid for grid in run if is_open(grid)]
+            yield from _cut_run(planner, wanted) if wanted else ()
+
+
+def _cut_run(planner: Planner, grids: Sequence[Grid]) -> Iterator[tuple[Grid, list[Candidate]]]:
+    """Yields grids that differ in their stages alone with their candidates."""
+    problem, segments = planner.problem, planner.tables.num_segments
+    orders, wanted = rank_orders(problem, _MOST_ORDERS), {grid.num_stages: grid for grid in grids}
+    replicas, count = grids[0][1:]
+    width = 0 if min(wanted) <= _WIDEST else math.ceil(segments * _WIDEST / min(wanted))
+    work = planner.tables.prefix(planner.sized(count).step_seconds)
+    found: dict[Grid, list[tuple[float, Candidate]]] = {grid: [] for grid in grids}
+    for order in orders:
+        for grid in grids:
+            starts, ranks = even_starts(work, grid.num_stages), in_a_row(problem, order, [replicas] * grid.num_stages)
+            found[grid].append((math.inf, Candidate(starts, ranks, count)))
+        for chain in ReplicaSearch(planner.sized(count), order, [replicas], max(wanted), width).chains():
+            if len(chain.starts) in wanted:
+                found[wanted[len(chain.starts)]] += [
+                    (chain.seconds, Candidate(chain.starts, ranks, count))
+                    for ranks in layouts(problem, order, chain.replicas)
+                ]
+    for grid, own in found.items():
+        if len(own) == len(orders) and grid.num_stages <= _MOST_GRIDS:
+            # A replica with fewer micro-batches may have less memory than the formula asks for.
+            even = cut_for_ranks(planner, count, in_a_row(problem, orders[0], [replicas] * grid.num_stages))
+            own += [(math.inf, even)] if even else []
+        yield grid, list(dict.fromkeys(candidate for _, candidate in sorted(own, key=lambda each: each[0])))
+
+
+def even_starts(work: Array, num_stages: int) -> tuple[int, ...]:
+    """Returns where stages start whose greatest work is least, whatever they wait for.
+
+    Args:
+        work: of all segments before each place, from 0 on.
+        num_stages: no more than segments.
+    """
+    low, high, best = work[-1] / num_stages, float(work[-1]), list(range(num_stages))
+    for _ in range(_HALVINGS):
+        middle, starts = (low + high) / 2, [0]
+        for behind in range(num_stages - 1, 0, -1):
+            end = int(work.searchsorted(work[starts[-1]] + middle, side="right")) - 1
+            starts.append(min(max(end, starts[-1] + 1), len(work) - 1 - behind))
+        if work[-1] - work[starts[-1]] <= middle and np.diff(work[starts]).max(initial=0.0) <= middle:
+            high, best = middle, starts
+        else:
+            low = middle
+    return tuple(best)
 
 
 def unequal_replicas(planner: Planner, count: int, below: float) -> Iterator[Candidate]:
@@ -148,14 +201,14 @@ def unequal_replicas(planner: Planner, count: int, below: float) -> Iterator[Can
                     yield Candidate(chain.starts, ranks, count)
 
 
-def _runs(stages: Sequence[int] | dict[int, Grid]) -> list[list[int]]:
-    """Returns numbers of stages that are cut together: none is more than twice another."""
-    runs: list[list[int]] = []
-    for count in sorted(stages):
-        if runs and count <= 2 * runs[-1][0]:
-            runs[-1].append(count)
+def _runs(grids: Sequence[Grid]) -> list[list[Grid]]:
+    """Returns grids that are cut together: none has more than twice the stages of another."""
+    runs: list[list[Grid]] = []
+    for grid in sorted(grids):
+        if runs and grid.num_stages <= 2 * runs[-1][0].num_stages:
+            runs[-1].append(grid)
         else:
-            runs.append([count])
+            runs.append([grid])
     return runs
 
 

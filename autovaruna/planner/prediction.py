@@ -22,7 +22,8 @@ from autovaruna.schedule.messages import work_seconds
 from autovaruna.schedule.pipeline import Edge, Pipeline, StageTimes
 from autovaruna.schedule.policy import Policy
 from autovaruna.schedule.registry import POLICIES
-from autovaruna.schedule.simulator import simulate, step_seconds
+from autovaruna.schedule.simulation import Simulation
+from autovaruna.schedule.simulator import simulate, simulate_below
 
 
 class Edges:
@@ -413,6 +414,7 @@ class Predictor:
     def __init__(self) -> None:
         self.num_acts = 0
         self._known: tuple[Pipeline | None, list[Bounds]] = None, []
+        self._last: tuple[Pipeline | None, Policy | None, Simulation | None] = None, None, None
 
     @property
     def spent_seconds(self) -> float:
@@ -475,7 +477,18 @@ class Predictor:
     ) -> float:
         """Simulates a step; one that is given up since it takes too long counts as a whole one."""
         self.num_acts += policy.num_instructions(pipeline) * acts_of_an_act(pipeline)
-        return step_seconds(pipeline, policy, below, bounds)
+        found = simulate_below(pipeline, policy, below, bounds)
+        self._last = pipeline, policy, found
+        return found.step_seconds if found else math.inf
+
+    def whole(self, pipeline: Pipeline, policy: Policy) -> tuple[Pipeline, Simulation]:
+        """Returns what `telling` makes of a pipeline, simulated; what was simulated last is not simulated again."""
+        told = self._parts(pipeline)[0].pipeline if _is_alike(pipeline) else short_enough(pipeline)
+        last, by, found = self._last
+        if last is not told or by is not policy or found is None:
+            self.num_acts += policy.num_instructions(told) * acts_of_an_act(told)
+            found = simulate(told, policy)
+        return told, found
 
 
 def least_seconds(counts: list[int], num_micro_batches: int, *, is_shared: bool) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 
 from autovaruna.planner.bounds.proof import WORTH, Proof
@@ -18,6 +18,7 @@ from autovaruna.planner.grids import (
     cut_for_ranks,
     cut_grids,
     even_counts,
+    even_seconds,
     grids_of,
     unequal_replicas,
 )
@@ -53,7 +54,7 @@ def make_plan(problem: Problem, progress: Progress | None = None) -> Plan:
     Raises:
         PlanError: the settings contradict each other, or no plan fits; says what is missing.
     """
-    return plan_and_choices(problem, progress)[0]
+    return _planned(problem, progress, has_all_rows=False)[0]
 
 
 def plan_and_choices(problem: Problem, progress: Progress | None = None) -> tuple[Plan, list[Choice]]:
@@ -61,12 +62,16 @@ def plan_and_choices(problem: Problem, progress: Progress | None = None) -> tupl
 
     Arguments and errors are those of `make_plan`.
     """
+    return _planned(problem, progress, has_all_rows=True)
+
+
+def _planned(problem: Problem, progress: Progress | None, *, has_all_rows: bool) -> tuple[Plan, list[Choice]]:
     check_problem(problem)
     hears, tables = progress or (lambda what, share: None), TablesOfGraph(problem.graph)
     searches = list[_Search]()
 
     def search(each: Problem) -> Plan:
-        searches.append(_Search(each, hears, tables))
+        searches.append(_Search(each, hears, tables, has_all_rows=has_all_rows))
         return searches[-1].run()
 
     plan = plan_with_cut_points(problem, search)
@@ -87,17 +92,18 @@ class _Search:
         problem: what to plan.
         progress: is told how far the search is.
         tables: of the graph, for any cuts.
+        has_all_rows: whether grids are simulated that are far from the best.
     """
 
-    def __init__(self, problem: Problem, progress: Progress, tables: TablesOfGraph) -> None:
-        self.problem, self.progress = problem, progress
+    def __init__(self, problem: Problem, progress: Progress, tables: TablesOfGraph, *, has_all_rows: bool) -> None:
+        self.problem, self.progress, self.has_all_rows = problem, progress, has_all_rows
         self.counts = micro_batch_counts(problem)
         self.tables = tables.at(cut_positions(problem))
         self.planner = Planner(problem, self.tables)
         self.most_each = stages_per_rank(problem)
         self.trials = Evaluator(self.planner)
         self.proof = Proof(self.planner, self.counts, self.most_each)
-        self.rows: dict[Grid, Candidate] = {}
+        self.rows = set[Grid]()
         self.found: Plan | None = None
 
     def run(self) -> Plan:
@@ -115,6 +121,9 @@ class _Search:
         if self.trials.best is None:
             raise explain_infeasible(self.problem, self.tables, self.counts)
         self._improve()
+        if self.has_all_rows and not self.problem.constraints.stage_ranks:
+            grids = grids_of(self.problem, self.tables.num_segments)
+            self._simulate([grid for grid in grids if grid not in self.rows], math.inf)
         self.found = self._proven(self._simplest())
         return self.found
 
@@ -142,14 +151,23 @@ class _Search:
                 if candidate:
                     self.trials.attempt(candidate)
             return
-        grids = grids_of(self.problem, self.tables.num_segments)
-        for done, (grid, candidates) in enumerate(cut_grids(self.planner, grids)):
+        self._simulate(grids_of(self.problem, self.tables.num_segments), _NEAR_OF_A_FORMULA)
+
+    def _simulate(self, grids: Sequence[Grid], near: float) -> None:
+        """Simulates regular grids, but those that take more than `near` times the least seconds."""
+        trials = self.trials
+
+        def is_open(grid: Grid) -> bool:
+            return even_seconds(self.planner, grid) < trials.least_seconds * near
+
+        for done, (grid, candidates) in enumerate(cut_grids(self.planner, grids, is_open)):
             self.progress("simulating grids", done / len(grids))
-            least = math.inf
-            for candidate in candidates:
-                seconds = self.trials.attempt(candidate, least)
+            least = trials.least_seconds * near
+            for candidate in trials.few_if_long(candidates):
+                seconds = trials.attempt(candidate, least)
                 if seconds < least:
-                    least, self.rows[grid] = seconds, candidate
+                    least = seconds
+                    self.rows.add(grid)
 
     def _try_unequal_replicas(self) -> None:
         """Simulates splits with other replicas: for the numbers of micro-batches of the best grids, or for all."""

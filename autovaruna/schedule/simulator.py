@@ -160,13 +160,15 @@ def simulate(pipeline: Pipeline, policy: Policy) -> Simulation:
     return _Simulator(pipeline, policy).run()
 
 
-def step_seconds(pipeline: Pipeline, policy: Policy, below: float = math.inf, bounds: Bounds | None = None) -> float:
-    """Returns the seconds of one step, infinite as soon as it is certain that they are not below `below`.
+def simulate_below(
+    pipeline: Pipeline, policy: Policy, below: float, bounds: Bounds | None = None
+) -> Simulation | None:
+    """Simulates one step; returns None as soon as it is certain that it does not take less than `below`.
 
     Args:
         pipeline: what to simulate.
         policy: the order of its instructions.
-        below: steps that take as long or longer are of no use.
+        below: steps that take as many seconds or more are of no use.
         bounds: of the pipeline, if they are at hand.
 
     Raises:
@@ -174,9 +176,15 @@ def step_seconds(pipeline: Pipeline, policy: Policy, below: float = math.inf, bo
     """
     bounds = (bounds or Bounds(pipeline)) if below < math.inf else None
     try:
-        return _Simulator(pipeline, policy, below, bounds).run().step_seconds
+        return _Simulator(pipeline, policy, below, bounds).run()
     except _TooLongError:
-        return math.inf
+        return None
+
+
+def step_seconds(pipeline: Pipeline, policy: Policy, below: float) -> float:
+    """Returns the seconds of one step, infinite if it is soon certain that they are not below `below`."""
+    found = simulate_below(pipeline, policy, below)
+    return found.step_seconds if found else math.inf
 
 
 def replay(pipeline: Pipeline, schedule: Schedule) -> Simulation:
