@@ -143,9 +143,14 @@ class Planner:
         seconds = self.predictor.step_seconds(self.pipeline(plan), policy_of(plan.schedule), below)
         return replace(plan, predicted_seconds=seconds) if seconds < below else None
 
-    def predict_whole(self, plan: Plan) -> Plan:
-        """Returns the plan with its predicted seconds and memory, from all ranks if parts differ and are not many."""
-        pipeline, simulation = self.predictor.whole(self.pipeline(plan), policy_of(plan.schedule))
+    def predict_whole(self, plan: Plan, *, is_quick: bool = False) -> Plan:
+        """Returns the plan with its predicted seconds and memory, from all ranks if parts differ and are not many.
+
+        Args:
+            plan: what to predict.
+            is_quick: whether one part is enough even where they differ: some ranks may hold a little more.
+        """
+        pipeline, simulation = self.predictor.whole(self.pipeline(plan), policy_of(plan.schedule), is_quick=is_quick)
         sized, ways = self.sized(plan.num_micro_batches), product(range(plan.num_stages), Kind)
         alike = {(stage, kind): Instruction(stage, kind, 0) for stage, kind in ways}  # memory asks no micro-batch
         rows = tuple([tuple([alike[act[2].stage, act[3]] for act in acts]) for acts in simulation.acts])

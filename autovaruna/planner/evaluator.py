@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
 
 from autovaruna.planner.candidate import Candidate, Planner
@@ -21,6 +21,9 @@ _LOOSE = 1.35
 _TURNS = 3
 _NEAR = 1.02
 """Plans that may take no longer than so many times the least seconds are fitted into memory by their instructions."""
+
+Way = tuple[str, str]
+"""A rule for depths, and a schedule."""
 
 Progress = Callable[[str, float], None]
 """Is told what is being done and the share of it that is done (0 to 1)."""
@@ -43,7 +46,8 @@ class Evaluator:
         self.planner = planner
         self.best: Plan | None = None
         self.plans: dict[Candidate, Plan] = {}
-        self._seen: dict[Candidate, tuple[float, float]] = {}
+        self._seen: dict[tuple[Candidate, Sequence[Way]], tuple[float, float]] = {}
+        self._ways: dict[Candidate, Way] = {}
         self.was_cut_short = self.is_loose = False
 
     @property
@@ -56,18 +60,24 @@ class Evaluator:
         self.is_loose = True
         self._seen.clear()
 
-    def attempt(self, candidate: Candidate, below: float = math.inf) -> float:
+    def attempt(self, candidate: Candidate, below: float = math.inf, like: Candidate | None = None) -> float:
         """Simulates a candidate by every schedule; returns its least seconds, infinite if they are not below `below`.
 
         One that says what its stages hold is simulated by its own schedule alone.
+
+        Args:
+            candidate: what to simulate.
+            below: plans that take as many seconds are of no use.
+            like: one of `plans`: its schedule and its rule for depths are enough.
         """
-        found, limit = self._seen.get(candidate, (math.inf, -math.inf))
+        ways = (self._ways[like],) if like in self._ways and not candidate.choices else ()
+        found, limit = self._seen.get((candidate, ways), (math.inf, -math.inf))
         if found < math.inf or below <= limit:
             return found
-        plan = self._fixed(candidate, below) if candidate.choices else self._fastest(candidate, below)
+        plan = self._fixed(candidate, below) if candidate.choices else self._fastest(candidate, below, ways)
         found = plan.predicted_seconds if plan else math.inf
-        self._seen[candidate] = found, below
-        if plan:
+        self._seen[candidate, ways] = found, below
+        if plan and found < self.seconds_of(candidate):
             self.plans[candidate] = plan
             self.best = plan if found < self.least_seconds else self.best
         return found
@@ -76,18 +86,22 @@ class Evaluator:
         """Returns the plan of a candidate that says what its stages hold, None if it is too slow or does not fit."""
         self.planner.count_candidate()
         plan = self.planner.predict(self.planner.put_together(candidate, self.planner.fixed_options(candidate)), below)
-        return plan if plan and is_within(self.planner.predict_whole(plan), self.planner.limits) else None
+        return plan if plan and self._fits(plan) else None
 
     def _fits(self, plan: Plan) -> bool:
         """Returns whether a plan fits, by its depths, or where these need more by its instructions."""
         limits = self.planner.limits
-        return is_within(plan, limits) or is_within(self.planner.predict_whole(plan), limits)
+        return is_within(plan, limits) or is_within(self.planner.predict_whole(plan, is_quick=True), limits)
 
-    def _fastest(self, candidate: Candidate, below: float) -> Plan | None:
-        """Returns the fastest plan of a candidate, None if none fits or is fast enough."""
+    def seconds_of(self, candidate: Candidate) -> float:
+        """Returns the least seconds of a candidate so far, infinite if it has none."""
+        return self.plans[candidate].predicted_seconds if candidate in self.plans else math.inf
+
+    def _fastest(self, candidate: Candidate, below: float, ways: Sequence[Way]) -> Plan | None:
+        """Returns the fastest plan of a candidate in some ways, or in all; None if none fits or is fast enough."""
         best, bounds, known = None, dict[tuple[bool, ...], float](), list[Plan]()
         variant = None
-        for each, plan in self._plans(candidate):
+        for each, plan in self._plans(candidate, ways or self._variants(candidate)):
             if plan in known:
                 continue  # With few micro-batches, or little memory, variants are alike.
             known.append(plan)
@@ -101,9 +115,11 @@ class Evaluator:
             predicted = self.planner.predict(plan, below)
             if predicted and self._fits(predicted):
                 best, below, variant = predicted, predicted.predicted_seconds, each
-        if variant is None or self.is_long(candidate):
-            return best
-        return self._with_all_memory(variant, best or known[0], best, below)
+        if variant and not self.is_long(candidate):
+            best = self._with_all_memory(variant, best or known[0], best, below)
+        if variant and best:
+            self._ways[candidate] = variant.depth, variant.schedule
+        return best
 
     def _with_all_memory(self, candidate: Candidate, plan: Plan, best: Plan | None, below: float) -> Plan | None:
         """Returns the best plan, or a faster one that saves less memory: stages do not hold all at the same time.
@@ -115,20 +131,20 @@ class Evaluator:
         if free is None or choices_of(free.stages) == choices_of(plan.stages) or self.planner.bound(free) >= below:
             return best
         loose = self.planner.build(candidate, [_LOOSE * limit for limit in self.planner.limits])
-        whole = self.planner.predict_whole(loose or plan)
+        whole = self.planner.predict_whole(loose or plan, is_quick=True)
         for _ in range(_TURNS):
             by_depths = replace(whole, rank_memory_bytes=()).rank_bytes()
             rows = zip(self.planner.limits, by_depths, whole.rank_bytes(), strict=True)
             built = self.planner.build(candidate, [limit + bounded - needed for limit, bounded, needed in rows])
             if built is None or choices_of(built.stages) == choices_of(whole.stages):
                 break
-            whole = self.planner.predict_whole(built)
+            whole = self.planner.predict_whole(built, is_quick=True)
             if whole.predicted_seconds < below and is_within(whole, self.planner.limits):
                 below = whole.predicted_seconds
                 best = replace(built, predicted_seconds=below)
         return best
 
-    def _variants(self, candidate: Candidate) -> list[tuple[str, str]]:
+    def _variants(self, candidate: Candidate) -> list[Way]:
         """Returns the depths and schedules to simulate; fewer where that takes long."""
         every = variants(self.planner.problem, len(candidate.starts), candidate.is_interleaved)
         if not self.is_long(candidate):
@@ -138,12 +154,12 @@ class Evaluator:
             return every[:_LONG_INTERLEAVED_VARIANTS]
         return [each for each in every if each[0] == every[0][0]]
 
-    def _plans(self, candidate: Candidate) -> Iterator[tuple[Candidate, Plan]]:
-        """Yields a candidate by every rule for depths and every schedule, with its plan, that may differ."""
+    def _plans(self, candidate: Candidate, ways: Sequence[Way]) -> Iterator[tuple[Candidate, Plan]]:
+        """Yields a candidate in some ways, with its plan; plans may be alike."""
         is_free = self.planner.problem.constraints.schedule == "auto"
         loose = [_LOOSE * limit for limit in self.planner.limits] if self.is_loose or candidate.is_interleaved else []
         built: dict[tuple[str, bool, bool], Plan | None] = {}
-        for depth, schedule in self._variants(candidate):
+        for depth, schedule in ways:
             variant = replace(candidate, depth=depth, schedule=schedule)
             key = depth, schedule == "gpipe", schedule == "zero_bubble"
             if key not in built:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -159,7 +160,17 @@ def shapes_of_grids(planner: Planner, most_each: int, grids: Iterable[tuple[floa
             each = len(pattern) / num_groups
             if len(pattern) <= planner.tables.num_segments:
                 found.append(Shape(seconds - fill * (1 - 1 / each) + more * (each - 1), groups, pattern, count))
-    return sorted(found, key=lambda shape: shape.seconds)
+    return _varied(found)
+
+
+def _varied(shapes: Iterable[Shape]) -> list[Shape]:
+    """Returns the best shape of each number of stages a rank, then the next best of each, and so on."""
+    turns, keyed = Counter[int](), []
+    for shape in sorted(shapes, key=lambda shape: shape.seconds):
+        rounds = len(shape.pattern) // len(shape.groups)
+        keyed.append((turns[rounds], shape))
+        turns[rounds] += 1
+    return [shape for _, shape in sorted(keyed, key=lambda each: (each[0], each[1].seconds))]
 
 
 def forced_shapes(planner: Planner, most_each: int, num_stages: int, counts: Sequence[int]) -> list[Shape]:

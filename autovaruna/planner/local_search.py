@@ -52,9 +52,9 @@ def improve(trials: Evaluator, start: Candidate, most_seconds: float, moves: Seq
             if planner.count_candidate() + planner.step_costs(other) > limit:
                 trials.was_cut_short = True
                 return
-            found = trials.attempt(other, seconds * (BETTER if other.choices else _NEARLY))
+            found = trials.attempt(other, seconds * (BETTER if other.choices else _NEARLY), like=start)
             if found < seconds * BETTER:
-                start, seconds, kind = other, found, 0
+                start, seconds, kind = other, min(found, trials.attempt(other, found)), 0
                 break
         else:
             kind += 1

@@ -23,8 +23,9 @@ from autovaruna.planner.grids import (
     unequal_replicas,
 )
 from autovaruna.planner.infeasible import explain_infeasible, splits_that_fit
-from autovaruna.planner.interleaved import candidates_of, forced_shapes, shapes_of_grids
+from autovaruna.planner.interleaved import Shape, candidates_of, forced_shapes, shapes_of_grids
 from autovaruna.planner.local_search import improve, move_choices, move_counts, move_cuts, move_ranks
+from autovaruna.planner.memory.rank_memory import is_within
 from autovaruna.planner.problem import Problem, check_problem, forced_stages
 from autovaruna.planner.ranges import TablesOfGraph
 from autovaruna.planner.records import Plan
@@ -33,11 +34,13 @@ from autovaruna.planner.simplicity import Simplicity, what_was_given_up
 
 _log = logging.getLogger(__name__)
 
-_SHARED_SECONDS, _IMPROVING_SECONDS = 4.0, 24.0
+_SHARED_SECONDS, _IMPROVING_SECONDS = 4.0, 8.0
 """What simulations may take, by the count of `Planner.spent_seconds`, so that a search ends alike on every machine."""
 _STARTS, _MORE_STARTS = 4, 24
 """From so many regular and other plans moves begin, and from so many in all where there is time left."""
 _NEAR = 1.06
+_BOUNDING = 0.2
+"""The share of the seconds of several stages a rank in which bounds say what to simulate."""
 _COUNTS, _NEAR_OF_A_FORMULA = 2, 1.1
 _MOST_GROUPS, _NEAR_OF_SHAPES = 200, 2.0
 _CELLS = 10**6
@@ -197,9 +200,9 @@ class _Search:
             known = ((trials.plans[each].predicted_seconds, each.ranks, each.num_micro_batches) for each in grids)
             shapes = shapes_of_grids(planner, self.most_each, known)
         end = planner.spent_seconds + _SHARED_SECONDS
-        for done, shape in enumerate(shapes):
-            self.progress("interleaving stages", done / len(shapes))
-            if shape.seconds >= trials.least_seconds * _NEAR_OF_A_FORMULA:
+        for bound, shape in self._by_bound(shapes, planner.spent_seconds + _SHARED_SECONDS * _BOUNDING):
+            self.progress("interleaving stages", 1.0 - max(end - planner.spent_seconds, 0.0) / _SHARED_SECONDS)
+            if bound >= trials.least_seconds * WORTH:
                 break
             if planner.spent_seconds > end and trials.best:
                 trials.was_cut_short = True
@@ -208,6 +211,21 @@ class _Search:
                 trials.attempt(candidate, trials.least_seconds * WORTH)
                 for other in move_cuts(planner, candidate) if trials.best is None and trials.is_loose else ():
                     trials.attempt(other)
+
+    def _by_bound(self, shapes: Sequence[Shape], end: float) -> list[tuple[float, Shape]]:
+        """Returns shapes with what no schedule of their first cuts beats, which says more than a formula.
+
+        Args:
+            shapes: what promises most first.
+            end: of `spent_seconds`, at which there are enough.
+        """
+        bounded = list[tuple[float, Shape]]()
+        for shape in shapes:
+            if self.planner.count_candidate() > end and bounded and self.trials.best:
+                break
+            plan = self.planner.build(next(candidates_of(self.planner, shape)))
+            bounded.append((self.planner.bound(plan) if plan else shape.seconds, shape))
+        return sorted(bounded, key=lambda each: each[0])
 
     def _try_what_fits(self) -> None:
         """Tries splits that fit by their bytes alone: which ranks a stage gets may leave but a few."""
@@ -233,17 +251,21 @@ class _Search:
 
     def _simplest(self) -> Plan:
         """Returns the simplest plan that takes hardly longer than the fastest, and what was given up for it."""
-        best = self.trials.best
+        best, simplicity = self.trials.best, self.problem.constraints.simplicity
         assert best is not None
-        limit = best.predicted_seconds * (1.0 + self.problem.constraints.simplicity)
-        near = [plan for plan in self.trials.plans.values() if plan.predicted_seconds <= limit]
-        chosen = min(near, key=Simplicity.of) if self.problem.constraints.simplicity else best
-        return replace(chosen, given_up=what_was_given_up(chosen, best))
+        limit = best.predicted_seconds * (1.0 + simplicity)
+        ordered = sorted(self.trials.plans.values(), key=lambda plan: plan.predicted_seconds)
+        near = [plan for plan in ordered if plan.predicted_seconds <= limit]
+        for plan in [*(sorted(near, key=Simplicity.of) if simplicity else near), *ordered[len(near) :]]:
+            whole = self.planner.predict_whole(plan)
+            if is_within(whole, self.planner.limits):  # So far, of many ranks only some were asked.
+                return replace(whole, given_up=what_was_given_up(whole, best))
+        raise explain_infeasible(self.problem, self.tables, self.counts)
 
     def _proven(self, plan: Plan) -> Plan:
-        """Returns the plan with its memory and its bound."""
+        """Returns the plan with the bytes of its blocks and its bound."""
         self.progress("proving how good the plan is", 1.0)
-        plan = self.planner.with_block_bytes(self.planner.predict_whole(plan))
+        plan = self.planner.with_block_bytes(plan)
         singles = (each for each in self.trials.plans.values() if not each.is_shared)
         single = min(singles, key=lambda each: each.predicted_seconds, default=None)
         single = self.trials.best if self.most_each == 1 else single

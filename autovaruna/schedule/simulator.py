@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 from collections import Counter
 from collections.abc import Sequence
 from heapq import heappop, heappush
@@ -162,8 +163,10 @@ def simulate(pipeline: Pipeline, policy: Policy) -> Simulation:
 
 def simulate_below(
     pipeline: Pipeline, policy: Policy, below: float, bounds: Bounds | None = None
-) -> Simulation | None:
-    """Simulates one step; returns None as soon as it is certain that it does not take less than `below`.
+) -> tuple[Simulation | None, int]:
+    """Simulates one step, until it is certain that it does not take less than `below`: then there is no simulation.
+
+    How many instructions were simulated is returned as well.
 
     Args:
         pipeline: what to simulate.
@@ -175,15 +178,15 @@ def simulate_below(
         ScheduleError: as `simulate` does, if it comes that far.
     """
     bounds = (bounds or Bounds(pipeline)) if below < math.inf else None
-    try:
-        return _Simulator(pipeline, policy, below, bounds).run()
-    except _TooLongError:
-        return None
+    simulator, found = _Simulator(pipeline, policy, below, bounds), None
+    with suppress(_TooLongError):
+        found = simulator.run()
+    return found, sum(map(len, simulator.acts))
 
 
 def step_seconds(pipeline: Pipeline, policy: Policy, below: float) -> float:
     """Returns the seconds of one step, infinite if it is soon certain that they are not below `below`."""
-    found = simulate_below(pipeline, policy, below)
+    found, _ = simulate_below(pipeline, policy, below)
     return found.step_seconds if found else math.inf
 
 
