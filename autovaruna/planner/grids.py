@@ -24,6 +24,8 @@ _MOST_GRIDS = 24
 """Up to so many stages every number of them is tried; of more, some that are evenly spaced in ratio."""
 _MOST_ORDERS = 24
 """Of uneven ranks every order is tried if there are no more than these."""
+_CELLS = 10**7
+"""With more cells of the dynamic program stages of even work are enough, if they fit."""
 _HALVINGS = 20
 """After so many halvings the work of even stages is known to a millionth."""
 _WIDEST = 4.0
@@ -122,16 +124,21 @@ def cut_grids(
         grids: which ones.
         is_open: whether a grid may be of use, by what was found before.
     """
-    segments = planner.tables.num_segments
     alike: dict[tuple[int, int], list[Grid]] = {}
     for grid in sorted(grids, key=lambda grid: even_seconds(planner, grid)):
         alike.setdefault(grid[1:], []).append(grid)
     for (_, count), some in alike.items():
-        sized = planner.sized(count)
-        state = sized.model.fixed(sized.held_by(0, segments)) / max(planner.problem.cluster.memory_bytes)
-        for run in _runs([grid for grid in some if grid.num_stages >= state]):
+        fewest = _fewest_stages(planner, count)
+        for run in _runs([grid for grid in some if grid.num_stages >= fewest]):
             wanted = [grid for grid in run if is_open(grid)]
             yield from _cut_run(planner, wanted) if wanted else ()
+
+
+def _fewest_stages(planner: Planner, count: int) -> float:
+    """Returns the number of stages that there have to be for parameters and their state to fit."""
+    sized = planner.sized(count)
+    state = sized.model.fixed(sized.held_by(0, planner.tables.num_segments))
+    return state / max(planner.problem.cluster.memory_bytes)
 
 
 def _cut_run(planner: Planner, grids: Sequence[Grid]) -> Iterator[tuple[Grid, list[Candidate]]]:
@@ -140,12 +147,14 @@ def _cut_run(planner: Planner, grids: Sequence[Grid]) -> Iterator[tuple[Grid, li
     orders, wanted = rank_orders(problem, _MOST_ORDERS), {grid.num_stages: grid for grid in grids}
     replicas, count = grids[0][1:]
     width = 0 if min(wanted) <= _WIDEST else math.ceil(segments * _WIDEST / min(wanted))
-    work = planner.tables.prefix(planner.sized(count).step_seconds)
     found: dict[Grid, list[tuple[float, Candidate]]] = {grid: [] for grid in grids}
     for order in orders:
-        for grid in grids:
-            starts, ranks = even_starts(work, grid.num_stages), in_a_row(problem, order, [replicas] * grid.num_stages)
-            found[grid].append((math.inf, Candidate(starts, ranks, count)))
+        evens = {grid: _even_stages(planner, grid, order) for grid in grids}
+        for grid, some in evens.items():
+            found[grid] += [(0.0, candidate) for candidate in some]
+        is_quick = max(wanted) * segments**2 <= _CELLS
+        if not is_quick and all(planner.build(some[0]) for some in evens.values()):
+            continue
         for chain in ReplicaSearch(planner.sized(count), order, [replicas], max(wanted), width).chains():
             if len(chain.starts) in wanted:
                 found[wanted[len(chain.starts)]] += [
@@ -153,11 +162,18 @@ def _cut_run(planner: Planner, grids: Sequence[Grid]) -> Iterator[tuple[Grid, li
                     for ranks in layouts(problem, order, chain.replicas)
                 ]
     for grid, own in found.items():
-        if len(own) == len(orders) and grid.num_stages <= _MOST_GRIDS:
+        if grid.num_stages <= _MOST_GRIDS and not any(seconds for seconds, _ in own):
             # A replica with fewer micro-batches may have less memory than the formula asks for.
-            even = cut_for_ranks(planner, count, in_a_row(problem, orders[0], [replicas] * grid.num_stages))
-            own += [(math.inf, even)] if even else []
+            suited = cut_for_ranks(planner, count, in_a_row(problem, orders[0], [replicas] * grid.num_stages))
+            own += [(math.inf, suited)] if suited else []
         yield grid, list(dict.fromkeys(candidate for _, candidate in sorted(own, key=lambda each: each[0])))
+
+
+def _even_stages(planner: Planner, grid: Grid, order: Sequence[int]) -> list[Candidate]:
+    """Returns stages of even work, in every layout of the ranks."""
+    work = planner.tables.prefix(planner.sized(grid.num_micro_batches).step_seconds)
+    starts, replicas = even_starts(work, grid.num_stages), [grid.num_replicas] * grid.num_stages
+    return [Candidate(starts, ranks, grid.num_micro_batches) for ranks in layouts(planner.problem, order, replicas)]
 
 
 def even_starts(work: Array, num_stages: int) -> tuple[int, ...]:
@@ -194,6 +210,8 @@ def unequal_replicas(planner: Planner, count: int, below: float) -> Iterator[Can
     forced, unit = forced_stages(problem), math.ceil(num_ranks / MAX_UNITS)
     choices = sorted({min(choice, count) for choice in range(unit, num_ranks + 1, unit)})
     most = min(stage_limit(problem, planner.tables.num_segments), num_ranks // choices[0])
+    if most < _fewest_stages(planner, count):
+        return
     for order in rank_orders(problem, _MOST_ORDERS):
         for chain in ReplicaSearch(planner.sized(count), order, choices, most).chains():
             if chain.seconds < below and forced in (0, len(chain.starts)):

@@ -160,14 +160,15 @@ def shapes_of_grids(planner: Planner, most_each: int, grids: Iterable[tuple[floa
             each = len(pattern) / num_groups
             if len(pattern) <= planner.tables.num_segments:
                 found.append(Shape(seconds - fill * (1 - 1 / each) + more * (each - 1), groups, pattern, count))
-    return _varied(found)
+    return varied(found)
 
 
-def _varied(shapes: Iterable[Shape]) -> list[Shape]:
+def varied(shapes: Iterable[Shape]) -> list[Shape]:
     """Returns the best shape of each number of stages a rank, then the next best of each, and so on."""
     turns, keyed = Counter[int](), []
     for shape in sorted(shapes, key=lambda shape: shape.seconds):
-        rounds = len(shape.pattern) // len(shape.groups)
+        rounds, others = divmod(len(shape.pattern), len(shape.groups))
+        rounds = 0 if others else rounds
         keyed.append((turns[rounds], shape))
         turns[rounds] += 1
     return [shape for _, shape in sorted(keyed, key=lambda each: (each[0], each[1].seconds))]

@@ -23,7 +23,7 @@ from autovaruna.planner.grids import (
     unequal_replicas,
 )
 from autovaruna.planner.infeasible import explain_infeasible, splits_that_fit
-from autovaruna.planner.interleaved import Shape, candidates_of, forced_shapes, shapes_of_grids
+from autovaruna.planner.interleaved import Shape, candidates_of, forced_shapes, shapes_of_grids, varied
 from autovaruna.planner.local_search import improve, move_choices, move_counts, move_cuts, move_ranks
 from autovaruna.planner.memory.rank_memory import is_within
 from autovaruna.planner.problem import Problem, check_problem, forced_stages
@@ -154,7 +154,7 @@ class _Search:
                 if candidate:
                     self.trials.attempt(candidate)
             return
-        self._simulate(grids_of(self.problem, self.tables.num_segments), _NEAR_OF_A_FORMULA)
+        self._simulate(grids_of(self.problem, self.tables.num_segments), _NEAR)
 
     def _simulate(self, grids: Sequence[Grid], near: float) -> None:
         """Simulates regular grids, but those that take more than `near` times the least seconds."""
@@ -200,32 +200,36 @@ class _Search:
             known = ((trials.plans[each].predicted_seconds, each.ranks, each.num_micro_batches) for each in grids)
             shapes = shapes_of_grids(planner, self.most_each, known)
         end = planner.spent_seconds + _SHARED_SECONDS
-        for bound, shape in self._by_bound(shapes, planner.spent_seconds + _SHARED_SECONDS * _BOUNDING):
+        for shape in self._by_bound(shapes, planner.spent_seconds + _SHARED_SECONDS * _BOUNDING):
             self.progress("interleaving stages", 1.0 - max(end - planner.spent_seconds, 0.0) / _SHARED_SECONDS)
-            if bound >= trials.least_seconds * WORTH:
-                break
+            if shape.seconds >= trials.least_seconds * WORTH:
+                continue
             if planner.spent_seconds > end and trials.best:
                 trials.was_cut_short = True
                 break
             for candidate in candidates_of(planner, shape):
-                trials.attempt(candidate, trials.least_seconds * WORTH)
+                found = trials.attempt(candidate, trials.least_seconds * WORTH)
+                if found == math.inf and trials.is_long(candidate):
+                    break
                 for other in move_cuts(planner, candidate) if trials.best is None and trials.is_loose else ():
                     trials.attempt(other)
 
-    def _by_bound(self, shapes: Sequence[Shape], end: float) -> list[tuple[float, Shape]]:
+    def _by_bound(self, shapes: Sequence[Shape], end: float) -> list[Shape]:
         """Returns shapes with what no schedule of their first cuts beats, which says more than a formula.
+
+        The best of each number of stages a rank come first, then the next best of each.
 
         Args:
             shapes: what promises most first.
             end: of `spent_seconds`, at which there are enough.
         """
-        bounded = list[tuple[float, Shape]]()
+        bounded = list[Shape]()
         for shape in shapes:
             if self.planner.count_candidate() > end and bounded and self.trials.best:
                 break
             plan = self.planner.build(next(candidates_of(self.planner, shape)))
-            bounded.append((self.planner.bound(plan) if plan else shape.seconds, shape))
-        return sorted(bounded, key=lambda each: each[0])
+            bounded.append(shape._replace(seconds=self.planner.bound(plan)) if plan else shape)
+        return varied(bounded)
 
     def _try_what_fits(self) -> None:
         """Tries splits that fit by their bytes alone: which ranks a stage gets may leave but a few."""
