@@ -126,7 +126,8 @@ class Planning:
     @cached_property
     def _found(self) -> tuple[Plan, list[Choice]]:
         with status_bar() as progress:
-            plan, choices = plan_and_choices(self.problem, progress)
+            has_table = bool(self.options.table)
+            plan, choices = plan_and_choices(self.problem, progress, has_all_rows=has_table)
         return replace(plan, is_measured=self.profile.is_measured), choices
 
     @cached_property

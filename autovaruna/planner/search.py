@@ -57,18 +57,21 @@ def make_plan(problem: Problem, progress: Progress | None = None) -> Plan:
     Raises:
         PlanError: the settings contradict each other, or no plan fits; says what is missing.
     """
-    return _planned(problem, progress, has_all_rows=False)[0]
+    return plan_and_choices(problem, progress, has_all_rows=False)[0]
 
 
-def plan_and_choices(problem: Problem, progress: Progress | None = None) -> tuple[Plan, list[Choice]]:
+def plan_and_choices(
+    problem: Problem, progress: Progress | None = None, *, has_all_rows: bool = True
+) -> tuple[Plan, list[Choice]]:
     """Returns the plan, and beside it the best plan of every regular grid that fits, the fastest first.
 
     Arguments and errors are those of `make_plan`.
+
+    Args:
+        problem: what to plan.
+        progress: is told how far the search is.
+        has_all_rows: whether grids are simulated, too, that are far from the best.
     """
-    return _planned(problem, progress, has_all_rows=True)
-
-
-def _planned(problem: Problem, progress: Progress | None, *, has_all_rows: bool) -> tuple[Plan, list[Choice]]:
     check_problem(problem)
     hears, tables = progress or (lambda what, share: None), TablesOfGraph(problem.graph)
     searches = list[_Search]()
