@@ -17,6 +17,7 @@ from autovaruna.planner.ranges import RangeTables
 from autovaruna.planner.records import BlockBytes, Plan, StagePlan
 from autovaruna.schedule.instruction import Instruction, Kind
 from autovaruna.schedule.pipeline import Pipeline, latency_depth, textbook_depth
+from autovaruna.schedule.simulation import Simulation
 
 _ACTS_OF_A_CANDIDATE = 100
 _ACTS_OF_A_FIT = 30
@@ -150,7 +151,12 @@ class Planner:
             plan: what to predict.
             is_quick: whether one part is enough even where they differ: some ranks may hold a little more.
         """
-        pipeline, simulation = self.predictor.whole(self.pipeline(plan), policy_of(plan.schedule), is_quick=is_quick)
+        return self.with_bytes(
+            plan, *self.predictor.whole(self.pipeline(plan), policy_of(plan.schedule), is_quick=is_quick)
+        )
+
+    def with_bytes(self, plan: Plan, pipeline: Pipeline, simulation: Simulation) -> Plan:
+        """Returns the plan with what a simulation predicts, of all ranks or of parts that stand for all."""
         sized, ways = self.sized(plan.num_micro_batches), product(range(plan.num_stages), Kind)
         alike = {(stage, kind): Instruction(stage, kind, 0) for stage, kind in ways}  # memory asks no micro-batch
         rows = tuple([tuple([alike[act[2].stage, act[3]] for act in acts]) for acts in simulation.acts])

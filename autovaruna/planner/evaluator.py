@@ -99,13 +99,12 @@ class Evaluator:
 
     def _fastest(self, candidate: Candidate, below: float, ways: Sequence[Way]) -> Plan | None:
         """Returns the fastest plan of a candidate in some ways, or in all; None if none fits or is fast enough."""
-        best, bounds, known = None, dict[tuple[bool, ...], float](), list[Plan]()
-        variant = None
+        best, bounds = None, dict[tuple[bool, ...], float]()
+        variant, built = None, list[tuple[Candidate, Plan]]()
         for each, plan in self._plans(candidate, ways or self._variants(candidate)):
-            if plan in known:
+            if any(plan == other for _, other in built):
                 continue  # With few micro-batches, or little memory, variants are alike.
-            known.append(plan)
-            variant = variant or each
+            built.append((each, plan))
             recomputed = tuple(stage.needs_recompute for stage in plan.stages)
             key = (*recomputed, any(stage.deferred for stage in plan.stages))
             if key not in bounds:
@@ -115,21 +114,26 @@ class Evaluator:
             predicted = self.planner.predict(plan, below)
             if predicted and self._fits(predicted):
                 best, below, variant = predicted, predicted.predicted_seconds, each
-        if variant and not self.is_long(candidate):
-            best = self._with_all_memory(variant, best or known[0], best, below)
+        for each, plan in built if not self.is_long(candidate) else ():
+            found = self._with_all_memory(each, plan, below)
+            if found:
+                best, below, variant = found, found.predicted_seconds, each
         if variant and best:
             self._ways[candidate] = variant.depth, variant.schedule
         return best
 
-    def _with_all_memory(self, candidate: Candidate, plan: Plan, best: Plan | None, below: float) -> Plan | None:
-        """Returns the best plan, or a faster one that saves less memory: stages do not hold all at the same time.
+    def _with_all_memory(self, candidate: Candidate, plan: Plan, below: float) -> Plan | None:
+        """Returns a faster plan that saves less memory, if one fits: stages do not hold all at the same time.
 
         How far what a plan's instructions need is below what its depths do depends on it, so this takes a few turns.
         """
         below = min(below, self.least_seconds * _NEAR)
         free = self.planner.build(candidate, (math.inf,) * plan.num_ranks)
         if free is None or choices_of(free.stages) == choices_of(plan.stages) or self.planner.bound(free) >= below:
-            return best
+            return None
+        whole, best = self.planner.predict_whole(free, is_quick=True), None
+        if is_within(whole, self.planner.limits):
+            return replace(free, predicted_seconds=whole.predicted_seconds) if whole.predicted_seconds < below else None
         loose = self.planner.build(candidate, [_LOOSE * limit for limit in self.planner.limits])
         whole = self.planner.predict_whole(loose or plan, is_quick=True)
         for _ in range(_TURNS):

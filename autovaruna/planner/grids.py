@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import NamedTuple
 
 import numpy as np
@@ -110,6 +111,21 @@ def even_seconds(planner: Planner, grid: Grid) -> float:
     fill = (work - part) * (urgent / work if work else 1.0)
     share = share_of(grid.num_micro_batches, grid.num_replicas, 0)
     return (share * part + fill) / max(planner.problem.cluster.speeds)
+
+
+def even_groups(planner: Planner, counts: Sequence[int]) -> Iterator[tuple[float, Ranks, int]]:
+    """Yields equally many ranks for each stage, in every order, with M, and about what a step takes.
+
+    Args:
+        planner: of the problem.
+        counts: every M.
+    """
+    problem = planner.problem
+    num_ranks, forced = problem.cluster.num_ranks, problem.constraints.num_replicas
+    for order, number, count in product(rank_orders(problem, _MOST_ORDERS), range(2, num_ranks + 1), counts):
+        grid = Grid(number, min(forced or num_ranks // number, count), count)
+        if number * grid.num_replicas <= num_ranks:
+            yield even_seconds(planner, grid), in_a_row(problem, order, [grid.num_replicas] * number), count
 
 
 def cut_grids(

@@ -13,7 +13,7 @@ from autovaruna.planner.grids import cut_for_ranks
 from autovaruna.planner.memory.rank_memory import Option, choices_of, fit
 from autovaruna.planner.placement import changed_ranks, fewer_replicas
 from autovaruna.planner.problem import SPLIT_SCHEDULE
-from autovaruna.planner.search_space import MAX_UNITS, nearby_counts, spread, variants
+from autovaruna.planner.search_space import MAX_UNITS, nearby_counts, spread, stages_per_rank, variants
 from autovaruna.schedule.pipeline import latency_depth, textbook_depth
 
 BETTER = 0.9995
@@ -96,6 +96,15 @@ def _with_cut(start: Candidate, stage: int, place: int) -> Iterator[Candidate]:
     """Yields the candidate with a stage that starts elsewhere, whose stages hold as much, or what memory lets them."""
     other = replace(start, starts=(*start.starts[:stage], place, *start.starts[stage + 1 :]))
     yield from (other, replace(other, choices=())) if start.choices else (other,)
+
+
+def move_groups(planner: Planner, start: Candidate) -> Iterator[Candidate]:
+    """Yields candidates with one stage on the ranks of others, where ranks hold several."""
+    most = stages_per_rank(planner.problem)
+    for stage, other in product(range(len(start.ranks)), dict.fromkeys(start.ranks)) if start.is_interleaved else ():
+        near = start.ranks[max(stage - 1, 0) : stage + 2]
+        if other not in near and start.ranks.count(start.ranks[stage]) > 1 and start.ranks.count(other) < most:
+            yield replace(start, ranks=(*start.ranks[:stage], other, *start.ranks[stage + 1 :]), choices=())
 
 
 def move_counts(planner: Planner, start: Candidate) -> Iterator[Candidate]:

@@ -18,18 +18,19 @@ from autovaruna.planner.grids import (
     cut_for_ranks,
     cut_grids,
     even_counts,
+    even_groups,
     even_seconds,
     grids_of,
     unequal_replicas,
 )
 from autovaruna.planner.infeasible import explain_infeasible, splits_that_fit
 from autovaruna.planner.interleaved import Shape, candidates_of, forced_shapes, shapes_of_grids, varied
-from autovaruna.planner.local_search import improve, move_choices, move_counts, move_cuts, move_ranks
+from autovaruna.planner.local_search import improve, move_choices, move_counts, move_cuts, move_groups, move_ranks
 from autovaruna.planner.memory.rank_memory import is_within
 from autovaruna.planner.problem import Problem, check_problem, forced_stages
 from autovaruna.planner.ranges import TablesOfGraph
 from autovaruna.planner.records import Plan
-from autovaruna.planner.search_space import cut_positions, micro_batch_counts, stages_per_rank
+from autovaruna.planner.search_space import MAX_UNITS, cut_positions, micro_batch_counts, stages_per_rank
 from autovaruna.planner.simplicity import Simplicity, what_was_given_up
 
 _log = logging.getLogger(__name__)
@@ -201,7 +202,8 @@ class _Search:
                 lambda each: (each.ranks, each.num_micro_batches), _MOST_GROUPS, _NEAR_OF_SHAPES
             )
             known = ((trials.plans[each].predicted_seconds, each.ranks, each.num_micro_batches) for each in grids)
-            shapes = shapes_of_grids(planner, self.most_each, known)
+            even = even_groups(planner, self.counts) if self.problem.cluster.num_ranks <= MAX_UNITS else ()
+            shapes = shapes_of_grids(planner, self.most_each, [*known, *even])
         end = planner.spent_seconds + _SHARED_SECONDS
         for shape in self._by_bound(shapes, planner.spent_seconds + _SHARED_SECONDS * _BOUNDING):
             self.progress("interleaving stages", 1.0 - max(end - planner.spent_seconds, 0.0) / _SHARED_SECONDS)
@@ -214,8 +216,9 @@ class _Search:
                 found = trials.attempt(candidate, trials.least_seconds * WORTH)
                 if found == math.inf and trials.is_long(candidate):
                     break
-                for other in move_cuts(planner, candidate) if trials.best is None and trials.is_loose else ():
-                    trials.attempt(other)
+                for move in (move_groups, move_cuts) if trials.best is None and trials.is_loose else ():
+                    for other in move(planner, candidate):
+                        trials.attempt(other)
 
     def _by_bound(self, shapes: Sequence[Shape], end: float) -> list[Shape]:
         """Returns shapes with what no schedule of their first cuts beats, which says more than a formula.
@@ -241,7 +244,7 @@ class _Search:
 
     def _improve(self) -> None:
         """Changes the best plans of each number of stages by moves: the simulated optimum is not that of a formula."""
-        moves = (move_cuts, move_counts, move_ranks, move_choices(self.trials, _IMPROVING_SECONDS))
+        moves = (move_cuts, move_counts, move_groups, move_ranks, move_choices(self.trials, _IMPROVING_SECONDS))
         every = self.trials.best_of_each(_kind, len(self.trials.plans), _NEAR)
         regular = [each for each in every if _kind(each)[1:] == (False, True)][:_STARTS]
         starts = regular + [each for each in every if each not in regular][:_STARTS]
