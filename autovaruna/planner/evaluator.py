@@ -13,6 +13,8 @@ from autovaruna.planner.records import Plan
 from autovaruna.planner.search_space import variants
 
 _LONG_SECONDS, _LONG_INTERLEAVED_SECONDS = 0.05, 0.02
+_SHORT_SECONDS = 0.004
+"""Plans that are quick to simulate are fitted by their instructions with every rule for depths, others with the best."""
 _LONG_INTERLEAVED_VARIANTS = 2
 """The two orders made for several stages a rank: which one is better depends on recompute."""
 _REACHED = 0.9999
@@ -114,7 +116,9 @@ class Evaluator:
             predicted = self.planner.predict(plan, below)
             if predicted and self._fits(predicted):
                 best, below, variant = predicted, predicted.predicted_seconds, each
-        for each, plan in built if not self.is_long(candidate) else ():
+        if self.planner.step_costs(candidate) > _SHORT_SECONDS:
+            built = [] if self.is_long(candidate) else [each for each in built if variant in (None, each[0])][:1]
+        for each, plan in built:
             found = self._with_all_memory(each, plan, below)
             if found:
                 best, below, variant = found, found.predicted_seconds, each

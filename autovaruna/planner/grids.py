@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import combinations, pairwise, product
 from typing import NamedTuple
 
 import numpy as np
@@ -25,6 +25,8 @@ _MOST_GRIDS = 24
 """Up to so many stages every number of them is tried; of more, some that are evenly spaced in ratio."""
 _MOST_ORDERS = 24
 """Of uneven ranks every order is tried if there are no more than these."""
+_MOST_SPLITS = 64
+"""If ranks are split over stages in no more ways than these, for all orders, each is tried."""
 _CELLS = 10**7
 """With more cells of the dynamic program stages of even work are enough, if they fit."""
 _HALVINGS = 20
@@ -213,7 +215,7 @@ def even_starts(work: Array, num_stages: int) -> tuple[int, ...]:
 
 
 def unequal_replicas(planner: Planner, count: int, below: float) -> Iterator[Candidate]:
-    """Yields the best split of each number of stages and ranks, by the formula, for M micro-batches.
+    """Yields the best split of each number of stages and ranks, by the formula, for M micro-batches, or of few all.
 
     Of many ranks, replicas are multiples of a part of them.
 
@@ -228,11 +230,26 @@ def unequal_replicas(planner: Planner, count: int, below: float) -> Iterator[Can
     most = min(stage_limit(problem, planner.tables.num_segments), num_ranks // choices[0])
     if most < _fewest_stages(planner, count):
         return
-    for order in rank_orders(problem, _MOST_ORDERS):
+    orders = rank_orders(problem, _MOST_ORDERS)
+    if 2**num_ranks * len(orders) <= _MOST_SPLITS:
+        for order, replicas in product(orders, _splits(num_ranks)):
+            is_wanted = forced in (0, len(replicas)) and len(replicas) <= most and max(replicas) <= count
+            suited = cut_for_ranks(planner, count, in_a_row(problem, order, replicas)) if is_wanted else None
+            if suited:
+                yield suited
+        return
+    for order in orders:
         for chain in ReplicaSearch(planner.sized(count), order, choices, most).chains():
             if chain.seconds < below and forced in (0, len(chain.starts)):
                 for ranks in layouts(problem, order, chain.replicas):
                     yield Candidate(chain.starts, ranks, count)
+
+
+def _splits(num_ranks: int) -> Iterator[tuple[int, ...]]:
+    """Yields all numbers of replicas of stages that use so many ranks, or fewer."""
+    for used in range(1, num_ranks + 1):
+        for inner in (inner for number in range(used) for inner in combinations(range(1, used), number)):
+            yield tuple(behind - first for first, behind in pairwise((0, *inner, used)))
 
 
 def _runs(grids: Sequence[Grid]) -> list[list[Grid]]:

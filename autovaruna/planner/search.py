@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
+from itertools import islice
 
 from autovaruna.planner.bounds.proof import WORTH, Proof
 from autovaruna.planner.candidate import Candidate, Planner
@@ -229,12 +230,15 @@ class _Search:
             shapes: what promises most first.
             end: of `spent_seconds`, at which there are enough.
         """
-        bounded = list[Shape]()
+        bounded, free = list[Shape](), (math.inf,) * self.problem.cluster.num_ranks
         for shape in shapes:
             if self.planner.count_candidate() > end and bounded and self.trials.best:
                 break
-            plan = self.planner.build(next(candidates_of(self.planner, shape)))
-            bounded.append(shape._replace(seconds=self.planner.bound(plan)) if plan else shape)
+            is_small = len(free) <= MAX_UNITS
+            some = islice(candidates_of(self.planner, shape), None if is_small else 1)
+            # What fits by its depths alone may recompute for no need.
+            plans = [(not is_small and self.planner.build(each)) or self.planner.build(each, free) for each in some]
+            bounded.append(shape._replace(seconds=min(self.planner.bound(plan) for plan in plans if plan)))
         return varied(bounded)
 
     def _try_what_fits(self) -> None:
