@@ -25,8 +25,8 @@ _MOST_GRIDS = 24
 """Up to so many stages every number of them is tried; of more, some that are evenly spaced in ratio."""
 _MOST_ORDERS = 24
 """Of uneven ranks every order is tried if there are no more than these."""
-_MOST_SPLITS = 64
-"""If ranks are split over stages in no more ways than these, for all orders, each is tried."""
+_MOST_PLANS = 2048
+"""If ranks and segments are split over stages in no more ways than these, for all orders, each is tried."""
 _CELLS = 10**7
 """With more cells of the dynamic program stages of even work are enough, if they fit."""
 _HALVINGS = 20
@@ -231,12 +231,13 @@ def unequal_replicas(planner: Planner, count: int, below: float) -> Iterator[Can
     if most < _fewest_stages(planner, count):
         return
     orders = rank_orders(problem, _MOST_ORDERS)
-    if 2**num_ranks * len(orders) <= _MOST_SPLITS:
+    segments = planner.tables.num_segments
+    if 2 ** (num_ranks + segments) * len(orders) <= _MOST_PLANS:
         for order, replicas in product(orders, _splits(num_ranks)):
-            is_wanted = forced in (0, len(replicas)) and len(replicas) <= most and max(replicas) <= count
-            suited = cut_for_ranks(planner, count, in_a_row(problem, order, replicas)) if is_wanted else None
-            if suited:
-                yield suited
+            if forced in (0, len(replicas)) and len(replicas) <= most and max(replicas) <= count:
+                ranks = in_a_row(problem, order, replicas)
+                for inner in combinations(range(1, segments), len(replicas) - 1):
+                    yield Candidate((0, *inner), ranks, count)
         return
     for order in orders:
         for chain in ReplicaSearch(planner.sized(count), order, choices, most).chains():
