@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from contextlib import suppress
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from heapq import heappop, heappush
 
 from autovaruna.errors import ScheduleError
