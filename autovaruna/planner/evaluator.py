@@ -13,8 +13,8 @@ from autovaruna.planner.records import Plan
 from autovaruna.planner.search_space import variants
 
 _LONG_SECONDS, _LONG_INTERLEAVED_SECONDS = 0.05, 0.02
-_SHORT_SECONDS = 0.004
-"""Plans that are quick to simulate are fitted by their instructions with every rule for depths, others with the best."""
+SHORT_SECONDS = 0.004
+"""What is quick to simulate is fitted by its instructions with every rule for depths, the rest with the best one."""
 _LONG_INTERLEAVED_VARIANTS = 2
 """The two orders made for several stages a rank: which one is better depends on recompute."""
 _REACHED = 0.9999
@@ -116,7 +116,7 @@ class Evaluator:
             predicted = self.planner.predict(plan, below)
             if predicted and self._fits(predicted):
                 best, below, variant = predicted, predicted.predicted_seconds, each
-        if self.planner.step_costs(candidate) > _SHORT_SECONDS:
+        if self.planner.step_costs(candidate) > SHORT_SECONDS:
             built = [] if self.is_long(candidate) else [each for each in built if variant in (None, each[0])][:1]
         for each, plan in built:
             found = self._with_all_memory(each, plan, below)

@@ -11,7 +11,7 @@ from itertools import islice
 from autovaruna.planner.bounds.proof import WORTH, Proof
 from autovaruna.planner.candidate import Candidate, Planner
 from autovaruna.planner.cut_points import plan_with_cut_points
-from autovaruna.planner.evaluator import Evaluator, Progress
+from autovaruna.planner.evaluator import SHORT_SECONDS, Evaluator, Progress
 from autovaruna.planner.grids import (
     Choice,
     Grid,
@@ -40,6 +40,7 @@ _SHARED_SECONDS, _IMPROVING_SECONDS = 4.0, 8.0
 """What simulations may take, by the count of `Planner.spent_seconds`, so that a search ends alike on every machine."""
 _STARTS, _MORE_STARTS = 4, 24
 """From so many regular and other plans moves begin, and from so many in all where there is time left."""
+_SHARE_OF_CHOICES = 0.1
 _NEAR = 1.06
 _BOUNDING = 0.2
 """The share of the seconds of several stages a rank in which bounds say what to simulate."""
@@ -261,6 +262,8 @@ class _Search:
             if candidate is None or left <= 0:
                 break
             begun.add(_finer_kind(candidate))
+            if self.planner.step_costs(candidate) <= SHORT_SECONDS:  # or moves lead away before it is tried
+                improve(self.trials, candidate, left * _SHARE_OF_CHOICES, moves[-1:])
             improve(self.trials, candidate, min(_IMPROVING_SECONDS / len(starts), left), moves)
 
     def _simplest(self) -> Plan:
