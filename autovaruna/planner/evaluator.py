@@ -20,7 +20,7 @@ _LONG_INTERLEAVED_VARIANTS = 2
 _REACHED = 0.9999
 _LOOSE = 1.35
 """By its depths, a plan that fits by its instructions may need so many times its limits; seldom more."""
-_TURNS = 3
+_TURNS, _HALVINGS = 3, 5
 _NEAR = 1.02
 """Plans that may take no longer than so many times the least seconds are fitted into memory by their instructions."""
 
@@ -45,7 +45,7 @@ class Evaluator:
     """
 
     def __init__(self, planner: Planner) -> None:
-        self.planner = planner
+        self.planner, self._loose = planner, [_LOOSE * limit for limit in planner.limits]
         self.best: Plan | None = None
         self.plans: dict[Candidate, Plan] = {}
         self._seen: dict[tuple[Candidate, Sequence[Way]], tuple[float, float]] = {}
@@ -133,12 +133,14 @@ class Evaluator:
         """
         below = min(below, self.least_seconds * _NEAR)
         free = self.planner.build(candidate, (math.inf,) * plan.num_ranks)
-        if free is None or choices_of(free.stages) == choices_of(plan.stages) or self.planner.bound(free) >= below:
+        if free is None or self.planner.bound(free) >= below:
             return None
+        if choices_of(free.stages) == choices_of(plan.stages):
+            return None if is_within(plan, self.planner.limits) else self._squeezed(candidate, below)
         whole, best = self.planner.predict_whole(free, is_quick=True), None
         if is_within(whole, self.planner.limits):
             return replace(free, predicted_seconds=whole.predicted_seconds) if whole.predicted_seconds < below else None
-        loose = self.planner.build(candidate, [_LOOSE * limit for limit in self.planner.limits])
+        loose = self.planner.build(candidate, self._loose)
         whole = self.planner.predict_whole(loose or plan, is_quick=True)
         for _ in range(_TURNS):
             by_depths = replace(whole, rank_memory_bytes=()).rank_bytes()
@@ -150,6 +152,21 @@ class Evaluator:
             if whole.predicted_seconds < below and is_within(whole, self.planner.limits):
                 below = whole.predicted_seconds
                 best = replace(built, predicted_seconds=below)
+        return best or (self._squeezed(candidate, below) if is_within(whole, self._loose) else None)
+
+    def _squeezed(self, candidate: Candidate, below: float) -> Plan | None:
+        """Returns a plan that fits by its instructions, found by halving what its depths may need."""
+        best, (low, high) = None, (1.0, _LOOSE)
+        for _ in range(_HALVINGS if self.planner.step_costs(candidate) <= SHORT_SECONDS else 0):
+            middle = (low + high) / 2
+            built = self.planner.build(candidate, [middle * limit for limit in self.planner.limits])
+            whole = self.planner.predict_whole(built, is_quick=True) if built else None
+            if built and whole and not is_within(whole, self.planner.limits):
+                high = middle
+                continue
+            low = middle
+            if built and whole and whole.predicted_seconds < below:
+                below, best = whole.predicted_seconds, replace(built, predicted_seconds=whole.predicted_seconds)
         return best
 
     def _variants(self, candidate: Candidate) -> list[Way]:
@@ -165,7 +182,7 @@ class Evaluator:
     def _plans(self, candidate: Candidate, ways: Sequence[Way]) -> Iterator[tuple[Candidate, Plan]]:
         """Yields a candidate in some ways, with its plan; plans may be alike."""
         is_free = self.planner.problem.constraints.schedule == "auto"
-        loose = [_LOOSE * limit for limit in self.planner.limits] if self.is_loose or candidate.is_interleaved else []
+        loose = self._loose if self.is_loose or candidate.is_interleaved else []
         built: dict[tuple[str, bool, bool], Plan | None] = {}
         for depth, schedule in ways:
             variant = replace(candidate, depth=depth, schedule=schedule)

@@ -24,6 +24,8 @@ _SHARE_OF_OWN = (0.25, 0.05)
 """What a stage's own seconds count beside those of its group, ever less: stages of very uneven sizes fill slowly."""
 _WIDEST = 4.0
 _FEW_STAGES = 8
+_FEW_GROUPS = 4
+"""Of no more groups than these some may have a stage more than others."""
 
 
 def patterns(num_groups: int, most_each: int, num_stages: int = 0, more_than: int = 1) -> Iterator[Pattern]:
@@ -38,8 +40,9 @@ def patterns(num_groups: int, most_each: int, num_stages: int = 0, more_than: in
     rounds = [
         each for each in range(more_than + 1, most_each + 1) if each <= EVERY or each in (most_each, each // 2 * 2)
     ]
-    in_turn = [num_groups * each for each in rounds] + [num_groups + 1]
-    for length in [num_stages] if num_stages else in_turn:
+    in_turn = {num_groups * each for each in rounds} | {num_groups + 1}
+    in_turn |= set(range(num_groups + 1, 2 * num_groups)) if num_groups <= _FEW_GROUPS else set()
+    for length in [num_stages] if num_stages else sorted(in_turn):
         if num_groups * more_than < length <= num_groups * most_each:
             yield tuple(stage % num_groups for stage in range(length))
     for each in range(more_than + 1, (most_each if num_stages else EVERY) + 1) if num_groups > 2 else ():
