@@ -31,7 +31,7 @@ from autovaruna.planner.memory.rank_memory import is_within
 from autovaruna.planner.problem import Problem, check_problem, forced_stages
 from autovaruna.planner.ranges import TablesOfGraph
 from autovaruna.planner.records import Plan
-from autovaruna.planner.search_space import MAX_UNITS, cut_positions, micro_batch_counts, stages_per_rank
+from autovaruna.planner.search_space import cut_positions, micro_batch_counts, stages_per_rank
 from autovaruna.planner.simplicity import Simplicity, what_was_given_up
 
 _log = logging.getLogger(__name__)
@@ -41,6 +41,8 @@ _SHARED_SECONDS, _IMPROVING_SECONDS = 4.0, 8.0
 _STARTS, _MORE_STARTS = 4, 24
 """From so many regular and other plans moves begin, and from so many in all where there is time left."""
 _SHARE_OF_CHOICES = 0.1
+_TINY = 100
+"""Ranks times segments of a problem whose plans with several stages a rank are listed more fully."""
 _NEAR = 1.06
 _BOUNDING = 0.2
 """The share of the seconds of several stages a rank in which bounds say what to simulate."""
@@ -204,12 +206,12 @@ class _Search:
                 lambda each: (each.ranks, each.num_micro_batches), _MOST_GROUPS, _NEAR_OF_SHAPES
             )
             known = ((trials.plans[each].predicted_seconds, each.ranks, each.num_micro_batches) for each in grids)
-            even = even_groups(planner, self.counts) if self.problem.cluster.num_ranks <= MAX_UNITS else ()
+            even = even_groups(planner, self.counts) if self._is_tiny else ()
             shapes = shapes_of_grids(planner, self.most_each, [*known, *even])
         end = planner.spent_seconds + _SHARED_SECONDS
         for shape in self._by_bound(shapes, planner.spent_seconds + _SHARED_SECONDS * _BOUNDING):
             self.progress("interleaving stages", 1.0 - max(end - planner.spent_seconds, 0.0) / _SHARED_SECONDS)
-            if shape.seconds >= trials.least_seconds * WORTH:
+            if shape.seconds >= trials.least_seconds * _NEAR_OF_A_FORMULA:  # other cuts may have a lesser bound
                 continue
             if planner.spent_seconds > end and trials.best:
                 trials.was_cut_short = True
@@ -221,6 +223,11 @@ class _Search:
                 for move in (move_groups, move_cuts) if trials.best is None and trials.is_loose else ():
                     for other in move(planner, candidate):
                         trials.attempt(other)
+
+    @property
+    def _is_tiny(self) -> bool:
+        """Whether cuts and ranks are so few that what a formula says of them means little."""
+        return self.problem.cluster.num_ranks * self.tables.num_segments <= _TINY
 
     def _by_bound(self, shapes: Sequence[Shape], end: float) -> list[Shape]:
         """Returns shapes with what no schedule of their first cuts beats, which says more than a formula.
@@ -235,10 +242,10 @@ class _Search:
         for shape in shapes:
             if self.planner.count_candidate() > end and bounded and self.trials.best:
                 break
-            is_small = len(free) <= MAX_UNITS
-            some = islice(candidates_of(self.planner, shape), None if is_small else 1)
+            some = islice(candidates_of(self.planner, shape), None if self._is_tiny else 1)
             # What fits by its depths alone may recompute for no need.
-            plans = [(not is_small and self.planner.build(each)) or self.planner.build(each, free) for each in some]
+            is_tight = not self._is_tiny
+            plans = [(is_tight and self.planner.build(each)) or self.planner.build(each, free) for each in some]
             bounded.append(shape._replace(seconds=min(self.planner.bound(plan) for plan in plans if plan)))
         return varied(bounded)
 
