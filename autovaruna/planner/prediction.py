@@ -489,9 +489,10 @@ class Predictor:
         Args:
             pipeline: what to simulate.
             policy: the order of its instructions.
-            is_quick: whether the part of the greatest bound is enough, where parts differ.
+            is_quick: whether the part of the greatest bound is enough, where parts differ and all take long.
         """
-        is_part = is_quick or _is_alike(pipeline)
+        is_long = policy.num_instructions(pipeline) > _ACTS_OF_A_SHORT_STEP
+        is_part = (is_quick and is_long) or _is_alike(pipeline)
         told = self._parts(pipeline)[0].pipeline if is_part else short_enough(pipeline)
         last, by, found = self._last
         if last is not told or by is not policy or found is None:
