@@ -44,13 +44,7 @@ class MeasureError(AutoVarunaError):
 
 
 class PlanError(AutoVarunaError):
-    """Says that no plan exists: the model does not fit, or forced cuts contradict each other.
-
-    Attributes:
-        lacks_memory: whether there would be a plan if the ranks had more memory.
-    """
-
-    lacks_memory = False
+    """Says that no plan exists: the model does not fit, or forced cuts contradict each other."""
 
 
 class ScheduleError(AutoVarunaError):

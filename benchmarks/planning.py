@@ -69,7 +69,7 @@ def run_one(kind: str, num_layers: int, num_ranks: int) -> dict[str, object]:
 
         return timing
 
-    for name in ("load_target", "predict", "make_plan"):
+    for name in ("load_target", "predict", "plan_and_choices"):
         setattr(planning, name, timed(name, getattr(planning, name)))
     batch = 8 * num_ranks if kind == "bert" else max(num_ranks, SAMPLES_PER_1024_RANKS * num_ranks // 1024)
     more = ["--memory", "32GiB"] if kind == "bert" else _memory(num_layers, num_ranks)
@@ -117,7 +117,7 @@ def main() -> None:
 def _cells(row: dict[str, float] | None) -> str:
     if row is None:
         return "failed, as said above"
-    times = f"{row['load_target']:7.1f}  {row['predict']:9.1f}  {row['make_plan']:6.1f}  {row['total']:7.1f}"
+    times = f"{row['load_target']:7.1f}  {row['predict']:9.1f}  {row['plan_and_choices']:6.1f}  {row['total']:7.1f}"
     return f"{times} | {row['peak']:8.2f} | {row['stages']:6} {row['gap']:5.1%}"
 
 

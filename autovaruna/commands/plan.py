@@ -23,13 +23,14 @@ from autovaruna.errors import ConfigError
 from autovaruna.graph.traced import TracedModel
 from autovaruna.log import progress_bar, status_bar
 from autovaruna.planner.deployment import Deployment, Fingerprint, deployment_of, host_counts, save
+from autovaruna.planner.grids import Choice
 from autovaruna.planner.infeasible import readable
 from autovaruna.planner.prediction import pipeline_of, policy_of, short_enough
 from autovaruna.planner.problem import Problem
 from autovaruna.planner.records import UNKNOWN_LINK, Plan
-from autovaruna.planner.search import make_plan
+from autovaruna.planner.search import plan_and_choices
 from autovaruna.planner.sharing import plan_with_sharing
-from autovaruna.planner.table import Choice, explain, plan_choices, plan_table, seconds
+from autovaruna.planner.table import explain, plan_table, seconds
 from autovaruna.profiler.cache import load_measured
 from autovaruna.profiler.records import Cluster, OptimizerCost, Profile
 from autovaruna.profiler.roofline import optimizer_cost, predict, read_device
@@ -142,22 +143,31 @@ class Planning:
             optimizer_cost=optimizer_cost(self.device, self.optimizer_bytes_factor) if self.device else OptimizerCost(),
             needs_gradient=needs_gradient(self.traced),
             min_micro_batches_for_inputs=self.num_mini_batches,
-            constraints=constraints_of(self.settings, self.traced, self.num_mini_batches),
+            constraints=constraints_of(self.settings, self.traced),
         )
 
-    @cached_property
+    @property
     def plan(self) -> Plan:
         """The plan."""
-        with status_bar() as progress:
-            plan = plan_with_sharing(self.problem, self.sharing, partial(make_plan, progress=progress))
-        return replace(plan, is_measured=self.profile.is_measured)
+        return self._found[0]
+
+    @property
+    def choices(self) -> list[Choice]:
+        """The best plan of every regular grid, fastest first."""
+        return self._found[1]
 
     @cached_property
-    def choices(self) -> list[Choice]:
-        """All sensible choices, fastest first."""
+    def _found(self) -> tuple[Plan, list[Choice]]:
+        choices: dict[bool, list[Choice]] = {}
+
+        def make(problem: Problem) -> Plan:
+            has_table = bool(getattr(self.options, "table", False))
+            found, choices[problem.shares_state] = plan_and_choices(problem, progress, has_all_rows=has_table)
+            return found
+
         with status_bar() as progress:
-            problem = replace(self.problem, shares_state=self.plan.shares_state)
-            return plan_choices(problem, progress=progress)
+            plan = plan_with_sharing(self.problem, self.sharing, make)
+        return replace(plan, is_measured=self.profile.is_measured), choices[plan.shares_state]
 
     @cached_property
     def deployment(self) -> Deployment:
@@ -280,10 +290,33 @@ def report(planning: Planning, options: argparse.Namespace) -> None:
         show(f"drew {options.plot}")
 
 
+_COLUMNS = (
+    "stages",
+    "replicas",
+    "micro-batch",
+    "micro-batches",
+    "schedule",
+    "step",
+    "samples/s",
+    "memory",
+    "recompute",
+)
+
+
 def choices_table(choices: Sequence[Choice]) -> Table:
     """Returns choices as a table, in their order."""
     table = Table(title="choices, fastest first", box=box.SIMPLE_HEAD)
-    for name in ("stages", "replicas", "micro-batch", "micro-batches", "step", "samples/s", "memory", "recompute"):
+    for name in (
+        "stages",
+        "replicas",
+        "micro-batch",
+        "micro-batches",
+        "schedule",
+        "step",
+        "samples/s",
+        "memory",
+        "recompute",
+    ):
         table.add_column(name, justify="right")
     for choice in choices:
         stages = choice.plan.stages
@@ -292,6 +325,7 @@ def choices_table(choices: Sequence[Choice]) -> Table:
             str(choice.num_replicas),
             str(choice.micro_batch_size),
             str(choice.plan.num_micro_batches),
+            choice.plan.schedule,
             seconds(choice.step_seconds),
             f"{choice.samples_per_second:.4g}",
             readable(choice.memory_bytes),

@@ -223,6 +223,12 @@ class Settings:
         0,
         "Most stages the planner may give a rank; 0: as many as pay, up to 4, or 8 with more than 16 ranks; 1: one.",
     )
+    simplicity: float = _setting(
+        number(0.0, 1.0),
+        0.02,
+        "Share of the fastest predicted step that a simpler plan may take longer: one of fewer stages, then of equal "
+        "replicas, one stage a rank, 1f1b, fewer micro-batches; 0: the fastest plan.",
+    )
     num_replicas: int = _setting(count(), 0, "Replicas of every stage; 0: the planner decides.", "replica_num")
     num_micro_batches: int = _setting(count(), 0, "Micro-batches of a step; 0: the planner decides.", "pipeline_num")
     micro_batch_size: int = _setting(
@@ -235,8 +241,8 @@ class Settings:
     min_micro_batches: int = _setting(count(1), 1, "Fewest micro-batches the planner may choose.", "min_pipeline")
     max_micro_batches: int = _setting(
         count(),
-        64,
-        "Most micro-batches the planner may choose; 0: no limit. The default gives way where nothing else fits.",
+        0,
+        "Most micro-batches the planner may choose; 0: no limit.",
         "max_pipeline",
     )
     memory_limit_bytes: int = _setting(

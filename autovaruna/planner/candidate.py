@@ -5,25 +5,27 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import pairwise
+from itertools import pairwise, product
 
 import numpy as np
 
-from autovaruna.planner.cost_table import Array
 from autovaruna.planner.costs import SizedProblem
-from autovaruna.planner.memory.rank_memory import Option, bytes_of_ranks, fit, peak_of
-from autovaruna.planner.prediction import Edges, Predictor, fold, least_seconds, pipeline_of, policy_of, telling
+from autovaruna.planner.memory.rank_memory import Choices, Option, bytes_of_ranks, fit, peak_of
+from autovaruna.planner.prediction import Edges, Predictor, least_seconds, pipeline_of, policy_of
 from autovaruna.planner.problem import SPLIT_SCHEDULE, Problem
 from autovaruna.planner.ranges import RangeTables
 from autovaruna.planner.records import BlockBytes, Plan, StagePlan
+from autovaruna.schedule.instruction import Instruction, Kind
 from autovaruna.schedule.pipeline import Pipeline, latency_depth, textbook_depth
-from autovaruna.schedule.simulator import simulate
+from autovaruna.schedule.simulation import Simulation
 
-_ACTS_OF_A_CANDIDATE, _ACTS_OF_A_STAGE = 100, 5
+_ACTS_OF_A_CANDIDATE = 100
 _ACTS_OF_A_FIT = 30
 """What it takes to fit a stage that shares its ranks with others into their memory."""
-_ACTS_OF_A_PEAK, _ACTS_OF_AN_INSTRUCTION = 120, 4
-"""What it takes to follow the memory of ranks: for a plan, and for each instruction."""
+_ACTS_OF_A_PEAK, _INSTRUCTIONS_OF_AN_ACT = 120, 4
+"""What it takes to follow the memory of ranks: for a plan; and how many instructions of theirs one act stands for."""
+_MOST_SIZED = 8
+"""Numbers of micro-batches whose tables are kept, since a search goes back and forth between a few."""
 DEPTHS = {"textbook": textbook_depth, "latency": latency_depth}
 DEEPEST = "deepest"
 """As deep as memory allows without recompute, or with it where that is needed at any depth."""
@@ -33,13 +35,17 @@ _DEFERRED_EACH_STAGE = 2
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """Where the stages start (in segments), their ranks, and M; `depth` and `schedule` are names."""
+    """Where the stages start (in segments), their ranks, and M; `depth` and `schedule` are names.
+
+    `choices` says what each stage holds, in place of a rule for depths that memory bounds; empty: nothing.
+    """
 
     starts: tuple[int, ...]
     ranks: tuple[tuple[int, ...], ...]
     num_micro_batches: int
     depth: str = "textbook"
     schedule: str = "1f1b"
+    choices: tuple[Choices, ...] = ()
 
     @property
     def is_interleaved(self) -> bool:
@@ -64,7 +70,7 @@ class Planner:
         self.host_of = tuple(numbers[host] for host in hosts) if len(numbers) > 1 else ()
         self.speeds = problem.cluster.speeds if set(problem.cluster.speeds) != {1.0} else ()
         is_split = problem.constraints.schedule == SPLIT_SCHEDULE
-        self.sized = lru_cache(maxsize=4)(lambda count: SizedProblem(problem, tables, count, is_split))
+        self.sized = lru_cache(maxsize=_MOST_SIZED)(lambda count: SizedProblem(problem, tables, count, is_split))
         self.tied = [p for p in problem.graph.parameters if p.needs_gradient and len(p.blocks) > 1]
 
     @property
@@ -75,11 +81,6 @@ class Planner:
     def count_candidate(self) -> float:
         """Counts a candidate that is looked at, and returns `spent_seconds`."""
         self.predictor.num_acts += _ACTS_OF_A_CANDIDATE
-        return self.spent_seconds
-
-    def count_step(self) -> float:
-        """Counts a stage that is laid down and no more, and returns `spent_seconds`."""
-        self.predictor.num_acts += _ACTS_OF_A_STAGE
         return self.spent_seconds
 
     def step_costs(self, candidate: Candidate) -> float:
@@ -118,9 +119,14 @@ class Planner:
             shares_state=problem.shares_state,
         )
 
-    def step_seconds(self, num_micro_batches: int) -> Array:
-        """Returns forward and backward seconds of each block for one micro-batch."""
-        return self.sized(num_micro_batches).step_seconds
+    def fixed_options(self, candidate: Candidate) -> list[Option]:
+        """Returns the stages of a candidate that says what they hold."""
+        sized = self.sized(candidate.num_micro_batches)
+        options = []
+        for s, (ranks, (again, depth, deferred)) in enumerate(zip(candidate.ranks, candidate.choices, strict=True)):
+            held = sized.held_by(*_range(candidate, s, self.tables))
+            options.append(Option(held, ranks, depth, depth, again, deferred))
+        return options
 
     def pipeline(self, plan: Plan) -> Pipeline:
         """Returns the plan as the simulator sees it; that of the last one again, if only the schedule is another."""
@@ -139,22 +145,27 @@ class Planner:
         seconds = self.predictor.step_seconds(self.pipeline(plan), policy_of(plan.schedule), below)
         return replace(plan, predicted_seconds=seconds) if seconds < below else None
 
-    def predict_whole(self, plan: Plan) -> Plan:
-        """Returns the plan with its predicted seconds and memory, from all ranks if parts differ and are not many."""
-        return self._predict_bytes(plan, telling(self.pipeline(plan)))
+    def predict_whole(self, plan: Plan, *, is_quick: bool = False) -> Plan:
+        """Returns the plan with its predicted seconds and memory, from all ranks if parts differ and are not many.
 
-    def predict_part(self, plan: Plan) -> Plan:
-        """Returns the same from the part of the ranks that takes longest, as `predict` does: quicker for many ranks."""
-        return self._predict_bytes(plan, fold(self.pipeline(plan)))
+        Args:
+            plan: what to predict.
+            is_quick: whether one part is enough even where they differ: some ranks may hold a little more.
+        """
+        return self.with_bytes(
+            plan, *self.predictor.whole(self.pipeline(plan), policy_of(plan.schedule), is_quick=is_quick)
+        )
 
-    def _predict_bytes(self, plan: Plan, pipeline: Pipeline) -> Plan:
-        simulation = simulate(pipeline, policy_of(plan.schedule))
-        sized, schedule = self.sized(plan.num_micro_batches), simulation.schedule
+    def with_bytes(self, plan: Plan, pipeline: Pipeline, simulation: Simulation) -> Plan:
+        """Returns the plan with what a simulation predicts, of all ranks or of parts that stand for all."""
+        sized, ways = self.sized(plan.num_micro_batches), product(range(plan.num_stages), Kind)
+        alike = {(stage, kind): Instruction(stage, kind, 0) for stage, kind in ways}  # memory asks no micro-batch
+        rows = tuple([tuple([alike[act[2].stage, act[3]] for act in acts]) for acts in simulation.acts])
         places = np.searchsorted(self.tables.positions, [stage.blocks[0] for stage in plan.stages]).tolist()
         held = [sized.held_by(i, j) for i, j in pairwise([*places, self.tables.num_segments])]
         own = self.problem.cluster.own_process_bytes
-        needed = bytes_of_ranks(plan, held, sized.model, pipeline, schedule, own)
-        self.predictor.num_acts += _ACTS_OF_A_PEAK + sum(map(len, schedule)) * _ACTS_OF_AN_INSTRUCTION
+        needed = bytes_of_ranks(plan, held, sized.model, pipeline, rows, own)
+        self.predictor.num_acts += _ACTS_OF_A_PEAK + sum(map(len, rows)) // _INSTRUCTIONS_OF_AN_ACT
         return replace(plan, predicted_seconds=simulation.step_seconds, rank_memory_bytes=needed)
 
     def with_block_bytes(self, plan: Plan) -> Plan:

@@ -3,151 +3,202 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
 
-from autovaruna.planner.candidate import DEEPEST, Candidate, Planner
+from autovaruna.planner.candidate import Candidate, Planner
+from autovaruna.planner.memory.rank_memory import choices_of, is_within
 from autovaruna.planner.prediction import SECONDS_OF_AN_ACT
 from autovaruna.planner.records import Plan
 from autovaruna.planner.search_space import variants
 
-_LONG_SECONDS, _LONG_INTERLEAVED_SECONDS = 0.2, 0.02
+_LONG_SECONDS, _LONG_INTERLEAVED_SECONDS = 0.05, 0.02
+SHORT_SECONDS = 0.004
+"""What is quick to simulate is fitted by its instructions with every rule for depths, the rest with the best one."""
 _LONG_INTERLEAVED_VARIANTS = 2
 """The two orders made for several stages a rank: which one is better depends on recompute."""
-_REACHED = 0.999
-_LOOSE = 1.2
+_REACHED = 0.9999
+_LOOSE = 1.35
 """By its depths, a plan that fits by its instructions may need so many times its limits; seldom more."""
-_WORTH_ITS_MEMORY = 0.995
-"""What as many micro-batches in flight as there is memory for have to save."""
+_TURNS, _HALVINGS = 3, 5
+_NEAR = 1.02
+"""Plans that may take no longer than so many times the least seconds are fitted into memory by their instructions."""
 
-Settle = Callable[[Planner, Candidate, Plan], Plan | None]
-"""Returns a plan, or one like it that holds what the first may not; None if there is none."""
-Promising = tuple[float, Candidate, Plan]
-"""What no depths and no schedule let a plan beat, the variant, and the plan."""
+Way = tuple[str, str]
+"""A rule for depths, and a schedule."""
+
 Progress = Callable[[str, float], None]
 """Is told what is being done and the share of it that is done (0 to 1)."""
 
 
 class Evaluator:
-    """What was tried; `best` is the fastest plan so far.
+    """What was simulated.
 
     Args:
         planner: of the problem.
-        is_small: whether every schedule is worth a try.
-        below_seconds: plans that take as long or longer are of no use.
-        settle: what plans have to pass that need more memory by their depths than there is; None: they are not tried.
 
     Attributes:
-        built: for each of `ranked`, the variant that takes so long, and its plan.
-        ranked: the least seconds of each candidate that was faster than it had to be.
-        promising: of small problems, the candidates that no depths and no schedule keep from being faster than they
-            are by the rules for depths.
-        is_deep: whether plans with as much in flight as there is memory for are tried, too.
+        best: the fastest plan so far.
+        plans: of each candidate that fits and was as fast as it had to be, its best plan.
+        is_loose: whether plans are tried that fit by their instructions, though not by their depths.
         was_cut_short: whether something was left out since its simulation is long, or time was up.
     """
 
-    def __init__(
-        self, planner: Planner, *, is_small: bool, below_seconds: float = math.inf, settle: Settle | None = None
-    ) -> None:
-        self.planner, self.is_small, self.below_seconds, self.settle = planner, is_small, below_seconds, settle
+    def __init__(self, planner: Planner) -> None:
+        self.planner, self._loose = planner, [_LOOSE * limit for limit in planner.limits]
         self.best: Plan | None = None
-        self.built: dict[Candidate, tuple[Candidate, Plan]] = {}
-        self.ranked: dict[Candidate, float] = {}
-        self.seen: dict[Candidate, float] = {}
-        self.promising: dict[Candidate, Promising] = {}
-        self.was_cut_short = self.is_deep = False
+        self.plans: dict[Candidate, Plan] = {}
+        self._seen: dict[tuple[Candidate, Sequence[Way]], tuple[float, float]] = {}
+        self._ways: dict[Candidate, Way] = {}
+        self.was_cut_short = self.is_loose = False
 
     @property
     def least_seconds(self) -> float:
-        """The seconds that a plan has to beat: those of the best one, if there is one."""
-        return self.best.predicted_seconds if self.best else self.below_seconds
+        """The seconds of the best plan, infinite if there is none."""
+        return self.best.predicted_seconds if self.best else math.inf
 
-    def attempt(self, candidate: Candidate, below: float, worth: float = math.inf) -> float:
-        """Simulates a candidate in every variant; returns its least seconds, infinite if they are not below `below`.
+    def loosen(self) -> None:
+        """Has plans tried, from now on, that fit by their instructions, though not by their depths."""
+        self.is_loose = True
+        self._seen.clear()
+
+    def attempt(self, candidate: Candidate, below: float = math.inf, like: Candidate | None = None) -> float:
+        """Simulates a candidate by every schedule; returns its least seconds, infinite if they are not below `below`.
+
+        One that says what its stages hold is simulated by its own schedule alone.
 
         Args:
-            candidate: what to try.
-            below: plans that take as long or longer are of no use.
-            worth: nor are those that no depths and no schedule let take less than that.
+            candidate: what to simulate.
+            below: plans that take as many seconds are of no use.
+            like: one of `plans`: its schedule and its rule for depths are enough.
         """
-        if candidate in self.seen:
-            return self.seen[candidate]
-        found, bounds, fitting = float("inf"), dict[tuple[bool, ...], float](), list[Promising]()
-        most, known = self._most_variants(candidate), list[tuple[Plan, Settle | None]]()
-        for tried, (variant, plan, settle) in enumerate(self._plans(candidate)):
-            if tried >= most and found < float("inf"):
-                self.was_cut_short = True
-                break
-            if (plan, settle) in known:
-                continue  # With few micro-batches, or little memory, variants are alike.
-            known.append((plan, settle))
-            recomputed = tuple(stage.needs_recompute for stage in plan.stages)
-            if recomputed not in bounds:
-                bounds[recomputed] = self.planner.bound(plan)  # It knows nothing of depths and schedules.
-            if settle is None:
-                fitting.append((bounds[recomputed], variant, plan))
-            if bounds[recomputed] >= min(below, worth, found * _REACHED):
-                if not any(recomputed):
-                    break  # None of the others has less to do.
-                continue
-            limit = min(below, found * (_WORTH_ITS_MEMORY if variant.depth == DEEPEST else 1.0))
-            predicted = self.planner.predict(plan, limit)
-            if predicted and settle:
-                predicted = settle(self.planner, variant, predicted)
-            if predicted and predicted.predicted_seconds < limit:
-                found = predicted.predicted_seconds
-                self.best = predicted if found < self.least_seconds else self.best
-                self.built[candidate] = variant, predicted
-        self.seen[candidate] = found
-        least = min(reversed(fitting), key=lambda each: each[0], default=None)  # Of equal ones the deepest.
-        if self.is_small and least and least[0] < found * _REACHED:
-            self.promising[candidate] = least
-        else:
-            self.promising.pop(candidate, None)
-        if found < float("inf"):
-            self.ranked[candidate] = found
+        ways = (self._ways[like],) if like in self._ways and not candidate.choices else ()
+        found, limit = self._seen.get((candidate, ways), (math.inf, -math.inf))
+        if found < math.inf or below <= limit:
+            return found
+        plan = self._fixed(candidate, below) if candidate.choices else self._fastest(candidate, below, ways)
+        found = plan.predicted_seconds if plan else math.inf
+        self._seen[candidate, ways] = found, below
+        if plan and found < self.seconds_of(candidate):
+            self.plans[candidate] = plan
+            self.best = plan if found < self.least_seconds else self.best
         return found
 
-    def go_deep(self, settle: Settle | None = None) -> None:
-        """Has whatever is tried from now on tried at the greatest depths, too, and as if there was all memory."""
-        self.is_deep, self.settle = True, settle or self.settle
-        self.seen.clear()
+    def _fixed(self, candidate: Candidate, below: float) -> Plan | None:
+        """Returns the plan of a candidate that says what its stages hold, None if it is too slow or does not fit."""
+        self.planner.count_candidate()
+        plan = self.planner.predict(self.planner.put_together(candidate, self.planner.fixed_options(candidate)), below)
+        return plan if plan and self._fits(plan) else None
 
-    def put(self, candidate: Candidate, variant: Candidate, plan: Plan) -> None:
-        """Notes a plan of a candidate that was built otherwise, if it is faster than what is known of it."""
-        if plan.predicted_seconds < self.ranked[candidate]:
-            self.ranked[candidate], self.built[candidate] = plan.predicted_seconds, (variant, plan)
-            self.best = plan if plan.predicted_seconds < self.least_seconds else self.best
+    def _fits(self, plan: Plan) -> bool:
+        """Returns whether a plan fits, by its depths, or where these need more by its instructions."""
+        limits = self.planner.limits
+        return is_within(plan, limits) or is_within(self.planner.predict_whole(plan, is_quick=True), limits)
 
-    def _most_variants(self, candidate: Candidate) -> float:
-        """Returns how many variants to simulate: all, unless that takes long."""
-        if not self.is_long(candidate):
-            return math.inf
-        return _LONG_INTERLEAVED_VARIANTS if candidate.is_interleaved else 1
+    def seconds_of(self, candidate: Candidate) -> float:
+        """Returns the least seconds of a candidate so far, infinite if it has none."""
+        return self.plans[candidate].predicted_seconds if candidate in self.plans else math.inf
 
-    def _plans(self, candidate: Candidate) -> Iterator[tuple[Candidate, Plan, Settle | None]]:
-        """Yields the variants of a candidate that are worth a simulation, with plans, and what these have to pass."""
-        is_free = self.planner.problem.constraints.schedule == "auto" and not self.is_small
-        built: dict[tuple[str, bool], list[tuple[Plan, Settle | None]]] = {}
-        for depth, schedule in variants(self.planner.problem, len(candidate.starts), candidate.is_interleaved):
-            if depth == DEEPEST and not self.is_deep:
+    def _fastest(self, candidate: Candidate, below: float, ways: Sequence[Way]) -> Plan | None:
+        """Returns the fastest plan of a candidate in some ways, or in all; None if none fits or is fast enough."""
+        best, bounds = None, dict[tuple[bool, ...], float]()
+        variant, built = None, list[tuple[Candidate, Plan]]()
+        for each, plan in self._plans(candidate, ways or self._variants(candidate)):
+            if any(plan == other for _, other in built):
+                continue  # With few micro-batches, or little memory, variants are alike.
+            built.append((each, plan))
+            recomputed = tuple(stage.needs_recompute for stage in plan.stages)
+            key = (*recomputed, any(stage.deferred for stage in plan.stages))
+            if key not in bounds:
+                bounds[key] = self.planner.bound(plan)  # It knows nothing of depths and schedules.
+            if bounds[key] >= min(below, (best.predicted_seconds if best else math.inf) * _REACHED):
                 continue
-            key, variant = (depth, schedule == "gpipe"), replace(candidate, depth=depth, schedule=schedule)
-            if key not in built:
-                built[key] = self._built(variant)
-            for plan, settle in built[key]:
-                is_like_1f1b = is_free and schedule == "varuna" and not any(s.needs_recompute for s in plan.stages)
-                if not is_like_1f1b:
-                    yield variant, replace(plan, schedule=schedule), settle
+            predicted = self.planner.predict(plan, below)
+            if predicted and self._fits(predicted):
+                best, below, variant = predicted, predicted.predicted_seconds, each
+        if self.planner.step_costs(candidate) > SHORT_SECONDS:
+            built = [] if self.is_long(candidate) else [each for each in built if variant in (None, each[0])][:1]
+        for each, plan in built:
+            found = self._with_all_memory(each, plan, below)
+            if found:
+                best, below, variant = found, found.predicted_seconds, each
+        if variant and best:
+            self._ways[candidate] = variant.depth, variant.schedule
+        return best
 
-    def _built(self, variant: Candidate) -> list[tuple[Plan, Settle | None]]:
-        """Returns the plan of a variant that fits into memory, and before it one that may fit."""
-        plan, free = self.planner.build(variant), None
-        if self.settle:
-            loose = math.inf if variant.is_interleaved else _LOOSE
-            free = self.planner.build(variant, [loose * limit for limit in self.planner.limits])
-        plans = [(free, self.settle)] if free and free != plan else []
-        return [*plans, (plan, None)] if plan else plans
+    def _with_all_memory(self, candidate: Candidate, plan: Plan, below: float) -> Plan | None:
+        """Returns a faster plan that saves less memory, if one fits: stages do not hold all at the same time.
+
+        How far what a plan's instructions need is below what its depths do depends on it, so this takes a few turns.
+        """
+        below = min(below, self.least_seconds * _NEAR)
+        free = self.planner.build(candidate, (math.inf,) * plan.num_ranks)
+        if free is None or self.planner.bound(free) >= below:
+            return None
+        if choices_of(free.stages) == choices_of(plan.stages):
+            return None if is_within(plan, self.planner.limits) else self._squeezed(candidate, below)
+        whole, best = self.planner.predict_whole(free, is_quick=True), None
+        if is_within(whole, self.planner.limits):
+            return replace(free, predicted_seconds=whole.predicted_seconds) if whole.predicted_seconds < below else None
+        loose = self.planner.build(candidate, self._loose)
+        whole = self.planner.predict_whole(loose or plan, is_quick=True)
+        for _ in range(_TURNS):
+            by_depths = replace(whole, rank_memory_bytes=()).rank_bytes()
+            rows = zip(self.planner.limits, by_depths, whole.rank_bytes(), strict=True)
+            built = self.planner.build(candidate, [limit + bounded - needed for limit, bounded, needed in rows])
+            if built is None or choices_of(built.stages) == choices_of(whole.stages):
+                break
+            whole = self.planner.predict_whole(built, is_quick=True)
+            if whole.predicted_seconds < below and is_within(whole, self.planner.limits):
+                below = whole.predicted_seconds
+                best = replace(built, predicted_seconds=below)
+        return best or (self._squeezed(candidate, below) if is_within(whole, self._loose) else None)
+
+    def _squeezed(self, candidate: Candidate, below: float) -> Plan | None:
+        """Returns a plan that fits by its instructions, found by halving what its depths may need."""
+        best, (low, high) = None, (1.0, _LOOSE)
+        for _ in range(_HALVINGS if self.planner.step_costs(candidate) <= SHORT_SECONDS else 0):
+            middle = (low + high) / 2
+            built = self.planner.build(candidate, [middle * limit for limit in self.planner.limits])
+            whole = self.planner.predict_whole(built, is_quick=True) if built else None
+            if built and whole and not is_within(whole, self.planner.limits):
+                high = middle
+                continue
+            low = middle
+            if built and whole and whole.predicted_seconds < below:
+                below, best = whole.predicted_seconds, replace(built, predicted_seconds=whole.predicted_seconds)
+        return best
+
+    def _variants(self, candidate: Candidate) -> list[Way]:
+        """Returns the depths and schedules to simulate; fewer where that takes long."""
+        every = variants(self.planner.problem, len(candidate.starts), candidate.is_interleaved)
+        if not self.is_long(candidate):
+            return every
+        self.was_cut_short = True
+        if candidate.is_interleaved:
+            return every[:_LONG_INTERLEAVED_VARIANTS]
+        return [each for each in every if each[0] == every[0][0]]
+
+    def _plans(self, candidate: Candidate, ways: Sequence[Way]) -> Iterator[tuple[Candidate, Plan]]:
+        """Yields a candidate in some ways, with its plan; plans may be alike."""
+        is_free = self.planner.problem.constraints.schedule == "auto"
+        loose = self._loose if self.is_loose or candidate.is_interleaved else []
+        built: dict[tuple[str, bool, bool], Plan | None] = {}
+        for depth, schedule in ways:
+            variant = replace(candidate, depth=depth, schedule=schedule)
+            key = depth, schedule == "gpipe", schedule == "zero_bubble"
+            if key not in built:
+                built[key] = self.planner.build(variant) or (self.planner.build(variant, loose) if loose else None)
+            plan = built[key]
+            if plan and not (is_free and schedule == "varuna" and not any(s.needs_recompute for s in plan.stages)):
+                yield variant, replace(plan, schedule=schedule)
+
+    def is_long(self, candidate: Candidate) -> bool:
+        """Returns whether a simulation of the candidate takes long."""
+        replicas = min(len(ranks) for ranks in candidate.ranks)
+        limit = _LONG_INTERLEAVED_SECONDS if candidate.is_interleaved else _LONG_SECONDS
+        num_acts = 2 * candidate.num_micro_batches / replicas * len(candidate.starts)
+        return num_acts * SECONDS_OF_AN_ACT > limit
 
     def few_if_long(self, candidates: list[Candidate]) -> list[Candidate]:
         """Returns the candidates, or, if their simulations are long, the one whose stages have the least bound."""
@@ -157,36 +208,17 @@ class Evaluator:
         bounds = {candidate: self.planner.bound(plan) for candidate, plan in plans if plan}
         return [min(bounds, key=bounds.__getitem__)] if bounds else []
 
-    def is_long(self, candidate: Candidate) -> bool:
-        """Returns whether a simulation of the candidate takes long."""
-        replicas = min(len(ranks) for ranks in candidate.ranks)
-        limit = _LONG_INTERLEAVED_SECONDS if candidate.is_interleaved else _LONG_SECONDS
-        return is_long(len(candidate.starts), candidate.num_micro_batches, replicas, limit)
+    def best_of_each(self, kind: Callable[[Candidate], Hashable], most: int, near: float) -> list[Candidate]:
+        """Returns the best candidate of each kind, the fastest first.
 
-    def is_over(self, seconds: float, limit_seconds: float) -> bool:
-        """Returns whether plans of so many seconds and more are not worth a try, or simulations took too long."""
-        if seconds >= self.least_seconds:
-            return True
-        if self.best is None and self.below_seconds == math.inf:
-            return False
-        is_late = self.planner.spent_seconds > limit_seconds
-        self.was_cut_short = self.was_cut_short or is_late
-        return is_late
-
-    def best_few(self, most: int) -> list[Candidate]:
-        """Returns the best candidates: first of each number of stages, then of other ranks and micro-batches."""
-        ordered = sorted(self.ranked, key=self.ranked.__getitem__)
-        kinds: tuple[Callable[[Candidate], object], ...] = (
-            lambda c: len(c.starts),
-            lambda c: (c.num_micro_batches, c.ranks),
-        )
-        chosen: dict[Candidate, None] = {}
-        for kind in kinds:
-            chosen.update(dict.fromkeys({kind(candidate): candidate for candidate in reversed(ordered)}.values()))
-        first = sorted(list(chosen)[:most], key=self.ranked.__getitem__)
-        return [ordered[0], *(candidate for candidate in first if candidate != ordered[0])] if ordered else []
-
-
-def is_long(num_stages: int, num_micro_batches: int, num_replicas: int, limit: float = _LONG_SECONDS) -> bool:
-    """Returns whether the simulation of one replica of each stage takes long."""
-    return 2 * num_micro_batches / num_replicas * num_stages * SECONDS_OF_AN_ACT > limit
+        Args:
+            kind: of a candidate.
+            most: no more than these.
+            near: none that takes so many times the least seconds.
+        """
+        ordered = sorted(self.plans, key=lambda each: self.plans[each].predicted_seconds)
+        first: dict[Hashable, Candidate] = {}
+        for candidate in ordered:
+            if self.plans[candidate].predicted_seconds <= near * self.least_seconds:
+                first.setdefault(kind(candidate), candidate)
+        return list(first.values())[:most]

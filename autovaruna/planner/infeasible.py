@@ -83,14 +83,12 @@ def explain_infeasible(problem: Problem, tables: RangeTables, counts: Sequence[i
         )
     found.sort(key=lambda shortage: (shortage.missing_bytes, sum(shortage.needed_by.values())))
     worst = next((each for each in found if _would_do(problem, tables, counts, each)), found[0])
-    error = PlanError(
+    return PlanError(
         f"no plan fits into memory: the best split into {worst.num_stages} stages of {max(counts)} micro-batches needs "
         f"{readable(worst.needed_bytes)} for {_places(worst, problem)}, rank {worst.rank} has "
         f"{readable(worst.limit_bytes)}: {readable(worst.missing_bytes)} are missing. {_largest_block(by_block)}. "
         f"To make it fit: {'; or '.join(_advice(problem, by_block, worst))}"
     )
-    error.lacks_memory = True
-    return error
 
 
 def splits_that_fit(problem: Problem, tables: RangeTables, counts: Sequence[int]) -> Iterator[Candidate]:

@@ -143,9 +143,26 @@ def changed_ranks(problem: Problem, ranks: Ranks) -> Iterator[Ranks]:
         return
     classes, idle = classes_of(cluster), sorted(set(range(cluster.num_ranks)) - {r for stage in ranks for r in stage})
     if len(set(classes)) > 1:
+        yield from _exchanges(ranks)
         yield from _swaps(cluster, classes, ranks, idle)
     if not constraints.num_replicas:
         yield from _moves(classes, ranks, idle)
+
+
+def fewer_replicas(problem: Problem, ranks: Ranks) -> Iterator[Ranks]:
+    """Yields the first replicas of every stage alone: of many ranks all-reduces may take longer than they save."""
+    counts = set(map(len, ranks))
+    if not (problem.constraints.num_replicas or problem.constraints.stage_ranks) and len(counts) == 1:
+        most = counts.pop()
+        for count in sorted({most // 2, most * 3 // 4, most - 1} - {0, most}):
+            yield tuple(stage[:count] for stage in ranks)
+
+
+def _exchanges(ranks: Ranks) -> Iterator[Ranks]:
+    """Yields each exchange of all ranks of two stages: those that share a parameter want to share a host."""
+    for s, t in combinations(range(len(ranks)) if len(ranks) <= _FEW_RANKS else (), 2):
+        if len(ranks[s]) == len(ranks[t]):
+            yield tuple(ranks[t] if k == s else ranks[s] if k == t else each for k, each in enumerate(ranks))
 
 
 def _swaps(cluster: Cluster, classes: Sequence[int], ranks: Ranks, idle: Sequence[int]) -> Iterator[Ranks]:

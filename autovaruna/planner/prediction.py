@@ -22,7 +22,8 @@ from autovaruna.schedule.messages import work_seconds
 from autovaruna.schedule.pipeline import Edge, Pipeline, StageTimes
 from autovaruna.schedule.policy import Policy
 from autovaruna.schedule.registry import POLICIES
-from autovaruna.schedule.simulator import simulate, step_seconds
+from autovaruna.schedule.simulation import Simulation
+from autovaruna.schedule.simulator import simulate, simulate_below
 
 
 class Edges:
@@ -398,8 +399,10 @@ def _message_seconds(pipeline: Pipeline) -> tuple[Array, Array]:
     return down, up
 
 
-_ACTS_OF_A_BOUND = 8
+_ACTS_OF_A_BOUND = 5
 """What a bound costs, for each stage, counted in acts of the simulator."""
+_ACTS_OF_A_START = 10
+"""What it costs to begin a simulation, for each stage."""
 _ACTS_OF_A_CYCLE, _ACTS_OF_A_PLAIN_STEP = 10, 40_000
 _ACTS_OF_A_SHORT_STEP = 20_000
 _MOST_PARTS = 8
@@ -413,6 +416,7 @@ class Predictor:
     def __init__(self) -> None:
         self.num_acts = 0
         self._known: tuple[Pipeline | None, list[Bounds]] = None, []
+        self._last: tuple[Pipeline | None, Policy | None, Simulation | None] = None, None, None
 
     @property
     def spent_seconds(self) -> float:
@@ -473,9 +477,28 @@ class Predictor:
     def _simulate(
         self, pipeline: Pipeline, policy: Policy, below: float = math.inf, bounds: Bounds | None = None
     ) -> float:
-        """Simulates a step; one that is given up since it takes too long counts as a whole one."""
-        self.num_acts += policy.num_instructions(pipeline) * acts_of_an_act(pipeline)
-        return step_seconds(pipeline, policy, below, bounds)
+        """Simulates a step, as far as it may take less than `below`."""
+        found, num_acts = simulate_below(pipeline, policy, below, bounds)
+        self.num_acts += _ACTS_OF_A_START * pipeline.num_stages + num_acts * acts_of_an_act(pipeline)
+        self._last = pipeline, policy, found
+        return found.step_seconds if found else math.inf
+
+    def whole(self, pipeline: Pipeline, policy: Policy, *, is_quick: bool = False) -> tuple[Pipeline, Simulation]:
+        """Returns what `telling` makes of a pipeline, simulated; what was simulated last is not simulated again.
+
+        Args:
+            pipeline: what to simulate.
+            policy: the order of its instructions.
+            is_quick: whether the part of the greatest bound is enough, where parts differ and all take long.
+        """
+        is_long = policy.num_instructions(pipeline) > _ACTS_OF_A_SHORT_STEP
+        is_part = (is_quick and is_long) or _is_alike(pipeline)
+        told = self._parts(pipeline)[0].pipeline if is_part else short_enough(pipeline)
+        last, by, found = self._last
+        if last is not told or by is not policy or found is None:
+            self.num_acts += policy.num_instructions(told) * acts_of_an_act(told)
+            found = simulate(told, policy)
+        return told, found
 
 
 def least_seconds(counts: list[int], num_micro_batches: int, *, is_shared: bool) -> float:

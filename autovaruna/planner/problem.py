@@ -34,16 +34,16 @@ class Constraints:
         num_micro_batches: the number of micro-batches M of the whole global batch.
         micro_batch_size: samples of a micro-batch (used when `num_micro_batches` is 0).
         min_micro_batches, max_micro_batches: the range of M that is searched.
-        may_exceed_max: whether more than `max_micro_batches` are searched where no plan of fewer fits into memory.
         recompute: ``auto`` decides for each stage, ``all`` and ``none`` for all of them.
         schedule: the name of a policy, or ``auto``.
         in_flight: the in-flight depth of every stage.
         cuts: the first block of each stage but the first: a block name, or a module path (its first block).
         stage_ranks: the ranks of each stage.
+        simplicity: the share of the fastest step that a plan may take longer if it is simpler; 0: the fastest plan.
         max_stages_per_rank: the most stages of a rank; 0: as many as pay, up to `most_stages_per_rank`.
         may_split: whether stages can compute weight gradients apart from backward.
         cutpoints: ``only`` cuts at the user's cut points alone, ``prefer`` there unless elsewhere is better by more
-            than `marks.PREFER_MARGIN` or no cut there fits, ``ignore`` anywhere.
+            than `cut_points.PREFER_MARGIN` or no cut there fits, ``ignore`` anywhere.
     """
 
     num_stages: int = 0
@@ -52,12 +52,12 @@ class Constraints:
     micro_batch_size: int = 0
     min_micro_batches: int = 1
     max_micro_batches: int = 0
-    may_exceed_max: bool = False
     recompute: str = "auto"
     schedule: str = "auto"
     in_flight: int = 0
     cuts: tuple[str, ...] = ()
     stage_ranks: tuple[tuple[int, ...], ...] = ()
+    simplicity: float = 0.0
     max_stages_per_rank: int = 0
     cutpoints: str = "ignore"
     may_split: bool = True
@@ -112,6 +112,15 @@ class Problem:
         """Where the values go that need a gradient, which comes back; none do without a backward."""
         values = tuple(value for value in self.graph.values if value.needs_gradient and self.needs_gradient)
         return Flow(values, len(self.graph.blocks))
+
+    @cached_property
+    def may_split(self) -> bool:
+        """Whether plans are searched that compute weight gradients apart from backward."""
+        constraints = self.constraints
+        has_weights = any(cost.weight_seconds > 0 for costs in self.profile.costs for cost in costs)
+        is_pipeline = self.cluster.num_ranks > 1 and forced_stages(self) != 1 and len(self.graph.blocks) > 1
+        is_asked = constraints.schedule == "auto" and constraints.may_split and self.needs_gradient
+        return is_asked and has_weights and is_pipeline
 
     def micro_batch_size(self, num_micro_batches: int) -> float:
         """Returns the mean number of samples of one of M micro-batches."""

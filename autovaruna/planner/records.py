@@ -98,7 +98,8 @@ class Plan:
     the plan alone gives the schedule, the same one on every rank. `is_measured` is False if the costs came from a
     roofline. `rank_memory_bytes` is the predicted peak of each rank over its instructions (empty: not known).
     `block_bytes` is what memory was predicted from, so that a plan edited by hand can be checked. With `shares_state`
-    the replicas of a stage share the optimizer's state: each keeps that of its own parameters.
+    the replicas of a stage share the optimizer's state: each keeps that of its own parameters. `given_up` says what a
+    faster plan has that was not chosen since this one is simpler.
     """
 
     stages: tuple[StagePlan, ...]
@@ -119,12 +120,19 @@ class Plan:
     rank_memory_bytes: tuple[float, ...] = ()
     block_bytes: BlockBytes | None = None
     shares_state: bool = False
+    given_up: str = ""
     format_version: int = FORMAT_VERSION
 
     @property
     def num_stages(self) -> int:
         """The number of stages S."""
         return len(self.stages)
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether ranks hold several stages."""
+        ranks = [rank for stage in self.stages for rank in stage.ranks]
+        return len(set(ranks)) < len(ranks)
 
     @property
     def gap(self) -> float:

@@ -4,70 +4,88 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
+from itertools import islice
 
-import numpy as np
-
-from autovaruna.planner.bounds.proof import PROVEN, WORTH, Proof
+from autovaruna.planner.bounds.proof import WORTH, Proof
 from autovaruna.planner.candidate import Candidate, Planner
 from autovaruna.planner.cut_points import plan_with_cut_points
-from autovaruna.planner.evaluator import Evaluator, Progress
-from autovaruna.planner.exhaustive import GroupSearch, PatternSearch, is_small
+from autovaruna.planner.evaluator import SHORT_SECONDS, Evaluator, Progress
+from autovaruna.planner.grids import (
+    Choice,
+    Grid,
+    choice_of,
+    cut_for_ranks,
+    cut_grids,
+    even_counts,
+    even_groups,
+    even_seconds,
+    grids_of,
+    unequal_replicas,
+)
 from autovaruna.planner.infeasible import explain_infeasible, splits_that_fit
-from autovaruna.planner.interleaved import EVERY, Interleaving
-from autovaruna.planner.local_search import (
-    NEAR,
-    changed_in_pairs,
-    improve_best,
-    is_shared,
-    seconds_of,
-    tuned,
-    tuned_promising,
-)
-from autovaruna.planner.memory_fit import Found, that_fits, use_all_memory_of_best, with_all_memory_used
-from autovaruna.planner.one_stage_a_rank import SingleSearch
-from autovaruna.planner.placement import order_of
-from autovaruna.planner.prediction import ACTS_OF_A_SHARED_ACT
-from autovaruna.planner.problem import SPLIT_SCHEDULE, Problem, check_problem, forced_stages
-from autovaruna.planner.ranges import RangeTables, TablesOfGraph
+from autovaruna.planner.interleaved import Shape, candidates_of, forced_shapes, shapes_of_grids, varied
+from autovaruna.planner.local_search import improve, move_choices, move_counts, move_cuts, move_groups, move_ranks
+from autovaruna.planner.memory.rank_memory import is_within
+from autovaruna.planner.problem import Problem, check_problem, forced_stages
+from autovaruna.planner.ranges import TablesOfGraph
 from autovaruna.planner.records import Plan
-from autovaruna.planner.search_space import (
-    cut_positions,
-    micro_batch_counts,
-    plan_with_more,
-    stages_per_rank,
-    zoomed_positions,
-)
-from autovaruna.planner.split_backward import plan_with_split_backward
+from autovaruna.planner.search_space import cut_positions, micro_batch_counts, stages_per_rank
+from autovaruna.planner.simplicity import Simplicity, what_was_given_up
 
 _log = logging.getLogger(__name__)
 
-_SHAPES_SECONDS, _MORE_ROUNDS_SECONDS, _SHAPES_CLIMB_SECONDS, _PATTERNS_SECONDS = 1.5, 0.75, 1.0, 1.0
-_FINE_SECONDS, _TUNING_SECONDS = 2.0, 0.5
+_SHARED_SECONDS, _IMPROVING_SECONDS = 4.0, 8.0
 """What simulations may take, by the count of `Planner.spent_seconds`, so that a search ends alike on every machine."""
-_SHAPES_STARTS = 2
+_STARTS, _MORE_STARTS = 4, 24
+"""From so many regular and other plans moves begin, and from so many in all where there is time left."""
+_SHARE_OF_CHOICES = 0.1
+_TINY = 100
+"""Ranks times segments of a problem whose plans with several stages a rank are listed more fully."""
+_NEAR = 1.06
+_BOUNDING = 0.2
+"""The share of the seconds of several stages a rank in which bounds say what to simulate."""
+_COUNTS, _NEAR_OF_A_FORMULA = 2, 1.1
+_MOST_GROUPS, _NEAR_OF_SHAPES = 200, 2.0
+_CELLS = 10**6
+"""With few enough cells of the dynamic program every number of micro-batches is tried."""
 
 
 def make_plan(problem: Problem, progress: Progress | None = None) -> Plan:
-    """Returns the plan with the least simulated step time.
+    """Returns the simplest plan whose simulated step takes hardly longer than the least.
 
     Args:
-        problem: what to plan, and what the user has already decided.
+        problem: what to plan, and what the user has already decided; `simplicity` says what "hardly" is.
         progress: is told how far the search is.
 
     Raises:
         PlanError: the settings contradict each other, or no plan fits; says what is missing.
     """
+    return plan_and_choices(problem, progress, has_all_rows=False)[0]
+
+
+def plan_and_choices(
+    problem: Problem, progress: Progress | None = None, *, has_all_rows: bool = True
+) -> tuple[Plan, list[Choice]]:
+    """Returns the plan, and beside it the best plan of every regular grid that fits, the fastest first.
+
+    Arguments and errors are those of `make_plan`.
+
+    Args:
+        problem: what to plan.
+        progress: is told how far the search is.
+        has_all_rows: whether grids are simulated, too, that are far from the best.
+    """
     check_problem(problem)
     hears, tables = progress or (lambda what, share: None), TablesOfGraph(problem.graph)
+    searches = list[_Search]()
 
     def search(each: Problem) -> Plan:
-        return plan_with_more(each, lambda wider: _Search(wider, hears, tables).run())
+        searches.append(_Search(each, hears, tables, has_all_rows=has_all_rows))
+        return searches[-1].run()
 
-    def search_below(each: Problem, seconds: float) -> Plan | None:
-        return _Search(each, hears, tables, seconds).find()
-
-    plan = plan_with_cut_points(problem, lambda each: plan_with_split_backward(each, search, search_below, tables))
+    plan = plan_with_cut_points(problem, search)
     _log.info(
         "planned %d stages, %d micro-batches: %.6g s a step, at most %.1f %% above the best possible",
         plan.num_stages,
@@ -75,158 +93,214 @@ def make_plan(problem: Problem, progress: Progress | None = None) -> Plan:
         plan.predicted_seconds,
         100 * plan.gap,
     )
-    return plan
+    return plan, next(each.choices() for each in searches if each.found and each.found.stages == plan.stages)
 
 
 class _Search:
-    """One search: first with one stage a rank, then, if that may be better, with several.
+    """One search: regular grids, several stages a rank, moves from the best of them, and the simplest of all.
 
     Args:
         problem: what to plan.
         progress: is told how far the search is.
         tables: of the graph, for any cuts.
-        below_seconds: plans that take as long or longer are of no use.
+        has_all_rows: whether grids are simulated that are far from the best.
     """
 
-    def __init__(
-        self,
-        problem: Problem,
-        progress: Progress,
-        tables: TablesOfGraph,
-        below_seconds: float = math.inf,
-    ) -> None:
-        self.problem, self.progress, self.below_seconds = problem, progress, below_seconds
+    def __init__(self, problem: Problem, progress: Progress, tables: TablesOfGraph, *, has_all_rows: bool) -> None:
+        self.problem, self.progress, self.has_all_rows = problem, progress, has_all_rows
         self.counts = micro_batch_counts(problem)
-        self.all_tables, self.tables = tables, tables.at(cut_positions(problem))
+        self.tables = tables.at(cut_positions(problem))
         self.planner = Planner(problem, self.tables)
-        self.forced_stages, self.most_each = forced_stages(problem), stages_per_rank(problem)
-        self.is_small = is_small(problem, self.tables.num_segments)
-        self.trials = self._new_trials(self.planner, below_seconds)
+        self.most_each = stages_per_rank(problem)
+        self.trials = Evaluator(self.planner)
         self.proof = Proof(self.planner, self.counts, self.most_each)
-        self.single = SingleSearch(self.trials, self.counts, self.proof, progress)
-        self.others: Evaluator | None = None
-        """Those of plans with several stages a rank, if there may be better ones."""
+        self.rows = set[Grid]()
+        self.found: Plan | None = None
 
     def run(self) -> Plan:
-        """Returns the best plan.
+        """Returns the plan.
 
         Raises:
             PlanError: none fits.
         """
-        plan = self.find()
-        if plan is None:
-            raise explain_infeasible(self.problem, self.tables, self.counts)
-        return plan
-
-    def find(self) -> Plan | None:
-        """Returns the best plan, or None if none fits and is as fast as it has to be."""
-        trials = self.trials
-        self.single.run()
-        if trials.best is None and self.below_seconds == math.inf:
+        self._try_all()
+        if self.trials.best is None:
             self._try_what_fits()
-        chosen = trials
-        if self.most_each > 1 and self.proof.leaves_room(trials.best):
-            chosen = self._try_interleaved()
-        found = self._fastest_first(chosen)
-        if not found:
-            return None
-        better = tuned_promising(self._promising(), seconds_of(found[0][2]))
-        found = [*(pair for each in better for pair in changed_in_pairs(each)), *better, *found]
-        planner, candidate, plan = found[0]
-        plan = with_all_memory_used(planner, candidate, planner.predict_whole(plan))
-        if plan.predicted_seconds >= self.below_seconds:
-            return None
-        self.progress("proving how good the plan is", 1.0)
-        plan = self.planner.with_block_bytes(plan)
-        was_cut_short = trials.was_cut_short or chosen.was_cut_short
-        return self.proof.put_into(plan, trials.best if is_shared(plan) else plan, was_cut_short=was_cut_short)
+        if self.trials.best is None:
+            self.trials.loosen()
+            self._try_all()
+        if self.trials.best is None:
+            raise explain_infeasible(self.problem, self.tables, self.counts)
+        self._improve()
+        if self.has_all_rows and not self.problem.constraints.stage_ranks:
+            grids = grids_of(self.problem, self.tables.num_segments)
+            self._simulate([grid for grid in grids if grid not in self.rows], math.inf)
+        self.found = self._proven(self._simplest())
+        return self.found
 
-    def _promising(self) -> list[tuple[float, Found]]:
-        every = [self.trials] if self.others is None else [self.trials, self.others]
-        return [(bound, (t.planner, variant, plan)) for t in every for bound, variant, plan in t.promising.values()]
+    def _try_all(self) -> None:
+        self._try_grids()
+        self._try_unequal_replicas()
+        self._try_several_stages_a_rank()
+
+    def choices(self) -> list[Choice]:
+        """Returns the best plan of every regular grid, the fastest first."""
+        best: dict[Grid, Plan] = {}
+        for plan in self.trials.plans.values():
+            grid = Grid(plan.num_stages, len(plan.stages[0].ranks), plan.num_micro_batches)
+            is_regular = grid in self.rows and len({len(stage.ranks) for stage in plan.stages}) == 1
+            if is_regular and not plan.is_shared:
+                best[grid] = min(best.get(grid, plan), plan, key=lambda each: each.predicted_seconds)
+        rows = [choice_of(plan, self.problem.global_batch_size) for plan in best.values()]
+        return sorted(rows, key=lambda choice: (choice.step_seconds, choice.num_stages))
+
+    def _try_grids(self) -> None:
+        """Simulates every regular grid, or the stages on the ranks that they are to have."""
+        if self.problem.constraints.stage_ranks:
+            for count in self.counts:
+                candidate = cut_for_ranks(self.planner, count, self.problem.constraints.stage_ranks)
+                if candidate:
+                    self.trials.attempt(candidate)
+            return
+        self._simulate(grids_of(self.problem, self.tables.num_segments), _NEAR)
+
+    def _simulate(self, grids: Sequence[Grid], near: float) -> None:
+        """Simulates regular grids, but those that take more than `near` times the least seconds."""
+        trials = self.trials
+
+        def is_open(grid: Grid) -> bool:
+            return even_seconds(self.planner, grid) < trials.least_seconds * near
+
+        for done, (grid, candidates) in enumerate(cut_grids(self.planner, grids, is_open)):
+            self.progress("simulating grids", done / len(grids))
+            least = trials.least_seconds * near
+            for candidate in trials.few_if_long(candidates):
+                seconds = trials.attempt(candidate, least)
+                if seconds < least:
+                    least = seconds
+                    self.rows.add(grid)
+
+    def _try_unequal_replicas(self) -> None:
+        """Simulates splits with other replicas: for the numbers of micro-batches of the best grids, or for all."""
+        constraints, trials = self.problem.constraints, self.trials
+        if trials.best is None or constraints.num_replicas or constraints.stage_ranks:
+            return
+        known = trials.best_of_each(lambda each: each.num_micro_batches, _COUNTS, _NEAR_OF_A_FORMULA)
+        cells = (self.problem.cluster.num_ranks * self.tables.num_segments) ** 2
+        counts = list(dict.fromkeys([*(each.num_micro_batches for each in known), *self.counts]))
+        for done, count in enumerate(counts[: max(len(known), _CELLS // cells)]):
+            self.progress("trying unequal replicas", done / len(counts))
+            limit = trials.least_seconds * _NEAR_OF_A_FORMULA
+            for candidate in unequal_replicas(self.planner, count, limit):
+                trials.attempt(candidate, limit)
+
+    def _try_several_stages_a_rank(self) -> None:
+        """Simulates plans with several stages a rank, those that promise most first, if one may be better."""
+        trials, planner, forced = self.trials, self.planner, forced_stages(self.problem)
+        if self.most_each == 1 or self.problem.constraints.stage_ranks or not self.proof.leaves_room(trials.best):
+            return
+        if forced:
+            shapes = forced_shapes(planner, self.most_each, forced, even_counts(self.problem))
+        else:
+            grids = trials.best_of_each(
+                lambda each: (each.ranks, each.num_micro_batches), _MOST_GROUPS, _NEAR_OF_SHAPES
+            )
+            known = ((trials.plans[each].predicted_seconds, each.ranks, each.num_micro_batches) for each in grids)
+            even = even_groups(planner, self.counts) if self._is_tiny else ()
+            shapes = shapes_of_grids(planner, self.most_each, [*known, *even])
+        end = planner.spent_seconds + _SHARED_SECONDS
+        for shape in self._by_bound(shapes, planner.spent_seconds + _SHARED_SECONDS * _BOUNDING):
+            self.progress("interleaving stages", 1.0 - max(end - planner.spent_seconds, 0.0) / _SHARED_SECONDS)
+            if shape.seconds >= trials.least_seconds * _NEAR_OF_A_FORMULA:  # other cuts may have a lesser bound
+                continue
+            if planner.spent_seconds > end and trials.best:
+                trials.was_cut_short = True
+                break
+            for candidate in candidates_of(planner, shape):
+                found = trials.attempt(candidate, trials.least_seconds * WORTH)
+                if found == math.inf and trials.is_long(candidate):
+                    break
+                for move in (move_groups, move_cuts) if trials.best is None and trials.is_loose else ():
+                    for other in move(planner, candidate):
+                        trials.attempt(other)
+
+    @property
+    def _is_tiny(self) -> bool:
+        """Whether cuts and ranks are so few that what a formula says of them means little."""
+        return self.problem.cluster.num_ranks * self.tables.num_segments <= _TINY
+
+    def _by_bound(self, shapes: Sequence[Shape], end: float) -> list[Shape]:
+        """Returns shapes with what no schedule of their first cuts beats, which says more than a formula.
+
+        The best of each number of stages a rank come first, then the next best of each.
+
+        Args:
+            shapes: what promises most first.
+            end: of `spent_seconds`, at which there are enough.
+        """
+        bounded, free = list[Shape](), (math.inf,) * self.problem.cluster.num_ranks
+        for shape in shapes:
+            if self.planner.count_candidate() > end and bounded and self.trials.best:
+                break
+            some = islice(candidates_of(self.planner, shape), None if self._is_tiny else 1)
+            # What fits by its depths alone may recompute for no need.
+            is_tight = not self._is_tiny
+            plans = [(is_tight and self.planner.build(each)) or self.planner.build(each, free) for each in some]
+            bounded.append(shape._replace(seconds=min(self.planner.bound(plan) for plan in plans if plan)))
+        return varied(bounded)
 
     def _try_what_fits(self) -> None:
         """Tries splits that fit by their bytes alone: which ranks a stage gets may leave but a few."""
         for candidate in splits_that_fit(self.problem, self.tables, self.counts):
-            self.trials.attempt(candidate, math.inf)
-        improve_best(self.trials, _SHAPES_STARTS, _SHAPES_CLIMB_SECONDS, self.single.recut, self.progress)
+            self.trials.attempt(candidate)
 
-    def _new_trials(self, planner: Planner, below_seconds: float = math.inf) -> Evaluator:
-        settle = that_fits if self.problem.constraints.schedule == SPLIT_SCHEDULE else None
-        return Evaluator(planner, is_small=self.is_small, below_seconds=below_seconds, settle=settle)
-
-    # Plans with several.
-
-    def _try_interleaved(self) -> Evaluator:
-        """Returns the trials of plans with several stages a rank if one of them is better, else those with one."""
-        self.progress("interleaving stages", 0.0)
-        known, trials = self.trials, self._new_trials(self.planner)
-        self.others = trials
-        order = order_of(self.problem, known.best_few(1)[0].ranks if known.ranked else ())
-        for more_than, most, seconds in ((1, EVERY, _SHAPES_SECONDS), (EVERY, self.most_each, _MORE_ROUNDS_SECONDS)):
-            most_each = min(most, self.most_each)
-            if most_each > more_than:
-                interleaving = Interleaving(self.planner, most_each, self.forced_stages, order, more_than)
-                interleaving.try_shapes(self.counts, known, trials, seconds)
-        Interleaving(self.planner, self.most_each, self.forced_stages, order).even_out(trials, _SHAPES_STARTS)
-        improve_best(trials, _SHAPES_STARTS, _SHAPES_CLIMB_SECONDS, self.single.recut, self.progress)
-        if self.is_small:
-            self._try_all_patterns(trials)
-            trials.go_deep(that_fits)
-            self._try_all_patterns(trials)
-        use_all_memory_of_best(trials, _SHAPES_STARTS)
-        return trials if trials.least_seconds < known.least_seconds * WORTH else known
-
-    def _try_all_patterns(self, trials: Evaluator) -> None:
-        end = self.planner.spent_seconds + _PATTERNS_SECONDS
-
-        def limit() -> float:
-            return min(self.trials.least_seconds * WORTH, trials.least_seconds * PROVEN)
-
-        is_complete = True
-        for count in sorted(self.counts, key=self.proof.of_all):
-            if self.proof.of_all(count) >= limit():
+    def _improve(self) -> None:
+        """Changes the best plans of each number of stages by moves: the simulated optimum is not that of a formula."""
+        moves = (move_cuts, move_counts, move_groups, move_ranks, move_choices(self.trials, _IMPROVING_SECONDS))
+        every = self.trials.best_of_each(_kind, len(self.trials.plans), _NEAR)
+        regular = [each for each in every if _kind(each)[1:] == (False, True)][:_STARTS]
+        starts = regular + [each for each in every if each not in regular][:_STARTS]
+        end, begun = self.planner.spent_seconds + _IMPROVING_SECONDS, set[Hashable]()
+        for done in range(_MORE_STARTS):
+            self.progress("improving plans", done / _MORE_STARTS)
+            others = self.trials.best_of_each(_finer_kind, len(self.trials.plans), _NEAR_OF_A_FORMULA)
+            candidate = next((each for each in [*starts, *others] if _finer_kind(each) not in begun), None)
+            left = end - self.planner.spent_seconds
+            if candidate is None or left <= 0:
                 break
-            groups = self.proof.groups.get(count) or GroupSearch(self.planner.sized(count), self.forced_stages)
-            search = PatternSearch(groups, self.most_each, limit, lambda: self.planner.count_step() < end)
-            for candidate in search.candidates():
-                trials.attempt(candidate, limit() * NEAR, limit())
-            is_complete &= search.is_complete
-        self.proof.is_all_complete |= is_complete
+            begun.add(_finer_kind(candidate))
+            if self.planner.step_costs(candidate) <= SHORT_SECONDS:  # or moves lead away before it is tried
+                improve(self.trials, candidate, left * _SHARE_OF_CHOICES, moves[-1:])
+            improve(self.trials, candidate, min(_IMPROVING_SECONDS / len(starts), left), moves)
 
-    # The best of all.
+    def _simplest(self) -> Plan:
+        """Returns the simplest plan that takes hardly longer than the fastest, and what was given up for it."""
+        best, simplicity = self.trials.best, self.problem.constraints.simplicity
+        assert best is not None
+        limit = best.predicted_seconds * (1.0 + simplicity)
+        ordered = sorted(self.trials.plans.values(), key=lambda plan: plan.predicted_seconds)
+        near = [plan for plan in ordered if plan.predicted_seconds <= limit]
+        for plan in [*(sorted(near, key=Simplicity.of) if simplicity else near), *ordered[len(near) :]]:
+            whole = self.planner.predict_whole(plan)
+            if is_within(whole, self.planner.limits):  # So far, of many ranks only some were asked.
+                return replace(whole, given_up=what_was_given_up(whole, best))
+        raise explain_infeasible(self.problem, self.tables, self.counts)
 
-    def _fastest_first(self, chosen: Evaluator) -> list[Found]:
-        """Returns all plans that were faster than they had to be, those with finer cuts among them."""
-        found: dict[int, Found] = {}
-        for trials in (self._zoomed(chosen), chosen, self.trials, self.others or chosen):
-            for variant, plan in trials.built.values():
-                found.setdefault(id(plan), (trials.planner, variant, plan))
-        return tuned(list(found.values()), _TUNING_SECONDS)
+    def _proven(self, plan: Plan) -> Plan:
+        """Returns the plan with the bytes of its blocks and its bound."""
+        self.progress("proving how good the plan is", 1.0)
+        plan = self.planner.with_block_bytes(plan)
+        singles = (each for each in self.trials.plans.values() if not each.is_shared)
+        single = min(singles, key=lambda each: each.predicted_seconds, default=None)
+        single = self.trials.best if self.most_each == 1 else single
+        return self.proof.put_into(plan, single, was_cut_short=self.trials.was_cut_short)
 
-    def _zoomed(self, trials: Evaluator) -> Evaluator:
-        """Lets the cuts of the best plan move between the segments of a large graph."""
-        is_whole = self.tables.num_segments == len(self.problem.graph.blocks)
-        if trials.best is None or is_whole or self.problem.constraints.has_fixed_places:
-            return trials
-        candidate = trials.best_few(1)[0]
-        if not self._may_move_each_cut(candidate, _FINE_SECONDS):
-            trials.was_cut_short = True
-            return trials
-        cuts = [int(self.tables.positions[start]) for start in candidate.starts]
-        positions = zoomed_positions(self.problem, cuts, self.tables.num_segments)
-        tables = RangeTables(self.problem.graph, positions)
-        fine = self._new_trials(Planner(self.problem, tables))
-        fine.is_deep = trials.is_deep
-        starts = tuple(int(np.searchsorted(tables.positions, cut)) for cut in cuts)
-        variant, start = trials.built[candidate][0], replace(candidate, starts=starts)
-        fine.best, fine.ranked = trials.best, {start: trials.best.predicted_seconds}
-        fine.built = {start: (replace(variant, starts=starts), trials.best)}
-        improve_best(fine, 1, _FINE_SECONDS, self.single.recut, self.progress)
-        trials.was_cut_short = trials.was_cut_short or fine.was_cut_short
-        return fine
 
-    def _may_move_each_cut(self, candidate: Candidate, most_seconds: float) -> bool:
-        """Returns whether there is time to simulate a plan with each cut moved once to either side."""
-        each = self.planner.step_costs(candidate) * (ACTS_OF_A_SHARED_ACT if candidate.is_interleaved else 1)
-        return 2 * (len(candidate.starts) - 1) * each <= most_seconds
+def _kind(candidate: Candidate) -> tuple[int, bool, bool]:
+    """Returns what moves seldom change: the number of stages, and whether these are regular."""
+    return len(candidate.starts), candidate.is_interleaved, len(set(map(len, candidate.ranks))) == 1
+
+
+def _finer_kind(candidate: Candidate) -> tuple[int, bool, tuple[tuple[int, ...], ...]]:
+    """Returns what few moves change: the ranks of the stages, and the number of micro-batches."""
+    return candidate.num_micro_batches, candidate.is_interleaved, candidate.ranks

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import logging
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import numpy as np
 
-from autovaruna.errors import PlanError
 from autovaruna.planner.candidate import DEEPEST
 from autovaruna.planner.cost_table import Array
 from autovaruna.planner.cut_points import cut_point_blocks, resolve_cuts
 from autovaruna.planner.prediction import policy_of
-from autovaruna.planner.problem import Problem, forced_stages, micro_batch_range, most_stages_per_rank
-from autovaruna.planner.records import Plan
+from autovaruna.planner.problem import (
+    SPLIT_SCHEDULE,
+    Problem,
+    forced_stages,
+    micro_batch_range,
+    most_stages_per_rank,
+)
 
 MAX_SEGMENTS = 400
 """Matrices over ranges have the square of this many entries."""
@@ -52,14 +53,6 @@ def cut_positions(problem: Problem) -> list[int]:
         inside = np.flatnonzero(shares[: n - 1] == share) + 1
         positions.add(int(inside[np.argmin(crossing[inside])]))
     return sorted(positions)
-
-
-def zoomed_positions(problem: Problem, cuts: Sequence[int], num_segments: int) -> list[int]:
-    """Returns every block near the given cuts (first blocks of stages), as positions."""
-    n = len(problem.graph.blocks)
-    reach = min(max(2, 2 * n // num_segments), MAX_SEGMENTS // max(len(cuts), 1) // 2 + 1)
-    near = {block for cut in cuts[1:] for block in range(cut - reach, cut + reach + 1)}
-    return sorted({0, n, *cuts} | {block for block in near if 0 < block < n})
 
 
 def _crossing_bytes(problem: Problem) -> Array:
@@ -121,54 +114,18 @@ def stages_per_rank(problem: Problem) -> int:
 def variants(problem: Problem, num_stages: int, is_interleaved: bool = False) -> list[tuple[str, str]]:
     """Returns the (depth, schedule) pairs to simulate."""
     constraints = problem.constraints
-    depths = ["textbook"] if num_stages == 1 or constraints.in_flight else ["latency", "textbook"]
+    depths = ["textbook"] if num_stages == 1 or constraints.in_flight else ["latency", "textbook", DEEPEST]
     if constraints.schedule != "auto":
         policy_of(constraints.schedule)
         is_full = constraints.schedule == "gpipe"
-        depths += [DEEPEST] if len(depths) > 1 else []
         return [(depth, constraints.schedule) for depth in (depths[:1] if is_full else depths)]
     if is_interleaved:
-        depths = [*reversed(depths), DEEPEST] if len(depths) > 1 else depths
+        depths = [depth for depth in ("textbook", "latency", DEEPEST) if depth in depths]
         return [(depth, schedule) for depth in depths for schedule in _OF_SHARED_RANKS]
-    pairs = [(depth, "1f1b") for depth in depths]
+    schedules = ["1f1b"]
     if problem.needs_gradient and (num_stages > 1 or constraints.recompute != "none"):
-        pairs += [(depth, "varuna") for depth in depths]
-    if num_stages > 1 and not constraints.in_flight:
-        pairs += [("textbook", "gpipe"), (DEEPEST, "1f1b"), (DEEPEST, "varuna")]
-    return pairs
-
-
-_TIMES_MORE = 4
-
-_log = logging.getLogger(__name__)
-
-
-def plan_with_more(problem: Problem, search: Callable[[Problem], Plan]) -> Plan:
-    """Returns the best plan; if none fits and the limit of micro-batches is not the user's, one beyond the limit.
-
-    Args:
-        problem: What to plan.
-        search: Finds the best plan of a problem.
-
-    Raises:
-        PlanError: none fits with any number of micro-batches that the batch and the settings allow.
-    """
-    while True:
-        try:
-            return search(problem)
-        except PlanError as error:
-            wider = _wider(problem) if error.lacks_memory else None
-            if wider is None:
-                raise
-        problem = wider
-        _log.info("no plan fits into memory; trying up to %d micro-batches", problem.constraints.max_micro_batches)
-
-
-def _wider(problem: Problem) -> Problem | None:
-    """Returns the problem with a higher limit of micro-batches; None if it may not, or need not, be raised."""
-    constraints, batch = problem.constraints, problem.global_batch_size
-    most = constraints.max_micro_batches
-    is_forced = constraints.num_micro_batches or constraints.micro_batch_size
-    if not constraints.may_exceed_max or is_forced or not 0 < most < batch:
-        return None
-    return replace(problem, constraints=replace(constraints, max_micro_batches=min(_TIMES_MORE * most, batch)))
+        schedules.append("varuna")
+    if num_stages > 1 and problem.may_split:
+        schedules.append(SPLIT_SCHEDULE)
+    pairs = [(depth, schedule) for schedule in schedules for depth in depths]
+    return pairs + ([("textbook", "gpipe")] if num_stages > 1 and not constraints.in_flight else [])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from heapq import heappop, heappush
 
 from autovaruna.errors import ScheduleError
@@ -160,23 +161,33 @@ def simulate(pipeline: Pipeline, policy: Policy) -> Simulation:
     return _Simulator(pipeline, policy).run()
 
 
-def step_seconds(pipeline: Pipeline, policy: Policy, below: float = math.inf, bounds: Bounds | None = None) -> float:
-    """Returns the seconds of one step, infinite as soon as it is certain that they are not below `below`.
+def simulate_below(
+    pipeline: Pipeline, policy: Policy, below: float, bounds: Bounds | None = None
+) -> tuple[Simulation | None, int]:
+    """Simulates one step, until it is certain that it does not take less than `below`: then there is no simulation.
+
+    How many instructions were simulated is returned as well.
 
     Args:
         pipeline: what to simulate.
         policy: the order of its instructions.
-        below: steps that take as long or longer are of no use.
+        below: steps that take as many seconds or more are of no use.
         bounds: of the pipeline, if they are at hand.
 
     Raises:
         ScheduleError: as `simulate` does, if it comes that far.
     """
     bounds = (bounds or Bounds(pipeline)) if below < math.inf else None
-    try:
-        return _Simulator(pipeline, policy, below, bounds).run().step_seconds
-    except _TooLongError:
-        return math.inf
+    simulator, found = _Simulator(pipeline, policy, below, bounds), None
+    with suppress(_TooLongError):
+        found = simulator.run()
+    return found, sum(map(len, simulator.acts))
+
+
+def step_seconds(pipeline: Pipeline, policy: Policy, below: float) -> float:
+    """Returns the seconds of one step, infinite if it is soon certain that they are not below `below`."""
+    found, _ = simulate_below(pipeline, policy, below)
+    return found.step_seconds if found else math.inf
 
 
 def replay(pipeline: Pipeline, schedule: Schedule) -> Simulation:

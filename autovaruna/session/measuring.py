@@ -146,6 +146,7 @@ def _at_speed_1(costs: dict[Key, PartCost], speed: float) -> dict[Key, PartCost]
 
 SHAPING = (
     "num_stages",
+    "simplicity",
     "max_stages_per_rank",
     "num_replicas",
     "num_micro_batches",
@@ -164,7 +165,6 @@ SHAPING = (
 )
 """The settings that shape a plan; a saved one is valid for their values."""
 
-_MICRO_BATCHES_EACH = 4
 _SPLIT_RANKS = 4
 
 
@@ -173,24 +173,23 @@ def needs_gradient(traced: TracedModel) -> bool:
     return torch.is_grad_enabled() and traced.needs_gradient
 
 
-def constraints_of(settings: Settings, traced: TracedModel, num_mini_batches: int) -> Constraints:
+def constraints_of(settings: Settings, traced: TracedModel) -> Constraints:
     """Returns what the settings leave to the planner.
 
     Args:
         settings: The settings.
         traced: The model.
-        num_mini_batches: Mini-batches of a step; each is one micro-batch or more.
     """
     has_loss = traced.loss is not None or not needs_gradient(traced)
     return Constraints(
         num_stages=settings.num_stages,
+        simplicity=settings.simplicity,
         max_stages_per_rank=settings.max_stages_per_rank,
         num_replicas=settings.num_replicas,
         num_micro_batches=settings.num_micro_batches,
         micro_batch_size=settings.micro_batch_size,
         min_micro_batches=settings.min_micro_batches,
-        max_micro_batches=_most(settings, num_mini_batches),
-        may_exceed_max=settings.source_of("max_micro_batches") == "default",
+        max_micro_batches=settings.max_micro_batches,
         recompute=settings.recompute,
         schedule=settings.schedule if has_loss else "gpipe",  # all forwards come before the caller's backward
         in_flight=settings.in_flight if has_loss else 0,
@@ -224,14 +223,6 @@ def sizes_to_measure(
         return [max(1, round(global_batch_size / settings.num_micro_batches))]
     largest = max(1, global_batch_size // num_mini_batches)
     return sorted({max(1, largest // 4), largest})
-
-
-def _most(settings: Settings, num_mini_batches: int) -> int:
-    """Returns the most micro-batches; the default grows with the ranks, each of which passes a mini-batch."""
-    most = settings.max_micro_batches
-    if most and settings.source_of("max_micro_batches") == "default":
-        return max(most, _MICRO_BATCHES_EACH * num_mini_batches)
-    return most
 
 
 def measured_problem(
@@ -269,7 +260,7 @@ def measured_problem(
         optimizer_cost=step_cost,
         needs_gradient=needs_gradient(traced),
         min_micro_batches_for_inputs=fewest,
-        constraints=constraints_of(settings, traced, fewest),
+        constraints=constraints_of(settings, traced),
     )
 
 

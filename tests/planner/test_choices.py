@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-import logging
-
 import pytest
 
 from autovaruna.errors import PlanError
-from autovaruna.planner.search import make_plan
-from autovaruna.planner.table import _grids, plan_choices
+from autovaruna.planner.grids import Choice, grids_of
+from autovaruna.planner.problem import Problem
+from autovaruna.planner.search import make_plan, plan_and_choices
 from tests.planner.cases import make_problem
+
+
+def plan_choices(problem: Problem) -> list[Choice]:
+    return plan_and_choices(problem)[1]
 
 
 def test_every_grid_is_listed_once_and_the_fastest_is_first() -> None:
@@ -22,11 +25,11 @@ def test_every_grid_is_listed_once_and_the_fastest_is_first() -> None:
 
 
 def test_each_choice_is_what_the_planner_makes_of_it() -> None:
-    for choice in plan_choices(make_problem(6, 4, 8), [2, 8]):
+    for choice in plan_choices(make_problem(6, 4, 8)):
         plan = choice.plan
         assert plan.num_stages == choice.num_stages
         assert {len(stage.ranks) for stage in plan.stages} == {choice.num_replicas}
-        assert plan.num_micro_batches == 8 // choice.micro_batch_size
+        assert choice.micro_batch_size == -(-8 // plan.num_micro_batches)
         assert choice.samples_per_second == pytest.approx(8 / plan.predicted_seconds)
         assert choice.memory_bytes == max(stage.memory_bytes for stage in plan.stages)
 
@@ -45,18 +48,8 @@ def test_choices_that_do_not_fit_are_left_out_and_none_is_an_error() -> None:
         plan_choices(make_problem(6, 4, 8, memory_bytes=1.0))
 
 
-def test_a_spent_budget_leaves_what_was_found() -> None:
-    assert len(plan_choices(make_problem(6, 4, 8), budget_seconds=0.0)) == 1
-
-
-def test_where_time_is_up_that_is_told(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING, "autovaruna"):
-        choices = plan_choices(make_problem(6, 4, 8), budget_seconds=0.0)
-    assert len(choices) == 1 and "1 of 16 choices were planned: time was up" in caplog.text
-
-
 def test_of_many_ranks_all_grids_that_leave_none_over_are_choices() -> None:
     """96 ranks: the 24 that are spread evenly in ratio have no 16, and no 48."""
-    grids = _grids(make_problem(60, 96, 96))
+    grids = {grid[:2] for grid in grids_of(make_problem(60, 96, 96), 60)}
     assert {stages for stages, _ in grids} >= {stages for stages in range(1, 61) if 96 % stages == 0}
     assert len(grids) < 35

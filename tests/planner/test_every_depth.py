@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from autovaruna.planner.local_search import seconds_of
 from autovaruna.planner.search import make_plan
-from tests.planner.every_depth import BETTER, any_problem, compare
+from tests.planner.every_depth import BETTER, any_problem, compare, seconds_of
 from tests.products import some
 
 _MISSED_ONCE = [

@@ -47,20 +47,6 @@ def test_settings_that_are_in_the_way_are_named(settings: dict[str, Any], words:
     assert all(word in message for word in ["are missing", "The largest block is layers.", *words])
 
 
-def test_more_micro_batches_than_by_default_are_tried_where_nothing_else_fits() -> None:
-    limited = make_problem(12, 4, 64, memory_bytes=8e5, max_micro_batches=4)
-    assert "4 micro-batches" in complaint(limited)
-    plan = make_plan(replace(limited, constraints=replace(limited.constraints, may_exceed_max=True)))
-    assert 4 < plan.num_micro_batches <= 64
-    assert all(stage.memory_bytes <= 8e5 for stage in plan.stages)
-
-
-def test_in_the_end_every_sample_is_a_micro_batch() -> None:
-    assert "of 64 micro-batches" in complaint(
-        make_problem(12, 4, 64, memory_bytes=2e5, max_micro_batches=4, may_exceed_max=True)
-    )
-
-
 def test_a_block_that_no_rank_can_hold() -> None:
     message = complaint(make_problem(4, 4, 8, memory_bytes=2e5))
     assert "make its largest block smaller" in message

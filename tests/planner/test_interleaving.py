@@ -10,11 +10,9 @@ import numpy as np
 import pytest
 
 from autovaruna.planner.bounds.proof import bound_of_all
-from autovaruna.planner.candidate import Planner
 from autovaruna.planner.costs import SizedProblem
 from autovaruna.planner.deployment import Fingerprint, memory_complaint
-from autovaruna.planner.evaluator import Evaluator
-from autovaruna.planner.interleaved import Interleaving, cut_evenly, patterns
+from autovaruna.planner.interleaved import cut_evenly, patterns
 from autovaruna.planner.prediction import Orders
 from autovaruna.planner.problem import Problem
 from autovaruna.planner.ranges import RangeTables
@@ -152,28 +150,3 @@ def test_the_stages_of_a_rank_share_its_process() -> None:
     assert not memory_complaint(plan, replace(valid_for, settings=told), problem.graph)
     less = tuple(0.99 * (x - process) for x in plan.rank_bytes())
     assert memory_complaint(plan, replace(valid_for, settings=told, memory_bytes=less), problem.graph)
-
-
-def test_shapes_of_many_ranks_hold_every_number_of_groups_that_leaves_no_rank_over() -> None:
-    problem = make_problem(48, 24, 24)
-    trials = Evaluator(planner := Planner(problem, RangeTables(problem.graph, range(49))), is_small=False)
-    found = Interleaving(planner, 4, 0, list(range(24))).shapes([24], trials)
-    assert {len(shape.groups) for shape in found} >= {2, 3, 4, 6, 8, 12}
-    assert all(len(shape.pattern) > len(shape.groups) for shape in found)
-
-
-def test_shapes_are_tried_in_the_order_of_what_no_schedule_beats() -> None:
-    """The formula of a shape does not know that memory asks for recompute; the bound of its plan does."""
-    problem = make_problem(48, 16, 32, seed=3, memory_bytes=2.5e6)
-    hosts = tuple(f"h{rank // 4}" for rank in range(16))
-    problem = replace(problem, cluster=replace(problem.cluster, hosts=hosts))
-    planner = Planner(problem, RangeTables(problem.graph, range(49)))
-    known = Evaluator(planner, is_small=False)
-    interleaving = Interleaving(planner, 4, 0, list(range(16)))
-    pairs = interleaving._by_bound([16, 32], known, planner.spent_seconds + 0.5)
-    assert [bound for bound, _ in pairs] == sorted(bound for bound, _ in pairs)
-    bounds = interleaving._laid_out(next(shape for _, shape in pairs if len(shape.groups[0]) > 1))
-    assert [bound for bound, _ in bounds] == sorted(bound for bound, _ in bounds)
-    assert len({candidate.ranks for _, candidate in bounds}) > 1
-    for bound, candidate in bounds[:3]:
-        assert bound <= Evaluator(planner, is_small=False).attempt(candidate, float("inf"))

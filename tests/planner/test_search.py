@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from autovaruna.errors import PlanError
-from autovaruna.planner import search as search_module
+from autovaruna.graph.records import Size, Value
 from autovaruna.planner.prediction import Orders
 from autovaruna.planner.records import Plan
 from autovaruna.planner.search import make_plan
@@ -17,13 +17,8 @@ from tests.planner.cases import make_problem
 from tests.products import some
 
 
-@pytest.mark.parametrize("is_small", [True, False], ids=["all", "best-first"])
 @pytest.mark.parametrize("seed", range(60))
-def test_no_plan_is_better_by_a_hundredth_and_none_beats_the_bound(
-    seed: int, is_small: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if not is_small:
-        monkeypatch.setattr(search_module, "is_small", lambda problem, num_segments: False)
+def test_no_plan_is_better_by_a_hundredth_and_none_beats_the_bound(seed: int) -> None:
     problem = small_problem(seed)
     best = min((plan.predicted_seconds for plan in every_plan(problem)), default=None)
     if best is None:
@@ -34,7 +29,6 @@ def test_no_plan_is_better_by_a_hundredth_and_none_beats_the_bound(
     assert plan.predicted_seconds <= best * 1.01
     assert 0 < plan.bound_seconds <= best
     assert plan.gap >= 0
-    assert ("every plan that these leave was simulated" in plan.bound_proof) == is_small
 
 
 @pytest.mark.parametrize("seed", some(range(10), 5))
@@ -60,9 +54,20 @@ def test_fewer_ranks_are_used_where_that_is_faster() -> None:
 
 def test_on_slow_links_more_is_in_flight_than_hides_messages_of_a_stage_in_length() -> None:
     link = LinkCost(0.05, 1e9)
-    plan = make_plan(make_problem(4, 2, 8, link=link, num_stages=2, num_micro_batches=8, schedule="1f1b"))
-    assert plan.stages[0].in_flight >= 7
+    problem = make_problem(4, 2, 8, link=link, num_stages=2, num_micro_batches=8, schedule="1f1b")
+    plan = make_plan(problem)
     assert plan.predicted_seconds == pytest.approx(plan.bound_seconds, rel=1e-4)
+    textbook = make_plan(replace(problem, constraints=replace(problem.constraints, in_flight=2)))
+    assert plan.predicted_seconds < 0.95 * textbook.predicted_seconds
+
+
+def test_a_cut_finds_a_place_that_no_step_leads_to() -> None:
+    """A chain over slow links in which hardly anything crosses at one place, and much at all others."""
+    problem = make_problem(40, 2, 1, link=LinkCost(1e-3, 1e6), num_stages=2, num_micro_batches=1)
+    sizes = {place: 1e3 if place == 20 else 1e6 for place in range(1, 40)}
+    values = tuple(Value(f"v{k}", k - 1, (k,), Size(0, size), True) for k, size in sizes.items())
+    plan = make_plan(replace(problem, graph=replace(problem.graph, values=values)))
+    assert plan.stages[1].blocks[0] == 20
 
 
 @pytest.mark.parametrize(("seed", "less"), [(18, 0.03), (26, 0.1), (27, 0.15), (31, 0.06)])

@@ -28,14 +28,14 @@ def tight(seed: int, share: float) -> tuple[Problem, Plan]:
     return problem, make_plan(problem)
 
 
-@pytest.mark.parametrize(("seed", "share"), [(4, 0.7), (3, 0.9), (1, 0.8)])
+@pytest.mark.parametrize(("seed", "share"), [(4, 0.7), (3, 0.9), (1, 0.8), (8, 0.8), (11, 0.7)])
 def test_what_is_shown_of_a_rank_is_within_its_limit(seed: int, share: float) -> None:
     problem, plan = tight(seed, share)
     assert max(plan.rank_bytes()) <= problem.cluster.memory_bytes[0]
 
 
 def test_what_was_chosen_by_its_instructions_is_not_refused_when_it_is_loaded() -> None:
-    problem, plan = tight(3, 0.9)
+    problem, plan = tight(8, 0.8)
     limits = problem.cluster.memory_bytes
     assert any(x > limit for x, limit in zip(replace(plan, rank_memory_bytes=()).rank_bytes(), limits, strict=True))
     told = {"optimizer_bytes_factor": problem.optimizer_bytes_factor}

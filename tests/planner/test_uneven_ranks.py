@@ -8,12 +8,9 @@ from dataclasses import replace
 import pytest
 
 from autovaruna.errors import PlanError
-from autovaruna.planner.candidate import Planner
 from autovaruna.planner.placement import classes_of, layouts, order_of, rank_orders
 from autovaruna.planner.problem import Problem
-from autovaruna.planner.ranges import RangeTables
 from autovaruna.planner.search import make_plan
-from autovaruna.planner.splits import Splitter
 from autovaruna.profiler.records import LinkCost
 from tests.planner.brute import every_plan, small_problem
 from tests.planner.cases import make_problem, make_uneven
@@ -75,21 +72,6 @@ def test_a_plan_of_few_ranks_stays_on_the_host_that_has_them(most_each: int) -> 
     problem = make_problem(32, 4, 16, num_micro_batches=5, max_stages_per_rank=most_each, recompute="none")
     far = replace(problem.cluster, hosts=tuple("abbc"), remote_link=LinkCost(3.0, 1e5), all_reduce_bytes_per_second=1e4)
     assert {rank for stage in make_plan(replace(problem, cluster=far)).stages for rank in stage.ranks} == {1, 2}
-
-
-@pytest.mark.parametrize("seed", range(12))
-def test_no_split_takes_less_than_its_formula_says(seed: int) -> None:
-    """Stages that share a host have its links, and the waits for messages are counted once; so no good split is lost.
-
-    One number of micro-batches shows what stages wait for, another what they work.
-    """
-    problem = make_problem(8, 4, 12, seed, recompute="none", skips=seed % 3)
-    problem = make_uneven(problem, random.Random(seed), num_hosts=3)
-    planner = Planner(problem, RangeTables(problem.graph, range(len(problem.graph.blocks) + 1)))
-    for count in (1, 12):
-        for seconds, candidate in Splitter(planner, 4, 0, 1).splits(count):
-            plan = planner.build(candidate)
-            assert plan is None or seconds <= planner.predict_whole(plan).predicted_seconds * (1 + 1e-9)
 
 
 def test_orders_begin_or_end_with_the_ranks_of_the_largest_hosts_and_of_a_plan() -> None:

@@ -13,7 +13,6 @@ from autovaruna.planner.bounds.memory_bound import lost_seconds
 from autovaruna.planner.bounds.range_bounds import Demand, RangeSeconds, RangeWaits, is_exact, range_waits_of
 from autovaruna.planner.candidate import Planner
 from autovaruna.planner.costs import SizedProblem
-from autovaruna.planner.exhaustive import GroupSearch
 from autovaruna.planner.memory.recompute_options import ROUNDING
 from autovaruna.planner.ranges import partition_chain
 from autovaruna.planner.records import Plan
@@ -167,11 +166,8 @@ _BOUNDS: dict[str, Callable[[SizedProblem], float]] = {
 }
 
 
-PROVEN = 0.998
-"""No plan with one stage a rank that a finished search left out takes less than this share of the best seconds."""
 WORTH = 0.995
-"""A plan with several stages a rank is chosen if it takes less than this share of the best seconds with one."""
-_BY_RULE = "with depths and recompute by the rules of the search, and tuned where that seemed worth it"
+"""A plan with several stages a rank has to take less than this share of the best seconds with one."""
 
 
 class Proof:
@@ -181,32 +177,29 @@ class Proof:
         planner: of the problem.
         counts: the numbers of micro-batches that are searched.
         most_each: the most stages of a rank.
-
-    Attributes:
-        groups: by number of micro-batches, what the groups of uneven ranks prove for one stage a rank.
-        is_complete: whether every plan with one stage a rank that the bounds leave was simulated.
-        is_all_complete: whether every other plan was so too.
-        of_all: says what no plan with so many micro-batches beats, however many stages a rank has.
     """
 
     def __init__(self, planner: Planner, counts: list[int], most_each: int) -> None:
         self.planner, self.counts, self.most_each = planner, counts, most_each
-        self.groups: dict[int, GroupSearch] = {}
-        self.is_complete = self.is_all_complete = False
-        self.of_all = cache(lambda count: bound_of_all(planner.sized(count)))
+        self.of_all = cache(lambda count: bound_of_all(self.sized(count)))
+
+    def sized(self, count: int) -> SizedProblem:
+        """Returns the problem at M micro-batches, with weight gradients apart if plans may compute them so."""
+        problem = self.planner.problem
+        return (
+            SizedProblem(problem, self.planner.tables, count, True) if problem.may_split else self.planner.sized(count)
+        )
 
     def leaves_room(self, best: Plan | None) -> bool:
         """Returns whether a plan with several stages a rank may be better than the best with one."""
-        least = min(map(self.of_all, self.counts))
-        self.is_all_complete = best is not None and least >= best.predicted_seconds * WORTH
-        return not self.is_all_complete
+        return best is None or min(map(self.of_all, self.counts)) < best.predicted_seconds * WORTH
 
     def put_into(self, plan: Plan, single: Plan | None, *, was_cut_short: bool) -> Plan:
         """Returns the plan with its bound and the proof.
 
         Args:
-            plan: the best plan.
-            single: the best plan with one stage a rank, if there is one.
+            plan: the chosen plan.
+            single: the fastest plan with one stage a rank, if there is one.
             was_cut_short: whether the search left out what may be better.
         """
         low, high = self.counts[0], self.counts[-1]
@@ -228,14 +221,17 @@ class Proof:
                 proof,
             ]
             proof = "; ".join(filter(None, parts))
-        proof += self._end(was_cut_short)
+        if self.planner.problem.may_split:
+            proof += "; nor with weight gradients computed apart from backward, with one stage a rank"
+        if was_cut_short:
+            proof += "; the search ended early, by its limit of simulations, so that better plans may be left"
         return replace(plan, bound_seconds=seconds, single_bound_seconds=single_seconds, bound_proof=proof)
 
     def _what_binds(self) -> str:
         """Returns what part of a step with several stages a rank the bound consists of."""
         least = min(self.counts, key=self.of_all)
         return (
-            f"with {least} micro-batches that is least, and is {reason(self.planner.sized(least))}: whatever else "
+            f"with {least} micro-batches that is least, and is {reason(self.sized(least))}: whatever else "
             "ranks wait for, run again or send is left out"
         )
 
@@ -244,27 +240,7 @@ class Proof:
         of_all = {count: self.of_all(count) for count in self.counts}
         counts = [count for count in self.counts if of_all[count] < lowest]
         counts.sort(key=lambda count: abs(count - single.num_micro_batches))
-        for count, bound in zip(counts, step_bounds(self.planner.sized, counts), strict=True):
-            by_groups = self.groups[count].least_seconds if self.groups else 0.0
+        for count, bound in zip(counts, step_bounds(self.sized, counts), strict=True):
             if of_all[count] < lowest:
-                lowest = min(lowest, max(bound.seconds(lowest), by_groups, of_all[count]))
+                lowest = min(lowest, max(bound.seconds(lowest), of_all[count]))
         return lowest
-
-    def _end(self, was_cut_short: bool) -> str:
-        if self.is_complete and self.most_each == 1:
-            return (
-                f"; and every plan that these leave was simulated, {_BY_RULE}: none takes less than {PROVEN:.1%} of "
-                "this one"
-            )
-        if self.is_complete and self.is_all_complete:
-            return (
-                f"; and every plan that these leave was simulated, {_BY_RULE}: with one stage a rank none takes less "
-                f"than {PROVEN:.1%} of this one, with several none less than {WORTH:.1%}"
-            )
-        if self.is_complete:
-            return (
-                f"; every plan with one stage a rank that these leave was simulated, {_BY_RULE}, not every one with "
-                "several"
-            )
-        ended = "; the search ended early, by its limit of simulations, so that better plans may be left"
-        return ended if was_cut_short else ""

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from autovaruna.planner.costs import SizedProblem
 from autovaruna.planner.memory.stage_memory import Holdings, MemoryModel, StageBytes
-from autovaruna.planner.records import Peak, Plan, together
+from autovaruna.planner.records import Peak, Plan, StagePlan, together
 from autovaruna.schedule.instruction import BACKWARD, FORWARD, WEIGHT, Instruction, Schedule
 from autovaruna.schedule.pipeline import Pipeline
 
@@ -108,6 +108,20 @@ class Option(NamedTuple):
     deferred: int = 0
     spares_recompute: bool = False
     is_short: bool = False
+
+
+Choices = tuple[bool, int, int]
+"""What memory leaves a stage to choose: whether it recomputes, its in-flight depth, and how much it defers."""
+
+
+def choices_of(stages: Iterable[StagePlan | Option]) -> tuple[Choices, ...]:
+    """Returns what the stages chose."""
+    return tuple([(stage.needs_recompute, stage.in_flight, stage.deferred) for stage in stages])
+
+
+def is_within(plan: Plan, limits: Sequence[float]) -> bool:
+    """Returns whether a plan fits into the limits of its ranks, in bytes."""
+    return all(needed <= limit for needed, limit in zip(plan.rank_bytes(), limits, strict=True))
 
 
 Share = tuple[int, bool]

@@ -81,12 +81,6 @@ class RecomputeOptions:
 
     options: tuple[tuple[Array, StageBytes[Array]], ...]
 
-    def up_to(self, width: int) -> RecomputeOptions:
-        """Returns the same for the first columns alone, as many as `width`."""
-        return RecomputeOptions(
-            tuple((work[:, :width], held.map(lambda table: table[:, :width])) for work, held in self.options)
-        )
-
     def within(self, limit_bytes: float, share: int) -> RecomputeOptionsWithin:
         """Returns how deep each way may go within a limit; a replica has `share` micro-batches."""
         deepest = [num_bytes.depth_within(limit_bytes, share) for _, num_bytes in self.options]
@@ -107,13 +101,6 @@ class RecomputeOptionsWithin:
     seconds: tuple[Array, ...]
     deepest: tuple[Array, ...]
     is_possible: NDArray[np.bool_]
-
-    def up_to(self, width: int) -> RecomputeOptionsWithin:
-        """Returns the same for the first columns alone, as many as `width`."""
-        if width == self.is_possible.shape[1]:
-            return self
-        seconds, deepest = (tuple(each[:, :width] for each in tables) for tables in (self.seconds, self.deepest))
-        return RecomputeOptionsWithin(seconds, deepest, self.is_possible[:, :width])
 
     def allowed_work(self, in_flight: int) -> Array:
         """Returns the seconds of each range in the best way that fits, infinite if none does.

@@ -1,4 +1,4 @@
-"""Stages of the best plans get depths, recompute and deferral of their own; ranks are asked what they need in truth."""
+"""What ranks hold, by an account of its own, is no more than what is shown, and that is within their limits."""
 
 from __future__ import annotations
 
@@ -8,53 +8,13 @@ from math import ceil
 import pytest
 
 from autovaruna.errors import PlanError
-from autovaruna.planner import search
 from autovaruna.planner.prediction import pipeline_of, policy_of
 from autovaruna.planner.problem import Problem
 from autovaruna.planner.records import Plan
 from autovaruna.planner.search import make_plan
 from autovaruna.schedule.instruction import BACKWARD, FORWARD, Instruction
 from autovaruna.schedule.simulator import simulate
-from tests.planner.by_rules import leave_found
 from tests.planner.draws import draw
-from tests.planner.every_depth import any_problem
-
-
-@pytest.mark.parametrize("seed", [8, 45, 77])
-def test_stages_defer_as_much_as_suits_each_of_them(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    problem = draw(seed, "zero_bubble")
-    plan = make_plan(problem)
-    leave_found(monkeypatch)
-    assert plan.bound_seconds <= plan.predicted_seconds < 0.97 * make_plan(problem).predicted_seconds
-
-
-@pytest.mark.parametrize(
-    ("kind", "seed", "without"),
-    [
-        ("split", 80024, "autovaruna.planner.local_search._MOST_TOGETHER"),
-        ("split", 80046, "autovaruna.planner.local_search._SHARE_OF_PAIRS"),
-        ("shared", 70085, "autovaruna.planner.local_search._SHARE_OF_PAIRS"),
-    ],
-)
-def test_stages_change_together_where_no_change_is_of_use_alone(
-    kind: str, seed: int, without: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    problem = any_problem(kind, seed)
-    plan = make_plan(problem)
-    monkeypatch.setattr(without, 0)
-    assert plan.bound_seconds <= plan.predicted_seconds < 0.99 * make_plan(problem).predicted_seconds
-
-
-@pytest.mark.parametrize("seed", [5, 76])
-def test_stages_of_a_rank_that_never_reach_their_depths_together_fit(
-    seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    problem = draw(seed, most_each=2)
-    plan = make_plan(problem)
-    assert all(used <= limit for used, limit in zip(plan.rank_bytes(), problem.cluster.memory_bytes, strict=True))
-    leave_found(monkeypatch)
-    monkeypatch.setattr(search, "that_fits", lambda planner, candidate, plan: None)
-    assert plan.predicted_seconds < 0.97 * make_plan(problem).predicted_seconds
 
 
 @pytest.mark.parametrize("most_each", [1, 2])

@@ -1,0 +1,283 @@
+"""Lists all regular grids of stages, replicas and micro-batches, and cuts the model for each by a formula."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import combinations, pairwise, product
+from typing import NamedTuple
+
+import numpy as np
+
+from autovaruna.planner.bounds.range_bounds import waits_of
+from autovaruna.planner.candidate import Candidate, Planner
+from autovaruna.planner.cost_table import Array
+from autovaruna.planner.placement import Ranks, in_a_row, layouts, rank_orders
+from autovaruna.planner.problem import Problem, forced_stages, micro_batch_range
+from autovaruna.planner.ranges import partition_chain
+from autovaruna.planner.records import Plan
+from autovaruna.planner.search_space import MAX_UNITS, stage_limit
+from autovaruna.planner.splits import ReplicaSearch
+from autovaruna.schedule.pipeline import share_of, textbook_depth
+
+_MOST_GRIDS = 24
+"""Up to so many stages every number of them is tried; of more, some that are evenly spaced in ratio."""
+_MOST_ORDERS = 24
+"""Of uneven ranks every order is tried if there are no more than these."""
+_MOST_PLANS = 2048
+"""If ranks and segments are split over stages in no more ways than these, for all orders, each is tried."""
+_CELLS = 10**7
+"""With more cells of the dynamic program stages of even work are enough, if they fit."""
+_HALVINGS = 20
+"""After so many halvings the work of even stages is known to a millionth."""
+_WIDEST = 4.0
+"""Times the segments of an even stage that a stage may have."""
+
+
+class Grid(NamedTuple):
+    """A regular grid: S stages of equally many replicas, and M."""
+
+    num_stages: int
+    num_replicas: int
+    num_micro_batches: int
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The best plan of a regular grid; `micro_batch_size` is its greatest."""
+
+    num_stages: int
+    num_replicas: int
+    micro_batch_size: int
+    plan: Plan
+    samples_per_second: float
+    memory_bytes: float
+
+    @property
+    def step_seconds(self) -> float:
+        """The predicted step."""
+        return self.plan.predicted_seconds
+
+
+def choice_of(plan: Plan, global_batch_size: int) -> Choice:
+    """Returns the row of a plan with equally many replicas."""
+    size, rate = math.ceil(plan.micro_batch_size - 1e-9), math.inf
+    if plan.predicted_seconds > 0:
+        rate = global_batch_size / plan.predicted_seconds
+    return Choice(plan.num_stages, len(plan.stages[0].ranks), size, plan, rate, max(plan.rank_bytes()))
+
+
+def grids_of(problem: Problem, num_segments: int) -> list[Grid]:
+    """Returns all regular grids with one stage a rank.
+
+    Replicas are as many as there are ranks and samples for; micro-batches are of 1, 2, 4, ... samples.
+    """
+    forced, most = forced_stages(problem), stage_limit(problem, num_segments)
+    num_ranks, replicas = problem.cluster.num_ranks, problem.constraints.num_replicas
+    high, found = micro_batch_range(problem)[1], set[Grid]()
+    for num_stages in [forced] if forced else _spread(most, num_ranks):
+        each = replicas or min(num_ranks // num_stages, high)
+        if each and each * num_stages <= num_ranks:
+            found |= {Grid(num_stages, each, count) for count in even_counts(problem, each)}
+    return sorted(found)
+
+
+def _spread(most: int, num_ranks: int) -> list[int]:
+    """Returns all numbers of stages, or of many those that leave no rank over and others, evenly spaced in ratio."""
+    if most <= _MOST_GRIDS:
+        return list(range(1, most + 1))
+    spread = {round(most ** (k / (_MOST_GRIDS - 1))) for k in range(_MOST_GRIDS)}
+    return sorted(spread | {count for count in range(1, most + 1) if num_ranks % count == 0})
+
+
+def even_counts(problem: Problem, num_replicas: int = 1) -> list[int]:
+    """Returns numbers of micro-batches whose sizes are powers of two, equally many for each replica where that may be.
+
+    As far as they are allowed, that is.
+    """
+    low, high = micro_batch_range(problem)
+    sizes = (2**k for k in range(problem.global_batch_size.bit_length()))
+    shares = {math.ceil(problem.global_batch_size / (size * num_replicas)) for size in sizes}
+    least, most = math.ceil(low / num_replicas), high // num_replicas
+    if least > most:
+        return [low]
+    return sorted({num_replicas * min(max(share, least), most) for share in shares})
+
+
+def even_seconds(planner: Planner, grid: Grid) -> float:
+    """Returns seconds that hardly any cuts of a grid take less than: those of even stages, with all memory."""
+    sized = planner.sized(grid.num_micro_batches)
+    work, urgent = float(sized.step_seconds.sum()), float(sized.urgent_seconds.sum())
+    part = max(work / grid.num_stages, float(sized.step_seconds.max()))
+    fill = (work - part) * (urgent / work if work else 1.0)
+    share = share_of(grid.num_micro_batches, grid.num_replicas, 0)
+    return (share * part + fill) / max(planner.problem.cluster.speeds)
+
+
+def even_groups(planner: Planner, counts: Sequence[int]) -> Iterator[tuple[float, Ranks, int]]:
+    """Yields equally many ranks for each stage, in every order, with M, and about what a step takes.
+
+    Args:
+        planner: of the problem.
+        counts: every M.
+    """
+    problem = planner.problem
+    num_ranks, forced = problem.cluster.num_ranks, problem.constraints.num_replicas
+    for order, number, count in product(rank_orders(problem, _MOST_ORDERS), range(2, num_ranks + 1), counts):
+        grid = Grid(number, min(forced or num_ranks // number, count), count)
+        if number * grid.num_replicas <= num_ranks:
+            yield even_seconds(planner, grid), in_a_row(problem, order, [grid.num_replicas] * number), count
+
+
+def cut_grids(
+    planner: Planner, grids: Sequence[Grid], is_open: Callable[[Grid], bool]
+) -> Iterator[tuple[Grid, list[Candidate]]]:
+    """Yields grids with their candidates: cuts by the formula, in several orders and layouts of ranks.
+
+    What promises most comes first.
+
+    Args:
+        planner: of the problem.
+        grids: which ones.
+        is_open: whether a grid may be of use, by what was found before.
+    """
+    alike: dict[tuple[int, int], list[Grid]] = {}
+    for grid in sorted(grids, key=lambda grid: even_seconds(planner, grid)):
+        alike.setdefault(grid[1:], []).append(grid)
+    for (_, count), some in alike.items():
+        fewest = _fewest_stages(planner, count)
+        for run in _runs([grid for grid in some if grid.num_stages >= fewest]):
+            wanted = [grid for grid in run if is_open(grid)]
+            yield from _cut_run(planner, wanted) if wanted else ()
+
+
+def _fewest_stages(planner: Planner, count: int) -> float:
+    """Returns the number of stages that there have to be for parameters and their state to fit."""
+    sized = planner.sized(count)
+    state = sized.model.fixed(sized.held_by(0, planner.tables.num_segments))
+    return state / max(planner.problem.cluster.memory_bytes)
+
+
+def _cut_run(planner: Planner, grids: Sequence[Grid]) -> Iterator[tuple[Grid, list[Candidate]]]:
+    """Yields grids that differ in their stages alone with their candidates."""
+    problem, segments = planner.problem, planner.tables.num_segments
+    orders, wanted = rank_orders(problem, _MOST_ORDERS), {grid.num_stages: grid for grid in grids}
+    replicas, count = grids[0][1:]
+    width = 0 if min(wanted) <= _WIDEST else math.ceil(segments * _WIDEST / min(wanted))
+    found: dict[Grid, list[tuple[float, Candidate]]] = {grid: [] for grid in grids}
+    for order in orders:
+        evens = {grid: _even_stages(planner, grid, order) for grid in grids}
+        for grid, some in evens.items():
+            found[grid] += [(0.0, candidate) for candidate in some]
+        is_quick = max(wanted) * segments**2 <= _CELLS
+        if not is_quick and all(planner.build(some[0]) for some in evens.values()):
+            continue
+        for chain in ReplicaSearch(planner.sized(count), order, [replicas], max(wanted), width).chains():
+            if len(chain.starts) in wanted:
+                found[wanted[len(chain.starts)]] += [
+                    (chain.seconds, Candidate(chain.starts, ranks, count))
+                    for ranks in layouts(problem, order, chain.replicas)
+                ]
+    for grid, own in found.items():
+        if grid.num_stages <= _MOST_GRIDS and not any(seconds for seconds, _ in own):
+            # A replica with fewer micro-batches may have less memory than the formula asks for.
+            suited = cut_for_ranks(planner, count, in_a_row(problem, orders[0], [replicas] * grid.num_stages))
+            own += [(math.inf, suited)] if suited else []
+        yield grid, list(dict.fromkeys(candidate for _, candidate in sorted(own, key=lambda each: each[0])))
+
+
+def _even_stages(planner: Planner, grid: Grid, order: Sequence[int]) -> list[Candidate]:
+    """Returns stages of even work, in every layout of the ranks."""
+    work = planner.tables.prefix(planner.sized(grid.num_micro_batches).step_seconds)
+    starts, replicas = even_starts(work, grid.num_stages), [grid.num_replicas] * grid.num_stages
+    return [Candidate(starts, ranks, grid.num_micro_batches) for ranks in layouts(planner.problem, order, replicas)]
+
+
+def even_starts(work: Array, num_stages: int) -> tuple[int, ...]:
+    """Returns where stages start whose greatest work is least, whatever they wait for.
+
+    Args:
+        work: of all segments before each place, from 0 on.
+        num_stages: no more than segments.
+    """
+    low, high, best = work[-1] / num_stages, float(work[-1]), list(range(num_stages))
+    for _ in range(_HALVINGS):
+        middle, starts = (low + high) / 2, [0]
+        for behind in range(num_stages - 1, 0, -1):
+            end = int(work.searchsorted(work[starts[-1]] + middle, side="right")) - 1
+            starts.append(min(max(end, starts[-1] + 1), len(work) - 1 - behind))
+        if work[-1] - work[starts[-1]] <= middle and np.diff(work[starts]).max(initial=0.0) <= middle:
+            high, best = middle, starts
+        else:
+            low = middle
+    return tuple(best)
+
+
+def unequal_replicas(planner: Planner, count: int, below: float) -> Iterator[Candidate]:
+    """Yields the best split of each number of stages and ranks, by the formula, for M micro-batches, or of few all.
+
+    Of many ranks, replicas are multiples of a part of them.
+
+    Args:
+        planner: of the problem.
+        count: M.
+        below: splits that take as many seconds by the formula are of no use.
+    """
+    problem, num_ranks = planner.problem, planner.problem.cluster.num_ranks
+    forced, unit = forced_stages(problem), math.ceil(num_ranks / MAX_UNITS)
+    choices = sorted({min(choice, count) for choice in range(unit, num_ranks + 1, unit)})
+    most = min(stage_limit(problem, planner.tables.num_segments), num_ranks // choices[0])
+    if most < _fewest_stages(planner, count):
+        return
+    orders = rank_orders(problem, _MOST_ORDERS)
+    segments = planner.tables.num_segments
+    if 2 ** (num_ranks + segments) * len(orders) <= _MOST_PLANS:
+        for order, replicas in product(orders, _splits(num_ranks)):
+            if forced in (0, len(replicas)) and len(replicas) <= most and max(replicas) <= count:
+                ranks = in_a_row(problem, order, replicas)
+                for inner in combinations(range(1, segments), len(replicas) - 1):
+                    yield Candidate((0, *inner), ranks, count)
+        return
+    for order in orders:
+        for chain in ReplicaSearch(planner.sized(count), order, choices, most).chains():
+            if chain.seconds < below and forced in (0, len(chain.starts)):
+                for ranks in layouts(problem, order, chain.replicas):
+                    yield Candidate(chain.starts, ranks, count)
+
+
+def _splits(num_ranks: int) -> Iterator[tuple[int, ...]]:
+    """Yields all numbers of replicas of stages that use so many ranks, or fewer."""
+    for used in range(1, num_ranks + 1):
+        for inner in (inner for number in range(used) for inner in combinations(range(1, used), number)):
+            yield tuple(behind - first for first, behind in pairwise((0, *inner, used)))
+
+
+def _runs(grids: Sequence[Grid]) -> list[list[Grid]]:
+    """Returns grids that are cut together: none has more than twice the stages of another."""
+    runs: list[list[Grid]] = []
+    for grid in sorted(grids):
+        if runs and grid.num_stages <= 2 * runs[-1][0].num_stages:
+            runs[-1].append(grid)
+        else:
+            runs.append([grid])
+    return runs
+
+
+def cut_for_ranks(planner: Planner, count: int, stage_ranks: Ranks) -> Candidate | None:
+    """Returns the best cuts for some ranks; a rank with several stages gives each its share of time and memory."""
+    sized, cluster = planner.sized(count), planner.problem.cluster
+    counts = [len(ranks) for ranks in stage_ranks]
+    each = waits_of(sized)
+    waits = (each.before + each.after)[sized.tables.positions, None]
+    costs = []
+    for stage, ranks in enumerate(stage_ranks):
+        shared = max(sum(rank in others for others in stage_ranks) for rank in ranks)
+        speeds = [cluster.speeds[rank] for rank in ranks]
+        load = max(share_of(count, len(ranks), k) / speed for k, speed in enumerate(speeds))
+        limit = min(cluster.memory_bytes[rank] for rank in ranks) / shared
+        share = -(-count // len(ranks))
+        depth = min(textbook_depth(len(counts), stage, counts), share)
+        costs.append(sized.ways.within(limit, share).allowed_work(depth) * load * shared + waits)
+    split = partition_chain(costs) or partition_chain([sized.work] * len(counts))
+    return Candidate(split.starts, stage_ranks, count) if split else None

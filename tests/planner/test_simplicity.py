@@ -1,0 +1,78 @@
+"""The simplest plan within a share of the fastest is chosen; what that gives up is named."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from autovaruna.planner.grids import Grid, grids_of
+from autovaruna.planner.problem import Problem
+from autovaruna.planner.records import Plan
+from autovaruna.planner.search import make_plan, plan_and_choices
+from autovaruna.planner.simplicity import Simplicity, what_was_given_up
+from autovaruna.planner.table import explain
+from tests.planner.brute import every_plan, small_problem
+from tests.planner.cases import make_problem
+
+
+def within(problem: Problem, simplicity: float) -> Problem:
+    return replace(problem, constraints=replace(problem.constraints, simplicity=simplicity))
+
+
+def may_be_simpler() -> Problem:
+    """Of its plans the fastest has more stages than one that takes hardly longer."""
+    return make_problem(12, 4, 16, 3, num_replicas=1)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_chosen_plan_is_within_the_share_and_no_grid_there_is_simpler(seed: int) -> None:
+    problem = make_problem(10, 4, 12, seed)
+    fastest, (chosen, rows) = make_plan(within(problem, 0.0)), plan_and_choices(within(problem, 0.02))
+    limit = 1.02 * fastest.predicted_seconds
+    assert fastest.predicted_seconds <= chosen.predicted_seconds <= limit
+    assert Simplicity.of(chosen) <= Simplicity.of(fastest)
+    assert all(Simplicity.of(chosen) <= Simplicity.of(row.plan) for row in rows if row.step_seconds <= limit)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_zero_gives_the_fastest(seed: int) -> None:
+    problem = small_problem(seed)
+    best = min((plan.predicted_seconds for plan in every_plan(problem)), default=None)
+    if best is not None:
+        plan, rows = plan_and_choices(within(problem, 0.0))
+        assert plan.predicted_seconds <= 1.01 * best
+        assert not plan.given_up and all(plan.predicted_seconds <= row.step_seconds for row in rows)
+
+
+def test_the_printout_names_what_was_given_up() -> None:
+    problem = may_be_simpler()
+    chosen, fastest = make_plan(within(problem, 0.9)), make_plan(within(problem, 0.0))
+    assert chosen.num_stages < fastest.num_stages and chosen.predicted_seconds > fastest.predicted_seconds
+    gain = f"{1 - fastest.predicted_seconds / chosen.predicted_seconds:.1%}"
+    assert chosen.given_up == f"a plan with {fastest.num_stages} stages is predicted {gain} faster"
+    assert chosen.given_up in explain(chosen, problem.graph)
+    assert "simplicity" not in explain(fastest, problem.graph)
+
+
+def test_of_two_plans_what_makes_the_simpler_one_so_is_named() -> None:
+    plain = make_plan(make_problem(8, 4, 8, num_stages=2, num_replicas=2, schedule="1f1b", max_stages_per_rank=1))
+
+    def named(**changed: object) -> str:
+        faster: Plan = replace(plain, predicted_seconds=0.9 * plain.predicted_seconds, **changed)  # type: ignore[arg-type]
+        return what_was_given_up(plain, faster)
+
+    first, last = plain.stages
+    assert "unequal replicas" in named(stages=(replace(first, ranks=first.ranks[:1]), last))
+    assert "several stages a rank" in named(stages=(first, replace(last, ranks=first.ranks)))
+    assert "the schedule zero_bubble" in named(schedule="zero_bubble")
+    assert "64 micro-batches" in named(num_micro_batches=64)
+    assert "other cuts is predicted 10.0% faster" in named()
+    assert not what_was_given_up(plain, plain)
+
+
+def test_all_grids_are_rows_of_the_table() -> None:
+    problem = make_problem(12, 4, 16)
+    rows = plan_and_choices(within(problem, 0.02))[1]
+    found = {Grid(row.num_stages, row.num_replicas, row.plan.num_micro_batches) for row in rows}
+    assert len(found) == len(rows) and found == set(grids_of(problem, 12))
