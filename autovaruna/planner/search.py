@@ -8,6 +8,8 @@ from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from itertools import islice
 
+import numpy as np
+
 from autovaruna.planner.bounds.proof import WORTH, Proof
 from autovaruna.planner.candidate import Candidate, Planner
 from autovaruna.planner.cut_points import plan_with_cut_points
@@ -29,9 +31,9 @@ from autovaruna.planner.interleaved import Shape, candidates_of, forced_shapes, 
 from autovaruna.planner.local_search import improve, move_choices, move_counts, move_cuts, move_groups, move_ranks
 from autovaruna.planner.memory.rank_memory import is_within
 from autovaruna.planner.problem import Problem, check_problem, forced_stages
-from autovaruna.planner.ranges import TablesOfGraph
+from autovaruna.planner.ranges import RangeTables, TablesOfGraph
 from autovaruna.planner.records import Plan
-from autovaruna.planner.search_space import cut_positions, micro_batch_counts, stages_per_rank
+from autovaruna.planner.search_space import cut_positions, micro_batch_counts, stages_per_rank, zoomed_positions
 from autovaruna.planner.simplicity import Simplicity, what_was_given_up
 
 _log = logging.getLogger(__name__)
@@ -46,6 +48,8 @@ _TINY = 100
 _NEAR = 1.06
 _BOUNDING = 0.2
 """The share of the seconds of several stages a rank in which bounds say what to simulate."""
+_FINE_SECONDS = 1.0
+"""For cuts between the segments of a large graph."""
 _COUNTS, _NEAR_OF_A_FORMULA = 2, 1.1
 _MOST_GROUPS, _NEAR_OF_SHAPES = 200, 2.0
 _CELLS = 10**6
@@ -135,7 +139,7 @@ class _Search:
         if self.has_all_rows and not self.problem.constraints.stage_ranks:
             grids = grids_of(self.problem, self.tables.num_segments)
             self._simulate([grid for grid in grids if grid not in self.rows], math.inf)
-        self.found = self._proven(self._simplest())
+        self.found = self._proven(self._with_finer_cuts(self._simplest()))
         return self.found
 
     def _try_all(self) -> None:
@@ -286,6 +290,38 @@ class _Search:
                 return replace(whole, given_up=what_was_given_up(whole, best))
         raise explain_infeasible(self.problem, self.tables, self.counts)
 
+    def _with_finer_cuts(self, plan: Plan) -> Plan:
+        """Lets the cuts of a plan move between the segments of a large graph, and again from where they came to."""
+        if self.tables.num_segments == len(self.problem.graph.blocks) or self.problem.constraints.has_fixed_places:
+            return plan
+        candidate = min(self.trials.plans, key=lambda each: _is_other(self.trials.plans[each], plan))
+        cuts = [int(self.tables.positions[start]) for start in candidate.starts]
+        spent = 0.0
+        while spent < _FINE_SECONDS:
+            fine, starts = self._near(candidate, cuts)
+            spent += fine.planner.spent_seconds
+            best = fine.best
+            if best is None or best.predicted_seconds >= plan.predicted_seconds:
+                break
+            whole = fine.planner.predict_whole(best)
+            if not is_within(whole, self.planner.limits):
+                break
+            plan, cuts = replace(whole, given_up=plan.given_up), starts
+        return plan
+
+    def _near(self, candidate: Candidate, cuts: Sequence[int]) -> tuple[Evaluator, list[int]]:
+        """Simulates plans with cuts at any block near those of a candidate; returns them, and the cuts of the best."""
+        tables = RangeTables(self.problem.graph, zoomed_positions(self.problem, cuts, self.tables.num_segments))
+        fine = Evaluator(Planner(self.problem, tables))
+        start = replace(candidate, starts=tuple(int(np.searchsorted(tables.positions, cut)) for cut in cuts))
+        fine.attempt(start)
+        if not candidate.is_interleaved and (cut := cut_for_ranks(fine.planner, start.num_micro_batches, start.ranks)):
+            fine.attempt(cut)
+        for best in fine.best_of_each(lambda each: each, 2, _NEAR):
+            improve(fine, best, _FINE_SECONDS / 4, (move_cuts, move_choices(fine, _FINE_SECONDS / 4)))
+        found = next(iter(fine.best_of_each(lambda each: each, 1, math.inf)), start)
+        return fine, [int(tables.positions[place]) for place in found.starts]
+
     def _proven(self, plan: Plan) -> Plan:
         """Returns the plan with the bytes of its blocks and its bound."""
         self.progress("proving how good the plan is", 1.0)
@@ -294,6 +330,15 @@ class _Search:
         single = min(singles, key=lambda each: each.predicted_seconds, default=None)
         single = self.trials.best if self.most_each == 1 else single
         return self.proof.put_into(plan, single, was_cut_short=self.trials.was_cut_short)
+
+
+def _is_other(plan: Plan, chosen: Plan) -> bool:
+    """Says whether a plan is not the one that was chosen, but for what was predicted of it later."""
+    facts = [
+        (each.num_micro_batches, each.schedule, [(s.blocks, s.ranks, s.needs_recompute) for s in each.stages])
+        for each in (plan, chosen)
+    ]
+    return facts[0] != facts[1]
 
 
 def _kind(candidate: Candidate) -> tuple[int, bool, bool]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -53,6 +54,14 @@ def cut_positions(problem: Problem) -> list[int]:
         inside = np.flatnonzero(shares[: n - 1] == share) + 1
         positions.add(int(inside[np.argmin(crossing[inside])]))
     return sorted(positions)
+
+
+def zoomed_positions(problem: Problem, cuts: Sequence[int], num_segments: int) -> list[int]:
+    """Returns every block near the given cuts (first blocks of stages), as positions."""
+    n = len(problem.graph.blocks)
+    reach = min(max(2, 2 * n // num_segments), MAX_SEGMENTS // max(len(cuts), 1) // 2 + 1)
+    near = {block for cut in cuts[1:] for block in range(cut - reach, cut + reach + 1)}
+    return sorted({0, n, *cuts} | {block for block in near if 0 < block < n})
 
 
 def _crossing_bytes(problem: Problem) -> Array:
