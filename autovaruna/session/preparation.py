@@ -9,7 +9,7 @@ import os
 import stat
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import cached_property, partial
 from itertools import count
 from pathlib import Path
@@ -26,6 +26,7 @@ from autovaruna.graph.batch.state import batch_norms
 from autovaruna.graph.records import Graph
 from autovaruna.graph.traced import TracedModel
 from autovaruna.log import phase
+from autovaruna.planner.candidate import priced
 from autovaruna.planner.deployment import (
     Deployment,
     Fingerprint,
@@ -293,6 +294,10 @@ class Preparation:
 
         plan = self._on_all(read, "loading the deployment")
         return self._world.broadcast_object(plan, 0, "sharing the deployment")  # type: ignore[no-any-return]
+
+    def measured_again(self) -> Plan:
+        """Returns the plan as it is predicted by what is measured now; nothing changes. Collective."""
+        return priced(self.plan, replace(self._measured_problem(), shares_state=self._is_shared))
 
     def _new_plan(self) -> Plan:
         """Measures, searches, and saves the deployment. Collective; rank 0 searches for all."""
