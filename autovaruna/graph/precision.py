@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from threading import Lock
 from typing import Any
 
 import torch
@@ -199,3 +200,38 @@ def _inside(around: Precision, device: Any, dtype: Any, is_enabled: Any) -> Prec
     others = tuple(each for each in around if each.device != device)
     own = (Autocast(device, dtype, True),) if is_enabled else ()
     return tuple(sorted((*others, *own), key=lambda each: each.device))
+
+
+class _Stance:
+    """How ``torch.compile`` runs what it is given, which is of a whole process; its users may be threads."""
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._num_users = 0
+        self._eager: Any = None
+
+    def take(self) -> None:
+        with self._lock:
+            self._num_users += 1
+            if self._num_users == 1:
+                self._eager = torch.compiler.set_stance("force_eager")
+                self._eager.__enter__()
+
+    def give_back(self) -> None:
+        with self._lock:
+            self._num_users -= 1
+            if self._num_users == 0:
+                self._eager.__exit__(None, None, None)
+
+
+_stance = _Stance()
+
+
+@contextmanager
+def compiling_nothing() -> Iterator[None]:
+    """Has ``torch.compile`` run what it is given as it is, on all threads, while the context lasts."""
+    _stance.take()
+    try:
+        yield
+    finally:
+        _stance.give_back()

@@ -19,6 +19,7 @@ from autovaruna.graph.export.errors import quiet_failure
 from autovaruna.graph.export.fakes import fake_like, faked
 from autovaruna.graph.guards import Guards
 from autovaruna.graph.module_state import as_before
+from autovaruna.graph.precision import compiling_nothing
 from autovaruna.graph.tree import flatten
 
 _MOST_KNOWN = 64
@@ -80,7 +81,7 @@ def follows_weights(
             _unchecked_distributions(),
             quiet_failure(),
             as_before(model),
-            torch.compiler.set_stance("force_eager"),
+            compiling_nothing(),
             faked(model, mode, device),
             mode,
             torch.enable_grad(),

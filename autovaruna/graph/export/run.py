@@ -57,7 +57,7 @@ from autovaruna.graph.module_state import as_before, left_tensors, warn_of_left
 from autovaruna.graph.opaque.functions import Function, run_function, take_functions
 from autovaruna.graph.opaque.keep import Keeper, is_of_keeper, kept_whole, packed_sequences, take_modules
 from autovaruna.graph.opaque.run import run_opaque
-from autovaruna.graph.precision import in_precision, noted_precision, switch_in_regions
+from autovaruna.graph.precision import compiling_nothing, in_precision, noted_precision, switch_in_regions
 from autovaruna.graph.random import Draws, noted_draws, python_generators
 from autovaruna.graph.tree import Tree, flatten
 
@@ -375,7 +375,7 @@ class Attempt:
         model, kept, free = self.model, self.kept, FreeLengths()
         with (
             as_before(model),
-            torch.compiler.set_stance("force_eager"),  # torch.compile has nothing to compile on fake tensors
+            compiling_nothing(),  # torch.compile has nothing to compile on fake tensors
             kept_whole(model, outermost(kept.modules), kept.operations, self.device) as keeper,
             packed_sequences(model, keeper),
             faked(model, mode, self.device),

@@ -24,7 +24,7 @@ from autovaruna.graph.export.watchers import without_script_hooks
 from autovaruna.graph.guards import OF_MODULES, entries, hooks_of
 from autovaruna.graph.module_state import changed_attributes, profiling_mode
 from autovaruna.graph.opaque.run import OpaqueModule, forgetting, run_opaque
-from autovaruna.graph.precision import in_precision, precision_of, without_autocast
+from autovaruna.graph.precision import compiling_nothing, in_precision, precision_of, without_autocast
 from autovaruna.graph.random import default_generator, draw_from, own_cache, python_generators, untouched_generator
 from autovaruna.graph.source_lines import modules_of, origin
 from autovaruna.graph.traced import TracedModel
@@ -246,8 +246,7 @@ class Run(fx.Interpreter):
 @contextmanager
 def _as_it_is() -> Iterator[None]:
     """Compiles nothing, and leaves cached values as they are."""
-    eagerly: Any = torch.compiler.set_stance("force_eager")
-    with eagerly, own_cache():
+    with compiling_nothing(), own_cache():
         yield
 
 
