@@ -306,17 +306,7 @@ _COLUMNS = (
 def choices_table(choices: Sequence[Choice]) -> Table:
     """Returns choices as a table, in their order."""
     table = Table(title="choices, fastest first", box=box.SIMPLE_HEAD)
-    for name in (
-        "stages",
-        "replicas",
-        "micro-batch",
-        "micro-batches",
-        "schedule",
-        "step",
-        "samples/s",
-        "memory",
-        "recompute",
-    ):
+    for name in _COLUMNS:
         table.add_column(name, justify="right")
     for choice in choices:
         stages = choice.plan.stages
