@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
-from autovaruna.checkpoint.part import COPIED, HOLD, LEAVE, RECORD, RankPart, read_part, slots_of, write_record
+from autovaruna.checkpoint.part import COPIED, HOLD, LEAVE, RECORD, RankPart, slots_of, write_record
 from autovaruna.checkpoint.state import Content, Subject, compose, config_files
 from autovaruna.checkpoint.write import chunks_of, write_file
 from autovaruna.errors import CheckpointError
@@ -91,13 +91,13 @@ class Snapshots:
         Where memory is short, a warning says so, and there are no more snapshots: the job goes on all the same.
         """
         begin = time.perf_counter()
-        slot = min(self._slots, key=lambda each: -1 if (part := read_part(each)) is None else part.step)
         try:
-            self._write(subject, content, slot)
+            self._write(subject, content, self._slots[0])
         except (OSError, CheckpointError) as error:
             self._is_broken = True
             logger.warning("no more snapshots in memory of this host: %s", error)
             return
+        self._slots.reverse()  # the next one takes the place of the one before this
         self._latest, self._steps_since = content.step, 0
         seconds = time.perf_counter() - begin
         if math.isfinite(self._step_seconds):
