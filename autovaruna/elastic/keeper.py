@@ -37,7 +37,7 @@ from autovaruna.checkpoint.part import (
     write_record,
 )
 from autovaruna.config.files import read_record, write_whole
-from autovaruna.elastic.life import end_all, hold, state_of
+from autovaruna.elastic.life import end_all, hold, is_alive, state_of
 from autovaruna.elastic.server import Server
 from autovaruna.runtime.launcher import remove_leftovers
 from autovaruna.runtime.progress import Progress, attempt_folder, read_predicted, read_work
@@ -97,17 +97,15 @@ class Keeper:
         self._attempt = Attempt(number, None if buddy is None else (str(buddy[0]), int(buddy[1])))
 
     def ping(self) -> dict[str, Any]:
-        """Returns how far the ranks of this host are: of each what it reports, its state, and processor seconds."""
+        """Returns how far the ranks of this host are: of each what it reports, its state, and since when it is gone."""
         found = {}
         predicted: dict[str, float] = {}
         for folder in self._rank_folders():
             progress = Progress.read(folder)
             if progress is not None:
-                state, seconds = state_of(progress.process)
-                silent = time.monotonic() - progress.since
                 rank = int(folder.name.partition("-")[2])
                 gone = time.monotonic() - self._gone.get(folder.name, time.monotonic())
-                more = {"state": state, "cpu_seconds": seconds, "silent": silent, "gone_seconds": gone}
+                more = {"state": state_of(progress.process), "gone_seconds": gone}
                 found[str(rank)] = {**asdict(progress), **more, "work": read_work(folder)}
                 predicted = predicted or read_predicted(folder)
         attempt = self._attempt
@@ -141,7 +139,7 @@ class Keeper:
         if namespace:
             num_ended += end_all(namespace.encode())
         deadline = time.monotonic() + _PATIENCE_SECONDS  # the standby process ends those that it has forked
-        while any(state_of(process)[0] not in ("", "Z") for process in ranks) and time.monotonic() < deadline:
+        while any(map(is_alive, ranks)) and time.monotonic() < deadline:
             time.sleep(0.01)
         remove_leftovers(least_seconds=0.0)
         return num_ended
@@ -212,7 +210,7 @@ class Keeper:
             time.sleep(_LOOK_SECONDS)
             for folder in self._rank_folders():
                 progress = Progress.read(folder) if folder.name not in self._gone else None
-                if progress is not None and state_of(progress.process)[0] in ("", "Z"):
+                if progress is not None and not is_alive(progress.process):
                     self._gone[folder.name] = time.monotonic()
 
     # copies on another host
@@ -409,7 +407,7 @@ def main() -> None:
         Standby(folder)
     keeper = Keeper(folder, token, settings["standby"], settings.get("file", ""))
     line = Line(keeper)
-    line.write({"port": keeper.port, "host": socket.gethostname(), "cores": len(os.sched_getaffinity(0))})
+    line.write({"port": keeper.port, "host": socket.gethostname()})
     threading.Thread(target=line.end_if_silent, daemon=True).start()
     line.follow()
     keeper.quit()

@@ -56,7 +56,7 @@ def end_all(words: bytes) -> int:
     """
     num_ended = 0
     deadline = time.monotonic() + _PATIENCE_SECONDS
-    while (left := [each for each in processes_with(words) if not _is_ending(each)]) and time.monotonic() < deadline:
+    while (left := list(filter(is_alive, processes_with(words)))) and time.monotonic() < deadline:
         num_ended += len(left)
         for process in left:
             with suppress(OSError):
@@ -65,21 +65,14 @@ def end_all(words: bytes) -> int:
     return num_ended
 
 
-def _is_ending(process: int) -> bool:
-    """Says whether a process has ended and waits for its parent to notice."""
+def state_of(process: int) -> str:
+    """Returns the state of a process as the system names it: ``T`` is stopped, ``Z`` has ended; empty: it has gone."""
     try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+        return Path(f"/proc/{process}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
     except OSError:
-        return True
+        return ""
 
 
-def state_of(process: int) -> tuple[str, float]:
-    """Returns the state of a process as the system names it, ``T`` for one that is stopped, and its processor seconds.
-
-    Empty, and 0, for one that has gone.
-    """
-    try:
-        fields = Path(f"/proc/{process}/stat").read_text(errors="replace").rpartition(")")[2].split()
-    except OSError:
-        return "", 0.0
-    return fields[0], (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+def is_alive(process: int) -> bool:
+    """Says whether a process is there and has not ended."""
+    return state_of(process) not in ("", "Z")

@@ -34,7 +34,6 @@ class Link:
     Attributes:
         host: the same.
         port: where other keepers and ranks find the keeper.
-        cores: cores of the host.
         words: what the keeper or ssh wrote last, to say why it is gone.
         began: when it was started, on the monotonic clock, seconds.
         report: what the keeper last said of its ranks, which it is asked every second.
@@ -42,7 +41,7 @@ class Link:
 
     def __init__(self, host: str, settings: dict[str, Any]) -> None:
         self.host = host
-        self.port = self.cores = 0
+        self.port = 0
         self.words = ""
         self.began = time.monotonic()
         self._num_missed = 0
@@ -153,7 +152,7 @@ class Link:
 
     def _take(self, found: dict[str, Any]) -> None:
         if "port" in found:
-            self._name, self.cores = found["host"], found["cores"]
+            self._name = found["host"]
             self.port = found["port"]
             return
         with self._lock:

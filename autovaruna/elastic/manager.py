@@ -351,7 +351,7 @@ class Manager:
                 self._let_go(hosts)
             self._save_if_due(hosts)
             if leaving is None and (leaving := self._reason_to_leave(hosts)) is not None:
-                deadline = time.monotonic() + self._patience(leaving)
+                deadline = time.monotonic() + self._patience()
                 if not self._watch.holds_any:
                     return leaving
                 self._ask(hosts, "leave")
@@ -460,7 +460,7 @@ class Manager:
             return Outcome(f"host {', '.join(other)} has other numbers of ranks", is_fault=False)
         return None
 
-    def _patience(self, leaving: Outcome) -> float:
+    def _patience(self) -> float:
         """Returns how long ranks may take to come to a border, seconds."""
         left = [until - time.monotonic() for until in self._noticed.values()]
         return max(0.0, min([*left, _LEAVE_SECONDS]) - 1.0) if left and min(left) < float("inf") else _LEAVE_SECONDS
