@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import suppress
@@ -352,7 +352,8 @@ class Manager:
             self._save_if_due(hosts)
             if leaving is None and (leaving := self._reason_to_leave(hosts)) is not None:
                 deadline = time.monotonic() + self._patience()
-                if not self._watch.holds_any:
+                self._take_now(hosts)
+                if not self._watch.can_leave:
                     return leaving
                 self._ask(hosts, "leave")
             if leaving is not None and time.monotonic() > deadline:
@@ -367,16 +368,17 @@ class Manager:
                 continue
             if status == LEFT or leaving is not None:
                 return leaving or self._leaves_by_itself()
-            return self._or_lost(hosts, self._by_rank(hosts, job, rank, status))
+            lost = self._take_now(hosts)
+            return self._or_lost(lost, self._by_rank(job, rank, status))
         if not job.is_running:
             status = job.wait()
-            self._take_now(hosts)
+            lost = self._take_now(hosts)
             if status == 0 and not self._watch.hosts_that_hear:
                 return Outcome("the job has finished", 0, is_fault=False)
             if leaving is not None or self._watch.hosts_that_hear:
                 return leaving or self._leaves_by_itself()
             why = f"mpirun ended with status {status} before every rank had finished"
-            return self._or_lost(hosts, Outcome(why) if job.output.has_started else Outcome(why, status or 1))
+            return self._or_lost(lost, Outcome(why) if job.output.has_started else Outcome(why, status or 1))
         if lost := [host for host in hosts if self._is_lost(host)]:
             return Outcome(f"host {', '.join(lost)} was lost", lost=tuple(lost))
         if (hang := self._watch.hang()) is not None:
@@ -391,32 +393,31 @@ class Manager:
         is_late = not link.is_up and time.monotonic() - link.began > _REOPEN_SECONDS
         return is_late or (link.is_gone and host in self._delays)
 
-    def _or_lost(self, hosts: dict[str, int], outcome: Outcome) -> Outcome:
+    def _or_lost(self, lost: Sequence[str], outcome: Outcome) -> Outcome:
         """Returns the outcome, or that hosts were lost, if any does not answer: what ranks said follows from it."""
-        asked = self._ask(hosts, "ping")
-        lost = tuple(sorted(hosts.keys() - answers(asked, _BEAT_SECONDS).keys()))
         if not lost:
             return outcome
         for host in lost:
             if (link := self._links.get(host)) is not None:
                 link.cut()
-        return Outcome(f"host {', '.join(lost)} was lost", lost=lost, began=outcome.began)
+        return Outcome(f"host {', '.join(lost)} was lost", lost=tuple(lost), began=outcome.began)
 
-    def _take_now(self, hosts: Iterable[str]) -> None:
-        """Takes what keepers say of their ranks now."""
-        for host, report in answers(self._ask(hosts, "ping"), _BEAT_SECONDS).items():
+    def _take_now(self, hosts: Iterable[str]) -> list[str]:
+        """Takes what keepers say of their ranks now; returns the hosts that do not answer."""
+        reports = answers(self._ask(hosts, "ping"), _BEAT_SECONDS)
+        for host, report in reports.items():
             self._watch.take(host, report)
+        return sorted(set(hosts) - reports.keys())
 
     def _ask(self, hosts: Iterable[str], do: str, **arguments: Any) -> dict[str, Future[Any]]:
         return {host: self._links[host].ask(do, **arguments) for host in hosts if host in self._links}
 
-    def _by_rank(self, hosts: Iterable[str], job: Job, rank: int, status: int) -> Outcome:
+    def _by_rank(self, job: Job, rank: int, status: int) -> Outcome:
         """Returns the outcome where a rank has ended: for what its script did, or after another one.
 
         A job that has not come to any step ends with the error of its script.
         """
         if status == LOST_OTHERS:
-            self._take_now(hosts)
             first = next(((its, each) for its, each in job.output.ended.items() if each not in (0, status)), None)
             if first is None:
                 return Outcome(self._watch.words_of_gone(job.output.ended) or f"rank {rank} has lost other ranks")

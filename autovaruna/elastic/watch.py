@@ -121,6 +121,12 @@ class Watch:
         """Whether the ranks of this run keep their states in memory of hosts."""
         return any(state["newest"] is not None for state in self._states.values())
 
+    @property
+    def can_leave(self) -> bool:
+        """Whether the ranks of this run have trained and can end at the next border with all that they have done."""
+        reports = [seen.report for seen in self._ranks.values()]
+        return any(its["is_kept"] and its["calls"] > its["is_inside"] for its in reports)
+
     def holds_state(self, hosts: Iterable[str]) -> bool:
         """Says whether hosts have a whole state of this run, and each of several a copy of another's."""
         states = [self._states.get(host) for host in hosts]

@@ -10,7 +10,6 @@ import json
 import mmap
 import os
 import struct
-import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from autovaruna.config.files import write_whole
 
 VARIABLE = "VARUNA_JOB"
 """Holds where a rank of a job with a manager finds its host's memory, as JSON."""
-_FORMAT = struct.Struct("<5Q2d")
+_FORMAT = struct.Struct("<6Qd")
 _NUM_KEPT = 64
 _WORK = struct.Struct("<Qd")
 _FILE, _PREDICTED = "progress", "predicted.json"
@@ -76,7 +75,7 @@ class Progress:
         steps: steps of the optimizer, of all attempts.
         hears_end: whether it has been asked to end.
         work_seconds: seconds that its stages have computed, waits left out.
-        since: when its last call began or ended, on the host's monotonic clock, seconds.
+        is_kept: whether it takes snapshots, so that it can leave at a border between two steps.
     """
 
     process: int = 0
@@ -85,22 +84,22 @@ class Progress:
     steps: int = 0
     hears_end: bool = False
     work_seconds: float = 0.0
-    since: float = 0.0
+    is_kept: bool = False
 
     def pack(self) -> bytes:
         """Returns it as bytes."""
-        numbers = self.process, self.calls, self.is_inside, self.steps, self.hears_end
-        return _FORMAT.pack(*numbers, self.work_seconds, self.since)
+        numbers = self.process, self.calls, self.is_inside, self.steps, self.hears_end, self.is_kept
+        return _FORMAT.pack(*numbers, self.work_seconds)
 
     @staticmethod
     def read(rank_folder: Path) -> Progress | None:
         """Returns what a rank has last written; None: it has not started."""
         try:
             data = (rank_folder / _FILE).read_bytes()
-            process, calls, is_inside, steps, hears_end, work, since = _FORMAT.unpack(data[: _FORMAT.size])
+            process, calls, is_inside, steps, hears_end, is_kept, work = _FORMAT.unpack(data[: _FORMAT.size])
         except (OSError, struct.error):
             return None
-        return Progress(process, calls, bool(is_inside), steps, bool(hears_end), work, since)
+        return Progress(process, calls, bool(is_inside), steps, bool(hears_end), work, bool(is_kept))
 
 
 def read_work(rank_folder: Path) -> list[tuple[int, float]]:
@@ -125,7 +124,7 @@ class Reporter:
         rank_folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._folder = rank_folder
         self._has_predicted = False
-        self.progress = Progress(os.getpid(), since=time.monotonic())
+        self.progress = Progress(os.getpid())
         size = _FORMAT.size + _NUM_KEPT * _WORK.size
         with open(rank_folder / _FILE, "w+b") as file:
             file.truncate(size)
@@ -148,11 +147,11 @@ class Reporter:
         place = _FORMAT.size + progress.calls % _NUM_KEPT * _WORK.size
         work = progress.calls, work_seconds - progress.work_seconds
         self._memory[place : place + _WORK.size] = _WORK.pack(*work)
-        progress.calls, progress.is_inside, progress.since = progress.calls + 1, True, time.monotonic()
+        progress.calls, progress.is_inside = progress.calls + 1, True
         progress.steps, progress.hears_end, progress.work_seconds = steps, hears_end, work_seconds
         self.write()
 
     def end_call(self) -> None:
         """Notes that the script goes on."""
-        self.progress.is_inside, self.progress.since = False, time.monotonic()
+        self.progress.is_inside = False
         self.write()

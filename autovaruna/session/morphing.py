@@ -87,6 +87,8 @@ class Morphing:
             return Content(step, position, more, scaler, lr_scheduler, self._generators)
 
         self._content = content
+        self._reporter.progress.is_kept = True
+        self._reporter.write()
 
     def _note_generators(self, *_: object) -> None:
         self._generators = generator_states()

@@ -23,7 +23,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 def rank(calls: int, is_inside: bool = True, state: str = "S", gone: float = 0.0, **more: Any) -> dict[str, Any]:
     """Returns what a keeper says of a rank."""
     said = {"calls": calls, "steps": calls, "is_inside": is_inside, "state": state, "gone_seconds": gone}
-    return {**said, "hears_end": False, "work_seconds": 0.0, "work": [], **more}
+    return {**said, "hears_end": False, "is_kept": True, "work_seconds": 0.0, "work": [], **more}
 
 
 def report(newest: int | None = None, copied: object = None, **ranks: dict[str, Any]) -> dict[str, Any]:
@@ -127,6 +127,16 @@ def test_a_state_is_held_once_each_host_has_it_and_a_copy(clock: SimpleNamespace
     assert watch.holds_any and not watch.holds_state(["a", "b"]) and watch.holds_state(["a"])
     watch.take("a", report(newest=4, copied=[1, 3], r0=rank(5)))
     assert watch.holds_state(["a", "b"])
+
+
+def test_ranks_can_leave_at_a_border_once_they_have_trained_and_take_snapshots(clock: SimpleNamespace) -> None:
+    watch = Watch(1)
+    assert not watch.can_leave
+    for its, expected in ((rank(1), False), (rank(1, is_inside=False), True), (rank(2), True)):
+        watch.take("a", report(r0=its))
+        assert watch.can_leave is expected
+    watch.take("a", report(r0=rank(2, is_kept=False)))
+    assert not watch.can_leave
 
 
 def test_the_first_that_went_is_named(clock: SimpleNamespace) -> None:

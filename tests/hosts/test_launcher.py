@@ -139,11 +139,12 @@ def test_an_interrupted_manager_leaves_nothing(two_hosts: Hosts):
         assert not leftovers(two_hosts, CLEAN_SECONDS)
 
 
-def test_a_manager_that_is_asked_to_end_saves_and_the_next_one_goes_on(two_hosts: Hosts):
+@pytest.mark.parametrize("num_steps", [2, 10])
+def test_a_manager_that_is_asked_to_end_saves_and_the_next_one_goes_on(two_hosts: Hosts, num_steps: int):
     alone = two_hosts.run("h1", [sys.executable, SCRIPT, "40", "0"]).stdout.splitlines()[1:]
     saved = two_hosts.shared / "saved"
     with managed(two_hosts, ["40", "0.1", str(saved)], ["--checkpoints", str(saved)]) as job:
-        job.wait_for_steps(10)
+        job.wait_for_steps(num_steps)
         job.command.send_signal(signal.SIGTERM)
         assert job.finish() == 75, job.text
         done = job.losses()
