@@ -27,7 +27,7 @@ from autovaruna.checkpoint.source import Source, choose, open_source
 from autovaruna.checkpoint.state import Content
 from autovaruna.config.settings import Settings, resolve, whole_number
 from autovaruna.errors import InputError, OrderError
-from autovaruna.graph.export.methods import OwnMethods, method_of
+from autovaruna.graph.export.fakes import OwnMethods, method_of
 from autovaruna.planner.records import Plan
 from autovaruna.runtime.direct_calls import own_code
 from autovaruna.runtime.environment import promise, show_errors_in_few_lines

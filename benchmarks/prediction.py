@@ -262,7 +262,7 @@ def take_turns(preparation: Preparation, step: Callable[[], float], count: int, 
 
 def take_turn(preparation: Preparation, step: Callable[[], float], world: World) -> Turn:
     """Predicts from what is measured now, then takes steps, each as slow as its slowest rank. Collective."""
-    from autovaruna.profiler.time import call_seconds
+    from autovaruna.profiler.measure import call_seconds
 
     call_seconds.cache_clear()
     references = [reference_seconds(world)]

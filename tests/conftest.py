@@ -86,4 +86,4 @@ def _own_seed() -> None:
 @pytest.fixture(autouse=True)
 def _short_looks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Has ranks look at their speeds for a moment only: what else runs beside the tests is not what these are about."""
-    monkeypatch.setattr("autovaruna.profiler.time._LEAST_SECONDS", 0.0)
+    monkeypatch.setattr("autovaruna.profiler.measure._LEAST_SECONDS", 0.0)

@@ -1,12 +1,12 @@
 """Learns what torch.export does not record: gradients, aliases, mutations, randomness and arithmetic of each node.
 
-The graph runs once on fake tensors (shapes alone, no numbers) of one batch size, under autograd.
-"""
+The graph runs once on fake tensors (shapes alone, no numbers) of one batch size, under autograd."""
 
 from __future__ import annotations
 
+import math
 import operator
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -20,7 +20,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from autovaruna._torch import FakeTensorMode, OpOverload, pytree
 from autovaruna.errors import TraceError
-from autovaruna.graph import flops
 from autovaruna.graph.batch.operators import Counting, changed_statistics, is_random
 from autovaruna.graph.call import CallSpec, InputSpec
 from autovaruna.graph.export.errors import reason_of
@@ -29,6 +28,79 @@ from autovaruna.graph.export.fakes import example_inputs, fake_like
 from autovaruna.graph.lengths import Sizes
 from autovaruna.graph.precision import in_precision, precision_of, without_autocast
 from autovaruna.graph.source_lines import origin
+
+_aten = torch.ops.aten
+Shape = Sequence[int]
+
+
+class _NoModules(nullcontext[None]):
+    """Stands for torch's tracker of modules, whose hooks fail in an autograd function that calls modules."""
+
+    parents = frozenset({"Global"})
+
+
+def flop_counter() -> FlopCounterMode:
+    """Returns a counter for everything that runs in its context, whichever module it is in."""
+    made = FlopCounterMode(display=False, custom_mapping=_FORMULAS | _of_transformers())
+    made.mod_tracker = _NoModules()  # type: ignore[assignment]
+    return made
+
+
+def flop_formulas() -> dict[Any, Callable[..., int]]:
+    """Returns, for each operation with a formula, a function of its arguments and of ``out_val``, its result."""
+    registry: dict[Any, Callable[..., int]] = flop_counter().flop_registry
+    return registry
+
+
+def _attention(query: Shape, key: Shape, value: Shape, *rest: Any, **more: Any) -> int:
+    """Products with keys and values, which may have fewer heads; (batch, heads, tokens, features)."""
+    return 2 * math.prod(query[:-1]) * key[-2] * (query[-1] + value[-1])
+
+
+def _attention_backward(gradient: Shape, query: Shape, key: Shape, value: Shape, *rest: Any, **more: Any) -> int:
+    """Scores are computed again; gradients of scores and values, then of queries and keys."""
+    return 2 * math.prod(query[:-1]) * key[-2] * (3 * query[-1] + 2 * value[-1])
+
+
+def _recurrent(x: Shape, of_input: Shape, of_hidden: Shape, *rest: Any, **more: Any) -> int:
+    """One layer in one direction: two products for each step of each sample; (steps, samples, features)."""
+    return 2 * x[0] * x[1] * (math.prod(of_input) + math.prod(of_hidden))
+
+
+def _recurrent_gpu(x: Shape, weights: Sequence[Shape], *rest: Any, **more: Any) -> int:
+    return 2 * x[0] * x[1] * sum(math.prod(weight) for weight in weights if len(weight) == 2)
+
+
+def _product(matrix: Shape, *rest: Any, **more: Any) -> int:
+    return 2 * math.prod(matrix)
+
+
+def _grouped(one: Shape, other: Shape, *rest: Any, **more: Any) -> int:
+    """Products of groups of rows, each with a matrix of its own: every row takes part in one product."""
+    return 2 * math.prod(one) * other[-1]
+
+
+def _of_transformers() -> dict[Any, Callable[..., int]]:
+    """Returns the formulas of operators that the library transformers adds once it is imported."""
+    own = torch.ops.transformers
+    names = {"grouped_mm_fallback": _grouped, "grouped_mm_fallback_backward": lambda *args, **more: 2 * _grouped(*args)}
+    return {getattr(own, name): formula for name, formula in names.items() if hasattr(own, name)}
+
+
+_ATTENTIONS = ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention")
+_FORMULAS: dict[Any, Callable[..., int]] = {
+    **{getattr(_aten, f"_scaled_dot_product_{name}"): _attention for name in _ATTENTIONS},
+    **{getattr(_aten, f"_scaled_dot_product_{name}_backward"): _attention_backward for name in _ATTENTIONS},
+    _aten.mkldnn_rnn_layer: _recurrent,
+    _aten.mkldnn_rnn_layer_backward: lambda *args, **more: 2 * _recurrent(*args),
+    _aten._cudnn_rnn: _recurrent_gpu,
+    _aten._cudnn_rnn_backward: lambda *args, **more: 2 * _recurrent_gpu(*args),
+    _aten.mv: _product,
+    _aten.dot: _product,
+    _aten.addmv: lambda vector, matrix, *rest, **more: 2 * math.prod(matrix),
+    _aten.addr: _product,
+    _aten._grouped_mm: _grouped,
+}
 
 
 @dataclass(frozen=True)
@@ -186,7 +258,7 @@ def learn(
         attributes[name] = memo[id(tensor)]
     inputs = example_inputs(call, batch_size, mode, device)
     with mode, without_autocast():
-        graph_pass = _Pass(exported.module, attributes, flops.counter())
+        graph_pass = _Pass(exported.module, attributes, flop_counter())
         graph_pass.run(*inputs, enable_io_processing=False)
     return graph_pass.facts | _later_in_need(exported.module.graph, graph_pass.facts)
 

@@ -15,7 +15,7 @@ from torch import Tensor, fx
 
 from autovaruna._torch import OpOverload
 from autovaruna.graph.batch.interpret import counted
-from autovaruna.graph.export.assertions import check
+from autovaruna.graph.export.idioms import check
 from autovaruna.graph.facts import Fact, KnownGraph
 from autovaruna.graph.lengths import Sizes
 from autovaruna.graph.precision import cast_dtype, precision_of

@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 
 from autovaruna._torch import NormBase, warn_of_untried
 from autovaruna.errors import TraceError
-from autovaruna.graph.batch.mixing import refuse_mixing
+from autovaruna.graph.batch.refusals import refuse_mixing
 from autovaruna.graph.batch.state import steady_state
 from autovaruna.graph.batch.totals import NO_TOTALS, take_totals
 from autovaruna.graph.call import CallSpec

@@ -17,7 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from autovaruna._torch import FakeTensor, TorchDispatchMode, is_profiler_enabled, pytree
 from autovaruna.config.files import Whole
 from autovaruna.graph.facts import storage_of
-from autovaruna.graph.pieces.deferral import Deferred
+from autovaruna.graph.pieces import Deferred
 from autovaruna.profiler.work import Work
 
 _QUIET = "KINETO_LOG_LEVEL", "99"

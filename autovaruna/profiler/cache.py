@@ -122,7 +122,7 @@ class ProfileCache:
 
 
 _CPU_INFO = Path("/proc/cpuinfo")
-_METHOD = ("bytes", "measure", "time", "work")
+_METHOD = ("bytes", "measure", "work")
 
 
 def environment(device: torch.device, num_sharing: int = 1, *, splits: bool = True) -> dict[str, Any]:

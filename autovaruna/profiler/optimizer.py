@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from autovaruna._torch import pytree
 from autovaruna.profiler.bytes import meter_of
+from autovaruna.profiler.measure import own_clock
 from autovaruna.profiler.records import OptimizerCost
 from autovaruna.profiler.separable import CannotCopyError, copy_for, nested
-from autovaruna.profiler.time import own_clock
 
 _SMALL, _NUM_SMALL = (16, 16), 8
 _LARGE_BYTES = 32 << 20

@@ -23,10 +23,9 @@ from autovaruna._torch import FakeTensorMode, OpOverload, TorchDispatchMode, cur
 from autovaruna.config.files import PACKAGED, Amount, Positive, at_home, conf_dir, read_record, read_toml, shown
 from autovaruna.config.settings import BYTES, REFUSALS
 from autovaruna.errors import ConfigError, MeasureError
-from autovaruna.graph import flops
 from autovaruna.graph.export.fakes import fake_like
-from autovaruna.graph.facts import storage_of
-from autovaruna.graph.pieces.extract import Argument, Source
+from autovaruna.graph.facts import flop_formulas, storage_of
+from autovaruna.graph.pieces import Argument, Source
 from autovaruna.graph.source_lines import failed_at
 from autovaruna.graph.traced import TracedModel
 from autovaruna.profiler.bytes import count_bytes, count_deferred_bytes
@@ -293,7 +292,7 @@ def predict(
     parts = distinct([part for part in (*block_parts(traced), repeated_part(traced)) if part.nodes])
     jobs = [(part, size) for size in micro_batch_sizes for part in parts]
     costs: dict[Key, PartCost] = {}
-    formulas = flops.formulas()
+    formulas = flop_formulas()
     samples = _FakeSamples(traced, model, _CPU, is_gpu=device.kind == "cuda")
     for done, (part, size) in enumerate(jobs):
         costs[part.signature, size] = _predict_one(part, samples, size, device, formulas)

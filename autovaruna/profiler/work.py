@@ -21,8 +21,7 @@ from torch import Tensor, fx, nn
 
 from autovaruna._torch import OpOverload
 from autovaruna.graph.grouping import signature
-from autovaruna.graph.pieces.deferral import Deferred, SplitPiece, direct, split_backward
-from autovaruna.graph.pieces.extract import Argument, Piece, Source, extract
+from autovaruna.graph.pieces import Argument, Deferred, Piece, Source, SplitPiece, direct, extract, split_backward
 from autovaruna.graph.precision import precision_of
 from autovaruna.graph.random import RandomStream
 from autovaruna.graph.records import Block

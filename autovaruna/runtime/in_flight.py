@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
-from autovaruna.graph.pieces.deferral import Deferred
+from autovaruna.graph.pieces import Deferred
 from autovaruna.runtime.batch import Job, MicroBatch
 from autovaruna.runtime.mail import Mail, Parcel
 from autovaruna.runtime.transport.base import empty_on_host, is_dense

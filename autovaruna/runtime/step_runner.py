@@ -27,7 +27,7 @@ from autovaruna.graph.call import InputSpec
 from autovaruna.graph.export.watchers import show
 from autovaruna.graph.opaque.run import forgetting
 from autovaruna.graph.outputs import OutputKind, OutputSpec
-from autovaruna.graph.pieces.deferral import Deferred
+from autovaruna.graph.pieces import Deferred
 from autovaruna.graph.precision import is_autocast, without_autocast
 from autovaruna.graph.random import RandomStream, untouched_generator
 from autovaruna.graph.source_lines import failed_at

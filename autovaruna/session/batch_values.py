@@ -14,8 +14,7 @@ from torch import Tensor
 
 from autovaruna.graph.batch.values import Merge
 from autovaruna.graph.lengths import free_value
-from autovaruna.graph.pieces.deferral import direct
-from autovaruna.graph.pieces.extract import Argument, Piece, Source, extract
+from autovaruna.graph.pieces import Argument, Piece, Source, direct, extract
 from autovaruna.graph.precision import is_autocast, without_autocast
 from autovaruna.graph.traced import TracedModel
 from autovaruna.runtime.batch import GlobalBatch

@@ -16,9 +16,9 @@ from autovaruna.config.settings import Settings
 from autovaruna.errors import PlanError
 from autovaruna.graph.random import untouched_generator
 from autovaruna.graph.records import Graph
+from autovaruna.profiler.measure import Pace, call_seconds, measure_pace
 from autovaruna.profiler.optimizer import measure_step, state_factor
 from autovaruna.profiler.records import Cluster, OptimizerCost
-from autovaruna.profiler.time import Pace, call_seconds, measure_pace
 from autovaruna.runtime.transport.links import measure_links, measure_sums
 from autovaruna.runtime.transport.torch_channel import open_to_measure
 from autovaruna.runtime.world import World

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from autovaruna.config.settings import Settings
 from autovaruna.errors import AutoVarunaError, InputError, RankError
-from autovaruna.graph.batch.losses import refuse_other_losses
+from autovaruna.graph.batch.refusals import refuse_other_losses
 from autovaruna.graph.batch.state import refuse_single_values
 from autovaruna.graph.call import CallSpec
 from autovaruna.graph.export.errors import warn_once
@@ -22,8 +22,7 @@ from autovaruna.graph.guards import GONE, Guards, Unusable, UsedError
 from autovaruna.graph.lengths import Places
 from autovaruna.graph.trace import trace
 from autovaruna.graph.traced import TracedModel, is_same_graph
-from autovaruna.graph.verify.by_parts import Parts, warn_untried
-from autovaruna.graph.verify.eager_vs_graph import compare
+from autovaruna.graph.verify import Parts, compare, warn_untried
 from autovaruna.log import phase
 from autovaruna.runtime.batch import GlobalBatch
 from autovaruna.runtime.weights.remote_parameter import RemoteTensor

@@ -13,8 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from autovaruna.errors import InputError
-from autovaruna.graph.pieces.deferral import Deferred, SplitPiece, direct, split_backward
-from autovaruna.graph.pieces.extract import Argument, Source
+from autovaruna.graph.pieces import Argument, Deferred, Source, SplitPiece, direct, split_backward
 from autovaruna.graph.random import RandomStream
 from autovaruna.stage.split import StagePart
 

@@ -15,7 +15,7 @@ from torch import fx
 
 from autovaruna.errors import PlanError
 from autovaruna.graph.export.watchers import WatchedCall
-from autovaruna.graph.pieces.extract import Piece, extract, reads
+from autovaruna.graph.pieces import Piece, extract, reads
 from autovaruna.graph.traced import TracedModel
 
 

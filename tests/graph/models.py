@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from autovaruna.graph.call import CallSpec, describe
-from autovaruna.graph.pieces.extract import Argument, Piece, Source, extract
+from autovaruna.graph.pieces import Argument, Piece, Source, extract
 from autovaruna.graph.random import RandomStream, untouched_generator
 from autovaruna.graph.trace import trace
 from autovaruna.graph.traced import TracedModel

@@ -20,7 +20,7 @@ from autovaruna.graph.export.run import Options
 from autovaruna.graph.outputs import OutputKind
 from autovaruna.graph.trace import trace
 from autovaruna.graph.traced import TracedModel
-from autovaruna.graph.verify.eager_vs_graph import compare
+from autovaruna.graph.verify import compare
 from tests.graph.models import CPU, Function, call_of, traced
 
 X = torch.linspace(-1, 1, 48).reshape(4, 12)
@@ -34,7 +34,7 @@ def net(*more: nn.Module) -> nn.Sequential:
 def look(model: nn.Module, trace: TracedModel | None = None) -> None:
     """Compares; a comparison that cannot be made is an error, too."""
     messages: list[str] = []
-    logger = logging.getLogger("autovaruna.graph.verify.eager_vs_graph")
+    logger = logging.getLogger("autovaruna.graph.verify")
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
     level = logger.level

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from autovaruna.errors import TraceError
-from autovaruna.graph.verify.eager_vs_graph import compare
+from autovaruna.graph.verify import compare
 from tests.graph.models import CPU, Function, traced
 
 X = torch.zeros(3, 4)

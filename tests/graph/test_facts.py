@@ -15,7 +15,7 @@ from autovaruna.errors import TraceError
 from autovaruna.graph.batch.operators import Means, Trait, operator_of, rows
 from autovaruna.graph.batch.values import Merge
 from autovaruna.graph.call import describe
-from autovaruna.graph.verify.eager_vs_graph import EagerVsGraph, compare
+from autovaruna.graph.verify import EagerVsGraph, compare
 from tests.catalogue import CASES
 from tests.graph.models import CPU, Function, named, traced, traced_function
 

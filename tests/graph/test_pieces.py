@@ -15,8 +15,7 @@ from torch import Tensor, fx, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from autovaruna.graph.call import describe
-from autovaruna.graph.pieces.deferral import Deferred, direct, split_backward
-from autovaruna.graph.pieces.extract import Argument, Piece, Source, extract
+from autovaruna.graph.pieces import Argument, Deferred, Piece, Source, direct, extract, split_backward
 from autovaruna.graph.trace import trace
 from autovaruna.graph.traced import TracedModel
 from autovaruna.profiler.measure import measure

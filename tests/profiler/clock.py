@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autovaruna.graph import flops
-from autovaruna.profiler import time
+from autovaruna.graph.facts import flop_formulas
+from autovaruna.profiler import measure as clocks
 
 TICK_SECONDS = 1e-6
 """What an operation on numbers takes."""
@@ -30,7 +30,7 @@ class WorkClock(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.seconds = 0.0
-        self._formulas: dict[Any, Callable[..., int]] = flops.formulas()
+        self._formulas: dict[Any, Callable[..., int]] = flop_formulas()
 
     def __call__(self) -> float:
         """Reads the clock."""
@@ -55,8 +55,8 @@ def work_clock(*modules: ModuleType) -> Iterator[WorkClock]:
         for module in modules:
             patch.setattr(module, "perf_counter", clock, raising=False)
             patch.setattr(module, "own_clock", lambda device: clock)
-        for measured in (time.call_seconds, time.split_seconds):
-            patch.setattr(time, measured.__name__, lru_cache(measured.__wrapped__))
+        for measured in (clocks.call_seconds, clocks.split_seconds):
+            patch.setattr(clocks, measured.__name__, lru_cache(measured.__wrapped__))
         yield clock
 
 

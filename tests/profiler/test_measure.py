@@ -18,14 +18,12 @@ from torch import Tensor, nn
 from autovaruna.errors import MeasureError
 from autovaruna.graph.call import describe
 from autovaruna.graph.trace import trace
-from autovaruna.profiler import time
-from autovaruna.profiler import time as clocks
+from autovaruna.profiler import measure as clocks
 from autovaruna.profiler.bytes import count_deferred_bytes
 from autovaruna.profiler.cache import load_measured, save_measured
-from autovaruna.profiler.measure import measure, merge, to_profile
+from autovaruna.profiler.measure import measure, measure_pace, merge, own_clock, to_profile
 from autovaruna.profiler.records import Profile
 from autovaruna.profiler.roofline import predict
-from autovaruna.profiler.time import measure_pace, own_clock
 from autovaruna.profiler.work import Part, Samples, block_parts, make_work
 from tests.catalogue import CASES
 from tests.profiler.clock import TICK_SECONDS, plain_seconds, work_clock
@@ -123,7 +121,7 @@ def test_blocks_add_up_to_the_model(name: str) -> None:
     model, (args, kwargs) = case.model(), case.batch(16, 0)
     tensors, call = describe(model, args, kwargs)
     graph = trace(model, call, CPU)
-    with work_clock(time) as clock:
+    with work_clock(clocks) as clock:
         costs = profile(graph, model, [16], CPU, iterations=2, inputs=tensors).costs[0]
         forward, backward = plain_seconds(clock, lambda: case.loss_of(model(*args, **kwargs), (args, kwargs)))
     assert sum(cost.forward_seconds for cost in costs) == pytest.approx(forward, rel=0.02)
@@ -136,7 +134,7 @@ def test_twice_the_layers_take_twice_as_long() -> None:
     for num_layers in (24, 48):
         model = Mlp(num_layers, 64)
         graph = traced(model, torch.zeros(3, 64))
-        with work_clock(time):
+        with work_clock(clocks):
             costs = profile(graph, model, [32], CPU, iterations=2).costs[0]
         totals.append(sum(cost.forward_seconds + cost.backward_seconds for cost in costs))
     assert totals[1] / totals[0] == pytest.approx(2.0, rel=0.02)
@@ -144,15 +142,15 @@ def test_twice_the_layers_take_twice_as_long() -> None:
 
 def test_an_empty_call_costs_little() -> None:
     """What is subtracted from every measurement is the work of an operation or two, and never less than nothing."""
-    with work_clock(time):
-        forward, backward = time.call_seconds(2, CPU)
+    with work_clock(clocks):
+        forward, backward = clocks.call_seconds(2, CPU)
     assert 0 <= forward < 1e-5 and 0 <= backward < 1e-5
-    assert all(seconds > 0 for seconds in time.call_seconds(2, CPU))
+    assert all(seconds > 0 for seconds in clocks.call_seconds(2, CPU))
 
 
 def test_speed_is_that_of_a_fixed_kernel() -> None:
     """Two products and two passes over their results, each time."""
-    with work_clock(time):
+    with work_clock(clocks):
         pace = measure_pace(CPU)
     assert pace.typical == pytest.approx(pace.mean) == pytest.approx(TICK_SECONDS * 2 * (256**3 + 2 * 256**2))
     assert measure_pace(CPU).typical > 0
@@ -180,7 +178,7 @@ def test_measured_weight_gradients_are_half_of_the_backward_of_a_linear_layer() 
     """The first layer, whose input needs no gradient, has nothing else."""
     model = Mlp(3, 256)
     graph = traced(model, torch.zeros(5, 256))
-    with work_clock(time):
+    with work_clock(clocks):
         costs = profile(graph, model, [64], CPU, iterations=2).costs[0]
     shares = [cost.weight_seconds / cost.backward_seconds for cost in costs if cost.weight_seconds > 0]
     assert shares == pytest.approx([1.0, 0.5, 0.5], rel=0.02)
@@ -190,9 +188,9 @@ def test_measured_weight_gradients_are_half_of_the_backward_of_a_linear_layer() 
 
 def test_splitting_an_operation_does_none_of_its_work_twice() -> None:
     """All that it takes is Python."""
-    with work_clock(time):
-        assert 0 <= time.split_seconds(CPU) < 1e-5
-    assert time.split_seconds(CPU) >= 0
+    with work_clock(clocks):
+        assert 0 <= clocks.split_seconds(CPU) < 1e-5
+    assert clocks.split_seconds(CPU) >= 0
 
 
 def test_what_is_kept_is_the_operand_and_the_gradient() -> None:

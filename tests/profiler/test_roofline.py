@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from autovaruna.errors import MeasureError
-from autovaruna.graph import flops
+from autovaruna.graph.facts import flop_counter
 from autovaruna.graph.traced import TracedModel
 from autovaruna.profiler import bytes, work
 from autovaruna.profiler.records import LinkCost
@@ -38,9 +38,9 @@ def test_arithmetic_is_that_of_the_real_forward_and_backward(name: str) -> None:
     """What needs no gradient has no backward, a first layer computes one product less."""
     model = CASES[name].model()
     args, kwargs = CASES[name].batch(4, 0)
-    with flops.counter() as forward:
+    with flop_counter() as forward:
         result = model(*args, **kwargs)
-    with flops.counter() as backward:
+    with flop_counter() as backward:
         (result if isinstance(result, Tensor) else result.loss).backward()
     found = operations(name, 4)
     assert found[0] == pytest.approx(forward.get_total_flops(), rel=0.01)
@@ -63,16 +63,16 @@ def test_a_part_is_taken_out_once_for_all_numbers_of_samples(monkeypatch: pytest
 
 def test_attention_counts_as_the_products_that_it_stands_for() -> None:
     query, key, value = (torch.randn(2, 3, 8, 4, requires_grad=True) for _ in range(3))
-    with flops.counter() as kernel:
+    with flop_counter() as kernel:
         torch.nn.functional.scaled_dot_product_attention(query, key, value)
-    with flops.counter() as products:
+    with flop_counter() as products:
         (query @ key.transpose(-1, -2)).softmax(-1) @ value
     assert kernel.get_total_flops() == products.get_total_flops() > 0
 
 
 def test_recurrent_layers_count_their_products() -> None:
     lstm = nn.LSTM(8, 16, num_layers=2, bidirectional=True)
-    with flops.counter() as counter:
+    with flop_counter() as counter:
         lstm(torch.randn(5, 3, 8))
     assert counter.get_total_flops() == 2 * 5 * 3 * sum(w.numel() for w in lstm.parameters() if w.dim() == 2)
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from autovaruna import AutoVaruna, TraceError
 from autovaruna.graph.traced import TracedModel
-from autovaruna.graph.verify.by_parts import Parts
+from autovaruna.graph.verify import Parts
 from tests.catalogue import Batch, Case
 from tests.catalogue.case import floats, generator, integers
 from tests.graph.models import CPU, traced

@@ -23,8 +23,7 @@ from autovaruna.graph.trace import trace
 from autovaruna.graph.traced import TracedModel
 from autovaruna.profiler import measure
 from autovaruna.profiler.bytes import Bytes
-from autovaruna.profiler.measure import Key, PartCost, settle
-from autovaruna.profiler.time import Pace
+from autovaruna.profiler.measure import Key, Pace, PartCost, settle
 from autovaruna.runtime.environment import LOCAL_RANK_VARIABLES
 from autovaruna.runtime.transport.threads import run_ranks
 from autovaruna.runtime.world import World

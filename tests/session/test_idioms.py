@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributions import Normal, kl_divergence
 
 from autovaruna import AutoVaruna, InputError
-from autovaruna.graph.export.assertions import passing
+from autovaruna.graph.export.idioms import passing
 from tests.catalogue.case import Batch, Case
 from tests.catalogue.small import CLASSES, WIDTH, Classifier, labelled
 from tests.reference import bit_equal, compare, part, plain_micro_batched, plain_steps, ranges

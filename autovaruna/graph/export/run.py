@@ -22,8 +22,6 @@ from autovaruna._torch import FakeTensorMode, call_impl, mend_lstm
 from autovaruna.errors import InputError, TraceError
 from autovaruna.graph.call import CallSpec
 from autovaruna.graph.cuts import Marker, named_cut_points, take_markers
-from autovaruna.graph.export.assertions import take_checks
-from autovaruna.graph.export.autograd import FunctionCall, check_state, hooked, plain_state, watched, with_own_backward
 from autovaruna.graph.export.batch_size import (
     FreeLengths,
     find_threshold,
@@ -50,11 +48,21 @@ from autovaruna.graph.export.errors import (
 )
 from autovaruna.graph.export.exported import PREFIX, Exported, drop_idle, open_free_regions, tidy, unlift
 from autovaruna.graph.export.fakes import example_inputs, faked
-from autovaruna.graph.export.idioms import Idioms, padded_encoders
+from autovaruna.graph.export.idioms import Idioms, padded_encoders, take_checks
 from autovaruna.graph.export.watchers import restart, take_watched
 from autovaruna.graph.lengths import Places, find_lengths
 from autovaruna.graph.module_state import as_before, left_tensors, warn_of_left
-from autovaruna.graph.opaque.functions import Function, run_function, take_functions
+from autovaruna.graph.opaque.functions import (
+    Function,
+    RecordedCall,
+    check_state,
+    hooked,
+    plain_state,
+    run_function,
+    take_functions,
+    watched,
+    with_own_backward,
+)
 from autovaruna.graph.opaque.keep import Keeper, is_of_keeper, kept_whole, packed_sequences, take_modules
 from autovaruna.graph.opaque.run import run_opaque
 from autovaruna.graph.precision import compiling_nothing, in_precision, noted_precision, switch_in_regions
@@ -464,7 +472,7 @@ class _Notes:
 
     keeper: Keeper
     draws: Draws
-    function_calls: list[FunctionCall]
+    function_calls: list[RecordedCall]
     idioms: Idioms
     fixing: list[str]
     lone: list[str]

@@ -21,12 +21,18 @@ import torch
 from torch import Tensor, fx, nn
 
 from autovaruna.errors import TraceError
-from autovaruna.graph.export.autograd import check_state, plain_state
 from autovaruna.graph.export.constant_values import hide_tracing
 from autovaruna.graph.export.fakes import put
 from autovaruna.graph.facts import Fact, KnownGraph
 from autovaruna.graph.guards import hooks_of
-from autovaruna.graph.opaque.functions import applied_by, function_name, refuse_weights, run_function
+from autovaruna.graph.opaque.functions import (
+    applied_by,
+    check_state,
+    function_name,
+    plain_state,
+    refuse_weights,
+    run_function,
+)
 from autovaruna.graph.opaque.run import (
     OutputShape,
     Reduction,

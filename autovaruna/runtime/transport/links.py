@@ -12,8 +12,8 @@ from statistics import median
 import torch
 from torch import Tensor
 
+from autovaruna.profiler.measure import wait_for
 from autovaruna.profiler.records import LinkCost
-from autovaruna.profiler.time import wait_for
 from autovaruna.runtime.mail import Layout
 from autovaruna.runtime.sums import Sums
 from autovaruna.runtime.transport.base import Pair

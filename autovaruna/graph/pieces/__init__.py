@@ -1,1 +1,0 @@
-"""Takes pieces out of a graph, and runs them."""
