@@ -26,7 +26,6 @@ from autovaruna.graph.export.watchers import marked, script_hooks, untouched
 from autovaruna.graph.facts import Fact, KnownGraph, learn
 from autovaruna.graph.grouping import Builder, Grouping, group
 from autovaruna.graph.lengths import Sizes
-from autovaruna.graph.opaque.infer import infer_function_reductions
 from autovaruna.graph.opaque.run import run_opaque
 from autovaruna.graph.outputs import classify
 from autovaruna.graph.records import Graph
@@ -160,7 +159,6 @@ def _trace(model: nn.Module, call: CallSpec, device: torch.device, options: Opti
         buffers = _first_names(dict(model.named_buffers(remove_duplicate=False)))
         known = KnownGraph(exported.module, facts, sizes, call, parameters, buffers)
         totals = take_totals(known, options.is_added) if options.has_totals else NO_TOTALS
-        infer_function_reductions(known, device)
         joining = refuse_mixing(model, known) if options.is_parted else []
         _check_computes(exported, type(model).__qualname__)
         grouping = group(known)

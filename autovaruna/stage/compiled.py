@@ -17,7 +17,6 @@ from autovaruna._torch import enter_autocast, exit_autocast, mark_static
 from autovaruna.graph.export.idioms import check
 from autovaruna.graph.lengths import free_value
 from autovaruna.graph.module_state import profiling_mode
-from autovaruna.graph.opaque.functions import run_function
 from autovaruna.graph.pieces import Argument, Piece, Source
 from autovaruna.graph.random import RandomStream, draw
 from autovaruna.graph.traced import TracedModel
@@ -87,7 +86,6 @@ def _prepared(module: fx.GraphModule, around: _Around) -> fx.GraphModule:
     """Returns a copy of a module whose random operations and switches of autocast stay out of compilation."""
     outside: dict[Any, Callable[..., Any]] = {
         draw: _not_compiled(around.draw),
-        run_function: _not_compiled(run_function),
         check: _not_compiled(check),
         _ENTER: _not_compiled(around.enter),
         _EXIT: _not_compiled(around.leave),

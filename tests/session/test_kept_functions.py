@@ -143,25 +143,6 @@ def test_another_needs_the_whole_batch_in_one(loss: Loss) -> None:
     compare(train(case, setup, batches), plain_steps(case, batches))
 
 
-class Noisy(torch.autograd.Function):
-    """Adds noise."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x + torch.randn_like(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
-        return 2.0 * gradient
-
-
-def test_a_function_that_draws_is_refused() -> None:
-    def noisy(last: nn.Linear, x: Tensor, y: Tensor) -> Tensor:
-        return F.cross_entropy(last(Noisy.apply(x)), y)  # type: ignore[no-untyped-call]
-
-    refuse(WithFunction(noisy), r"Noisy cannot be traced.*its forward draws random numbers \(aten\.randn_like")
-
-
 class Turned(Copied):
     """Turns gradients round."""
 

@@ -25,9 +25,8 @@ from autovaruna.graph.batch.operators import MEAN, Means, Trait, arguments, has,
 from autovaruna.graph.batch.values import Reach, Source, reached
 from autovaruna.graph.export.errors import advice
 from autovaruna.graph.facts import KnownGraph, tensors_in
-from autovaruna.graph.opaque.functions import run_function
-from autovaruna.graph.opaque.infer import opaque_name, reduction_of
-from autovaruna.graph.opaque.run import Reduction
+from autovaruna.graph.opaque.infer import reduction_of
+from autovaruna.graph.opaque.run import Reduction, opaque_module_of
 from autovaruna.graph.outputs import OutputKind
 from autovaruna.graph.source_lines import modules_of, origin
 from autovaruna.graph.traced import TracedModel
@@ -141,7 +140,9 @@ class _Meetings:
         """Finds modules and functions that are kept whole, and make something else of the parts of a batch."""
         if node.target is not getitem or reduction_of(node) is not Reduction.OTHER:
             return ""
-        what = f"what {opaque_name(node)}, which is kept whole, returns"
+        kept = opaque_module_of(node.args[0])  # type: ignore[arg-type]
+        assert kept is not None
+        what = f"what {kept.path}, which is kept whole, returns"
         if self._reach(node) is Reach.NONE:
             return f"the gradient of {what} for the whole batch is no sum of those for its samples"
         return f"{what} for a sample, or its gradient, depends on others," if is_long(node) else ""
@@ -298,7 +299,8 @@ class _Means:
         join = reduction_of(node)
         if join is None:
             return False
-        is_guess = join is Reduction.UNKNOWN and made.target is run_function
+        kept = opaque_module_of(made)
+        is_guess = join is Reduction.UNKNOWN and kept is not None and kept.is_own_function
         return join is Reduction.OTHER or is_guess or any(map(self._is_joint, made.all_input_nodes))
 
     def _averages_counted(self, node: fx.Node) -> bool:

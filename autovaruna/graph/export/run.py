@@ -58,8 +58,6 @@ from autovaruna.graph.opaque.functions import (
     check_state,
     hooked,
     plain_state,
-    run_function,
-    take_functions,
     watched,
     with_own_backward,
 )
@@ -388,7 +386,7 @@ class Attempt:
             packed_sequences(model, keeper),
             faked(model, mode, self.device),
             named_cut_points(model),
-            watched(kept.functions) as function_calls,
+            watched(kept.functions, keeper.call_own) as function_calls,
             noted_fixed_sizes() as fixing,
             noted_branches(free) as (lone, large),
             tried_guards(self.least, free) as bounds,
@@ -449,7 +447,6 @@ class Attempt:
         drop_idle(graph_module)
         open_free_regions(graph_module, parameters, [spec.needs_gradient for spec in inputs])
         switch_in_regions(graph_module)
-        take_functions(graph_module)
         constants = tidy(graph_module, [spec.name for spec in inputs], state)
         return constants, take_markers(graph_module)
 
@@ -491,7 +488,7 @@ _KEPT = "what is kept whole is tried for one length alone"
 
 def _refuse_kept(module: fx.GraphModule) -> None:
     regions = [each for each in module.modules() if isinstance(each, fx.GraphModule)]
-    if any(node.target in (run_opaque, run_function) for region in regions for node in region.graph.nodes):
+    if any(node.target is run_opaque for region in regions for node in region.graph.nodes):
         raise TraceError(_KEPT)
 
 

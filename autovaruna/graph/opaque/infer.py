@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -23,15 +23,12 @@ from torch import Tensor, fx, nn
 from autovaruna.errors import TraceError
 from autovaruna.graph.export.constant_values import hide_tracing
 from autovaruna.graph.export.fakes import put
-from autovaruna.graph.facts import Fact, KnownGraph
 from autovaruna.graph.guards import hooks_of
 from autovaruna.graph.opaque.functions import (
     applied_by,
     check_state,
-    function_name,
     plain_state,
     refuse_weights,
-    run_function,
 )
 from autovaruna.graph.opaque.run import (
     OutputShape,
@@ -42,7 +39,7 @@ from autovaruna.graph.opaque.run import (
     places_of,
     with_state,
 )
-from autovaruna.graph.precision import Precision, in_precision, precision_of
+from autovaruna.graph.precision import Precision, in_precision
 from autovaruna.graph.random import default_generator, python_generators, untouched_generator
 from autovaruna.graph.tree import Opaque, Tree, flatten
 
@@ -473,64 +470,8 @@ def _part(trial: Trial, place: int, tensor: Tensor, part: int) -> Tensor:
     return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
-_JOINS = "joins"
-
-
-class _Applied(nn.Module):
-    """Runs a function."""
-
-    def __init__(self, key: str) -> None:
-        super().__init__()
-        self.key = key
-
-    def forward(self, tensors: list[Tensor]) -> list[Tensor]:
-        return run_function(self.key, tensors)
-
-
-def infer_function_reductions(graph: KnownGraph, device: torch.device) -> None:
-    """Tries the kept functions of a graph, which will run on `device`, out; notes what is found at their nodes."""
-    nodes, facts, batch = graph.module.graph, graph.facts, graph.batch_inputs
-    sizes = [node.meta["val"].shape[0] for node in nodes.find_nodes(op="placeholder") if node.name in batch]
-    known: dict[Any, list[Reduction]] = {}
-    for node in nodes.find_nodes(op="call_function", target=run_function):
-        key, sources = node.args
-        inputs = [_like(source, facts) for source in sources]
-        kind = key, tuple((str(each.shape), each.dtype, each.requires_grad) for each in inputs), precision_of(node)
-        if kind not in known:
-            given, call = flatten(((inputs,), {}))
-            trial = Trial(_Applied(str(key)), (), call, given, sizes, device, precision_of(node), True)
-            known[kind] = _tried(trial, len(node.meta["val"]))
-        node.meta[_JOINS] = known[kind]
-
-
 def reduction_of(item: fx.Node) -> Reduction | None:
-    """Returns how what a node takes out of the results of a kept module or function is joined; None: of another one."""
+    """Returns how what a node takes out of the results of a kept module is joined; None: of something else."""
     made: Any = item.args[0] if item.args else None
-    if not isinstance(made, fx.Node) or item.target is run_function:
-        return None
-    place: Any = item.args[1] if len(item.args) > 1 else None
-    if (kept := opaque_module_of(made)) is not None:
-        line: OutputShape = kept.returned.tensors[place]
-        return line.join
-    joins: list[Reduction] | None = made.meta.get(_JOINS)
-    return None if joins is None else joins[place]
-
-
-def opaque_name(item: fx.Node) -> str:
-    """Returns the path of the module, or the name of the function, from whose results a node takes one out."""
-    made: Any = item.args[0]
-    kept = opaque_module_of(made)
-    return kept.path if kept is not None else function_name(made.args[0])
-
-
-def _like(source: fx.Node, facts: Mapping[str, Fact]) -> Tensor:
-    value: Tensor = source.meta["val"].detach()
-    return value.requires_grad_(facts[source.name].needs_gradient)
-
-
-def _tried(trial: Trial, num_results: int) -> list[Reduction]:
-    try:
-        returned = run_apart(lambda: infer_reductions(trial), trial.device)
-    except Exception:  # it may want other numbers
-        return [Reduction.UNKNOWN] * num_results
-    return [line.join for line in returned.tensors]
+    kept = opaque_module_of(made) if isinstance(made, fx.Node) else None
+    return None if kept is None else kept.returned.tensors[item.args[1]].join  # type: ignore[index]

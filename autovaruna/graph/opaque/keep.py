@@ -27,8 +27,9 @@ from torch.nn.utils import rnn
 
 from autovaruna.errors import TraceError
 from autovaruna.graph.guards import HOOKS
+from autovaruna.graph.opaque.functions import Function, plain_apply
 from autovaruna.graph.opaque.infer import CannotKeepError, Trial, copy_of, infer_reductions, own_tensors, run_apart
-from autovaruna.graph.opaque.run import OpaqueModule, places_of, run_opaque
+from autovaruna.graph.opaque.run import KeptFunction, OpaqueModule, Returned, places_of, run_opaque
 from autovaruna.graph.precision import current_precision
 from autovaruna.graph.source_lines import users_line
 from autovaruna.graph.tree import Constant, Opaque, flatten
@@ -84,23 +85,6 @@ def kept_whole(
             place.update(before)
 
 
-class KeptFunction(nn.Module):
-    """Calls a function of torch that is kept whole."""
-
-    def __init__(self, name: str, function: Callable[..., Any]) -> None:
-        super().__init__()
-        self.name = name
-        self.function = function
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the function."""
-        return self.function(*args, **kwargs)
-
-    def extra_repr(self) -> str:
-        """Returns the function's name."""
-        return self.name
-
-
 @dataclass(frozen=True)
 class Spare:
     """What a module is tried out with: a copy, or why there is none, and the module's own tensors."""
@@ -142,6 +126,7 @@ class Keeper:
         self.functions = {pkgutil.resolve_name(name): partial(self._call_function, name) for name in functions}
         self._device = device
         self._batch: list[Any] = []
+        self._known: dict[Any, Returned] = {}
 
     def note_batch(self, sizes: list[Any]) -> None:
         """Takes the batch size of each batch input, a symbol or a number, when a trace begins; they will be equal."""
@@ -150,6 +135,11 @@ class Keeper:
     def _call_function(self, name: str, *args: Any, **kwargs: Any) -> Any:
         module = KeptFunction(name, pkgutil.resolve_name(name))
         return self.call(name, module, Spare.of(module), *args, **kwargs)
+
+    def call_own(self, function: Function, args: tuple[Any, ...]) -> Any:
+        """Leaves a node for a call of an autograd function, in whose forward gradients are off."""
+        module = KeptFunction(function.__qualname__, partial(plain_apply, function), is_own=True)
+        return self.call(module.name, module, Spare.of(module), *args)
 
     def call(self, path: str, module: nn.Module, spare: Spare, *args: Any, **kwargs: Any) -> Any:
         """Leaves a node for a call of a module.
@@ -163,9 +153,10 @@ class Keeper:
             raise
         except Exception as error:
             reason = str(error) if isinstance(error, CannotKeepError) else f"{type(error).__name__}: {error}"
+            what = "function" if isinstance(module, KeptFunction) else "module"
             raise TraceError(
-                f"The module {path} ({type(module).__qualname__}) can neither be traced nor kept whole: {reason}. "
-                "Expected a module of tensors that returns tensors."
+                f"The {what} {path} ({type(module).__qualname__}) can neither be traced nor kept whole: {reason}. "
+                f"Expected a {what} of tensors that returns new ones."
             ) from error
 
     def _leave_node(self, path: str, module: nn.Module, spare: Spare, args: Any, kwargs: Any) -> Any:
@@ -179,10 +170,15 @@ class Keeper:
         state = own_tensors(module)
         if not tensors and not state:
             raise CannotKeepError("it neither takes nor holds a tensor")
-        mode = current_precision(), torch.is_grad_enabled()
+        is_own = isinstance(module, KeptFunction) and module.is_own
+        mode = current_precision(), is_own or torch.is_grad_enabled()
         trial = Trial(spare.copy(), spare.state, call, tensors, self._batch, self._device, *mode)
         num_parameters = sum(1 for (owner, name), *_ in places if name in owner._parameters)
-        returned = run_apart(lambda: infer_reductions(trial), self._device)
+        inputs = tuple((str(each.shape), each.stride(), each.dtype, each.requires_grad) for each in tensors)
+        kind = path, bool(state), call.key(), str(inputs), *mode
+        returned = None if state else self._known.get(kind)
+        if returned is None:
+            returned = self._known[kind] = run_apart(lambda: infer_reductions(trial), self._device)
         key = f"{path} {len(_calls)}"
         _calls[key] = OpaqueModule(path, module, spare.copy(), call, returned, num_parameters)
         results = _module(tensors, state, self._batch[0], key)

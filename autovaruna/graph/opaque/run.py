@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -104,6 +104,22 @@ def with_state(places: Places, tensors: Sequence[Tensor]) -> Iterator[None]:
                 put(module, name, tensor)
 
 
+class KeptFunction(nn.Module):
+    """Calls a function that is kept whole: one of torch, or an autograd function (`is_own`)."""
+
+    def __init__(self, name: str, function: Callable[..., Any], is_own: bool = False) -> None:
+        super().__init__()
+        self.name, self.function, self.is_own = name, function, is_own
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the function."""
+        return self.function(*args, **kwargs)
+
+    def extra_repr(self) -> str:
+        """Returns the function's name."""
+        return self.name
+
+
 class OpaqueModule:
     """A submodule that is kept whole.
 
@@ -119,6 +135,7 @@ class OpaqueModule:
         returned: what it returns.
         num_parameters: how many of the tensors of its state are parameters.
         may_choose: whether it may use parameters in one call that it does not use in another.
+        is_own_function: whether it is an autograd function of the script.
     """
 
     def __init__(
@@ -137,6 +154,7 @@ class OpaqueModule:
         self.returned = returned
         self.num_parameters = num_parameters
         self.may_choose = num_parameters > 0
+        self.is_own_function = isinstance(module, KeptFunction) and module.is_own
 
     def adds_up(self, place: int) -> bool:
         """Whether a tensor that it returns is a sum over the samples: it was tried out, or is asked for by name."""
