@@ -112,21 +112,10 @@ def own_cache() -> Iterator[None]:
 
 
 @contextmanager
-def noted_draws(model: nn.Module, by_module: bool) -> Iterator[Draws]:
-    """Notes what is drawn, on this thread, while the context lasts; call `start` inside of it.
-
-    Args:
-        model: The model.
-        by_module: Whether to note which modules draw. To look at the generators around every module takes long, and
-            few models draw at all.
-
-    Yields:
-        What has been drawn.
-    """
-    draws = Draws(model, by_module)
-    hooks = (
-        [register_module_forward_pre_hook(draws.begin), register_module_forward_hook(draws.end)] if by_module else []
-    )
+def noted_draws(model: nn.Module) -> Iterator[Draws]:
+    """Notes which modules of a model draw from Python's or numpy's generators, on this thread, in the context."""
+    draws = Draws(model)
+    hooks = [register_module_forward_pre_hook(draws.begin), register_module_forward_hook(draws.end)]
     try:
         yield draws
     finally:
@@ -137,21 +126,11 @@ def noted_draws(model: nn.Module, by_module: bool) -> Iterator[Draws]:
 class Draws:
     """The innermost modules of a model that have drawn."""
 
-    def __init__(self, model: nn.Module, by_module: bool) -> None:
+    def __init__(self, model: nn.Module) -> None:
         self._paths = {id(vars(module)): path for path, module in reversed(list(model.named_modules()))}
-        self._by_module = by_module
         self._thread = get_ident()
-        self._first: Any = None
         self._running: list[tuple[int, Any]] = []
         self._found: list[str] = []
-
-    def start(self) -> None:
-        """Notes where the generators are before the model is called."""
-        self._first = _place()
-
-    def are_hidden(self) -> bool:
-        """Whether something was drawn and no look was taken at which module did."""
-        return not self._by_module and _place() != self._first
 
     def begin(self, module: nn.Module, args: Any) -> None:
         """Notes where the generators are when a module is called."""
@@ -166,17 +145,6 @@ class Draws:
         path = self._paths.get(id(vars(module)))
         if path is not None and len(self._found) == num_found and _place() != place:
             self._found.append(path)
-
-    def check(self) -> None:
-        """Says which module has drawn.
-
-        Raises:
-            InModuleError: one has, or may have.
-        """
-        if error := self.error():
-            raise error
-        if self.are_hidden():
-            raise InModuleError("", DRAWN)
 
     def error(self) -> InModuleError | None:
         """Returns an error that says which module has drawn; None: none has."""

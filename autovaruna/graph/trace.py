@@ -184,6 +184,7 @@ def _trace(model: nn.Module, call: CallSpec, device: torch.device, options: Opti
             steady_state=steady,
             totals=totals,
             joins_counts=tuple(node.name for node in joining),
+            greatest=exported.greatest,
             asks_for_one=exported.asks_for_one,
             watched=exported.watched,
             fixes_lengths=exported.fixes_lengths,

@@ -80,6 +80,7 @@ class TracedModel(KnownGraph):
         steady_state: those of them that it changes whatever the samples are.
         totals: its values of the whole batch.
         joins_counts: nodes that join counts of several samples.
+        greatest: the batch size up to which the model takes this way; None: any.
         asks_for_one: where the model does something else for a batch of one sample; empty: nowhere.
         watched: the calls of modules with hooks that only watch.
         fixes_lengths: where the model fixes a size; empty: not known.
@@ -94,6 +95,7 @@ class TracedModel(KnownGraph):
     steady_state: frozenset[str] = frozenset()
     totals: BatchTotals = NO_TOTALS
     joins_counts: tuple[str, ...] = ()
+    greatest: int | None = None
     asks_for_one: str = ""
     watched: tuple[WatchedCall, ...] = ()
     fixes_lengths: str = ""

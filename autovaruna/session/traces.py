@@ -141,6 +141,11 @@ class Traces:
         is_parted = len(batch.micro_batches) > 1
         if (traced.key, sizes, is_parted) not in self._checked:
             refuse_single_values(traced, sizes)
+            if traced.greatest is not None and batch.num_samples > traced.greatest:
+                raise InputError(
+                    f"The model may do something else for more than {traced.greatest} samples: got a global batch of "
+                    f"{batch.num_samples}. Expected no more than that; pass smaller batches."
+                )
             if is_parted:
                 self._refuse_synchronised_norms()
                 self._check_parts(traced, self._settings.batch_statistics == "exact")

@@ -4,11 +4,9 @@ that hold for all sizes, or up to some size.
 
 from __future__ import annotations
 
-import itertools
 import sys
 import traceback
-from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from threading import get_ident
@@ -16,15 +14,11 @@ from typing import Any
 
 import sympy
 import torch
-from torch import fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from autovaruna._torch import ValueRanges, int_oo
-from autovaruna.errors import TraceError
 from autovaruna.graph.export.errors import in_transform
 from autovaruna.graph.source_lines import is_users, users_line
-
-_MANY = sympy.Integer(2**24)
 
 
 class FreeLengths:
@@ -54,33 +48,28 @@ class FreeLengths:
 
 
 @contextmanager
-def noted_branches(free: FreeLengths) -> Iterator[tuple[list[str], list[str]]]:
-    """Notes ``at file:line (code)`` of branches, on this thread, that one sample, or very many, would not take.
+def noted_branches(free: FreeLengths) -> Iterator[list[str]]:
+    """Notes ``at file:line (code)`` of the user's branches, on this thread, that one sample would not take.
 
     torch takes it for granted that a size that is kept free is at least two, and says nothing of it.
 
     Args:
         free: Lengths that are no batch sizes.
-
-    Yields:
-        The branches on one sample in the user's own lines, and the lines that came to a branch on many.
     """
-    tracing, lone, large = get_ident(), list[str](), list[str]()
+    tracing, lone = get_ident(), list[str]()
     known: Any = torch.SymBool.__bool__
 
     def noting(self: torch.SymBool) -> bool:
         answer: bool = known(self)
         if free.symbols() & self.node.expr.free_symbols:
             return answer
-        if get_ident() == tracing and _differs_for(sympy.Integer(1), self, answer) and _is_users_branch():
+        if get_ident() == tracing and _differs_for_one(self, answer) and _is_users_branch():
             lone.append(users_line())
-        elif get_ident() == tracing and _differs_for(_MANY, self, answer):
-            large.append(users_line())
         return answer
 
     torch.SymBool.__bool__ = noting  # type: ignore[method-assign]
     try:
-        yield lone, large
+        yield lone
     finally:
         torch.SymBool.__bool__ = known  # type: ignore[method-assign]
 
@@ -92,13 +81,13 @@ def _is_users_branch() -> bool:
     return is_users(frame.f_code.co_filename)
 
 
-def _differs_for(size: sympy.Integer, condition: torch.SymBool, answer: bool) -> bool:
-    """Whether a condition on one size that an input has is otherwise where that is `size`."""
+def _differs_for_one(condition: torch.SymBool, answer: bool) -> bool:
+    """Whether a condition on one size that an input has is otherwise for one sample."""
     expression = condition.node.expr
     symbols = expression.free_symbols
     if len(symbols) != 1 or not symbols <= condition.node.shape_env.backed_var_to_val.keys():
         return False
-    found = expression.xreplace(dict.fromkeys(symbols, size))
+    found = expression.xreplace(dict.fromkeys(symbols, sympy.Integer(1)))
     return found in (sympy.true, sympy.false) and bool(found) != answer
 
 
@@ -130,19 +119,18 @@ def noted_fixed_sizes() -> Iterator[list[str]]:
             ShapeEnv._set_replacement = known  # type: ignore[method-assign]
 
 
-_SIZES = (*range(1, 513), *(2**power + step for power in range(10, 32) for step in (-1, 0, 1)))
+_SIZES = (*range(1, 513), *(2**power + step for power in range(10, 25) for step in (-1, 0, 1)))
+"""Sizes for which conditions are tried; above the last one there is no batch."""
 
 
 @contextmanager
-def tried_guards(least: int, free: FreeLengths) -> Iterator[list[tuple[int, str]]]:
+def tried_guards(free: FreeLengths) -> Iterator[list[tuple[int, str]]]:
     """Takes conditions that hold for every batch size out of those on which a trace stands, while the context lasts.
 
     A model may compare sizes that are equal in a way that torch's solver does not see: ``min(64, 768 * batch)`` is 64.
-    Conditions that hold up to some size, and for none above it, are taken out as well, and that size is noted: what
-    larger batches would need is for `thresholds` to find out.
+    Conditions that hold up to some size, and for none above it, are taken out as well, and that size is noted.
 
     Args:
-        least: The smallest batch size that is asked for.
         free: Other lengths, which get the conditions on them.
 
     Yields:
@@ -155,7 +143,7 @@ def tried_guards(least: int, free: FreeLengths) -> Iterator[list[tuple[int, str]
 
     def producing(self: ShapeEnv, *args: Any, **kwargs: Any) -> Any:
         if get_ident() == tracing and kwargs.get("guards") is None:
-            kwargs["guards"] = _fixing(self, least, greatest, free, lines)
+            kwargs["guards"] = _fixing(self, greatest, free, lines)
         return produce(self, *args, **kwargs)
 
     def relating(self: ShapeEnv, condition: Any, *args: Any) -> None:
@@ -175,99 +163,43 @@ def tried_guards(least: int, free: FreeLengths) -> Iterator[list[tuple[int, str]
 
 
 def _fixing(
-    shapes: ShapeEnv, least: int, greatest: list[tuple[int, str]], free: FreeLengths, lines: Mapping[Any, str]
+    shapes: ShapeEnv, greatest: list[tuple[int, str]], free: FreeLengths, lines: Mapping[Any, str]
 ) -> list[Any]:
-    """Returns the conditions that hold neither for all sizes nor, if that goes for all of them, up to one of them.
+    """Returns the conditions that hold neither for all sizes nor up to one of them.
 
     Those on several sizes are left to torch, which knows that they are equal.
     """
     known, lengths = dict(shapes.var_to_range), free.symbols()
-    bounds = _open_ranges(shapes, least, lengths)
     conditions = [(each, shapes.simplify(each.expr)) for each in shapes.guards]
+    bounds = _open_ranges(shapes, lengths)
     free.take(shapes, (condition for _, condition in conditions if condition.free_symbols & lengths))
     conditions = [(each, condition) for each, condition in conditions if not condition.free_symbols & lengths]
     others = [each for each, condition in conditions if len(condition.free_symbols) != 1]
     ours = ((each, condition) for each, condition in conditions if len(condition.free_symbols) == 1)
-    reached = [(each, _holds_up_to(condition, least)) for each, condition in ours]
-    bounds += [(size, lines.get(each.expr, "")) for each, size in reached if size < _SIZES[-1]]
-    if any(size == 0 for size, _ in bounds):
+    bounded = [(each, size) for each, condition in ours if (size := _holds_up_to(condition)) < _SIZES[-1]]
+    bounds += [(size, lines.get(each.expr, "")) for each, size in bounded]
+    if any(size == 0 for size, _ in bounds):  # torch says what they are
         shapes.var_to_range.update(known)
-        return others + [each for each, size in reached if size < _SIZES[-1]]
+        return others + [each for each, _ in bounded]
     greatest += bounds
     return others
 
 
-def _open_ranges(shapes: ShapeEnv, least: int, lengths: set[Any]) -> list[tuple[int, str]]:
+def _open_ranges(shapes: ShapeEnv, lengths: set[Any]) -> list[tuple[int, str]]:
     """Takes bounds out of what a trace has learned of sizes, unless they leave out small ones; returns upper ones."""
     bounds: list[tuple[int, str]] = []
     for symbol, known in list(shapes.var_to_range.items()):
         is_of_batch = symbol in shapes.backed_var_to_val and symbol not in lengths
-        if is_of_batch and known.is_int and known.lower <= max(2, least):
-            bounds += [] if known.upper == int_oo else [(int(known.upper), "")]
+        if is_of_batch and known.is_int and known.lower <= 2:
+            if known.upper != int_oo and known.upper < _SIZES[-1]:
+                bounds.append((int(known.upper), ""))
             shapes.var_to_range[symbol] = ValueRanges(min(known.lower, 2), int_oo)
     return bounds
 
 
 @lru_cache(maxsize=4096)
-def _holds_up_to(condition: sympy.Basic, least: int) -> int:
-    """Returns the greatest size up to which a condition on one size holds, from `least` on; 0: there is no such size.
-
-    Tried are the small ones, those around powers of two, and those between the last that holds and the next one.
-    """
-
-    def holds(size: int) -> bool:
-        return bool(condition.xreplace(dict.fromkeys(condition.free_symbols, size)) == sympy.true)
-
-    sizes = [size for size in _SIZES if size >= least]
-    held = 0
-    for size in itertools.takewhile(holds, sizes):
-        held = size
-    above = [size for size in sizes if size > held]
-    if held and any(map(holds, above)):
-        return 0
-    between = range(held + 1, above[0] if held and above else held + 1)
-    return held + bisect_left(between, True, key=lambda size: not holds(size))
-
-
-_ROUNDS = 4
-_MANY_SAMPLES, _FAR = 2**16, 2**24
-"""Above the first, one look is enough, at the second: libraries then ask for each tensor whether it is too large for a
-kernel, a size for each; above the second there is no micro-batch."""
-Again = Callable[[int, int], tuple[fx.GraphModule, int | None]]
-
-
-def find_threshold(module: fx.GraphModule, greatest: int | None, again: Again) -> int | None:
-    """Returns the greatest batch size for which a graph holds; None: it holds for all.
-
-    Args:
-        module: The graph.
-        greatest: The batch size up to which the trace has taken this way; None: there is no such size.
-        again: Traces again, for batch sizes from its first argument on, the second standing for them; returns as this
-            function is given.
-    """
-    for _ in range(_ROUNDS):
-        if greatest is None or greatest >= _FAR:
-            return None
-        least = greatest + 1 if greatest < _MANY_SAMPLES else _FAR
-        try:
-            larger, next_greatest = again(least, int(sympy.nextprime(least + 5)))
-        except TraceError:
-            return greatest
-        if any(a != b for a, b in itertools.zip_longest(_lines(larger), _lines(module))):
-            return greatest
-        greatest = next_greatest
-    return greatest
-
-
-def _lines(module: fx.GraphModule) -> Iterator[str]:
-    """Yields what a graph computes, and its regions, without copies into another order of memory."""
-    for part in module.modules():
-        if isinstance(part, fx.GraphModule):
-            names: dict[fx.Node, str] = {}
-            count = itertools.count()
-            for node in part.graph.nodes:
-                if node.target is torch.ops.aten.contiguous.default:
-                    names[node] = names[node.args[0]]
-                else:
-                    names[node] = f"_{next(count)}"
-                    yield f"{node.op} {node.target} {fx.map_arg((node.args, node.kwargs), names.__getitem__)}"
+def _holds_up_to(condition: sympy.Basic) -> int:
+    """Returns the greatest of some sizes up to which a condition on one size holds; 0: there is none, or not all."""
+    holds = [condition.xreplace(dict.fromkeys(condition.free_symbols, size)) == sympy.true for size in _SIZES]
+    held = holds.index(False) if False in holds else len(holds)
+    return 0 if not held or any(holds[held:]) else _SIZES[held - 1]

@@ -32,8 +32,7 @@ class Exported:
         is_dynamic: whether the batch size is a symbol in the graph.
         markers: where the user's cut points were.
         left: where forward leaves tensors beside what it returns.
-        greatest: the batch size up to which the trace has taken this way; None: there is no such size.
-        asks_for_many: where it may do something else for larger batches; empty: not known.
+        greatest: the batch size up to which the model takes this way; None: there is no such size.
         asks_for_one: where the model does something else for a batch of one sample; empty: nowhere.
         watched: the calls of modules with hooks that only watch.
         lengths: those that vary; None: the graph holds for one shape of each sample.
@@ -47,7 +46,6 @@ class Exported:
     markers: tuple[Marker, ...] = ()
     left: tuple[str, ...] = ()
     greatest: int | None = None
-    asks_for_many: str = ""
     asks_for_one: str = ""
     watched: tuple[WatchedCall, ...] = ()
     lengths: Lengths | None = None

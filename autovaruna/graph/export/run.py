@@ -11,7 +11,6 @@ import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from operator import itemgetter
 from typing import Any, NoReturn
 
 import torch
@@ -24,7 +23,6 @@ from autovaruna.graph.call import CallSpec
 from autovaruna.graph.cuts import Marker, named_cut_points, take_markers
 from autovaruna.graph.export.batch_size import (
     FreeLengths,
-    find_threshold,
     noted_branches,
     noted_fixed_sizes,
     tried_guards,
@@ -67,6 +65,7 @@ from autovaruna.graph.precision import compiling_nothing, in_precision, noted_pr
 from autovaruna.graph.random import Draws, noted_draws, python_generators
 from autovaruna.graph.tree import Tree, flatten
 
+_FAR = 2**16
 _HOLDERS = {"torch.nn.functional": nn.functional, "torch.functional": torch}
 
 
@@ -154,7 +153,6 @@ class Opaque:
         can_grow: whether a submodule that stops the trace joins them.
         is_told: whether the model is told that it is traced, for which libraries have ways of their own.
         can_tell: whether that is still to be tried.
-        notes_draws: whether modules that draw from Python's generators are looked for.
     """
 
     functions: frozenset[Function] = frozenset()
@@ -163,7 +161,6 @@ class Opaque:
     can_grow: bool = True
     is_told: bool = False
     can_tell: bool = True
-    notes_draws: bool = False
 
 
 class RetryError(Exception):
@@ -315,7 +312,6 @@ class Attempt:
         device: where the graph will run.
         options: what it is to serve.
         kept: what is kept whole.
-        least: the batch size from which on the graph must hold.
     """
 
     model: nn.Module
@@ -324,7 +320,6 @@ class Attempt:
     device: torch.device
     options: Options
     kept: Opaque
-    least: int = 1
 
     def run(self) -> Exported:
         """Traces the call.
@@ -343,10 +338,10 @@ class Attempt:
                 [tensors[i].shape[d] for i, d in sorted(self.options.free)]
             )
             inputs = example_inputs(self.call, self.batch_size, mode, self.device)
-            notes.draws.start()
             try:
                 graph_module = self._graph(flat, inputs)
-                notes.draws.check()
+                if error := notes.draws.error():
+                    raise error
             except InputError:
                 raise
             except Exception as error:
@@ -368,8 +363,7 @@ class Attempt:
             markers=markers,
             watched=watched,
             left=tuple(left),
-            greatest=min((size for size, _ in notes.bounds), default=None) if is_dynamic else None,
-            asks_for_many=notes.line_of_bound(),
+            greatest=self._greatest(notes.bounds) if is_dynamic else None,
             asks_for_one=next(iter(notes.lone), ""),
             lengths=lengths,
             fixes_lengths=next(iter(notes.fixing), ""),
@@ -388,15 +382,15 @@ class Attempt:
             named_cut_points(model),
             watched(kept.functions, keeper.call_own) as function_calls,
             noted_fixed_sizes() as fixing,
-            noted_branches(free) as (lone, large),
-            tried_guards(self.least, free) as bounds,
-            noted_draws(model, kept.notes_draws) as draws,
+            noted_branches(free) as lone,
+            tried_guards(free) as bounds,
+            noted_draws(model) as draws,
             in_precision(self.call.precision),
             python_generators(0),
             padded_encoders(),
             noted_precision(self.call.precision),
         ):
-            yield _Notes(keeper, draws, function_calls, Idioms(keeper.functions), fixing, lone, large, bounds, free)
+            yield _Notes(keeper, draws, function_calls, Idioms(keeper.functions), fixing, lone, bounds, free)
 
     def _graph(self, flat: FlatCall, inputs: list[Tensor]) -> fx.GraphModule:
         """Returns torch.export's graph, with parameters, buffers and what is kept whole as attributes."""
@@ -422,8 +416,6 @@ class Attempt:
         kept = self.kept
         if isinstance(error, BatchSizeError) and not (self.options.is_parted or kept.can_tell):
             raise error
-        if notes.draws.are_hidden():
-            raise RetryError(replace(kept, notes_draws=True)) from error
         refusal = own_error(flat, example_inputs(self.call, self.call.batch_size, mode, self.device), mode)
         drawn = notes.draws.error()
         if kept.can_grow and (drawn or not (self.options.is_dynamic and refusal is None and is_about_batch(error))):
@@ -432,8 +424,19 @@ class Attempt:
             raise BatchSizeError(f"{error} {advice(self.model, self.call)}") from error
         if isinstance(error, TraceError):
             raise error
-        lines = notes.fixing or [each for each in [notes.line_of_bound()] if each]
-        raise explain(error, self.model, self.call, self.options.is_dynamic, lines, refusal) from error
+        raise explain(error, self.model, self.call, self.options.is_dynamic, notes.fixing, refusal) from error
+
+    def _greatest(self, bounds: Sequence[tuple[int, str]]) -> int | None:
+        """Returns the batch size up to which a graph holds, which is far away; None: it holds for all.
+
+        Raises:
+            BatchSizeError: it is not; another way may be taken for batches that people pass.
+        """
+        size = min((size for size, _ in bounds), default=None)
+        if size is not None and size < _FAR:
+            line = next((line for _, line in sorted(bounds) if line), "")
+            raise of_batch_size(self.model, self.call, line, f"it holds for batch <= {size} alone")
+        return size
 
     def _tidy(self, graph_module: fx.GraphModule) -> tuple[dict[str, Tensor], tuple[Marker, ...]]:
         """Gives a graph plain names and regions.
@@ -462,7 +465,6 @@ class _Notes:
         idioms: sees functions of torch, and notes in which ones the trace has stopped.
         fixing: where the model fixes the batch size.
         lone: where it does something else for a batch of one sample.
-        large: where it may do something else for large batches.
         bounds: batch sizes up to which the trace has taken this way, with their lines.
         free: the other lengths that are left free.
     """
@@ -473,14 +475,8 @@ class _Notes:
     idioms: Idioms
     fixing: list[str]
     lone: list[str]
-    large: list[str]
     bounds: list[tuple[int, str]]
     free: FreeLengths
-
-    def line_of_bound(self) -> str:
-        """Returns the user's line that bounds the batch size most; empty: it is not known."""
-        lines = (line for _, line in sorted(self.bounds, key=itemgetter(0)) if line)
-        return next(lines, next(iter(self.large), ""))
 
 
 _KEPT = "what is kept whole is tried for one length alone"
@@ -525,8 +521,6 @@ def export(model: nn.Module, call: CallSpec, batch_size: int, device: torch.devi
         try:
             with quiet_failure():
                 found = attempt.run()
-            if found.greatest is not None:
-                _check_larger(found, attempt)
             warn_of_left(found.left, model)
             return found
         except RetryError as stopped:
@@ -536,26 +530,10 @@ def export(model: nn.Module, call: CallSpec, batch_size: int, device: torch.devi
         except TraceError as error:
             if options.free or (isinstance(error, BatchSizeError) and not options.is_parted):
                 raise
-            is_first = kept == replace(first, functions=kept.functions, notes_draws=kept.notes_draws)
+            is_first = kept == replace(first, functions=kept.functions)
             if is_first or not is_of_keeper(error):
                 raise
             kept = None
     with quiet_failure():  # fails again, and says why: nobody has asked for what was kept whole
-        last = replace(first, can_grow=False, notes_draws=True)
+        last = replace(first, can_grow=False)
         return Attempt(model, call, batch_size, device, replace(options, is_parted=True, free=frozenset()), last).run()
-
-
-def _check_larger(found: Exported, attempt: Attempt) -> None:
-    """Makes sure that a graph holds for the batch sizes for which the model takes another way, too."""
-
-    def again(least: int, batch_size: int) -> tuple[fx.GraphModule, int | None]:
-        try:
-            with quiet_failure():
-                larger = replace(attempt, batch_size=batch_size, least=least).run()
-        except RetryError as stopped:
-            raise TraceError("larger batches need other modules kept whole") from stopped
-        return larger.module, larger.greatest
-
-    greatest = find_threshold(found.module, found.greatest, again)
-    if greatest is not None:
-        raise of_batch_size(attempt.model, attempt.call, found.asks_for_many, f"it holds for batch <= {greatest} alone")
