@@ -77,10 +77,7 @@ class CallSpec:
 
     Attributes:
         tree: structure of ``(args, kwargs)``.
-        inputs: its tensors in order.
-        batch_size: samples in the mini-batch.
         mode: texts that the trace depends on besides the inputs (training flags, grad mode, autocast).
-        precision: the autocasts around the call.
         method: the method of the model that is called.
     """
 
@@ -141,13 +138,9 @@ def describe(
     """Takes the arguments of a call apart.
 
     Args:
-        model: The model that is called.
-        args: Positional arguments.
-        kwargs: Keyword arguments.
         batch_inputs: Names of the arguments whose first dimension is the batch; empty: every tensor whose first
             dimension has the size of the first tensor's.
         mode: What `mode_of` says of the model now, if that is known.
-        method: The method that is called.
         batch_dims: Names of arguments, each with the dimension that is the batch in its tensors, where that is not
             the first one.
 
@@ -179,7 +172,6 @@ class CallReader:
     """Describes the calls of a model; one that is like an earlier call is known by its outline, at little cost.
 
     Args:
-        model: The model.
         batch_inputs, batch_dims: As in `describe`.
     """
 

@@ -107,10 +107,7 @@ class Marker:
     """A place in a traced graph.
 
     Attributes:
-        name: path of the cut point.
-        source: the node whose value was marked.
         users: nodes that used it through the cut point.
-        place: how many nodes are executed before.
         region: whether it lies inside a region that is one node of the graph.
     """
 
@@ -188,9 +185,6 @@ def locate(
     """Finds the cut that each marker means: its value is made before, what used it comes after.
 
     Args:
-        markers: The markers.
-        blocks: Nodes of each block.
-        graph: The graph.
         joins: Nodes that no cut may part, and why.
     """
     places = {name: place for place, name in enumerate(graph.nodes)}

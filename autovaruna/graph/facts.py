@@ -111,11 +111,6 @@ class Fact:
         value: its fake result for the batch size of the pass.
         needs_gradient: whether any tensor of the result takes part in autograd, at the end: what is written into a
             view of it counts.
-        reads: storages of its arguments.
-        writes: storages that it changes in place.
-        makes: storages of its result.
-        is_random: whether it draws random numbers.
-        num_flops: multiplications and additions of its forward.
     """
 
     value: Any
@@ -198,9 +193,6 @@ class KnownGraph:
 
     Attributes:
         module: the graph; placeholders are inputs, attributes have the model's names.
-        facts: what is known of each node, by its name.
-        sizes: evaluates shapes for a micro-batch.
-        call: the call that was traced.
         parameters: first name of each parameter, by each of its names.
         buffers: first name of each buffer, by each of its names.
     """
@@ -242,11 +234,8 @@ def learn(
     """Returns a `Fact` for every node of a graph, by node name.
 
     Args:
-        exported: The traced call.
         model: Where parameters and buffers come from (shapes alone are read).
-        call: The call that was traced.
         batch_size: The batch size that the values of the facts have.
-        device: Where the graph will run.
     """
     mode = FakeTensorMode(shape_env=ShapeEnv())
     attributes: dict[str, Tensor] = {}

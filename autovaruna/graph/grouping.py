@@ -31,7 +31,6 @@ class Grouping:
     """The result: names of nodes, in execution order.
 
     Attributes:
-        blocks: what is never cut.
         repeated: nodes that are in no block; each maps to all nodes that are repeated together with it.
         joins: nodes that no cut may part, and the rule that says so.
     """
@@ -221,8 +220,6 @@ def signature(nodes: Sequence[fx.Node], facts: Mapping[str, Fact], sizes: Sizes)
     gradient; of one that goes out, whether it needs a gradient. It holds no names and no device.
 
     Args:
-        nodes: The nodes, in execution order.
-        facts: What is known of each node.
         sizes: Says which symbol is the batch size.
     """
     names = {node: f"%{index}" for index, node in enumerate(nodes)}
@@ -269,12 +266,7 @@ def _plain(text: str, batch: str) -> str:
 
 
 class Builder:
-    """Turns a grouped graph into records.
-
-    Args:
-        known: The traced graph.
-        grouping: Blocks and repeated nodes.
-    """
+    """Turns a grouped graph into records."""
 
     def __init__(self, known: KnownGraph, grouping: Grouping) -> None:
         self.module, self.facts, self.sizes = known.module, known.facts, known.sizes

@@ -103,9 +103,6 @@ class Guards:
 
     Walking a deep model takes PyTorch milliseconds, so a snapshot of plain values is compared, and the model is walked
     again where it differs. Of tensors and other objects counts how often the script has replaced them.
-
-    Args:
-        model: The model.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -319,11 +316,7 @@ class UsedError(BaseException):
 
 
 class Unusable:
-    """Stands for the value of an attribute that a model is thought not to read: whatever is done with it raises.
-
-    Args:
-        name: The attribute.
-    """
+    """Stands for the value of an attribute that a model is thought not to read: whatever is done with it raises."""
 
     __slots__ = ("_attribute",)
 

@@ -21,6 +21,7 @@ from autovaruna._torch import pytree
 from autovaruna.errors import TraceError
 from autovaruna.graph.batch.values import is_of_batch
 from autovaruna.graph.call import CallSpec
+from autovaruna.graph.precision import regions
 from autovaruna.graph.records import Size
 
 
@@ -149,7 +150,6 @@ class Lengths:
 
     Attributes:
         batch: the symbol of the batch size; None: it is fixed.
-        symbols: those of the lengths.
         shapes: for each input, what its dimensions are: numbers and expressions; that of the batch is left out.
         conditions: what must hold besides, for micro-batches of any size.
     """
@@ -208,9 +208,7 @@ def find_lengths(
 
     Args:
         module: The graph; the values of its nodes are changed.
-        call: The call that was traced.
         is_dynamic: Whether the batch size is a symbol.
-        conditions: What the trace went by.
 
     Returns:
         The lengths; None: the model has fixed them all.
@@ -244,13 +242,11 @@ def _plain(length: Any) -> Any:
 
 def put_numbers(module: fx.GraphModule, numbers: Mapping[Any, Any]) -> None:
     """Puts numbers in the place of symbols in the values of a graph, and of those within it."""
-    for part in module.modules():
-        if isinstance(part, fx.GraphModule):
-            for node in part.graph.nodes:
-                value = node.meta.get("val")
-                if _has(value, numbers):
-                    node.meta[FREE] = value
-                    node.meta["val"] = pytree.tree_map(lambda leaf: _with(leaf, numbers), value)
+    for node in (node for part in regions(module) for node in part.graph.nodes):
+        value = node.meta.get("val")
+        if _has(value, numbers):
+            node.meta[FREE] = value
+            node.meta["val"] = pytree.tree_map(lambda leaf: _with(leaf, numbers), value)
 
 
 def free_value(node: fx.Node) -> Any:

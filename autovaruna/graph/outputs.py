@@ -38,9 +38,7 @@ class OutputSpec:
     """One tensor that the model returns.
 
     Attributes:
-        node: name of the node that makes it.
         path: where it stands in what the model returns.
-        kind: how micro-batches are put together.
         dimension: the batch dimension of an output of samples.
         needs_gradient: whether a backward can start from it.
         outer: how often all samples come one after the other in that dimension, a number or an expression of lengths:
@@ -74,8 +72,6 @@ def classify(graph: KnownGraph, paths: Sequence[str], loss_mode: str) -> tuple[O
     """Classifies the outputs of a graph.
 
     Args:
-        graph: The traced graph.
-        paths: Path of each output.
         loss_mode: ``loss`` (there is one loss), ``outputs`` (there is none) or ``auto``.
 
     Raises:

@@ -33,13 +33,7 @@ _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 def normalize(operation: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-    """Runs a batch or instance normalisation; a function, since graphs call functions.
-
-    Args:
-        operation: The operation.
-        *args: Its arguments.
-        **kwargs: More arguments.
-    """
+    """Runs a batch or instance normalisation; a function, since graphs call functions."""
     result = operation(*args, **kwargs)
     if torch.compiler.is_compiling():  # what it makes of the backward asks nobody for an order
         return result
@@ -114,7 +108,6 @@ def extract(traced: TracedModel, nodes: Iterable[str], outputs: Sequence[str], *
     """Takes nodes out of a traced graph.
 
     Args:
-        traced: The traced model.
         nodes: Names of the nodes of the blocks that the piece holds; repeated nodes come along by themselves.
         outputs: Names of the nodes whose values the piece returns: its own, repeated ones, inputs or values that
             pass through.
@@ -130,7 +123,6 @@ def reads(traced: TracedModel, nodes: Iterable[str], outputs: Sequence[str]) -> 
     """Returns the values and the inputs that a piece would get as arguments, by name, without making the piece.
 
     Args:
-        traced: The traced model.
         nodes: As for `extract`.
         outputs: As for `extract`.
     """
@@ -314,11 +306,8 @@ def defer(deferred: Deferred, operation: Callable[..., Any], weights: Sequence[i
     """Runs an operation whose weight gradients are deferred; a function, since graphs call functions.
 
     Args:
-        deferred: Collects them.
         operation: The operation; it returns one tensor.
         weights: Which of its arguments are weights, or views and casts of them.
-        *args: Its arguments.
-        **kwargs: More arguments, no tensors among them.
     """
     hidden = tuple((place, args[place]) for place in weights)
     visible = [None if place in weights else value for place, value in enumerate(args)]
@@ -432,8 +421,6 @@ class SplitPiece:
 
     Attributes:
         run: called with a `Deferred` and the piece's arguments.
-        weights: the arguments whose gradients are deferred.
-        num_operations: how many operations defer them.
     """
 
     run: Callable[..., Any]

@@ -9,13 +9,18 @@ from threading import Lock
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 from autovaruna._torch import enter_autocast, exit_autocast, is_any_autocast_enabled, passes_of_export
 
 REGION = torch.ops.higher_order.wrap_with_set_grad_enabled
 _GRAPH, _FIRST = 1, 2
 """Places among the arguments: the graph, and the first of what goes into it."""
+
+
+def regions(module: nn.Module) -> list[fx.GraphModule]:
+    """Returns a graph, and those within it (``torch.no_grad()``)."""
+    return [each for each in module.modules() if isinstance(each, fx.GraphModule)]
 
 
 def inside(module: fx.GraphModule, region: fx.Node) -> tuple[fx.GraphModule, dict[fx.Node, Any]]:
@@ -103,8 +108,6 @@ def cast_dtype(user: fx.Node, weight: Tensor, result: Any) -> torch.dtype | None
     """Returns the dtype of the copy of a weight that autocast keeps for an operation that uses it; None: it keeps none.
 
     Args:
-        user: The operation.
-        weight: The weight.
         result: What the operation returns; its dtype tells whether autocast cast the arguments.
     """
     first = result[0] if isinstance(result, tuple | list) and result else result
@@ -143,9 +146,6 @@ def noted_precision(around: Precision) -> Iterator[None]:
     """Lets torch.export note each node's precision, and take out what enters and leaves autocast, before it goes on.
 
     It would make regions of it, and by then lose ``torch.no_grad()`` inside ``torch.autocast`` (seen in torch 2.13).
-
-    Args:
-        around: The autocasts around the call.
     """
     passes = passes_of_export()
     make_regions = passes.replace_set_grad_with_hop_pass

@@ -22,14 +22,7 @@ _generator_lock = Lock()
 
 
 class RandomStream:
-    """Seeds the device's default generator before each random node of one micro-batch.
-
-    Args:
-        seed: The run's seed.
-        step: Which call of the model.
-        micro_batch: Which micro-batch of it.
-        device: Whose default generator the nodes draw from.
-    """
+    """Seeds the device's default generator before each random node of one micro-batch."""
 
     def __init__(self, seed: int, step: int, micro_batch: int, device: torch.device) -> None:
         self._place = seed, step, micro_batch

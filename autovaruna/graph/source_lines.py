@@ -50,7 +50,6 @@ def failed_at(error: BaseException, nodes: Mapping[str, fx.Node]) -> str:
     """Returns ``, at file:line (code)`` of the user's line whose operation raised while a graph ran; else nothing.
 
     Args:
-        error: What was raised.
         nodes: The nodes of the graph that was traced, by name; parts of it have nodes of the same names.
     """
     for frame in reversed(traceback.extract_tb(error.__traceback__)):

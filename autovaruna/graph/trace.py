@@ -9,7 +9,7 @@ from threading import Lock
 
 import sympy
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from autovaruna._torch import NormBase, warn_of_untried
@@ -90,8 +90,6 @@ def trace(
     Args:
         model: The model; its parameters may be on ``meta``.
         call: The call, from `describe`.
-        device: Where the graph will run.
-        options: What the graph is to serve.
 
     Raises:
         TraceError: the model cannot be traced.
@@ -128,8 +126,7 @@ def trace(
 
 def _num_kept(traced: TracedModel) -> int:
     """Returns how many calls of modules and functions are kept whole."""
-    graphs = [each.graph for each in traced.module.modules() if isinstance(each, fx.GraphModule)]
-    return sum(len(graph.find_nodes(op="call_function", target=run_opaque)) for graph in graphs)
+    return sum(len(each.graph.find_nodes(op="call_function", target=run_opaque)) for each in traced.regions)
 
 
 def _refuse_watching(traced: TracedModel) -> None:

@@ -17,7 +17,7 @@ from autovaruna.graph.export.watchers import WatchedCall
 from autovaruna.graph.facts import Fact, KnownGraph
 from autovaruna.graph.opaque.run import OpaqueModule
 from autovaruna.graph.outputs import OutputKind, OutputSpec
-from autovaruna.graph.precision import precision_of
+from autovaruna.graph.precision import precision_of, regions
 from autovaruna.graph.records import Graph
 from autovaruna.graph.tree import Tree
 
@@ -36,8 +36,6 @@ def saved_weights(graph: fx.Graph, facts: Mapping[str, Fact], parameters: Mappin
     What autocast casts is saved as a copy, and does not count; nor do operations of which nobody knows.
 
     Args:
-        graph: A traced graph.
-        facts: What is known of each node.
         parameters: First name of each parameter, by each of its names.
     """
     found = set()
@@ -71,14 +69,9 @@ class TracedModel(KnownGraph):
     """A model as a graph that can be cut.
 
     Attributes:
-        graph: the graph as plain data.
         repeated: nodes that run in every stage that uses them, each with all that are repeated together.
-        output_tree: structure of what the model returns.
-        outputs: its tensors.
-        constants: other tensors, by attribute name.
         changed_state: first names of buffers, and of parameters, that forward changes.
         steady_state: those of them that it changes whatever the samples are.
-        totals: its values of the whole batch.
         joins_counts: nodes that join counts of several samples.
         greatest: the batch size up to which the model takes this way; None: any.
         asks_for_one: where the model does something else for a batch of one sample; empty: nowhere.
@@ -123,14 +116,14 @@ class TracedModel(KnownGraph):
         return {node.name: node for node in self.module.graph.nodes}
 
     @cached_property
-    def _regions(self) -> list[fx.GraphModule]:
+    def regions(self) -> list[fx.GraphModule]:
         """The graph, and those within it."""
-        return [each for each in self.module.modules() if isinstance(each, fx.GraphModule)]
+        return regions(self.module)
 
     @property
     def code(self) -> list[str]:
         """The code of the graph, and of those within it, whatever nodes are called: names count nodes that are gone."""
-        return [_without_names(each.graph) for each in self._regions]
+        return [_without_names(each.graph) for each in self.regions]
 
     @cached_property
     def needs_gradient(self) -> bool:
@@ -140,14 +133,15 @@ class TracedModel(KnownGraph):
     @cached_property
     def draws_or_casts(self) -> bool:
         """Whether an operation draws random numbers, or runs under autocast."""
-        nodes = [node for region in self._regions for node in region.graph.nodes]
+        nodes = [node for region in self.regions for node in region.graph.nodes]
         return any(precision_of(node) or is_random(self.module, node) for node in nodes)
 
     @cached_property
     def has_kept_modules(self) -> bool:
         """Whether submodules with parameters are kept whole: which of them they use may vary."""
-        regions = self._regions
-        names = [(region, str(node.target)) for region in regions for node in region.graph.find_nodes(op="get_attr")]
+        names = [
+            (region, str(node.target)) for region in self.regions for node in region.graph.find_nodes(op="get_attr")
+        ]
         found = [getattr(region, name, None) for region, name in names]
         return any(isinstance(each, OpaqueModule) and each.may_choose for each in found)
 

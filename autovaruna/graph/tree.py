@@ -177,7 +177,6 @@ def flatten(value: Any, path: str = "") -> tuple[list[torch.Tensor], Tree]:
     """Takes a value apart.
 
     Args:
-        value: Any nested structure.
         path: What the paths of its tensors start with.
 
     Returns:

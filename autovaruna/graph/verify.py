@@ -64,12 +64,7 @@ class DrawnAlike(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class Rounded(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Changes the results of sums (products, means, norms, ...) by as much as another order of summing may.
-
-    Args:
-        device: Where the model runs.
-        seed: Of the changes.
-    """
+    """Changes the results of sums (products, means, norms, ...) by as much as another order of summing may."""
 
     def __init__(self, device: torch.device, seed: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -104,14 +99,7 @@ Returned = dict[str, list[Tensor]]
 
 @dataclass(frozen=True)
 class EagerVsGraph:
-    """A model and its trace, on the same samples.
-
-    Args:
-        traced: The trace.
-        model: The model, all of whose numbers are here.
-        tensors: The samples, in the order of the call's inputs.
-        device: Where both run.
-    """
+    """A model and its trace, on the same samples."""
 
     traced: TracedModel
     model: nn.Module
@@ -121,12 +109,7 @@ class EagerVsGraph:
     def plain(
         self, around: AbstractContextManager[Any] | None = None, returned: Returned | None = None
     ) -> list[Tensor]:
-        """Runs a copy of the model; returns its outputs, then its state after that.
-
-        Args:
-            around: Changes what operators do.
-            returned: Gets what each module returns.
-        """
+        """Runs a copy of the model; returns its outputs, then its state after that."""
         own = self._copy()
         if returned is not None:
             for path, module in own.named_modules():
@@ -168,8 +151,6 @@ class EagerVsGraph:
 
         Args:
             nodes: Gets the last node of each module, by path, with its value.
-            each: Runs a node.
-            around: Changes what operators do.
         """
         clones = self._clones()
         named = {name: clones.get(id(tensor), tensor) for name, tensor in _state(self.model).items()}
@@ -307,10 +288,7 @@ def compare(traced: TracedModel, model: nn.Module, tensors: Sequence[Tensor], de
     with sums that are off by their rounding, to see whether that explains it.
 
     Args:
-        traced: The trace.
         model: The model, all of whose numbers are on `device`.
-        tensors: The samples, in the order of the call's inputs.
-        device: Where both run.
 
     Raises:
         TraceError: they differ; says where that begins.
@@ -455,11 +433,8 @@ class Parts:
     """A graph, and a batch that goes through it whole and in two parts.
 
     Args:
-        traced: The graph.
         model: Its model, all of whose numbers are on `device`.
-        tensors: Samples, in the order of the call's inputs.
         num_samples: How many; two at least.
-        device: Where it runs.
         share: Returns the weight of a part's loss for its part of the samples; None: the loss does not count.
     """
 

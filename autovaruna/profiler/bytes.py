@@ -123,7 +123,6 @@ class Bytes:
     Attributes:
         inside: saved memory that neither came in nor goes out.
         saved_values: place among the part's values, and bytes, of each one that is saved.
-        made: memory that goes out.
         forward_work: the most that forward needs beside what is saved and what goes out.
         work: the same of backward, gradients that come in included; what goes out and is not saved is gone by then.
     """

@@ -129,7 +129,6 @@ def environment(device: torch.device, num_sharing: int = 1, *, splits: bool = Tr
     """Returns what measured costs are valid for.
 
     Args:
-        device: Where is measured.
         num_sharing: Ranks on this host, which measure at the same time and share its memory bandwidth.
         splits: Whether weight gradients are measured apart, too.
     """

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from autovaruna.config.files import Amount, Whole
 from autovaruna.errors import MeasureError
+from autovaruna.graph.export.errors import first_line
 from autovaruna.graph.module_state import profiling_mode
 from autovaruna.graph.precision import without_autocast
 from autovaruna.graph.random import untouched_generator
@@ -100,7 +101,6 @@ class Pace:
 
     Attributes:
         typical: the median of the rank's own time.
-        mean: what has passed, over all samples.
     """
 
     typical: float
@@ -157,9 +157,7 @@ def time_work(
 
     Args:
         work: What to time; it has run once already.
-        iterations: Samples to take.
         allowance_seconds: No further sample is begun after this time; one is taken in any case.
-        device: Where it runs.
         kept_bytes: What a forward keeps for its backward.
 
     Returns:
@@ -308,11 +306,8 @@ def measure(
     """Measures every distinct block and layer of a traced model, or one rank's share of them.
 
     Args:
-        traced: The traced model.
         model: The model; its parameters may be on ``meta``, and nothing of it is changed.
         micro_batch_sizes: Samples in a micro-batch; one measurement of each.
-        device: Where to measure.
-        iterations: Samples of each measurement.
         budget_seconds: Time after which each part is sampled once only.
         splits: Whether weight gradients are measured apart, too.
         share: ``(rank, num_ranks)``; this rank measures every num_ranks-th part.
@@ -407,12 +402,11 @@ def _measure_on(part: Part, samples: Samples, size: int, iterations: int, allowa
 
 def _explain(part: Part, size: int, error: Exception, where: str) -> str:
     module = next((block.module for block in part.blocks), "") or "the model itself"
-    reason = (str(error).strip() or type(error).__name__).splitlines()[0]
     return (
         f"The block {part.name} (module {module}) failed while it was measured with {size} samples{where}: got "
-        f"{type(error).__name__}: {reason}. Expected it to run on random numbers of the traced shapes (integers are "
-        "those of the first batch, or zeros). If memory ran out, lower the micro-batch size; if its operations refuse "
-        "such numbers, please report the module."
+        f"{type(error).__name__}: {first_line(error)}. Expected it to run on random numbers of the traced shapes "
+        "(integers are those of the first batch, or zeros). If memory ran out, lower the micro-batch size; "
+        "if its operations refuse such numbers, please report the module."
     )
 
 
@@ -422,9 +416,6 @@ def to_profile(
     """Returns the profile of a graph from the costs of all its parts.
 
     Args:
-        traced: The traced model.
-        costs: Of every part.
-        device: Where they were measured.
         has_layers: Whether layers are among them; without, they take what their blocks take.
     """
     sizes, blocks = tuple(sorted({size for _, size in costs})), block_parts(traced)

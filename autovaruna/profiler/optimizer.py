@@ -77,8 +77,6 @@ def _affordable(
     """Finds the largest tensor of about a shape that can be tried out.
 
     Args:
-        shape: The shape.
-        itemsize: Bytes of an element.
         seconds: Takes a shape and a number of tensors; returns what a step over them takes.
 
     Returns:

@@ -90,11 +90,8 @@ class Cluster:
     """The ranks: their hosts, memory limits, relative speeds and links.
 
     Attributes:
-        hosts: host name of each rank.
-        memory_bytes: hard limit of each rank.
         speeds: measured speed of each rank relative to the rank that was profiled (1.0: as fast).
         local_link: a message between two ranks of one host.
-        remote_link: a message between two hosts.
         all_reduce_bytes_per_second: bandwidth of an all-reduce over all ranks, in the bytes that a ring sends from each
             rank: ``2 (n - 1) / n`` times those of the tensor.
         all_reduce_latency_seconds: what an all-reduce takes for each rank that takes part, whatever its bytes.

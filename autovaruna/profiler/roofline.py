@@ -19,12 +19,14 @@ import torch
 from torch import Tensor, nn
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from autovaruna._torch import FakeTensorMode, OpOverload, TorchDispatchMode, current_fake_mode, pytree
+from autovaruna._torch import FakeTensorMode, OpOverload, TorchDispatchMode, current_fake_mode
 from autovaruna.config.files import PACKAGED, Amount, Positive, at_home, conf_dir, read_record, read_toml, shown
 from autovaruna.config.settings import BYTES, REFUSALS
 from autovaruna.errors import ConfigError, MeasureError
+from autovaruna.graph.batch.operators import changed_by
+from autovaruna.graph.export.errors import first_line
 from autovaruna.graph.export.fakes import fake_like
-from autovaruna.graph.facts import flop_formulas, storage_of
+from autovaruna.graph.facts import flop_formulas, storage_of, tensors_in
 from autovaruna.graph.pieces import Argument, Source
 from autovaruna.graph.source_lines import failed_at
 from autovaruna.graph.traced import TracedModel
@@ -88,7 +90,6 @@ class DeviceSpec:
         kind: ``cpu`` or ``cuda``.
         flops_per_second: by dtype, what a product of large matrices reaches (data sheet times efficiency).
         bytes_per_second: what a pass over memory reaches (likewise).
-        operation_seconds: the least time of an operation.
         memory_bytes: of the device; 0: the file does not say.
         local_link, remote_link: messages inside a host and between hosts.
         local_all_reduce, remote_all_reduce: bytes a second that a ring sends from each rank.
@@ -221,11 +222,11 @@ def _note(name: str) -> None:
 def touched_bytes(func: Any, args: Any, kwargs: Any, result: Any) -> int:
     """Returns the bytes that an operation reads and writes; 0 for views and for memory that is only allocated."""
     packet = getattr(func, "_overloadpacket", None)
-    outputs = _tensors(result)
+    outputs = tensors_in(result)
     if not isinstance(func, OpOverload) or packet in _ALLOCATIONS or func.namespace == "prim" or not outputs:
         return 0
-    inputs = _tensors((args, kwargs))
-    changed = _changed(func, args, kwargs)
+    inputs = tensors_in((args, kwargs))
+    changed = tensors_in(changed_by(func, args, kwargs))
     storages = {storage_of(tensor) for tensor in inputs}
     made = [tensor for tensor in outputs if storage_of(tensor) not in storages]
     if not made and not changed:
@@ -240,24 +241,11 @@ def touched_bytes(func: Any, args: Any, kwargs: Any, result: Any) -> int:
     return int(read + written)
 
 
-def _changed(func: OpOverload, args: Any, kwargs: Any) -> list[Tensor]:
-    """Returns the arguments that an operation changes."""
-    if not func._schema.is_mutable:
-        return []
-    values = dict(zip((each.name for each in func._schema.arguments), args, strict=False)) | kwargs
-    written = [each.name for each in func._schema.arguments if each.alias_info is not None and each.alias_info.is_write]
-    return _tensors([values.get(name) for name in written])
-
-
 def _dtype(values: Any) -> str:
     """Returns the dtype that an operation computes in: that of its first tensor of numbers with a point."""
-    tensors = _tensors(values)
+    tensors = tensors_in(values)
     floating = [tensor.dtype for tensor in tensors if tensor.is_floating_point() or tensor.is_complex()]
     return str(next(iter(floating or [tensor.dtype for tensor in tensors]), "")).removeprefix("torch.")
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 def _num_bytes(tensor: Tensor) -> int:
@@ -283,7 +271,6 @@ def predict(
         traced: The traced model; it was traced for the CPU.
         model: The model; only shapes of its tensors are read.
         micro_batch_sizes: Samples in a micro-batch; one prediction of each.
-        device: What the device can do.
         on_progress: Called with the parts predicted so far and their number.
 
     Raises:
@@ -305,7 +292,6 @@ def optimizer_cost(device: DeviceSpec, bytes_factor: float) -> OptimizerCost:
     """Returns what an optimizer step takes: parameter, gradient and state are read, parameter and state written.
 
     Args:
-        device: What the device can do.
         bytes_factor: Bytes of optimizer state for each byte of parameters.
     """
     return OptimizerCost(0.0, (3.0 + 2.0 * bytes_factor) / device.bytes_per_second)
@@ -325,11 +311,10 @@ def _predict_one(part: Part, samples: Samples, size: int, device: DeviceSpec, fo
             apart = _predict_split(work, device, formulas)
         return PartCost(forward.seconds, backward.seconds, num_bytes, *apart)
     except Exception as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         where = failed_at(error, samples.traced.nodes)
         raise MeasureError(
-            f"The block {part.name} cannot be predicted{where}: got {type(error).__name__}: {reason}. Expected "
-            "operations whose shapes do not depend on the numbers in tensors; measure the model instead "
+            f"The block {part.name} cannot be predicted{where}: got {type(error).__name__}: {first_line(error)}. "
+            "Expected operations whose shapes do not depend on the numbers in tensors; measure the model instead "
             "(python -m autovaruna measure), and pass the profile."
         ) from error
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from autovaruna._torch import pytree
 from autovaruna.graph.random import python_generators, untouched_generator
 
 
@@ -22,10 +23,9 @@ class CannotCopyError(Exception):
 
 
 def copy_for(optimizer: Optimizer, exchanged: Mapping[int, nn.Parameter]) -> list[Optimizer]:
-    """Returns a copy of an optimizer, and of those that it steps with; hooks are left out.
+    """Returns a copy of an optimizer, and of those that it steps with, without state; hooks are left out.
 
     Args:
-        optimizer: The optimizer.
         exchanged: What stands for a parameter in the copy, by identity; the others have no elements in it.
 
     Raises:
@@ -93,7 +93,7 @@ def _check(name: str, value: Any) -> None:
 
 
 def _cut_table(table: dict[Any, Any], exchanged: Mapping[int, nn.Parameter], memo: dict[int, Any]) -> dict[Any, Any]:
-    """Returns a state, or tensors, by parameter, of those that are exchanged, for what stands for them."""
+    """Returns a table by parameter of those that are exchanged, its tensors cut to the size of what stands for them."""
     found = copy.copy(table)
     found.clear()
     for key, value in table.items():
@@ -101,23 +101,13 @@ def _cut_table(table: dict[Any, Any], exchanged: Mapping[int, nn.Parameter], mem
             found[key] = copy.deepcopy(value, memo)
         elif id(key) in exchanged:
             new = exchanged[id(key)]
-            cut = _cut(value if isinstance(value, dict) else {"": value}, key, new)
-            if cut is not None:
-                found[new] = cut if isinstance(value, dict) else cut[""]
+            found[new] = pytree.tree_map_only(Tensor, partial(_cut, new), value)
     return found
 
 
-def _cut(state: Mapping[Any, Any], old: Tensor, new: Tensor) -> dict[Any, Any] | None:
-    """Returns the state of one parameter for a smaller one; None if that cannot be: then it starts anew."""
-    found: dict[Any, Any] = {}
-    for name, value in state.items():
-        if isinstance(value, Tensor) and value.numel() > 1:
-            sizes = zip(value.shape, old.shape, strict=False)
-            if value.dim() != old.dim() or any(size not in (1, whole) for size, whole in sizes):
-                return None
-            value = value[tuple(slice(size) for size in new.shape)]
-        found[name] = copy.deepcopy(value.detach() if isinstance(value, Tensor) else value)
-    return found
+def _cut(new: Tensor, tensor: Tensor) -> Tensor:
+    sizes = new.shape if tensor.dim() == new.dim() else tensor.shape
+    return tensor.detach()[tuple(map(slice, sizes))].clone()
 
 
 _NUM_STEPS, _NUM_ALIKE = 12, 8
@@ -134,12 +124,6 @@ class Trial:
     """Steps of copies of an optimizer.
 
     Args:
-        optimizer: The optimizer.
-        chosen: The parameters that are tried.
-        device: Where they are.
-        way: How a step is asked for.
-        is_new: Whether copies start without the state that the optimizer has: it may not fit small tensors, or hide
-            what the first steps join.
         rate, gradient: What rates and gradients are multiplied by.
     """
 
@@ -149,12 +133,11 @@ class Trial:
         chosen: Sequence[Tensor],
         device: torch.device,
         way: Way,
-        is_new: bool,
         rate: float,
         gradient: float,
     ) -> None:
         self.chosen = chosen
-        self._optimizer, self._device, self._way, self._is_new = optimizer, device, way, is_new
+        self._optimizer, self._device, self._way = optimizer, device, way
         self._rate, self._scale = rate, gradient
         self.starts = [self._start(place, parameter) for place, parameter in enumerate(chosen)]
 
@@ -176,8 +159,7 @@ class Trial:
         optimizers = copy_for(self._optimizer, {id(self.chosen[place]): made[place] for place in made})
         stepped = {place: made[place] for place in part}
         for each in optimizers:
-            if self._is_new:
-                each.state.clear()
+            each.state.clear()  # the first steps make it
             _leave(each, {id(parameter) for parameter in stepped.values()})
         _scale_rates(optimizers, self._rate)
         paths: Paths = {place: [] for place in part}
@@ -200,8 +182,6 @@ class Trial:
             calls += 1
             for place, parameter in parameters.items():
                 parameter.grad = self._gradient(place, number, calls, parameter)
-                if self._way is _with_sparse:
-                    parameter.grad = parameter.grad.to_sparse(1)
             return torch.tensor(2.0 - number / _NUM_STEPS + calls / 100, device=self._device)
 
         closure()
@@ -279,11 +259,7 @@ def _with_closure(optimizer: Optimizer, closure: Callable[[], Tensor]) -> None:
     _plain_step(optimizer)(optimizer, closure)
 
 
-def _with_sparse(optimizer: Optimizer, closure: Callable[[], Tensor]) -> None:
-    _plain_step(optimizer)(optimizer)
-
-
-WAYS: tuple[Way, ...] = (_alone, _with_closure, _with_sparse)
+WAYS: tuple[Way, ...] = (_alone, _with_closure)
 
 
 _SCALES = (1.0, 1.0), (1e3, 1e3), (1.0, 1e-4), (1e3, 1e-4)
@@ -297,7 +273,6 @@ class Steps:
 
     Attributes:
         kind: each parameter by itself; several together; with numbers that it draws; or that cannot be tried.
-        what: what was seen, in words.
     """
 
     kind: Literal["separate", "joint", "random", "unknown"]
@@ -312,23 +287,17 @@ def steps_of(optimizer: Optimizer, device: torch.device) -> Steps:
 
     Args:
         optimizer: The optimizer, with all its parameters, of which some may be elsewhere.
-        device: Where it steps.
     """
     chosen = list(_chosen(optimizer))
     if len(chosen) < 2:
         return Steps("unknown", "it has less than two parameters that are trained")
     errors: list[str] = []
-    starts = (False, True) if any(each.state for each in nested(optimizer)) else (False,)
     with untouched_generator(torch.device("cpu")), untouched_generator(device), python_generators(0):
         for way in WAYS:
-            found: list[Steps] = []
-            for is_new in starts:
-                try:
-                    found.append(_of_scales(partial(Trial, optimizer, chosen, device, way, is_new)))
-                except Exception as error:  # whatever a class of the script's raises
-                    errors.append(f"{type(error).__name__}: {error}")
-            if found:
-                return next((each for each in found if each.kind in ("joint", "random")), found[0])
+            try:
+                return _of_scales(partial(Trial, optimizer, chosen, device, way))
+            except Exception as error:  # whatever a class of the script's raises
+                errors.append(f"{type(error).__name__}: {error}")
     return Steps("unknown", errors[0])
 
 

@@ -43,9 +43,6 @@ class Code:
     """What runs a part.
 
     Attributes:
-        run: The forward.
-        arguments: What it is called with.
-        needs_gradient: Whether there is a backward.
         split: The same with a backward that leaves weight gradients for later; None: it has none to leave.
     """
 
@@ -89,9 +86,6 @@ class Part:
     """Consecutive blocks of a traced model.
 
     Attributes:
-        traced: The traced model.
-        blocks: The blocks.
-        nodes: The nodes that are run.
         name: What to call it in a message.
     """
 
@@ -235,11 +229,7 @@ class Samples:
     """Makes arguments for pieces of one traced model.
 
     Attributes:
-        traced: The traced model.
-        model: Where buffers are copied from.
-        device: Where the tensors are made.
         inputs: Tensors of one call, in the order of ``traced.call.inputs``; empty: integers are zeros.
-        numbers: What floating-point tensors are filled with.
     """
 
     traced: TracedModel
@@ -362,15 +352,10 @@ class Work:
     """Something to measure.
 
     Attributes:
-        run: The forward.
-        arguments: What it is called with.
         values: Which of them come from other blocks; their gradients are sent on, not kept.
-        make_gradient: Makes the gradient of an output.
         gradients: One for each output that needs a gradient; made for the outputs of the first run.
-        needs_gradient: Whether there is a backward.
         is_cast: Whether autocast casts weights, once for all runs.
         split: The same with a backward that leaves weight gradients for later; None: it has none to leave.
-        weights: The arguments whose gradients those are.
     """
 
     run: Callable[..., Outputs]

@@ -29,9 +29,7 @@ class BatchValues:
     """The values of the whole batch of one graph.
 
     Args:
-        traced: The graph.
         buffers: Returns the model's buffers by first name, as they are now.
-        device: Where the model computes.
     """
 
     def __init__(self, traced: TracedModel, buffers: Callable[[], Mapping[str, Tensor]], device: torch.device) -> None:
@@ -48,8 +46,6 @@ class BatchValues:
         """Returns the totals of a mini-batch.
 
         Args:
-            tensors: Its tensors, in the order of the call's inputs.
-            num_samples: Samples in it.
             lengths: The lengths that vary, in this call.
         """
         if not num_samples:
@@ -69,9 +65,7 @@ class BatchValues:
 
         Args:
             reported: The totals of each of its mini-batches.
-            sizes: The samples in each.
             tensors: This rank's tensors; those that are no batch are the same on all ranks.
-            batch: Its micro-batches.
             lengths: The lengths that vary, in this call.
         """
         parts = [(totals, size) for totals, size in zip(reported, sizes, strict=True) if size]

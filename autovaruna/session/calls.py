@@ -62,7 +62,6 @@ class ScriptActions:
         """Counts what is done with an optimizer from now on, and reads its options.
 
         Args:
-            optimizer: The optimizer.
             groups: First names of the parameters of each group of the whole optimizer.
         """
         self._optimizer = optimizer
@@ -146,10 +145,6 @@ class SharedCall:
     """One call of the model, of which every rank has its own samples.
 
     Attributes:
-        call: the description on this rank.
-        tensors: this rank's tensors, in order.
-        sizes: samples of each rank's mini-batch.
-        number: how many calls there were before.
         groups: the ranks that pass the same mini-batch.
         totals: those of each rank's mini-batch; None: not known yet.
     """
@@ -211,11 +206,7 @@ def share_call(
     """Joins the calls of all ranks to one. Collective if they do not fit together.
 
     Args:
-        call: This rank's call.
-        tensors: Its tensors.
-        number: How many calls there were before.
         groups: The ranks that pass the same mini-batch.
-        world: The ranks.
         reports: What each rank says of its call.
         doings: Returns in words what this rank's script has done since the start.
 
@@ -297,12 +288,7 @@ class SameInputs:
         self._has_told = False
 
     def digests(self, number: int, tensors: Sequence[Tensor]) -> tuple[int, ...]:
-        """Returns a digest of some numbers of each tensor; nothing in most calls.
-
-        Args:
-            number: How many calls there were before.
-            tensors: Those of the call.
-        """
+        """Returns a digest of some numbers of each tensor; nothing in most calls."""
         is_due = number < _NUM_FIRST_CALLS or (number % _CALLS_BETWEEN == 0 and all(each.is_cpu for each in tensors))
         return tuple(map(_digest, tensors)) if self._groups and is_due and not self._has_told else ()
 
@@ -310,7 +296,6 @@ class SameInputs:
         """Warns, once, of inputs that differ.
 
         Args:
-            call: The call.
             digests: What `digests` returned on each rank.
         """
         for ranks in self._groups:
@@ -344,10 +329,6 @@ def micro_batch_weights(
 
     Args:
         weigh: The user's ``micro_batch_weight``: gets the arguments of the model by name, cut to one micro-batch.
-        model: The model, whose signature names positional arguments.
-        shared: The call.
-        batch: Its micro-batches.
-        world: The ranks.
     """
     if weigh is None:
         return ()

@@ -65,7 +65,6 @@ def read_saved_plan(settings: Settings, fingerprint: Fingerprint, graph: Graph) 
 
     Args:
         settings: Names the file, and says whether it must be used.
-        fingerprint: This run.
         graph: The graph that the cuts of the file are found in.
 
     Raises:
@@ -154,13 +153,6 @@ class Preparation:
     """The plan of a model, and all that the engine needs to run it. Making one is collective.
 
     Args:
-        traced: The graph of the first call.
-        model: The model.
-        optimizer: Its optimizer, to find out what state it keeps.
-        shared: The first call.
-        settings: The settings.
-        world: The ranks.
-        device: Where this rank computes.
         resident_before: What this process held before the model was traced, in bytes; 0: not known.
 
     Raises:

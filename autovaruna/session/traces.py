@@ -43,14 +43,7 @@ _MOST_IN_PARTS = 16
 
 
 class Traces:
-    """The graphs of one model.
-
-    Args:
-        model: The model.
-        settings: The settings.
-        world: The ranks.
-        device: Where this rank computes.
-    """
+    """The graphs of one model."""
 
     def __init__(self, model: nn.Module, settings: Settings, world: World, device: torch.device) -> None:
         self._model = model
@@ -85,11 +78,6 @@ class Traces:
 
     def try_without(self, names: Collection[str], call: CallSpec, guards: Guards) -> tuple[set[str], set[str]]:
         """Traces a call without attributes, and with something in their place that cannot be used.
-
-        Args:
-            names: The attributes.
-            call: The call.
-            guards: Guards the model's attributes.
 
         Returns:
             The attributes without which the graph is the one of the latest call that is like this one but for

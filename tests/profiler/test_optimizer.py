@@ -178,7 +178,7 @@ BUILT_IN = {
     name: optimizer
     for name, optimizer in vars(torch.optim).items()
     if isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer)
-    if name not in ("Optimizer", "LBFGS")
+    if name not in ("Optimizer", "LBFGS", "SparseAdam")  # sparse gradients are refused
 }
 
 

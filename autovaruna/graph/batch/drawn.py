@@ -34,7 +34,6 @@ class Powers:
 
     Args:
         values: What the nodes have to do with the batch.
-        sizes: Says what grows with the batch.
         is_added: Whether losses of micro-batches are added up: each gets values of the whole batch as they are.
     """
 
@@ -62,7 +61,6 @@ class Powers:
         """Whether numbers of samples are scaled and added up over the samples, and nothing else.
 
         Args:
-            node: The numbers.
             tail: What goes into the outputs by being scaled and added up alone.
         """
         scaled = reached([node], lambda each: each.users if self._grows(each) else ())
@@ -164,7 +162,6 @@ def join_tried(node: fx.Node, sizes: Sizes) -> Reduction:
 
     Args:
         node: The operation, or what is taken out of several results of one.
-        sizes: The sizes of the graph.
     """
     made: Any = node.args[0] if node.target is getitem else node
     if not isinstance(made.target, OpOverload) or _is_random(made):
@@ -186,7 +183,6 @@ def are_in_turn(index: fx.Node, length: Any, sizes: Sizes) -> bool:
         index: The numbers of the rows, which follow from sizes, inputs and random numbers. Nothing is said against
             those that a model finds itself (the places of what is largest, or sorted): they name rows that it has.
         length: How many rows there are to pick from.
-        sizes: The sizes of the graph.
     """
     made_of = _sources(index)
     if index.meta["val"].dtype is torch.bool or any(map(_is_found, made_of)):
@@ -199,7 +195,6 @@ def follows_place(numbers: fx.Node, sizes: Sizes) -> bool:
 
     Args:
         numbers: The numbers, which have nothing of the samples.
-        sizes: The sizes of the graph.
     """
     made_of = _sources(numbers)
     counts = (each for each in made_of if has(each, Trait.COUNTS_ON))
@@ -246,9 +241,7 @@ def _computed(node: fx.Node, leaves: Iterable[fx.Node], sizes: Sizes, is_whole: 
     """Computes what a node gives for the batch and its two parts.
 
     Args:
-        node: The node.
         leaves: The tensors that it is made of for which numbers are drawn.
-        sizes: The sizes of the graph.
         is_whole: Whether all numbers are zero or one, as places may be.
     """
     generator = torch.Generator().manual_seed(0)

@@ -30,7 +30,6 @@ class Values:
     """The values of a graph's nodes; those of nodes that have been added since are found when they are asked for.
 
     Args:
-        graph: The graph.
         chosen: The nodes that follow from the inputs alone, where totals are looked for.
     """
 
@@ -262,7 +261,6 @@ def counted(numbers: Sequence[fx.Node], graph: KnownGraph) -> Iterator[tuple[fx.
 
     Args:
         numbers: Nodes whose values are numbers that depend on data.
-        graph: Their graph.
     """
     if not numbers:
         return

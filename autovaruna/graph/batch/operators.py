@@ -152,8 +152,6 @@ class Operator:
     """One row of the table.
 
     Attributes:
-        means: what it makes of means.
-        traits: what else it does.
         merge: how its results for several mini-batches become that for all.
         along: the dimensions along which its result for one place depends on other places.
         counts_along: those along which it does if the result is integers or masks.

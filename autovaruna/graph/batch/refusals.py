@@ -186,7 +186,6 @@ def refuse_other_losses(traced: TracedModel, is_added: bool, is_exact: bool = Tr
     """Makes sure that losses of micro-batches make up that of the batch; warns of other outputs that do not.
 
     Args:
-        traced: The graph.
         is_added: Whether losses of micro-batches are added up, rather than averaged.
         is_exact: Whether they must; else a loss may go on from means as well, each micro-batch from its own.
 

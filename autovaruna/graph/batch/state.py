@@ -33,12 +33,7 @@ _TRAINING = 5
 
 
 def steady_state(graph: KnownGraph, changed: Collection[str]) -> frozenset[str]:
-    """Returns the names of parameters and buffers that change alike in all micro-batches that find them alike.
-
-    Args:
-        graph: The graph.
-        changed: The attributes that forward changes.
-    """
+    """Returns the names of parameters and buffers that change alike in all micro-batches that find them alike."""
     if not changed:
         return frozenset()
     module, facts = graph.module, graph.facts
@@ -63,11 +58,6 @@ class _Step:
     """A call of a graph, or of a region in it.
 
     Attributes:
-        node: the call.
-        sources: what it is made of.
-        reads: their memory.
-        writes: the memory that it changes.
-        is_random: whether it draws random numbers.
         kept: the module that it runs as it is.
         state: the memory of each parameter and buffer of that.
     """
@@ -146,11 +136,7 @@ def _counters_of_samples(
     A counter changes by itself alone. What follows from weights (their averages, say) is no counter.
 
     Args:
-        steps: The calls.
-        inputs: The samples.
-        read: What reads state.
         steady: The memory of state that changes alike whatever the samples are.
-        varied: The memory of state that follows from samples.
     """
     origins = {node: memory & steady for node, (memory, _) in read.items()}  # steady memory, until it meets weights
     held = {node for node, (memory, _) in read.items() if memory & set(varied)}  # values of varied state alone
@@ -189,10 +175,6 @@ def refuse_single_values(traced: TracedModel, sizes: Iterable[int]) -> None:
     """Makes sure that every batch normalisation sees more than one value per channel.
 
     PyTorch checks this outside of the operations, so the check is not in a traced graph.
-
-    Args:
-        traced: The graph.
-        sizes: Samples of its micro-batches.
 
     Raises:
         InputError: a micro-batch leaves a channel with one value, whose variance is not a number.

@@ -65,7 +65,6 @@ class BatchTotals:
 
     Attributes:
         merges: the totals, and how each is merged.
-        before: what computes them from the inputs.
         after: what is computed from them, and from nothing else of the batch.
         values: the calls of `of_batch`: the node whose value each stands for, and what becomes of it.
     """
@@ -134,9 +133,7 @@ class _Marks:
     """Puts calls of `of_batch` into a graph; `given` has the node whose value each stands for, and what becomes of it.
 
     Args:
-        graph: The graph.
         values: What the nodes have to do with the batch.
-        additions: Adds nodes to the graph.
     """
 
     def __init__(self, graph: KnownGraph, values: Values, additions: _Additions) -> None:
@@ -442,7 +439,6 @@ class _Additions:
     """Adds nodes to a graph.
 
     Args:
-        graph: The graph.
         facts: What is known of each node; gets what is known of the new ones.
     """
 

@@ -67,7 +67,6 @@ class Value:
     """What is known of the value of a node.
 
     Attributes:
-        source: what it is made of.
         reach: how far it reaches over the batch.
         share: what it has to do with the batch if it follows from the inputs alone; None: it does not.
         merge: how it is merged if it is a total.
@@ -104,8 +103,6 @@ def of_batch(value: Any, use: Use, dtype: torch.dtype) -> Tensor:
 
     Args:
         value: A tensor or number that follows from the inputs alone.
-        use: What becomes of it.
-        dtype: What it is turned into.
     """
     return value.to(dtype) if isinstance(value, Tensor) else torch.scalar_tensor(value, dtype=dtype)
 

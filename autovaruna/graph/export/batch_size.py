@@ -52,9 +52,6 @@ def noted_branches(free: FreeLengths) -> Iterator[list[str]]:
     """Notes ``at file:line (code)`` of the user's branches, on this thread, that one sample would not take.
 
     torch takes it for granted that a size that is kept free is at least two, and says nothing of it.
-
-    Args:
-        free: Lengths that are no batch sizes.
     """
     tracing, lone = get_ident(), list[str]()
     known: Any = torch.SymBool.__bool__

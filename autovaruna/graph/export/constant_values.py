@@ -39,11 +39,7 @@ def for_real() -> Iterator[None]:
 
 
 def truth_of(tensor: Tensor) -> bool | None:
-    """Returns the truth of a fake tensor while a model is traced; None: it follows from more than constants.
-
-    Args:
-        tensor: A tensor with one element.
-    """
+    """Returns the truth of a fake tensor while a model is traced; None: it follows from more than constants."""
     truths = set(_truths(tensor))
     return truths.pop() if len(truths) == 1 else None
 

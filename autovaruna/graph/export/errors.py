@@ -86,11 +86,7 @@ def check_layouts(model: nn.Module) -> None:
 
 
 def refuse_hook(what: str) -> TraceError:
-    """Returns the error of a forward that sets a hook.
-
-    Args:
-        what: What it sets.
-    """
+    """Returns the error of a forward that sets a hook."""
     return TraceError(
         f"forward {what}{users_line()}, which a trace cannot keep. Expected a forward without hooks; write what the "
         "hook does to the gradient as operations, or set it in a submodule, which is then kept whole."
@@ -338,8 +334,6 @@ def advice(model: nn.Module, call: CallSpec, paths: Collection[str] | None = Non
     """Returns what is odd of a call for which a model mixes samples or fixes their number, and what to write instead.
 
     Args:
-        model: The model.
-        call: The call.
         paths: The modules in which that is so; None: not known.
     """
     batch = [spec for spec in call.inputs if spec.is_batch]

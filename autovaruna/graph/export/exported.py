@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from itertools import product
 from operator import attrgetter, getitem
 from typing import Any
 
@@ -17,7 +18,7 @@ from autovaruna._torch import OpOverload
 from autovaruna.graph.cuts import Marker
 from autovaruna.graph.export.watchers import WatchedCall
 from autovaruna.graph.lengths import Lengths
-from autovaruna.graph.precision import REGION, inside
+from autovaruna.graph.precision import REGION, inside, regions
 from autovaruna.graph.tree import Tree
 
 
@@ -30,7 +31,6 @@ class Exported:
         output_tree: structure of what the model returns; its tensors are the graph's outputs.
         constants: tensors that are neither parameters nor buffers, by attribute name.
         is_dynamic: whether the batch size is a symbol in the graph.
-        markers: where the user's cut points were.
         left: where forward leaves tensors beside what it returns.
         greatest: the batch size up to which the model takes this way; None: there is no such size.
         asks_for_one: where the model does something else for a batch of one sample; empty: nowhere.
@@ -116,13 +116,11 @@ _NO_END = 2**63 - 1
 
 def drop_idle(module: fx.GraphModule) -> None:
     """Puts its argument in the place of each operation that returns it, in regions (``torch.no_grad()``) as well."""
-    for part in module.modules():
-        if isinstance(part, fx.GraphModule):
-            for operation, is_idle in _IDLE.items():
-                for node in part.graph.find_nodes(op="call_function", target=operation):
-                    if is_idle(*node.args, **node.kwargs):
-                        node.replace_all_uses_with(node.args[0])
-                        part.graph.erase_node(node)
+    for graph, (operation, is_idle) in product((part.graph for part in regions(module)), _IDLE.items()):
+        for node in graph.find_nodes(op="call_function", target=operation):
+            if is_idle(*node.args, **node.kwargs):
+                node.replace_all_uses_with(node.args[0])
+                graph.erase_node(node)
 
 
 def _is_whole(source: fx.Node, dim: int = 0, start: object = None, end: object = None, step: object = 1) -> bool:
@@ -156,7 +154,6 @@ def open_free_regions(module: fx.GraphModule, parameters: Collection[str], have_
     Args:
         module: A graph of torch.export; changed.
         parameters: Names of the attributes that are parameters.
-        have_gradients: Whether each input gets a gradient.
     """
     inputs = dict(zip(module.graph.find_nodes(op="placeholder"), have_gradients, strict=True))
     free: set[fx.Node] = {node for node, has_gradient in inputs.items() if not has_gradient}

@@ -41,7 +41,6 @@ def faked(model: nn.Module, mode: FakeTensorMode, device: torch.device) -> Itera
     Args:
         model: The model; the same objects are back in place afterwards.
         mode: The mode that the fake tensors belong to.
-        device: Where they say they are.
 
     Raises:
         TraceError: a lazy parameter has no shape yet.
@@ -104,12 +103,7 @@ def method_of(model: nn.Module, value: object, name: str) -> bool:
 
 
 class OwnMethods:
-    """Tells which calls of a model's methods return what follows from weights; it asks once for calls that are alike.
-
-    Args:
-        model: The model.
-        guards: What its traces depend on.
-    """
+    """Tells which calls of a model's methods return what follows from weights; it asks once for like calls."""
 
     def __init__(self, model: nn.Module, guards: Guards) -> None:
         self._model = model
@@ -136,21 +130,14 @@ class OwnMethods:
 def follows_weights(
     model: nn.Module, method: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.device
 ) -> bool:
-    """Whether a method returns tensors that have a gradient for weights; it runs on fake tensors and leaves nothing.
-
-    Args:
-        model: The model.
-        method: Its method.
-        args, kwargs: Arguments of a call.
-        device: Where the model computes.
-    """
+    """Whether a method returns tensors that have a gradient for weights; it runs on fake tensors and leaves nothing."""
     tensors, tree = flatten((tuple(args), dict(kwargs)))
     if not any(each.dim() for each in tensors):
         return False
     mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
     try:
         with (
-            _unchecked_distributions(),
+            unchecked_distributions(),
             quiet_failure(),
             as_before(model),
             compiling_nothing(),
@@ -167,7 +154,7 @@ def follows_weights(
 
 
 @contextmanager
-def _unchecked_distributions() -> Iterator[None]:
+def unchecked_distributions() -> Iterator[None]:
     """Has distributions take their parameters as they are: to check them takes numbers."""
     before = Distribution._validate_args
     Distribution.set_default_validate_args(False)

@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.distributions import Distribution
 from torch.overrides import TorchFunctionMode
 
 from autovaruna._torch import FakeTensor, FunctionalTensor, all_true, pack_by_lengths, top_saved_tensors_hooks
@@ -27,8 +26,10 @@ from autovaruna._torch import check as check_sizes
 from autovaruna.errors import InputError, TraceError
 from autovaruna.graph.export.constant_values import truth_of
 from autovaruna.graph.export.errors import BatchSizeError, refuse_backward, refuse_hook
+from autovaruna.graph.export.fakes import unchecked_distributions
 from autovaruna.graph.module_state import is_profiling
 from autovaruna.graph.opaque.keep import Padded, called_on_padded, packing, refuse_lengths
+from autovaruna.graph.precision import regions
 from autovaruna.graph.source_lines import is_users, origin, users_line
 
 _LEAVES = (ast.Return, ast.Break, ast.Continue, ast.Yield, ast.YieldFrom, ast.Try, ast.NamedExpr)
@@ -113,11 +114,6 @@ def _fake(condition: Tensor, wanted: bool, place: str) -> None:
 def check(condition: Tensor, wanted: bool, place: str) -> None:
     """Looks at a condition of the model, where its numbers are those of a step.
 
-    Args:
-        condition: One boolean.
-        wanted: What it has to be.
-        place: The model's line that raises otherwise.
-
     Raises:
         InputError: it is something else.
     """
@@ -134,12 +130,7 @@ for _each in (torch.ops.autovaruna.check.default, check):  # they stay in a grap
 
 
 def truth(tensor: Tensor, frame: FrameType) -> bool:
-    """Returns what a fake tensor counts as in a condition; where the line that asks is a check, that leaves a node.
-
-    Args:
-        tensor: The condition.
-        frame: Where Python asks.
-    """
+    """Returns what a fake tensor counts as in a condition; where the line that asks is a check, that leaves a node."""
     if (known := truth_of(tensor)) is not None:
         return known
     wanted = passing(frame.f_code.co_filename, frame.f_lineno)
@@ -174,7 +165,7 @@ def _line(frame: FrameType) -> str:
 
 def take_checks(module: fx.GraphModule) -> None:
     """Has a graph, and the regions in it, call `check` where a check was."""
-    for each in [each for each in module.modules() if isinstance(each, fx.GraphModule)]:
+    for each in regions(module):
         for node in each.graph.nodes:
             if node.target is torch.ops.autovaruna.check.default:
                 node.target = check
@@ -264,13 +255,8 @@ class Idioms(TorchFunctionMode):
     @contextmanager
     def entered(self) -> Iterator[None]:
         """Sees what this thread calls while the context lasts; distributions do not check their arguments meanwhile."""
-        checks = Distribution._validate_args
-        Distribution.set_default_validate_args(False)
-        try:
-            with self:
-                yield
-        finally:
-            Distribution.set_default_validate_args(checks)
+        with unchecked_distributions(), self:
+            yield
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs a function, or what is to run in its place."""

@@ -37,6 +37,7 @@ from autovaruna.graph.export.errors import (
     check_layouts,
     check_operations,
     explain,
+    first_line,
     is_about_batch,
     of_batch_size,
     own_error,
@@ -61,7 +62,7 @@ from autovaruna.graph.opaque.functions import (
 )
 from autovaruna.graph.opaque.keep import Keeper, is_of_keeper, kept_whole, packed_sequences, take_modules
 from autovaruna.graph.opaque.run import run_opaque
-from autovaruna.graph.precision import compiling_nothing, in_precision, noted_precision, switch_in_regions
+from autovaruna.graph.precision import compiling_nothing, in_precision, noted_precision, regions, switch_in_regions
 from autovaruna.graph.random import Draws, noted_draws, python_generators
 from autovaruna.graph.tree import Tree, flatten
 
@@ -76,8 +77,6 @@ def failing_modules(error: BaseException, model: nn.Module, kept: Collection[str
     it, the module that called it is next.
 
     Args:
-        error: What stopped the trace.
-        model: The model.
         kept: Paths of what is kept whole already.
     """
     paths = {id(module.__dict__): path for path, module in reversed(list(model.named_modules()))}
@@ -94,11 +93,7 @@ def failing_modules(error: BaseException, model: nn.Module, kept: Collection[str
 
 
 def failing_function(error: BaseException) -> str:
-    """Returns the name of torch's function in which a trace stopped, as the model calls it; empty: there is none.
-
-    Args:
-        error: What stopped the trace.
-    """
+    """Returns the name of torch's function in which a trace stopped, as the model calls it; empty: there is none."""
     for link in reversed(list(chain_of(error))):
         called = ""
         for frame, _ in traceback.walk_tb(link.__traceback__):
@@ -147,9 +142,7 @@ class Opaque:
     """What is kept whole.
 
     Attributes:
-        functions: autograd functions, where gradients are wanted.
         operations: names of functions of torch; the way that ``cdist`` takes depends on the batch size.
-        modules: paths of submodules.
         can_grow: whether a submodule that stops the trace joins them.
         is_told: whether the model is told that it is traced, for which libraries have ways of their own.
         can_tell: whether that is still to be tried.
@@ -175,9 +168,6 @@ def retry(error: Exception, model: nn.Module, kept: Opaque, stopped: Sequence[st
     """Asks for another attempt: first one that does what stopped this one in another way, then without that.
 
     Args:
-        error: What stopped this one.
-        model: The model.
-        kept: What this one has kept whole.
         stopped: Functions of torch that it has stopped in, the innermost first.
     """
     if kept.can_tell and not isinstance(error, InModuleError):
@@ -194,8 +184,7 @@ def retry(error: Exception, model: nn.Module, kept: Opaque, stopped: Sequence[st
 
 
 def _warn(model: nn.Module, new: list[str], error: Exception) -> None:
-    reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-    warn_once(logger, model, f"{', '.join(new)} cannot be traced and is kept whole, never cut ({reason})")
+    warn_once(logger, model, f"{', '.join(new)} cannot be traced and is kept whole, never cut ({first_line(error)})")
 
 
 class FlatCall(nn.Module):
@@ -307,11 +296,7 @@ class Attempt:
 
     Attributes:
         model: its parameters may be on ``meta``.
-        call: the call to trace.
         batch_size: the number that stands for the batch while tracing.
-        device: where the graph will run.
-        options: what it is to serve.
-        kept: what is kept whole.
     """
 
     model: nn.Module
@@ -460,8 +445,6 @@ class _Notes:
 
     Attributes:
         keeper: of modules and operations that are kept whole.
-        draws: of Python's generators.
-        function_calls: of autograd functions.
         idioms: sees functions of torch, and notes in which ones the trace has stopped.
         fixing: where the model fixes the batch size.
         lone: where it does something else for a batch of one sample.
@@ -483,8 +466,7 @@ _KEPT = "what is kept whole is tried for one length alone"
 
 
 def _refuse_kept(module: fx.GraphModule) -> None:
-    regions = [each for each in module.modules() if isinstance(each, fx.GraphModule)]
-    if any(node.target is run_opaque for region in regions for node in region.graph.nodes):
+    if any(node.target is run_opaque for region in regions(module) for node in region.graph.nodes):
         raise TraceError(_KEPT)
 
 
@@ -501,10 +483,7 @@ def export(model: nn.Module, call: CallSpec, batch_size: int, device: torch.devi
 
     Args:
         model: The model; its parameters may be on ``meta``.
-        call: The call to trace.
         batch_size: The number that stands for the batch while tracing.
-        device: Where the graph will run.
-        options: What it is to serve.
 
     Raises:
         BatchSizeError: the graph would hold for one batch size alone.

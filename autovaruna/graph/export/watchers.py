@@ -22,6 +22,7 @@ from torch import Tensor, fx, nn
 
 from autovaruna.errors import InputError, OrderError
 from autovaruna.graph.cuts import WATCHED, drop, is_mark, mark
+from autovaruna.graph.precision import regions
 from autovaruna.graph.tree import Opaque, Tree, Undelivered, flatten
 
 _TABLES = ("_forward_pre_hooks", "_forward_hooks")
@@ -36,10 +37,8 @@ class WatchedCall:
     """A call of a module with hooks, in a traced graph.
 
     Attributes:
-        path: the module.
         tree: structure of ``((args, kwargs), output)``.
         names: nodes whose values its tensors are, in order.
-        num_given: how many of them are arguments.
     """
 
     path: str
@@ -134,7 +133,7 @@ def _marked(value: Any) -> tuple[Any, list[int]]:
 def take_watched(module: fx.GraphModule) -> tuple[WatchedCall, ...]:
     """Takes the marks out of a graph; returns the calls that it was traced with."""
     sources: dict[int, str] = {}
-    for each in [each for each in module.modules() if isinstance(each, fx.GraphModule)]:
+    for each in regions(module):
         marks: list[Any] = [node for node in each.graph.nodes if is_mark(node, WATCHED)]
         for node in marks:
             source = node.args[0]
@@ -222,8 +221,6 @@ def show(model: nn.Module, call: WatchedCall, values: Mapping[str, Tensor]) -> N
     """Calls the hooks of a module with what they see in one micro-batch.
 
     Args:
-        model: The model.
-        call: The call of the module.
         values: What is on this rank, by name of the node.
 
     Raises:

@@ -25,9 +25,7 @@ class Call:
     """One call of a function's forward.
 
     Attributes:
-        function: The function.
         context: What torch calls ``ctx``; None: a forward that takes none.
-        arguments: What the function was called with.
         run: Runs what is called, as torch does; to be called once, if at all.
     """
 

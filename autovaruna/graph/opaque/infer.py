@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from enum import Enum
-from itertools import product
 from typing import Any
 
 import sympy
@@ -51,21 +50,50 @@ class CannotKeepError(Exception):
     """Says why a module cannot be kept whole."""
 
 
+class Numbers(Enum):
+    """Which numbers arguments have, for modules refuse some: whether they are shares, and what integers are.
+
+    Integers may be classes, or lengths; where none is said, they are zeros and ones.
+    """
+
+    PLAIN = False, 0
+    SHARES = True, 0
+    ONES = False, 1
+    SHARES_AND_ONES = True, 1
+    DRAWN = False, None
+    DRAWN_SHARES = True, None
+
+
+_FOR_SHAPES = (Numbers.PLAIN, Numbers.SHARES, Numbers.ONES, Numbers.SHARES_AND_ONES)
+_FOR_REDUCTIONS = (Numbers.DRAWN, Numbers.DRAWN_SHARES, Numbers.PLAIN)
+_NEAR = 0.05
+
+
+def _drawn(shape: Sequence[int], dtype: torch.dtype, generator: torch.Generator, numbers: Numbers) -> Tensor:
+    """Returns random numbers, small ones where integers are the same; booleans are true then."""
+    is_share, whole = numbers.value
+    kind = torch.empty((), dtype=dtype)
+    if not is_differentiable(kind):
+        drawn = torch.randint(2, tuple(shape), generator=generator)
+        return (drawn if whole is None else drawn.fill_(dtype is torch.bool or whole)).to(dtype)
+    drawn = normal(shape, dtype, generator)
+    if is_share and not kind.is_complex():
+        drawn = drawn.sigmoid()
+    return (drawn if is_share or whole is None else _NEAR * drawn).to(dtype)
+
+
+def normal(shape: Sequence[int], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    """Returns random numbers around zero, in the precision of float32."""
+    return torch.randn(tuple(shape), generator=generator, dtype=torch.complex64 if dtype.is_complex else torch.float32)
+
+
 @dataclass(frozen=True)
 class Trial:
     """What a module is tried out with.
 
     Attributes:
-        module: the copy, without numbers.
         state: the module's own tensors; random ones are taken for those that this rank does not hold.
-        call: structure of its arguments.
-        inputs: the fake tensors among them.
         batch: the batch size of each batch input of the trace, a symbol or a number; they are equal.
-        device: where it runs.
-        precision: the autocasts around it.
-        is_differentiated: whether gradients are wanted.
-        is_positive: whether floating-point arguments are between zero and one.
-        integer: what integers are.
     """
 
     module: nn.Module
@@ -76,8 +104,6 @@ class Trial:
     device: torch.device
     precision: Precision
     is_differentiated: bool
-    is_positive: bool = False
-    integer: int = 0
 
     def returned(self) -> Returned:
         """Returns what the module returns.
@@ -97,21 +123,18 @@ class Trial:
     def _tried(self, sizes: Sequence[int]) -> list[tuple[list[Tensor], Tree]]:
         """Runs the module for batches of some sizes, with the first numbers that it takes."""
         refusals: list[Exception] = []
-        for integer, is_positive in product((0, 1), (False, True)):
-            trial = replace(self, integer=integer, is_positive=is_positive)
+        for numbers in _FOR_SHAPES:
             try:
-                return [trial._outputs(size) for size in sizes]
+                return [self._outputs(size, numbers) for size in sizes]
             except (CannotKeepError, TraceError):
                 raise
             except Exception as error:  # it may want positive numbers, or probabilities
                 refusals.append(error)
         raise refusals[0]
 
-    def _outputs(self, size: int) -> tuple[list[Tensor], Tree]:
+    def _outputs(self, size: int, numbers: Numbers) -> tuple[list[Tensor], Tree]:
         """Runs the module on `size` samples."""
-        generator = torch.Generator().manual_seed(0)
-        state = [self._number_of(each, generator) for each in self.state]
-        tensors = [self._made(each, size, generator) for each in self.inputs]
+        state, tensors = self.numbers(), self.arguments(numbers, size)
         versions = [each._version for each in tensors]
         outputs, tree, _ = self.run(tensors, state)
         if any(0 in each.shape for each in outputs) and any(map(self._has_open_length, self.inputs)):
@@ -126,9 +149,7 @@ class Trial:
         """Runs the module; returns its tensors, what they are in, and what it has changed of its state, by place.
 
         Args:
-            tensors: The tensors among its arguments.
             state: Numbers of its state; it may change those of buffers.
-            seed: For Python's and numpy's generators.
 
         Raises:
             CannotKeepError: it changes its parameters.
@@ -164,19 +185,22 @@ class Trial:
         return [self._number_of(each, generator) for each in self.state]
 
     def _number_of(self, own: Tensor, generator: torch.Generator) -> Tensor:
-        made = random_tensor(tuple(own.shape), own.dtype, generator) if own.is_meta else own.detach().clone()
+        made = _drawn(own.shape, own.dtype, generator, Numbers.PLAIN) if own.is_meta else own.detach().clone()
         return made.to(self.device).requires_grad_(own.requires_grad)
+
+    def arguments(self, numbers: Numbers, size: int) -> list[Tensor]:
+        """Returns arguments for `size` samples."""
+        generator = torch.Generator().manual_seed(0)
+        return [
+            _drawn(self.shape_of(each, size), each.dtype, generator, numbers)
+            .to(self.device)
+            .requires_grad_(each.requires_grad and self.is_differentiated)
+            for each in self.inputs
+        ]
 
     def _has_open_length(self, tensor: Tensor) -> bool:
         """Whether the numbers in other tensors decide a length."""
         return any(_open_symbols(length, self.batch) for length in tensor.shape)
-
-    def _made(self, tensor: Tensor, size: int, generator: torch.Generator) -> Tensor:
-        shape = self.shape_of(tensor, size)
-        made = random_tensor(shape, tensor.dtype, generator, self.integer).to(self.device)
-        if self.is_positive and is_differentiable(made) and not made.is_complex():
-            made.mul_(2.0).add_(0.5).clamp_(0.1, 0.9)
-        return made.requires_grad_(tensor.requires_grad and self.is_differentiated)
 
 
 def run_apart(act: Callable[[], Any], device: torch.device) -> Any:
@@ -218,17 +242,6 @@ def _bits(tensor: Tensor) -> Tensor:
     return tensor.detach().reshape(-1).view(torch.uint8)
 
 
-def random_tensor(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator, whole: int = 0) -> Tensor:
-    """Returns small random numbers; ones for booleans, the same number for all integers."""
-    if dtype is torch.bool:
-        return torch.ones(shape, dtype=dtype)
-    kind = torch.empty((), dtype=dtype)
-    if not is_differentiable(kind):
-        return torch.full(shape, whole, dtype=dtype)
-    wide = torch.complex64 if kind.is_complex() else torch.float32
-    return (torch.randn(shape, generator=generator, dtype=wide) * 0.05).to(dtype)
-
-
 def _number(length: Any, batch: Sequence[Any], size: int) -> int:
     """Returns a length for a batch of `size` samples; one that counts numbers is none, for integers are zeros."""
     if not isinstance(length, torch.SymInt):
@@ -265,46 +278,6 @@ def _line(sizes: Sequence[int], tensors: Sequence[Tensor]) -> OutputShape:
     return OutputShape(tuple(lengths), tuple(order), first.dtype)
 
 
-_NEAR = 0.05
-
-
-class Numbers(Enum):
-    """Which numbers the arguments have, in the order in which they are tried: modules refuse some."""
-
-    DRAWN = "drawn"
-    SHARES = "shares"
-    PLAIN = "plain"
-
-
-def drawn_arguments(trial: Trial, numbers: Numbers, size: int) -> list[Tensor]:
-    """Returns arguments for `size` samples; integers are zeros and ones, for they may be classes, or lengths.
-
-    Args:
-        trial: What is tried out.
-        numbers: Which numbers.
-        size: How many samples.
-    """
-    generator = torch.Generator().manual_seed(0)
-    made = []
-    for each in trial.inputs:
-        shape = trial.shape_of(each, size)
-        kind = torch.empty((), dtype=each.dtype)
-        if is_differentiable(kind):
-            drawn = normal(shape, each.dtype, generator)
-            drawn = drawn.sigmoid() if numbers is Numbers.SHARES else drawn
-            drawn = _NEAR * drawn if numbers is Numbers.PLAIN else drawn
-        else:
-            drawn = torch.randint(2, shape, generator=generator)
-            drawn = torch.full_like(drawn, each.dtype is torch.bool) if numbers is Numbers.PLAIN else drawn
-        made.append(drawn.to(trial.device, each.dtype).requires_grad_(each.requires_grad and trial.is_differentiated))
-    return made
-
-
-def normal(shape: Sequence[int], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
-    """Returns random numbers around zero, in the precision of float32."""
-    return torch.randn(tuple(shape), generator=generator, dtype=torch.complex64 if dtype.is_complex else torch.float32)
-
-
 _PARTS = (2, 3)
 _WHOLE = sum(_PARTS)
 _NOISE, _NOISE_OF_HALVES = 1e-4, 0.05
@@ -327,7 +300,7 @@ def _learned(trial: Trial, lines: Sequence[OutputShape]) -> list[Reduction]:
     """Returns how each tensor is joined; UNKNOWN if anything is random, or cannot be tried out."""
     if not isinstance(trial.batch[0], torch.SymInt):
         return [Reduction.UNKNOWN for _ in lines]
-    for numbers in Numbers:
+    for numbers in _FOR_REDUCTIONS:
         try:
             found = _joins(trial, lines, numbers)
         except Exception:  # it may want other numbers
@@ -338,7 +311,7 @@ def _learned(trial: Trial, lines: Sequence[OutputShape]) -> list[Reduction]:
 
 
 def _joins(trial: Trial, lines: Sequence[OutputShape], numbers: Numbers) -> list[Reduction]:
-    tensors = drawn_arguments(trial, numbers, _WHOLE)
+    tensors = trial.arguments(numbers, _WHOLE)
     parts = [[_part(trial, place, each, part) for place, each in enumerate(tensors)] for part in range(len(_PARTS))]
     whole, *of_parts = [_outputs(trial, each, seed=0) for each in (tensors, *parts)]
     again = _outputs(trial, tensors, seed=1)

@@ -30,7 +30,7 @@ from autovaruna.graph.guards import HOOKS
 from autovaruna.graph.opaque.functions import Function, plain_apply
 from autovaruna.graph.opaque.infer import CannotKeepError, Trial, copy_of, infer_reductions, own_tensors, run_apart
 from autovaruna.graph.opaque.run import KeptFunction, OpaqueModule, Returned, places_of, run_opaque
-from autovaruna.graph.precision import current_precision
+from autovaruna.graph.precision import current_precision, regions
 from autovaruna.graph.source_lines import users_line
 from autovaruna.graph.tree import Constant, Opaque, flatten
 
@@ -56,10 +56,7 @@ def kept_whole(
     """Keeps modules and functions of torch whole while the context lasts; hooks of modules run inside of them.
 
     Args:
-        model: The model, with its own tensors.
         paths: Paths of the modules; none is inside of another.
-        functions: Names of the functions.
-        device: Where the graph will run.
 
     Yields:
         What takes the batch size of the trace.
@@ -113,10 +110,6 @@ class Spare:
 
 class Keeper:
     """Leaves nodes for the calls of modules and functions that are kept whole.
-
-    Args:
-        device: Where the graph will run.
-        functions: Names of the functions.
 
     Attributes:
         functions: what to call in place of each.
@@ -192,11 +185,10 @@ def is_of_keeper(error: BaseException) -> bool:
 
 def take_modules(module: fx.GraphModule) -> None:
     """Has a graph, and the regions in it, call `run_kept` where a module was kept."""
-    for each in list(module.modules()):
-        if isinstance(each, fx.GraphModule):
-            _take_from(each)
-            if each is not module:  # a name in the model may be a word of Python, which cannot be compiled
-                each.recompile()
+    for each in regions(module):
+        _take_from(each)
+        if each is not module:  # a name in the model may be a word of Python, which cannot be compiled
+            each.recompile()
 
 
 def _take_from(module: fx.GraphModule) -> None:
@@ -217,7 +209,6 @@ class Padded:
 
     Attributes:
         tensor: the padded sequences, shape ``(batch, length, *)``.
-        lengths: of each.
         is_sorted: whether they were to be in order.
     """
 
@@ -304,12 +295,7 @@ def refuse_lengths(*args: Any) -> Any:
 
 @contextmanager
 def packed_sequences(model: nn.Module, keeper: Keeper) -> Iterator[None]:
-    """Traces recurrent modules on packed sequences, on this thread, while the context lasts.
-
-    Args:
-        model: The model, with its own tensors.
-        keeper: Leaves nodes for modules.
-    """
+    """Traces recurrent modules on packed sequences, on this thread, while the context lasts."""
     recurrent = {path: each for path, each in model.named_modules() if isinstance(each, nn.RNNBase)}
     before = [(vars(each), vars(each).get("forward")) for each in recurrent.values()]
     for path, each in recurrent.items():

@@ -44,7 +44,6 @@ class OutputShape:
     Attributes:
         lengths: slope and start of each dimension: it has ``slope * batch + start`` elements.
         order: its dimensions from the slowest in memory to the fastest.
-        dtype: of its elements.
         join: how it follows from what the module returns for parts of the batch.
     """
 
@@ -124,15 +123,10 @@ class OpaqueModule:
     """A submodule that is kept whole.
 
     Args:
-        path: Its path in the model.
-        module: The module.
         stand_in: A copy of it without numbers, which runs when only time and memory count.
-        call: Structure of its arguments.
-        returned: What it returns.
         num_parameters: How many of the tensors of its state are parameters; buffers follow them.
 
     Attributes:
-        returned: what it returns.
         num_parameters: how many of the tensors of its state are parameters.
         may_choose: whether it may use parameters in one call that it does not use in another.
         is_own_function: whether it is an autograd function of the script.
@@ -170,8 +164,6 @@ class OpaqueModule:
         """Runs the module.
 
         Args:
-            batch: Samples in the micro-batch.
-            tensors: The tensors among its arguments.
             state: Its parameters, then its buffers, which it may change.
 
         Returns:
