@@ -18,6 +18,7 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 
 from autovaruna._torch import DisableTorchFunction, FakeTensor, OpOverload, disable_current_modes, subclasses
+from autovaruna.graph.batch.values import reached
 from autovaruna.graph.source_lines import is_users
 
 _SIZES = (2, 7)
@@ -73,16 +74,15 @@ def _node_of(tensor: Tensor) -> fx.Node | None:
 
 def _cone(last: fx.Node) -> list[fx.Node]:
     """Returns the operations that a value comes from, and the sizes that they take, in the order of the graph."""
-    found, waiting = {last}, [last]
-    while waiting:
-        node = waiting.pop()
+
+    def sources(node: fx.Node) -> list[fx.Node]:
         if isinstance(node.meta.get("val"), _SIZED):
-            continue
+            return []
         if not _is_computable(node):
             raise _UnknownError
-        waiting += [source for source in node.all_input_nodes if source not in found]
-        found.update(node.all_input_nodes)
-    return sorted(found)
+        return node.all_input_nodes
+
+    return sorted(reached([last], sources))
 
 
 def _is_computable(node: fx.Node) -> bool:
@@ -104,15 +104,15 @@ def _elements(tensor: Tensor) -> int:
 
 def _refuse_writes(cone: list[fx.Node]) -> None:
     """Makes sure that nothing has been written into what a value comes from, or into views of it."""
-    seen = {node for node in cone if not isinstance(node.meta.get("val"), _SIZED)}
-    waiting = list(seen)
-    while waiting:
-        for user in waiting.pop().users:
+
+    def views(node: fx.Node) -> Iterator[fx.Node]:
+        for user in node.users:
             if isinstance(user.target, OpOverload) and user.target._schema.is_mutable:
                 raise _UnknownError
-            if user not in seen and _is_view(user):
-                seen.add(user)
-                waiting.append(user)
+        return filter(_is_view, node.users)
+
+    for _ in reached((node for node in cone if not isinstance(node.meta.get("val"), _SIZED)), views):
+        pass
 
 
 def _is_view(node: fx.Node) -> bool:
