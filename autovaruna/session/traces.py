@@ -157,8 +157,8 @@ class Traces:
             names = re.findall(r"(?:^|,)([\w.]+):", call.mode.partition(" attributes=")[2])
             text = (
                 f"the script sets attributes of the model between calls ({', '.join(names)}), and each value is "
-                "another trace, which takes long: keep what forward does not read outside of the model, and pass what it reads "
-                "as a tensor"
+                "another trace, which takes long: keep what forward does not read outside of the model, and pass what "
+                "it reads as a tensor"
             )
             warn_once(logger, self._model, text)
 
