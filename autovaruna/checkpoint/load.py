@@ -17,14 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from autovaruna.checkpoint.document import decode
-from autovaruna.checkpoint.optimizer_state import check_optimizer, load_optimizer
 from autovaruna.checkpoint.source import Source, choose
-from autovaruna.checkpoint.state import Subject
+from autovaruna.checkpoint.state import Subject, check_optimizer, load_optimizer
 from autovaruna.checkpoint.tensor_file import Entry, Reader, can_become, read_all, read_new
 from autovaruna.errors import AutoVarunaError, CheckpointError
 from autovaruna.runtime.optimizers.optimizer import CutOptimizer
 from autovaruna.runtime.transport.threads import single_world
-from autovaruna.runtime.weights.placement import OwnedState, materialize
+from autovaruna.runtime.weights import OwnedState, materialize
 
 _MOST_NAMES = 8
 

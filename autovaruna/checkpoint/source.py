@@ -16,9 +16,18 @@ from typing import Any
 import msgspec
 import torch
 
-from autovaruna.checkpoint.collective import different_requests, gather, on_first, place_of, together
 from autovaruna.checkpoint.document import decode
-from autovaruna.checkpoint.folder import Saved, lock_to_read, other_job, saved_in
+from autovaruna.checkpoint.folder import (
+    Saved,
+    different_requests,
+    gather,
+    lock_to_read,
+    on_first,
+    other_job,
+    place_of,
+    saved_in,
+    together,
+)
 from autovaruna.checkpoint.manifest import MANIFEST, NotDamagedError, read_manifest
 from autovaruna.checkpoint.part import INDEX, STATE
 from autovaruna.checkpoint.tensor_file import Entry, read_header

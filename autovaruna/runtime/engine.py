@@ -20,16 +20,14 @@ from autovaruna.graph.tree import Opaque, Undelivered
 from autovaruna.planner.prediction import Orders
 from autovaruna.planner.problem import SPLIT_REFUSAL
 from autovaruna.planner.records import Plan
-from autovaruna.runtime.batch import GlobalBatch, Job
+from autovaruna.runtime.batch import GlobalBatch, Job, Traffic
 from autovaruna.runtime.gradients import Backwards, GradientBook, GradientSum
 from autovaruna.runtime.mail import Mail
-from autovaruna.runtime.metrics import Metrics
 from autovaruna.runtime.optimizers.scaler import LossScale
+from autovaruna.runtime.remote_parameter import RemoteTensor
 from autovaruna.runtime.step_runner import RankParts, StepRunner
-from autovaruna.runtime.trace import EventTrace
-from autovaruna.runtime.traffic import Traffic
-from autovaruna.runtime.weights.placement import OwnedState, Placement, placement_of
-from autovaruna.runtime.weights.remote_parameter import RemoteTensor
+from autovaruna.runtime.trace import EventTrace, Metrics
+from autovaruna.runtime.weights import OwnedState, Placement, placement_of
 from autovaruna.runtime.world import World
 from autovaruna.schedule.instruction import Kind, Schedule
 from autovaruna.stage.compiled import CompiledPiece

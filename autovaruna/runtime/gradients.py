@@ -18,10 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from autovaruna.planner.records import Plan
+from autovaruna.runtime.remote_parameter import RemoteTensor, note_gradients
 from autovaruna.runtime.sums import Sums
-from autovaruna.runtime.weights.placement import OwnedState, Placement
-from autovaruna.runtime.weights.remote_parameter import RemoteTensor, note_gradients
-from autovaruna.runtime.weights.shares import note_gradients_of_others, steps_here
+from autovaruna.runtime.weights import OwnedState, Placement, note_gradients_of_others, steps_here
 from autovaruna.runtime.world import World
 from autovaruna.stage.module import ParameterUse, StageModule
 from autovaruna.stage.split import Split

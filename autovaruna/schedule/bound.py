@@ -23,8 +23,14 @@ from typing import NamedTuple
 
 from autovaruna.profiler.records import LinkCost
 from autovaruna.schedule.instruction import BACKWARD, FORWARD, RECOMPUTE, WEIGHT
-from autovaruna.schedule.messages import distinct_replicas, exact, seconds_of, work_seconds
-from autovaruna.schedule.pipeline import Pipeline, StageTimes
+from autovaruna.schedule.pipeline import (
+    Pipeline,
+    StageTimes,
+    distinct_replicas,
+    exact,
+    seconds_of,
+    work_seconds,
+)
 
 
 def lower_bound(pipeline: Pipeline) -> float:

@@ -11,10 +11,9 @@ from heapq import heappop, heappush
 from autovaruna.errors import ScheduleError
 from autovaruna.schedule.bound import Bounds
 from autovaruna.schedule.instruction import BACKWARD, WEIGHT, Kind, Schedule, grid
-from autovaruna.schedule.messages import TICKS_PER_SECOND, Line, Lines, Route, Wires, exact, work_seconds
-from autovaruna.schedule.pipeline import Edge, Pipeline
-from autovaruna.schedule.policy import Choice, Policy
-from autovaruna.schedule.replica import Inbox, Replica
+from autovaruna.schedule.pipeline import TICKS_PER_SECOND, Edge, Pipeline, exact, work_seconds
+from autovaruna.schedule.registry import Choice, Policy
+from autovaruna.schedule.replica import Inbox, Line, Lines, Replica, Route, Wires
 from autovaruna.schedule.simulation import Act, Reduction, Simulation
 
 

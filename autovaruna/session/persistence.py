@@ -13,14 +13,14 @@ from typing import Any
 
 import torch
 
-from autovaruna.checkpoint.collective import together
+from autovaruna.checkpoint.folder import together
 from autovaruna.checkpoint.load import CheckpointInfo, Loading, load_all
 from autovaruna.checkpoint.save import Saver, Way
 from autovaruna.checkpoint.source import Source
 from autovaruna.checkpoint.state import Content, Subject
 from autovaruna.errors import InputError, OrderError
 from autovaruna.runtime.optimizers.optimizer import CutOptimizer
-from autovaruna.runtime.weights.state import load_part, whole_state
+from autovaruna.runtime.weights import load_part, whole_state
 from autovaruna.session.wrapped import Wrapped
 
 

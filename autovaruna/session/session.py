@@ -33,8 +33,7 @@ from autovaruna.runtime.optimizers.optimizer import (
 )
 from autovaruna.runtime.optimizers.scaler import LossScale
 from autovaruna.runtime.transport.torch_channel import open_channel
-from autovaruna.runtime.weights.placement import note_split
-from autovaruna.runtime.weights.shares import note_shares
+from autovaruna.runtime.weights import note_shares, note_split
 from autovaruna.runtime.world import World, gather_on_all, on_all
 from autovaruna.session.batch_values import BatchValues, Totals, ValuesOfBatch
 from autovaruna.session.calls import (
@@ -46,8 +45,7 @@ from autovaruna.session.calls import (
     micro_batch_weights,
     share_call,
 )
-from autovaruna.session.device import on_own_gpu
-from autovaruna.session.machine import give_back_freed_memory, keep_freed_memory, resident_bytes
+from autovaruna.session.machine import give_back_freed_memory, keep_freed_memory, on_own_gpu, resident_bytes
 from autovaruna.session.morphing import NO_WISHES, refuse_several
 from autovaruna.session.persistence import Persistence, State
 from autovaruna.session.preparation import Preparation

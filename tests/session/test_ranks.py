@@ -404,11 +404,11 @@ def test_a_loss_that_is_not_finite_is_told_once(has_loss: bool, caplog: pytest.L
             said.append(metrics.is_finite)
         return said
 
-    with caplog.at_level(logging.WARNING, "autovaruna.runtime.metrics"):
+    with caplog.at_level(logging.WARNING, "autovaruna.runtime.trace"):
         first, second = run_ranks(2, run)
     assert first[0] == second[0] == (0, None, None)
     assert second[1:] == [True, False, False, False]
     assert first[1:] == (second[1:] if has_loss else [True] * 4)
-    (line,) = (record.getMessage() for record in caplog.records if record.name == "autovaruna.runtime.metrics")
+    (line,) = (record.getMessage() for record in caplog.records if record.name == "autovaruna.runtime.trace")
     assert line.startswith("step 2: ") and "stage 1" in line and "rank 1" in line
     assert ("micro-batch 3 (samples 2 to 3 of rank 1) is nan" in line) == has_loss

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from autovaruna.errors import RankError
-from autovaruna.runtime.weights.placement import OwnedState, Placement, SplitModel, split_models
-from autovaruna.runtime.weights.remote_parameter import RemoteTensor
+from autovaruna.runtime.remote_parameter import RemoteTensor
+from autovaruna.runtime.weights import OwnedState, Placement, SplitModel, split_models
 from autovaruna.runtime.world import World, differences
 
 Norms = TypeVar("Norms")

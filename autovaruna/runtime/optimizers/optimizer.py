@@ -25,9 +25,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from autovaruna.config.settings import Sharing
 from autovaruna.errors import InputError
 from autovaruna.profiler.separable import Steps, steps_of
-from autovaruna.runtime.weights.placement import Placement, split_models
-from autovaruna.runtime.weights.remote_parameter import PLAIN, RemoteTensor
-from autovaruna.runtime.weights.shares import share_of, spread_steps, steps_here
+from autovaruna.runtime.remote_parameter import PLAIN, RemoteTensor
+from autovaruna.runtime.weights import Placement, share_of, split_models, spread_steps, steps_here
 from autovaruna.runtime.world import World
 
 _HOOKS = tuple(

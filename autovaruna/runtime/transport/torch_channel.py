@@ -9,12 +9,16 @@ nothing that is sent can be stuck behind something else, whatever the order in w
 
 from __future__ import annotations
 
+import fcntl
 import logging
+import socket
+import struct
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from datetime import timedelta
-from itertools import count
+from itertools import count, pairwise
 from math import lcm
 from typing import Any
 
@@ -26,8 +30,6 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from autovaruna.errors import ConfigError, RankError
 from autovaruna.planner.records import Plan
 from autovaruna.runtime.reduction import WIDER
-from autovaruna.runtime.transport import links
-from autovaruna.runtime.transport.addresses import own_addresses, reachable
 from autovaruna.runtime.transport.base import HEADER_CHANNEL, Pair, Part, Pending, flat
 from autovaruna.runtime.world import World
 
@@ -353,8 +355,8 @@ def open_to_measure(setting: str, world: World, device: torch.device) -> None:
 
     Arguments and errors are those of `open_channel`.
     """
-    neighbours = {pair for ends in links.pairs_of(world.hosts) for pair in (ends, ends[::-1])}
-    _open_backend(setting, world, device, neighbours, {tuple(range(world.num_ranks))})
+    pairs = {pair for ends in neighbours(world.hosts) for pair in (ends, ends[::-1])}
+    _open_backend(setting, world, device, pairs, {tuple(range(world.num_ranks))})
 
 
 def _open_backend(setting: str, world: World, device: torch.device, pairs: Set[Pair], groups: Set[Ranks]) -> str:
@@ -392,6 +394,14 @@ def _identity_of(device: torch.device) -> str:
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
 
 
+def neighbours(hosts: tuple[str, ...]) -> list[Pair]:
+    """Returns pairs of ranks: each rank with the next, and with the next one on its host."""
+    ranks = range(len(hosts))
+    by_host = sorted(ranks, key=lambda rank: (hosts[rank], rank))
+    nexts = [*pairwise(ranks), *pairwise(by_host)]
+    return sorted({(min(pair), max(pair)) for pair in nexts})
+
+
 def pairs_of(plan: Plan) -> Iterator[Pair]:
     """Yields the ranks that a micro-batch takes from one stage to another, both ways."""
     for source in range(plan.num_stages):
@@ -402,3 +412,29 @@ def pairs_of(plan: Plan) -> Iterator[Pair]:
                 if ends[0] != ends[1]:
                     yield ends
                     yield ends[::-1]
+
+
+_GET_ADDRESS = 0x8915  # SIOCGIFADDR, on Linux
+_CONNECT_SECONDS = 2.0
+
+
+def own_addresses() -> list[str]:
+    """Returns the IPv4 addresses of this host's interfaces, the loopback's left out."""
+    found = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):  # an interface without an address
+                answer = fcntl.ioctl(asked.fileno(), _GET_ADDRESS, struct.pack("256s", name.encode()[:15]))
+                found.append(socket.inet_ntoa(answer[20:24]))
+    return [address for address in found if not address.startswith("127.")]
+
+
+def reachable(hosts: Sequence[str], port: int) -> str:
+    """Returns the first of a host's names and addresses at which somebody listens on a port; else the first.
+
+    Where names are not resolved, or a host has networks that this one is not in, not all of them lead there.
+    """
+    for host in hosts:
+        with suppress(OSError), socket.create_connection((host, port), _CONNECT_SECONDS):
+            return host
+    return hosts[0]

@@ -1,26 +1,32 @@
-"""Gives each rank its own part of the model: weights start as rank 0's, and what a rank does not hold is released.
+"""Gives each rank its part of a model: who holds what, who steps over it, and its whole state put together again.
 
-Parameters on ``meta`` get their numbers here; models that are split are known, to find the one that a tensor is of.
+Weights start as rank 0's, and what a rank does not hold is released. Parameters on ``meta`` get their numbers here.
+Models that are split are known, to find the one that a tensor is of. A parameter whose optimizer state is shared out
+has one owner, which alone has gradient and state: the others show a `RemoteGradient`, and get the numbers once all have
+stepped.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 
+from autovaruna._torch import IncompatibleKeys, by_tensor
 from autovaruna.errors import InputError, PlanError
 from autovaruna.graph.export.fakes import put
 from autovaruna.graph.random import default_generator, untouched_generator
 from autovaruna.planner.records import Plan
 from autovaruna.planner.shares import share_out
+from autovaruna.runtime.remote_parameter import PLAIN, Home, RemoteGradient, RemoteTensor, release
+from autovaruna.runtime.sums import Sums
 from autovaruna.runtime.transport.base import distinct
-from autovaruna.runtime.weights.remote_parameter import PLAIN, Home, release
 from autovaruna.runtime.world import World
 from autovaruna.stage.split import Assignment
 
@@ -309,3 +315,180 @@ def note_split(state: OwnedState, placement: Placement, world: World) -> None:
 def split_models() -> list[SplitModel]:
     """Returns the models that are split."""
     return list(_models.values())
+
+
+class StateCopies:
+    """Copies of parameters and buffers that a script was given, in which it may write.
+
+    They are kept until `settle`, so that writes into a state that the script has dropped count, too; and followed from
+    then on for as long as the script keeps them.
+    """
+
+    def __init__(self) -> None:
+        self._kept: list[Tensor] = []
+        self._known: list[tuple[Callable[[], Tensor | None], int, Tensor]] = []
+
+    def lend(self, given: Tensor, own: Tensor) -> None:
+        """Notes that a script was given a copy of a tensor."""
+        self._kept.append(given)
+        self._known.append((ref(given), given._version, own))
+
+    def settle(self, *_: object) -> None:
+        """Copies what has been written since into the model; a hook of the optimizer, too."""
+        if not self._known:
+            return
+        known, self._known = self._known, []
+        with torch.no_grad():
+            for find, version, own in known:
+                if (given := find()) is None:
+                    continue
+                if given._version != version:
+                    own.copy_(given)
+                self._known.append((find, given._version, own))
+        given = None
+        self._kept.clear()
+
+
+def whole_state(state: OwnedState, placement: Placement, world: World, what: str, lent: StateCopies) -> dict[str, Any]:
+    """Returns the whole model's ``state_dict`` on every rank. Collective; `what` names it in errors.
+
+    Tied entries share one tensor, as in plain PyTorch. What a script writes into them reaches the model through `lent`.
+    """
+    world.barrier(what)  # says so if a rank is elsewhere, as messages do not
+    entries: dict[str, Any] = state.model.state_dict()
+    fetched: dict[str, Tensor] = {}
+    for name, value in entries.items():
+        first = state.first_name.get(name)
+        if first is None or not isinstance(value, Tensor):
+            continue
+        ranks = placement.ranks_of(first)
+        if first not in fetched:
+            fetched[first] = (
+                value
+                if len(ranks) == world.num_ranks and first not in placement.holders
+                else _fetch(value, ranks[0], world)
+            )
+            if fetched[first] is not value and not value.is_meta:
+                lent.lend(fetched[first], value)
+        entries[name] = fetched[first]
+    return entries
+
+
+def _fetch(value: Tensor, root: int, world: World) -> Tensor:
+    tensor = value.detach().clone() if world.rank == root else _room_for(value)
+    world.broadcast(tensor, root, tuple(range(world.num_ranks)))
+    return tensor
+
+
+def _room_for(value: Tensor) -> Tensor:
+    device = "cpu" if value.is_meta else value.device
+    return torch.empty(value.shape, dtype=value.dtype, device=device)
+
+
+def load_part(state: OwnedState, entries: Mapping[str, Any], is_strict: bool) -> Any:
+    """Loads this rank's part of a whole ``state_dict``.
+
+    Returns:
+        Missing and unexpected keys, as plain PyTorch does.
+
+    Raises:
+        RuntimeError: as plain PyTorch: keys or shapes do not fit the whole model.
+    """
+    known = state.model.state_dict()
+    missing = [name for name in known if name not in entries]
+    unexpected = [name for name in entries if name not in known]
+    errors = [
+        f"size mismatch for {name}: got {tuple(entries[name].shape)}, expected {tuple(value.shape)}"
+        for name, value in known.items()
+        if isinstance(value, Tensor) and isinstance(entries.get(name), Tensor) and entries[name].shape != value.shape
+    ]
+    if is_strict:
+        errors += [f"missing key {name}" for name in missing] + [f"unexpected key {name}" for name in unexpected]
+    if errors:
+        raise RuntimeError(
+            f"Error(s) in loading state_dict for {type(state.model).__name__}:\n\t" + "\n\t".join(errors)
+        )
+    mine = {name: value for name, value in entries.items() if name in known and not _is_elsewhere(known[name])}
+    state.model.load_state_dict(mine, strict=False)
+    return IncompatibleKeys(missing, unexpected)
+
+
+def _is_elsewhere(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_meta
+
+
+@dataclass(eq=False)
+class Share:
+    """A parameter that this rank holds and of which one rank has gradient and state.
+
+    Attributes:
+        home: The owner.
+        ranks: All that hold the parameter.
+        world: The ranks.
+        gradient: What this rank shows of the gradient, if it is another's; the same in every step.
+    """
+
+    home: Home
+    ranks: tuple[int, ...]
+    world: World
+    gradient: RemoteGradient | None = field(default=None, init=False)
+
+    @property
+    def owner(self) -> int:
+        """The rank that steps over the parameter."""
+        return self.home.ranks[0]
+
+
+_shares: Any = by_tensor()
+
+
+def share_of(parameter: Tensor) -> Share | None:
+    """Returns the share that a parameter is; None: every rank that holds it has gradient and state."""
+    found: Share | None = _shares.get(parameter)
+    return found
+
+
+def steps_here(parameter: Tensor) -> bool:
+    """Says whether an optimizer of this rank steps over a parameter."""
+    if isinstance(parameter, RemoteTensor):
+        return False
+    share = share_of(parameter)
+    return share is None or share.owner == share.world.rank
+
+
+def note_shares(state: OwnedState, placement: Placement, world: World, device: torch.device) -> None:
+    """Takes in the parameters of a model, which has been split, whose state is shared out."""
+    for name, parameter in state.parameters().items():
+        ranks = placement.ranks_of(name)
+        if name in placement.owners and world.rank in ranks:
+            home = Home(f"the gradient of {name}", (placement.owners[name],), world.rank, device, parameter.shape)
+            _shares[parameter] = Share(home, ranks, world)
+
+
+def note_gradients_of_others(parameters: Iterable[nn.Parameter]) -> None:
+    """Shows the gradients that other ranks have, of those parameters that are shared out and trained."""
+    for parameter in parameters:
+        share = share_of(parameter)
+        if share is not None and parameter.requires_grad and parameter.grad is None:
+            if share.gradient is None:
+                share.gradient = RemoteGradient.of(parameter, share.home)
+            parameter.grad = share.gradient
+
+
+def spread_steps(parameters: Iterable[Tensor]) -> None:
+    """Gives the numbers of parameters that are shared out from their owners to all that hold them.
+
+    Collective for these; each lists the same parameters, in one order.
+    """
+    sums: Sums | None = None
+    for parameter in parameters:
+        share = share_of(parameter)
+        if share is not None:
+            sums = sums or Sums(share.world, gathers=True)
+            own = parameter.detach()
+            sums.add(own, share.ranks, is_contiguous=own.is_contiguous(), owner=share.owner)
+            if share.owner != share.world.rank:
+                increment_version(parameter)
+    if sums is not None:
+        with torch.no_grad():
+            sums.finish()
