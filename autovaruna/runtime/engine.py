@@ -21,7 +21,7 @@ from autovaruna.planner.prediction import Orders
 from autovaruna.planner.problem import SPLIT_REFUSAL
 from autovaruna.planner.records import Plan
 from autovaruna.runtime.batch import GlobalBatch, Job, Traffic
-from autovaruna.runtime.gradients import Backwards, GradientBook, GradientSum
+from autovaruna.runtime.gradients import Backwards, GradientBook
 from autovaruna.runtime.mail import Mail
 from autovaruna.runtime.optimizers.scaler import LossScale
 from autovaruna.runtime.remote_parameter import RemoteTensor
@@ -127,9 +127,9 @@ class PreparedGraphs:
         self._learn_holders(traced, assignment)
         parts = split(traced, assignment)
         stages = self._stages(parts, traced)
-        total = GradientSum(parts, self._plan, self._world, self._state.parameters(), self.placement)
         schedule = self._orders.along((edge.source, edge.destination, bool(edge.gradients)) for edge in parts.edges)
-        book = GradientBook(total, list(stages.values()), self._world)
+        parameters, own = self._state.parameters(), list(stages.values())
+        book = GradientBook(parts, self._plan, self._world, parameters, self.placement, own)
         self.books.append(book)
         return Prepared(
             parts,

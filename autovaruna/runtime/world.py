@@ -29,8 +29,8 @@ from autovaruna.runtime.transport.base import (
     MAX_PART_BYTES,
     OBJECT_CHANNEL,
     TENSOR_CHANNEL,
-    Blank,
     Carrier,
+    Layout,
     Pair,
     Part,
     Pending,
@@ -109,22 +109,22 @@ class Brought(Message):
     Args:
         world, event, count: As of any message.
         bring: Gives the next tensor, if it is here.
-        blanks: The layouts of the tensors.
+        layouts: The layouts of the tensors.
     """
 
-    __slots__ = ("_blanks", "_bring", "tensors")
+    __slots__ = ("_bring", "_layouts", "tensors")
 
     def __init__(
         self,
         world: World,
-        bring: Callable[[Blank], Tensor | None],
-        blanks: Sequence[Blank],
+        bring: Callable[[Layout], Tensor | None],
+        layouts: Sequence[Layout],
         event: Event,
         count: int,
     ) -> None:
         self._world = world
         self._bring = bring
-        self._blanks = blanks
+        self._layouts = layouts
         self._event = event
         self._count = count
         self.tensors: list[Tensor] = []
@@ -132,8 +132,8 @@ class Brought(Message):
     def is_done(self) -> bool:
         """Says whether all have come."""
         tensors = self.tensors
-        while len(tensors) < len(self._blanks):
-            tensor = self._bring(self._blanks[len(tensors)])
+        while len(tensors) < len(self._layouts):
+            tensor = self._bring(self._layouts[len(tensors)])
             if tensor is None:
                 return False
             tensors.append(tensor)
@@ -293,19 +293,19 @@ class World:
         self.coming.add(message)
         return message
 
-    def brings(self, source: int, blanks: Sequence[Blank]) -> bool:
+    def brings(self, source: int, layouts: Sequence[Layout]) -> bool:
         """Says whether tensors of `source` come by themselves, so that `bring` is called in place of `receive`."""
-        return self.transport.brings(source, blanks)
+        return self.transport.brings(source, layouts)
 
-    def bring(self, blanks: Sequence[Blank], source: int, tag: int) -> Brought:
+    def bring(self, layouts: Sequence[Layout], source: int, tag: int) -> Brought:
         """Waits for the next message of `source`, without memory posted for it; where `brings` says so.
 
         Raises:
-            RankError: in `is_done` or `wait`: the message has another number of bytes than the blanks.
+            RankError: in `is_done` or `wait`: the message has another number of bytes than the layouts.
         """
         event, counts = ("received", source, TENSOR_CHANNEL, tag), self.watch.counts
-        count = counts[event] = counts[event] + len(blanks)
-        return Brought(self, self.transport.bringing(source, tag), blanks, event, count)
+        count = counts[event] = counts[event] + len(layouts)
+        return Brought(self, self.transport.bringing(source, tag), layouts, event, count)
 
     def send_object(self, value: object, destination: int, tag: int) -> Pending:
         """Starts to send an object that pickles; never blocks. Its tags are apart from those of tensors."""

@@ -24,9 +24,8 @@ from autovaruna.profiler.optimizer import measure_step, state_factor
 from autovaruna.profiler.records import Cluster, LinkCost, OptimizerCost
 from autovaruna.profiler.time import Pace, call_seconds, measure_pace, wait_for
 from autovaruna.runtime.environment import get_world, local_rank_in
-from autovaruna.runtime.mail import Layout
 from autovaruna.runtime.sums import Sums
-from autovaruna.runtime.transport.base import Pair
+from autovaruna.runtime.transport.base import Layout, Pair
 from autovaruna.runtime.transport.torch_channel import neighbours, open_to_measure
 from autovaruna.runtime.world import World
 

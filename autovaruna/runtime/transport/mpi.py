@@ -15,7 +15,7 @@ import mpi4py
 from torch import Tensor
 
 from autovaruna.errors import RankError
-from autovaruna.runtime.transport.base import CHANNELS, DONE, SMALL_BYTES, Part
+from autovaruna.runtime.transport.base import CHANNELS, DONE, SMALL_BYTES, Part, check_size
 from autovaruna.runtime.transport.processes import ProcessTransport
 
 mpi4py.rc.initialize = False
@@ -39,9 +39,8 @@ class MpiPart(Part):
             is_done = self._request.Test(self._status)
         except MPI.Exception as error:
             raise RankError(f"a message did not fit its buffer of {self._memory.nbytes} bytes: {error}") from error
-        if is_done and self._status is not None and (got := self._status.Get_count(MPI.BYTE)) != self._memory.nbytes:
-            source = self._status.Get_source()
-            raise RankError(f"rank {source} sent {got} bytes where {self._memory.nbytes} were expected")
+        if is_done and self._status is not None:
+            check_size(self._status.Get_source(), self._status.Get_count(MPI.BYTE), self._memory.nbytes)
         return is_done
 
 

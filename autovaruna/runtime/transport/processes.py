@@ -16,8 +16,8 @@ from autovaruna.runtime.transport.base import (
     CHANNELS,
     DONE,
     TENSOR_CHANNEL,
-    Blank,
     Gather,
+    Layout,
     Pair,
     Part,
     Transport,
@@ -101,11 +101,11 @@ class ProcessTransport(Transport):
         self._rings_to |= senders
         self._rings_from |= receivers
 
-    def brings(self, source: int, blanks: Sequence[Blank]) -> bool:
+    def brings(self, source: int, layouts: Sequence[Layout]) -> bool:
         """Says whether tensors of `source` come through a ring."""
-        return source in self._rings_from and all(blank.num_bytes <= MAX_BYTES for blank in blanks)
+        return source in self._rings_from and all(layout.num_bytes <= MAX_BYTES for layout in layouts)
 
-    def bringing(self, source: int, tag: int) -> Callable[[Blank], Tensor | None]:
+    def bringing(self, source: int, tag: int) -> Callable[[Layout], Tensor | None]:
         """Returns what gives the next tensor of `source` that comes through a ring."""
         return partial(self._rings_from[source].bring, key=TENSOR_CHANNEL << _TAG_BITS | tag)
 

@@ -36,7 +36,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from autovaruna.errors import RankError
 from autovaruna.log import write_error
-from autovaruna.runtime.transport.base import DONE, SMALL_BYTES, Part
+from autovaruna.runtime.transport.base import DONE, SMALL_BYTES, Arrival, Departure, Part
 from autovaruna.runtime.transport.processes import ProcessTransport
 
 logger = logging.getLogger(__name__)
@@ -59,58 +59,6 @@ _LAUNCHER_SECONDS = 1.0
 
 Key = tuple[int, int]
 """Channel and tag."""
-
-
-class Arrival(Part):
-    """A message that this rank has memory for."""
-
-    __slots__ = ("_num_bytes", "_peer", "_transport", "memory", "needs_calls", "tensor")
-
-    def __init__(self, transport: SocketTransport, peer: int, tensor: Tensor) -> None:
-        self._transport = transport
-        self._peer = peer
-        self._num_bytes = -1
-        self.tensor = tensor
-        self.memory = memory_of(tensor)
-        self.needs_calls = tensor.nbytes > SMALL_BYTES
-
-    def fill(self, data: bytearray) -> None:
-        """Takes a message that has come, of whatever size."""
-        if len(data) == self.tensor.nbytes:
-            self.memory[:] = data
-        self.has_come(len(data))
-
-    def has_come(self, num_bytes: int) -> None:
-        """Notes that so many bytes have come."""
-        self._num_bytes = num_bytes
-
-    def is_done(self) -> bool:
-        """Says whether it has come; checks the number of bytes."""
-        if self._num_bytes < 0:
-            self._transport.advance()
-            if self._num_bytes < 0:
-                return False
-        if self._num_bytes != self.tensor.nbytes:
-            raise RankError(f"rank {self._peer} sent {self._num_bytes} bytes where {self.tensor.nbytes} were expected")
-        return True
-
-
-class Departure(Part):
-    """A message that has not left whole."""
-
-    __slots__ = ("_tensor", "_transport", "has_left")
-    needs_calls = True
-
-    def __init__(self, transport: SocketTransport, tensor: Tensor | None) -> None:
-        self._transport = transport
-        self._tensor = tensor
-        self.has_left = False
-
-    def is_done(self) -> bool:
-        """Says whether it has left."""
-        if not self.has_left:
-            self._transport.advance()
-        return self.has_left
 
 
 class Peer:
@@ -197,7 +145,7 @@ class Peer:
             posted = self.posted[channel, tag]
             if channel != _NOTICE_CHANNEL and posted and posted[0].tensor.nbytes == size:
                 self._body = posted.popleft()
-                self._into = self._body.memory
+                self._into = memory_of(self._body.tensor)
             else:
                 self._body = bytearray(size)
                 self._into = memoryview(self._body)
@@ -209,7 +157,7 @@ class Peer:
         elif channel == _NOTICE_CHANNEL:
             self.notices.append(body)
         elif self.posted[channel, tag]:
-            self.posted[channel, tag].popleft().fill(body)
+            _fill(self.posted[channel, tag].popleft(), body)
         else:
             self.early[channel, tag].append(body)
 
@@ -261,10 +209,10 @@ class SocketTransport(ProcessTransport):
 
     def receive_far(self, tensor: Tensor, source: int, channel: int, tag: int) -> Part:
         """Starts to receive into the memory of a dense tensor what comes over TCP."""
-        arrival = Arrival(self, source, tensor)
+        arrival = Arrival(self, source, tensor, needs_calls=tensor.nbytes > SMALL_BYTES)
         peer = self._peers[source]
         if early := peer.early.get((channel, tag)):
-            arrival.fill(early.popleft())
+            _fill(arrival, early.popleft())
         else:
             peer.posted[channel, tag].append(arrival)
         return arrival
@@ -396,6 +344,13 @@ def open_store() -> Any:
     """Returns the store of this start of the ranks, where their launcher says; the script may use the same."""
     store, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=_START_SECONDS)))
     return PrefixStore("autovaruna", store)
+
+
+def _fill(arrival: Arrival, data: bytearray) -> None:
+    """Gives a message that has come, of whatever size, to the receive that was posted for it."""
+    if len(data) == arrival.tensor.nbytes:
+        memory_of(arrival.tensor)[:] = data
+    arrival.has_come(len(data))
 
 
 def memory_of(tensor: Tensor) -> memoryview:

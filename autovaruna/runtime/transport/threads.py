@@ -12,9 +12,8 @@ from typing import Any, NoReturn, TypeVar
 import torch
 from torch import Tensor
 
-from autovaruna.errors import RankError
 from autovaruna.runtime.deadlock import Failure, encoded
-from autovaruna.runtime.transport.base import DONE, SMALL_BYTES, Part, Transport, flat, show, status_after
+from autovaruna.runtime.transport.base import DONE, SMALL_BYTES, Part, Transport, check_size, flat, show, status_after
 from autovaruna.runtime.world import World, describe
 
 Result = TypeVar("Result")
@@ -46,8 +45,7 @@ class Delivery(Part):
         if data is None:
             return False
         buffer = flat(self._buffer).view(torch.uint8)
-        if data.numel() != buffer.numel():
-            raise RankError(f"rank {self._key[0][0]} sent {data.numel()} bytes where {buffer.numel()} were expected")
+        check_size(self._key[0][0], data.numel(), buffer.numel())
         buffer.copy_(data)
         return True
 
