@@ -255,7 +255,6 @@ def load_checkpoint(
     Args:
         dir: A folder of checkpoints, one of them, a Hugging Face folder, or a safetensors file.
         model: The model; parameters on ``meta`` get memory on the host.
-        optimizer: Its optimizer.
         step: The step, or ``"latest"``: the newest that is intact.
         scaler: A GradScaler.
         lr_scheduler: A schedule of the learning rate.

@@ -65,7 +65,6 @@ def choose(world: World, root: str | os.PathLike[str], step: int | str, locks: E
     """Returns a checkpoint that is intact; the ranks share the checking. Collective.
 
     Args:
-        world: The ranks.
         root: A folder of checkpoints, one of them, a Hugging Face folder, or a safetensors file.
         step: The step, or ``"latest"``: the newest that is intact.
         locks: Keeps another job that saves from removing the checkpoint, until it is closed.

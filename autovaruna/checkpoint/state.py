@@ -28,10 +28,7 @@ class Subject:
     """A model in training, as this rank sees it.
 
     Attributes:
-        world: the ranks.
-        state: the model's parameters and buffers.
         placement: who holds which; None while every rank has the whole model as it built it.
-        optimizer: its optimizer.
         seed: what random nodes are seeded from; None: not known yet.
         num_calls: calls of the model so far.
     """
@@ -156,7 +153,6 @@ def writers(subject: Subject, tensors: Mapping[str, Tensor], is_shared: bool) ->
     """Returns the rank that writes each tensor that is saved; the same on every rank.
 
     Args:
-        subject: The model.
         tensors: Its `tensors()`.
         is_shared: Whether the replicas of a parameter's stage divide its stage's parameters among them by bytes, or
             the first of them writes all. Buffers are always those of the first; what has an owner is the owner's.

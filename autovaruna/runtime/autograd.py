@@ -164,9 +164,6 @@ def own_code() -> Iterator[None]:
 class DirectCalls:
     """The modules of a model, beside the wrapper, through which a backward has gone.
 
-    Args:
-        model: The model.
-
     Attributes:
         used: their paths.
     """

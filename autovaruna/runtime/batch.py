@@ -115,7 +115,6 @@ def weigh(batch: GlobalBatch, weights: tuple[float, ...], is_sum: bool) -> Globa
     """Gives each micro-batch its share of the loss.
 
     Args:
-        batch: The batch.
         weights: One number for each micro-batch, in order; empty: its samples.
         is_sum: Whether losses are added rather than averaged.
 
@@ -141,8 +140,6 @@ class Job:
 
     Attributes:
         split: the stages of the call's graph.
-        plan: where each runs.
-        batch: its micro-batches.
         needs_gradient: whether backwards follow.
         seed, step: what random nodes depend on.
         graph_key: digest of the graph and of such lengths.
@@ -191,8 +188,6 @@ class Act:
     """An instruction with what it needs to know of its micro-batch.
 
     Attributes:
-        instruction: what is done.
-        part: the micro-batch.
         receives: what it waits for.
         sends: what it makes for others.
         own: inputs of a forward that are this rank's own.
@@ -212,10 +207,7 @@ class Traffic:
 
     Args:
         split: The stages of the call's graph.
-        plan: Where each runs.
-        rank: This rank.
         instructions: All that this rank may do, in order.
-        batch: The micro-batches.
         graph_key: Digest of the graph, and of its lengths in the call.
 
     Attributes:
@@ -273,7 +265,6 @@ class Traffic:
         """Returns this rank's instructions of some kinds, without those of empty micro-batches.
 
         Args:
-            kinds: The kinds.
             origin: Names the outputs that have a gradient, where calls differ in that: then messages back differ, too.
         """
         known = self._programs.get((kinds, origin))

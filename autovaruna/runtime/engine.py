@@ -65,14 +65,9 @@ class PreparedGraphs:
     """The graphs of a planned model, as this rank runs them.
 
     Args:
-        state: The model's parameters and buffers, of which this rank holds its part.
-        plan: The plan.
         assignment: The stages of the graph that was planned.
         placement: Who holds which parameter; it grows with graphs that change further buffers.
         orders: The instructions of every rank, for each graph.
-        settings: The settings.
-        world: The ranks.
-        device: Where this rank computes.
 
     Attributes:
         books: those that sum the gradients of the graphs that have run.
@@ -192,18 +187,10 @@ class Engine:
 
     Args:
         graphs: The model's graphs, split as the plan says.
-        state: The model's parameters and buffers, of which this rank holds its part.
-        plan: The plan.
-        settings: The settings.
-        world: The ranks.
-        device: Where this rank computes.
         seed: What random nodes are seeded from.
-        loss_scale: The scale of the caller's loop.
         of_model: Says in errors which model this is, behind other words.
-        trace: Records the instructions of every step.
 
     Attributes:
-        plan: the plan.
         seed: what random nodes are seeded from.
         backwards: the caller's backwards, and the gradients that are kept back.
         metrics: of the last step that went backward.
@@ -255,7 +242,6 @@ class Engine:
         """Runs one call and returns what the model returns. Collective.
 
         Args:
-            traced: The call's graph.
             tensors: This rank's mini-batch, in the order of the graph's inputs.
             number: How many calls there were before.
             batch: The micro-batches of all ranks.

@@ -49,7 +49,6 @@ class Order:
 
     Attributes:
         spread: those that several stages use, or that ranks without a gradient hold, with the ranks that get the sum.
-        uses: their uses.
         stages: the uses of the others, by the ranks that sum them and by stage.
         owners: the ranks that alone get the sums of parameters that are shared out.
     """
@@ -74,11 +73,6 @@ class Summation:
     """The gradients of one step on their way.
 
     The parameters of a stage are summed over its replicas as soon as its last backward on this rank has ended.
-
-    Args:
-        order: What is summed.
-        world: The ranks.
-        parameters: This rank's parameters by first name.
     """
 
     def __init__(self, order: Order, world: World, parameters: Mapping[str, nn.Parameter]) -> None:
@@ -183,12 +177,7 @@ class GradientBook:
     """Takes gradients from the leaves of a split's stages, sums them, and keeps back what is not to be summed yet.
 
     Args:
-        split: The stages.
-        plan: Their ranks.
-        world: The ranks' way to talk.
-        parameters: This rank's parameters by first name.
         placement: Who holds each parameter, and so needs its gradient.
-        stages: This rank's stages.
 
     Attributes:
         may_have_kept: whether some rank may keep gradients back.
@@ -292,7 +281,6 @@ class Backwards:
     """The caller's backwards through all calls of one model, and the gradients that they have left to be summed.
 
     Args:
-        state: The model's parameters.
         books: Those of the model's graphs, which grow with these.
 
     Attributes:

@@ -24,9 +24,6 @@ class OwnSamples:
 
     Args:
         inputs: Its tensors by input name.
-        job: The call.
-        rank: This rank.
-        mail: Carries tensors.
     """
 
     def __init__(self, inputs: Mapping[str, Tensor], job: Job, rank: int, mail: Mail) -> None:
@@ -174,9 +171,6 @@ def share_state(changed: Collection[str], state: OwnedState, placement: Placemen
 
     Args:
         changed: Names of buffers, which go to every rank, and of parameters, which go to the ranks that hold them.
-        state: The model's parameters and buffers.
-        placement: Who holds which.
-        world: The ranks.
     """
     every = tuple(range(world.num_ranks))
     groups: dict[tuple[int, tuple[int, ...], torch.dtype], list[Tensor]] = {}

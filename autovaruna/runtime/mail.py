@@ -105,10 +105,6 @@ _Posted = tuple[Layouts, list[Tensor], Pending, int]
 class Mail:
     """Sends and receives lists of tensors.
 
-    Args:
-        world: Carries the bytes.
-        device: Where received tensors live.
-
     Attributes:
         num_posted_bytes: memory of receives that are posted and not taken.
         waited_seconds: how long this rank has waited for messages in all.

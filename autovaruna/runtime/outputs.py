@@ -19,9 +19,6 @@ class OutputCollector:
     """Collects the outputs of one job. Every rank takes part.
 
     Args:
-        job: The call.
-        world: The ranks.
-        mail: Carries tensors.
         made: Outputs that this rank's stages made, by (output, micro-batch).
         device: Where outputs are wanted.
     """
@@ -185,11 +182,7 @@ class GradientExchange:
     """Exchanges the gradients of one job that do not belong to parameters.
 
     Args:
-        job: The call.
-        world: The ranks.
-        mail: Carries tensors.
         made: The gradients of inputs that this rank's stages make, by (input, micro-batch).
-        inputs: This rank's mini-batch.
     """
 
     def __init__(

@@ -57,16 +57,11 @@ class RankParts:
     """What all calls of a model have in common on this rank.
 
     Attributes:
-        world: the ranks.
-        device: where this rank computes.
-        mail: carries tensors between ranks.
-        state: the model's parameters and buffers.
         parameters: those that this rank holds.
         backwards: keeps account of the caller's backwards.
         loss_scale: hears of the gradient that comes into the loss.
         metrics: hears of every step that goes backward.
         delivers_all: whether a step returns outputs beside the loss.
-        trace: records the instructions of every step.
     """
 
     world: World
@@ -102,7 +97,6 @@ class StepRunner:
     """One call on its way.
 
     Args:
-        job: The call.
         rank: What it shares with other calls.
         stages: The stages that this rank holds, by index.
         traffic: Knows what each instruction receives and sends.

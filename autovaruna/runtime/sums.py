@@ -127,7 +127,6 @@ class Sums:
     """Sums on their way, over any groups of ranks.
 
     Args:
-        world: The ranks.
         gathers: Whether shares are given to all ranks in place of summed.
     """
 
@@ -140,7 +139,6 @@ class Sums:
         """Adds a tensor that is overwritten by its sum over `ranks` once `finish` is through.
 
         Args:
-            tensor: The tensor.
             ranks: The group; its ranks add the same shapes in the same order, between the same calls of `start`.
             is_contiguous: Whether the tensor is, on every rank.
             owner: The only rank that gets the sum, or the one that gives its numbers to all; None: all get the sum.

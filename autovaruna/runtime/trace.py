@@ -237,9 +237,6 @@ class EventTrace:
     time of the step went.
 
     Args:
-        path: The file.
-        world: The ranks.
-        predicted: The simulated step.
         edges: What stages send each other.
 
     Raises:

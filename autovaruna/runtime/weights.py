@@ -39,7 +39,6 @@ def materialize(
     Each module is initialised from a seed of its own path, so that its numbers do not depend on the partition.
 
     Args:
-        state: The model's state.
         held: First names of those that get memory on this rank.
         device: Where its numbers go.
         seed: What they are drawn from.
@@ -120,7 +119,6 @@ class Placement:
 
     Attributes:
         holders: the ranks.
-        num_ranks: how many ranks there are.
         owners: where the optimizer's state is shared out: the one holder that has gradient and state of a parameter.
     """
 
@@ -150,7 +148,6 @@ def placement_of(assignment: Assignment, plan: Plan, shared_bytes: Mapping[str, 
 
     Args:
         assignment: The stages of each parameter.
-        plan: Their ranks.
         shared_bytes: Of each parameter whose optimizer state is shared out over its holders.
     """
     holders = {
@@ -206,9 +203,6 @@ class OwnedState:
         """Gives every rank its part, with the numbers of rank 0, and frees the rest. Collective.
 
         Args:
-            placement: Who holds what.
-            world: The ranks.
-            device: Where this rank computes.
             seed: What weights of a model on ``meta`` are drawn from.
             given: First names of what a checkpoint will fill on every rank that holds it.
         """
@@ -278,8 +272,6 @@ class SplitModel:
 
     Attributes:
         known_state: Its parameters, as long as the model is there.
-        placement: Who holds them.
-        world: The ranks.
         limits: What this rank has clipped its gradients to the last time; empty: it has not.
     """
 
@@ -424,7 +416,6 @@ class Share:
     Attributes:
         home: The owner.
         ranks: All that hold the parameter.
-        world: The ranks.
         gradient: What this rank shows of the gradient, if it is another's; the same in every step.
     """
 

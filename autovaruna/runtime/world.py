@@ -50,7 +50,6 @@ class Message(Pending):
     """A list of tensors on the way: done when all its parts are.
 
     Args:
-        world: The ranks.
         parts: The parts that are on the way.
         event: What this rank does: ``sent`` or ``received``.
         count: How often it has done that, with these parts.
@@ -107,7 +106,6 @@ class Brought(Message):
     """A message that makes its own tensors: `tensors`, complete once it is done.
 
     Args:
-        world, event, count: As of any message.
         bring: Gives the next tensor, if it is here.
         layouts: The layouts of the tensors.
     """
@@ -143,16 +141,9 @@ class Brought(Message):
 class World:
     """The ranks of one program, seen from one of them.
 
-    Args:
-        transport: Moves the bytes.
-
     Attributes:
-        rank: number of this rank.
-        num_ranks: number of ranks N.
         hosts: host name of every rank.
         num_models: how many models this rank's script has called; their order tells them apart.
-        transport: what moves the bytes.
-        watch: what waits for other ranks.
         carrier: what moves tensors of some ranks straight between their devices, if anything.
         coming: the messages that are on their way to this rank.
         lagging: messages, either way, that advance only while this rank calls the transport, the oldest first; some
@@ -372,7 +363,6 @@ class World:
 
         Args:
             shares: The tensors of each of `ranks`, dense and with elements; the same shapes on every rank.
-            ranks: The group.
         """
         return self._start_shares(shares, ranks, gathers=False)
 
@@ -522,7 +512,6 @@ def on_all(world: World, act: Callable[[], Result], what: str, *, waits: bool = 
     """Returns what `act` returns; an error on one rank is an error on all. Collective.
 
     Args:
-        world: The ranks.
         act: What each rank does; talks to no other.
         what: What to call it in a message.
         waits: Whether ranks that are done wait for those that are still at work, however long.
@@ -533,11 +522,7 @@ def on_all(world: World, act: Callable[[], Result], what: str, *, waits: bool = 
 
 
 def gather_on_all(world: World, act: Callable[[], Result], what: str, *, waits: bool = False) -> list[Result]:
-    """Returns what `act` returns on each rank; an error on one rank is an error on all. Collective.
-
-    Args:
-        world, act, what, waits: As in `on_all`; what `act` returns goes to every rank.
-    """
+    """Returns what `act` returns on each rank; an error on one rank is an error on all. Collective."""
     result: Result | None = None
     error: Exception | None = None
     try:

@@ -233,8 +233,6 @@ def work_seconds(pipeline: Pipeline, stage: int, replica: int, *, is_split: bool
     """Returns the seconds of each kind of instruction on one replica, executor overhead included.
 
     Args:
-        pipeline: The pipeline.
-        stage: The stage.
         replica: Which of its replicas.
         is_split: Whether weight gradients are computed apart from backward.
     """

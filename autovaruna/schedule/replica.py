@@ -193,7 +193,6 @@ class Wires(dict[tuple[int, int], "Wire | None"]):
 
     Args:
         lines: from rank to rank, for all wires of a pipeline.
-        pipeline: the pipeline.
         sender, receiver: the stages.
         num_bytes: of a message.
     """

@@ -168,8 +168,6 @@ def simulate_below(
     How many instructions were simulated is returned as well.
 
     Args:
-        pipeline: what to simulate.
-        policy: the order of its instructions.
         below: steps that take as many seconds or more are of no use.
         bounds: of the pipeline, if they are at hand.
 

@@ -124,12 +124,7 @@ _NOISE = 1.25
 
 
 class SpeedWatch:
-    """Looks at the speeds of all ranks at several moments.
-
-    Args:
-        world: The ranks.
-        device: Where this rank computes.
-    """
+    """Looks at the speeds of all ranks at several moments."""
 
     def __init__(self, world: World, device: torch.device) -> None:
         self.world = world
@@ -257,7 +252,6 @@ def describe_cluster(
     Args:
         watch: Of the ranks' speeds.
         graph: The model's, whose gradients are summed.
-        settings: The settings.
         resident_before: What `resident_bytes` said before the model was traced; 0: not known.
         batch_bytes: What the caller's mini-batch takes on the device.
     """
@@ -487,9 +481,7 @@ def measure_sums(world: World, sizes: Sequence[int], device: torch.device) -> Li
     more than a byte of the other; what counts is the model's own mixture.
 
     Args:
-        world: The ranks.
         sizes: Bytes of each gradient; the first 32 MiB are summed, and all again where they are less than 4 MiB.
-        device: Where this rank computes.
 
     Returns:
         The seconds of a sum of next to nothing for each rank that takes part, and the bytes that each rank of a ring

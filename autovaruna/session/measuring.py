@@ -59,10 +59,8 @@ class Subject:
     """A model that is measured by all ranks.
 
     Attributes:
-        model: The model.
         traced: Its graph.
         tensors: Tensors of a sample call.
-        settings: The settings.
         watch: Of the ranks' speeds; looks before each turn of measuring and after the last.
     """
 
@@ -174,12 +172,7 @@ def needs_gradient(traced: TracedModel) -> bool:
 
 
 def constraints_of(settings: Settings, traced: TracedModel) -> Constraints:
-    """Returns what the settings leave to the planner.
-
-    Args:
-        settings: The settings.
-        traced: The model.
-    """
+    """Returns what the settings leave to the planner."""
     has_loss = traced.loss is not None or not needs_gradient(traced)
     return Constraints(
         num_stages=settings.num_stages,
@@ -204,7 +197,6 @@ def splits_backward(settings: Settings, num_ranks: int) -> bool:
     """Whether plans that compute weight gradients apart are looked for: of few ranks they gain too little.
 
     Args:
-        settings: The settings.
         num_ranks: Ranks of the job.
     """
     is_wanted = settings.schedule == SPLIT_SCHEDULE or (settings.schedule == "auto" and num_ranks >= _SPLIT_RANKS)
@@ -235,8 +227,6 @@ def measured_problem(
     """Measures model, machine and optimizer. Collective.
 
     Args:
-        subject: The model.
-        optimizer: Its optimizer.
         shared: The first call.
         optimizer_bytes_factor: Bytes of optimizer state for each byte of a trained parameter.
         resident_before: What this process held before the model was traced, in bytes; 0: not known.

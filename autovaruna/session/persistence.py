@@ -151,7 +151,6 @@ class State:
     """The state of a wrapped model under its own names.
 
     Args:
-        wrapped: The model.
         persistence: Its checkpoints, one of which may be waiting to be read.
     """
 

@@ -31,13 +31,9 @@ class Wrapped:
     """A model and its optimizer, as this rank has them.
 
     Args:
-        module: The model.
         optimizer: Its optimizer, if there is one.
-        settings: The settings.
 
     Attributes:
-        module, settings: the same.
-        device: where this rank computes.
         state: the model's parameters and buffers, of which this rank has its part.
         parameter_names: the first name of each parameter, in order.
         optimizer: the optimizer; None: there is none.

@@ -32,7 +32,6 @@ class CompiledPiece:
     """A piece that torch.compile has been given.
 
     Args:
-        piece: The piece.
         traced: The graph that it is of; it says which dimensions follow from the batch size.
         backend: The backend of torch.compile.
     """

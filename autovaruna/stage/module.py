@@ -28,15 +28,12 @@ class StageModule:
     """One stage on one rank.
 
     Args:
-        part: The stage.
-        parameters: This rank's parameters by first name.
         buffers: Its buffers by first name, as they are now.
         constants: Other tensors of the graph.
         size_of: Evaluates a size node for a micro-batch.
         run: Runs the piece on its arguments; None: its module does.
 
     Attributes:
-        part: the stage.
         index: which stage of the pipeline it is.
         leaves: what collects the gradients of parameters.
         is_random: whether it draws random numbers.

@@ -52,7 +52,6 @@ def carry_over(planned: Assignment, traced: TracedModel) -> Assignment:
 
     Args:
         planned: The assignment of the graph that was planned.
-        traced: The other graph.
 
     Raises:
         PlanError: the other graph uses the parameters in an order that no pipeline can follow.
@@ -218,7 +217,6 @@ def split(traced: TracedModel, assignment: Assignment) -> Split:
     """Takes the stages out of a traced graph.
 
     Args:
-        traced: The graph.
         assignment: The stage of each node.
     """
     return _Splitter(traced, assignment).run()

@@ -191,7 +191,6 @@ class Place:
 
     Attributes:
         grid: the ranks of each stage.
-        stage: its stage.
         replica: its replica of the whole model; where stages have different numbers of ranks, several of one stage may
             be of one replica.
         num_replicas: how many there are.

@@ -89,7 +89,6 @@ def find_grid(
         batch_size: Their number.
         chunk_size: Samples of a micro-batch, if the user has said them.
         settings: As for `AutoVaruna`, without the map.
-        world: The ranks.
 
     Raises:
         PlanError: no grid fits.

@@ -29,7 +29,6 @@ def sample_batch(get_batch_fn: GetBatch, model: nn.Module, size: int, device: to
 
     Args:
         get_batch_fn: Takes a size, and ``device=`` if it likes; returns the model's keyword arguments.
-        model: The model.
         size: Samples wanted.
         device: Where.
 
@@ -107,7 +106,6 @@ class Requests:
     """The signals of a job.
 
     Args:
-        world: The ranks.
         before: Is called before the script's handler, which may end the process.
     """
 

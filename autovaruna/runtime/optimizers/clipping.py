@@ -39,10 +39,7 @@ def clip_grad_norm(
     model's own list, so that no plan changes the sum.
 
     Args:
-        state: The model's parameters.
-        placement: Who holds them.
         names: First names of all parameters, in the model's order.
-        world: The ranks.
         max_norm, norm_type, error_if_nonfinite: As in PyTorch; the same on every rank.
         what: What to call it in errors.
 
@@ -78,9 +75,7 @@ def norms_of_all(
 
     Args:
         own: This rank's parameters, or their gradients, by first name.
-        placement: Who holds them.
         names: First names of all parameters, in the model's order.
-        world: The ranks.
         norm_type: The order of the norm.
         options: What the ranks must ask with alike, in words.
         what: What to call it in errors.

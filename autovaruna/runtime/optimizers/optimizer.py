@@ -398,8 +398,6 @@ def step_over_own_part(
     Args:
         optimizer: The optimizer, some of whose parameters are not on every rank, or shared out.
         own: What cuts them down.
-        num_ranks: How many ranks there are.
-        device: Where it steps.
         is_shared: Whether state is shared out over the ranks that hold a parameter.
 
     Raises:
@@ -428,7 +426,6 @@ def sharing_of(optimizer: Optimizer | None, setting: Sharing, device: torch.devi
     Args:
         optimizer: The optimizer; None: it is not known yet.
         setting: What the user asks for.
-        device: Where it steps.
 
     Raises:
         InputError: they are to, and its steps are not of each parameter by itself.

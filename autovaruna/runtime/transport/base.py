@@ -211,7 +211,6 @@ class Arrival(Part):
 
     Args:
         way: What it comes by, which lets it advance.
-        source: The rank that sends.
         tensor: The memory.
     """
 
@@ -278,7 +277,6 @@ class Transport(ABC):
     To add one, fill the abstract methods, which is all that a `World` needs, and let `environment.get_world` choose it.
 
     Attributes:
-        rank: number of this rank.
         hosts: host name of every rank.
     """
 

@@ -94,7 +94,6 @@ class Blocks:
     """The blocks of the sender in one part of the memory, from the front on; a block starts with whether it is used.
 
     Args:
-        shared: The memory.
         start, end: The part, in bytes.
     """
 
@@ -137,7 +136,6 @@ def borrowed(shared: Shared, block: int, layout: Layout) -> Tensor:
     """Returns a tensor that lies in a block, which is given back once nothing lies there.
 
     Args:
-        shared: The memory.
         block: Where the block starts; the tensor's bytes follow its header.
         layout: How it is to be laid out; not empty.
     """
@@ -206,7 +204,6 @@ class RingReceiver:
 
     Args:
         memory: What both ends see; zero at first.
-        source: The rank that sends.
     """
 
     def __init__(self, memory: mmap, source: int) -> None:
@@ -327,7 +324,6 @@ def open_rings(
     """Opens a ring for each pair of ranks that can share memory. Collective.
 
     Args:
-        rank, hosts: This rank, and the host of each.
         pairs: The same on every rank.
         can_share: Whether this rank is to share memory.
         gather: Returns what all ranks pass, by rank.

@@ -167,8 +167,6 @@ class SocketTransport(ProcessTransport):
 
     Args:
         store: A store that all ranks see, for this start of them alone.
-        rank: This rank.
-        num_ranks: How many there are.
         master: Host name and port of the store, which say by which address this host is reached.
         check: Raises if ranks have ended that would have to come.
     """
@@ -280,7 +278,6 @@ class Life:
     """Ends this rank with the others, whatever it does, in a thread of its own.
 
     Args:
-        rank: This rank.
         connections: With rank 0, or, on it, with all others; None of a rank that is alone.
 
     Attributes:
@@ -372,7 +369,6 @@ def await_ranks(store: Any, num_ranks: int, check: Callable[[], None]) -> None:
 
     Args:
         store: Where they say so.
-        num_ranks: How many there are.
         check: Is called now and then.
 
     Raises:

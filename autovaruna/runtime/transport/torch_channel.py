@@ -134,7 +134,6 @@ class TorchChannel:
     Args:
         world: The ranks; carries the headers.
         backend: ``nccl`` or ``gloo``.
-        device: Where this rank's tensors are.
     """
 
     def __init__(self, world: World, backend: str, device: torch.device) -> None:
@@ -338,8 +337,6 @@ def open_channel(setting: str, plan: Plan, world: World, device: torch.device) -
     Args:
         setting: ``auto``, ``mpi``, ``nccl`` or ``gloo``.
         plan: Says who talks to whom.
-        world: The ranks.
-        device: Where this rank computes.
 
     Raises:
         ConfigError: NCCL is asked for where it cannot be; on every rank.
