@@ -254,7 +254,6 @@ class BackgroundWrite:
             self._fail(error)
 
     def join(self) -> None:
-        """Waits until this rank has nothing more to do."""
         if self._thread.ident is not None:
             self._thread.join()
 

@@ -72,7 +72,7 @@ class _Published(SingleLevelFunction):
                 "A second derivative of a step: got create_graph=True, but a step computes numbers alone. Expected a "
                 "backward without it; compute a penalty on gradients in the model's own forward."
             )
-        finish, is_kept = ctx.finish, _is_graph_kept()
+        finish, is_kept = ctx.finish, bool(is_graph_kept())
         if finish is None:
             raise OrderError(
                 "Backward through the same step a second time: its gradients have been given out. Call the model "
@@ -82,11 +82,6 @@ class _Published(SingleLevelFunction):
             ctx.finish = None
         with own_code():
             return None, None, None, None, *finish(gradients, is_kept)
-
-
-def _is_graph_kept() -> bool:
-    """Whether the backward that runs now keeps its graph for another one."""
-    return bool(is_graph_kept())
 
 
 def follows_a_call(tensor: Tensor) -> bool:

@@ -153,7 +153,6 @@ class Exchange(Pending):
         return not self._pieces
 
     def wait(self) -> None:
-        """Blocks until every piece is there."""
         if not self.is_done():
             self._group.watch.wait_until(self.is_done, self._group.waiting)
 

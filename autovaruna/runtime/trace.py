@@ -17,7 +17,7 @@ from autovaruna.errors import ConfigError
 from autovaruna.runtime.world import World, offset_to_first, on_all
 from autovaruna.schedule.instruction import Instruction, Kind
 from autovaruna.schedule.pipeline import Edge
-from autovaruna.schedule.simulation import Simulation
+from autovaruna.schedule.simulation import LostTime, Simulation
 
 Span = tuple[str, float, float, float]
 """An instruction; when it began, when it had what it waited for, and when it ended, on the clock of rank 0."""
@@ -25,30 +25,9 @@ Ends = tuple[float, float]
 """When a rank's last instruction ended, and when its step did."""
 
 
-@dataclass(frozen=True)
-class Lost:
-    """The time of one rank in one step; the parts add up to the step.
-
-    Attributes:
-        work_seconds: in instructions, without waiting.
-        message_seconds: waiting for messages that were on their way.
-        reduce_seconds: from the last instruction to the end of the step: gradient sums, and the loss.
-        overhead_seconds: between instructions.
-        imbalance_seconds: idle because another rank has more work.
-        bubble_seconds: idle for all other reasons.
-    """
-
-    work_seconds: float
-    message_seconds: float
-    reduce_seconds: float
-    overhead_seconds: float
-    imbalance_seconds: float
-    bubble_seconds: float
-
-
 def account(
     spans: Sequence[Sequence[Span]], ends: Sequence[Ends], awaited: Mapping[str, Sequence[str]]
-) -> tuple[float, list[Lost]]:
+) -> tuple[float, list[LostTime]]:
     """Returns the seconds of a step, and where they went.
 
     Args:
@@ -74,14 +53,14 @@ def _of_rank(
     less_work: float,
     sent: Mapping[str, float],
     awaited: Mapping[str, Sequence[str]],
-) -> Lost:
+) -> LostTime:
     work = sum(end - ready for _, _, ready, end in row)
     messages = sum(_on_its_way(span, sent, awaited) for span in row)
     overhead = sum(later[1] - earlier[3] for earlier, later in pairwise(row))
     reduce = max(0.0, ends[1] - ends[0]) if row else 0.0
     idle = max(0.0, step - work - messages - overhead - reduce)
     imbalance = min(idle, less_work)
-    return Lost(work, messages, reduce, overhead, imbalance, idle - imbalance)
+    return LostTime(work, messages, reduce, overhead, 0.0, imbalance, idle - imbalance)
 
 
 def _on_its_way(span: Span, sent: Mapping[str, float], awaited: Mapping[str, Sequence[str]]) -> float:
@@ -91,25 +70,25 @@ def _on_its_way(span: Span, sent: Mapping[str, float], awaited: Mapping[str, Seq
     return max(0.0, ready - max(begin, last))
 
 
-def table(step: float, predicted_seconds: float, lost: Sequence[Lost]) -> str:
+def table(step: float, predicted_seconds: float, lost: Sequence[LostTime]) -> str:
     """Returns the account as text: a line for each rank, in per cent of the step."""
-    heads = ("work", "bubble", "imbalance", "messages", "all-reduce", "overhead")
-    lines = [f"{1e3 * step:.2f} ms, predicted {1e3 * predicted_seconds:.2f} ms", "rank  " + "  ".join(heads)]
+    lines = [f"{1e3 * step:.2f} ms, predicted {1e3 * predicted_seconds:.2f} ms", "rank  " + "  ".join(_HEADS)]
     for rank, each in enumerate(lost):
-        seconds = (
-            each.work_seconds,
-            each.bubble_seconds,
-            each.imbalance_seconds,
-            each.message_seconds,
-            each.reduce_seconds,
-            each.overhead_seconds,
-        )
-        cells = (
-            f"{value / step if step else 0.0:.1%}".rjust(len(head)) for head, value in zip(heads, seconds, strict=True)
-        )
+        shares = (getattr(each, f"{name}_seconds") / step if step else 0.0 for name in _HEADS.values())
+        cells = (f"{share:.1%}".rjust(len(head)) for head, share in zip(_HEADS, shares, strict=True))
         lines.append(f"{rank:>4}  " + "  ".join(cells))
     return "\n".join(lines)
 
+
+_HEADS = {
+    "work": "work",
+    "bubble": "bubble",
+    "imbalance": "imbalance",
+    "messages": "message",
+    "all-reduce": "reduce",
+    "overhead": "overhead",
+}
+"""What a step's time goes to, as the table says it, and as `LostTime` does."""
 
 Step = tuple[list[Span], Ends]
 Noted = tuple[Instruction, float, float, float]

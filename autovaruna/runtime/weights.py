@@ -358,7 +358,7 @@ def whole_state(state: OwnedState, placement: Placement, world: World, what: str
             fetched[first] = (
                 value
                 if len(ranks) == world.num_ranks and first not in placement.holders
-                else _fetch(value, ranks[0], world)
+                else from_rank(value, ranks[0], world)
             )
             if fetched[first] is not value and not value.is_meta:
                 lent.lend(fetched[first], value)
@@ -366,15 +366,16 @@ def whole_state(state: OwnedState, placement: Placement, world: World, what: str
     return entries
 
 
-def _fetch(value: Tensor, root: int, world: World) -> Tensor:
-    tensor = value.detach().clone() if world.rank == root else _room_for(value)
+def from_rank(value: Any, root: int, world: World) -> Any:
+    """Returns a copy of what rank `root` has, if it is a tensor: others pass one like it, as it may be on ``meta``."""
+    if not isinstance(value, Tensor):
+        return value
+    if world.rank == root:
+        tensor = value.detach().clone()
+    else:
+        tensor = torch.empty(value.shape, dtype=value.dtype, device="cpu" if value.is_meta else value.device)
     world.broadcast(tensor, root, tuple(range(world.num_ranks)))
     return tensor
-
-
-def _room_for(value: Tensor) -> Tensor:
-    device = "cpu" if value.is_meta else value.device
-    return torch.empty(value.shape, dtype=value.dtype, device=device)
 
 
 def load_part(state: OwnedState, entries: Mapping[str, Any], is_strict: bool) -> Any:

@@ -75,7 +75,6 @@ class Message(Pending):
         return not self._parts
 
     def is_done(self) -> bool:
-        """Says whether every part has arrived or left."""
         parts = self._parts
         while parts:
             if not parts[-1].is_done():
@@ -88,7 +87,6 @@ class Message(Pending):
         return True
 
     def wait(self) -> None:
-        """Blocks until every part has arrived or left."""
         if not self.is_done():
             self._world.watch.wait_until(self.is_done, self.waiting)
 
@@ -128,7 +126,6 @@ class Brought(Message):
         self.tensors: list[Tensor] = []
 
     def is_done(self) -> bool:
-        """Says whether all have come."""
         tensors = self.tensors
         while len(tensors) < len(self._layouts):
             tensor = self._bring(self._layouts[len(tensors)])

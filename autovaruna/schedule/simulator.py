@@ -45,11 +45,9 @@ class FixedOrder(Policy):
         return pipeline.num_micro_batches
 
     def recomputes(self, pipeline: Pipeline, stage: int) -> bool:
-        """Returns whether the schedule recomputes anything at the stage."""
         return stage in self.recomputing
 
     def splits(self, pipeline: Pipeline, stage: int) -> bool:
-        """Returns whether the schedule computes any weight gradients of the stage apart."""
         return stage in self.splitting
 
     def explain(self, by_rank: Sequence[Sequence[Replica]]) -> str:

@@ -455,11 +455,17 @@ class Session:
 @contextmanager
 def as_in_training(model: nn.Module) -> Iterator[None]:
     """Sets train mode on every module and turns gradients on; afterwards each module is as it was."""
+    with all_in_mode(model, is_training=True), torch.enable_grad():
+        yield
+
+
+@contextmanager
+def all_in_mode(model: nn.Module, *, is_training: bool) -> Iterator[None]:
+    """Sets train or eval mode on every module; afterwards each is as it was."""
     modes = [(module, module.training) for module in model.modules()]
-    model.train()
+    model.train(is_training)
     try:
-        with torch.enable_grad():
-            yield
+        yield
     finally:
         for module, mode in modes:
             module.training = mode

@@ -200,13 +200,11 @@ class SocketTransport(ProcessTransport):
     # Messages.
 
     def send_far(self, tensor: Tensor, destination: int, channel: int, tag: int) -> Part:
-        """Starts to send the memory of a dense tensor over TCP."""
         departure = Departure(self, tensor)
         self._peers[destination].send((channel, tag), memory_of(tensor), departure)
         return DONE if departure.has_left else departure
 
     def receive_far(self, tensor: Tensor, source: int, channel: int, tag: int) -> Part:
-        """Starts to receive into the memory of a dense tensor what comes over TCP."""
         arrival = Arrival(self, source, tensor, needs_calls=tensor.nbytes > SMALL_BYTES)
         peer = self._peers[source]
         if early := peer.early.get((channel, tag)):
@@ -216,7 +214,6 @@ class SocketTransport(ProcessTransport):
         return arrival
 
     def advance(self) -> None:
-        """Lets all that is on its way advance."""
         super().advance()
         for peer in self._peers.values():
             peer.push()
@@ -225,17 +222,14 @@ class SocketTransport(ProcessTransport):
     # Notices.
 
     def send_notice(self, data: bytes, destination: int) -> None:
-        """Starts to send a notice."""
         self._peers[destination].send((_NOTICE_CHANNEL, 0), memoryview(data), Departure(self, None))
 
     def are_notices_out(self) -> bool:
-        """Says whether all that this rank sends has left."""
         for peer in self._peers.values():
             peer.push()
         return all(peer.is_quiet for peer in self._peers.values())
 
     def take_notices(self) -> Iterator[tuple[int, bytearray]]:
-        """Yields the notices that have come, each with its source."""
         for source, peer in self._peers.items():
             peer.push()
             peer.pull()
@@ -246,7 +240,6 @@ class SocketTransport(ProcessTransport):
 
     @property
     def is_ending(self) -> bool:
-        """Whether another rank, which has said why, is ending this one."""
         return self._life.is_ending
 
     def tell_launcher(self, text: str) -> None:
@@ -257,7 +250,6 @@ class SocketTransport(ProcessTransport):
                 Path(file).write_text(json.dumps({"message": text, "timestamp": int(time.time())}))
 
     def end(self, status: int) -> NoReturn:
-        """Ends all ranks with a non-zero status, at once."""
         sys.stdout.flush()
         sys.stderr.flush()
         self._life.end(status)

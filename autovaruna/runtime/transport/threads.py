@@ -75,11 +75,9 @@ class ThreadTransport(Transport):
         return Delivery(self._mailboxes, (address, number), tensor)
 
     def send_notice(self, data: bytes, destination: int) -> None:
-        """Puts a notice into the mailbox of the destination."""
         self._mailboxes.notices[destination].append((self.rank, data))
 
     def take_notices(self) -> Iterator[tuple[int, bytes]]:
-        """Yields the notices that have come, each with its source."""
         notices = self._mailboxes.notices[self.rank]
         while notices:
             yield notices.popleft()

@@ -79,7 +79,6 @@ class Sum(Pending):
         self._result = result
 
     def is_done(self) -> bool:
-        """Says whether it has finished."""
         return bool(self._work.is_completed())
 
     def wait(self) -> None:
@@ -98,11 +97,9 @@ class Several(Pending):
         self._every = deque(every)
 
     def is_done(self) -> bool:
-        """Says whether all have finished."""
         return all(each.is_done() for each in self._every)
 
     def wait(self) -> None:
-        """Waits for each."""
         while self._every:
             self._every.popleft().wait()
 
@@ -183,7 +180,6 @@ class TorchChannel:
         return rank in self._out
 
     def receives_from(self, rank: int) -> bool:
-        """Whether messages of a rank come this way."""
         return rank in self._in
 
     def post_send(self, tensor: Tensor, destination: int, tag: int) -> Part:
