@@ -22,7 +22,7 @@ from autovaruna.graph.traced import TracedModel
 from autovaruna.log import phase
 from autovaruna.planner.records import Plan
 from autovaruna.runtime.batch import GlobalBatch, cut_batch, weigh
-from autovaruna.runtime.engine import Engine, PreparedGraphs
+from autovaruna.runtime.engine import Engine
 from autovaruna.runtime.optimizers.clipping import join_norms
 from autovaruna.runtime.optimizers.optimizer import (
     CutOptimizer,
@@ -432,9 +432,11 @@ class Session:
         optimizer = None if wrapped.optimizer is None else wrapped.optimizer.optimizer
         orders, assignment = preparation.orders, preparation.assignment
         wrapped.engine = Engine(
-            PreparedGraphs(wrapped.state, plan, assignment, placement, orders, settings, world, device),
             wrapped.state,
             plan,
+            assignment,
+            placement,
+            orders,
             settings,
             world,
             device,

@@ -28,8 +28,8 @@ from autovaruna.runtime.transport.rings import (
     RingSender,
     open_rings,
 )
-from autovaruna.runtime.transport.threads import run_ranks
 from autovaruna.runtime.world import World
+from tests.ranks import run_ranks
 
 LARGE = Layout((600, 700), (700, 1), torch.float32)
 

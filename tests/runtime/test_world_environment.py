@@ -8,11 +8,12 @@ import torch
 from autovaruna.profiler.records import LinkCost
 from autovaruna.runtime.environment import count_sharing, num_ranks_in, share_threads, status_of
 from autovaruna.runtime.transport.base import is_dense
-from autovaruna.runtime.transport.threads import run_ranks, single_world
+from autovaruna.runtime.transport.threads import single_world
 from autovaruna.runtime.transport.torch_channel import neighbours
 from autovaruna.runtime.world import World
 from autovaruna.session import machine
 from autovaruna.session.machine import measure_sums, sample_of_gradients
+from tests.ranks import run_ranks
 
 CPU = torch.device("cpu")
 

@@ -18,10 +18,11 @@ from torch import Tensor, nn
 from autovaruna import AutoVaruna, ConfigError, RankError
 from autovaruna.runtime.deadlock import Failure, encoded
 from autovaruna.runtime.transport.base import Part
-from autovaruna.runtime.transport.threads import Mailboxes, ThreadTransport, run_ranks
+from autovaruna.runtime.transport.threads import Mailboxes, ThreadTransport
 from autovaruna.runtime.world import World
 from autovaruna.session.stopping import STATUS
 from tests.catalogue.small import CLASSES, WIDTH, labelled
+from tests.ranks import run_ranks
 from tests.session.training import QUIET
 
 BATCH = labelled(6, 0)[1]
@@ -289,7 +290,7 @@ def test_ranks_may_wait_for_each_other_by_themselves_after_any_call(
 
     net = network(loss_in_model)
     expected = run_ranks(3, lambda world: train(world, net, lambda: None, loss_in_model))
-    monkeypatch.setattr("autovaruna.runtime.transport.threads.make_worlds", lazy_worlds)
+    monkeypatch.setattr("tests.ranks.make_worlds", lazy_worlds)
     barrier = threading.Barrier(3, timeout=PATIENCE_SECONDS)
     assert run_ranks(3, lambda world: train(world, net, barrier.wait, loss_in_model)) == expected
 
