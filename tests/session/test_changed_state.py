@@ -322,7 +322,9 @@ def test_a_buffer_of_another_kind_is_refused() -> None:
         wrapped(**BATCH)
 
 
-@pytest.mark.parametrize("change", [scale, drop, append, exchange, hook, of_wrapper], ids=lambda change: change.__name__)
+@pytest.mark.parametrize(
+    "change", [scale, drop, append, exchange, hook, of_wrapper], ids=lambda change: change.__name__
+)
 def test_a_change_counts(change: Callable[[Optioned], None]) -> None:
     assert (
         train_and_change(change, is_plain=False)
