@@ -182,6 +182,10 @@ class Job:
         """Returns the rank that runs a micro-batch at a stage."""
         return self.plan.rank_of(stage, micro_batch)
 
+    def maker_of(self, output: int, micro_batch: int) -> int:
+        """Returns the rank that makes an output of a micro-batch."""
+        return self.plan.rank_of(self.split.makers[output], micro_batch)
+
 
 @dataclass(frozen=True, slots=True)
 class Act:

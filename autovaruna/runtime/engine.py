@@ -224,7 +224,7 @@ class Engine:
 
     def _stages(self, parts: Split, traced: TracedModel) -> dict[int, StageModule]:
         """Returns the stages of this rank."""
-        parameters, buffers = self._rank.state.parameters(), self._rank.state.buffers()
+        parameters, buffer = self._rank.state.parameters(), self._rank.state.tensor
         constants = {name: tensor.to(self._rank.device) for name, tensor in traced.constants.items()}
 
         @lru_cache(_KNOWN_SIZES)
@@ -232,7 +232,7 @@ class Engine:
             return traced.sizes.in_call(free_value(traced.nodes[name]), batch_size, lengths)
 
         return {
-            part.index: StageModule(part, parameters, buffers, constants, size_of, self._compiled(part, traced))
+            part.index: StageModule(part, parameters, buffer, constants, size_of, self._compiled(part, traced))
             for part in parts.stages
             if self._rank.world.rank in self.plan.stages[part.index].ranks
         }

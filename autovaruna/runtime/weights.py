@@ -9,7 +9,7 @@ stepped.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import ReferenceType, WeakKeyDictionary, ref
@@ -94,23 +94,6 @@ def _empty_like(tensor: Tensor, device: torch.device) -> Tensor:
     return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
 
 
-class _Now(Mapping[str, Tensor]):
-    """Tensors of a state under some of its names, as they are when they are asked for."""
-
-    def __init__(self, state: OwnedState, names: Sequence[str]) -> None:
-        self._state = state
-        self._names = names
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self._state.tensor(name)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
-
-
 @dataclass(frozen=True)
 class Placement:
     """Which ranks hold each parameter, and each buffer that a step changes, by first name.
@@ -192,10 +175,10 @@ class OwnedState:
         found = {name: table[attribute] for name, (table, attribute) in self._tables.items()}
         return {name: tensor for name, tensor in found.items() if isinstance(tensor, nn.Parameter)}
 
-    def buffers(self) -> Mapping[str, Tensor]:
-        """Returns the buffers by first name, always as they are now: a script may replace one."""
+    def buffers(self) -> dict[str, Tensor]:
+        """Returns the buffers by first name."""
         found = {name: self.tensor(name) for name in self.places}
-        return _Now(self, [name for name, tensor in found.items() if not isinstance(tensor, nn.Parameter)])
+        return {name: tensor for name, tensor in found.items() if not isinstance(tensor, nn.Parameter)}
 
     def distribute(
         self, placement: Placement, world: World, device: torch.device, seed: int, given: Container[str] = ()

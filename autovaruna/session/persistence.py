@@ -97,13 +97,13 @@ class Persistence:
         world = subject.world
         self.wait()
         with ExitStack() as locks:
-            loading = Loading(find(locks))
-            together(world, lambda: loading.check(subject, is_strict, **parts), "comparing a checkpoint with the model")
+            loading = Loading(find(locks), **parts)
+            together(world, lambda: loading.check(subject, is_strict), "comparing a checkpoint with the model")
             if world.rank == 0:
-                loading.remark(subject, **parts)
+                loading.remark(subject)
             self.pending = self._read(subject, loading, find_device)
             self.seed, self.num_calls = loading.state.get("seed"), loading.state.get("num_calls", subject.num_calls)
-            found = together(world, lambda: loading.load_rest(world.rank, **parts), "loading a checkpoint")
+            found = together(world, lambda: loading.load_rest(world.rank), "loading a checkpoint")
             self._locks.close()
             if self.pending is not None:
                 self._locks = locks.pop_all()

@@ -252,12 +252,12 @@ class SocketTransport(ProcessTransport):
     def end(self, status: int) -> NoReturn:
         sys.stdout.flush()
         sys.stderr.flush()
-        self._life.end(status)
+        self._life.tell(_END + bytes([status & 0xFF]))
         os._exit(status)
 
     def close(self) -> None:
         """Lets the others know that this rank ends well."""
-        self._life.leave()
+        self._life.tell(_GOODBYE)
 
     def _forget(self) -> None:
         """Closes what a child process has inherited: its parent's end must show."""
@@ -285,20 +285,13 @@ class Life:
             self._selector.register(connection, selectors.EVENT_READ, other)
         threading.Thread(target=self._listen, name="autovaruna-life", daemon=True).start()
 
-    def end(self, status: int) -> None:
-        """Tells the others to end."""
-        self._tell(_END + bytes([status & 0xFF]))
-
-    def leave(self) -> None:
-        """Tells the others that this rank may end."""
-        self._tell(_GOODBYE)
-
     def forget(self) -> None:
         """Closes all in a child process."""
         for connection in self._connections.values():
             connection.close()
 
-    def _tell(self, word: bytes) -> None:
+    def tell(self, word: bytes) -> None:
+        """Tells the others that this rank may end, or that they are to end with it."""
         for connection in self._connections.values():
             try:
                 connection.sendall(word)
@@ -322,7 +315,7 @@ class Life:
         self.is_ending = True
         status = word[1] if word[:1] == _END and len(word) > 1 else 1
         if self._rank == 0:
-            self._tell(_END + bytes([status]))
+            self.tell(_END + bytes([status]))
         if not word and self._rank <= 1:
             write_error(f"rank {other} has ended without a word: it was killed, or has no memory left.\n")
         time.sleep(_LAUNCHER_SECONDS)
