@@ -39,6 +39,8 @@ from autovaruna.config.files import at_home
 from autovaruna.errors import AutoVarunaError, CheckpointError, InputError
 from autovaruna.runtime.world import World, differences, gather_on_all, on_all
 
+Result = TypeVar("Result")
+
 logger = logging.getLogger(__name__)
 
 _COMPLETE = re.compile(r"step-(\d{8,})(?:\.branch(\d+))?(?:\.(\d+))?")
@@ -282,9 +284,6 @@ def _lock(descriptor: int, how: int) -> bool:
     except OSError:
         return True  # no locks here
     return True
-
-
-Result = TypeVar("Result")
 
 
 def together(world: World, act: Callable[[], Result], what: str) -> Result:

@@ -40,9 +40,12 @@ from autovaruna.config.files import at_home, read_record
 from autovaruna.errors import CheckpointError
 from autovaruna.runtime.world import World
 
-POLL_SECONDS = 0.02
-
 logger = logging.getLogger(__name__)
+POLL_SECONDS = 0.02
+_MARK = ".rank-"
+"""What names of files begin with that ranks have in the folder of a checkpoint while they write."""
+_LOCAL = "autovaruna-checkpoint-"
+_UNIT_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -305,12 +308,6 @@ def available_bytes() -> float:
         return float("inf")
     known = dict(line.split(":") for line in lines)
     return 1024.0 * int(known["MemAvailable"].split()[0]) if "MemAvailable" in known else float("inf")
-
-
-_MARK = ".rank-"
-"""What names of files begin with that ranks have in the folder of a checkpoint while they write."""
-_LOCAL = "autovaruna-checkpoint-"
-_UNIT_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,23 @@ from autovaruna.schedule.instruction import Instruction, Kind
 from autovaruna.schedule.pipeline import Edge
 from autovaruna.schedule.simulation import LostTime, Simulation
 
+logger = logging.getLogger(__name__)
+_HEADS = {
+    "work": "work",
+    "bubble": "bubble",
+    "imbalance": "imbalance",
+    "messages": "message",
+    "all-reduce": "reduce",
+    "overhead": "overhead",
+}
+"""What a step's time goes to, as the table says it, and as `LostTime` does."""
+_MEASURED, _PREDICTED = 0, 1
+_SHORT_WAIT_SECONDS = 5e-6
+_STEPS_TOGETHER = ((32, 1), (256, 8))
+"""Up to which step how many are written together; then `_MOST_TOGETHER`."""
+_MOST_TOGETHER = 64
+_TAG = 1 << 17
+
 Span = tuple[str, float, float, float]
 """An instruction; when it began, when it had what it waited for, and when it ended, on the clock of rank 0."""
 Ends = tuple[float, float]
@@ -80,16 +97,6 @@ def table(step: float, predicted_seconds: float, lost: Sequence[LostTime]) -> st
     return "\n".join(lines)
 
 
-_HEADS = {
-    "work": "work",
-    "bubble": "bubble",
-    "imbalance": "imbalance",
-    "messages": "message",
-    "all-reduce": "reduce",
-    "overhead": "overhead",
-}
-"""What a step's time goes to, as the table says it, and as `LostTime` does."""
-
 Step = tuple[list[Span], Ends]
 Noted = tuple[Instruction, float, float, float]
 """An instruction, when it began and ended, and how long it waited meanwhile."""
@@ -124,10 +131,6 @@ class Recorder:
             for instruction, begin, done, waited in noted
         ]
         return spans, (spans[-1][3] if spans else 0.0, end + offset)
-
-
-_MEASURED, _PREDICTED = 0, 1
-_SHORT_WAIT_SECONDS = 5e-6
 
 
 def head(predicted: Simulation) -> list[str]:
@@ -195,13 +198,6 @@ def _arrow(phase: str, rank: int, at: float, name: str) -> str:
         f'"ts":{at * 1e6:.3f}{binding}}},\n'
     )
 
-
-logger = logging.getLogger(__name__)
-
-_STEPS_TOGETHER = ((32, 1), (256, 8))
-"""Up to which step how many are written together; then `_MOST_TOGETHER`."""
-_MOST_TOGETHER = 64
-_TAG = 1 << 17
 
 Part = tuple[str, dict[int, Step]]
 """What a rank gives to the trace: its rows, and the steps, by number, of which more is said."""

@@ -11,6 +11,8 @@ from itertools import accumulate
 from autovaruna.profiler.records import LinkCost
 from autovaruna.schedule.instruction import Kind
 
+TICKS_PER_SECOND = 2.0**40
+
 
 def slices(mini_batch_sizes: Sequence[int], num_micro_batches: int) -> list[tuple[int, int]]:
     """Returns where each micro-batch starts in its mini-batch, and how many samples it has.
@@ -210,9 +212,6 @@ def deepest_in_flight(pipeline: Pipeline, stage: int) -> int:
 
 def _per_replica(total: int, num_replicas: int) -> int:
     return -(-total // num_replicas)
-
-
-TICKS_PER_SECOND = 2.0**40
 
 
 def exact(seconds: float) -> float:

@@ -359,9 +359,9 @@ def give_back_freed_memory() -> None:
 
 
 LINK_TAG = (1 << 20) - 1
-SMALL_BYTES, SMALL_TIMES = 256, 30
-LARGE_BYTES, LARGE_TIMES = 1 << 20, 10
-NUM_ATTEMPTS = 3
+SHORT_BYTES, SHORT_TIMES = 256, 30
+LONG_BYTES, LONG_TIMES = 1 << 20, 10
+LINK_ATTEMPTS = 3
 
 
 def measure_links(world: World, device: torch.device) -> tuple[LinkCost, LinkCost]:
@@ -375,7 +375,7 @@ def measure_links(world: World, device: torch.device) -> tuple[LinkCost, LinkCos
         return LinkCost(0.0, math.inf), LinkCost(0.0, math.inf)
     links: dict[Pair, LinkCost] = {}
     unclear = neighbours(world.hosts)
-    for _ in range(NUM_ATTEMPTS):
+    for _ in range(LINK_ATTEMPTS):
         seconds = measure_pairs(world, unclear, device)
         links.update({pair: link_of(*times) for pair, times in seconds.items()})
         unclear = [pair for pair, (small, large) in seconds.items() if large <= small]
@@ -384,9 +384,9 @@ def measure_links(world: World, device: torch.device) -> tuple[LinkCost, LinkCos
             "between ranks %s a message of %d bytes took longer than one of %d, %d times: other programs use the "
             "ranks' cores, so that the plan may be a poor one",
             ", ".join(f"{i} and {j}" for i, j in unclear),
-            SMALL_BYTES,
-            LARGE_BYTES,
-            NUM_ATTEMPTS,
+            SHORT_BYTES,
+            LONG_BYTES,
+            LINK_ATTEMPTS,
         )
     local = [link for (i, j), link in links.items() if world.hosts[i] == world.hosts[j]]
     remote = [link for (i, j), link in links.items() if world.hosts[i] != world.hosts[j]]
@@ -401,8 +401,8 @@ def measure_pairs(world: World, pairs: list[Pair], device: torch.device) -> dict
         for pair in some:
             if world.rank in pair:
                 peer = sum(pair) - world.rank
-                small = one_way_seconds(world, peer, SMALL_BYTES, SMALL_TIMES, device)
-                mine[pair] = small, one_way_seconds(world, peer, LARGE_BYTES, LARGE_TIMES, device)
+                small = one_way_seconds(world, peer, SHORT_BYTES, SHORT_TIMES, device)
+                mine[pair] = small, one_way_seconds(world, peer, LONG_BYTES, LONG_TIMES, device)
     everywhere: dict[Pair, tuple[float, float]] = {}
     for found in world.gather_objects(mine, "measuring links") if pairs else []:
         everywhere.update(found)
@@ -416,8 +416,8 @@ def link_of(small_seconds: float, large_seconds: float) -> LinkCost:
     all bandwidth.
     """
     if large_seconds <= small_seconds:
-        return LinkCost(large_seconds, LARGE_BYTES / large_seconds)
-    return LinkCost(small_seconds, (LARGE_BYTES - SMALL_BYTES) / (large_seconds - small_seconds))
+        return LinkCost(large_seconds, LONG_BYTES / large_seconds)
+    return LinkCost(small_seconds, (LONG_BYTES - SHORT_BYTES) / (large_seconds - small_seconds))
 
 
 def rounds_of(pairs: list[Pair]) -> list[list[Pair]]:
@@ -469,9 +469,9 @@ def typical(links: list[LinkCost]) -> LinkCost:
     return LinkCost(median(link.latency_seconds for link in links), median(link.bytes_per_second for link in links))
 
 
-LEAST_BYTES, MOST_BYTES = 4 << 20, 32 << 20
-MOST_TENSORS = 2000
-NUM_TIMES = 3
+LEAST_SUM_BYTES, MOST_SUM_BYTES = 4 << 20, 32 << 20
+MOST_SUM_TENSORS = 2000
+SUM_TIMES = 3
 
 
 def measure_sums(world: World, sizes: Sequence[int], device: torch.device) -> LinkCost:
@@ -490,10 +490,10 @@ def measure_sums(world: World, sizes: Sequence[int], device: torch.device) -> Li
     if world.num_ranks == 1:
         return LinkCost(0.0, math.inf)
     ranks = tuple(range(world.num_ranks))
-    tiny = torch.zeros(SMALL_BYTES // 4, device=device)
+    tiny = torch.zeros(SHORT_BYTES // 4, device=device)
     gradients = [torch.zeros(size, dtype=torch.float32, device=device) for size in sample_of_gradients(sizes)]
-    latency = _slowest(world, median_seconds([lambda: world.all_reduce(tiny, ranks)], SMALL_TIMES, device))
-    seconds = _slowest(world, median_seconds([lambda: _sum(world, gradients, ranks)], NUM_TIMES, device))
+    latency = _slowest(world, median_seconds([lambda: world.all_reduce(tiny, ranks)], SHORT_TIMES, device))
+    seconds = _slowest(world, median_seconds([lambda: _sum(world, gradients, ranks)], SUM_TIMES, device))
     sent_bytes = 2 * (world.num_ranks - 1) / world.num_ranks * sum(each.nbytes for each in gradients)
     return LinkCost(latency / world.num_ranks, sent_bytes / max(seconds - latency, seconds / 2))
 
@@ -501,11 +501,11 @@ def measure_sums(world: World, sizes: Sequence[int], device: torch.device) -> Li
 def sample_of_gradients(sizes: Sequence[int]) -> Iterator[int]:
     """Yields the numbers of elements of a step's first gradients, repeated where they are few."""
     total = num_tensors = 0
-    for size in cycle([size for size in sizes if size] or [LEAST_BYTES]):
-        is_enough = num_tensors >= len(sizes) and total >= LEAST_BYTES
-        if is_enough or total >= MOST_BYTES or num_tensors == MOST_TENSORS:
+    for size in cycle([size for size in sizes if size] or [LEAST_SUM_BYTES]):
+        is_enough = num_tensors >= len(sizes) and total >= LEAST_SUM_BYTES
+        if is_enough or total >= MOST_SUM_BYTES or num_tensors == MOST_SUM_TENSORS:
             return
-        taken = min(max(size, 4), MOST_BYTES - total)
+        taken = min(max(size, 4), MOST_SUM_BYTES - total)
         total, num_tensors = total + taken, num_tensors + 1
         yield -(-taken // 4)
 

@@ -36,6 +36,8 @@ from autovaruna.session.session import as_in_training
 from autovaruna.varuna.grid import Choice, Grid, choice_at, choices, device_of, grid_of, local_rank_of
 from autovaruna.varuna.step import GetBatch, Inputs, sample_batch
 
+logger = logging.getLogger(__name__)
+
 
 def subject_of(model: nn.Module, inputs: Inputs, device: torch.device, settings: Settings, world: World) -> Subject:
     """Traces a sample call of a model, as it will be trained. Collective."""
@@ -73,9 +75,6 @@ def keys_between(traced: TracedModel, sizes: Sequence[int], wanted: Collection[i
     blocks = {block for place in wanted for block in range(starts[place], starts[place + 1])}
     chosen = [part for part in all_parts(traced) if not part.blocks or any(b.index in blocks for b in part.blocks)]
     return {(part.signature, size) for size in sizes for part in chosen}
-
-
-logger = logging.getLogger(__name__)
 
 
 def find_grid(

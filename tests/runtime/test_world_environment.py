@@ -87,8 +87,8 @@ def fake_clock(monkeypatch: pytest.MonkeyPatch, num_bad: int) -> None:
     bad = [num_bad, num_bad]
 
     def seconds(world: World, peer: int, num_bytes: int, num_times: int, device: torch.device) -> float:
-        bad[world.rank] -= num_bytes == machine.LARGE_BYTES
-        return 5e-7 if bad[world.rank] >= 0 and num_bytes == machine.LARGE_BYTES else 1e-6 + 1e-9 * num_bytes
+        bad[world.rank] -= num_bytes == machine.LONG_BYTES
+        return 5e-7 if bad[world.rank] >= 0 and num_bytes == machine.LONG_BYTES else 1e-6 + 1e-9 * num_bytes
 
     monkeypatch.setattr(machine, "one_way_seconds", seconds)
 

@@ -34,6 +34,10 @@ from autovaruna.runtime.reduction import WIDER
 from autovaruna.runtime.transport.base import HEADER_CHANNEL, Pair, Part, Pending, flat
 from autovaruna.runtime.world import World
 
+logger = logging.getLogger(__name__)
+_GET_ADDRESS = 0x8915  # SIOCGIFADDR, on Linux
+_CONNECT_SECONDS = 2.0
+
 
 class Transfer(Part):
     """One tensor on its way; `work` is there once it has been started."""
@@ -312,9 +316,6 @@ def _next_name() -> str:
     return f"autovaruna-{next(_numbers)}"
 
 
-logger = logging.getLogger(__name__)
-
-
 def open_channel(setting: str, plan: Plan, world: World, device: torch.device) -> None:
     """Opens the channel of a plan. Collective.
 
@@ -393,10 +394,6 @@ def pairs_of(plan: Plan) -> Iterator[Pair]:
                 if ends[0] != ends[1]:
                     yield ends
                     yield ends[::-1]
-
-
-_GET_ADDRESS = 0x8915  # SIOCGIFADDR, on Linux
-_CONNECT_SECONDS = 2.0
 
 
 def own_addresses() -> list[str]:
