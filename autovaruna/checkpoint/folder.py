@@ -57,9 +57,7 @@ class Saved:
 
     Attributes:
         branch: how often runs had gone back to an earlier step.
-        step: its step.
         edition: how often it had been saved before.
-        path: its folder.
     """
 
     branch: int

@@ -315,7 +315,6 @@ class Report:
     """What a rank has written.
 
     Attributes:
-        files: its files.
         documents: its share of ``state.json``.
     """
 

@@ -47,7 +47,6 @@ class Source:
     """Tensors that can be read.
 
     Attributes:
-        path: the folder or file.
         weights: where each weight is, by name.
         others: where all other tensors are.
         ties: names that are tied to one of `weights`, and to which.

@@ -93,9 +93,6 @@ NOTHING: Mapping[str, Tensor] = {}
 class InFlight:
     """What a stage keeps of a micro-batch between its forward and its backward.
 
-    Args:
-        tensors: What it has received.
-
     Attributes:
         tensors: the same, until the forward has ended.
         returned: what the forward returned, with its graph.
@@ -121,7 +118,6 @@ class ChangedState:
 
     Args:
         traced: Says what its forward changes.
-        num_micro_batches: Of the call.
 
     Attributes:
         is_steady: Whether micro-batches must `start_alike`: some of the state changes whatever their samples are, which

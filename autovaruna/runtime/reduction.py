@@ -126,7 +126,6 @@ class Exchange(Pending):
     """A sum or a copy among the ranks of a group on its way, in pieces.
 
     Args:
-        pieces: What has been started.
         landing: Tensors, and the memory on the host that is copied to them at the end.
     """
 

@@ -48,7 +48,6 @@ def account(
     """Returns the seconds of a step, and where they went.
 
     Args:
-        spans: The instructions of each rank.
         ends: The ends of each rank's work and step.
         awaited: For each instruction, those whose messages it waits for.
     """

@@ -188,8 +188,6 @@ def textbook_depth(num_stages: int, stage: int, num_replicas: Sequence[int] = ()
     With equal replicas this is S - s. Any depth of at least 1 is free of deadlock; a smaller one leaves ranks idle.
 
     Args:
-        num_stages: the number of stages S.
-        stage: the stage s.
         num_replicas: replicas of each stage; empty: equally many everywhere.
     """
     replicas = num_replicas or (1,) * num_stages
@@ -232,7 +230,6 @@ def work_seconds(pipeline: Pipeline, stage: int, replica: int, *, is_split: bool
     """Returns the seconds of each kind of instruction on one replica, executor overhead included.
 
     Args:
-        replica: Which of its replicas.
         is_split: Whether weight gradients are computed apart from backward.
     """
     times = pipeline.stages[stage]

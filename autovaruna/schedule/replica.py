@@ -193,8 +193,6 @@ class Wires(dict[tuple[int, int], "Wire | None"]):
 
     Args:
         lines: from rank to rank, for all wires of a pipeline.
-        sender, receiver: the stages.
-        num_bytes: of a message.
     """
 
     def __init__(self, lines: Lines, pipeline: Pipeline, sender: int, receiver: int, num_bytes: float) -> None:

@@ -33,7 +33,6 @@ class CompiledPiece:
 
     Args:
         traced: The graph that it is of; it says which dimensions follow from the batch size.
-        backend: The backend of torch.compile.
     """
 
     def __init__(self, piece: Piece, traced: TracedModel, backend: str) -> None:

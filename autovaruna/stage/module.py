@@ -120,7 +120,6 @@ class StageModule:
 
         Args:
             tensors: Inputs and received values, by name.
-            micro_batch_size: Samples in the micro-batch.
             stream: What its random nodes draw from; None: it has none (`is_random`).
             deferred: What the backward leaves weight gradients to; None: it computes them itself.
             lengths: The lengths that vary, in this call.

@@ -156,12 +156,8 @@ class StagePart:
 
     Attributes:
         traced: the graph that it is a part of.
-        index: which stage.
-        nodes: names of its operations.
         inputs: names of the caller's tensors that it gets straight from the caller.
         outputs: positions of the model's outputs that it makes, with the name of the node.
-        arriving: edges from earlier stages.
-        leaving: edges to later stages.
     """
 
     traced: TracedModel
@@ -205,11 +201,7 @@ class Split:
 
 
 def split(traced: TracedModel, assignment: Assignment) -> Split:
-    """Takes the stages out of a traced graph.
-
-    Args:
-        assignment: The stage of each node.
-    """
+    """Takes the stages out of a traced graph."""
     return _Splitter(traced, assignment).run()
 
 

@@ -192,7 +192,6 @@ class Profiler:
         device: Number of a GPU, or a device as torch names it; -1: a GPU of this rank's own, without one the CPU.
         gpus_per_node: Ranks on a host, for plans of more hosts; None: as many as there are now.
         fp16: Whether the model will compute in float16 under ``torch.autocast``.
-        out_folder: Where the profile is written.
         pstages_to_profile: Numbers of the parts between cut points to measure; None: all.
         from_cache: Whether measurements of other runs on such a machine are used.
         add_to_existing: Whether those in `out_folder` are kept and added to.
@@ -318,7 +317,6 @@ class AutoConfig:
     """Finds how to use some ranks, from a profile that was measured on any number of them.
 
     Args:
-        num_ranks: Ranks to plan for.
         batch_size: Samples of a step, over all of them.
         profile_folder: What a `Profiler` wrote.
         gpus_per_node: Ranks on a host; None: as when it was measured.

@@ -29,8 +29,6 @@ def sample_batch(get_batch_fn: GetBatch, model: nn.Module, size: int, device: to
 
     Args:
         get_batch_fn: Takes a size, and ``device=`` if it likes; returns the model's keyword arguments.
-        size: Samples wanted.
-        device: Where.
 
     Raises:
         InputError: it is no function, or returns no dictionary.

@@ -407,7 +407,6 @@ def sharing_of(optimizer: Optimizer | None, setting: Sharing, device: torch.devi
 
     Args:
         optimizer: The optimizer; None: it is not known yet.
-        setting: What the user asks for.
 
     Raises:
         InputError: they are to, and its steps are not of each parameter by itself.

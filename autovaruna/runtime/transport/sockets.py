@@ -352,10 +352,6 @@ def own_address(master: tuple[str, int]) -> tuple[socket.AddressFamily, str]:
 def await_ranks(store: Any, num_ranks: int, check: Callable[[], None]) -> None:
     """Returns once every rank has come.
 
-    Args:
-        store: Where they say so.
-        check: Is called now and then.
-
     Raises:
         RankError: one has not, for half an hour.
     """

@@ -121,7 +121,6 @@ class TorchChannel:
     """Process groups between pairs of ranks, and among groups. Opening one is collective.
 
     Args:
-        world: The ranks; carries the headers.
         backend: ``nccl`` or ``gloo``.
     """
 
