@@ -24,7 +24,7 @@ from autovaruna.graph.traced import TracedModel
 from autovaruna.graph.verify import Parts, compare, warn_untried
 from autovaruna.log import phase
 from autovaruna.runtime.batch import GlobalBatch
-from autovaruna.runtime.weights.remote_parameter import RemoteTensor
+from autovaruna.runtime.remote_parameter import RemoteTensor
 from autovaruna.runtime.world import World, differences, on_all
 from autovaruna.session.calls import SharedCall
 
