@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import networkx as nx
 import torch
 from torch import Tensor, fx, nn
 
@@ -222,15 +221,18 @@ def _reason(
 
 def why_joined(source: str, users: Collection[str], joins: Sequence[tuple[Sequence[str], str]]) -> str:
     """Returns the rules that keep a value and its users on one stage, by the shortest chain of joins."""
-    graph = nx.Graph()
-    for rule, (members, text) in enumerate(joins):
-        graph.add_node(rule, text=text)
-        graph.add_edges_from((rule, member) for member in members)
-    chains = nx.single_source_shortest_path(graph, source) if source in graph else {}
-    chain: list[Any] = min((chains[user] for user in users if user in chains), key=len, default=[])
-    rules = dict.fromkeys(graph.nodes[rule]["text"] for rule in chain[1::2])
-    reason = "no cut may part what is before and after it"
-    return f"{reason}: {'; '.join(rules)}" if rules else reason
+    reached: dict[str, tuple[str, ...]] = {source: ()}
+    waiting = [source]
+    while waiting:
+        name = waiting.pop(0)
+        if name in users:
+            return "no cut may part what is before and after it: " + "; ".join(dict.fromkeys(reached[name]))
+        for members, rule in joins:
+            if name in members:
+                new = [member for member in members if member not in reached]
+                reached |= dict.fromkeys(new, (*reached[name], rule))
+                waiting += new
+    return "no cut may part what is before and after it"
 
 
 def crossing_sizes(values: Sequence[Value], num_blocks: int) -> list[Size]:

@@ -4,16 +4,22 @@ A trace fixes the numbers, texts, lists and the like that modules hold, and thos
 configuration for example. What a script has set of them since then is part of what a call is known by: another value
 is another trace. What a forward of the library's own has set is not, for it differs between ranks. Globals and
 variables of closures are read once, when the model is traced.
+
+A script may keep what no trace depends on in a model, a counter for example. So where one attribute has changed, the
+model is traced without it, and with something in its place that cannot be used: if neither makes a difference, the
+attribute does not count any more.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from enum import Enum
 from itertools import chain
 from operator import itemgetter, methodcaller
 from types import FunctionType, MethodType, ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +40,8 @@ _IMMUTABLE_TYPE = 1 << 8
 _RECORDS_DEPTH, _DEPTH = 2, 3
 _MOST = 1000
 """Entries of a container that is looked into, and objects of a model."""
+_MOST_TRIES = 3
+"""Trials after which an attribute counts for good."""
 GONE = object()
 """Stands for an attribute that is not there."""
 
@@ -99,9 +107,12 @@ class Guards:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
+        self._ignored: set[str] = set()
+        self._tries: Counter[str] = Counter()
         self._counts: dict[str, tuple[Any, int]] = {}
         self._is_started = False
         self._set: dict[str, Any] = {}
+        self._new: set[str] = set()
         self._latest: tuple[Any, ...] = ()
         self._latest_words = ""
         self._learn()
@@ -123,6 +134,7 @@ class Guards:
 
     def start(self) -> None:
         """Takes everything as it is now: the model has been traced, for the first time or once more."""
+        self._new.clear()
         if not self._is_started:
             self._is_started = True
             self.settle()
@@ -141,6 +153,36 @@ class Guards:
         before, now = self._slots, self._slots_now()
         return sorted(name for name in now.keys() | before.keys() if now.get(name) != before.get(name))
 
+    def doubtful(self) -> set[str]:
+        """Returns the attributes that the script has set since the latest trace, and that forward may never read."""
+        return {name for name in self._new if self._tries[name] < _MOST_TRIES}
+
+    def note_trial(self, names: Collection[str], unread: Collection[str], read: Collection[str]) -> None:
+        """Takes what a trial has shown of attributes: those that no trace depends on do not count any more."""
+        self._tries.update(names)
+        self._tries.update(dict.fromkeys(read, _MOST_TRIES))
+        self._ignored |= {*unread}
+        self._new -= self._ignored
+        self._set = {name: value for name, value in self._set.items() if name not in self._ignored}
+        self._learn()
+
+    @contextmanager
+    def with_others(self, values: Mapping[str, Any]) -> Iterator[None]:
+        """Lets attributes have other values while the context lasts; `GONE` takes one away."""
+        owners = {path: vars(owner) for path, owner in [*self._model.named_modules(), *records(self._model)]}
+        split = [(*name.rpartition("."), value) for name, value in values.items()]
+        places = [(owners[path], name, value) for path, _, name, value in split if path in owners]
+        before = [(place, dict(place)) for place, *_ in places]
+        try:
+            for place, name, value in places:
+                place.pop(name, None)
+                place |= {} if value is GONE else {name: value}
+            yield
+        finally:
+            for place, own in before:
+                place.clear()
+                place.update(own)
+
     def _note_changes(self) -> None:
         before = self._last
         self._learn()
@@ -148,6 +190,7 @@ class Guards:
         changed = {name for name in names if before.get(name, GONE) != self._last.get(name, GONE)}
         self._set |= {name: self._last.get(name, GONE) for name in changed}
         self._set = {name: value for name, value in self._set.items() if value != self._first.get(name, GONE)}
+        self._new |= {name for name in changed if not name.endswith(HOOKS)}
 
     def _changed_words(self) -> str:
         """Returns, without spaces, what the script has set to another value than when the model was traced first."""
@@ -172,7 +215,7 @@ class Guards:
         self._last: dict[str, Any] = {}
         inner = {id(place) for place in self._places}
         for path, place in owners:
-            counted = [name for name in place if name not in OF_MODULES]
+            counted = [name for name in place if self._is_guarded(path, name)]
             plain = [name for name in counted if is_plain(place[name])]
             if plain:
                 self._getters.append((itemgetter(*plain), place))
@@ -185,6 +228,9 @@ class Guards:
                 self._last[full_name(path, kind)] = len(vars(module).get(kind, ()))
         self._kinds = ",".join(f"{path}={_kind(module)}" for path, module in named)
         self._values = self._read()
+
+    def _is_guarded(self, path: str, name: str) -> bool:
+        return name not in OF_MODULES and full_name(path, name) not in self._ignored
 
     def _add_other(self, full: str, place: dict[str, Any], name: str, inner: set[int]) -> None:
         """Adds an attribute that is no plain value; the attributes of a configuration count by themselves."""
@@ -259,3 +305,44 @@ def _in_words(changed: str, training: list[bool], trained: list[bool], is_grad: 
 def mode_of(model: nn.Module) -> str:
     """Returns the words of a model's guards now, as `Guards.words`."""
     return Guards(model).words()
+
+
+class UsedError(BaseException):
+    """Says which attribute a model uses while it must not; no model's own handlers catch it."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.name = name
+
+
+class Unusable:
+    """Stands for the value of an attribute that a model is thought not to read: whatever is done with it raises."""
+
+    __slots__ = ("_attribute",)
+
+    def __init__(self, name: str) -> None:
+        self._attribute = name
+
+    def __copy__(self) -> Unusable:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Unusable:
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # Python and libraries ask every object for some
+            raise AttributeError(name)
+        raise UsedError(self._attribute)
+
+
+def _use(self: Unusable, *args: Any, **kwargs: Any) -> NoReturn:
+    raise UsedError(self._attribute)
+
+
+_BINARY = (
+    *("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor", "lshift", "rshift"),
+    *("eq", "ne", "lt", "le", "gt", "ge", "contains", "getitem", "setitem"),
+)
+_UNARY = ("bool", "int", "float", "index", "str", "repr", "format", "len", "iter", "next", "call", "hash", "neg", "abs")
+for _name in [*_UNARY, *_BINARY, *(f"r{each}" for each in _BINARY)]:
+    setattr(Unusable, f"__{_name}__", _use)

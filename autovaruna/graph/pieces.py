@@ -19,7 +19,7 @@ from torch import Tensor, fx
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from autovaruna._torch import OpOverload, run_backward
-from autovaruna.graph.batch.values import is_of_batch, reached
+from autovaruna.graph.batch.values import is_of_batch
 from autovaruna.graph.lengths import free_value
 from autovaruna.graph.opaque.run import OpaqueModule, run_opaque
 from autovaruna.graph.precision import Switch, precision_of
@@ -140,14 +140,14 @@ def _wanted(
 ) -> list[fx.Node]:
     """Returns the nodes of a piece and the repeated ones that it needs, in execution order."""
     wanted = set(nodes)
-
-    def needed(node: fx.Node) -> list[fx.Node]:
-        together = repeated.get(node.name, ()) if node.name not in wanted else ()
-        return [each for name in together for each in (traced.nodes[name], *traced.nodes[name].all_input_nodes)]
-
-    starts = [traced.nodes[name] for name in outputs]
-    starts += [source for name in wanted for source in traced.nodes[name].all_input_nodes]
-    wanted |= {node.name for node in reached(starts, needed) if node.name in repeated}
+    waiting = [traced.nodes[name] for name in outputs if name in repeated]
+    waiting += [source for name in wanted for source in traced.nodes[name].all_input_nodes]
+    while waiting:
+        node = waiting.pop()
+        if node.name in repeated and node.name not in wanted:
+            together = repeated[node.name]
+            wanted.update(together)
+            waiting += [source for name in together for source in traced.nodes[name].all_input_nodes]
     return [traced.nodes[name] for name in sorted(wanted, key=traced.places.__getitem__)]
 
 

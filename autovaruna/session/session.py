@@ -37,6 +37,7 @@ from autovaruna.runtime.weights import note_shares, note_split
 from autovaruna.runtime.world import World, gather_on_all, on_all
 from autovaruna.session.batch_values import BatchValues, Totals, ValuesOfBatch
 from autovaruna.session.calls import (
+    Report,
     SameInputs,
     SharedCall,
     compare_settings,
@@ -275,6 +276,8 @@ class Session:
         wrapped.stopping.is_agreed |= any(is_wanted for *_, is_wanted, _, _ in reports)
         if wrapped.morphing is not None:
             wrapped.morphing.agree(wishes for *_, wishes, _ in reports)
+        if self._leave_out(call, reports):
+            return self._agree(args, kwargs, method)
         try:
             shared = share_call(call, tensors, wrapped.num_calls, self._groups, world, reports, wrapped.doings)
         except RankError:  # on every rank; parameters() gives a caller those of this rank alone to freeze
@@ -284,6 +287,28 @@ class Session:
         if world.rank == 0 and reports[0][3]:
             self._same_inputs.compare(call, [digests for *_, digests, _, _, _ in reports])
         return shared
+
+    def _leave_out(self, call: CallSpec, reports: Sequence[Report]) -> bool:
+        """Looks, where a call is new, for attributes that the script has set and no trace depends on. Collective then.
+
+        Returns:
+            Whether there are any; they do not count any more.
+        """
+        world, guards, traces = self._wrapped.world, self._wrapped.guards, self.traces
+        keys = {key for key, *_ in reports}
+        if self._wrapped.engine is None or traces is None or (len(keys) == 1 and traces.knows(call)):
+            return False
+        found = world.gather_objects(guards.doubtful(), "comparing changed attributes")
+        names = set().union(*found)
+        if not names:
+            return False
+        trials = world.gather_objects(traces.try_without(names, call, guards), "comparing trials")
+        unread = set.intersection(*(unread for unread, _ in trials))
+        guards.note_trial(names, unread, set().union(*(read for _, read in trials)))
+        if unread and world.rank == 0:
+            text = "no trace depends on %s, which the script sets between calls: calls do not differ by it from now on"
+            logger.info(text, ", ".join(sorted(unread)))
+        return bool(unread)
 
     @cached_property
     def _groups(self) -> tuple[tuple[int, ...], ...]:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-import re
 from collections import Counter, OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,9 +18,10 @@ from autovaruna.graph.batch.state import refuse_single_values
 from autovaruna.graph.call import CallSpec
 from autovaruna.graph.export.errors import warn_once
 from autovaruna.graph.export.run import Options
+from autovaruna.graph.guards import GONE, Guards, Unusable, UsedError
 from autovaruna.graph.lengths import Places
 from autovaruna.graph.trace import trace
-from autovaruna.graph.traced import TracedModel
+from autovaruna.graph.traced import TracedModel, is_same_graph
 from autovaruna.graph.verify import Parts, compare, warn_untried
 from autovaruna.log import phase
 from autovaruna.runtime.batch import GlobalBatch
@@ -29,12 +30,12 @@ from autovaruna.runtime.world import World, differences, on_all
 from autovaruna.session.calls import SharedCall
 
 logger = logging.getLogger(__name__)
+_OTHERS: tuple[Callable[[str], Any], ...] = (Unusable, lambda name: GONE)
+"""What is put in the place of an attribute."""
 _MOST_SAMPLES = 4
 """Samples on which a graph is compared with its model."""
 _MOST_GRAPHS = 32
 """Graphs that are kept."""
-_MOST_VALUES = 3
-"""Values of attributes for which the model is traced before a warning."""
 _MOST_TRIED = 2
 """Traces that try to leave a dimension free."""
 _MOST_IN_PARTS = 16
@@ -74,6 +75,36 @@ class Traces:
             if fits and traced.lengths_of(call) is not None:
                 return key
         return ""
+
+    def try_without(self, names: Collection[str], call: CallSpec, guards: Guards) -> tuple[set[str], set[str]]:
+        """Traces a call without attributes, and with something in their place that cannot be used.
+
+        Returns:
+            The attributes without which the graph is the one of the latest call that is like this one but for
+            attributes; and those that forward uses.
+        """
+        likes = [each for each in self._known.values() if _is_alike(each.call, call)]
+        unread, read = set(names), set[str]()
+        while likes and unread:
+            try:
+                others = [{name: kind(name) for name in unread} for kind in _OTHERS]
+                is_unread = all(self._is_same(likes[-1], guards, each) for each in others)
+                return (unread if is_unread else set()), read
+            except UsedError as used:
+                read.add(used.name)
+                unread.discard(used.name)
+        return set(), read
+
+    def _is_same(self, known: TracedModel, guards: Guards, others: Mapping[str, Any]) -> bool:
+        """Whether a model has the same graph with other values of attributes."""
+        is_dynamic, lengths = known.sizes.symbol is not None, known.sizes.lengths
+        act = self._act(known.call, known.sizes.batch_size, is_dynamic, lengths.places if lengths else frozenset())
+        try:
+            with guards.with_others(others):
+                return is_same_graph(act(), known)
+        except Exception as error:
+            logger.debug("the model cannot be traced without %s: %s", ", ".join(others), error)
+            return False
 
     def first(self, shared: SharedCall) -> TracedModel:
         """Returns the graph of the call that is to be planned, whose micro-batches are not known yet. Collective."""
@@ -139,7 +170,6 @@ class Traces:
     def _find(self, shared: SharedCall, micro_batch_size: int) -> TracedModel:
         key = self._serving(shared.call, micro_batch_size)
         if not key:
-            self._warn_of_attributes(shared.call)
             traced = self._trace_free(shared, micro_batch_size) or self._trace(shared, micro_batch_size)
             key = self._add(traced.key, traced)
         if self._known[key].asks_for_one and shared.global_batch_size == 1:
@@ -149,18 +179,6 @@ class Traces:
         self._known.move_to_end(key)
         self.latest = self._known[key]
         return self.latest
-
-    def _warn_of_attributes(self, call: CallSpec) -> None:
-        """Warns, once, of a script that goes on setting attributes of the model between calls."""
-        values = {each.call.mode for each in self._known.values() if _is_alike(each.call, call)} - {call.mode}
-        if len(values) >= _MOST_VALUES and self._world.rank == 0:
-            names = re.findall(r"(?:^|,)([\w.]+):", call.mode.partition(" attributes=")[2])
-            text = (
-                f"the script sets attributes of the model between calls ({', '.join(names)}), and each value is "
-                "another trace, which takes long: keep what forward does not read outside of the model, and pass what "
-                "it reads as a tensor"
-            )
-            warn_once(logger, self._model, text)
 
     def _add(self, key: str, traced: TracedModel) -> str:
         self._known[key] = traced

@@ -306,6 +306,8 @@ def test_what_an_attribute_holds_counts() -> None:
         change(model)
         for _ in range(2):
             assert wrapped(**BATCH).item() == 2 * before, name
+        model.config.unread = 5
+        wrapped(**BATCH)
         assert wrapped._session.traces is not None and wrapped._session.traces.num_traced == 2 - (name == "buffer"), (
             name
         )
@@ -366,14 +368,22 @@ def test_what_a_call_sets_itself_is_no_change() -> None:
     assert guards.words() == before and guards.replaced() == []
 
 
-def test_attributes_that_a_script_goes_on_setting_are_named(caplog: pytest.LogCaptureFixture) -> None:
-    """Each value is another trace, for forward may read it."""
-    model = Optioned()
-    wrapped = AutoVaruna(model, num_micro_batches=2, **QUIET)
-    for step in range(5):
-        model.num_steps = step  # type: ignore[assignment]
-        wrapped(**BATCH)
-    assert sum("sets attributes of the model between calls (num_steps)" in each.message for each in caplog.records) == 1
+def test_what_forward_does_not_read_may_change_at_every_step() -> None:
+    """A counter or a clock that a script keeps in the model costs no trace, and may differ between ranks."""
+
+    def be_rank(world: World) -> int:
+        model = Optioned()
+        model.num_steps = 0  # type: ignore[assignment]
+        wrapped = AutoVaruna(model, num_micro_batches=2, **QUIET)
+        model.began = float(world.rank)  # type: ignore[assignment]
+        for _ in range(4):
+            model.num_steps += 1  # type: ignore[assignment, operator]
+            model.clock = 0.1 * world.rank  # type: ignore[assignment]
+            wrapped(**BATCH)
+        assert wrapped._session.traces is not None
+        return wrapped._session.traces.num_traced
+
+    assert run_ranks(2, be_rank) == [1, 1]
 
 
 def test_what_forward_looked_for_in_vain_counts_once_it_is_there() -> None:
@@ -415,6 +425,29 @@ def test_a_change_on_one_rank_is_told() -> None:
             wrapped(**BATCH)
 
     run_ranks(2, be_rank)
+
+
+class OfClass(Optioned):
+    """Reads a number that its class has, until a script gives the model one of its own."""
+
+    factor = 1.0
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return super().forward(x, y) * self.factor
+
+
+def test_a_counter_is_left_out_and_what_is_read_beside_it_counts() -> None:
+    """A trace with something unusable in the place of an attribute says whether it is read, by way of its class too."""
+    model = OfClass()
+    wrapped = AutoVaruna(model, num_micro_batches=1, **QUIET)
+    before = wrapped(**BATCH).item()
+    for step in range(3):
+        model.num_steps, model.factor = step, 2.0**step  # type: ignore[assignment]
+        assert wrapped(**BATCH).item() == before * 2.0**step
+    model.num_steps = 7  # type: ignore[assignment]
+    wrapped(**BATCH)
+    traces = wrapped._session.traces
+    assert traces is not None and traces.num_traced == 4  # one for each value of the factor
 
 
 def test_what_a_model_only_compares_counts() -> None:

@@ -18,7 +18,6 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 
 from autovaruna._torch import DisableTorchFunction, FakeTensor, OpOverload, disable_current_modes, subclasses
-from autovaruna.graph.batch.values import reached
 from autovaruna.graph.source_lines import is_users
 
 _SIZES = (2, 7)
@@ -74,15 +73,16 @@ def _node_of(tensor: Tensor) -> fx.Node | None:
 
 def _cone(last: fx.Node) -> list[fx.Node]:
     """Returns the operations that a value comes from, and the sizes that they take, in the order of the graph."""
-
-    def sources(node: fx.Node) -> list[fx.Node]:
+    found, waiting = {last}, [last]
+    while waiting:
+        node = waiting.pop()
         if isinstance(node.meta.get("val"), _SIZED):
-            return []
+            continue
         if not _is_computable(node):
             raise _UnknownError
-        return node.all_input_nodes
-
-    return sorted(reached([last], sources))
+        waiting += [source for source in node.all_input_nodes if source not in found]
+        found.update(node.all_input_nodes)
+    return sorted(found)
 
 
 def _is_computable(node: fx.Node) -> bool:
@@ -104,15 +104,15 @@ def _elements(tensor: Tensor) -> int:
 
 def _refuse_writes(cone: list[fx.Node]) -> None:
     """Makes sure that nothing has been written into what a value comes from, or into views of it."""
-
-    def views(node: fx.Node) -> Iterator[fx.Node]:
-        for user in node.users:
+    seen = {node for node in cone if not isinstance(node.meta.get("val"), _SIZED)}
+    waiting = list(seen)
+    while waiting:
+        for user in waiting.pop().users:
             if isinstance(user.target, OpOverload) and user.target._schema.is_mutable:
                 raise _UnknownError
-        return filter(_is_view, node.users)
-
-    for _ in reached((node for node in cone if not isinstance(node.meta.get("val"), _SIZED)), views):
-        pass
+            if user not in seen and _is_view(user):
+                seen.add(user)
+                waiting.append(user)
 
 
 def _is_view(node: fx.Node) -> bool:

@@ -172,8 +172,7 @@ def explain(
     return TraceError(
         f"{name} cannot be traced{_where(error)}: {reason_of(error)}. Expected a forward whose Python control flow "
         "does not depend on the numbers in tensors. Replace the branch by torch.where or torch.cond, move it out of "
-        "forward, or into a submodule, which is then kept whole as one operation; write a line that only checks "
-        "numbers as torch._assert_async(condition, 'text'), which checks them in every step."
+        "forward, or into a submodule, which is then kept whole as one operation."
     )
 
 

@@ -1,16 +1,17 @@
 """Looks at each function of torch that a forward calls: what torch.export takes for something else, or would drop.
 
-A mode of torch sees the calls, so that nothing of Python or torch is replaced. What torch itself checks of
-numbers counts as passed, and becomes a node that checks in every run.
+A mode of torch sees the calls, so that nothing of Python or torch is replaced. A line that raises by numbers in
+tensors, and does nothing else, counts as passed, unless they are known, and becomes a node that checks in every run.
 """
 
 from __future__ import annotations
 
+import ast
 import linecache
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from threading import get_ident
 from types import FrameType, SimpleNamespace
@@ -31,27 +32,92 @@ from autovaruna.graph.opaque.keep import Padded, called_on_padded, packing, refu
 from autovaruna.graph.precision import regions
 from autovaruna.graph.source_lines import is_users, origin, users_line
 
+_LEAVES = (ast.Return, ast.Break, ast.Continue, ast.Yield, ast.YieldFrom, ast.Try, ast.NamedExpr)
+_HIDES_TRUTH = (ast.Not, ast.IfExp, ast.Lambda, ast.comprehension, ast.NamedExpr, ast.In, ast.NotIn, ast.Await)
+
+
+def passing(filename: str, line: int) -> bool | None:
+    """Returns the truth of tensors with which the check at a line passes; None: there is none, or it does more."""
+    tests = [test for test in _checks(filename) if test[0] <= line <= test[1]]
+    return min(tests, key=lambda test: test[1] - test[0])[2] if tests else None
+
+
+@lru_cache(maxsize=256)
+def _checks(filename: str) -> tuple[tuple[int, int, bool | None], ...]:
+    """Returns the first and the last line of each condition of a file, and its truth where nothing is raised."""
+    try:
+        tree = ast.parse("".join(linecache.getlines(filename)))
+    except (SyntaxError, ValueError):
+        return ()
+    found = [_condition(each) for each in ast.walk(tree) if isinstance(each, ast.If | ast.Assert | ast.While)]
+    return tuple(found)
+
+
+def _condition(statement: ast.If | ast.Assert | ast.While) -> tuple[int, int, bool | None]:
+    """Returns the lines of a statement's condition, and what its tensors must be."""
+    test: ast.expr = statement.test
+    lines = test.lineno, test.end_lineno or test.lineno
+    wanted = isinstance(statement, ast.Assert)
+    while isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        test, wanted = test.operand, not wanted
+    return *lines, wanted if _only_raises(statement) and _is_told_by_each(test, wanted) else None
+
+
+def _is_told_by_each(test: ast.expr, wanted: bool) -> bool:
+    """Whether a condition is as wanted just where each tensor in it that Python asks for its truth is.
+
+    Not so in ``a and b`` that must be false: either may be true alone.
+    """
+    if isinstance(test, ast.BoolOp):
+        *first, last = test.values
+        if isinstance(test.op, ast.And) is wanted:
+            return all(_is_told_by_each(each, wanted) for each in test.values)
+        return all(map(_is_no_tensor, first)) and _is_told_by_each(last, wanted)
+    if isinstance(test, ast.Compare) and len(test.ops) > 1 and not wanted:
+        return False
+    return not any(isinstance(each, _HIDES_TRUTH) or _calls_by_name(each) for each in ast.walk(test))
+
+
+def _is_no_tensor(test: ast.expr) -> bool:
+    """Whether an expression is true or false, and no tensor."""
+    return isinstance(test, ast.Compare) and isinstance(test.ops[-1], ast.Is | ast.IsNot)
+
+
+def _only_raises(statement: ast.stmt) -> bool:
+    """Whether a statement raises, or does nothing, by its condition."""
+    if isinstance(statement, ast.Assert):
+        return True
+    if not isinstance(statement, ast.If) or not isinstance(statement.body[-1], ast.Raise):
+        return False
+    return not any(isinstance(each, _LEAVES) for line in statement.body for each in ast.walk(line))
+
+
+def _calls_by_name(node: ast.AST) -> bool:
+    """Whether a function is called by its name alone: ``bool`` or ``any``, say, which ask for the truth themselves."""
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id not in ("len", "isinstance")
+
+
 _aten = torch.ops.aten
 
 
 @torch.library.custom_op("autovaruna::check", mutates_args=())
-def _check(condition: Tensor, place: str) -> None:
+def _check(condition: Tensor, wanted: bool, place: str) -> None:
     """Stands for a check in a trace."""
-    check(condition, place)
+    check(condition, wanted, place)
 
 
 @_check.register_fake
-def _fake(condition: Tensor, place: str) -> None:
+def _fake(condition: Tensor, wanted: bool, place: str) -> None:
     """Checks nothing: there are no numbers."""
 
 
-def check(condition: Tensor, place: str) -> None:
+def check(condition: Tensor, wanted: bool, place: str) -> None:
     """Looks at a condition of the model, where its numbers are those of a step.
 
     Raises:
         InputError: it is something else.
     """
-    if not isinstance(condition, FakeTensor) and not is_profiling() and not bool(condition):
+    if not isinstance(condition, FakeTensor) and not is_profiling() and bool(condition) is not wanted:
         raise InputError(
             f"The model raises at {place}: got numbers that do not pass this check of its own. Expected inputs that "
             "the model takes on one process, without AutoVaruna; try it so. If it takes them, look for an argument "
@@ -63,10 +129,21 @@ for _each in (torch.ops.autovaruna.check.default, check):  # they stay in a grap
     fx.node.has_side_effect(_each)
 
 
+def truth(tensor: Tensor, frame: FrameType) -> bool:
+    """Returns what a fake tensor counts as in a condition; where the line that asks is a check, that leaves a node."""
+    if (known := truth_of(tensor)) is not None:
+        return known
+    wanted = passing(frame.f_code.co_filename, frame.f_lineno)
+    if wanted is None:
+        return Tensor.__bool__(tensor)
+    torch.ops.autovaruna.check(tensor, wanted, _line(frame))
+    return wanted
+
+
 def left_check(condition: Tensor) -> Any:
     """Leaves a node for a condition that torch checks for all elements of a tensor; returns what passes the check."""
     places = map(_line, _users_frames(sys._getframe(1)))
-    torch.ops.autovaruna.check(condition.all(), ", called at ".join(places))
+    torch.ops.autovaruna.check(condition.all(), True, ", called at ".join(places))
     return SimpleNamespace(item=lambda: True)
 
 
@@ -93,7 +170,7 @@ def take_checks(module: fx.GraphModule) -> None:
             if node.target is torch.ops.autovaruna.check.default:
                 node.target = check
             elif node.target is _aten._assert_async.msg:
-                node.target, node.args = check, (node.args[0], Path(origin(node)).name)
+                node.target, node.args = check, (node.args[0], True, Path(origin(node)).name)
         if each is not module:
             each.recompile()
 
@@ -234,8 +311,7 @@ def _integer(tensor: Tensor) -> int:
 
 
 def _truth(tensor: Tensor) -> bool:
-    known = truth_of(tensor) if _is_traced(tensor) else None
-    return Tensor.__bool__(tensor) if known is None else known
+    return truth(tensor, sys._getframe(2)) if _is_traced(tensor) else Tensor.__bool__(tensor)
 
 
 def _all_true(tensor: Tensor) -> Any:
