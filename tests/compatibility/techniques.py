@@ -79,22 +79,6 @@ def two_tasks(wrap: Wrap, share: Share) -> State:
 
 
 @script()
-def two_backwards(wrap: Wrap, share: Share) -> State:
-    """Two losses, each with a backward of its own over one graph."""
-    model: Any = TwoHeads()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model = wrap(model, optimizer)
-    for step in range(STEPS):
-        x, y = labelled(share, step)
-        out = model(x)
-        optimizer.zero_grad()
-        F.cross_entropy(out["classes"], y).backward(retain_graph=True)
-        (out["depth"].square().mean() + 0 * out["spread"].sum()).backward()
-        optimizer.step()
-    return model.state_dict()
-
-
-@script()
 def loop_by_hand(wrap: Wrap, share: Share) -> State:
     """No optimizer: weights are changed in place by the loop, as tutorials do."""
     model: Any = layers()
@@ -108,25 +92,6 @@ def loop_by_hand(wrap: Wrap, share: Share) -> State:
             for weight in model.parameters():
                 if weight.grad is not None:
                     weight -= 0.1 * weight.grad
-    return model.state_dict()
-
-
-@script()
-def closure(wrap: Wrap, share: Share) -> State:
-    """The optimizer calls the loss itself."""
-    model: Any = layers()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model = wrap(model, optimizer)
-    for step in range(STEPS):
-        x, y = labelled(share, step)
-
-        def loss(x: Tensor = x, y: Tensor = y) -> Tensor:
-            optimizer.zero_grad()
-            value = F.cross_entropy(model(x), y)
-            value.backward()
-            return value
-
-        optimizer.step(loss)
     return model.state_dict()
 
 
@@ -315,37 +280,6 @@ def normalizing_flow(wrap: Wrap, share: Share) -> State:
     return model.state_dict()
 
 
-class Margin(nn.Module):
-    """Is a face network: embeds, and adds a margin to the angle of the right class."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(WIDTH, 16), nn.PReLU(), nn.Linear(16, 8))
-        self.weight = nn.Parameter(torch.randn(CLASSES, 8))
-
-    def forward(self, x: Tensor, label: Tensor) -> Tensor:
-        cosine = F.linear(F.normalize(self.body(x)), F.normalize(self.weight))
-        sine = torch.sqrt((1.0 - cosine**2).clamp(1e-4, 1))
-        moved = cosine * 0.9 - sine * 0.4
-        hot = torch.zeros(cosine.size(), device=x.device)
-        hot.scatter_(1, label.view(-1, 1).long(), 1)
-        return F.cross_entropy(8 * (hot * moved + (1.0 - hot) * cosine), label)
-
-
-@script()
-def angular_margin(wrap: Wrap, share: Share) -> State:
-    """A margin on the angle of the right class, made by scatter_ into zeros of the batch's size (ArcFace)."""
-    model: Any = Margin()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=5e-4)
-    model = wrap(model, optimizer)
-    for step in range(STEPS):
-        loss = model(*labelled(share, step))
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    return model.state_dict()
-
-
 class Points(nn.Module):
     """Classifies clouds of points: a transformation of its own, shared layers, a maximum over points."""
 
@@ -373,35 +307,6 @@ def point_clouds(wrap: Wrap, share: Share) -> State:
         near = torch.mean(torch.norm(torch.bmm(turn, turn.transpose(2, 1)) - torch.eye(3), dim=(1, 2)))
         optimizer.zero_grad()
         (loss + 0.01 * near).backward()
-        optimizer.step()
-    return model.state_dict()
-
-
-class Captions(nn.Module):
-    """Sees a picture and writes about it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.see = nn.Sequential(nn.Conv2d(1, 4, 3, 2), nn.ReLU(), nn.Flatten(), nn.Linear(36, 8))
-        self.embed, self.lstm, self.out = nn.Embedding(20, 8), nn.LSTM(8, 16, batch_first=True), nn.Linear(16, 20)
-
-    def forward(self, image: Tensor, words: Tensor) -> Tensor:
-        start = self.see(image).unsqueeze(1)
-        return self.out(self.lstm(torch.cat((start, self.embed(words)), 1))[0])
-
-
-@script()
-def captions(wrap: Wrap, share: Share) -> State:
-    """A convolutional encoder and an LSTM decoder, an optimizer of the decoder and one layer of the encoder."""
-    model: Any = Captions()
-    chosen = [*model.lstm.parameters(), *model.embed.parameters(), *model.out.parameters(), *model.see[3].parameters()]
-    optimizer = torch.optim.Adam(chosen, lr=1e-2, eps=1e-4)
-    model = wrap(model, optimizer)
-    for step in range(STEPS):
-        image, words = share(normal(step, BATCH, 1, 8, 8)), share(whole(step, 20, BATCH, 5))
-        loss = F.cross_entropy(model(image, words[:, :-1]).reshape(-1, 20), words.reshape(-1))
-        model.zero_grad()
-        loss.backward()
         optimizer.step()
     return model.state_dict()
 

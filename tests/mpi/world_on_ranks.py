@@ -154,13 +154,6 @@ def error_shown_by_another(world: World) -> None:
     error(world)
 
 
-def error_while_busy(world: World) -> None:
-    """Fails on rank 1 while the others compute for long."""
-    if world.rank == 1:
-        raise ValueError("the story's error")
-    time.sleep(60)
-
-
 def error_in_thread(world: World) -> None:
     """Fails in a thread of rank 1."""
     if world.rank == 1:
@@ -176,24 +169,6 @@ def error_everywhere(world: World) -> None:
     raise ValueError("the story's error")
 
 
-def agreed_error(world: World) -> None:
-    """Fails on rank 1, and all agree."""
-    world.agree(ValueError("the story's error") if world.rank == 1 else None, "planning")
-
-
-def exit_status(world: World) -> None:
-    """Leaves rank 1 with a status while the others compute."""
-    if world.rank == 1:
-        sys.exit(3)
-    time.sleep(60)
-
-
-def ended(world: World) -> None:
-    """Ends rank 1 while rank 0 waits in a collective."""
-    if world.rank == 0:
-        world.barrier("step 3")
-
-
 def ended_before_message(world: World) -> None:
     """Ends rank 1 while rank 0 waits for its message."""
     if world.rank == 0:
@@ -205,15 +180,6 @@ def waiting_for_each_other(world: World) -> None:
     peer = 1 - world.rank
     world.receive([torch.empty(1)], peer, 0).wait()
     world.send([torch.empty(1)], peer, 0)
-
-
-def abort(world: World) -> None:
-    """Ends all by a call."""
-    try:
-        error(world) if world.rank == 1 else None
-    except ValueError as caught:
-        world.abort(caught, "rank 1, stage 2, micro-batch 5")
-    world.receive([torch.empty(1)], 1, 0).wait()
 
 
 def normal(world: World) -> None:

@@ -87,7 +87,7 @@ NO_MEANS: dict[str, Loss] = {
 def test_a_loss_that_is_no_mean_is_refused(name: str) -> None:
     """The error names the line; with one micro-batch the numbers are those of plain PyTorch."""
     case = case_of(name, NO_MEANS[name])
-    refuse(case.model(), r"no mean over its samples: .*test_losses.py:\d+.*num_micro_batches=1", error=InputError)
+    refuse(case, r"no mean over its samples: .*test_losses.py:\d+.*num_micro_batches=1", error=InputError)
     train_as_plain(case, pipeline(2, num_micro_batches=1), 6, 6)
 
 
@@ -127,7 +127,7 @@ def test_a_load_balance_is_taken_of_micro_batches_where_that_is_asked_for(loss: 
     """Its average is that over the micro-batches, however long they are; one of them has plain PyTorch's numbers."""
     case, reference = case_of(loss.__name__, loss), Case("in_parts", lambda: InParts(loss), labelled)
     batches = [case.batch(size, step) for step, size in enumerate((7, 6))]
-    refuse(case.model(), r"test_losses.py:\d+.*batch_statistics='micro-batch'", error=InputError)
+    refuse(case, r"test_losses.py:\d+.*batch_statistics='micro-batch'", error=InputError)
     compare(train(case, pipeline(2, settings=MICRO_BATCH), batches), plain_steps(reference, batches))
     train_as_plain(case, pipeline(2, num_micro_batches=1, settings=MICRO_BATCH), 7, 7)
 
@@ -217,7 +217,7 @@ SUMS: dict[str, Loss] = {
 def test_a_sum_is_added_up_or_refused(name: str) -> None:
     """With the setting that the error names, the numbers are those of the whole batch; with one micro-batch always."""
     case = case_of(name, SUMS[name])
-    refuse(case.model(), r"is a sum over the samples.*reduction='sum'", error=InputError)
+    refuse(case, r"is a sum over the samples.*reduction='sum'", error=InputError)
     train_as_plain(case, pipeline(2, settings=SUM), 6, 6)
     train_as_plain(case, pipeline(2, num_micro_batches=1), 6, 6)
 
