@@ -35,7 +35,6 @@ Workers take whole files: one that begins last is waited for with idle cores.
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Puts the longest files first."""
     here, places = Path(__file__).parent, {name: place for place, name in enumerate(FIRST)}
     items.sort(key=lambda item: places.get(os.path.relpath(item.path, here), len(FIRST)))
 

@@ -21,7 +21,6 @@ def labelled(size: int, seed: int) -> Batch:
 
 
 def positional(size: int, seed: int) -> Batch:
-    """Returns one positional argument of shape (size, WIDTH)."""
     return (floats(size, WIDTH, of=generator(seed)),), {}
 
 
@@ -51,6 +50,14 @@ class Classifier(nn.Module):
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         return F.cross_entropy(self.body(x), y)
+
+
+class TwoLayers(nn.Module):
+    """Has a first layer of WIDTH features and a last one of CLASSES; what lies between is for subclasses to say."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES)
 
 
 class OneOperation(nn.Module):
@@ -211,7 +218,6 @@ def squared_mean(output: Tensor, batch: Batch) -> Tensor:
 
 
 def dropouts() -> nn.Module:
-    """Returns a classifier with dropout of several kinds."""
     first = nn.Dropout(0.3), nn.Tanh(), nn.AlphaDropout(0.2)
     return Classifier(hidden(*first, nn.Linear(WIDTH, WIDTH), nn.Dropout(0.1)))
 
@@ -223,7 +229,6 @@ def batch_norms() -> nn.Module:
 
 
 def chain() -> nn.Module:
-    """Returns a perceptron of six equal layers."""
     layers = [layer for _ in range(6) for layer in (nn.Linear(WIDTH, WIDTH), nn.Tanh())]
     return Classifier(nn.Sequential(*layers, nn.Linear(WIDTH, CLASSES)))
 

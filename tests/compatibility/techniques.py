@@ -17,7 +17,6 @@ BATCH, STEPS, WIDTH, CLASSES = 4, 3, 12, 4
 
 
 def layers(*more: nn.Module) -> nn.Sequential:
-    """Returns a small network."""
     return nn.Sequential(
         nn.Linear(WIDTH, WIDTH), nn.Tanh(), *more, nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, CLASSES)
     )

@@ -81,15 +81,11 @@ class Net(nn.Module):
 
 
 class OutputNet(Net):
-    """Returns its output, without a loss."""
-
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         return self.output(x)
 
 
 class Words(nn.Module):
-    """Looks words up."""
-
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(10, 4)
@@ -100,7 +96,6 @@ class Words(nn.Module):
 
 
 def batch(size: int = 4) -> tuple[Tensor, Tensor]:
-    """Returns a mini-batch."""
     return torch.randn(size, 4), torch.randn(size, 2)
 
 

@@ -133,7 +133,6 @@ def run_group(command: list[str], timeout: float, env: dict[str, str]) -> subpro
 
 
 def fail(message: str) -> NoReturn:
-    """Fails the test."""
     import pytest
 
     pytest.fail(message)

@@ -100,7 +100,6 @@ def own_batches(case: Case, **settings: Any) -> Record:
 
 
 def own_parts(case: Case) -> list[Batch]:
-    """Returns this rank's mini-batches."""
     world = get_world()
     return [share_of(case.batch(sum(sizes), step), sizes, world.rank) for step, sizes in enumerate(sizes_of())]
 
@@ -120,14 +119,11 @@ def quietly(target: Callable[..., Any], *args: Any) -> Any:
 
 
 def numbers(names: Sequence[str], replicated: Sequence[str]) -> dict[str, Rows]:
-    """Runs everything that `test_numbers.py` looks at."""
     torch.set_num_threads(1)
     return quietly(lambda: {"stages": by_partition(names), "replicas": by_replica(replicated)})
 
 
 class Tiny(nn.Module):
-    """Takes next to no time."""
-
     def __init__(self) -> None:
         super().__init__()
         self.first, self.last = nn.Linear(2, 2), nn.Linear(2, 1)
@@ -137,7 +133,6 @@ class Tiny(nn.Module):
 
 
 def samples(number: int) -> Tensor:
-    """Returns the same samples on all ranks."""
     return torch.randn(number, 2, generator=torch.Generator().manual_seed(1))
 
 

@@ -26,8 +26,6 @@ class Scaled(Net):
 
 
 class Branch(Net):
-    """Branches on data."""
-
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         if x.sum() > 0:  # the branch
             x = -x
@@ -35,8 +33,6 @@ class Branch(Net):
 
 
 class Item(Net):
-    """Makes a Python number of data."""
-
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         number = x.sum().item()  # the number
         return super().forward(x, y) * max(number, 1.0)
@@ -51,8 +47,6 @@ class Mixing(Net):
 
 
 class FixedBatch(Net):
-    """Knows its batch size."""
-
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         return super().forward(x.view(4, 2, 2).flatten(1), y)  # the size
 

@@ -74,7 +74,6 @@ class Server:
         self._stand_ins: dict[int, tuple[int, socket.socket]] = {}  # by rank's process: a file of it, its stand-in
 
     def serve(self) -> Job:
-        """Returns in the ranks alone: what to run."""
         self._selector.register(self._socket, selectors.EVENT_READ, self._answer)
         self._selector.register(sys.stdin, selectors.EVENT_READ, self._end)
         while True:

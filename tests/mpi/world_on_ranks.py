@@ -165,7 +165,6 @@ def error_in_thread(world: World) -> None:
 
 
 def error_everywhere(world: World) -> None:
-    """Fails alike on every rank."""
     raise ValueError("the story's error")
 
 

@@ -38,7 +38,6 @@ SIZES: dict[str, tuple[Setup, list[list[int]]]] = {
 
 
 def batches_of(case: Case, sizes: Sequence[int]) -> list[Batch]:
-    """Returns a global batch a step."""
     return [case.batch(size, step) for step, size in enumerate(sizes)]
 
 

@@ -276,7 +276,6 @@ def full_experts(self: nn.Module, x: Tensor, n: Tensor) -> Tensor:
 
 
 def dropped(self: nn.Module, x: Tensor, n: Tensor) -> Tensor:
-    """Draws numbers, too."""
     return F.dropout(x, 0.5) + torch.rand_like(x) * self.numbers(n.argsort().argsort())
 
 

@@ -142,8 +142,6 @@ class Averaged(nn.Module):
 
 
 class WithAveraged(Layers):
-    """Has such a module."""
-
     def __init__(self) -> None:
         super().__init__()
         self.slow = Averaged()
@@ -194,8 +192,6 @@ class Judged(nn.Linear):
 
 
 class Between(Layers):
-    """Has such a layer."""
-
     def __init__(self) -> None:
         super().__init__()
         self.first = Judged(WIDTH, WIDTH)
@@ -443,17 +439,14 @@ class Tabled(nn.Module):
         self.ready = False
 
     def forward(self, values: Tensor) -> Tensor:
-        """Returns (size, length, 1)."""
         made: Tensor = self.last(torch.relu(self.first(values)) * self.table(values))
         return made
 
     def table(self, values: Tensor) -> Tensor:
-        """Returns (length, 1)."""
         raise NotImplementedError
 
 
 def positions(values: Tensor) -> Tensor:
-    """Makes the table."""
     return torch.arange(values.shape[1], dtype=values.dtype).mul(0.3).cos()[:, None]
 
 
@@ -463,7 +456,6 @@ class Attribute(Tabled):
     cached: Tensor | None = None
 
     def table(self, values: Tensor) -> Tensor:
-        """Makes it anew for longer samples."""
         if self.cached is None or self.length < values.shape[1]:
             self.length, self.cached = values.shape[1], positions(values)
         return self.cached[: values.shape[1]]
@@ -473,7 +465,6 @@ class NewBuffer(Tabled):
     """Registers a buffer in its first call."""
 
     def table(self, values: Tensor) -> Tensor:
-        """Makes it once."""
         if not hasattr(self, "made"):
             self.register_buffer("made", positions(values))
         return self.get_buffer("made")
@@ -487,7 +478,6 @@ class Grown(Tabled):
         self.register_buffer("made", torch.zeros(1, 1))
 
     def table(self, values: Tensor) -> Tensor:
-        """Makes a longer one."""
         if self.get_buffer("made").shape[0] < values.shape[1]:
             made = torch.empty(values.shape[1], 1)
             made[:, 0] = torch.arange(values.shape[1]) * 0.3
@@ -504,7 +494,6 @@ class InPlace(Tabled):
         self.register_buffer("made", torch.zeros(8, 1))
 
     def table(self, values: Tensor) -> Tensor:
-        """Fills what is missing."""
         if self.length < values.shape[1]:
             self.length = values.shape[1]
             self.get_buffer("made")[: self.length, 0] = torch.arange(self.length) * self.rate
@@ -512,7 +501,6 @@ class InPlace(Tabled):
 
 
 def batch(size: int, seed: int) -> Batch:
-    """Returns samples of six positions."""
     return (floats(size, 6, 4, of=generator(seed)),), {}
 
 

@@ -17,7 +17,7 @@ from torch.distributions import Normal, kl_divergence
 from autovaruna import AutoVaruna, InputError
 from autovaruna.graph.export.assertions import passing
 from tests.catalogue.case import Batch, Case
-from tests.catalogue.small import CLASSES, WIDTH, Classifier, labelled
+from tests.catalogue.small import CLASSES, WIDTH, Classifier, TwoLayers, labelled
 from tests.reference import bit_equal, compare, part, plain_micro_batched, plain_steps, ranges
 from tests.session.training import QUIET, measure, pipeline, refuse, train, train_as_plain
 
@@ -317,12 +317,8 @@ def test_others_are_refused_by_their_line(name: str) -> None:
     refuse(*REFUSED[name])
 
 
-class Checked(nn.Module):
+class Checked(TwoLayers):
     """Checks its labels, and what it computes, in its own forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES)
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         if y is not None and y.max() >= CLASSES:
@@ -361,12 +357,8 @@ def test_what_a_check_refuses_is_refused(x: float, y: int, line: str) -> None:
         model(**batch[1])
 
 
-class Scattered(nn.Module):
+class Scattered(TwoLayers):
     """Puts rows that belong to samples, but to no one sample each, where the samples want them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES)
 
     def forward(self, x: Tensor, y: Tensor, rows: Tensor) -> Tensor:
         wanted = (y == 1)[:, None]
@@ -393,8 +385,6 @@ def test_checks_of_torch_are_kept() -> None:
 
 
 class Branches(Checked):
-    """Does another thing where a number is large."""
-
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         if y.max() >= CLASSES:
             return super().forward(x, y.clamp(max=CLASSES - 1))

@@ -35,7 +35,6 @@ SIZE, STEPS = 6, 3
 
 
 def only(gradients: Any) -> Tensor:
-    """Returns the one gradient that a hook gets."""
     (gradient,) = gradients
     assert isinstance(gradient, Tensor)
     return gradient
@@ -72,8 +71,6 @@ class Branch(nn.Module):
 
 
 class OwnGradient(nn.Module):
-    """Goes backward in its forward."""
-
     def __init__(self) -> None:
         super().__init__()
         self.energy = nn.Linear(WIDTH, WIDTH)
@@ -217,8 +214,6 @@ def test_micro_batches_of_a_kept_module_are_those_of_plain_pytorch() -> None:
 
 
 class Grows(nn.Module):
-    """Returns as many rows as numbers are positive."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(WIDTH, WIDTH)
@@ -238,8 +233,6 @@ def test_another_shape_than_in_the_trial_is_refused() -> None:
 
 
 class OwnBranch(Classifier):
-    """Branches itself."""
-
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         return super().forward(-x if x.sum() > 0 else x, y)
 
@@ -304,15 +297,11 @@ def test_the_model_itself_is_not_kept_whole() -> None:
 
 
 class OwnNumbers(Classifier):
-    """Hands numbers to numpy itself."""
-
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         return super().forward(x, y) * float(numpy.abs(x.numpy()).mean())
 
 
 class OwnSizes(Classifier):
-    """Takes lengths from its labels."""
-
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         lengths: Any = (y.max() + 1, y.min() + 1)
         return super().forward(x, y) * F.interpolate(x[:, None, None], size=lengths).mean()

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from autovaruna import AutoVaruna, AutoVarunaError, InputError, TraceError
 from autovaruna.graph.opaque.functions import applied_by, plain_apply
 from tests.catalogue.case import Case
-from tests.catalogue.small import CLASSES, WIDTH, labelled
+from tests.catalogue.small import CLASSES, WIDTH, TwoLayers, labelled
 from tests.reference import compare, plain_steps
 from tests.session.training import QUIET, pipeline, refuse, train, train_as_plain
 
@@ -144,8 +144,6 @@ def test_another_needs_the_whole_batch_in_one(loss: Loss) -> None:
 
 
 class Noisy(torch.autograd.Function):
-    """Adds noise."""
-
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         return x + torch.randn_like(x)
@@ -163,8 +161,6 @@ def test_a_function_that_draws_is_refused() -> None:
 
 
 class Turned(Copied):
-    """Turns gradients round."""
-
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
         return -2.0 * gradient
@@ -239,13 +235,7 @@ def test_a_function_that_reaches_weights_is_refused(is_hidden: bool, is_own: boo
     )
 
 
-class Saving(nn.Module):
-    """Sets hooks for saved tensors."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES)
-
+class Saving(TwoLayers):
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         with torch.autograd.graph.saved_tensors_hooks(lambda each: 2 * each, lambda each: each):
             return F.cross_entropy(self.last(self.first(x)), y)
@@ -270,8 +260,6 @@ class HookedNode(nn.Module):
 
 
 class AfterHook(nn.Module):
-    """Ends in a loss."""
-
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
         self.inner, self.last = inner, nn.Linear(WIDTH, CLASSES)

@@ -195,7 +195,6 @@ def test_another_output_that_is_no_mean_is_told(caplog: pytest.LogCaptureFixture
 
 
 def of_sequences(m: Any, s: Tensor, y: Tensor) -> Tensor:
-    """Calls what torch.export cannot trace."""
     steps, length = torch.stack([s] * 3).log_softmax(2), torch.full((y.shape[0],), 3)
     return F.ctc_loss(steps, y.clamp(min=1)[:, None], length, torch.ones_like(length), reduction="sum") / 10
 

@@ -101,7 +101,6 @@ def test_a_branch_for_one_sample_is_taken_where_the_batch_has_one(sizes: tuple[i
 
 
 def model(is_synchronised: bool = False) -> nn.Module:
-    """Makes a model with a normalisation."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         made = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 4))
@@ -112,7 +111,6 @@ X = torch.randn(8, 6, generator=torch.Generator().manual_seed(1))
 
 
 def output(wrapped: Any, optimizer: Any, rank: int) -> Tensor:
-    """Calls the model."""
     return wrapped(X).detach()  # type: ignore[no-any-return]
 
 
@@ -175,7 +173,6 @@ def graph(rank: int) -> Graph:
 
 
 def union(one: Graph, other: Graph) -> Graph:
-    """Returns two graphs as one."""
     edges = torch.cat([one[1], other[1] + NODES], 1)
     return torch.cat([one[0], other[0]]), edges, torch.cat([one[2], other[2]])
 
@@ -223,8 +220,6 @@ def test_a_micro_batch_that_is_all_that_a_rank_passes_has_no_inputs_of_others() 
 
 
 class Net(nn.Module):
-    """Returns its loss."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
@@ -268,8 +263,6 @@ def test_a_step_calls_as_many_functions_for_each_micro_batch() -> None:
 
 
 class Stuck(Part):
-    """Has no room to leave."""
-
     needs_calls = True
 
     def is_done(self) -> bool:

@@ -15,7 +15,7 @@ from autovaruna import AutoVaruna, InputError, OrderError, TraceError
 from autovaruna.errors import PlanError
 from autovaruna.runtime.transport.threads import run_ranks
 from autovaruna.runtime.world import World
-from tests.catalogue.small import CLASSES, WIDTH, labelled
+from tests.catalogue.small import CLASSES, WIDTH, TwoLayers, labelled
 from tests.reference import Record, compare, gradients_of, sgd
 from tests.session.training import QUIET, Setup, on_ranks, refuse
 
@@ -24,12 +24,8 @@ ONE = QUIET | {"num_micro_batches": 2}
 TWO = QUIET | {"num_micro_batches": 2, "num_stages": 2, "inputs": "replicated"}
 
 
-class Net(nn.Module):
+class Net(TwoLayers):
     """Two layers; an option object scales the result."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES)
 
     def forward(self, x: Tensor, y: Tensor, options: Any = None) -> Tensor:
         scale = 1.0 if options is None else options.scale
@@ -44,8 +40,6 @@ class Options:
 
 
 class Function(nn.Module):
-    """Holds nothing."""
-
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()
         self.function = function
@@ -55,7 +49,6 @@ class Function(nn.Module):
 
 
 def stepped(wrapped: AutoVaruna) -> AutoVaruna:
-    """Makes a step."""
     wrapped(**BATCH).backward()
     return wrapped
 
@@ -155,8 +148,6 @@ TOGETHER = r"inputs='replicated', num_micro_batches=1, dynamic_batch=False toget
 
 
 class Positions(nn.Module):
-    """Has room for so many."""
-
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("table", torch.randn(5000, 1, WIDTH, generator=torch.Generator().manual_seed(0)))
@@ -186,8 +177,6 @@ class TimeFirst(nn.Module):
 
 
 class Recurrent(nn.Module):
-    """Takes a hidden state, too."""
-
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -198,8 +187,6 @@ class Recurrent(nn.Module):
 
 
 class Nodes(nn.Module):
-    """Joins nodes by a matrix."""
-
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -335,8 +322,6 @@ def test_changed_arguments_are_refused() -> None:
 
 
 class Statistics(nn.Module):
-    """Averages its features."""
-
     def __init__(self) -> None:
         super().__init__()
         self.first, self.norm = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)
@@ -357,8 +342,6 @@ def test_statistics_of_samples_are_named(caplog: pytest.LogCaptureFixture) -> No
 
 
 class Policy(nn.Module):
-    """Returns a distribution."""
-
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Linear(WIDTH, CLASSES)

@@ -38,7 +38,6 @@ def gradients(case: Case, batches: list[Batch], backward: Backward, setup: Setup
 
 
 def plain(model: nn.Module, batches: list[Batch], backward: Backward) -> dict[str, Tensor]:
-    """Returns the same of plain PyTorch."""
     for step, batch in enumerate(batches):
         backward(model(*batch[0], **batch[1]), step)
     return gradients_of(model)

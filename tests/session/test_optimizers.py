@@ -40,13 +40,11 @@ GRIDS = {
 
 
 def loss_of(model: Any, seed: int = 0, case: Case = CHAIN) -> Tensor:
-    """Returns the loss of a batch."""
     args, kwargs = case.batch(6, seed)
     return case.loss_of(model(*args, **kwargs), (args, kwargs))
 
 
 def backward(model: Any, seed: int = 0) -> None:
-    """Gives the parameters gradients."""
     loss_of(model, seed).backward()  # type: ignore[no-untyped-call]
 
 
@@ -57,7 +55,6 @@ def step(model: Any, optimizer: Any, seed: int = 0) -> None:
 
 
 def steps(model: Any, optimizer: Any, with_closure: bool = False) -> None:
-    """Makes three steps of pictures."""
     for seed in range(3):
 
         def closure(seed: int = seed) -> Tensor:
@@ -292,7 +289,6 @@ def clip_by_value(parameters: list[Any]) -> Any:
 
 
 def total_norm(parameters: list[Any]) -> Any:
-    """Clips nothing."""
     return nn.utils.get_total_norm([each.grad for each in parameters if each.grad is not None])
 
 

@@ -22,14 +22,12 @@ PER_RANK = pipeline(2, num_micro_batches=2, settings={"inputs": "per_rank"})
 
 
 def layers() -> nn.Sequential:
-    """Makes three layers."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
 
 
 def images() -> nn.Sequential:
-    """Makes two kernels for grey images."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         return nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3), nn.Flatten(), nn.Linear(64, 3))
@@ -39,7 +37,6 @@ X = torch.randn(4, 6, generator=torch.Generator().manual_seed(1))
 
 
 def step(model: Any, optimizer: Any) -> float:
-    """Makes a step; returns its loss."""
     loss = model(X).square().mean()
     loss.backward()
     optimizer.step()
@@ -111,8 +108,6 @@ def test_the_wrapper_is_not_pickled(is_split: bool) -> None:
 
 def test_a_model_in_another_library_s_wrapper_is_refused() -> None:
     class DistributedDataParallel(nn.Module):
-        """Has the name of torch's."""
-
         def __init__(self, module: nn.Module) -> None:
             super().__init__()
             self.module = module
@@ -148,7 +143,6 @@ def initialise_anew(model: Any) -> None:
 
 
 def add_noise(model: Any) -> None:
-    """Adds noise to weights."""
     generator = torch.Generator().manual_seed(3)
     for weight in model.parameters():
         weight.data.add_(torch.zeros_like(weight).normal_(generator=generator))
@@ -214,12 +208,10 @@ def in_place(shadow: list[Tensor], model: Any) -> None:
 
 
 def as_new(shadow: list[Tensor], model: Any) -> None:
-    """Makes a new tensor each time."""
     shadow[:] = [mean * 0.9 + weight * 0.1 for mean, weight in zip(shadow, model.parameters(), strict=True)]
 
 
 def for_each(shadow: list[Tensor], model: Any) -> None:
-    """Updates all at once."""
     weights = list(model.parameters())
     torch._foreach_sub_(shadow, torch._foreach_mul(torch._foreach_sub(shadow, weights), 0.1))
 
@@ -336,7 +328,6 @@ Story = Callable[[Any, Any], Any]
 
 
 def step_on(model: Any, optimizer: Any, seed: int) -> Tensor:
-    """Makes a step; returns its loss."""
     loss: Tensor = CASE.loss_of(model(*CASE.batch(7, seed)[0], **CASE.batch(7, seed)[1]), CASE.batch(7, seed))
     loss.backward()  # type: ignore[no-untyped-call]
     optimizer.step()
@@ -491,7 +482,6 @@ def test_all_ranks_list_all_parameters() -> None:
 
 
 def both(*models: Any) -> list[Any]:
-    """Returns the parameters of each."""
     return [each.parameters() for each in models]
 
 

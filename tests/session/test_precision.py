@@ -41,11 +41,9 @@ class Way:
     max_norm: float = 0.0
 
     def around(self) -> AbstractContextManager[Any]:
-        """Returns what surrounds a call."""
         return nullcontext() if self.autocast is None else torch.autocast("cpu", dtype=self.autocast)
 
     def scaler(self) -> torch.amp.GradScaler:
-        """Returns a scaler, that grows every second step."""
         return torch.amp.GradScaler("cpu", init_scale=self.scale or 1.0, growth_interval=2, enabled=self.scale > 0)
 
     def cast(self, given: Any) -> Any:
@@ -79,8 +77,6 @@ class Trained:
 def train_in(
     way: Way, case: Case, setup: Setup, batches: Sequence[Batch], make_optimizer: MakeOptimizer = sgd
 ) -> Trained:
-    """Trains with AutoVaruna on ranks that are threads."""
-
     def wrap(*given: Any, **settings: Any) -> AutoVaruna:
         return AutoVaruna(*given, scaler=way.scaler(), **settings)
 
@@ -96,7 +92,6 @@ def train_in(
 
 
 def plain_in(way: Way, case: Case, batches: Sequence[Batch], make_optimizer: MakeOptimizer = sgd) -> Trained:
-    """Trains with plain PyTorch."""
     model = way.cast(case.model())
     record, scales = loop(way, case, model, make_optimizer(model.parameters()), way.scaler(), batches)
     record.weights, record.buffers = weights_of(model), buffers_of(model)
@@ -162,14 +157,12 @@ _one_stage: dict[str, Trained] = {}
 
 
 def one_stage(way: str) -> Trained:
-    """Returns what one stage gives."""
     if way not in _one_stage:
         _one_stage[way] = train_in(WAYS[way], MIXED, pipeline(1), batches())
     return _one_stage[way]
 
 
 def batches(num: int = 3) -> list[Batch]:
-    """Returns uneven batches."""
     return [MIXED.batch(7, step) for step in range(num)]
 
 
@@ -211,7 +204,6 @@ def test_each_call_has_a_precision_of_its_own() -> None:
 
 
 def calls(model: Any, batch: Batch) -> list[Tensor]:
-    """Returns outputs in several precisions."""
     bfloat16 = torch.autocast("cpu", dtype=torch.bfloat16)
     outputs = []
     for around in (bfloat16, torch.no_grad(), bfloat16):
@@ -230,7 +222,6 @@ SCALED = {"two": pipeline(2), "replicas": Setup(((0,), (1, 2))), "idle_rank": Se
 
 
 def fused(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """Makes an optimizer that unscales gradients itself."""
     return torch.optim.SGD(parameters, lr=0.05, fused=True)
 
 

@@ -36,7 +36,6 @@ Optimizer = torch.optim.Optimizer
 
 
 def batches_of(case: Case, num: int) -> list[Batch]:
-    """Returns batches of seven."""
     return [case.batch(7, step) for step in range(num)]
 
 
@@ -298,8 +297,6 @@ def test_an_added_group_of_another_model_is_refused() -> None:
 
 
 class Classifier(nn.Module):
-    """Returns its scores beside the loss."""
-
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(4, 3)
@@ -310,7 +307,6 @@ class Classifier(nn.Module):
 
 
 def step_runners() -> list[StepRunner]:
-    """Returns all that are alive in this process."""
     return [each for each in gc.get_objects() if type(each) is StepRunner]
 
 

@@ -324,7 +324,6 @@ def train_rank(
 
 
 def held(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Returns the parameters whose numbers a rank holds."""
     return {name: parameter for name, parameter in model.named_parameters() if not parameter.is_meta}
 
 

@@ -13,7 +13,6 @@ from tests.varuna.scripts import batch, net, on_ranks, steps, wrap
 
 
 def plain_half(scale: float) -> list[float]:
-    """Trains three steps in float16 with plain PyTorch."""
     model = net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses = []

@@ -229,8 +229,6 @@ def test_the_state_is_that_of_the_whole_model() -> None:
 
 
 class Scores(nn.Module):
-    """Returns what is no loss."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(5, 3)
