@@ -16,6 +16,7 @@ from autovaruna import AutoVaruna, InputError
 from autovaruna.runtime.transport.threads import run_ranks
 from autovaruna.runtime.world import World
 from tests.catalogue.small import CLASSES, WIDTH, labelled
+from tests.products import diagonal
 from tests.reference import gradients_of, sgd
 from tests.session.training import QUIET, Setup, on_ranks, pipeline, planned, same_gradients
 
@@ -231,8 +232,7 @@ def of_gradients(model: Any) -> None:
         parameter.grad = found[0] + 2 * found[1]
 
 
-@pytest.mark.parametrize("setup", STAGES)
-@pytest.mark.parametrize("act", [of_loss, of_two_losses, of_gradients])
+@pytest.mark.parametrize(("act", "setup"), diagonal([of_loss, of_two_losses, of_gradients], [*STAGES, *STAGES]))
 def test_every_backward_gives_its_gradients(act: Callable[[Any], None], setup: str) -> None:
     same_gradients(STAGES[setup], Model(act is of_loss), act)
 

@@ -15,13 +15,12 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 from autovaruna import AutoVaruna, InputError, RankError, TraceError
-from autovaruna.graph.guards import Guards
 from autovaruna.runtime.transport.threads import run_ranks
 from autovaruna.runtime.world import World
 from tests.catalogue.case import Batch, Case, floats, generator
 from tests.catalogue.small import CLASSES, WIDTH, labelled
 from tests.reference import compare, part, plain_micro_batched, ranges, sgd
-from tests.session.training import QUIET, Setup, on_ranks, pipeline, refuse, train
+from tests.session.training import QUIET, Setup, measure, on_ranks, pipeline, refuse, train
 
 SIZE, STEPS = 6, 2
 
@@ -160,15 +159,14 @@ def case_of(model: type[nn.Module]) -> Case:
     return Case(model.__name__.lower(), model, labelled, has_batch_norm=True)
 
 
-@pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("model", MODELS)
-def test_a_pipeline_changes_state_as_one_process_does(model: type[nn.Module], recompute: bool) -> None:
+def test_a_pipeline_changes_state_as_one_process_does(model: type[nn.Module]) -> None:
     case = case_of(model)
     batches = [case.batch(SIZE, step) for step in range(STEPS)]
     bounds = ranges(SIZE, 1 if model in STEADY else 3)
     plain = plain_micro_batched(case, [[part(batch, *each) for each in bounds] for batch in batches])
-    compare(train(case, pipeline(2, recompute=recompute), batches), plain)
-    compare(train(case, pipeline(2, recompute=recompute, shares=(0.99,)), batches), plain)
+    for recompute, shares in ((False, (0.99,)), (True, ()), (True, (0.99,))):
+        compare(train(case, pipeline(2, recompute=recompute, shares=shares), batches), plain)
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -178,7 +176,7 @@ def test_replicas_follow_the_first(model: type[nn.Module]) -> None:
     batches = [case.batch(SIZE, step) for step in range(STEPS)]
     record = train(case, Setup(((0, 1), (2,))), batches)
     assert all(value.isfinite().all() for value in record.weights.values())
-    AutoVaruna(case.model(), num_micro_batches=2, **QUIET)(**batches[0][1]).backward()
+    measure(case)
 
 
 class Judged(nn.Linear):
@@ -220,88 +218,65 @@ class Optioned(nn.Module):
         return F.cross_entropy(self.body(x) * self.scale, y)
 
 
-def scale(model: Optioned) -> None:
-    model.scale = 2.0
-
-
-def drop(model: Optioned) -> None:
-    model.body[1].p = 1.0  # type: ignore[assignment]
-
-
-def append(model: Optioned) -> None:
-    model.body.append(nn.Tanh())
-
-
-def exchange(model: Optioned) -> None:
-    model.body[1] = nn.ReLU()
-
-
-def hook(model: Optioned) -> None:
-    model.body[0].register_forward_hook(lambda module, given, result: -result)
-
-
-def train_and_change(change: Callable[[Optioned], None], is_plain: bool) -> list[float]:
-    """Makes a step before a change and two after it; returns the losses."""
-    torch.manual_seed(0)
-    model = Optioned()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    wrapped = model if is_plain else AutoVaruna(model, optimizer, **QUIET, num_micro_batches=1)
-    losses = []
-    for step in range(3):
-        loss = wrapped(**BATCH)
-        loss.backward()
-        losses.append(loss.item())
-        optimizer.step()
-        optimizer.zero_grad()
-        if step == 0:
-            change(model)
-    return losses
-
-
-class Config:
-    """Is a configuration: one number of it is read, and another one is not."""
-
-    def __init__(self) -> None:
-        self.scale, self.unread = 1.0, 0
-
-
 class Holder(Optioned):
-    """Reads numbers in an object, a container, an array, a buffer and a tensor."""
+    """Reads numbers in an object, containers, an array, a tensor, a buffer, its class, and what may not be there."""
+
+    of_class = 1.0
 
     def __init__(self) -> None:
         super().__init__()
-        self.config, self.by_name, self.array, self.tensor = Config(), {"a": [1.0]}, numpy.ones(2), torch.ones(())
+        self.config, self.by_name = SimpleNamespace(scale=1.0, unread=0), {"a": [1.0]}
+        self.array, self.tensor, self.only_compared = numpy.ones(2), torch.ones(()), 1
         self.register_buffer("buffer", torch.ones(()))
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         factor = self.config.scale * self.by_name["a"][0] * float(self.array[0]) * self.tensor * self.buffer
+        factor = factor * self.of_class * getattr(self, "more", 1.0) * (2.0 if self.only_compared is None else 1.0)
         return super().forward(x, y) * factor
 
 
-INNER: dict[str, Callable[[Holder], Any]] = {
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "number": lambda model: setattr(model, "scale", 2.0),
+    "probability": lambda model: setattr(model.body[1], "p", 1.0),
+    "longer body": lambda model: model.body.append(nn.Tanh()),
+    "other module": lambda model: model.body.__setitem__(1, nn.ReLU()),
+    "hook": lambda model: model.body[0].register_forward_hook(lambda module, given, result: -result),
     "config": lambda model: setattr(model.config, "scale", 2.0),
     "another config": lambda model: vars(model).update(config=SimpleNamespace(scale=2.0)),
     "container": lambda model: model.by_name["a"].__setitem__(0, 2.0),
     "array": lambda model: model.array.fill(2.0),
     "tensor": lambda model: setattr(model, "tensor", torch.full((), 2.0)),
     "buffer": lambda model: setattr(model, "buffer", torch.full((), 2.0)),
+    "number of its class": lambda model: setattr(model, "of_class", 2.0),
+    "looked for in vain": lambda model: setattr(model, "more", 2.0),
+    "only compared": lambda model: setattr(model, "only_compared", None),
 }
 
 
-def test_what_an_attribute_holds_counts() -> None:
-    """Once, a trace kept the numbers that a configuration, a list or a replaced buffer had at first."""
-    for name, change in INNER.items():
-        model = Holder()
-        wrapped = AutoVaruna(model, num_micro_batches=1, **QUIET)
-        before = wrapped(**BATCH).item()
-        change(model)
-        for _ in range(2):
-            assert wrapped(**BATCH).item() == 2 * before, name
-        model.config.unread = 5
-        wrapped(**BATCH)
-        assert wrapped._session.traces is not None and wrapped._session.traces.num_traced == 2 - (name == "buffer"), (
-            name
-        )
+@pytest.mark.parametrize("what", CHANGES)
+def test_a_change_of_what_forward_reads_counts(what: str) -> None:
+    """Once, a trace kept the numbers of the first call; what is not read costs no trace."""
+
+    def losses(change: Callable[[Any], Any], is_plain: bool) -> tuple[list[float], int]:
+        torch.manual_seed(0)
+        model: Any = Holder()
+        optimizer = sgd(model.parameters())
+        wrapped: Any = model if is_plain else AutoVaruna(model, optimizer, **QUIET, num_micro_batches=1)
+        found = []
+        for step in range(3):
+            loss = wrapped(**BATCH)
+            loss.backward()
+            found.append(loss.item())
+            optimizer.step()
+            optimizer.zero_grad()
+            if step == 0:
+                change(model)
+            model.config.unread, model.num_steps = step, step
+        return found, 0 if is_plain else wrapped._session.traces.num_traced
+
+    found, num_traced = losses(CHANGES[what], is_plain=False)
+    assert found == losses(CHANGES[what], is_plain=True)[0] != losses(lambda model: None, is_plain=True)[0]
+    assert num_traced == 2 - (what == "buffer")
 
 
 def test_a_buffer_of_another_kind_is_refused() -> None:
@@ -311,26 +286,6 @@ def test_a_buffer_of_another_kind_is_refused() -> None:
     model.buffer = torch.ones(1)
     with pytest.raises(InputError, match=r"buffer buffer has been replaced .*got \(\(1,\).*expected \(\(\)"):
         wrapped(**BATCH)
-
-
-@pytest.mark.parametrize("change", [scale, drop, append, exchange, hook], ids=lambda change: change.__name__)
-def test_a_change_counts(change: Callable[[Optioned], None]) -> None:
-    assert (
-        train_and_change(change, is_plain=False)
-        == train_and_change(change, is_plain=True)
-        != train_and_change(lambda model: None, is_plain=True)
-    )
-
-
-def test_what_a_call_sets_itself_is_no_change() -> None:
-    """Ranks set it apart, each on its own stages."""
-    model = Optioned()
-    guards = Guards(model)
-    before = guards.words()
-    guards.start()
-    model.scale, model.body[0].seen = 3.0, 5  # type: ignore[assignment]
-    guards.settle()
-    assert guards.words() == before and guards.replaced() == []
 
 
 def test_what_forward_does_not_read_may_change_at_every_step() -> None:
@@ -349,20 +304,6 @@ def test_what_forward_does_not_read_may_change_at_every_step() -> None:
         return wrapped._session.traces.num_traced
 
     assert run_ranks(2, be_rank) == [1, 1]
-
-
-def test_what_forward_looked_for_in_vain_counts_once_it_is_there() -> None:
-    class Curious(Optioned):
-        def forward(self, x: Tensor, y: Tensor) -> Tensor:
-            return super().forward(x, y) * getattr(self, "weight_of_loss", 1.0)
-
-    model = Curious()
-    wrapped = AutoVaruna(model, num_micro_batches=1, **QUIET)
-    before = wrapped(**BATCH).item()
-    model.weight_of_loss = 4.0  # type: ignore[assignment]
-    assert wrapped(**BATCH).item() == 4 * before
-    del model.weight_of_loss
-    assert wrapped(**BATCH).item() == before
 
 
 def test_another_parameter_is_refused_once_the_model_is_split() -> None:
@@ -390,43 +331,6 @@ def test_a_change_on_one_rank_is_told() -> None:
             wrapped(**BATCH)
 
     run_ranks(2, be_rank)
-
-
-class OfClass(Optioned):
-    """Reads a number that its class has, until a script gives the model one of its own."""
-
-    factor = 1.0
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        return super().forward(x, y) * self.factor
-
-
-def test_a_counter_is_left_out_and_what_is_read_beside_it_counts() -> None:
-    """A trace with something unusable in the place of an attribute says whether it is read, by way of its class too."""
-    model = OfClass()
-    wrapped = AutoVaruna(model, num_micro_batches=1, **QUIET)
-    before = wrapped(**BATCH).item()
-    for step in range(3):
-        model.num_steps, model.factor = step, 2.0**step  # type: ignore[assignment]
-        assert wrapped(**BATCH).item() == before * 2.0**step
-    model.num_steps = 7  # type: ignore[assignment]
-    wrapped(**BATCH)
-    traces = wrapped._session.traces
-    assert traces is not None and traces.num_traced == 4  # one for each value of the factor
-
-
-def test_what_a_model_only_compares_counts() -> None:
-    class Choosing(Optioned):
-        def forward(self, x: Tensor, y: Tensor) -> Tensor:
-            return super().forward(x, y) * (1.0 if self.shift is None else 2.0)
-
-    model = Choosing()
-    model.shift = 1  # type: ignore[assignment]
-    wrapped = AutoVaruna(model, num_micro_batches=1, **QUIET)
-    before = wrapped(**BATCH).item()
-    for value, factor in ((2, 1.0), (None, 0.5), (3, 1.0), (4, 1.0), (None, 0.5)):
-        model.shift = value  # type: ignore[assignment]
-        assert wrapped(**BATCH).item() == before * factor
 
 
 class Tabled(nn.Module):

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from autovaruna import AutoVaruna, InputError
 from tests.catalogue import CASES
@@ -342,19 +341,6 @@ def evaluated(model: Any) -> tuple[Any, Tensor]:
         return model, model(*CASE.batch(7, 9)[0], **CASE.batch(7, 9)[1])
 
 
-def average(model: Any, optimizer: Any) -> Any:
-    """Keeps an average in a copy that was made before the first call; buffers are those of the model."""
-    mean = copy.deepcopy(model)
-    for seed in range(2):
-        step_on(model, optimizer, seed)
-        with torch.no_grad():
-            for kept, new in zip(mean.parameters(), model.parameters(), strict=True):
-                kept.lerp_(new, 0.3)
-            for kept, new in zip(mean.buffers(), model.buffers(), strict=True):
-                kept.copy_(new)
-    return evaluated(mean)
-
-
 def average_of_a_copy_after(model: Any, optimizer: Any) -> Any:
     """Makes the copy of a model that is split, and uses ``data``."""
     step_on(model, optimizer, 0)
@@ -376,21 +362,6 @@ def average_of_states(model: Any, optimizer: Any) -> Any:
                     kept.copy_(0.7 * kept + 0.3 * new)
     torch.testing.assert_close(list(inner.state_dict().values()), list(mean.state_dict().values()))
     return evaluated(mean)
-
-
-def averaged_model(model: Any, optimizer: Any) -> Any:
-    """Uses PyTorch's own averages, made before and after the first call, whose state has all names."""
-    first = AveragedModel(model, use_buffers=True)
-    step_on(model, optimizer, 0)
-    second = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
-    step_on(model, optimizer, 1)
-    for each in (first, second):
-        each.update_parameters(model)
-    step_on(model, optimizer, 2)
-    for each in (first, second):
-        each.update_parameters(model)
-    first.load_state_dict(second.state_dict())
-    return evaluated(first)
 
 
 def edits(model: Any, optimizer: Any) -> Any:
@@ -435,25 +406,12 @@ def saved_in_the_middle(model: Any, optimizer: Any) -> Any:
     return evaluated(model)
 
 
-def teacher(model: Any, optimizer: Any) -> Any:
-    """Calls a frozen copy first, which then follows the model."""
-    frozen = copy.deepcopy(model).requires_grad_(False)
-    for seed in range(2):
-        evaluated(frozen)
-        step_on(model, optimizer, seed)
-        frozen.load_state_dict(model.state_dict())
-    return evaluated(frozen)
-
-
 STORIES: tuple[Story, ...] = (
-    average,
     average_of_a_copy_after,
     average_of_states,
-    averaged_model,
     edits,
     second_optimizer,
     saved_in_the_middle,
-    teacher,
 )
 
 

@@ -20,6 +20,7 @@ from autovaruna.runtime.optimizers.scaler import LossScale
 from autovaruna.runtime.transport.threads import single_world
 from tests.catalogue import CASES, Batch, Case
 from tests.catalogue.small import words
+from tests.products import diagonal
 from tests.reference import MakeOptimizer, Record, bit_equal, buffers_of, compare, gradients_of, sgd, weights_of
 from tests.session.training import Setup, held, merge, on_ranks, pipeline, with_state
 
@@ -166,8 +167,7 @@ def batches(num: int = 3) -> list[Batch]:
     return [MIXED.batch(7, step) for step in range(num)]
 
 
-@pytest.mark.parametrize("setup", SETUPS)
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("way", "setup"), diagonal(WAYS, [*SETUPS, *list(SETUPS)[1:], *list(SETUPS)[:1]]))
 def test_no_partition_changes_a_bit(way: str, setup: str) -> None:
     found = train_in(WAYS[way], MIXED, SETUPS[setup], batches())
     bit_equal(found.record, one_stage(way).record)
