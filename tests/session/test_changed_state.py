@@ -235,7 +235,7 @@ class Holder(Optioned):
         return super().forward(x, y) * factor
 
 
-CHANGES: dict[str, Callable[[Any], Any]] = {
+CHANGES: dict[str, Callable[[Any], Any] | None] = {
     "number": lambda model: setattr(model, "scale", 2.0),
     "probability": lambda model: setattr(model.body[1], "p", 1.0),
     "longer body": lambda model: model.body.append(nn.Tanh()),
@@ -248,6 +248,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "tensor": lambda model: setattr(model, "tensor", torch.full((), 2.0)),
     "buffer": lambda model: setattr(model, "buffer", torch.full((), 2.0)),
     "number of its class": lambda model: setattr(model, "of_class", 2.0),
+    "number of the wrapper": None,  # set on it, it reaches the model
     "looked for in vain": lambda model: setattr(model, "more", 2.0),
     "only compared": lambda model: setattr(model, "only_compared", None),
 }
@@ -257,7 +258,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 def test_a_change_of_what_forward_reads_counts(what: str) -> None:
     """Once, a trace kept the numbers of the first call; what is not read costs no trace."""
 
-    def losses(change: Callable[[Any], Any], is_plain: bool) -> tuple[list[float], int]:
+    def losses(change: Callable[[Any], Any] | None, is_plain: bool) -> tuple[list[float], int]:
         torch.manual_seed(0)
         model: Any = Holder()
         optimizer = sgd(model.parameters())
@@ -270,7 +271,7 @@ def test_a_change_of_what_forward_reads_counts(what: str) -> None:
             optimizer.step()
             optimizer.zero_grad()
             if step == 0:
-                change(model)
+                change(model) if change else setattr(wrapped, "scale", 2.0)
             model.config.unread, model.num_steps = step, step
         return found, 0 if is_plain else wrapped._session.traces.num_traced
 
@@ -286,6 +287,30 @@ def test_a_buffer_of_another_kind_is_refused() -> None:
     model.buffer = torch.ones(1)
     with pytest.raises(InputError, match=r"buffer buffer has been replaced .*got \(\(1,\).*expected \(\(\)"):
         wrapped(**BATCH)
+
+
+@pytest.mark.parametrize("num_frozen", [1, 4], ids=["one", "all"])
+def test_new_memory_of_frozen_parameters_counts(num_frozen: int) -> None:
+    """An average of weights, or a quantisation, gives ``.data`` anew to parameters that need no gradient."""
+
+    plain = Optioned()
+    for parameter in list(plain.parameters())[:num_frozen]:
+        parameter.requires_grad_(False)
+
+    def be_rank(world: World) -> list[float]:
+        model = copy.deepcopy(plain)
+        wrapped = model if world.num_ranks == 1 else AutoVaruna(model, **QUIET, inputs="replicated")
+        losses = []
+        for _ in range(3):
+            with torch.no_grad():
+                losses.append(wrapped(**BATCH).item())
+            for parameter in wrapped.parameters():
+                parameter.data = parameter.data * 0.5
+        return losses
+
+    (expected,) = run_ranks(1, be_rank)
+    for losses in run_ranks(2, be_rank):
+        assert losses == pytest.approx(expected)
 
 
 def test_what_forward_does_not_read_may_change_at_every_step() -> None:
