@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from types import MethodType
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -58,6 +62,19 @@ class TwoLayers(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES)
+
+
+class Written(nn.Module):
+    """Has parts, of which tensors are buffers, and the forward that a test writes for it: ``forward(model, ...)``."""
+
+    def __init__(self, forward: Callable[..., Any], **parts: Any) -> None:
+        super().__init__()
+        for name, part in parts.items():
+            if isinstance(part, Tensor) and not isinstance(part, nn.Parameter):
+                self.register_buffer(name, part)
+            else:
+                setattr(self, name, part)
+        self.forward = MethodType(forward, self)
 
 
 class OneOperation(nn.Module):

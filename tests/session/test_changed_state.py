@@ -18,163 +18,136 @@ from autovaruna import AutoVaruna, InputError, RankError, TraceError
 from autovaruna.runtime.transport.threads import run_ranks
 from autovaruna.runtime.world import World
 from tests.catalogue.case import Batch, Case, floats, generator
-from tests.catalogue.small import CLASSES, WIDTH, labelled
+from tests.catalogue.small import CLASSES, WIDTH, Written, labelled
 from tests.reference import compare, part, plain_micro_batched, ranges, sgd
 from tests.session.training import QUIET, Setup, measure, on_ranks, pipeline, refuse, train
 
 SIZE, STEPS = 6, 2
 
 
-class Layers(nn.Module):
+def layers(forward: Callable[..., Tensor], **more: Any) -> nn.Module:
     """Has two layers, a slow copy of the first that nobody trains, and a scale."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.slow, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES)
-        self.slow.requires_grad_(False)
-        self.register_buffer("scale", torch.ones(WIDTH))
+    slow = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+    first, last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES)
+    return Written(forward, **{"first": first, "slow": slow, "last": last, "scale": torch.ones(WIDTH), **more})
 
 
-class Scaled(Layers):
+def scaled(self: Any, x: Tensor, y: Tensor) -> Tensor:
     """Divides by a running scale, of which autograd keeps what it was."""
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        x = self.first(x)
-        with torch.no_grad():
-            self.scale.mul_(0.5).add_(x.abs().mean(0))
-        return F.cross_entropy(self.last(torch.tanh(x / self.scale.detach()) * self.scale), y)
+    x = self.first(x)
+    with torch.no_grad():
+        self.scale.mul_(0.5).add_(x.abs().mean(0))
+    return F.cross_entropy(self.last(torch.tanh(x / self.scale.detach()) * self.scale), y)
 
 
-class Followed(Layers):
+def followed(self: Any, x: Tensor, y: Tensor) -> Tensor:
     """Has a copy of its weights follow them in forward, and trains towards what that says."""
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        for slow, fast in zip(self.slow.parameters(), self.first.parameters(), strict=True):
-            slow.data = slow.data * 0.5 + fast.data * 0.5
-        wanted = self.slow(x)
-        return F.cross_entropy(self.last(torch.tanh(self.first(x))), y) + F.mse_loss(self.first(x), 2.0 * wanted)
+    for slow, fast in zip(self.slow.parameters(), self.first.parameters(), strict=True):
+        slow.data = slow.data * 0.5 + fast.data * 0.5
+    wanted = self.slow(x)
+    return F.cross_entropy(self.last(torch.tanh(self.first(x))), y) + F.mse_loss(self.first(x), 2.0 * wanted)
 
 
-class Shrunk(Layers):
+def shrunk(self: Any, x: Tensor, y: Tensor) -> Tensor:
     """Shrinks a weight that is trained, before and after it is used."""
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        self.first.weight.data.mul_(0.9)
-        x = torch.tanh(self.first(x))
-        with torch.no_grad():
-            self.first.bias.mul_(0.9)
-        return F.cross_entropy(self.last(x), y)
+    self.first.weight.data.mul_(0.9)
+    x = torch.tanh(self.first(x))
+    with torch.no_grad():
+        self.first.bias.mul_(0.9)
+    return F.cross_entropy(self.last(x), y)
 
 
-class Normed(Layers):
+def normed(self: Any, x: Tensor, y: Tensor) -> Tensor:
     """Turns the vectors of a spectral normalisation, and counts its calls before and after that enters the loss."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.last = parametrizations.spectral_norm(self.last)
-        self.register_buffer("calls", torch.zeros(()))
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        before = 1.0 + self.calls
-        self.calls += 0.5
-        return F.cross_entropy(self.last(torch.tanh(self.first(x) * before)), y) * self.calls
+    before = 1.0 + self.calls
+    self.calls += 0.5
+    return F.cross_entropy(self.last(torch.tanh(self.first(x) * before)), y) * self.calls
 
 
-class Twofold(Layers):
+def twofold(self: Any, x: Tensor, y: Tensor) -> Tensor:
     """Lets an average follow another, which follows from samples, and counts calls beside that."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("far", torch.ones(WIDTH))
-        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        x = self.first(x)
-        with torch.no_grad():
-            self.calls += 1
-            self.far.lerp_(self.scale, 0.1)
-            self.scale.mul_(0.5).add_(x.abs().mean(0))
-        return F.cross_entropy(self.last(torch.tanh(x / self.far.detach())), y)
-
-
-class Corrected(Layers):
-    """Corrects an average of samples by the count of its changes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("count", torch.zeros(()))
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        x = self.first(x)
-        with torch.no_grad():
-            self.count += 1
-            self.scale.lerp_(x.abs().mean(0), 0.1)
-        return F.cross_entropy(self.last(torch.tanh(x / (self.scale / (1 - 0.9**self.count)))), y)
-
-
-class Taught(Layers):
-    """Learns from a teacher in training mode, whose batch normalisation changes its statistics under ``no_grad``."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.teacher = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        with torch.no_grad():
-            taught = self.teacher(x)
-        x = torch.tanh(self.first(x))
-        return F.cross_entropy(self.last(x), y) + (x - taught).square().mean()
-
-
-class Averaged(nn.Module):
-    """Subtracts a mean of all that it has seen, which its count of calls weighs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("mean", torch.zeros(WIDTH))
-        self.register_buffer("calls", torch.zeros(()))  # the reference counts calls in integers alone
-
-    def forward(self, x: Tensor) -> Tensor:
+    x = self.first(x)
+    with torch.no_grad():
         self.calls += 1
-        self.mean.lerp_(x.detach().mean(0), 1.0 / self.calls.item())
-        return x - self.mean
+        self.far.lerp_(self.scale, 0.1)
+        self.scale.mul_(0.5).add_(x.abs().mean(0))
+    return F.cross_entropy(self.last(torch.tanh(x / self.far.detach())), y)
 
 
-class WithAveraged(Layers):
-    def __init__(self) -> None:
-        super().__init__()
-        self.slow = Averaged()
+def corrected(self: Any, x: Tensor, y: Tensor) -> Tensor:
+    """Corrects an average of samples by the count of its changes."""
+    x = self.first(x)
+    with torch.no_grad():
+        self.calls += 1
+        self.scale.lerp_(x.abs().mean(0), 0.1)
+    return F.cross_entropy(self.last(torch.tanh(x / (self.scale / (1 - 0.9**self.calls)))), y)
 
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        return F.cross_entropy(self.last(torch.tanh(self.slow(self.first(x)))), y)
+
+def taught(self: Any, x: Tensor, y: Tensor) -> Tensor:
+    """Learns from a teacher in training mode, whose batch normalisation changes its statistics under ``no_grad``."""
+    with torch.no_grad():
+        wanted = self.teacher(x)
+    x = torch.tanh(self.first(x))
+    return F.cross_entropy(self.last(x), y) + (x - wanted).square().mean()
 
 
-MODELS = (Scaled, Twofold, Corrected, Followed, Shrunk, Normed, Taught, WithAveraged)
-STEADY = (Followed, Shrunk, Normed)
+def averaged(self: Any, x: Tensor) -> Tensor:
+    """Subtracts a mean of all that it has seen, which its count of calls weighs."""
+    self.calls += 1
+    self.mean.lerp_(x.detach().mean(0), 1.0 / self.calls.item())
+    return x - self.mean
+
+
+def with_averaged(self: Any, x: Tensor, y: Tensor) -> Tensor:
+    """Has such a module."""
+    return F.cross_entropy(self.last(torch.tanh(self.slow(self.first(x)))), y)
+
+
+def judged(self: Any, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(self.last(self.slow(self.first(x))), y)
+
+
+Make = Callable[[], nn.Module]
+STEADY: dict[str, Make] = {
+    "followed": lambda: layers(followed),
+    "shrunk": lambda: layers(shrunk),
+    "normed": lambda: layers(
+        normed, last=parametrizations.spectral_norm(nn.Linear(WIDTH, CLASSES)), calls=torch.zeros(())
+    ),
+}
 """Models that change nothing by what is in the samples."""
+MODELS: dict[str, Make] = {
+    **STEADY,
+    "scaled": lambda: layers(scaled),
+    "twofold": lambda: layers(twofold, far=torch.ones(WIDTH), calls=torch.zeros((), dtype=torch.long)),
+    "corrected": lambda: layers(corrected, calls=torch.zeros(())),
+    "taught": lambda: layers(taught, teacher=nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))),
+    "averaged": lambda: layers(  # the reference counts calls in integers alone
+        with_averaged, slow=Written(averaged, mean=torch.zeros(WIDTH), calls=torch.zeros(()))
+    ),
+}
 
 
-def case_of(model: type[nn.Module]) -> Case:
+def case_of(name: str) -> Case:
     """Returns a case whose micro-batches change what the next one finds."""
-    return Case(model.__name__.lower(), model, labelled, has_batch_norm=True)
+    return Case(name, MODELS[name], labelled, has_batch_norm=True)
 
 
-@pytest.mark.parametrize("model", MODELS)
-def test_a_pipeline_changes_state_as_one_process_does(model: type[nn.Module]) -> None:
-    case = case_of(model)
+@pytest.mark.parametrize("name", MODELS)
+def test_a_pipeline_changes_state_as_one_process_does(name: str) -> None:
+    case = case_of(name)
     batches = [case.batch(SIZE, step) for step in range(STEPS)]
-    bounds = ranges(SIZE, 1 if model in STEADY else 3)
+    bounds = ranges(SIZE, 1 if name in STEADY else 3)
     plain = plain_micro_batched(case, [[part(batch, *each) for each in bounds] for batch in batches])
     for recompute, shares in ((False, (0.99,)), (True, ()), (True, (0.99,))):
         compare(train(case, pipeline(2, recompute=recompute, shares=shares), batches), plain)
 
 
-@pytest.mark.parametrize("model", MODELS)
-def test_replicas_follow_the_first(model: type[nn.Module]) -> None:
+@pytest.mark.parametrize("name", MODELS)
+def test_replicas_follow_the_first(name: str) -> None:
     """Ranks agree after each step on what each has changed; parts with such state can be measured."""
-    case = case_of(model)
-    batches = [case.batch(SIZE, step) for step in range(STEPS)]
-    record = train(case, Setup(((0, 1), (2,))), batches)
+    case = case_of(name)
+    record = train(case, Setup(((0, 1), (2,))), [case.batch(SIZE, step) for step in range(STEPS)])
     assert all(value.isfinite().all() for value in record.weights.values())
     measure(case)
 
@@ -189,18 +162,9 @@ class Judged(nn.Linear):
         return super().forward(x)
 
 
-class Between(Layers):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = Judged(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        return F.cross_entropy(self.last(self.first(x)), y)
-
-
 def test_a_module_that_is_kept_whole_may_not_change_its_parameters() -> None:
     """Neither a later micro-batch nor a recompute would know."""
-    refuse(Between(), "cannot be traced at")
+    refuse(layers(judged, slow=Judged(WIDTH, WIDTH)), "cannot be traced at")
 
 
 BATCH = labelled(6, 0)[1]
@@ -381,7 +345,7 @@ def positions(values: Tensor) -> Tensor:
 
 
 class Attribute(Tabled):
-    """Keeps a table in an attribute, with its length."""
+    """Keeps a table in an attribute, with its length, and makes it anew for longer samples."""
 
     cached: Tensor | None = None
 
@@ -401,7 +365,7 @@ class NewBuffer(Tabled):
 
 
 class Grown(Tabled):
-    """Has a buffer that is too short, which it writes element by element."""
+    """Has a buffer that is too short, and makes a longer one, which it writes element by element."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -416,7 +380,7 @@ class Grown(Tabled):
 
 
 class InPlace(Tabled):
-    """Fills a part of a buffer, by a frozen parameter."""
+    """Fills what is missing of a buffer, by a frozen parameter."""
 
     def __init__(self) -> None:
         super().__init__()
