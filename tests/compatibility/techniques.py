@@ -12,6 +12,7 @@ from torch.optim.swa_utils import SWALR, AveragedModel, update_bn
 from torch.utils.checkpoint import checkpoint
 
 from tests.compatibility.script import Share, State, Wrap, normal, script, whole
+from tests.profiler.own_optimizers import AdaBelief
 
 BATCH, STEPS, WIDTH, CLASSES = 4, 3, 12, 4
 
@@ -147,28 +148,9 @@ class Frugal(nn.Module):
 
 @script()
 def gradient_checkpointing(wrap: Wrap, share: Share) -> State:
-    """torch.utils.checkpoint in forward, and Lion as people write it."""
-
-    class Lion(torch.optim.Optimizer):
-        def __init__(self, params: Any) -> None:
-            super().__init__(params, {"lr": 1e-3, "betas": (0.9, 0.99), "weight_decay": 0.1})
-
-        @torch.no_grad()
-        def step(self, closure: Any = None) -> None:
-            for group in self.param_groups:
-                for p in group["params"]:
-                    if p.grad is None:
-                        continue
-                    p.data.mul_(1 - group["lr"] * group["weight_decay"])
-                    state = self.state[p]
-                    if len(state) == 0:
-                        state["mean"] = torch.zeros_like(p)
-                    update = state["mean"] * group["betas"][0] + p.grad * (1 - group["betas"][0])
-                    p.add_(torch.tanh(update * 1e3), alpha=-group["lr"])
-                    state["mean"].mul_(group["betas"][1]).add_(p.grad, alpha=1 - group["betas"][1])
-
+    """torch.utils.checkpoint in forward, and an optimizer of the script's own (AdaBelief)."""
     model: Any = Frugal()
-    optimizer = Lion(model.parameters())
+    optimizer = AdaBelief(model.parameters())
     model = wrap(model, optimizer)
     for step in range(STEPS):
         x, y = labelled(share, step)
@@ -275,37 +257,6 @@ def normalizing_flow(wrap: Wrap, share: Share) -> State:
         loss = model(share(normal(step, BATCH, WIDTH)))
         optimizer.zero_grad()
         loss.backward()
-        optimizer.step()
-    return model.state_dict()
-
-
-class Points(nn.Module):
-    """Classifies clouds of points: a transformation of its own, shared layers, a maximum over points."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.turn = nn.Sequential(nn.Conv1d(3, 8, 1), nn.ReLU(), nn.AdaptiveMaxPool1d(1), nn.Flatten(), nn.Linear(8, 9))
-        self.features, self.head = nn.Conv1d(3, 16, 1), nn.Linear(16, CLASSES)
-
-    def forward(self, points: Tensor) -> tuple[Tensor, Tensor]:
-        batch = points.size()[0]
-        turn = self.turn(points).view(-1, 3, 3) + torch.eye(3).repeat(batch, 1, 1)
-        moved = torch.bmm(points.transpose(2, 1), turn).transpose(2, 1)
-        return F.log_softmax(self.head(torch.max(F.relu(self.features(moved)), 2)[0]), -1), turn
-
-
-@script()
-def point_clouds(wrap: Wrap, share: Share) -> State:
-    """A PointNet whose transformation is kept near orthogonal by a term outside of the model."""
-    model: Any = Points()
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, betas=(0.9, 0.999), eps=1e-4)
-    model = wrap(model, optimizer)
-    for step in range(STEPS):
-        chances, turn = model(share(normal(step, BATCH, 3, 10)))
-        loss = F.nll_loss(chances, share(whole(step, CLASSES, BATCH)))
-        near = torch.mean(torch.norm(torch.bmm(turn, turn.transpose(2, 1)) - torch.eye(3), dim=(1, 2)))
-        optimizer.zero_grad()
-        (loss + 0.01 * near).backward()
         optimizer.step()
     return model.state_dict()
 
