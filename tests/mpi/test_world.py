@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -98,35 +97,16 @@ def test_lists_that_rings_bring_come_before_those_that_are_posted_ahead() -> Non
 
 
 @cache
-def facts(number: int) -> list[dict[str, Any]]:
-    """Returns what a job measured, the same for the same number."""
+def facts() -> list[dict[str, Any]]:
     return run_on_ranks(2, f"{HERE}:facts", env={"OMP_NUM_THREADS": ""})
 
 
-def tries() -> Iterator[list[dict[str, Any]]]:
-    """Yields what further jobs measure: on a busy machine one of them must hold."""
-    return map(facts, range(4))
-
-
-def test_small_messages_are_fast() -> None:
-    assert any(min(fact["ping"] for fact in each) < 500e-6 for each in tries())
-
-
 def test_links_are_measured() -> None:
-    for fact in facts(0):
-        local, remote, sums, _ = fact["links"]
+    for fact in facts():
+        local, remote, sums = fact["links"]
         assert local == remote and 0 < local.latency_seconds < float("inf")
         assert local.bytes_per_second > 0 and sums.bytes_per_second > 0
 
 
-def test_measured_links_are_those_of_one_host() -> None:
-    def are_fast(measured: list[dict[str, Any]]) -> bool:
-        (local, _, sums, seconds), _ = (fact["links"] for fact in measured)
-        is_soon = local.latency_seconds < 2e-3 and seconds < 5.0
-        return is_soon and bool(local.bytes_per_second > 5e7 and sums.bytes_per_second > 5e6)
-
-    assert any(map(are_fast, tries()))
-
-
 def test_ranks_of_a_host_share_its_cores() -> None:
-    assert [fact["threads"] for fact in facts(0)] == [max(1, len(os.sched_getaffinity(0)) // 2)] * 2
+    assert [fact["threads"] for fact in facts()] == [max(1, len(os.sched_getaffinity(0)) // 2)] * 2

@@ -143,15 +143,6 @@ def test_a_stale_one_is_planned_again(file: Path, what: str, lines: Callable[[],
     assert re.search(words, told[0])
 
 
-def test_every_rank_gets_the_refusal(file: Path) -> None:
-    def be_rank(_: World) -> str:
-        with pytest.raises(DeploymentError) as raised:
-            AutoVaruna(Net(16), load_deployment=True)(torch.ones(4, 4))
-        return str(raised.value)
-
-    assert all("the model changed" in text for text in run_ranks(2, be_rank))
-
-
 def test_one_that_must_be_used_must_be_there(tmp_path: Path) -> None:
     with pytest.raises(DeploymentError, match=r"nothing\.json cannot be read"):
         start(load_deployment=True, deployment_file=str(tmp_path / "nothing.json"))

@@ -223,24 +223,6 @@ def test_the_callers_generator_is_untouched() -> None:
     on_ranks(Setup(((0,), (0,)), recompute=True), case.model(), run)
 
 
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_calls_without_gradients(mode: Any) -> None:
-    case, batch = CASES["conv_net_batch_norm"], CASES["conv_net_batch_norm"].batch(6, 0)
-
-    def run(model: AutoVaruna, optimizer: Any, rank: int) -> Record:
-        model.eval()
-        with mode():
-            before = model(**batch[1])
-        assert not before.requires_grad
-        model.train()
-        record = train_rank(case, model, optimizer, [batch])
-        model.eval()
-        with mode():
-            return replace(record, losses=[before, *record.losses, model(**batch[1])])
-
-    bit_equal(merge(on_ranks(pipeline(3), case.model(), run)), merge(on_ranks(Setup(), case.model(), run)))
-
-
 @pytest.mark.parametrize("setup", SETUPS)
 def test_parameters_without_a_gradient_have_none(setup: str) -> None:
     batch = CASES["frozen"].batch(7, 0)

@@ -17,12 +17,13 @@ from torch.utils import _pytree as pytree
 from autovaruna import AutoVaruna
 from autovaruna.errors import AutoVarunaError
 from autovaruna.runtime.optimizers.scaler import LossScale
-from autovaruna.runtime.transport.threads import single_world
+from autovaruna.runtime.transport.threads import run_ranks, single_world
+from autovaruna.runtime.world import World
 from tests.catalogue import CASES, Batch, Case
 from tests.catalogue.small import words
 from tests.products import diagonal
 from tests.reference import MakeOptimizer, Record, bit_equal, buffers_of, compare, gradients_of, sgd, weights_of
-from tests.session.training import Setup, held, merge, on_ranks, pipeline, with_state
+from tests.session.training import QUIET, Setup, held, merge, on_ranks, pipeline, share_of, with_state
 
 
 @dataclass(frozen=True)
@@ -319,3 +320,16 @@ def test_a_scaler_that_is_garbage_scales_nothing() -> None:
         assert LossScale(optimizer, None, single_world()).before(is_half=False) == 1.0
     finally:
         gc.enable()
+
+
+def test_a_plan_measured_in_bfloat16_trains_as_plain_pytorch() -> None:
+    """Each rank passes half of a batch."""
+    way, models = WAYS["autocast"], [CASE.model() for _ in range(2)]
+
+    def be_rank(world: World) -> Record:
+        optimizer = sgd(models[world.rank].parameters())
+        wrapped = AutoVaruna(models[world.rank], optimizer, **QUIET)
+        record, _ = loop(way, CASE, wrapped, optimizer, way.scaler(), [share_of(BATCHES[0], [3, 3], world.rank)])
+        return with_state(record, wrapped)
+
+    compare(merge(run_ranks(2, be_rank)), plain_in(way, CASE, BATCHES[:1]).record, rtol=2e-2)

@@ -114,25 +114,6 @@ def test_states_have_the_keys_of_plain_pytorch(name: str) -> None:
     assert moments["param_groups"] == expected["param_groups"]
 
 
-def test_groups_and_their_settings_are_kept() -> None:
-    case = CASES["chain"]
-
-    def groups(parameters: Any) -> Optimizer:
-        every = list(parameters)
-        return torch.optim.SGD([{"params": every[:2], "lr": 0.1}, {"params": every[2:]}], lr=0.01, momentum=0.9)
-
-    def run(model: AutoVaruna, optimizer: Optimizer, rank: int) -> Any:
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-        for batch in batches_of(case, 3):
-            train_rank(case, model, optimizer, [batch])
-            scheduler.step()
-        rates = [group["lr"] for group in optimizer.param_groups]
-        return rates, [group["params"] for group in model.optimizer_state_dict()["param_groups"]], model.state_dict()
-
-    for rates, places, weights in on_ranks(pipeline(3), case.model(), run, groups, token=(case.name, False)):
-        assert rates == [0.1 / 8, 0.01 / 8] and [len(each) for each in places] == [2, len(weights) - 2]
-
-
 def test_a_missing_or_unexpected_key_is_refused() -> None:
     case = CASES["chain"]
 
@@ -182,7 +163,7 @@ def test_evaluation_between_steps_changes_nothing() -> None:
     def run(model: AutoVaruna, optimizer: Optimizer, rank: int) -> Any:
         record = train_rank(case, model, optimizer, batches_of(case, 1))
         model.eval()
-        with torch.no_grad():
+        with torch.inference_mode():
             losses = [model(**case.batch(size, 5)[1]).item() for size in (7, 3, 1)]
         model.train()
         return record, train_rank(case, model, optimizer, [case.batch(7, 1)]), losses
