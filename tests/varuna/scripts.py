@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -110,10 +109,6 @@ def on_ranks(num_ranks: int, run: Callable[[World], Any], timeout: float = 500.0
     """Runs a function on ranks that are threads, which trace the model once for all; returns the results by rank."""
     with trace_shared(object()):
         return run_ranks(num_ranks, run, timeout)
-
-
-def copy_of(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    return copy.deepcopy(state)
 
 
 def close(got: list[float], expected: list[float], rtol: float = 1e-5) -> bool:
