@@ -10,6 +10,7 @@ import logging
 import os
 import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,15 @@ import torch
 from torch import Tensor, nn
 
 from autovaruna import AutoVaruna, DeploymentError, MeasureError
+from autovaruna.graph.trace import trace
 from autovaruna.planner.deployment import Fingerprint, deployment_of, load, save
 from autovaruna.planner.records import Plan
 from autovaruna.planner.search import make_plan
 from autovaruna.runtime.transport.threads import run_ranks
 from autovaruna.runtime.world import World
-from autovaruna.session import measuring
+from autovaruna.session import measuring, traces
 from tests.planner.cases import make_problem
+from tests.session.training import trace_shared
 
 
 class Net(nn.Module):
@@ -53,7 +56,8 @@ def start(num_ranks: int = 2, width: int = 8, batch: int = 4, **settings: Any) -
         assert model.plan is not None
         return model.plan
 
-    return run_ranks(num_ranks, be_rank)[0]
+    with trace_shared("deployment") if traces.trace is trace else nullcontext():
+        return run_ranks(num_ranks, be_rank)[0]
 
 
 @pytest.fixture(scope="module")

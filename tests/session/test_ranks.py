@@ -22,7 +22,14 @@ from autovaruna.runtime.transport.threads import Mailboxes, ThreadTransport, run
 from autovaruna.runtime.world import World
 from autovaruna.session.stopping import STATUS
 from tests.catalogue.small import CLASSES, WIDTH, labelled
-from tests.session.training import QUIET
+from tests.session.training import QUIET, trace_shared
+
+
+@pytest.fixture(autouse=True)
+def _equal_models_are_traced_once(request: pytest.FixtureRequest) -> Iterator[None]:
+    with trace_shared(request.node.nodeid):
+        yield
+
 
 BATCH = labelled(6, 0)[1]
 REPLICAS = QUIET | {"num_stages": 1, "num_replicas": 2}
