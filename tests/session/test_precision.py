@@ -17,11 +17,12 @@ from torch.utils import _pytree as pytree
 from autovaruna import AutoVaruna
 from autovaruna.errors import AutoVarunaError
 from autovaruna.runtime.optimizers.scaler import LossScale
-from autovaruna.runtime.transport.threads import run_ranks, single_world
+from autovaruna.runtime.transport.threads import single_world
 from autovaruna.runtime.world import World
 from tests.catalogue import CASES, Batch, Case
 from tests.catalogue.small import words
 from tests.products import diagonal
+from tests.ranks import run_ranks
 from tests.reference import MakeOptimizer, Record, bit_equal, buffers_of, compare, gradients_of, sgd, weights_of
 from tests.session.training import QUIET, Setup, held, merge, on_ranks, pipeline, share_of, with_state
 
