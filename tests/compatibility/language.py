@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from tests.compatibility.script import Share, State, Wrap, normal, script, whole
 
@@ -121,6 +122,116 @@ def low_rank_adaptation(wrap: Wrap, share: Share) -> State:
     return model.state_dict()
 
 
+class Tagger(nn.Module):
+    """Tags words with a bidirectional LSTM over packed sequences."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(WORDS, WIDTH, padding_idx=0)
+        self.lstm = nn.LSTM(WIDTH, WIDTH, num_layers=2, bidirectional=True, batch_first=True)
+        self.out = nn.Linear(2 * WIDTH, 5)
+
+    def forward(self, words: Tensor, lengths: Tensor) -> Tensor:
+        packed = pack_padded_sequence(self.embed(words), lengths, batch_first=True, enforce_sorted=False)
+        hidden, _ = pad_packed_sequence(self.lstm(packed)[0], batch_first=True, total_length=words.size(1))
+        return self.out(hidden)
+
+
+@script()
+def tagging(wrap: Wrap, share: Share) -> State:
+    """Bidirectional LSTM over packed sequences, Adam with AMSGrad, loss of words that are there outside of it."""
+    model: Any = Tagger()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2, amsgrad=True, eps=1e-4)
+    model = wrap(model, optimizer)
+    for step in range(STEPS):
+        words, lengths = share(whole(step, WORDS - 1, BATCH, 7) + 1), share(torch.tensor([7, 4, 6, 2, 5, 7]))
+        tags = share(whole(step + 50, 5, BATCH, 7))
+        loss = F.cross_entropy(model(words, lengths).transpose(1, 2), tags)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return model.state_dict()
+
+
+class Translator(nn.Module):
+    """Is nn.Transformer with embeddings, batch first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.source, self.target = nn.Embedding(WORDS, WIDTH), nn.Embedding(WORDS, WIDTH)
+        self.transformer = nn.Transformer(WIDTH, 2, 2, 2, 32, dropout=0.0, batch_first=True)
+        self.head = nn.Linear(WIDTH, WORDS)
+
+    def forward(self, source: Tensor, target: Tensor) -> Tensor:
+        mask = nn.Transformer.generate_square_subsequent_mask(target.size(1))
+        hidden = self.transformer(
+            self.source(source) * math.sqrt(WIDTH),
+            self.target(target),
+            tgt_mask=mask,
+            src_key_padding_mask=source == 0,
+            memory_key_padding_mask=source == 0,
+        )
+        return self.head(hidden)
+
+
+@script()
+def translation(wrap: Wrap, share: Share) -> State:
+    """nn.Transformer with causal and padding masks, label smoothing, a schedule by hand in the optimizer's groups."""
+    model: Any = Translator()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.0, betas=(0.9, 0.98), eps=1e-4)
+    criterion = nn.CrossEntropyLoss(label_smoothing=0.1)
+    model = wrap(model, optimizer)
+    for step in range(STEPS):
+        for group in optimizer.param_groups:
+            group["lr"] = WIDTH**-0.5 * min((step + 1) ** -0.5, (step + 1) * 4**-1.5) * 0.05
+        source = share(whole(step, WORDS - 1, BATCH, 8) + 1)
+        source[:, -1] = 0
+        target = share(whole(step + 30, WORDS - 1, BATCH, 7) + 1)
+        logits = model(source, target[:, :-1])
+        loss = criterion(logits.reshape(-1, WORDS), target[:, 1:].reshape(-1))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return model.state_dict()
+
+
+class SequenceToSequence(nn.Module):
+    """Translates with recurrent cells, step by step, with attention and teacher forcing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.encoder = nn.Embedding(WORDS, WIDTH), nn.GRU(WIDTH, WIDTH, batch_first=True)
+        self.cell, self.mix = nn.GRUCell(2 * WIDTH, WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.out = nn.Linear(WIDTH, WORDS)
+
+    def forward(self, source: Tensor, target: Tensor) -> Tensor:
+        memory, state = self.encoder(self.embed(source))
+        hidden, outputs = state.squeeze(0), []
+        for t in range(target.size(1)):
+            weights = torch.bmm(memory, hidden.unsqueeze(2)).softmax(1)
+            context = torch.sum(weights * memory, 1)
+            hidden = self.cell(torch.cat([self.embed(target[:, t]), context], 1), hidden)
+            outputs.append(self.out(torch.tanh(self.mix(torch.cat([hidden, context], 1)))))
+        return torch.stack(outputs, 1)
+
+
+@script()
+def attention_by_steps(wrap: Wrap, share: Share) -> State:
+    """A GRU with attention, unrolled in Python, clipped by value, with RMSprop."""
+    model: Any = SequenceToSequence()
+    optimizer = torch.optim.RMSprop(model.parameters(), lr=1e-3, eps=1e-4)
+    model = wrap(model, optimizer)
+    for step in range(STEPS):
+        source, target = share(whole(step, WORDS, BATCH, 5)), share(whole(step + 9, WORDS, BATCH, 5))
+        logits = model(source, target[:, :-1])
+        loss = F.nll_loss(F.log_softmax(logits, -1).flatten(0, 1), target[:, 1:].flatten())
+        model.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_value_(model.parameters(), 0.05)
+        optimizer.step()
+    return model.state_dict()
+
+
 class Experts(nn.Module):
     """Sends each word to its best expert, weighted by the router's probability."""
 
@@ -186,5 +297,46 @@ def distillation(wrap: Wrap, share: Share) -> State:
         loss = F.kl_div(F.log_softmax(logits / 2, -1), soft, reduction="batchmean") * 4 + F.cross_entropy(logits, y)
         optimizer.zero_grad()
         loss.backward()
+        optimizer.step()
+    return model.state_dict()
+
+
+class WordModel(nn.Module):
+    """Is the model of PyTorch's word language model: time first, one row for each word, hidden state in and out."""
+
+    def __init__(self, layers: int = 2) -> None:
+        super().__init__()
+        self.layers = layers
+        self.drop, self.encoder = nn.Dropout(0.0), nn.Embedding(WORDS, WIDTH)
+        self.rnn = nn.LSTM(WIDTH, WIDTH, layers, dropout=0.0)
+        self.decoder = nn.Linear(WIDTH, WORDS)
+        nn.init.uniform_(self.encoder.weight, -0.1, 0.1)
+        self.decoder.weight = self.encoder.weight
+
+    def forward(self, words: Tensor, hidden: tuple[Tensor, Tensor]) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        output, hidden = self.rnn(self.drop(self.encoder(words)), hidden)
+        decoded = self.decoder(self.drop(output)).view(-1, WORDS)
+        return F.log_softmax(decoded, dim=1), hidden
+
+    def init_hidden(self, batch: int) -> tuple[Tensor, Tensor]:
+        weight = next(self.parameters())
+        return weight.new_zeros(self.layers, batch, WIDTH), weight.new_zeros(self.layers, batch, WIDTH)
+
+
+@script(change='`batch_dims={"words": 1, "hidden": 1}`')
+def word_language_model(wrap: Wrap, share: Share) -> State:
+    """PyTorch's own example: LSTM of (time, batch) with tied weights, its state from call to call, clipping, SGD."""
+    model: Any = WordModel()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    model = wrap(model, optimizer, batch_dims={"words": 1, "hidden": 1})
+    text = share(whole(1, WORDS, BATCH, 5 * STEPS + 1)).t().contiguous()
+    hidden = model.init_hidden(text.shape[1])
+    for start in range(0, 5 * STEPS, 5):
+        data, targets = text[start : start + 5], text[start + 1 : start + 6].reshape(-1)
+        hidden = tuple(each.detach() for each in hidden)
+        output, hidden = model(data, hidden)
+        optimizer.zero_grad()
+        F.nll_loss(output, targets).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.25)
         optimizer.step()
     return model.state_dict()

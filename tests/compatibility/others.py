@@ -45,6 +45,37 @@ def speech_recognition(wrap: Wrap, share: Share) -> State:
     return model.state_dict()
 
 
+class GraphNetwork(nn.Module):
+    """Multiplies by a normalised adjacency matrix between layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(7, 16), nn.Linear(16, 4)
+
+    def forward(self, nodes: Tensor, adjacency: Tensor) -> Tensor:
+        hidden = F.relu(adjacency @ self.first(nodes))
+        return F.log_softmax(adjacency @ self.second(hidden), 1)
+
+
+@script(
+    change='`inputs="replicated", num_micro_batches=1, dynamic_batch=False`: all ranks pass the one graph',
+    is_replicated=True,
+)
+def graph_convolution(wrap: Wrap, share: Share) -> State:
+    """One whole graph in each call, a loss over some of its nodes."""
+    model: Any = GraphNetwork()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01, weight_decay=5e-4, eps=1e-4)
+    model = wrap(model, optimizer, num_micro_batches=1, dynamic_batch=False)
+    nodes, labels, known = normal(0, 11, 7), whole(0, 4, 11), torch.arange(5)
+    adjacency = (normal(1, 11, 11) > 0.5).float() + torch.eye(11)
+    adjacency = adjacency / adjacency.sum(1, keepdim=True)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        F.nll_loss(model(nodes, adjacency)[known], labels[known]).backward()
+        optimizer.step()
+    return model.state_dict()
+
+
 @script()
 def deep_q_learning(wrap: Wrap, share: Share) -> State:
     """A network and a target network, copied now and then; Huber loss of the chosen actions."""
@@ -82,5 +113,155 @@ def policy_gradient(wrap: Wrap, share: Share) -> State:
             losses.append(-chances.log_prob(torch.tensor([move % 2])) * (1.0 + move))
         optimizer.zero_grad()
         torch.cat(losses).sum().backward()
+        optimizer.step()
+    return model.state_dict()
+
+
+class Recommender(nn.Module):
+    """Multiplies factors of users and of items, with biases and a deep part beside them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.users, self.items = nn.Embedding(20, 8), nn.Embedding(30, 8)
+        self.user_bias, self.item_bias = nn.Embedding(20, 1), nn.Embedding(30, 1)
+        self.deep = nn.Sequential(nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 1))
+
+    def forward(self, user: Tensor, item: Tensor) -> Tensor:
+        u, i = self.users(user), self.items(item)
+        wide = (u * i).sum(1) + self.user_bias(user).squeeze(1) + self.item_bias(item).squeeze(1)
+        return wide + self.deep(torch.cat([u, i], 1)).squeeze(1)
+
+
+@script()
+def recommendation(wrap: Wrap, share: Share) -> State:
+    """Factors of users and items and a deep part, with a positive weight, two groups with rates of their own."""
+    model: Any = Recommender()
+    tables = [*model.users.parameters(), *model.items.parameters()]
+    rest = [p for p in model.parameters() if all(p is not table for table in tables)]
+    optimizer = torch.optim.Adam([{"params": tables, "lr": 1e-2}, {"params": rest}], lr=1e-3, eps=1e-4)
+    criterion = nn.BCEWithLogitsLoss(pos_weight=torch.tensor(2.0))
+    model = wrap(model, optimizer)
+    for step in range(STEPS):
+        user, item = share(whole(step, 20, BATCH)), share(whole(step + 9, 30, BATCH))
+        loss = criterion(model(user, item), share(whole(step + 99, 2, BATCH).float()))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return model.state_dict()
+
+
+@script()
+def tables(wrap: Wrap, share: Share) -> State:
+    """Categories and numbers in one row, early stopping on a validation loss that the ranks share by the model."""
+
+    class Rows(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embeddings = nn.ModuleList(nn.Embedding(n, 4) for n in (5, 6))
+            self.layers = nn.Sequential(nn.Linear(8 + 3, 16), nn.SELU(), nn.AlphaDropout(0.0), nn.Linear(16, 1))
+
+        def forward(self, categories: Tensor, numbers: Tensor, target: Tensor) -> Tensor:
+            embedded = [table(categories[:, i]) for i, table in enumerate(self.embeddings)]
+            return F.mse_loss(self.layers(torch.cat([*embedded, numbers], 1)).flatten(), target)
+
+    model: Any = Rows()
+    optimizer = torch.optim.RAdam(model.parameters(), lr=1e-2, eps=1e-4)
+    model = wrap(model, optimizer)
+    best, patience = float("inf"), 0
+    for step in range(6):
+        rows = (
+            share(whole(step % 2, 5, BATCH, 2)),
+            share(normal(step % 2, BATCH, 3)),
+            share(normal(step % 2 + 5, BATCH)),
+        )
+        loss = model(*rows)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        model.eval()
+        with torch.no_grad():
+            checked = model(share(whole(7, 5, BATCH, 2)), share(normal(7, BATCH, 3)), share(normal(8, BATCH))).item()
+        model.train()
+        best, patience = (checked, 0) if checked < best else (best, patience + 1)
+        if patience > 2:
+            break
+    return model.state_dict()
+
+
+class Equation(nn.Module):
+    """Integrates an ordinary differential equation whose right side is a network (Runge-Kutta, fixed steps)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.right = nn.Sequential(nn.Linear(3, 16), nn.Tanh(), nn.Linear(16, 3))
+        self.head = nn.Linear(3, 2)
+
+    def forward(self, y: Tensor) -> Tensor:
+        h = 0.25
+        for _ in range(3):
+            k1 = self.right(y)
+            k2 = self.right(y + h / 2 * k1)
+            k3 = self.right(y + h / 2 * k2)
+            k4 = self.right(y + h * k3)
+            y = y + h / 6 * (k1 + 2 * k2 + 2 * k3 + k4)
+        return self.head(y)
+
+
+@script()
+def differential_equation(wrap: Wrap, share: Share) -> State:
+    """One network used twelve times in a call, with a learning rate by cyclic schedule."""
+    model: Any = Equation()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.8)
+    schedule = torch.optim.lr_scheduler.CyclicLR(optimizer, 0.01, 0.05, 2)
+    model = wrap(model, optimizer)
+    for step in range(STEPS):
+        loss = F.mse_loss(model(share(normal(step, BATCH, 3))), share(normal(step + 9, BATCH, 2)))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+    return model.state_dict()
+
+
+@script(refusal=r"(?s)second derivative|create_graph")
+def physics_informed(wrap: Wrap, share: Share) -> State:
+    """A derivative of the output by the input, with a graph of its own, in the loss outside of the model."""
+    model: Any = nn.Sequential(nn.Linear(1, 16), nn.Tanh(), nn.Linear(16, 1))
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    model = wrap(model, optimizer)
+    x = share(normal(0, BATCH, 1)).requires_grad_()
+    u = model(x)
+    (slope,) = torch.autograd.grad(u.sum(), x, create_graph=True)
+    optimizer.zero_grad()
+    (slope + u).square().mean().backward()
+    optimizer.step()
+    return model.state_dict()
+
+
+@script()
+def forecasting(wrap: Wrap, share: Share) -> State:
+    """Dilated causal convolutions with weight normalisation, quantile loss, several horizons."""
+    norm = torch.nn.utils.parametrizations.weight_norm
+
+    class Causal(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.convs = nn.ModuleList(norm(nn.Conv1d(1 if d == 1 else 8, 8, 2, dilation=d)) for d in (1, 2, 4))
+            self.out = nn.Linear(8, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            for conv in self.convs:
+                x = F.relu(conv(F.pad(x, (conv.dilation[0], 0))))
+            return self.out(x[:, :, -1])
+
+    model: Any = Causal()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2, eps=1e-4)
+    model = wrap(model, optimizer)
+    for step in range(STEPS):
+        x, y = share(normal(step, BATCH, 1, 12)), share(normal(step + 9, BATCH, 1))
+        error, levels = y - model(x), torch.tensor([0.1, 0.5, 0.9])
+        loss = torch.max(levels * error, (levels - 1) * error).mean()
+        optimizer.zero_grad()
+        loss.backward()
         optimizer.step()
     return model.state_dict()

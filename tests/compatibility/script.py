@@ -69,12 +69,15 @@ def script(change: str = "", refusal: str = "", is_replicated: bool = False) -> 
 
 
 def numbers(seed: int) -> torch.Generator:
+    """Returns a generator of a batch's numbers."""
     return torch.Generator().manual_seed(seed)
 
 
 def normal(seed: int, *shape: int) -> Tensor:
+    """Returns normal random numbers of a shape."""
     return torch.randn(*shape, generator=numbers(seed))
 
 
 def whole(seed: int, high: int, *shape: int) -> Tensor:
+    """Returns random integers below `high`."""
     return torch.randint(high, shape, generator=numbers(seed))

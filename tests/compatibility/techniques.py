@@ -12,12 +12,12 @@ from torch.optim.swa_utils import SWALR, AveragedModel, update_bn
 from torch.utils.checkpoint import checkpoint
 
 from tests.compatibility.script import Share, State, Wrap, normal, script, whole
-from tests.profiler.own_optimizers import AdaBelief
 
 BATCH, STEPS, WIDTH, CLASSES = 4, 3, 12, 4
 
 
 def layers(*more: nn.Module) -> nn.Sequential:
+    """Returns a small network."""
     return nn.Sequential(
         nn.Linear(WIDTH, WIDTH), nn.Tanh(), *more, nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, CLASSES)
     )
@@ -79,6 +79,22 @@ def two_tasks(wrap: Wrap, share: Share) -> State:
 
 
 @script()
+def two_backwards(wrap: Wrap, share: Share) -> State:
+    """Two losses, each with a backward of its own over one graph."""
+    model: Any = TwoHeads()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model = wrap(model, optimizer)
+    for step in range(STEPS):
+        x, y = labelled(share, step)
+        out = model(x)
+        optimizer.zero_grad()
+        F.cross_entropy(out["classes"], y).backward(retain_graph=True)
+        (out["depth"].square().mean() + 0 * out["spread"].sum()).backward()
+        optimizer.step()
+    return model.state_dict()
+
+
+@script()
 def loop_by_hand(wrap: Wrap, share: Share) -> State:
     """No optimizer: weights are changed in place by the loop, as tutorials do."""
     model: Any = layers()
@@ -92,6 +108,25 @@ def loop_by_hand(wrap: Wrap, share: Share) -> State:
             for weight in model.parameters():
                 if weight.grad is not None:
                     weight -= 0.1 * weight.grad
+    return model.state_dict()
+
+
+@script()
+def closure(wrap: Wrap, share: Share) -> State:
+    """The optimizer calls the loss itself."""
+    model: Any = layers()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model = wrap(model, optimizer)
+    for step in range(STEPS):
+        x, y = labelled(share, step)
+
+        def loss(x: Tensor = x, y: Tensor = y) -> Tensor:
+            optimizer.zero_grad()
+            value = F.cross_entropy(model(x), y)
+            value.backward()
+            return value
+
+        optimizer.step(loss)
     return model.state_dict()
 
 
@@ -148,9 +183,28 @@ class Frugal(nn.Module):
 
 @script()
 def gradient_checkpointing(wrap: Wrap, share: Share) -> State:
-    """torch.utils.checkpoint in forward, and an optimizer of the script's own (AdaBelief)."""
+    """torch.utils.checkpoint in forward, and Lion as people write it."""
+
+    class Lion(torch.optim.Optimizer):
+        def __init__(self, params: Any) -> None:
+            super().__init__(params, {"lr": 1e-3, "betas": (0.9, 0.99), "weight_decay": 0.1})
+
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:
+            for group in self.param_groups:
+                for p in group["params"]:
+                    if p.grad is None:
+                        continue
+                    p.data.mul_(1 - group["lr"] * group["weight_decay"])
+                    state = self.state[p]
+                    if len(state) == 0:
+                        state["mean"] = torch.zeros_like(p)
+                    update = state["mean"] * group["betas"][0] + p.grad * (1 - group["betas"][0])
+                    p.add_(torch.tanh(update * 1e3), alpha=-group["lr"])
+                    state["mean"].mul_(group["betas"][1]).add_(p.grad, alpha=1 - group["betas"][1])
+
     model: Any = Frugal()
-    optimizer = AdaBelief(model.parameters())
+    optimizer = Lion(model.parameters())
     model = wrap(model, optimizer)
     for step in range(STEPS):
         x, y = labelled(share, step)
@@ -179,6 +233,32 @@ def own_target(wrap: Wrap, share: Share) -> State:
             for weight, average in zip(online.parameters(), slow.parameters(), strict=True):
                 average.data = average.data * 0.9 + weight.data * 0.1
     return {**online.state_dict(), **{f"slow.{name}": value for name, value in slow.state_dict().items()}}
+
+
+@script(
+    change='`inputs="replicated"`: a sample is compared with those of all ranks; the slow network is a copy of the wrapper',
+    is_replicated=True,
+)
+def momentum_contrast(wrap: Wrap, share: Share) -> State:
+    """Pairs are told apart from a queue of earlier samples, seen by a slow network without gradients (MoCo)."""
+    query: Any = layers()
+    optimizer = torch.optim.SGD(query.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4)
+    query = wrap(query, optimizer)
+    key = copy.deepcopy(query).requires_grad_(False)
+    queue = F.normalize(normal(0, CLASSES, 3 * BATCH), dim=0)
+    for step in range(STEPS):
+        with torch.no_grad():
+            for weight, slow in zip(query.parameters(), key.parameters(), strict=True):
+                slow.data = slow.data * 0.9 + weight.data * 0.1
+            keys = F.normalize(key(normal(step + 9, BATCH, WIDTH)), dim=1)
+        queries = F.normalize(query(normal(step, BATCH, WIDTH)), dim=1)
+        alike, others = (queries * keys).sum(1, keepdim=True), queries @ queue.clone()
+        loss = F.cross_entropy(torch.cat([alike, others], 1) / 0.2, torch.zeros(BATCH, dtype=torch.long))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        queue[:, step * BATCH : (step + 1) * BATCH] = keys.t()
+    return {**query.state_dict(), **{f"key.{name}": value for name, value in key.state_dict().items()}}
 
 
 @script()
@@ -256,6 +336,97 @@ def normalizing_flow(wrap: Wrap, share: Share) -> State:
     for step in range(STEPS):
         loss = model(share(normal(step, BATCH, WIDTH)))
         optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return model.state_dict()
+
+
+class Margin(nn.Module):
+    """Is a face network: embeds, and adds a margin to the angle of the right class."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(WIDTH, 16), nn.PReLU(), nn.Linear(16, 8))
+        self.weight = nn.Parameter(torch.randn(CLASSES, 8))
+
+    def forward(self, x: Tensor, label: Tensor) -> Tensor:
+        cosine = F.linear(F.normalize(self.body(x)), F.normalize(self.weight))
+        sine = torch.sqrt((1.0 - cosine**2).clamp(1e-4, 1))
+        moved = cosine * 0.9 - sine * 0.4
+        hot = torch.zeros(cosine.size(), device=x.device)
+        hot.scatter_(1, label.view(-1, 1).long(), 1)
+        return F.cross_entropy(8 * (hot * moved + (1.0 - hot) * cosine), label)
+
+
+@script()
+def angular_margin(wrap: Wrap, share: Share) -> State:
+    """A margin on the angle of the right class, made by scatter_ into zeros of the batch's size (ArcFace)."""
+    model: Any = Margin()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=5e-4)
+    model = wrap(model, optimizer)
+    for step in range(STEPS):
+        loss = model(*labelled(share, step))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return model.state_dict()
+
+
+class Points(nn.Module):
+    """Classifies clouds of points: a transformation of its own, shared layers, a maximum over points."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.turn = nn.Sequential(nn.Conv1d(3, 8, 1), nn.ReLU(), nn.AdaptiveMaxPool1d(1), nn.Flatten(), nn.Linear(8, 9))
+        self.features, self.head = nn.Conv1d(3, 16, 1), nn.Linear(16, CLASSES)
+
+    def forward(self, points: Tensor) -> tuple[Tensor, Tensor]:
+        batch = points.size()[0]
+        turn = self.turn(points).view(-1, 3, 3) + torch.eye(3).repeat(batch, 1, 1)
+        moved = torch.bmm(points.transpose(2, 1), turn).transpose(2, 1)
+        return F.log_softmax(self.head(torch.max(F.relu(self.features(moved)), 2)[0]), -1), turn
+
+
+@script()
+def point_clouds(wrap: Wrap, share: Share) -> State:
+    """A PointNet whose transformation is kept near orthogonal by a term outside of the model."""
+    model: Any = Points()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, betas=(0.9, 0.999), eps=1e-4)
+    model = wrap(model, optimizer)
+    for step in range(STEPS):
+        chances, turn = model(share(normal(step, BATCH, 3, 10)))
+        loss = F.nll_loss(chances, share(whole(step, CLASSES, BATCH)))
+        near = torch.mean(torch.norm(torch.bmm(turn, turn.transpose(2, 1)) - torch.eye(3), dim=(1, 2)))
+        optimizer.zero_grad()
+        (loss + 0.01 * near).backward()
+        optimizer.step()
+    return model.state_dict()
+
+
+class Captions(nn.Module):
+    """Sees a picture and writes about it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.see = nn.Sequential(nn.Conv2d(1, 4, 3, 2), nn.ReLU(), nn.Flatten(), nn.Linear(36, 8))
+        self.embed, self.lstm, self.out = nn.Embedding(20, 8), nn.LSTM(8, 16, batch_first=True), nn.Linear(16, 20)
+
+    def forward(self, image: Tensor, words: Tensor) -> Tensor:
+        start = self.see(image).unsqueeze(1)
+        return self.out(self.lstm(torch.cat((start, self.embed(words)), 1))[0])
+
+
+@script()
+def captions(wrap: Wrap, share: Share) -> State:
+    """A convolutional encoder and an LSTM decoder, an optimizer of the decoder and one layer of the encoder."""
+    model: Any = Captions()
+    chosen = [*model.lstm.parameters(), *model.embed.parameters(), *model.out.parameters(), *model.see[3].parameters()]
+    optimizer = torch.optim.Adam(chosen, lr=1e-2, eps=1e-4)
+    model = wrap(model, optimizer)
+    for step in range(STEPS):
+        image, words = share(normal(step, BATCH, 1, 8, 8)), share(whole(step, 20, BATCH, 5))
+        loss = F.cross_entropy(model(image, words[:, :-1]).reshape(-1, 20), words.reshape(-1))
+        model.zero_grad()
         loss.backward()
         optimizer.step()
     return model.state_dict()

@@ -93,6 +93,7 @@ def test_the_page_lists_them() -> None:
 
 
 def page() -> str:
+    """Returns the page."""
     rows = [f"| {each.name} | {each.what} | {each.change or '-'} | {_outcome(each)} |" for each in SCRIPTS]
     return "\n".join([*HEAD, *rows, ""])
 

@@ -209,6 +209,97 @@ def adversarial_networks(wrap: Wrap, share: Share) -> State:
     return {**generator.state_dict(), **{f"critic.{name}": value for name, value in critic.state_dict().items()}}
 
 
+class Twin(nn.Module):
+    """Puts two pictures through one network and compares them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(100, 8))
+        self.head = nn.Linear(16, 1)
+
+    def once(self, x: Tensor) -> Tensor:
+        return self.body(x).view(x.size()[0], -1)
+
+    def forward(self, first: Tensor, second: Tensor) -> Tensor:
+        return torch.sigmoid(self.head(torch.cat((self.once(first), self.once(second)), 1)))
+
+
+@script()
+def siamese_network(wrap: Wrap, share: Share) -> State:
+    """One network used twice in a call, binary cross entropy of its squeezed output, Adadelta, StepLR."""
+    model: Any = Twin()
+    optimizer = torch.optim.Adadelta(model.parameters(), lr=1.0)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.7)
+    model = wrap(model, optimizer)
+    for step in range(STEPS):
+        x, y = share(normal(step, BATCH, 1, 12, 12)), share(normal(step + 9, BATCH, 1, 12, 12))
+        target = share(whole(step, 2, BATCH).float())
+        loss = F.binary_cross_entropy(model(x, y).squeeze(), target)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+    return model.state_dict()
+
+
+class Detector(nn.Module):
+    """Gives scores and boxes for every place of two feature maps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.lower = nn.Conv2d(3, 8, 3, 2, 1), nn.Conv2d(8, 8, 3, 2, 1)
+        self.scores = nn.ModuleList(nn.Conv2d(8, CLASSES, 3, padding=1) for _ in range(2))
+        self.boxes = nn.ModuleList(nn.Conv2d(8, 4, 3, padding=1) for _ in range(2))
+
+    def forward(self, images: Tensor) -> dict[str, Tensor]:
+        maps = [F.relu(self.stem(images))]
+        maps.append(F.relu(self.lower(maps[0])))
+        scores = [head(each).flatten(2).transpose(1, 2) for head, each in zip(self.scores, maps, strict=True)]
+        boxes = [head(each).flatten(2).transpose(1, 2) for head, each in zip(self.boxes, maps, strict=True)]
+        return {"scores": torch.cat(scores, 1), "boxes": torch.cat(boxes, 1)}
+
+
+@script()
+def detection(wrap: Wrap, share: Share) -> State:
+    """A one-stage detector with a dict of outputs, focal loss and smooth L1 on the places that hold an object."""
+    model: Any = Detector()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, weight_decay=1e-4)
+    model = wrap(model, optimizer)
+    for step in range(STEPS):
+        images, places = share(normal(step, BATCH, 3, 16, 16)), 80
+        labels = share(F.one_hot(whole(step, CLASSES, BATCH, places), CLASSES).float())
+        target = share(normal(step + 9, BATCH, places, 4))
+        out = model(images)
+        chance = out["scores"].sigmoid()
+        plain = F.binary_cross_entropy_with_logits(out["scores"], labels, reduction="none")
+        near = chance * labels + (1 - chance) * (1 - labels)
+        focal = (plain * (1 - near) ** 2).mean()
+        held = labels[..., 0]
+        regression = (F.smooth_l1_loss(out["boxes"], target, reduction="none").sum(-1) * held).mean()
+        optimizer.zero_grad()
+        (focal + regression).backward()
+        optimizer.step()
+    return model.state_dict()
+
+
+@script()
+def super_resolution(wrap: Wrap, share: Share) -> State:
+    """Sub-pixel convolution, orthogonal initialisation, mean squared error, in double precision."""
+    layers = (nn.Conv2d(1, 8, 5, 1, 2), nn.ReLU(), nn.Conv2d(8, 4, 3, 1, 1), nn.ReLU(), nn.Conv2d(4, 9, 3, 1, 1))
+    model: Any = nn.Sequential(*layers, nn.PixelShuffle(3)).double()
+    for layer in layers[::2]:
+        nn.init.orthogonal_(layer.weight, nn.init.calculate_gain("relu"))  # type: ignore[arg-type]
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2, eps=1e-4)
+    model = wrap(model, optimizer)
+    for step in range(STEPS):
+        small, large = share(normal(step, BATCH, 1, 5, 5).double()), share(normal(step, BATCH, 1, 15, 15).double())
+        optimizer.zero_grad()
+        loss = F.mse_loss(model(small), large)
+        loss.backward()
+        optimizer.step()
+    return model.state_dict()
+
+
 @script()
 def adversarial_examples(wrap: Wrap, share: Share) -> State:
     """Each batch is moved along the sign of its own gradient (FGSM) and trained on."""
